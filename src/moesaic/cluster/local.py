@@ -1,0 +1,50 @@
+"""Processes on this machine, started as modules so that `ps` shows what they are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from moesaic.config import WorkerConfig
+from moesaic.transport.stream import StreamConnection, stream_pair
+
+
+@dataclass
+class WorkerProcess:
+    """A running attention worker and the connection to it."""
+
+    process: subprocess.Popen[bytes]
+    connection: StreamConnection
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def how_it_ended(self) -> str:
+        """For a person, once the connection is lost."""
+        try:
+            code = self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return f"worker process {self.pid} closed its connection but still runs"
+        how = f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        return f"worker process {self.pid} {how}"
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Close the connection, which ends the process; kill it when that takes too long."""
+        self.connection.close()
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def spawn_worker(config: WorkerConfig) -> WorkerProcess:
+    """Start an attention worker. It loads in the background and says Ready on the connection."""
+    ours, theirs = stream_pair()
+    with theirs:
+        command = [sys.executable, "-m", "moesaic.runtime"]
+        command += ["--connection-fd", str(theirs.fileno()), "--config", config.to_json()]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    return WorkerProcess(process, StreamConnection(ours))

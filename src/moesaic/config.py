@@ -1,0 +1,135 @@
+"""Every setting, frozen and documented field by field. The command line is generated from here.
+
+The only file that reads the environment. Nothing is ever written back: `resolve_*` functions
+return new values.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from moesaic.core.errors import ConfigError
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """'512MiB', '4GB', '2g' or a plain number of bytes. Raises ConfigError naming `name`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = _UNITS.get(match.group(2).upper()) if match else None
+    if match is None or unit is None or float(match.group(1)) <= 0:
+        raise ConfigError.field(name, text, "a positive size such as 512MiB, 4GiB or 4GB")
+    return int(float(match.group(1)) * unit)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and how it is computed."""
+
+    model: str
+    """A Hugging Face directory, a hub id, or `demo`, the checkpoint inside the package."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    device: Device = "auto"
+    """Where to compute; auto takes CUDA when there is one."""
+    dtype: Dtype = "auto"
+    """Storage of the weights; auto: float32 on a CPU, the checkpoint's own on CUDA."""
+    max_model_len: int | None = None
+    """Most tokens, prompt and answer together, of one request; None: the checkpoint's own limit."""
+    threads: int | None = None
+    """Threads that compute; None: one per core."""
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The KV cache."""
+
+    kv_cache_memory: str = "auto"
+    """Size of the KV cache, such as 4GiB; auto: what max_num_seqs requests of the maximum length
+    need, at most 40 % of the memory left after the weights."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Storage of keys and values; auto: the computing dtype."""
+    block_size: int = 16
+    """Tokens in one KV block."""
+    enable_prefix_caching: bool = True
+    """Keep the KV blocks of finished requests and reuse them for equal prefixes."""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Continuous batching."""
+
+    max_num_seqs: int = 64
+    """Most requests computed in one step."""
+    max_num_batched_tokens: int = 2048
+    """Most rows (prompt and generated tokens) computed in one step; longer prompts are chunked."""
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """All that a worker process needs to know."""
+
+    model: ModelConfig
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+    def __post_init__(self) -> None:
+        _at_least("--max-num-seqs", self.scheduler.max_num_seqs, 1)
+        _at_least("--max-num-batched-tokens", self.scheduler.max_num_batched_tokens, 1)
+        _at_least("--block-size", self.cache.block_size, 1)
+        if self.model.max_model_len is not None:
+            _at_least("--max-model-len", self.model.max_model_len, 2)
+        if self.model.threads is not None:
+            _at_least("--threads", self.model.threads, 1)
+        if self.cache.kv_cache_memory != "auto":
+            parse_bytes("--kv-cache-memory", self.cache.kv_cache_memory)
+
+    def to_json(self) -> str:
+        """For the command line of a worker process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkerConfig:
+        """The inverse of `to_json`."""
+        parts = json.loads(text)
+        return cls(
+            model=ModelConfig(**parts["model"]),
+            cache=CacheConfig(**parts["cache"]),
+            scheduler=SchedulerConfig(**parts["scheduler"]),
+        )
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The HTTP side of `moesaic serve`."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one and prints it."""
+    api_key: str | None = None
+    """Clients must send this key as `Authorization: Bearer KEY`. Also read from MOESAIC_API_KEY."""
+    served_model_name: str | None = None
+    """Name in the API; None: MODEL as given."""
+    chat_template: str | None = None
+    """File with a Jinja chat template to use in place of the checkpoint's own."""
+    max_queue: int = 256
+    """Requests that may wait beyond max_num_seqs; more are answered 429."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError.field("--port", self.port, "0 to 65535")
+        _at_least("--max-queue", self.max_queue, 0)
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError.field(name, value, f"an integer of at least {low}")

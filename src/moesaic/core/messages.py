@@ -1,0 +1,134 @@
+"""What the engine and a worker say to each other. They meet nowhere else.
+
+Every message is a frozen record of plain values, so that any transport can carry it. A message is
+about many requests at once: there is one a step, not one a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moesaic.core.metrics import WorkerStats
+from moesaic.core.request import FinishReason, Request, TokenLogprob
+
+# ---- engine -> worker
+
+
+@dataclass(frozen=True)
+class Submit:
+    """New requests, in order of arrival."""
+
+    requests: list[Request]
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Forget these requests and free what they hold. Unknown ids are ignored: they just ended."""
+
+    request_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """Stop now. Draining is the engine's business: it stops sending and waits."""
+
+
+# ---- worker -> engine
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How far reading the checkpoint is, for a progress line."""
+
+    done: int
+    """Bytes read."""
+    total: int
+    """Bytes in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What a worker loaded and chose."""
+
+    model_type: str
+    device: str
+    kernels: str
+    dtype: str
+    threads: int
+    num_parameters: int
+    weight_bytes: int
+    num_layers: int
+    num_experts: int
+    top_k: int
+    vocab_size: int
+    max_model_len: int
+    """Most tokens, prompt and answer together, of one request."""
+    block_size: int
+    num_blocks: int
+    kv_bytes: int
+    kv_dtype: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.block_size * self.num_blocks
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The worker is loaded and waits for requests."""
+
+    info: WorkerInfo
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """Requests that left the waiting queue for the first time. Three parallel lists."""
+
+    request_ids: list[int]
+    queue_seconds: list[float]
+    cached_tokens: list[int]
+    """Prompt tokens found in the prefix cache."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One step's new tokens. Parallel lists, one entry per request that got a token or ended."""
+
+    request_ids: list[int]
+    token_ids: list[int]
+    finish: list[FinishReason | None]
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    """Empty when no request of the step asked for them."""
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens start, start + 1, ... of one request (chunk by chunk)."""
+
+    request_id: int
+    start: int
+    entries: list[TokenLogprob]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A snapshot, sent after each step and when the worker falls idle."""
+
+    stats: WorkerStats
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The worker cannot go on: one line for a person. The process ends after it."""
+
+    error: str
+    user_error: bool
+    """True when a setting or the checkpoint is to blame, not moesaic."""
+
+
+ToWorker = Submit | Cancel | Shutdown
+ToEngine = Loading | Ready | Admitted | Tokens | PromptLogprobs | Stats | Failed
+Message = ToWorker | ToEngine

@@ -1,0 +1,193 @@
+"""A request, how it is sampled, and what comes out of it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from moesaic.core.errors import RequestError
+
+MAX_LOGPROBS = 20
+SEED_LIMIT = 2**63
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """An end-of-sequence token, a stop token or a stop string."""
+    LENGTH = "length"
+    """max_tokens or the model's context length was reached."""
+    ABORT = "abort"
+    """Cancelled by its client or by a shutdown."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled. Names, meanings and defaults are vLLM's.
+
+    Raises RequestError, naming the field, when a value is out of its range.
+    """
+
+    n: int = 1
+    """Completions for the one prompt, each with its own seed."""
+    max_tokens: int | None = 16
+    """Most tokens to generate. None: as many as the context length leaves."""
+    min_tokens: int = 0
+    """No end-of-sequence or stop token before this many generated tokens."""
+    temperature: float = 1.0
+    """0 is greedy: the most likely token, ties to the lowest id."""
+    top_p: float = 1.0
+    """Keep the most likely tokens whose probabilities reach this sum, (0, 1]."""
+    top_k: int = 0
+    """Keep this many most likely tokens; 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the most likely one, [0, 1]."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token already generated, [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted per occurrence among the generated tokens, [-2, 2]."""
+    repetition_penalty: float = 1.0
+    """Divides positive, multiplies negative logits of tokens in prompt or output, > 0."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id -> number added to its logit, [-100, 100]."""
+    seed: int | None = None
+    """Fixes the sampling noise; None lets the engine draw one at arrival."""
+    stop: Sequence[str] = ()
+    """Texts that end the answer; they are not part of it."""
+    stop_token_ids: Sequence[int] = ()
+    """Token ids that end the answer, beside the model's own end-of-sequence ids."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string at the end of the text."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence tokens."""
+    logprobs: int | None = None
+    """Return the log-probability of each token and of this many most likely ones, 0 to 20."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens; such a request reuses no cached prefix."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+    def __post_init__(self) -> None:
+        _integer("n", self.n, 1, 128)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, None)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _number("temperature", self.temperature, 0.0, 1e6)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _integer("top_k", self.top_k, -1, None)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 1e6, open_low=True)
+        if self.seed is not None:
+            _integer("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _integer(name, value, 0, MAX_LOGPROBS)
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias", token, 0, None)
+            _number("logit_bias", bias, -100.0, 100.0)
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, None)
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise RequestError(f"stop: got {list(self.stop)!r}; allowed: texts that are not empty", "stop")
+
+    @property
+    def greedy(self) -> bool:
+        """True when no noise is drawn: below this temperature the most likely token has it all."""
+        return self.temperature < 1e-5
+
+    @property
+    def penalised(self) -> bool:
+        """True when past tokens change the logits."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+    def fan_out(self, seed: int) -> list[SamplingParams]:
+        """The `n` single-completion forms of these parameters, seeded `seed`, `seed` + 1, ..."""
+        return [replace(self, n=1, seed=_wrap(seed + index)) for index in range(self.n)]
+
+
+def _wrap(seed: int) -> int:
+    """`seed` folded into the signed 64-bit range."""
+    return (seed + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
+
+
+def _integer(name: str, value: object, low: int, high: int | None) -> None:
+    good = isinstance(value, int) and not isinstance(value, bool)
+    if not good or value < low or (high is not None and value > high):  # type: ignore[operator]
+        top = "" if high is None else f" and at most {high}"
+        raise RequestError(f"{name}: got {value!r}; allowed: an integer of at least {low}{top}", name)
+
+
+def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    # Written so that NaN, which compares false with everything, is refused.
+    inside = good and (low < value if open_low else low <= value) and value <= high  # type: ignore[operator]
+    if not inside:
+        above = "above" if open_low else "at least"
+        raise RequestError(
+            f"{name}: got {value!r}; allowed: a number {above} {low:g} and at most {high:g}", name
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to be continued once. The engine owns it from arrival to the end."""
+
+    request_id: int
+    """Unique within one engine, in order of arrival."""
+    prompt_token_ids: list[int]
+    """At least one token, shorter than the context length."""
+    params: SamplingParams
+    """With n = 1, and the seed and max_tokens filled in."""
+    eos_token_ids: tuple[int, ...] = ()
+    """The model's end-of-sequence ids."""
+    arrival: float = 0.0
+    """Seconds on the engine's monotonic clock."""
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Every token id that ends this request."""
+        eos = () if self.params.ignore_eos else self.eos_token_ids
+        return frozenset(eos) | frozenset(self.params.stop_token_ids)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probabilities at one position, before temperature and penalties."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+    """The most likely tokens and their log-probabilities, best first."""
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one request produced since the last output (a stream) or in all (a result)."""
+
+    request_id: int
+    index: int = 0
+    """Which of the prompt's n completions."""
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """One per prompt token, None for the first; only on the output that carries them."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended it, if one did."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was reused from the prefix cache."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None

@@ -1,0 +1,289 @@
+"""The engine: owns every request from arrival to its last token, and turns tokens into text.
+
+It knows a worker only through messages, keeps no thread and reads no clock but the one it was
+given, so the HTTP server and the `LLM` class drive the very same object.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from moesaic.core import messages
+from moesaic.core.errors import ConnectionLost, EngineDeadError, OverloadedError, RequestError
+from moesaic.core.metrics import WorkerStats
+from moesaic.core.request import (
+    SEED_LIMIT,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
+from moesaic.tokenizer import IncrementalDecoder, Tokenizer
+from moesaic.transport.base import Connection
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the engine knows of itself and last heard of its worker."""
+
+    unfinished: int
+    """Requests in the table, each of the n completions counted."""
+    worker: WorkerStats
+
+
+@dataclass
+class _Stream:
+    """One completion on its way."""
+
+    request: Request
+    group: int
+    """The id that the caller knows."""
+    index: int
+    decoder: IncrementalDecoder
+    held: str = ""
+    """Text that may be the beginning of a stop string."""
+    tokens: list[int] = field(default_factory=list)
+    """Generated so far."""
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+
+
+class Engine:
+    """The request table in front of one worker.
+
+    connection: where the worker listens. clock: seconds, shared with the worker. rng: draws seeds of
+    requests without one. eos_token_ids: the model's end-of-sequence tokens. max_waiting: requests
+    allowed beyond the worker's own max_num_seqs, None for any number.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        tokenizer: Tokenizer,
+        *,
+        clock: Callable[[], float],
+        rng: random.Random,
+        eos_token_ids: tuple[int, ...] = (),
+        max_waiting: int | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.info: messages.WorkerInfo | None = None
+        self.dead: str | None = None
+        self.loading: messages.Loading | None = None
+        self.eos_token_ids = eos_token_ids
+        self._connection = connection
+        self._clock = clock
+        self._rng = rng
+        self._max_waiting = max_waiting
+        self._streams: dict[int, _Stream] = {}
+        self._groups: dict[int, set[int]] = {}
+        self._next_id = 0
+        self._worker = WorkerStats()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Completions that still run or wait."""
+        return len(self._streams)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(unfinished=len(self._streams), worker=self._worker)
+
+    def submit(self, prompt_token_ids: list[int], params: SamplingParams) -> int:
+        """Send a prompt to the worker. Returns the id that its outputs carry.
+
+        Raises RequestError, OverloadedError or EngineDeadError; then nothing was sent.
+        """
+        info = self._require_worker()
+        params = _fit(prompt_token_ids, params, info)
+        if self._max_waiting is not None:
+            limit = info.max_num_seqs + self._max_waiting
+            if self._streams and len(self._streams) + params.n > limit:
+                raise OverloadedError(f"the queue is full: {len(self._streams)} requests of at most {limit}")
+        seed = self._rng.randrange(SEED_LIMIT) if params.seed is None else params.seed
+        group = self._next_id
+        requests = []
+        for index, single in enumerate(params.fan_out(seed)):
+            request = Request(
+                request_id=self._next_id,
+                prompt_token_ids=prompt_token_ids,
+                params=single,
+                eos_token_ids=self.eos_token_ids,
+                arrival=self._clock(),
+            )
+            self._next_id += 1
+            decoder = IncrementalDecoder(self.tokenizer, params.skip_special_tokens)
+            self._streams[request.request_id] = _Stream(request, group, index, decoder)
+            requests.append(request)
+        self._groups[group] = {request.request_id for request in requests}
+        self._send(messages.Submit(requests))
+        return group
+
+    def cancel(self, group: int) -> None:
+        """Drop what is left of a request; no output of it follows. Unknown ids are ignored."""
+        left = sorted(self._groups.pop(group, ()))
+        for request_id in left:
+            del self._streams[request_id]
+        if left and self.dead is None:
+            self._send(messages.Cancel(left))
+
+    def receive(self, message: messages.ToEngine) -> list[RequestOutput]:
+        """Take in one message of the worker; returns what became certain for the callers."""
+        match message:
+            case messages.Tokens():
+                return self._take_tokens(message)
+            case messages.Admitted():
+                for request_id, cached in zip(message.request_ids, message.cached_tokens, strict=True):
+                    if request_id in self._streams:
+                        self._streams[request_id].cached_tokens = cached
+            case messages.PromptLogprobs():
+                self._take_prompt_logprobs(message)
+            case messages.Stats():
+                self._worker = message.stats
+            case messages.Ready():
+                self.info = message.info
+            case messages.Loading():
+                self.loading = message
+            case messages.Failed():
+                self.mark_dead(message.error)
+        return []
+
+    def mark_dead(self, reason: str) -> None:
+        """The worker is gone: nothing that was submitted will be answered."""
+        if self.dead is None:
+            self.dead = reason
+        self._streams.clear()
+        self._groups.clear()
+
+    def _require_worker(self) -> messages.WorkerInfo:
+        if self.dead is not None:
+            raise EngineDeadError(f"the worker is gone: {self.dead}")
+        if self.info is None:
+            raise EngineDeadError("the worker is still loading the model")
+        return self.info
+
+    def _send(self, message: messages.ToWorker) -> None:
+        try:
+            self._connection.send(message)
+        except ConnectionLost as error:
+            self.mark_dead(str(error))
+            raise EngineDeadError(f"the worker is gone: {error}") from error
+
+    def _take_tokens(self, message: messages.Tokens) -> list[RequestOutput]:
+        outputs = []
+        stopped = []
+        logprobs: Iterable[TokenLogprob | None] = message.logprobs or [None] * len(message.request_ids)
+        for request_id, token, finish, logprob in zip(
+            message.request_ids, message.token_ids, message.finish, logprobs, strict=True
+        ):
+            stream = self._streams.get(request_id)
+            if stream is None:
+                continue  # cancelled while its token was on the way
+            output = _advance(stream, token, finish, logprob)
+            if output.finished:
+                self._drop(stream)
+                if finish is None:
+                    stopped.append(request_id)
+            outputs.append(output)
+        if stopped:
+            self._send(messages.Cancel(stopped))
+        return outputs
+
+    def _take_prompt_logprobs(self, message: messages.PromptLogprobs) -> None:
+        stream = self._streams.get(message.request_id)
+        if stream is None:
+            return
+        known = stream.prompt_logprobs or [None]
+        # A preempted request scores its prompt again: the same numbers at the same places.
+        stream.prompt_logprobs = known[: message.start] + list(message.entries)
+
+    def _drop(self, stream: _Stream) -> None:
+        del self._streams[stream.request.request_id]
+        members = self._groups[stream.group]
+        members.discard(stream.request.request_id)
+        if not members:
+            del self._groups[stream.group]
+
+
+def _fit(prompt: list[int], params: SamplingParams, info: messages.WorkerInfo) -> SamplingParams:
+    """`params` with max_tokens filled in and cut to the context. RequestError if it cannot be served."""
+    if not prompt:
+        raise RequestError("prompt: it is empty; at least one token is needed", "prompt")
+    bad = next((token for token in prompt if not 0 <= token < info.vocab_size), None)
+    if bad is not None:
+        raise RequestError(f"prompt: got token id {bad}; allowed: 0 to {info.vocab_size - 1}", "prompt")
+    for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for token in tokens:
+            if token >= info.vocab_size:
+                allowed = f"token ids 0 to {info.vocab_size - 1}"
+                raise RequestError(f"{name}: got token id {token}; allowed: {allowed}", name)
+    room = info.max_model_len - len(prompt)
+    wanted = 1 if params.max_tokens is None else params.max_tokens
+    if room < wanted:
+        raise RequestError(
+            f"prompt: {len(prompt)} prompt tokens and {wanted} new ones exceed the context length of "
+            f"{info.max_model_len} tokens",
+            "prompt",
+            code="context_length_exceeded",
+        )
+    if params.prompt_logprobs is not None and len(prompt) < 2:
+        return replace(params, max_tokens=params.max_tokens or room, prompt_logprobs=None)
+    return replace(params, max_tokens=params.max_tokens or room)
+
+
+def _advance(
+    stream: _Stream, token: int, finish: FinishReason | None, logprob: TokenLogprob | None
+) -> RequestOutput:
+    """One more token of `stream`: decoded, checked for stop strings, held back where they may begin."""
+    params = stream.request.params
+    stream.tokens.append(token)
+    by_token = finish is FinishReason.STOP
+    hidden = by_token and not params.include_stop_str_in_output
+    fresh = "" if hidden else stream.decoder.push([token])
+    if finish is not None:
+        fresh += stream.decoder.finish()
+    stops = params.stop if len(stream.tokens) >= params.min_tokens else ()
+    text, stream.held, stop = _split_at_stop(
+        stream.held + fresh, stops, params.include_stop_str_in_output, final=finish is not None
+    )
+    reason: str | int | None = stop
+    if stop is not None:
+        finish = FinishReason.STOP
+    elif by_token and token not in stream.request.eos_token_ids:
+        reason = token
+    first = len(stream.tokens) == 1
+    return RequestOutput(
+        request_id=stream.group,
+        index=stream.index,
+        text=text,
+        token_ids=[token],
+        logprobs=None if logprob is None else [logprob],
+        prompt_logprobs=(stream.prompt_logprobs or None) if first else None,
+        finish_reason=finish,
+        stop_reason=reason,
+        num_prompt_tokens=len(stream.request.prompt_token_ids),
+        num_cached_tokens=stream.cached_tokens,
+    )
+
+
+def _split_at_stop(
+    text: str, stops: Sequence[str], keep: bool, final: bool
+) -> tuple[str, str, str | None]:
+    """(text to hand out, text to hold back, the stop string that was found).
+
+    Held back is the longest end of `text` that a stop string begins with.
+    Example: "one\\nQ" with stop "\\nQuestion" -> ("one", "\\nQ", None).
+    """
+    found = [(text.find(stop), stop) for stop in stops if stop in text]
+    if found:
+        at, stop = min(found, key=lambda pair: pair[0])
+        return text[: at + len(stop) if keep else at], "", stop
+    if final or not stops:
+        return text, "", None
+    longest = max(
+        (size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])),
+        default=0,
+    )
+    return text[: len(text) - longest], text[len(text) - longest :], None

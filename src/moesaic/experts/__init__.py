@@ -1,0 +1,1 @@
+"""The routed experts, behind one interface wherever they run."""

@@ -1,0 +1,1 @@
+"""The tensors behind policy/kvblocks."""

@@ -1,0 +1,53 @@
+"""A paged KV cache: one tensor of blocks per layer; which block is whose is policy's business."""
+
+from __future__ import annotations
+
+import torch
+
+from moesaic.models.spec import KVLayout
+
+
+class PagedKV:
+    """Keys and values of every layer in blocks of `block_size` tokens.
+
+    layout: what one token of one layer stores. With `value_in_key` (MLA's latent) values are the
+    first `value_width` numbers of the keys and take no memory of their own.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, num_blocks, block_size, layout.kv_heads)
+        # zeros, not empty: masked-out slots are read and multiplied by 0, and 0 * NaN is NaN.
+        self._keys = torch.zeros(*shape, layout.key_width, dtype=dtype, device=device)
+        if layout.value_in_key:
+            self._values = self._keys[..., : layout.value_width]
+        else:
+            self._values = torch.zeros(*shape, layout.value_width, dtype=dtype, device=device)
+        self._value_in_key = layout.value_in_key
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor) -> None:
+        """Store rows. key: [n, kv_heads, key_width]; value likewise or None; slots: [n] block * block_size + offset."""
+        self._keys[layer].flatten(0, 1).index_copy_(0, slots, key.to(self._keys.dtype))
+        if value is not None:
+            self._values[layer].flatten(0, 1).index_copy_(0, slots, value.to(self._values.dtype))
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """[blocks, block_size, kv_heads, key_width]"""
+        return self._keys[layer]
+
+    def values(self, layer: int) -> torch.Tensor:
+        """[blocks, block_size, kv_heads, value_width]"""
+        return self._values[layer]
+
+
+def bytes_per_token(layout: KVLayout, num_layers: int, dtype: torch.dtype) -> int:
+    """Bytes that one token takes over all layers."""
+    width = layout.key_width + (0 if layout.value_in_key else layout.value_width)
+    return num_layers * layout.kv_heads * width * dtype.itemsize

@@ -1,0 +1,224 @@
+"""`LLM`: the engine and its worker in this process, for scripts and notebooks."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from moesaic.core.errors import ConfigError, EngineDeadError
+from moesaic.core.messages import Ready
+from moesaic.core.request import RequestOutput, SamplingParams
+from moesaic.engine import Engine
+from moesaic.models import files
+from moesaic.runtime.load import build_worker
+from moesaic.runtime.worker import Journal
+from moesaic.tokenizer import Tokenizer
+from moesaic.transport.local import local_pair
+
+Prompt = str | list[int]
+"""Text, or token ids."""
+Message = Mapping[str, Any]
+"""{"role": ..., "content": ...}"""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The result of one prompt."""
+
+    prompt_token_ids: list[int]
+    outputs: list[RequestOutput]
+    """The n completions, each whole."""
+
+    @property
+    def text(self) -> str:
+        """The first completion's text."""
+        return self.outputs[0].text
+
+
+@dataclass
+class _Job:
+    """One prompt while it runs."""
+
+    prompt: list[int]
+    unfinished: int
+    """Completions that still run."""
+    arrived: deque[RequestOutput] = field(default_factory=deque)
+    """Outputs that nobody took yet: another job's iterator may have made them."""
+    parts: dict[int, RequestOutput] = field(default_factory=dict)
+
+
+class LLM:
+    """A model in this process.
+
+    model: a Hugging Face directory, a hub id, or `demo`. seed: of the seeds that requests get.
+    settings: the flags of `moesaic serve` in Python's spelling, such as max_model_len=2048 or
+    max_num_seqs=8. Raises ConfigError when something does not fit.
+
+        >>> from moesaic import LLM, SamplingParams
+        >>> LLM("demo").generate(["def add(a, b):"], SamplingParams(max_tokens=8))[0].text  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, model: str, *, seed: int | None = None, journal: Journal | None = None, **settings: Any
+    ) -> None:
+        config = _worker_config(model, settings)
+        path = files.resolve(model, config.model.revision)
+        ours, theirs = local_pair()
+        self._connection = ours
+        self._worker, self.info = build_worker(config, theirs, time.monotonic, journal=journal)
+        self._defaults = files.generation_defaults(path)
+        self._jobs: dict[int, _Job] = {}
+        self._engine = Engine(
+            ours,
+            Tokenizer(path),
+            clock=time.monotonic,
+            rng=random.Random(seed),
+            eos_token_ids=self._defaults.eos_token_ids,
+        )
+        self._engine.receive(Ready(self.info))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    @property
+    def default_sampling(self) -> SamplingParams:
+        """The checkpoint's own sampling settings; the rest as SamplingParams has it."""
+        return SamplingParams(**self._defaults.sampling)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Continue every prompt; results in the order of the prompts.
+
+        params: one for all, one each, or None for the checkpoint's own defaults. Raises
+        RequestError when a prompt cannot be served; then none is.
+        """
+        jobs = self._submit(_as_list(prompts), params)
+        for output in self._outputs(jobs):
+            parts = jobs[output.request_id].parts
+            parts[output.index] = _joined(parts.get(output.index), output)
+        return [
+            Completion(job.prompt, [job.parts[index] for index in sorted(job.parts)]) for job in jobs.values()
+        ]
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Answer one conversation or several, in the checkpoint's own chat format."""
+        several = conversations if _nested(conversations) else [conversations]
+        prompts: list[Prompt] = [self.tokenizer.chat(one) for one in several]  # type: ignore[arg-type]
+        return self.generate(prompts, params or replace(self.default_sampling, max_tokens=None))
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Pieces of the answer as they come. Closing the iterator cancels the request."""
+        jobs = self._submit([prompt], params)
+        yield from self._outputs(jobs)
+
+    def _submit(
+        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> dict[int, _Job]:
+        each = _one_each(params or self.default_sampling, len(prompts))
+        jobs: dict[int, _Job] = {}
+        try:
+            for prompt, own in zip(prompts, each, strict=True):
+                tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                jobs[self._engine.submit(tokens, own)] = _Job(tokens, own.n)
+        except BaseException:
+            self._end(jobs)
+            raise
+        self._jobs |= jobs
+        return jobs
+
+    def _outputs(self, jobs: dict[int, _Job]) -> Iterator[RequestOutput]:
+        """Work until all of `jobs` ended, yielding their outputs as they come."""
+        try:
+            while any(job.unfinished or job.arrived for job in jobs.values()):
+                for job in jobs.values():
+                    while job.arrived:
+                        output = job.arrived.popleft()
+                        job.unfinished -= output.finished
+                        yield output
+                if any(job.unfinished for job in jobs.values()):
+                    self._turn()
+        finally:
+            self._end(jobs)
+
+    def _turn(self) -> None:
+        """One event of the worker; its outputs go to the jobs that they belong to."""
+        worked = self._worker.turn(timeout=0.0)
+        message = self._connection.receive(0.0)
+        if not worked and message is None:
+            raise EngineDeadError("the worker has nothing to do although requests are open")
+        while message is not None:
+            for output in self._engine.receive(message):  # type: ignore[arg-type]
+                self._jobs[output.request_id].arrived.append(output)
+            message = self._connection.receive(0.0)
+
+    def _end(self, jobs: dict[int, _Job]) -> None:
+        for request_id in jobs:
+            self._jobs.pop(request_id, None)
+            self._engine.cancel(request_id)
+
+
+def _worker_config(model: str, settings: Mapping[str, Any]) -> WorkerConfig:
+    """`settings` sorted into the records that have fields of these names."""
+    parts = {kind: {f.name for f in fields(kind)} for kind in (ModelConfig, CacheConfig, SchedulerConfig)}
+    known = set().union(*parts.values()) - {"model"}
+    for name, value in settings.items():
+        if name not in known:
+            raise ConfigError(f"{name}={value!r}: no such setting; allowed: {', '.join(sorted(known))}")
+
+    def chosen(kind: type) -> dict[str, Any]:
+        return {name: value for name, value in settings.items() if name in parts[kind]}
+
+    return WorkerConfig(
+        ModelConfig(model, **chosen(ModelConfig)),
+        CacheConfig(**chosen(CacheConfig)),
+        SchedulerConfig(**chosen(SchedulerConfig)),
+    )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, as text or token ids, is a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ConfigError.field("params", f"{len(params)} of them", f"one, or one for each of {count} prompts")
+    return list(params)
+
+
+def _nested(conversations: Sequence[Any]) -> bool:
+    return bool(conversations) and not isinstance(conversations[0], Mapping)
+
+
+def _joined(before: RequestOutput | None, piece: RequestOutput) -> RequestOutput:
+    """The completion so far and its next piece."""
+    if before is None:
+        return piece
+    logprobs = None if piece.logprobs is None else (before.logprobs or []) + piece.logprobs
+    return replace(
+        piece,
+        text=before.text + piece.text,
+        token_ids=before.token_ids + piece.token_ids,
+        logprobs=logprobs,
+        prompt_logprobs=before.prompt_logprobs,
+    )

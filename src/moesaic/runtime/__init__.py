@@ -1,0 +1,1 @@
+"""The attention worker: carries out what its brain decides."""

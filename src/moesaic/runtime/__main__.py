@@ -1,0 +1,55 @@
+"""`python -m moesaic.runtime`: the process of one attention worker, started by the supervisor."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import time
+
+from moesaic.config import WorkerConfig
+from moesaic.core import messages
+from moesaic.core.errors import ConnectionLost, MoesaicError
+from moesaic.runtime.load import build_worker
+from moesaic.transport.stream import StreamConnection
+
+
+def main() -> int:
+    """Serve the engine at the other end of an inherited socket. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="moesaic.runtime", description=__doc__)
+    parser.add_argument("--connection-fd", type=int, required=True, help="inherited socket to the engine")
+    parser.add_argument("--config", required=True, help="settings as JSON")
+    arguments = parser.parse_args()
+    # Ctrl-C reaches the whole process group; the engine drains and then tells this process to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # When the engine dies, so does its worker, at once, also in the middle of a step.
+    connection = StreamConnection(socket.socket(fileno=arguments.connection_fd), on_lost=lambda: os._exit(0))
+    try:
+        return _serve(connection, WorkerConfig.from_json(arguments.config))
+    except ConnectionLost:
+        return 0
+
+
+def _serve(connection: StreamConnection, config: WorkerConfig) -> int:
+    last = 0.0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last > 0.2 or done == total:
+            last = now
+            connection.send(messages.Loading(done, total))
+
+    try:
+        worker, info = build_worker(config, connection, time.monotonic, progress)
+    except MoesaicError as error:
+        connection.send(messages.Failed(str(error), user_error=True))
+        return 2
+    connection.send(messages.Ready(info))
+    worker.run()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

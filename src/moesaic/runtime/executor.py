@@ -1,0 +1,108 @@
+"""Carries out the actions of a brain: admits, computes, samples, tells the engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from moesaic.core import messages
+from moesaic.core.request import TokenLogprob
+from moesaic.experts.client import RoutedExperts
+from moesaic.kvcache.paged import PagedKV
+from moesaic.models.model import Model
+from moesaic.policy.brain.actions import Action, Admit, Emit, Release, RunStep, StepDone, StepPlan
+from moesaic.runtime.forward import forward
+from moesaic.runtime.sampler import Sampler, token_logprobs
+from moesaic.transport.base import Connection
+
+SCORED_SLICE = 128
+"""Prompt rows whose logits [rows, vocab] are in memory at one time."""
+
+
+class Executor:
+    """Owns the model, the KV tensors and the sampler of one worker."""
+
+    def __init__(
+        self,
+        model: Model,
+        experts: RoutedExperts,
+        kv: PagedKV,
+        block_size: int,
+        device: torch.device,
+        connection: Connection,
+    ) -> None:
+        self._model = model
+        self._experts = experts
+        self._kv = kv
+        self._block_size = block_size
+        self._device = device
+        self._connection = connection
+        self._sampler = Sampler(model.spec.vocab_size)
+        self._logprobs: list[TokenLogprob | None] = []
+        """Of the last step, one per sampled sequence; empty when nobody asked."""
+
+    def execute(self, action: Action) -> StepDone | None:
+        """Carry out one action. RunStep returns the event that it ends in."""
+        match action:
+            case Admit():
+                self._admit(action)
+            case RunStep():
+                return self._run(action.plan)
+            case Emit():
+                self._emit(action)
+            case Release():
+                for request_id in action.request_ids:
+                    self._sampler.release(request_id)
+        return None
+
+    def _admit(self, action: Admit) -> None:
+        for request, generated in zip(action.requests, action.generated, strict=True):
+            self._sampler.admit(request, generated)
+        first = [index for index, epoch in enumerate(action.epochs) if epoch == 0]
+        if first:
+            self._connection.send(
+                messages.Admitted(
+                    [action.requests[index].request_id for index in first],
+                    [action.queue_seconds[index] for index in first],
+                    [action.cached_tokens[index] for index in first],
+                )
+            )
+
+    def _run(self, plan: StepPlan) -> StepDone:
+        batch = plan.batch
+        with torch.inference_mode():
+            hidden = forward(self._model, self._experts, self._kv, batch, self._block_size, self._device)
+            for sequence in plan.scored:
+                self._score(plan, int(sequence), hidden)
+            last = np.searchsorted(batch.logit_rows, batch.query_starts[plan.sampled + 1] - 1)
+            tokens = np.zeros(0, dtype=np.int64)
+            self._logprobs = []
+            if len(last):
+                logits = self._model.logits(hidden[torch.from_numpy(last).to(self._device)])
+                tokens, self._logprobs = self._sampler.sample(plan.request_ids[plan.sampled], logits)
+        return StepDone(plan.step, tokens)
+
+    def _emit(self, action: Emit) -> None:
+        logprobs = [self._logprobs[sample] for sample in action.samples] if self._logprobs else []
+        self._connection.send(messages.Tokens(action.request_ids, action.tokens, action.finish, logprobs))
+
+    def _score(self, plan: StepPlan, sequence: int, hidden: torch.Tensor) -> None:
+        """Send the log-probabilities of the prompt tokens that follow this step's rows of `sequence`."""
+        batch = plan.batch
+        request = self._sampler.request(int(plan.request_ids[sequence]))
+        start, stop = int(batch.query_starts[sequence]), int(batch.query_starts[sequence + 1])
+        first = int(batch.positions[start]) + 1
+        targets = request.prompt_token_ids[first : first + stop - start]
+        line = int(np.searchsorted(batch.logit_rows, start))
+        entries = self._prompt_entries(
+            hidden[line : line + len(targets)], targets, request.params.prompt_logprobs or 0
+        )
+        self._connection.send(messages.PromptLogprobs(request.request_id, first, entries))
+
+    def _prompt_entries(self, hidden: torch.Tensor, targets: list[int], count: int) -> list[TokenLogprob]:
+        entries: list[TokenLogprob] = []
+        for begin in range(0, len(targets), SCORED_SLICE):
+            part = slice(begin, begin + SCORED_SLICE)
+            logprobs = torch.log_softmax(self._model.logits(hidden[part]), dim=-1)
+            entries += token_logprobs(logprobs, targets[part], count)
+        return entries

@@ -1,0 +1,169 @@
+"""From settings to a worker that can run: reads the checkpoint, sizes the KV cache, joins the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig, parse_bytes
+from moesaic.core.errors import ConfigError
+from moesaic.core.messages import WorkerInfo
+from moesaic.experts.client import DirectExperts
+from moesaic.kernels import table
+from moesaic.kvcache.paged import PagedKV, bytes_per_token
+from moesaic.models import files, registry
+from moesaic.models.model import Model
+from moesaic.policy.batching import Limits
+from moesaic.policy.brain.one_process import OneProcess
+from moesaic.policy.kvblocks import KVBlocks
+from moesaic.runtime.executor import Executor
+from moesaic.runtime.machine import available_memory, cores
+from moesaic.runtime.worker import Journal, Worker
+from moesaic.transport.base import Connection
+
+AUTO_SHARE = 0.4
+"""Of the memory left after the weights, the most that `--kv-cache-memory auto` takes on a CPU."""
+AUTO_SHARE_CUDA = 0.9
+"""The same on a GPU, whose memory is the engine's alone."""
+
+Progress = Callable[[int, int], None]
+"""Bytes read so far, bytes in all."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in memory and what was chosen for it."""
+
+    model: Model
+    device: torch.device
+    dtype: torch.dtype
+    kernels: table.Kernels
+
+
+def build_worker(
+    config: WorkerConfig,
+    connection: Connection,
+    clock: Callable[[], float],
+    progress: Progress | None = None,
+    journal: Journal | None = None,
+) -> tuple[Worker, WorkerInfo]:
+    """Load `config`'s model and make the worker at the far end of `connection`.
+
+    Raises ConfigError or CheckpointError, one line each, when something does not fit.
+    """
+    loaded = load_model(config.model)
+    max_model_len = _context_length(config.model, loaded.model)
+    block_size = config.cache.block_size
+    kv_dtype = _kv_dtype(config.cache, loaded)
+    num_blocks = _num_blocks(config, loaded, max_model_len, kv_dtype)
+    spec = loaded.model.spec
+    kv = PagedKV(spec.kv, spec.num_layers, num_blocks, block_size, kv_dtype, loaded.device)
+    scheduler = config.scheduler
+    limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_model_len)
+    blocks = KVBlocks(num_blocks, block_size, config.cache.enable_prefix_caching)
+    experts = DirectExperts(loaded.model.experts, loaded.kernels)
+    executor = Executor(loaded.model, experts, kv, block_size, loaded.device, connection)
+    worker = Worker(connection, OneProcess(limits, blocks), executor, clock, journal)
+    return worker, _describe(loaded, scheduler, max_model_len, block_size, num_blocks, kv_dtype)
+
+
+def load_model(config: ModelConfig) -> Loaded:
+    """Read the checkpoint onto the device that `config` asks for."""
+    torch.set_num_threads(config.threads or cores())
+    device = _device(config)
+    kernels = table.pick(str(device))
+    path = files.resolve(config.model, config.revision)
+    model = registry.load(path, kernels, str(device), config.dtype)
+    return Loaded(model, device, model.head.dtype, kernels)
+
+
+def _device(config: ModelConfig) -> torch.device:
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ConfigError.field("--device", "cuda", "cpu (this machine or this build of torch has no CUDA)")
+    cuda = config.device == "cuda" or (config.device == "auto" and available)
+    return torch.device("cuda" if cuda else "cpu")
+
+
+def _dtype(name: str) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def _kv_dtype(config: CacheConfig, loaded: Loaded) -> torch.dtype:
+    return loaded.dtype if config.kv_cache_dtype == "auto" else _dtype(config.kv_cache_dtype)
+
+
+def _context_length(config: ModelConfig, model: Model) -> int:
+    limit = model.spec.max_position
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise ConfigError.field("--max-model-len", config.max_model_len, f"at most {limit}, the model's own")
+    return config.max_model_len
+
+
+def _num_blocks(config: WorkerConfig, loaded: Loaded, max_model_len: int, kv_dtype: torch.dtype) -> int:
+    """Blocks that the KV cache gets. ConfigError if not one request of the maximum length fits."""
+    spec, block_size = loaded.model.spec, config.cache.block_size
+    block_bytes = block_size * bytes_per_token(spec.kv, spec.num_layers, kv_dtype)
+    per_request = -(-max_model_len // block_size)
+    if config.cache.kv_cache_memory == "auto":
+        budget = _free_memory(loaded.device)
+        num_blocks = min(budget // block_bytes, per_request * config.scheduler.max_num_seqs)
+    else:
+        budget = parse_bytes("--kv-cache-memory", config.cache.kv_cache_memory)
+        num_blocks = budget // block_bytes
+    if num_blocks < per_request:
+        holds = max(0, num_blocks) * block_size
+        raise ConfigError(
+            f"--kv-cache-memory: {config.cache.kv_cache_memory} ({budget / 2**20:.0f} MiB) holds {holds} tokens, "
+            f"less than one request of the maximum length {max_model_len}; allowed: at least "
+            f"{per_request * block_bytes / 2**20:.1f} MiB, or a --max-model-len of at most {holds}"
+        )
+    return int(num_blocks)
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that an automatic KV cache may take on `device`."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * AUTO_SHARE_CUDA)
+    return int(available_memory() * AUTO_SHARE)
+
+
+def _describe(
+    loaded: Loaded,
+    scheduler: SchedulerConfig,
+    max_model_len: int,
+    block_size: int,
+    num_blocks: int,
+    kv_dtype: torch.dtype,
+) -> WorkerInfo:
+    spec = loaded.model.spec
+    token_bytes = bytes_per_token(spec.kv, spec.num_layers, kv_dtype)
+    return WorkerInfo(
+        model_type=spec.model_type,
+        device=_device_name(loaded.device),
+        kernels=loaded.kernels.name,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        num_parameters=loaded.model.num_parameters,
+        weight_bytes=loaded.model.num_bytes,
+        num_layers=spec.num_layers,
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
+        vocab_size=spec.vocab_size,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        kv_bytes=token_bytes * block_size * num_blocks,
+        kv_dtype=str(kv_dtype).removeprefix("torch."),
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,0 +1,103 @@
+"""A worker's loop: an event arrives, the brain returns actions, the executor carries them out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from moesaic.core import messages
+from moesaic.core.errors import ConnectionLost
+from moesaic.policy.brain.actions import Action, Arrived, Brain, Cancelled, Event, StepDone
+from moesaic.runtime.executor import Executor
+from moesaic.transport.base import Connection
+
+STATS_INTERVAL = 0.25
+"""Seconds between two snapshots to the engine while busy; falling idle sends one at once."""
+
+Journal = Callable[[Event, float, list[Action]], None]
+"""Is shown every event, its time and the actions it led to (for replays)."""
+
+
+class Worker:
+    """Joins a connection, a brain and an executor. `clock` is the engine's: seconds, monotonic."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        brain: Brain,
+        executor: Executor,
+        clock: Callable[[], float],
+        journal: Journal | None = None,
+    ) -> None:
+        self._connection = connection
+        self._brain = brain
+        self._executor = executor
+        self._clock = clock
+        self._journal = journal
+        self._events: deque[Event] = deque()
+        self._stopping = False
+        self._step_seconds = 0.0
+        self._last_stats = -STATS_INTERVAL
+
+    def run(self) -> None:
+        """Until the engine says so or is gone."""
+        try:
+            while not self._stopping:
+                self.turn(timeout=None)
+        except ConnectionLost:
+            return  # nobody is left to work for
+
+    def turn(self, timeout: float | None) -> bool:
+        """Take in what arrived and handle one event.
+
+        Waits `timeout` seconds (None: for ever) only when there is nothing to do. False when
+        nothing was done.
+        """
+        self._collect(0.0 if self._events else timeout)
+        if not self._events or self._stopping:
+            return False
+        event = self._events.popleft()
+        now = self._clock()
+        actions = self._brain.handle(event, now)
+        if self._journal is not None:
+            self._journal(event, now, actions)
+        for action in actions:
+            self._carry_out(action)
+        self._report(now)
+        return True
+
+    def _collect(self, timeout: float | None) -> None:
+        """Messages into events; a finished step stays behind what arrived while it ran."""
+        message = self._connection.receive(timeout)
+        while message is not None:
+            match message:
+                case messages.Submit():
+                    self._put(Arrived(message.requests))
+                case messages.Cancel():
+                    self._put(Cancelled(message.request_ids))
+                case messages.Shutdown():
+                    self._stopping = True
+                case _:
+                    raise ConnectionLost(f"a worker was sent {type(message).__name__}")
+            message = self._connection.receive(0.0)
+
+    def _put(self, event: Event) -> None:
+        if self._events and isinstance(self._events[-1], StepDone):
+            self._events.insert(len(self._events) - 1, event)
+        else:
+            self._events.append(event)
+
+    def _carry_out(self, action: Action) -> None:
+        started = self._clock()
+        done = self._executor.execute(action)
+        if done is not None:
+            self._step_seconds += self._clock() - started
+            self._events.append(done)
+
+    def _report(self, now: float) -> None:
+        idle = not self._events
+        if idle or now - self._last_stats >= STATS_INTERVAL:
+            self._last_stats = now
+            stats = replace(self._brain.stats(), step_seconds=self._step_seconds)
+            self._connection.send(messages.Stats(stats))

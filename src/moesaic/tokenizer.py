@@ -1,0 +1,239 @@
+"""Text to token ids and back, with the checkpoint's own tokenizer and chat template. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import tokenizers
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from moesaic.core.errors import CheckpointError, ConfigError, RequestError
+
+REPLACEMENT = "\ufffd"
+
+
+class Tokenizer:
+    """The tokenizer of the checkpoint in directory `path`.
+
+    Raises CheckpointError when tokenizer.json is missing or damaged.
+    """
+
+    def __init__(self, path: Path, chat_template: Path | None = None) -> None:
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise CheckpointError(f"{path}: no tokenizer.json (only fast tokenizers are read)")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for every damage
+            raise CheckpointError(f"{file}: not a tokenizer: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        settings_file = path / "tokenizer_config.json"
+        self._settings = _read_settings(settings_file) if settings_file.is_file() else {}
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self._bytes_of_character = _byte_level_alphabet()
+        self._template = self._find_template(path, chat_template)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`; RequestError when it cannot be encoded as UTF-8."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"prompt: not valid Unicode text: {error.reason}", "prompt") from error
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def token(self, token_id: int) -> str:
+        """One token as text, special tokens included."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, also when they are part of a character."""
+        text = self.token(token_id)
+        if REPLACEMENT not in text:
+            return text.encode()
+        piece = self._tokenizer.id_to_token(token_id) or ""
+        if piece.startswith("<0x") and piece.endswith(">") and len(piece) == 6:
+            return bytes([int(piece[3:5], 16)])
+        if all(character in self._bytes_of_character for character in piece):
+            return bytes(self._bytes_of_character[character] for character in piece)
+        return text.encode()
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> list[int]:
+        """Token ids of a conversation in the checkpoint's own format.
+
+        Raises RequestError when there is no template or the template refuses the messages.
+        """
+        text = self.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **variables,
+        )
+        return self.encode(text, add_special_tokens=False)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The conversation as text. See `chat`."""
+        if self._template is None:
+            raise RequestError(
+                "messages: this model has no chat template; use /v1/completions or --chat-template",
+                "messages",
+            )
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message: allowed only with add_generation_prompt false",
+                "continue_final_message",
+            )
+        try:
+            text = self._template.render(
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens(),
+                **variables,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise RequestError(f"messages: the chat template refuses them: {error}", "messages") from error
+        return _cut_after_last(text, messages) if continue_final_message else text
+
+    def _special_tokens(self) -> dict[str, str]:
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        values = {name: self._settings.get(name) for name in names}
+        return {
+            name: value["content"] if isinstance(value, dict) else str(value)
+            for name, value in values.items()
+            if value is not None
+        }
+
+    def _find_template(self, path: Path, override: Path | None) -> jinja2.Template | None:
+        source: Any = self._settings.get("chat_template")
+        if isinstance(source, list):  # several named templates: the one called default
+            source = next((t["template"] for t in source if t.get("name") == "default"), None)
+        if (path / "chat_template.jinja").is_file():
+            source = (path / "chat_template.jinja").read_text(encoding="utf-8")
+        if override is not None:
+            if not override.is_file():
+                raise ConfigError.field("--chat-template", str(override), "a file with a Jinja template")
+            source = override.read_text(encoding="utf-8")
+        return None if source is None else _compile(source, override or path)
+
+
+def _compile(source: str, where: Path) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise CheckpointError(f"{where}: the chat template is damaged: {error}") from error
+
+
+def _raise_exception(message: str) -> NoReturn:
+    """Chat templates call this to refuse a conversation."""
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: object, indent: int | None = None, ensure_ascii: bool = False) -> str:
+    """Plain JSON: jinja's own filter escapes for HTML."""
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+
+
+def _cut_after_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """`text` up to the end of the last message's content, so that the model goes on with it."""
+    content = str(messages[-1].get("content", "")).strip() if messages else ""
+    at = text.rfind(content)
+    if not content or at < 0:
+        raise RequestError("messages: the last message has no content to continue", "messages")
+    return text[: at + len(content)]
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file}: not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{file}: not a JSON object")
+    return settings
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Printable stand-in character -> byte, the alphabet of byte-level BPE (GPT-2)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + offset): byte for offset, byte in enumerate(hidden)}
+
+
+class IncrementalDecoder:
+    """Turns a growing list of token ids into text pieces, never splitting a character.
+
+    A token's text depends on its neighbours (leading spaces, bytes of one character), so a short
+    window of tokens is decoded again and again, and only what further tokens cannot change is
+    handed out. The window always begins with tokens whose text was handed out before.
+    """
+
+    _LONGEST = 32
+    """Tokens. A window that never settles holds bytes that are no text: hand it out as it is."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window: list[int] = []
+        self._old_tokens = 0
+        """Tokens at the start of the window that were settled by an earlier push."""
+        self._given = 0
+        """Characters of the window's text that were handed out."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that became certain with these tokens."""
+        self._window.extend(token_ids)
+        text = self._tokenizer.decode(self._window, self._skip)
+        # At most three bytes of an unfinished character, each of which may show as U+FFFD.
+        certain = len(text) - min(3, len(text) - len(text.rstrip(REPLACEMENT)))
+        settled = certain == len(text)
+        if len(self._window) - self._old_tokens > self._LONGEST:
+            certain, settled = len(text), True
+        piece = text[self._given : certain]
+        self._given = max(self._given, certain)
+        if settled and piece:
+            self._window = self._window[self._old_tokens :]
+            self._old_tokens = len(self._window)
+            self._given = len(self._tokenizer.decode(self._window, self._skip))
+        return piece
+
+    def finish(self) -> str:
+        """What is left: an incomplete character comes out as U+FFFD."""
+        text = self._tokenizer.decode(self._window, self._skip)
+        piece = text[self._given :]
+        self._given = max(self._given, len(text))
+        return piece

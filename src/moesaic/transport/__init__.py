@@ -1,0 +1,1 @@
+"""Moving messages between processes. A transport never learns what a message means."""

@@ -1,0 +1,33 @@
+"""Messages as bytes: one byte for the type, then MessagePack. No pickle, nothing is executed."""
+
+from __future__ import annotations
+
+import typing
+
+import msgspec
+
+from moesaic.core import messages
+from moesaic.core.errors import ConnectionLost
+from moesaic.core.messages import Message
+
+_TYPES: tuple[type[Message], ...] = typing.get_args(messages.Message)
+_CODE = {kind: bytes([index]) for index, kind in enumerate(_TYPES)}
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODERS = [msgspec.msgpack.Decoder(kind) for kind in _TYPES]
+
+
+def encode(message: Message) -> bytes:
+    """The frame's payload."""
+    return _CODE[type(message)] + _ENCODER.encode(message)
+
+
+def decode(payload: bytes | memoryview) -> Message:
+    """The message in a payload. Raises ConnectionLost if it is none: the peer is not one of ours."""
+    code = payload[0] if len(payload) else len(_TYPES)
+    if code >= len(_TYPES):
+        raise ConnectionLost(f"the peer sent an unknown message type {code}")
+    try:
+        return _DECODERS[code].decode(payload[1:])
+    except (msgspec.MsgspecError, ValueError) as error:
+        name = _TYPES[code].__name__
+        raise ConnectionLost(f"the peer sent a damaged {name} message: {error}") from error
