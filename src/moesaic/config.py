@@ -7,8 +7,11 @@ return new values.
 from __future__ import annotations
 
 import json
+import os
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, asdict, dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from moesaic.core.errors import ConfigError
@@ -36,6 +39,7 @@ class ModelConfig:
 
     model: str
     """A Hugging Face directory, a hub id, or `demo`, the checkpoint inside the package."""
+    _: KW_ONLY
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     device: Device = "auto"
@@ -116,18 +120,53 @@ class ServerConfig:
     port: int = 8000
     """Port to listen on; 0 takes a free one and prints it."""
     api_key: str | None = None
-    """Clients must send this key as `Authorization: Bearer KEY`. Also read from MOESAIC_API_KEY."""
+    """Clients must send this key as `Authorization: Bearer KEY`. Better set MOESAIC_API_KEY: other users
+    of this machine can read a command line."""
     served_model_name: str | None = None
     """Name in the API; None: MODEL as given."""
     chat_template: str | None = None
     """File with a Jinja chat template to use in place of the checkpoint's own."""
     max_queue: int = 256
     """Requests that may wait beyond max_num_seqs; more are answered 429."""
+    access_log: bool = False
+    """Write a line for each HTTP request."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError.field("--port", self.port, "0 to 65535")
         _at_least("--max-queue", self.max_queue, 0)
+        if self.api_key is not None:
+            _check_key("--api-key", self.api_key)
+        if self.served_model_name is not None and not self.served_model_name.strip():
+            raise ConfigError.field("--served-model-name", self.served_model_name, "a name that is not empty")
+
+
+def resolve_server(config: ServerConfig, environment: Mapping[str, str] | None = None) -> ServerConfig:
+    """`config` with what it leaves open taken from the environment."""
+    return replace(config, api_key=config.api_key or api_key(environment))
+
+
+def api_key(environment: Mapping[str, str] | None = None) -> str | None:
+    """The key that a server asks for and a client sends, where no flag says it; empty counts as none."""
+    key = (os.environ if environment is None else environment).get("MOESAIC_API_KEY") or None
+    if key is not None:
+        _check_key("MOESAIC_API_KEY", key)
+    return key
+
+
+def hub_cache(environment: Mapping[str, str] | None = None) -> Path:
+    """Where the Hugging Face hub's library keeps what it downloads, by that library's own variables."""
+    known = os.environ if environment is None else environment
+    if "HF_HUB_CACHE" in known:
+        return Path(known["HF_HUB_CACHE"]).expanduser()
+    cache = Path(known.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    return Path(known.get("HF_HOME", cache)).expanduser() / "hub"
+
+
+def _check_key(name: str, key: str) -> None:
+    """A key that a header can carry. The error does not repeat it."""
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{name}: this key cannot be sent; allowed: ASCII characters, no spaces, not empty")
 
 
 def _at_least(name: str, value: int, low: int) -> None:

@@ -268,9 +268,7 @@ def _advance(
     )
 
 
-def _split_at_stop(
-    text: str, stops: Sequence[str], keep: bool, final: bool
-) -> tuple[str, str, str | None]:
+def _split_at_stop(text: str, stops: Sequence[str], keep: bool, final: bool) -> tuple[str, str, str | None]:
     """(text to hand out, text to hold back, the stop string that was found).
 
     Held back is the longest end of `text` that a stop string begins with.
@@ -278,7 +276,8 @@ def _split_at_stop(
     """
     found = [(text.find(stop), stop) for stop in stops if stop in text]
     if found:
-        at, stop = min(found, key=lambda pair: pair[0])
+        # The one that ends first wins, so that the answer does not depend on how text is cut into tokens.
+        at, stop = min(found, key=lambda pair: (pair[0] + len(pair[1]), pair[0]))
         return text[: at + len(stop) if keep else at], "", stop
     if final or not stops:
         return text, "", None

@@ -12,6 +12,7 @@ from typing import Any
 from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.errors import ConfigError, EngineDeadError
 from moesaic.core.messages import Ready
+from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import RequestOutput, SamplingParams
 from moesaic.engine import Engine
 from moesaic.models import files
@@ -90,6 +91,10 @@ class LLM:
     def default_sampling(self) -> SamplingParams:
         """The checkpoint's own sampling settings; the rest as SamplingParams has it."""
         return SamplingParams(**self._defaults.sampling)
+
+    def stats(self) -> WorkerStats:
+        """A snapshot of the worker."""
+        return self._worker.stats()
 
     def generate(
         self,
@@ -202,7 +207,7 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> 
     if isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:
-        raise ConfigError.field("params", f"{len(params)} of them", f"one, or one for each of {count} prompts")
+        raise ConfigError.field("params", f"{len(params)} of them", f"one, or one for each of {count}")
     return list(params)
 
 

@@ -37,7 +37,7 @@ class Tokenizer:
         settings_file = path / "tokenizer_config.json"
         self._settings = _read_settings(settings_file) if settings_file.is_file() else {}
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self._bytes_of_character = _byte_level_alphabet()
+        self._bytes_of_character = byte_level_alphabet()
         self._template = self._find_template(path, chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -186,7 +186,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
     return settings
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """Printable stand-in character -> byte, the alphabet of byte-level BPE (GPT-2)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in printable]
@@ -218,8 +218,8 @@ class IncrementalDecoder:
         """Text that became certain with these tokens."""
         self._window.extend(token_ids)
         text = self._tokenizer.decode(self._window, self._skip)
-        # At most three bytes of an unfinished character, each of which may show as U+FFFD.
-        certain = len(text) - min(3, len(text) - len(text.rstrip(REPLACEMENT)))
+        # An unfinished character shows as U+FFFD, with some decoders all bytes before it too.
+        certain = len(text.rstrip(REPLACEMENT))
         settled = certain == len(text)
         if len(self._window) - self._old_tokens > self._LONGEST:
             certain, settled = len(text), True

@@ -70,6 +70,9 @@ class SamplingParams:
     """Leave special tokens out of the text."""
 
     def __post_init__(self) -> None:
+        # Lists are welcome; kept are tuples, so that equal parameters compare equal.
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _integer("n", self.n, 1, 128)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, None)
@@ -103,11 +106,7 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         """True when past tokens change the logits."""
-        return (
-            self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-            or self.repetition_penalty != 1.0
-        )
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     def fan_out(self, seed: int) -> list[SamplingParams]:
         """The `n` single-completion forms of these parameters, seeded `seed`, `seed` + 1, ..."""

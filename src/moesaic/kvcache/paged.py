@@ -33,7 +33,11 @@ class PagedKV:
         self._value_in_key = layout.value_in_key
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor) -> None:
-        """Store rows. key: [n, kv_heads, key_width]; value likewise or None; slots: [n] block * block_size + offset."""
+        """Store rows.
+
+        key: [n, kv_heads, key_width]; value: [n, kv_heads, value_width], or None when it is in the
+        key; slots: [n] block * block_size + offset.
+        """
         self._keys[layer].flatten(0, 1).index_copy_(0, slots, key.to(self._keys.dtype))
         if value is not None:
             self._values[layer].flatten(0, 1).index_copy_(0, slots, value.to(self._values.dtype))

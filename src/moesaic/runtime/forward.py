@@ -12,7 +12,12 @@ from moesaic.models.model import Model
 
 
 def forward(
-    model: Model, experts: RoutedExperts, kv: PagedKV, batch: TokenBatch, block_size: int, device: torch.device
+    model: Model,
+    experts: RoutedExperts,
+    kv: PagedKV,
+    batch: TokenBatch,
+    block_size: int,
+    device: torch.device,
 ) -> torch.Tensor:
     """Hidden states [m, h] of the batch's logit_rows after the last block, before the final norm.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
+from moesaic.core.metrics import WorkerStats
 from moesaic.policy.brain.actions import Action, Arrived, Brain, Cancelled, Event, StepDone
 from moesaic.runtime.executor import Executor
 from moesaic.transport.base import Connection
@@ -37,7 +37,6 @@ class Worker:
         self._journal = journal
         self._events: deque[Event] = deque()
         self._stopping = False
-        self._step_seconds = 0.0
         self._last_stats = -STATS_INTERVAL
 
     def run(self) -> None:
@@ -67,6 +66,10 @@ class Worker:
         self._report(now)
         return True
 
+    def stats(self) -> WorkerStats:
+        """A snapshot of this worker."""
+        return self._brain.stats()
+
     def _collect(self, timeout: float | None) -> None:
         """Messages into events; a finished step stays behind what arrived while it ran."""
         message = self._connection.receive(timeout)
@@ -83,21 +86,23 @@ class Worker:
             message = self._connection.receive(0.0)
 
     def _put(self, event: Event) -> None:
-        if self._events and isinstance(self._events[-1], StepDone):
-            self._events.insert(len(self._events) - 1, event)
+        """Behind what waits, but before a finished step; arrivals become one event, hence one step."""
+        done = self._events.pop() if self._events and isinstance(self._events[-1], StepDone) else None
+        last = self._events[-1] if self._events else None
+        if isinstance(event, Arrived) and isinstance(last, Arrived):
+            self._events[-1] = Arrived(last.requests + event.requests)
         else:
             self._events.append(event)
+        if done is not None:
+            self._events.append(done)
 
     def _carry_out(self, action: Action) -> None:
-        started = self._clock()
         done = self._executor.execute(action)
         if done is not None:
-            self._step_seconds += self._clock() - started
             self._events.append(done)
 
     def _report(self, now: float) -> None:
         idle = not self._events
         if idle or now - self._last_stats >= STATS_INTERVAL:
             self._last_stats = now
-            stats = replace(self._brain.stats(), step_seconds=self._step_seconds)
-            self._connection.send(messages.Stats(stats))
+            self._connection.send(messages.Stats(self.stats()))

@@ -7,7 +7,7 @@ import typing
 import msgspec
 
 from moesaic.core import messages
-from moesaic.core.errors import ConnectionLost
+from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.messages import Message
 
 _TYPES: tuple[type[Message], ...] = typing.get_args(messages.Message)
@@ -28,6 +28,6 @@ def decode(payload: bytes | memoryview) -> Message:
         raise ConnectionLost(f"the peer sent an unknown message type {code}")
     try:
         return _DECODERS[code].decode(payload[1:])
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, MoesaicError, ValueError) as error:
         name = _TYPES[code].__name__
         raise ConnectionLost(f"the peer sent a damaged {name} message: {error}") from error

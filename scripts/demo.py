@@ -1,0 +1,70 @@
+"""Serves the checkpoint inside the package and streams answers from it through OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from openai import OpenAI
+
+QUESTIONS = (
+    "Tom has 3 apples and buys 4 more. How many apples does he have now?",
+    "Write a Python function that returns the larger of two numbers.",
+)
+MAX_TOKENS = 96
+
+
+def main() -> int:
+    """Returns the exit code: 0 when the server answered and then ended as it should."""
+    command = [str(Path(sys.executable).parent / "moesaic"), "serve", "demo", "--port", "0", "--json"]
+    print("$ moesaic serve demo")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            line = server.stdout.readline() if server.stdout else ""
+            if not line:
+                return server.wait()
+            served = json.loads(line)
+            sizes = f"{served['num_parameters'] / 1e6:.1f} M parameters, {served['num_experts']} experts per layer"
+            print(f"{served['model_type']}, {sizes}, on {served['device']} with {served['kernels']} kernels")
+            print(f"serving at {served['url']}\n")
+            client = OpenAI(base_url=f"{served['url']}/v1", api_key="not needed")
+            for question in QUESTIONS:
+                ask(client, question)
+        finally:
+            server.send_signal(signal.SIGTERM)
+            code = server.wait(timeout=30)
+    print(f"SIGTERM: the server ended with exit code {code}")
+    return code
+
+
+def ask(client: OpenAI, question: str) -> None:
+    """Stream the answer to the terminal; print the time to its first token and the rate of the others."""
+    print(f"> {question}")
+    asked = time.perf_counter()
+    stream = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": question}],
+        max_tokens=MAX_TOKENS,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    first, tokens = 0.0, 0
+    for chunk in stream:
+        text = chunk.choices[0].delta.content if chunk.choices else None
+        if text:
+            first = first or time.perf_counter()
+            print(text, end="", flush=True)
+        if chunk.usage is not None:
+            tokens = chunk.usage.completion_tokens
+    ended = time.perf_counter()
+    rate = (tokens - 1) / (ended - first) if tokens > 1 else 0.0
+    print(f"\n[{tokens} tokens, first after {1000 * (first - asked):.0f} ms, then {rate:.1f} tokens/s]\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

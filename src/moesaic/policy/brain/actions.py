@@ -1,0 +1,125 @@
+"""The words between a brain and the executor that carries its decisions out.
+
+A worker's loop is: an event arrives, `brain.handle(event, now)` returns actions, the executor
+carries them out in order. Carrying out `RunStep` ends in a `StepDone` event.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from moesaic.core.metrics import WorkerStats
+from moesaic.core.request import FinishReason, Request
+from moesaic.core.tokens import IntArray, TokenBatch
+
+# ---- events: what happened
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Requests came in, in order of arrival."""
+
+    requests: list[Request]
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """Nobody waits for these requests any more. Unknown ids are ignored."""
+
+    request_ids: list[int]
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """The step ran: its rows are in the KV cache of every layer."""
+
+    step: int
+    tokens: IntArray
+    """[p] the sampled token of each entry of StepPlan.sampled."""
+
+
+Event = Arrived | Cancelled | StepDone
+
+# ---- actions: what is to be done
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: which rows are computed, for whom, and whose logits are wanted."""
+
+    step: int
+    """Counts up from 0."""
+    batch: TokenBatch
+    request_ids: IntArray
+    """[s] request of each sequence of the batch."""
+    epochs: IntArray
+    """[s] how often each was preempted: rows of an older epoch are void."""
+    sampled: IntArray
+    """[p] sequences (indices into s) whose last row is the newest token: they get a next token."""
+    scored: IntArray
+    """[q] sequences whose rows in this step are prompt tokens with wanted log-probabilities.
+
+    The row at position p scores prompt token p + 1, so the prompt's last row, if it is among them,
+    scores none. All their rows are in batch.logit_rows. Over a request's life each row is scored once:
+    rows computed again after a preemption are not in here a second time.
+    """
+
+
+@dataclass(frozen=True)
+class Admit:
+    """These requests enter the batch, for the first time or after a preemption.
+
+    The executor keeps what sampling needs of them until `Release`.
+    """
+
+    requests: list[Request]
+    generated: list[list[int]]
+    """Tokens each has generated already (empty at first, not so after a preemption)."""
+    queue_seconds: list[float]
+    cached_tokens: list[int]
+    """Tokens whose KV is reused from the prefix cache."""
+    epochs: list[int]
+    """0 at the first admission."""
+
+
+@dataclass(frozen=True)
+class RunStep:
+    """Compute this and answer with StepDone."""
+
+    plan: StepPlan
+
+
+@dataclass(frozen=True)
+class Emit:
+    """Tell the engine about new tokens of the step just done. Parallel lists."""
+
+    request_ids: list[int]
+    tokens: list[int]
+    samples: list[int]
+    """Index of each into the step's StepPlan.sampled (where its log-probabilities lie)."""
+    finish: list[FinishReason | None]
+
+
+@dataclass(frozen=True)
+class Release:
+    """Drop what is kept for these requests: they ended, were cancelled or preempted.
+
+    It pairs with Admit: requests cancelled while they wait are not in here. It follows the Emit of a
+    request's last token, and never names a request whose rows are in a step under way.
+    """
+
+    request_ids: list[int]
+
+
+Action = Admit | RunStep | Emit | Release
+
+
+class Brain(Protocol):
+    """A pure object: the same events at the same times give the same actions."""
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """`now` is in seconds and never decreases."""
+        ...
+
+    def stats(self) -> WorkerStats: ...

@@ -1,0 +1,169 @@
+"""The brain of a worker that runs the whole model itself: one step at a time, layer after layer.
+
+Actions come in an order that can be carried out one after another:
+
+    Emit      the tokens of the step just done
+    Release   what ended, was cancelled, or was preempted to make room
+    Admit     what joins the next step
+    RunStep   the next step
+
+At most one step is under way. While it is, arrivals wait and cancelled rows keep their blocks: memory
+that a running step reads or writes is never handed to anybody else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moesaic.core.metrics import WorkerStats
+from moesaic.core.request import FinishReason, Request
+from moesaic.core.tokens import IntArray
+from moesaic.policy.batching import Batching, Chunk, Limits
+from moesaic.policy.brain.actions import (
+    Action,
+    Admit,
+    Arrived,
+    Cancelled,
+    Emit,
+    Event,
+    Release,
+    RunStep,
+    StepDone,
+    StepPlan,
+)
+from moesaic.policy.brain.plan import step_plan
+from moesaic.policy.kvblocks import KVBlocks
+from moesaic.policy.sequence import Sequence, Stage
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """The step under way."""
+
+    plan: StepPlan
+    chunks: list[Chunk]
+    started: float
+
+
+class OneProcess:
+    """A Brain. Whenever no step is under way, nothing runs and nothing waits."""
+
+    def __init__(self, limits: Limits, blocks: KVBlocks) -> None:
+        self._batching = Batching(limits, blocks)
+        self._blocks = blocks
+        self._flight: _Flight | None = None
+        self._steps = 0
+        self._prefill_tokens = 0
+        self._decode_tokens = 0
+        self._step_seconds = 0.0
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        match event:
+            case Arrived(requests):
+                actions = self._arrived(requests, now)
+            case Cancelled(request_ids):
+                actions = self._cancelled(request_ids)
+            case StepDone(step, tokens):
+                actions = self._step_done(step, tokens, now)
+        if self._flight is None:
+            actions += self._next_step(now)
+        return actions
+
+    def stats(self) -> WorkerStats:
+        return WorkerStats(
+            running=len(self._batching.running),
+            waiting=len(self._batching.waiting),
+            steps=self._steps,
+            preemptions=self._batching.preemptions,
+            prefill_tokens=self._prefill_tokens,
+            decode_tokens=self._decode_tokens,
+            step_seconds=self._step_seconds,
+            blocks=self._blocks.stats(),
+        )
+
+    # ---- events
+
+    def _arrived(self, requests: list[Request], now: float) -> list[Action]:
+        for request in requests:
+            self._batching.add(request, now)
+        return []
+
+    def _cancelled(self, request_ids: list[int]) -> list[Action]:
+        """Blocks of a request in the step under way are freed by `_step_done`."""
+        busy = set() if self._flight is None else {s.request_id for s, _ in self._flight.chunks}
+        released: list[int] = []
+        for request_id in request_ids:
+            was_running = request_id in self._batching.running
+            sequence = self._batching.remove(request_id)
+            if sequence is not None and was_running and request_id not in busy:
+                self._batching.free(sequence)
+                released.append(request_id)
+        return [Release(released)] if released else []
+
+    def _step_done(self, step: int, tokens: IntArray, now: float) -> list[Action]:
+        flight = self._flight
+        if flight is None or flight.plan.step != step or len(flight.plan.sampled) != len(tokens):
+            raise ValueError(f"step {step} with {len(tokens)} tokens is not the one under way")
+        self._flight = None
+        self._count(flight, now)
+        for sequence, rows in flight.chunks:
+            sequence.advance(rows)
+            self._blocks.commit(sequence.request_id, sequence.tokens.array, sequence.num_computed)
+        emit = self._append(flight, tokens.tolist())
+        ended = [s for s, _ in flight.chunks if s.stage is Stage.FINISHED]
+        for sequence in ended:
+            self._batching.free(sequence)
+        actions: list[Action] = [emit] if emit.request_ids else []
+        return actions + ([Release([s.request_id for s in ended])] if ended else [])
+
+    def _append(self, flight: _Flight, tokens: list[int]) -> Emit:
+        """Give each sampled sequence its token; those cancelled meanwhile get none."""
+        emit = Emit([], [], [], [])
+        for sample, (index, token) in enumerate(zip(flight.plan.sampled.tolist(), tokens, strict=True)):
+            sequence = flight.chunks[index][0]
+            if sequence.stage is Stage.FINISHED:
+                continue
+            finish = sequence.append(token)
+            if finish is not None:
+                self._batching.remove(sequence.request_id)
+            _put(emit, sequence.request_id, token, sample, finish)
+        return emit
+
+    def _count(self, flight: _Flight, now: float) -> None:
+        decodes = sum(s.num_pending == 1 and s.num_generated > 0 for s, _ in flight.chunks)
+        self._steps += 1
+        self._decode_tokens += decodes
+        self._prefill_tokens += flight.plan.batch.num_rows - decodes
+        self._step_seconds += now - flight.started
+
+    # ---- the next step
+
+    def _next_step(self, now: float) -> list[Action]:
+        schedule = self._batching.schedule(now)
+        actions: list[Action] = []
+        if schedule.preempted:
+            actions.append(Release([sequence.request_id for sequence in schedule.preempted]))
+        if schedule.admitted:
+            actions.append(_admit(schedule.admitted, now))
+        if schedule.chunks:
+            plan = step_plan(self._steps, schedule.chunks, self._blocks)
+            self._flight = _Flight(plan, schedule.chunks, now)
+            actions.append(RunStep(plan))
+        return actions
+
+
+def _put(emit: Emit, request_id: int, token: int, sample: int, finish: FinishReason | None) -> None:
+    emit.request_ids.append(request_id)
+    emit.tokens.append(token)
+    emit.samples.append(sample)
+    emit.finish.append(finish)
+
+
+def _admit(sequences: list[Sequence], now: float) -> Admit:
+    return Admit(
+        requests=[sequence.request for sequence in sequences],
+        generated=[sequence.generated for sequence in sequences],
+        queue_seconds=[now - sequence.waiting_since for sequence in sequences],
+        cached_tokens=[sequence.num_computed for sequence in sequences],
+        epochs=[sequence.epoch for sequence in sequences],
+    )

@@ -1,0 +1,63 @@
+"""A schedule's chunks as the arrays of a StepPlan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ordered
+
+import numpy as np
+
+from moesaic.core.tokens import IntArray, TokenBatch
+from moesaic.policy.batching import Chunk
+from moesaic.policy.brain.actions import StepPlan
+from moesaic.policy.kvblocks import KVBlocks
+
+
+def step_plan(step: int, chunks: list[Chunk], blocks: KVBlocks) -> StepPlan:
+    """Chunk i becomes sequence i of the batch.
+
+    Example: block_size 4, A has 6 tokens of which 5 are computed, B is a new prompt of 7 of which 3 rows
+    fit. chunks [(A, 1), (B, 3)] give positions [5, 0, 1, 2], query_starts [0, 1, 4], context_lens [6, 3],
+    sampled [0] (only A's newest token is in the step) and logit_rows [0].
+    """
+    sequences = [sequence for sequence, _ in chunks]
+    starts = _ints([sequence.num_computed for sequence in sequences])
+    counts = _ints([rows for _, rows in chunks])
+    lengths = _ints([sequence.num_tokens for sequence in sequences])
+    query_starts = np.concatenate((_ints([0]), np.cumsum(counts)))
+    ends = starts + counts
+    sampled = np.flatnonzero(ends == lengths)
+    scored = _ints([i for i, sequence in enumerate(sequences) if sequence.scored_now])
+    batch = TokenBatch(
+        token_ids=np.concatenate([s.tokens.array[s.num_computed : s.num_computed + n] for s, n in chunks]),
+        positions=np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], counts),
+        query_starts=query_starts,
+        context_lens=ends,
+        block_tables=_block_tables([blocks.table(sequence.request_id) for sequence in sequences]),
+        logit_rows=_logit_rows(query_starts, sampled, scored),
+    )
+    request_ids = _ints([sequence.request_id for sequence in sequences])
+    epochs = _ints([sequence.epoch for sequence in sequences])
+    return StepPlan(step, batch, request_ids, epochs, sampled, scored)
+
+
+def _ints(values: Ordered[int]) -> IntArray:
+    return np.array(values, dtype=np.int64)
+
+
+def _block_tables(tables: list[IntArray]) -> IntArray:
+    """[s, longest] the tables one under another, padded with 0."""
+    padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded
+
+
+def _logit_rows(query_starts: IntArray, sampled: IntArray, scored: IntArray) -> IntArray:
+    """The last row of each sampled sequence and all rows of each scored one, each once, increasing."""
+    if not len(scored):
+        return query_starts[sampled + 1] - 1
+    wanted = np.zeros(query_starts[-1], dtype=bool)
+    wanted[query_starts[sampled + 1] - 1] = True
+    for sequence in scored:
+        wanted[query_starts[sequence] : query_starts[sequence + 1]] = True
+    return np.flatnonzero(wanted)

@@ -1,0 +1,44 @@
+"""A growable array of integers: amortised O(1) append, and its contents as one numpy view."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moesaic.core.tokens import IntArray
+
+
+class IntVector:
+    """[size] int64 values. A view taken from it is good until the next append or extend."""
+
+    __slots__ = ("_data", "_size")
+
+    def __init__(self, values: Sequence[int] | IntArray = ()) -> None:
+        self._data: IntArray = np.array(values, dtype=np.int64)
+        self._size = len(self._data)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def array(self) -> IntArray:
+        """The values; writing to it writes to the vector."""
+        return self._data[: self._size]
+
+    def append(self, value: int) -> None:
+        self._reserve(self._size + 1)
+        self._data[self._size] = value
+        self._size += 1
+
+    def extend(self, values: Sequence[int] | IntArray) -> None:
+        end = self._size + len(values)
+        self._reserve(end)
+        self._data[self._size : end] = values
+        self._size = end
+
+    def _reserve(self, size: int) -> None:
+        if size > len(self._data):
+            grown = np.empty(max(size, 2 * len(self._data), 16), dtype=np.int64)
+            grown[: self._size] = self.array
+            self._data = grown

@@ -1,0 +1,1 @@
+"""Tests of the decisions: no model, no clock, no GPU."""

@@ -1,0 +1,257 @@
+"""A worker without a model: it carries out a brain's actions on a simulated KV cache and checks each.
+
+The cache holds, for each position, a hash of the sequence up to there. So a block that was shared,
+evicted or overwritten wrongly is seen at once: reading through the block table gives a wrong hash. The
+"model" samples a function of that hash, so what a request must get is known without batching at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moesaic.core.request import FinishReason, Request
+from moesaic.policy.batching import Limits
+from moesaic.policy.brain.actions import (
+    Action,
+    Admit,
+    Arrived,
+    Cancelled,
+    Emit,
+    Event,
+    Release,
+    RunStep,
+    StepDone,
+    StepPlan,
+)
+from moesaic.policy.brain.one_process import OneProcess
+from moesaic.policy.kvblocks import KVBlocks
+
+from .toy_model import EMPTY, alone, hashes, mix, sample
+
+
+@dataclass
+class Client:
+    """What one request was told, and how far its rows came."""
+
+    request: Request
+    generated: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    cancelled: bool = False
+    epoch: int = -1
+    computed: int = 0
+    scored: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.request.prompt_token_ids + self.generated
+
+
+class FakeExecutor:
+    """A brain, its simulated cache, and everybody who asked for something."""
+
+    def __init__(self, limits: Limits, num_blocks: int, block_size: int, prefix_reuse: bool = True) -> None:
+        self.limits = limits
+        self.blocks = KVBlocks(num_blocks, block_size, prefix_reuse)
+        self.brain = OneProcess(limits, self.blocks)
+        self.kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
+        self.clients: dict[int, Client] = {}
+        self.held: set[int] = set()
+        self.under_way: StepPlan | None = None
+        self.last: StepPlan | None = None
+        self.steps = 0
+        self.now = 0.0
+        self.preempted = 0
+        self.reused = 0
+        self.log: list[tuple[Event, float, list[Action]]] = []
+
+    # ---- driving
+
+    def arrive(self, *requests: Request) -> list[Action]:
+        for asked in requests:
+            self.clients[asked.request_id] = Client(asked)
+        return self.tell(Arrived(list(requests)))
+
+    def cancel(self, *request_ids: int) -> list[Action]:
+        for request_id in request_ids:
+            if request_id in self.clients and self.clients[request_id].finish is None:
+                self.clients[request_id].cancelled = True
+        return self.tell(Cancelled(list(request_ids)))
+
+    def step(self) -> list[Action]:
+        """Run the step under way and report it."""
+        plan = self.under_way
+        assert plan is not None
+        tokens = self._run(plan)
+        self.under_way, self.last = None, plan
+        return self.tell(StepDone(plan.step, np.array(tokens, dtype=np.int64)))
+
+    def drain(self) -> None:
+        """Step until idle; every request must end in a bounded number of steps."""
+        work = sum(len(c.request.prompt_token_ids) + self.limits.max_model_len for c in self.clients.values())
+        bound = 20 + work * len(self.clients)
+        while self.under_way is not None:
+            self.step()
+            bound -= 1
+            assert bound > 0, "no progress"
+
+    def tell(self, event: Event) -> list[Action]:
+        self.now += 0.5
+        actions = self.brain.handle(event, self.now)
+        self.log.append((event, self.now, actions))
+        order = [(Emit, Release, Admit, RunStep).index(type(action)) for action in actions]
+        assert order == sorted(order)
+        for action in actions:
+            self._carry_out(action)
+        return actions
+
+    # ---- carrying out
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Emit():
+                self._emit(action)
+            case Release(request_ids):
+                self._release(request_ids)
+            case Admit():
+                self._admit(action)
+            case RunStep(plan):
+                assert self.under_way is None
+                assert plan.step == self.steps
+                self.steps += 1
+                self.under_way = plan
+                self._check_plan(plan)
+
+    def _emit(self, emit: Emit) -> None:
+        assert self.last is not None
+        assert len(emit.request_ids) == len(set(emit.request_ids)) == len(emit.tokens)
+        for request_id, token, at, finish in zip(
+            emit.request_ids, emit.tokens, emit.samples, emit.finish, strict=True
+        ):
+            client = self.clients[request_id]
+            assert not client.cancelled and client.finish is None
+            assert self.last.request_ids[self.last.sampled[at]] == request_id
+            assert request_id in self.held
+            client.generated.append(token)
+            client.finish = finish
+
+    def _release(self, request_ids: list[int]) -> None:
+        for request_id in request_ids:
+            assert self.under_way is None or request_id not in self.under_way.request_ids
+            self.held.remove(request_id)
+            client = self.clients[request_id]
+            self.preempted += client.finish is None and not client.cancelled
+
+    def _admit(self, admit: Admit) -> None:
+        assert len(admit.requests) == len(admit.cached_tokens) == len(admit.epochs) > 0
+        for asked, generated, waited, cached, epoch in zip(
+            admit.requests,
+            admit.generated,
+            admit.queue_seconds,
+            admit.cached_tokens,
+            admit.epochs,
+            strict=True,
+        ):
+            client = self.clients[asked.request_id]
+            assert asked is client.request and generated == client.generated
+            assert asked.request_id not in self.held and not client.cancelled
+            assert epoch == client.epoch + 1 and waited >= 0.0
+            assert 0 <= cached < len(client.tokens) and cached % self.blocks.block_size == 0
+            client.epoch, client.computed = epoch, cached
+            self.held.add(asked.request_id)
+            self.reused += cached
+        assert len(self.held) <= self.limits.max_num_seqs
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        """Every row belongs to its request, follows the row before it, and has a block of its own."""
+        batch, limits = plan.batch, self.limits
+        assert 0 < batch.num_rows <= limits.max_num_batched_tokens
+        assert batch.num_rows == len(batch.positions) == batch.query_starts[-1]
+        assert len(set(plan.request_ids.tolist())) == batch.num_sequences <= limits.max_num_seqs
+        written: list[int] = []
+        for i, request_id in enumerate(plan.request_ids.tolist()):
+            client = self.clients[request_id]
+            first, last = batch.query_starts[i : i + 2].tolist()
+            begin, end = client.computed, client.computed + last - first
+            assert request_id in self.held and plan.epochs[i] == client.epoch
+            assert last - first <= (limits.max_prefill_chunk or batch.num_rows) and begin < end
+            assert batch.positions[first:last].tolist() == list(range(begin, end))
+            assert batch.token_ids[first:last].tolist() == client.tokens[begin:end]
+            assert batch.context_lens[i] == end
+            assert (i in plan.sampled) == (end == len(client.tokens))
+            owned = self.blocks.table(request_id).tolist()
+            assert len(owned) == len(set(owned)) >= self.blocks.blocks_for(end)
+            assert batch.block_tables[i].tolist()[: len(owned)] == owned
+            assert not batch.block_tables[i, len(owned) :].any()
+            size = self.blocks.block_size
+            written += owned[begin // size : (end - 1) // size + 1]
+        in_tables = [block for held in self.held for block in self.blocks.table(held).tolist()]
+        assert all(in_tables.count(block) == 1 for block in written), "a block is written and shared"
+        assert batch.logit_rows.tolist() == self._wanted_rows(plan)
+
+    def _wanted_rows(self, plan: StepPlan) -> list[int]:
+        """Logit rows, by the definition in StepPlan; checks `scored` on the way."""
+        starts = plan.batch.query_starts.tolist()
+        rows = {starts[i + 1] - 1 for i in plan.sampled.tolist()}
+        for i in plan.scored.tolist():
+            client = self.clients[int(plan.request_ids[i])]
+            positions = plan.batch.positions[starts[i] : starts[i + 1]].tolist()
+            prompt = len(client.request.prompt_token_ids)
+            assert client.request.params.prompt_logprobs is not None
+            assert positions[0] < prompt - 1 and positions[-1] < prompt
+            client.scored += [position for position in positions if position < prompt - 1]
+            rows |= set(range(starts[i], starts[i + 1]))
+        return sorted(rows)
+
+    # ---- the "model"
+
+    def _run(self, plan: StepPlan) -> list[int]:
+        """Write the step's hashes through the block tables, and sample."""
+        batch = plan.batch
+        for i, request_id in enumerate(plan.request_ids.tolist()):
+            client = self.clients[request_id]
+            first, last = batch.query_starts[i : i + 2].tolist()
+            self._check_cache(batch.block_tables[i], client.tokens[: client.computed])
+            for row in range(first, last):
+                self._write(batch.block_tables[i], int(batch.positions[row]), int(batch.token_ids[row]))
+        tokens = []
+        for i, request_id in enumerate(plan.request_ids.tolist()):
+            client = self.clients[request_id]
+            client.computed = int(batch.context_lens[i])
+            seen = self._check_cache(batch.block_tables[i], client.tokens[: client.computed])
+            if i in plan.sampled:
+                early = len(client.generated) < client.request.params.min_tokens
+                tokens.append(sample(seen, client.request.stop_ids if early else frozenset()))
+        return tokens
+
+    def _write(self, table: np.ndarray, position: int, token: int) -> None:
+        size = self.blocks.block_size
+        before = (
+            EMPTY if position == 0 else int(self.kv[table[(position - 1) // size], (position - 1) % size])
+        )
+        self.kv[table[position // size], position % size] = mix(before, token)
+
+    def _check_cache(self, table: np.ndarray, tokens: list[int]) -> int:
+        """What the table leads to must be the hashes of `tokens`; the last of them."""
+        read = self.kv[table].reshape(-1)[: len(tokens)].tolist()
+        assert read == hashes(tokens), "the KV cache holds another sequence's values"
+        return read[-1] if read else EMPTY
+
+    # ---- the end
+
+    def check_everybody(self) -> None:
+        """After `drain`: each request got what it gets alone, and nothing is held any more."""
+        for client in self.clients.values():
+            tokens, finish = alone(client.request, self.limits.max_model_len)
+            if client.cancelled:
+                assert client.finish is None and client.generated == tokens[: len(client.generated)]
+                continue
+            assert (client.generated, client.finish) == (tokens, finish)
+            wanted = client.request.params.prompt_logprobs is not None
+            prompt = len(client.request.prompt_token_ids)
+            assert client.scored == (list(range(prompt - 1)) if wanted else [])
+        stats = self.brain.stats()
+        assert not self.held
+        assert (stats.running, stats.waiting, stats.preemptions) == (0, 0, self.preempted)
+        assert stats.blocks.used == 0 and stats.blocks.free + stats.blocks.cached == stats.blocks.total

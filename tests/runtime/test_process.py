@@ -1,0 +1,119 @@
+"""A worker as a real process behind a real socket."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moesaic.cluster.local import WorkerProcess, spawn_worker
+from moesaic.config import CacheConfig, ModelConfig, WorkerConfig
+from moesaic.core import messages
+from moesaic.core.errors import ConnectionLost
+from moesaic.core.request import FinishReason, Request, SamplingParams
+
+DEMO = WorkerConfig(ModelConfig("demo", threads=1))
+
+
+def until(worker: WorkerProcess, kind: type[messages.Message]) -> messages.Message:
+    """The next message of `kind`; what comes before it is dropped."""
+    while True:
+        message = worker.connection.receive(60.0)
+        assert message is not None, "the worker is silent"
+        if isinstance(message, kind):
+            return message
+
+
+@pytest.fixture
+def worker() -> Iterator[WorkerProcess]:
+    started = spawn_worker(DEMO)
+    yield started
+    started.stop()
+
+
+def long_request(request_id: int) -> messages.Submit:
+    params = SamplingParams(temperature=0.0, max_tokens=1500, seed=0, ignore_eos=True)
+    return messages.Submit([Request(request_id, [5, 6, 7], params)])
+
+
+def test_a_worker_serves_cancels_and_shuts_down(worker: WorkerProcess) -> None:
+    ready = until(worker, messages.Ready)
+    assert isinstance(ready, messages.Ready) and ready.info.model_type == "qwen3_moe"
+    params = SamplingParams(temperature=0.0, max_tokens=4, seed=0, ignore_eos=True)
+    worker.connection.send(messages.Submit([Request(0, [5, 6, 7], params)]))
+    got: list[messages.Tokens] = []
+    while not got or got[-1].finish == [None]:
+        message = until(worker, messages.Tokens)
+        assert isinstance(message, messages.Tokens)
+        got.append(message)
+    assert len(got) == 4 and got[-1].finish == [FinishReason.LENGTH]
+
+    worker.connection.send(long_request(1))
+    until(worker, messages.Tokens)
+    worker.connection.send(messages.Cancel([1]))
+    stats = until(worker, messages.Stats)
+    while not (isinstance(stats, messages.Stats) and stats.stats.running == 0):
+        stats = until(worker, messages.Stats)
+    blocks = stats.stats.blocks
+    assert blocks.used == 0 and blocks.free + blocks.cached == blocks.total
+    worker.connection.send(messages.Shutdown())
+    assert worker.process.wait(20) == 0
+
+
+def test_a_killed_worker_is_noticed_at_once(worker: WorkerProcess) -> None:
+    until(worker, messages.Ready)
+    worker.connection.send(long_request(0))
+    until(worker, messages.Tokens)
+    os.kill(worker.pid, signal.SIGKILL)
+    killed = time.monotonic()
+    with pytest.raises(ConnectionLost):
+        while True:
+            worker.connection.receive(30.0)
+    assert time.monotonic() - killed < 10
+    assert worker.how_it_ended() == f"worker process {worker.pid} killed by signal 9"
+
+
+def test_a_setting_that_does_not_fit_is_told_in_one_line() -> None:
+    worker = spawn_worker(WorkerConfig(ModelConfig("demo", threads=1), CacheConfig(kv_cache_memory="1KiB")))
+    failed = until(worker, messages.Failed)
+    assert isinstance(failed, messages.Failed) and failed.user_error
+    assert "--kv-cache-memory" in failed.error and "\n" not in failed.error
+    assert worker.process.wait(20) == 2
+    worker.stop()
+
+
+PARENT = """
+import sys, time
+from moesaic.cluster.local import spawn_worker
+from moesaic.config import ModelConfig, WorkerConfig
+from moesaic.core import messages
+from moesaic.core.request import Request, SamplingParams
+worker = spawn_worker(WorkerConfig(ModelConfig("demo", threads=1)))
+while not isinstance(worker.connection.receive(60.0), messages.Ready):
+    pass
+params = SamplingParams(temperature=0.0, max_tokens=1500, seed=0, ignore_eos=True)
+worker.connection.send(messages.Submit([Request(0, [5, 6, 7], params)]))
+print(worker.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_worker_dies_with_its_parent_in_the_middle_of_a_request() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        if "State:\tZ" in Path(f"/proc/{pid}/status").read_text():
+            return  # dead, waiting for whoever adopted it
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from moesaic.core.errors import CheckpointError, ConfigError, RequestError
+from moesaic.testing import byte_tokenizer
+from moesaic.tokenizer import IncrementalDecoder, Tokenizer
+
+
+def write_byte_tokenizer(path: Path, **config: object) -> Path:
+    """One token per byte, and one special token."""
+    byte_tokenizer(path, ["<end>"], **config)
+    return path
+
+
+def write_fallback_tokenizer(path: Path) -> Path:
+    """SentencePiece's kind: unknown characters are spelled <0xNN>, spaces are U+2581."""
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    vocab |= {piece: len(vocab) + index for index, piece in enumerate(["\u2581", "a", "b", "\u2581a"])}
+    tokenizer = HFTokenizer(models.BPE(vocab, [("\u2581", "a")], unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme="first")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+WRITERS = {"bytes": write_byte_tokenizer, "fallback": write_fallback_tokenizer}
+
+
+@pytest.fixture(scope="module", params=list(WRITERS))
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(WRITERS[request.param](tmp_path_factory.mktemp("tokenizer")))
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(text=st.text(max_size=30))
+def test_pieces_join_to_the_whole_text_and_split_no_character(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    decoder = IncrementalDecoder(tokenizer)
+    pieces = [decoder.push([token]) for token in ids] + [decoder.finish()]
+    assert "".join(pieces) == tokenizer.decode(ids)
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_an_unfinished_character_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a\u20ac")[:-1]
+    decoder = IncrementalDecoder(tokenizer)
+    assert "".join(decoder.push([token]) for token in ids) == "a"
+    assert decoder.finish().startswith("\ufffd")
+
+
+def test_bytes_that_never_become_text_are_handed_out_and_cost_no_more(tokenizer: Tokenizer) -> None:
+    (bad,) = {token for token in tokenizer.encode("\u20ac") if tokenizer.token_bytes(token) == b"\xe2"}
+    decoder = IncrementalDecoder(tokenizer)
+    text = "".join(decoder.push([bad]) for _ in range(300))
+    assert set(text) == {"\ufffd"}
+    assert len(decoder._window) < 100
+    assert (text + decoder.push(tokenizer.encode("ab")) + decoder.finish()).endswith("b")
+
+
+def test_special_tokens_are_hidden_unless_asked_for(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_byte_tokenizer(tmp_path))
+    end = tokenizer.vocab_size - 1
+    ids = [*tokenizer.encode("ab"), end]
+    assert tokenizer.decode(ids) == "ab"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "ab<end>"
+    shown = IncrementalDecoder(tokenizer, skip_special_tokens=False)
+    assert "".join(shown.push([token]) for token in ids) == "ab<end>"
+
+
+def test_the_bytes_of_a_token_that_is_no_character(tokenizer: Tokenizer) -> None:
+    parts = [tokenizer.token_bytes(token) for token in tokenizer.encode("\u20ac")]
+    assert b"".join(parts)[-3:] == "\u20ac".encode()
+
+
+def test_a_lone_surrogate_is_a_request_error(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="prompt"):
+        tokenizer.encode("a\ud800b")
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+def test_chat_uses_the_checkpoints_template(tmp_path: Path) -> None:
+    path = write_byte_tokenizer(tmp_path, chat_template=TEMPLATE, bos_token={"content": "<end>"})
+    tokenizer = Tokenizer(path)
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    assert tokenizer.render(messages) == "<end>[user]hi\n[assistant]yes\n>"
+    continued = tokenizer.render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert continued == "<end>[user]hi\n[assistant]yes"
+    assert tokenizer.chat(messages)[0] == tokenizer.vocab_size - 1
+
+
+def test_the_template_file_wins_over_the_config_and_the_flag_over_both(tmp_path: Path) -> None:
+    path = write_byte_tokenizer(tmp_path, chat_template="config")
+    (path / "chat_template.jinja").write_text("file")
+    assert Tokenizer(path).render([]) == "file"
+    (tmp_path / "own.jinja").write_text("own")
+    assert Tokenizer(path, tmp_path / "own.jinja").render([]) == "own"
+    with pytest.raises(ConfigError, match="--chat-template"):
+        Tokenizer(path, tmp_path / "none.jinja")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0].content.nothing.more }}",
+    ],
+    ids=["escapes the sandbox", "changes its input", "raises", "undefined"],
+)
+def test_a_template_that_misbehaves_is_a_request_error(tmp_path: Path, template: str) -> None:
+    tokenizer = Tokenizer(write_byte_tokenizer(tmp_path, chat_template=template))
+    with pytest.raises(RequestError, match="messages"):
+        tokenizer.render([{"role": "user", "content": "x"}])
+
+
+def test_damage_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="not a tokenizer"):
+        Tokenizer(tmp_path)
+    write_byte_tokenizer(tmp_path, chat_template="{% if %}")
+    with pytest.raises(CheckpointError, match="chat template is damaged"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    with pytest.raises(CheckpointError, match="not JSON"):
+        Tokenizer(tmp_path)
+
+
+def test_no_template_is_a_request_error(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_byte_tokenizer(tmp_path))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(RequestError, match="no chat template"):
+        tokenizer.chat([])

@@ -1,0 +1,160 @@
+"""Every transport passes the same checks."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from moesaic.core import messages
+from moesaic.core.errors import ConnectionLost
+from moesaic.core.metrics import BlockStats, WorkerStats
+from moesaic.core.request import FinishReason, Request, SamplingParams, TokenLogprob
+from moesaic.transport.base import Connection
+from moesaic.transport.local import local_pair
+from moesaic.transport.stream import MAX_FRAME, StreamConnection, stream_pair
+
+Pair = tuple[Connection, Connection]
+
+REQUEST = Request(
+    request_id=7,
+    prompt_token_ids=[1, 2, 3],
+    params=SamplingParams(max_tokens=4, logit_bias={5: -1.5}, stop=["\n", "é"], stop_token_ids=(9,), seed=-3),
+    eos_token_ids=(0, 2),
+    arrival=12.5,
+)
+INFO = messages.WorkerInfo(
+    "t", "cpu", "k", "float32", 2, 10, 40, 1, 8, 2, 300, 64, 16, 8, 4096, "float32", 4, 64
+)
+LOGPROB = TokenLogprob(11, -0.5, [(11, -0.5)])
+EVERY_MESSAGE: list[messages.Message] = [
+    messages.Submit([REQUEST]),
+    messages.Cancel([1, 2**40]),
+    messages.Shutdown(),
+    messages.Loading(3, 10),
+    messages.Ready(INFO),
+    messages.Admitted([7], [0.25], [16]),
+    messages.Tokens([7, 8], [11, 12], [None, FinishReason.STOP], [LOGPROB, None]),
+    messages.PromptLogprobs(7, 1, [TokenLogprob(2, -1.0, [])]),
+    messages.Stats(WorkerStats(running=1, blocks=BlockStats(total=8, free=8))),
+    messages.Failed("no room", user_error=True),
+]
+
+
+def stream_connections() -> Pair:
+    one, two = stream_pair()
+    return StreamConnection(one), StreamConnection(two)
+
+
+def tcp_connections() -> Pair:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        two, _ = listener.accept()
+    return StreamConnection(one), StreamConnection(two)
+
+
+@pytest.fixture(params=[local_pair, stream_connections, tcp_connections], ids=["local", "unix", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    make: Callable[[], Pair] = request.param
+    ends = make()
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def test_every_message_arrives_as_it_was_sent_and_in_order(pair: Pair) -> None:
+    one, two = pair
+    for message in EVERY_MESSAGE:
+        one.send(message)
+    assert [two.receive(5.0) for _ in EVERY_MESSAGE] == EVERY_MESSAGE
+    assert {type(message) for message in EVERY_MESSAGE} == set(messages.Message.__args__)
+
+
+def test_both_directions_are_independent(pair: Pair) -> None:
+    one, two = pair
+    one.send(messages.Shutdown())
+    two.send(messages.Cancel([1]))
+    assert one.receive(5.0) == messages.Cancel([1])
+    assert two.receive(5.0) == messages.Shutdown()
+
+
+def test_receive_times_out_and_polls(pair: Pair) -> None:
+    one, _ = pair
+    assert one.receive(0.0) is None
+    before = time.monotonic()
+    assert one.receive(0.05) is None
+    assert time.monotonic() - before >= 0.04
+
+
+def test_receive_waits_for_a_message_from_another_thread(pair: Pair) -> None:
+    one, two = pair
+    threading.Timer(0.05, lambda: one.send(messages.Shutdown())).start()
+    assert two.receive(None) == messages.Shutdown()
+
+
+def test_what_was_sent_before_the_end_still_arrives(pair: Pair) -> None:
+    one, two = pair
+    one.send(messages.Cancel([4]))
+    one.close()
+    one.close()
+    assert two.receive(5.0) == messages.Cancel([4])
+    for _ in range(2):
+        with pytest.raises(ConnectionLost):
+            two.receive(5.0)
+
+
+def test_a_sender_never_waits_for_a_busy_peer(pair: Pair) -> None:
+    one, two = pair
+    large = messages.Submit([Request(i, list(range(20_000)), SamplingParams()) for i in range(20)])
+    for _ in range(10):
+        one.send(large)  # far more than any socket buffer, and nobody receives
+    assert two.receive(5.0) == large
+
+
+def test_closing_wakes_a_waiting_receiver(pair: Pair) -> None:
+    one, two = pair
+    threading.Timer(0.05, one.close).start()
+    with pytest.raises(ConnectionLost):
+        two.receive(None)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        struct.pack("<Q", MAX_FRAME + 1),
+        struct.pack("<Q", 0),
+        struct.pack("<Q", 3) + b"\xff\x00\x00",
+        struct.pack("<Q", 2) + b"\x00\xc1",
+        struct.pack("<Q", 100) + b"cut",
+    ],
+    ids=["too long", "empty", "unknown type", "no MessagePack", "cut short"],
+)
+def test_garbage_ends_the_connection_and_nothing_else(garbage: bytes) -> None:
+    ours, theirs = stream_pair()
+    lost = threading.Event()
+    connection = StreamConnection(ours, on_lost=lost.set)
+    theirs.sendall(garbage)
+    theirs.shutdown(socket.SHUT_WR)
+    with pytest.raises(ConnectionLost):
+        connection.receive(5.0)
+    assert lost.wait(5.0)
+    connection.close()
+    theirs.close()
+
+
+def test_a_message_with_a_refused_value_ends_the_connection() -> None:
+    """SamplingParams refuses temperature -1; a peer that sends it is not one of ours."""
+    ours, theirs = stream_pair()
+    connection = StreamConnection(ours)
+    sender = StreamConnection(theirs)
+    params = SamplingParams()
+    object.__setattr__(params, "temperature", -1.0)
+    sender.send(messages.Submit([Request(1, [1], params)]))
+    with pytest.raises(ConnectionLost):
+        connection.receive(5.0)
+    connection.close()
+    sender.close()
