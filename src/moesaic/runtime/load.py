@@ -14,6 +14,7 @@ from moesaic.experts.client import DirectExperts
 from moesaic.kernels import table
 from moesaic.kvcache.paged import PagedKV, bytes_per_token
 from moesaic.models import files, registry
+from moesaic.models.checkpoint import Progress
 from moesaic.models.model import Model
 from moesaic.policy.batching import Limits
 from moesaic.policy.brain.one_process import OneProcess
@@ -27,9 +28,6 @@ AUTO_SHARE = 0.4
 """Of the memory left after the weights, the most that `--kv-cache-memory auto` takes on a CPU."""
 AUTO_SHARE_CUDA = 0.9
 """The same on a GPU, whose memory is the engine's alone."""
-
-Progress = Callable[[int, int], None]
-"""Bytes read so far, bytes in all."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ def build_worker(
 
     Raises ConfigError or CheckpointError, one line each, when something does not fit.
     """
-    loaded = load_model(config.model)
+    loaded = load_model(config.model, progress)
     max_model_len = _context_length(config.model, loaded.model)
     block_size = config.cache.block_size
     kv_dtype = _kv_dtype(config.cache, loaded)
@@ -69,13 +67,13 @@ def build_worker(
     return worker, _describe(loaded, scheduler, max_model_len, block_size, num_blocks, kv_dtype)
 
 
-def load_model(config: ModelConfig) -> Loaded:
+def load_model(config: ModelConfig, progress: Progress | None = None) -> Loaded:
     """Read the checkpoint onto the device that `config` asks for."""
     torch.set_num_threads(config.threads or cores())
     device = _device(config)
     kernels = table.pick(str(device))
     path = files.resolve(config.model, config.revision)
-    model = registry.load(path, kernels, str(device), config.dtype)
+    model = registry.load(path, kernels, str(device), config.dtype, progress=progress)
     return Loaded(model, device, model.head.dtype, kernels)
 
 

@@ -1,0 +1,1 @@
+"""The arithmetic under the models: reference (torch, the truth) and one table that picks."""

@@ -1,0 +1,152 @@
+"""Causal attention over a paged KV cache, for rows of many sequences at once.
+
+The paged cache is that of PagedAttention (Kwon et al. 2023): a sequence's tokens lie in blocks named
+by its block table. Query heads that share a key head (grouped-query attention, Ainslie et al. 2023)
+become rows of one product, so keys are never repeated.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from moesaic.kernels.batch import AttentionBatch, Chunk, DecodeGroup
+
+SCORE_NUMBERS = 1 << 22
+"""Most scores (or mask entries) that a chunk holds at once: 16 MiB in float32."""
+STEP_ROWS = 128
+"""Rows of a chunk that are computed at once: each step looks no further than its last row."""
+
+
+def paged_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor | None,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int | None = None,
+    value_width: int | None = None,
+) -> torch.Tensor:
+    """Softmax attention of each row over its own sequence, up to its own position.
+
+    query [n, Hq, dk] float32; keys [blocks, block_size, Hkv, dk] and values [blocks, block_size, Hkv,
+    dv] in any float type, this step's rows already written. values None: the value is the first
+    `value_width` numbers of the key (latent attention). A row sees the last `sliding_window` tokens,
+    itself among them; None means all. Returns [n, Hq, dv] float32.
+    """
+    width = value_width if value_width is not None else (keys if values is None else values).shape[-1]
+    out = query.new_empty(query.shape[0], query.shape[1], width)
+    for group in batch.decode:
+        blocks, begin = _window(group, batch.block_size, sliding_window)
+        key, value = _gather(keys, values, blocks, width)
+        position = begin[:, None] + torch.arange(key.shape[1], device=key.device)
+        seen = position < group.lengths[:, None]
+        if sliding_window is not None:
+            seen &= position >= group.lengths[:, None] - sliding_window
+        rows = query[group.rows].view(len(key), key.shape[2], -1, query.shape[2])
+        out[group.rows] = _attend(rows, key, value, seen[:, None], scale).flatten(1, 2)
+    for chunk in batch.chunks:
+        _chunk(query, keys, values, chunk, scale, sliding_window, out)
+    return out
+
+
+def _gather(
+    keys: torch.Tensor, values: torch.Tensor | None, blocks: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of blocks [g, w] in order: keys [g, t, Hkv, dk] and values [g, t, Hkv, dv], float32."""
+    flat = blocks.reshape(-1)
+    key = keys.index_select(0, flat).float().view(len(blocks), -1, *keys.shape[2:])
+    if values is None:
+        return key, key[..., :width]
+    return key, values.index_select(0, flat).float().view(len(blocks), -1, *values.shape[2:])
+
+
+def _window(group: DecodeGroup, block_size: int, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The blocks that a window can reach, and the position of the first token in them, [g]."""
+    first = torch.zeros_like(group.lengths)
+    if window is None:
+        return group.blocks, first
+    width = min(group.blocks.shape[1], (window + block_size - 2) // block_size + 1)
+    first = (group.lengths - window).clamp_(min=0) // block_size
+    columns = first[:, None] + torch.arange(width, device=first.device)
+    columns.clamp_(max=group.blocks.shape[1] - 1)
+    return group.blocks.gather(1, columns), first * block_size
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """query [g, Hkv, m, dk], key [g, t, Hkv, dk], value [g, t, Hkv, dv], seen [g, m or 1, t] (the same
+    for every head): [g, Hkv, m, dv].
+    """
+    key, value = key.transpose(1, 2), value.transpose(1, 2)
+    if key.shape[1] > 1:
+        mask = seen[:, None].expand(-1, -1, query.shape[2], -1)
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    scores = torch.matmul(query, key.transpose(2, 3)).mul_(scale)
+    scores.masked_fill_(~seen[:, None], float("-inf"))
+    return torch.matmul(scores.softmax(-1), value)
+
+
+def _chunk(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor | None,
+    chunk: Chunk,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+) -> None:
+    """One chunk's rows into `out`, some rows at a time so that memory stays bounded."""
+    block_size = keys.shape[1]
+    begin = 0 if window is None else max(0, chunk.first - window + 1) // block_size
+    key, value = _gather(keys, values, chunk.blocks[None, begin:], out.shape[2])
+    begin *= block_size
+    key, value = key[:, : chunk.length - begin], value[:, : chunk.length - begin]
+    groups = query.shape[1] // keys.shape[2]
+    step = max(1, min(STEP_ROWS, SCORE_NUMBERS // (key.shape[1] * groups)))
+    for start in range(chunk.start, chunk.stop, step):
+        stop = min(start + step, chunk.stop)
+        last = chunk.first + stop - chunk.start - begin
+        rows = query[start:stop].view(stop - start, keys.shape[2], groups, -1)
+        rows = rows.permute(1, 2, 0, 3).reshape(1, keys.shape[2], -1, query.shape[2])
+        position = torch.arange(last - (stop - start), last, device=query.device)[:, None]
+        token = torch.arange(last, device=query.device)
+        seen = token <= position
+        if window is not None:
+            seen &= token > position - window
+        part = _attend(rows, key[:, :last], value[:, :last], seen.repeat(groups, 1)[None], scale)
+        part = part.view(keys.shape[2] * groups, stop - start, -1)
+        out[start:stop] = part.transpose(0, 1)
+
+
+def attention_plain(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor | None,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int | None = None,
+    value_width: int | None = None,
+) -> torch.Tensor:
+    """The same, row after row and head after head: slow, obvious, the test of the fast form."""
+    width = value_width if value_width is not None else (keys if values is None else values).shape[-1]
+    out = torch.empty(query.shape[0], query.shape[1], width)
+    flat = [
+        (int(row), blocks, int(length))
+        for group in batch.decode
+        for row, blocks, length in zip(group.rows, group.blocks, group.lengths, strict=True)
+    ]
+    for chunk in batch.chunks:
+        flat += [
+            (row, chunk.blocks, chunk.first + row - chunk.start + 1) for row in range(chunk.start, chunk.stop)
+        ]
+    for row, blocks, length in flat:
+        first = 0 if sliding_window is None else max(0, length - sliding_window)
+        key = keys[blocks].flatten(0, 1)[first:length].float()
+        value = key[..., :width] if values is None else values[blocks].flatten(0, 1)[first:length].float()
+        for head in range(query.shape[1]):
+            shared = head * keys.shape[2] // query.shape[1]
+            scores = (key[:, shared] @ query[row, head]) * scale
+            out[row, head] = scores.softmax(0) @ value[:, shared]
+    return out

@@ -1,0 +1,51 @@
+"""Projections, norms, rotary positions and the gated MLP, in float32.
+
+Weights stored in a narrower type are multiplied in that type; what leaves is always float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from moesaic.kernels.reference.product import product
+
+
+def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """rows [n, i] times weight [o, i] transposed, plus bias [o]: [n, o]."""
+    answer = product(rows, weight).float()
+    return answer if bias is None else answer + bias
+
+
+def head_linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A matrix per head: rows [n, H, i] times weight [H, i, o]: [n, H, o]."""
+    return torch.matmul(rows.to(weight.dtype).transpose(0, 1), weight).transpose(0, 1).float()
+
+
+def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """rows [..., h] over their root mean square, times weight [h]."""
+    scale = torch.rsqrt(rows.square().mean(-1, keepdim=True) + epsilon)
+    return rows * scale * weight
+
+
+def rope(
+    rows: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool = False
+) -> torch.Tensor:
+    """Rotates each pair of rows [n, H, d] by its angle; cosine and sine are [n, d / 2].
+
+    A pair is (i, i + d / 2), the half-split form of GPT-NeoX, or, interleaved, (2i, 2i + 1) as in
+    RoFormer. The result keeps the layout of the input.
+    """
+    cosine, sine = cosine[:, None], sine[:, None]
+    if interleaved:
+        first, second = rows[..., 0::2], rows[..., 1::2]
+    else:
+        first, second = rows.chunk(2, dim=-1)
+    turned = (first * cosine - second * sine, second * cosine + first * sine)
+    return torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+
+
+def gated_mlp(rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """down(silu(gate rows) * (up rows)): rows [n, h], gate and up [w, h], down [h, w] -> [n, h]."""
+    wide = functional.silu(linear(rows, gate), inplace=True).mul_(linear(rows, up))
+    return linear(wide, down)

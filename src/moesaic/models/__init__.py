@@ -1,0 +1,1 @@
+"""Mixture-of-experts models as plain math of one process, a file per model_type."""

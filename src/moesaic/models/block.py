@@ -1,0 +1,155 @@
+"""A decoder block as stages, so that collectives, dispatch and offloading can stand between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.table import Kernels
+
+
+@dataclass(frozen=True)
+class Projected:
+    """What attention needs of the step's rows."""
+
+    query: torch.Tensor
+    """[n, Hq, dk] float32."""
+    key: torch.Tensor
+    """[n, Hkv, dk] float32, to be written to the cache."""
+    value: torch.Tensor | None
+    """[n, Hkv, dv] float32; None when the value lies in the key (latent attention)."""
+
+
+@dataclass(frozen=True)
+class Gated:
+    """The rows between attention and feed-forward."""
+
+    residual: torch.Tensor
+    """[n, h] float32."""
+    normed: torch.Tensor
+    """[n, h] float32: what experts and dense MLP take."""
+    expert_ids: torch.Tensor | None
+    """[n, k] int64 logical ids, best first; None in a dense layer."""
+    weights: torch.Tensor | None
+    """[n, k] float32, applied once, at merge."""
+
+
+class Attention(Protocol):
+    """The attention of one layer: grouped-query or latent."""
+
+    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected: ...
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor | None,
+        batch: AttentionBatch,
+    ) -> torch.Tensor: ...
+
+    def output(self, attended: torch.Tensor) -> torch.Tensor: ...
+
+
+class Router(Protocol):
+    """Chooses experts: rows [n, h] -> (ids [n, k] int64, weights [n, k] float32)."""
+
+    def choose(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class Dense(Protocol):
+    """The part of the feed-forward that every row passes: rows [n, h] -> [n, h]."""
+
+    def apply(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+
+class Block(Protocol):
+    """One layer. The runtime calls the stages in this order."""
+
+    @property
+    def routed(self) -> bool:
+        """Whether the layer has routed experts."""
+        ...
+
+    def pre_attention(self, hidden: torch.Tensor, positions: torch.Tensor) -> Projected: ...
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor | None,
+        batch: AttentionBatch,
+    ) -> torch.Tensor: ...
+
+    def output_projection(self, attended: torch.Tensor) -> torch.Tensor: ...
+
+    def gate(self, hidden: torch.Tensor, partial: torch.Tensor) -> Gated: ...
+
+    def dense(self, normed: torch.Tensor) -> torch.Tensor | None: ...
+
+    def merge(self, gated: Gated, dense: torch.Tensor | None, rows: torch.Tensor | None) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class DecoderBlock:
+    """norm, attention, norm, feed-forward: the block of every model here."""
+
+    kernels: Kernels
+    epsilon: float
+    input_norm: torch.Tensor
+    """[h]"""
+    attention_part: Attention
+    post_norm: torch.Tensor
+    """[h]"""
+    router: Router | None
+    dense_part: Dense | None
+
+    @property
+    def routed(self) -> bool:
+        return self.router is not None
+
+    def pre_attention(self, hidden: torch.Tensor, positions: torch.Tensor) -> Projected:
+        """hidden [n, h] and positions [n] -> query, key and value of each row."""
+        normed = self.kernels.rms_norm(hidden, self.input_norm, self.epsilon)
+        return self.attention_part.project(normed, positions)
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor | None,
+        batch: AttentionBatch,
+    ) -> torch.Tensor:
+        """Attention of query [n, Hq, dk] over one layer's paged cache: [n, Hq * dv].
+
+        keys [blocks, block_size, Hkv, dk] and values (the same, dv) hold this step's rows already.
+        """
+        return self.attention_part.attend(query, keys, values, batch)
+
+    def output_projection(self, attended: torch.Tensor) -> torch.Tensor:
+        """[n, Hq * dv] -> [n, h]: a partial sum when heads are split over ranks."""
+        return self.attention_part.output(attended)
+
+    def gate(self, hidden: torch.Tensor, partial: torch.Tensor) -> Gated:
+        """Adds attention [n, h] to hidden [n, h], norms, and chooses experts."""
+        residual = hidden + partial
+        normed = self.kernels.rms_norm(residual, self.post_norm, self.epsilon)
+        if self.router is None:
+            return Gated(residual, normed, None, None)
+        return Gated(residual, normed, *self.router.choose(normed))
+
+    def dense(self, normed: torch.Tensor) -> torch.Tensor | None:
+        """Shared experts or the dense MLP, [n, h]; None when the layer has neither."""
+        return None if self.dense_part is None else self.dense_part.apply(normed)
+
+    def merge(self, gated: Gated, dense: torch.Tensor | None, rows: torch.Tensor | None) -> torch.Tensor:
+        """residual + dense + sum of weights * rows [n, k, h], in the order of the top-k ranks."""
+        hidden = gated.residual if dense is None else gated.residual + dense
+        if rows is None or gated.weights is None:
+            return hidden
+        parts = gated.weights.unbind(1)
+        for rank, weight in enumerate(parts):
+            hidden = torch.addcmul(hidden, rows[:, rank], weight[:, None])
+        return hidden

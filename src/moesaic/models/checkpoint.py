@@ -1,0 +1,123 @@
+"""Safetensors checkpoints: memory-mapped, checked name by name and shape by shape."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from moesaic.core.errors import CheckpointError
+from moesaic.models.files import read_json
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+Progress = Callable[[int, int], None]
+"""Is told bytes read so far and bytes of all files."""
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class Checkpoint:
+    """The tensors of one directory. Nothing is read before it is asked for.
+
+    Raises CheckpointError, in one line, for a directory without safetensors, a file that is truncated
+    or corrupt, and a tensor that is missing or has another shape or type than the model expects.
+    """
+
+    def __init__(self, path: Path, progress: Progress | None = None) -> None:
+        self.path = path
+        self._progress = progress
+        self._bytes_read = 0
+        self._files: dict[str, Any] = {}
+        self._shard: dict[str, str] = _shards(path)
+        self._claimed: set[str] = set()
+        for shard in sorted(set(self._shard.values())):
+            held = set(self._open(shard).keys())
+            listed = {name for name, where in self._shard.items() if where == shard}
+            for name in sorted(listed - held):
+                raise CheckpointError(f"{path / shard}: tensor {name} is missing, though the index lists it")
+        self._bytes = sum((path / shard).stat().st_size for shard in self._files)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every tensor of the checkpoint."""
+        return frozenset(self._shard)
+
+    def claim(self, name: str, *shape: int) -> None:
+        """States that the model has this tensor, without reading it. Checks name, shape and type."""
+        if name not in self._shard:
+            raise CheckpointError(f"{self.path}: tensor {name} is missing")
+        found = self._slice(name)
+        if tuple(found.get_shape()) != shape:
+            got = list(found.get_shape())
+            raise CheckpointError(f"{self.path}: tensor {name}: got shape {got}; allowed: {list(shape)}")
+        if found.get_dtype() not in DTYPES:
+            allowed = ", ".join(DTYPES)
+            raise CheckpointError(
+                f"{self.path}: tensor {name}: got dtype {found.get_dtype()}; allowed: {allowed}"
+            )
+        self._claimed.add(name)
+
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+        """A tensor of exactly this shape. Memory-mapped when stored as `dtype` and wanted on the CPU."""
+        self.claim(name, *shape)
+        stored: torch.Tensor = self._open(self._shard[name]).get_tensor(name)
+        tensor = stored.to(device=device, dtype=dtype)
+        if self._progress is not None:
+            self._bytes_read += stored.nbytes
+            self._progress(self._bytes_read, self._bytes)
+        return tensor
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type a tensor is stored in."""
+        return DTYPES[self._slice(name).get_dtype()]
+
+    def unread(self, unused: tuple[str, ...] = ()) -> list[str]:
+        """Tensors that no one claimed and that match none of the regular expressions `unused`."""
+        left = sorted(self.names - self._claimed)
+        return [name for name in left if not any(re.fullmatch(pattern, name) for pattern in unused)]
+
+    def refuse_unread(self, unused: tuple[str, ...] = ()) -> None:
+        """Raises CheckpointError naming the first tensor that the model did not expect."""
+        left = self.unread(unused)
+        if left:
+            more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+            raise CheckpointError(f"{self.path}: tensor {left[0]} is not expected by this model{more}")
+
+    def _slice(self, name: str) -> Any:
+        return self._open(self._shard[name]).get_slice(name)
+
+    def _open(self, shard: str) -> Any:
+        if shard not in self._files:
+            self._files[shard] = _open(self.path / shard)
+        return self._files[shard]
+
+
+def _shards(path: Path) -> dict[str, str]:
+    """Tensor name -> file name."""
+    if (path / INDEX).is_file():
+        table = read_json(path / INDEX).get("weight_map")
+        if not isinstance(table, dict) or not table:
+            raise CheckpointError(f"{path / INDEX}: weight_map is missing or empty")
+        return {str(name): Path(str(shard)).name for name, shard in table.items()}
+    if (path / SINGLE).is_file():
+        return dict.fromkeys(_open(path / SINGLE).keys(), SINGLE)
+    pickles = sorted(path.glob("*.bin")) + sorted(path.glob("*.pt")) + sorted(path.glob("*.pth"))
+    if pickles:
+        raise CheckpointError(
+            f"{path}: holds {pickles[0].name} but no safetensors; pickled weights can run code "
+            "and are not read: convert them to safetensors"
+        )
+    raise CheckpointError(f"{path}: holds neither {SINGLE} nor {INDEX}")
+
+
+def _open(file: Path) -> Any:
+    if not file.is_file():
+        raise CheckpointError(f"{file}: this shard is missing")
+    try:
+        return safe_open(str(file), framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: truncated or corrupt safetensors file ({error})") from error

@@ -1,0 +1,124 @@
+"""Reading config.json so that every key is understood or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moesaic.core.errors import CheckpointError
+
+BENIGN = frozenset(
+    {
+        # Written by transformers, without meaning for inference.
+        "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version",
+        "initializer_range", "use_cache", "return_dict", "output_attentions", "output_hidden_states",
+        "output_router_logits", "router_aux_loss_coef", "attention_dropout", "_attn_implementation",
+        "torchscript", "problem_type", "id2label", "label2id", "task_specific_params", "tokenizer_class",
+        "chunk_size_feed_forward", "finetuning_task", "prefix", "pruned_heads", "use_bfloat16",
+        # How training was split.
+        "pretraining_tp",
+        # Tokens: generation defaults and the tokenizer take care of them.
+        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
+    }
+)  # fmt: skip
+"""Keys that change no number which we compute."""
+
+_REQUIRED = object()
+
+
+def _refuse(name: str, value: object, allowed: str) -> CheckpointError:
+    return CheckpointError(f"config.json: {name}: got {value!r}; allowed: {allowed}")
+
+
+class Fields:
+    """config.json, key by key. `done` refuses whatever nobody asked for.
+
+    Every reader takes a default for an absent key (none: the key is required) and raises
+    CheckpointError naming the key, its value and what is allowed.
+    """
+
+    def __init__(self, raw: dict[str, Any], where: str = "") -> None:
+        self._raw = raw
+        self._where = where
+        self._seen: set[str] = set()
+
+    def raw(self, name: str, default: Any = _REQUIRED) -> Any:
+        """The value as it stands."""
+        self._seen.add(name)
+        if name in self._raw:
+            return self._raw[name]
+        if default is _REQUIRED:
+            raise CheckpointError(f"config.json: {self._where}{name} is missing")
+        return default
+
+    def integer(
+        self, name: str, default: Any = _REQUIRED, minimum: int = 1, maximum: int | None = None
+    ) -> int:
+        """An integer of at least `minimum` and, where given, at most `maximum`."""
+        value = self.raw(name, default)
+        good = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+        if not good or (maximum is not None and value > maximum):
+            top = "" if maximum is None else f" and at most {maximum}"
+            raise _refuse(self._where + name, value, f"an integer of at least {minimum}{top}")
+        return int(value)
+
+    def maybe_integer(self, name: str, minimum: int = 1) -> int | None:
+        """An integer, or None where the key is null or absent."""
+        return None if self.raw(name, None) is None else self.integer(name, minimum=minimum)
+
+    def number(self, name: str, default: Any = _REQUIRED, minimum: float = 0.0) -> float:
+        """A number of at least `minimum`."""
+        value = self.raw(name, default)
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not good or not minimum <= value < float("inf"):
+            raise _refuse(self._where + name, value, f"a number of at least {minimum:g}")
+        return float(value)
+
+    def maybe_number(self, name: str, minimum: float = 0.0) -> float | None:
+        """A number, or None where the key is null or absent."""
+        return None if self.raw(name, None) is None else self.number(name, minimum=minimum)
+
+    def flag(self, name: str, default: Any = _REQUIRED) -> bool:
+        """true or false."""
+        value = self.raw(name, default)
+        if not isinstance(value, bool):
+            raise _refuse(self._where + name, value, "true, false")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A list of integers; empty where the key is null or absent."""
+        value = self.raw(name, None) or []
+        if not isinstance(value, list) or any(not isinstance(item, int) for item in value):
+            raise _refuse(self._where + name, value, "a list of integers")
+        return tuple(value)
+
+    def only(self, name: str, *allowed: object, why: str = "") -> None:
+        """Refuses any value but these; an absent key is fine."""
+        value = self.raw(name, allowed[0])
+        if not any(value == item and type(value) is type(item) for item in allowed):
+            text = ", ".join(map(repr, allowed)) + (f" ({why})" if why else "")
+            raise _refuse(self._where + name, value, text)
+
+    def child(self, name: str) -> Fields | None:
+        """A nested object, with its own `done`; None where the key is null or absent."""
+        value = self.raw(name, None)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise _refuse(self._where + name, value, "an object or null")
+        return Fields(value, f"{self._where}{name}.")
+
+    def ignore(self, *names: str) -> None:
+        """Keys known to change nothing."""
+        self._seen.update(names)
+
+    def done(self) -> None:
+        """Raises CheckpointError for the first key that was not read and is not benign."""
+        if not self._where and self._raw.get("quantization_config") is not None:
+            method = self._raw["quantization_config"].get("quant_method", "unknown")
+            raise CheckpointError(
+                f"config.json: quantization_config: got quant_method {method!r}; "
+                "allowed: none, quantized checkpoints are not supported"
+            )
+        benign = BENIGN | {"quantization_config"} if not self._where else frozenset[str]()
+        for name in sorted(self._raw.keys() - self._seen - benign):
+            raise _refuse(self._where + name, self._raw[name], "keys that this model_type understands")

@@ -1,0 +1,184 @@
+"""DeepSeek-V2 and V2-Lite: latent attention, shared experts, device-limited routing.
+
+DeepSeek-AI, DeepSeek-V2, 2024.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moesaic.core.errors import CheckpointError
+from moesaic.models import rope
+from moesaic.models.block import DecoderBlock
+from moesaic.models.config import Fields
+from moesaic.models.latent import LatentSizes, latent_attention
+from moesaic.models.layers import GatedMLP, TopKRouter
+from moesaic.models.loading import ExpertNames, Loader
+from moesaic.models.spec import KVLayout, ModelSpec
+
+UNUSED = (r".*\.rotary_emb\.inv_freq",)
+"""Tensors that some checkpoints carry and nothing needs."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """config.json of a deepseek_v2 checkpoint."""
+
+    vocab_size: int
+    hidden_size: int
+    dense_width: int
+    expert_width: int
+    shared_experts: int
+    num_layers: int
+    attention: LatentSizes
+    epsilon: float
+    tied: bool
+    num_experts: int
+    top_k: int
+    scale: float
+    groups: int
+    groups_kept: int
+    dense_first: int
+    """Layers before this one are dense."""
+    sparse_step: int
+    max_position: int
+    rope: rope.RopeConfig
+
+    @property
+    def spec(self) -> ModelSpec:
+        sizes, layers = self.attention, range(self.dense_first, self.num_layers)
+        return ModelSpec(
+            model_type="deepseek_v2",
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            moe_layers=tuple(layer for layer in layers if layer % self.sparse_step == 0),
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            expert_width=self.expert_width,
+            max_position=max(self.max_position, self.rope.reach),
+            kv=KVLayout(1, sizes.rank + sizes.turned, sizes.rank, value_in_key=True),
+            sliding_windows=(None,) * self.num_layers,
+        )
+
+
+def parse(raw: dict[str, Any]) -> Config:
+    """config.json -> Config. Raises CheckpointError for any key that is not understood."""
+    fields = Fields(raw)
+    fields.only("model_type", "deepseek_v2")
+    fields.only("hidden_act", "silu")
+    fields.only("scoring_func", "softmax")
+    fields.only("mlp_bias", False)
+    fields.only("norm_topk_prob", False, None, why="what it does to deepseek_v2 is not agreed upon")
+    # Losses and splits of training; widths that follow from others.
+    fields.ignore("aux_loss_alpha", "seq_aux", "ep_size", "head_dim", "qk_head_dim", "num_key_value_heads")
+    max_position = fields.integer("max_position_embeddings", 2048)
+    turning = rope.read(fields, max_position, 10000.0)
+    experts = fields.integer("n_routed_experts")
+    groups, kept = _groups(fields, experts)
+    config = Config(
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        dense_width=fields.integer("intermediate_size", 11008),
+        expert_width=fields.integer("moe_intermediate_size"),
+        shared_experts=fields.maybe_integer("n_shared_experts", minimum=0) or 0,
+        num_layers=fields.integer("num_hidden_layers"),
+        attention=_attention(fields, turning),
+        epsilon=fields.number("rms_norm_eps", 1e-6),
+        tied=fields.flag("tie_word_embeddings", False),
+        num_experts=experts,
+        top_k=fields.integer("num_experts_per_tok", maximum=experts * kept // groups),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        groups=groups,
+        groups_kept=kept,
+        dense_first=fields.integer("first_k_dense_replace", 0, minimum=0),
+        sparse_step=fields.integer("moe_layer_freq", 1),
+        max_position=max_position,
+        rope=turning,
+    )
+    fields.done()
+    return config
+
+
+def _groups(fields: Fields, experts: int) -> tuple[int, int]:
+    """Groups of experts, and how many of them a token may use; (1, 1) when the choice is free."""
+    fields.only("topk_method", "greedy", "group_limited_greedy")
+    groups, kept = fields.maybe_integer("n_group"), fields.maybe_integer("topk_group")
+    if fields.raw("topk_method", "greedy") == "greedy":
+        return 1, 1
+    if groups is None or kept is None or experts % groups or kept > groups:
+        raise CheckpointError(
+            f"config.json: n_group, topk_group: got {groups}, {kept}; allowed: a divisor of {experts} "
+            "experts, and at most as many groups"
+        )
+    return groups, kept
+
+
+def _attention(fields: Fields, turning: rope.RopeConfig) -> LatentSizes:
+    plain, turned = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
+    stretch = 1.0
+    if turning.mscale_all_dim:
+        stretch = rope.mscale(turning.factor, turning.mscale_all_dim)
+    return LatentSizes(
+        hidden=fields.integer("hidden_size"),
+        heads=fields.integer("num_attention_heads"),
+        query_rank=fields.maybe_integer("q_lora_rank"),
+        rank=fields.integer("kv_lora_rank"),
+        plain=plain,
+        turned=turned,
+        value=fields.integer("v_head_dim"),
+        bias=fields.flag("attention_bias", False),
+        scale=(plain + turned) ** -0.5 * stretch * stretch,
+    )
+
+
+def expert_names(config: Config, layer: int) -> ExpertNames:
+    """The routed experts of a layer."""
+    prefix = f"model.layers.{layer}.mlp.experts"
+    return ExpertNames(prefix, config.hidden_size, config.expert_width, config.num_experts)
+
+
+def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
+    """Every layer without its routed experts."""
+    spec = config.spec
+    table = rope.RopeTable.build(config.rope, config.attention.turned, spec.max_position, loader.device)
+    return tuple(
+        _block(config, layer in spec.moe_layers, loader, table, f"model.layers.{layer}")
+        for layer in range(config.num_layers)
+    )
+
+
+def _block(config: Config, sparse: bool, loader: Loader, table: rope.RopeTable, name: str) -> DecoderBlock:
+    hidden = config.hidden_size
+    return DecoderBlock(
+        kernels=loader.kernels,
+        epsilon=config.epsilon,
+        input_norm=loader.exact(f"{name}.input_layernorm.weight", hidden),
+        attention_part=latent_attention(loader, f"{name}.self_attn", config.attention, table),
+        post_norm=loader.exact(f"{name}.post_attention_layernorm.weight", hidden),
+        router=_router(config, loader, f"{name}.mlp.gate.weight") if sparse else None,
+        dense_part=_dense(config, sparse, loader, f"{name}.mlp"),
+    )
+
+
+def _router(config: Config, loader: Loader, name: str) -> TopKRouter:
+    return TopKRouter(
+        kernels=loader.kernels,
+        weight=loader.exact(name, config.num_experts, config.hidden_size),
+        top_k=config.top_k,
+        normalise=False,
+        scale=config.scale,
+        groups=config.groups,
+        groups_kept=config.groups_kept,
+    )
+
+
+def _dense(config: Config, sparse: bool, loader: Loader, name: str) -> GatedMLP | None:
+    """The dense MLP of a dense layer, the shared experts of a sparse one: one MLP, as wide as all."""
+    if not sparse:
+        return loader.mlp(name, config.hidden_size, config.dense_width)
+    if not config.shared_experts:
+        return None
+    width = config.expert_width * config.shared_experts
+    return loader.mlp(f"{name}.shared_experts", config.hidden_size, width)

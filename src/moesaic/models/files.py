@@ -1,0 +1,120 @@
+"""Where a model's files are, and the small JSON files beside its weights. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moesaic.core.errors import CheckpointError, ConfigError
+
+DEMO = "demo"
+PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "vocab*", "merges.txt"]
+"""What is fetched from a hub: weights as safetensors, never pickles or code."""
+IGNORED = ["*/*", "consolidated*"]
+"""Copies of the weights in other layouts, which some repositories hold beside the one we read."""
+
+
+def resolve(model: str, revision: str | None = None) -> Path:
+    """The directory of a model: a path, the word "demo", or a hub id such as "org/name".
+
+    A hub id is looked up in the local Hugging Face cache, or downloaded into it; huggingface_hub reads
+    its own settings (HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME). Raises ConfigError in one line.
+    """
+    if model == DEMO:
+        return _checked(Path(__file__).parent.parent / "demo", "the demo checkpoint is not installed")
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _checked(path, "no config.json in this directory")
+    if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ConfigError.field("model", model, "a directory with config.json, a hub id, demo")
+    return _checked(_from_hub(model, revision), "no config.json in this repository")
+
+
+def _checked(path: Path, problem: str) -> Path:
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"model: {path}: {problem}")
+    return path
+
+
+def _from_hub(model: str, revision: str | None) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        return Path(
+            snapshot_download(model, revision=revision, allow_patterns=PATTERNS, ignore_patterns=IGNORED)
+        )
+    except HFValidationError as error:
+        raise ConfigError.field("model", model, "a directory with config.json, a hub id, demo") from error
+    except GatedRepoError as error:
+        raise ConfigError(f"model: {model!r} is gated: accept its licence and log in to the hub") from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(f"model: {model!r} is neither a directory nor a model on the hub") from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"model: {model!r} has no revision {revision!r} on the hub") from error
+    except (LocalEntryNotFoundError, httpx.TransportError) as error:
+        raise ConfigError(
+            f"model: {model!r} is not in the local cache and the hub is out of reach"
+        ) from error
+    except HfHubHTTPError as error:
+        raise ConfigError(f"model: {model!r}: the hub answered {error.response.status_code}") from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object. Raises CheckpointError when the file is absent or holds something else."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file}: this file is missing") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: holds no JSON object")
+    return value
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """How the model's makers want it sampled; None where they say nothing."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    """End-of-sequence ids of generation_config.json and config.json together, ascending."""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """What the makers do say, by the names of SamplingParams."""
+        said = {name: value for name, value in asdict(self).items() if name != "eos_token_ids"}
+        return {name: value for name, value in said.items() if value is not None}
+
+
+def generation_defaults(path: Path) -> GenerationDefaults:
+    """The defaults of a model's directory. With "do_sample": false only the end ids count."""
+    config = read_json(path / "config.json")
+    file = path / "generation_config.json"
+    generation = read_json(file) if file.is_file() else {}
+    eos = sorted(_ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id")))
+    if generation.get("do_sample") is False:
+        return GenerationDefaults(tuple(eos))
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return GenerationDefaults(tuple(eos), **{name: generation.get(name) for name in names})
+
+
+def _ids(value: object) -> set[int]:
+    """An id, a list of ids or nothing, as a set."""
+    items = value if isinstance(value, list) else [value]
+    return {item for item in items if isinstance(item, int) and not isinstance(item, bool)}

@@ -1,0 +1,128 @@
+"""Building blocks of the models: grouped-query attention, the top-k gate, the dense MLP.
+
+Head counts follow from the shapes of the weights, so a slice of the heads is just smaller weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.table import Kernels
+from moesaic.models.block import Projected
+from moesaic.models.rope import RopeTable
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear map with an optional bias."""
+
+    weight: torch.Tensor
+    """[o, i]"""
+    bias: torch.Tensor | None = None
+    """[o] float32"""
+
+
+@dataclass(frozen=True)
+class GroupedQueryAttention:
+    """Attention whose key heads are each shared by several query heads (Ainslie et al. 2023)."""
+
+    kernels: Kernels
+    rope: RopeTable
+    head_width: int
+    query: Projection
+    key: Projection
+    value: Projection
+    out: Projection
+    sliding_window: int | None = None
+    query_norm: torch.Tensor | None = None
+    """[head_width] norm of each query head before its rotation (Qwen3)."""
+    key_norm: torch.Tensor | None = None
+    epsilon: float = 1e-6
+
+    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected:
+        """rows [n, h], positions [n] -> rotated query and key, and the value."""
+        cosine, sine = self.rope.at(positions)
+        query = self._heads(rows, self.query, self.query_norm)
+        key = self._heads(rows, self.key, self.key_norm)
+        return Projected(
+            query=self.kernels.rope(query, cosine, sine),
+            key=self.kernels.rope(key, cosine, sine),
+            value=self._heads(rows, self.value, None),
+        )
+
+    def _heads(self, rows: torch.Tensor, part: Projection, norm: torch.Tensor | None) -> torch.Tensor:
+        count = len(part.weight) // self.head_width
+        heads = self.kernels.linear(rows, part.weight, part.bias).view(-1, count, self.head_width)
+        return heads if norm is None else self.kernels.rms_norm(heads, norm, self.epsilon)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor | None,
+        batch: AttentionBatch,
+    ) -> torch.Tensor:
+        """[n, Hq, d] over the paged cache: [n, Hq * d]."""
+        scale = self.head_width**-0.5
+        window = self.sliding_window
+        return self.kernels.paged_attention(query, keys, values, batch, scale, window).flatten(1)
+
+    def output(self, attended: torch.Tensor) -> torch.Tensor:
+        """[n, Hq * d] -> [n, h]."""
+        return self.kernels.linear(attended, self.out.weight, self.out.bias)
+
+
+@dataclass(frozen=True)
+class TopKRouter:
+    """Softmax over all experts, then the k most likely.
+
+    With `groups`, only experts of the `groups_kept` groups whose best expert is likeliest can be
+    chosen (device-limited routing, DeepSeek-V2, section 2.2.2).
+    """
+
+    kernels: Kernels
+    weight: torch.Tensor
+    """[E, h] float32"""
+    top_k: int
+    normalise: bool
+    """Divide the k weights by their sum."""
+    scale: float = 1.0
+    groups: int = 1
+    groups_kept: int = 1
+
+    def choose(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """rows [n, h] -> expert ids [n, k] int64, best first, and weights [n, k] float32."""
+        scores = self.kernels.linear(rows, self.weight).softmax(-1)
+        if self.groups_kept < self.groups:
+            scores = self._limit(scores)
+        weights, ids = scores.topk(self.top_k, dim=-1)
+        if self.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return ids, weights if self.scale == 1.0 else weights * self.scale
+
+    def _limit(self, scores: torch.Tensor) -> torch.Tensor:
+        """Zero for every expert outside the best groups."""
+        grouped = scores.view(-1, self.groups, scores.shape[1] // self.groups)
+        best = grouped.amax(-1).topk(self.groups_kept, dim=-1).indices
+        kept = torch.zeros_like(grouped[..., 0]).scatter_(1, best, 1.0)
+        return (grouped * kept[..., None]).flatten(1)
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """down(silu(gate) * up): the dense feed-forward, and the shared experts as one wide MLP."""
+
+    kernels: Kernels
+    gate: torch.Tensor
+    """[w, h]"""
+    up: torch.Tensor
+    """[w, h]"""
+    down: torch.Tensor
+    """[h, w]"""
+
+    def apply(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, h] -> [n, h]."""
+        return self.kernels.gated_mlp(rows, self.gate, self.up, self.down)

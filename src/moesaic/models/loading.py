@@ -1,0 +1,140 @@
+"""From checkpoint names to the parts of a model: what several model files share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from moesaic.core.errors import CheckpointError
+from moesaic.kernels.table import Kernels
+from moesaic.kernels.weights import ExpertWeights
+from moesaic.models.checkpoint import Checkpoint
+from moesaic.models.config import Fields
+from moesaic.models.layers import GatedMLP, GroupedQueryAttention, Projection
+from moesaic.models.rope import RopeTable
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Reads tensors of a checkpoint to one device."""
+
+    checkpoint: Checkpoint
+    kernels: Kernels
+    device: str
+    dtype: torch.dtype
+    """Of matrices; vectors and gates are always float32."""
+
+    def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        """`name`.weight [rows, columns]."""
+        return self.checkpoint.tensor(f"{name}.weight", rows, columns, dtype=self.dtype, device=self.device)
+
+    def exact(self, name: str, *shape: int) -> torch.Tensor:
+        """`name`, a full tensor name, in float32."""
+        return self.checkpoint.tensor(name, *shape, dtype=torch.float32, device=self.device)
+
+    def projection(self, name: str, rows: int, columns: int, bias: bool = False) -> Projection:
+        """`name`.weight, with `name`.bias when the config says so."""
+        vector = self.exact(f"{name}.bias", rows) if bias else None
+        return Projection(self.matrix(name, rows, columns), vector)
+
+    def mlp(self, name: str, hidden: int, width: int) -> GatedMLP:
+        """gate_proj, up_proj and down_proj under `name`."""
+        return GatedMLP(
+            kernels=self.kernels,
+            gate=self.matrix(f"{name}.gate_proj", width, hidden),
+            up=self.matrix(f"{name}.up_proj", width, hidden),
+            down=self.matrix(f"{name}.down_proj", hidden, width),
+        )
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The sizes of grouped-query attention."""
+
+    hidden: int
+    query: int
+    key: int
+    width: int
+    bias: bool = False
+    normed: bool = False
+    """Norms on each query and key head."""
+    epsilon: float = 1e-6
+
+
+def read_heads(fields: Fields, epsilon: float, normed: bool = False) -> Heads:
+    """The keys about attention. Raises CheckpointError when key heads don't divide query heads."""
+    hidden, query = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    key = fields.maybe_integer("num_key_value_heads") or query
+    if query % key:
+        raise CheckpointError(
+            f"config.json: num_key_value_heads: got {key}; allowed: a divisor of {query} attention heads"
+        )
+    width = fields.maybe_integer("head_dim") or hidden // query
+    return Heads(hidden, query, key, width, fields.flag("attention_bias", False), normed, epsilon)
+
+
+def grouped_query_attention(
+    loader: Loader, name: str, sizes: Heads, rope: RopeTable, sliding_window: int | None
+) -> GroupedQueryAttention:
+    """q_proj, k_proj, v_proj and o_proj (and q_norm, k_norm) under `name`."""
+    hidden, bias = sizes.hidden, sizes.bias
+    wide, narrow = sizes.query * sizes.width, sizes.key * sizes.width
+    return GroupedQueryAttention(
+        kernels=loader.kernels,
+        rope=rope,
+        head_width=sizes.width,
+        query=loader.projection(f"{name}.q_proj", wide, hidden, bias),
+        key=loader.projection(f"{name}.k_proj", narrow, hidden, bias),
+        value=loader.projection(f"{name}.v_proj", narrow, hidden, bias),
+        out=loader.projection(f"{name}.o_proj", hidden, wide, bias),
+        sliding_window=sliding_window,
+        query_norm=loader.exact(f"{name}.q_norm.weight", sizes.width) if sizes.normed else None,
+        key_norm=loader.exact(f"{name}.k_norm.weight", sizes.width) if sizes.normed else None,
+        epsilon=sizes.epsilon,
+    )
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """How a model spells the routed experts of one layer, and their sizes."""
+
+    prefix: str
+    """Followed by .E.gate.weight, with the three words below."""
+    hidden: int
+    width: int
+    num_experts: int
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+    def shapes(self, expert: int) -> tuple[tuple[str, int, int], ...]:
+        """Name and shape of gate, up and down of one expert."""
+        return (
+            (f"{self.prefix}.{expert}.{self.gate}", self.width, self.hidden),
+            (f"{self.prefix}.{expert}.{self.up}", self.width, self.hidden),
+            (f"{self.prefix}.{expert}.{self.down}", self.hidden, self.width),
+        )
+
+
+def claim_experts(checkpoint: Checkpoint, names: ExpertNames) -> None:
+    """Checks that every expert is there in its shape, reading none."""
+    for expert in range(names.num_experts):
+        for name, rows, columns in names.shapes(expert):
+            checkpoint.claim(f"{name}.weight", rows, columns)
+
+
+def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None) -> ExpertWeights:
+    """The experts of one layer; `expert_ids` None means all.
+
+    Raises CheckpointError for an id out of range.
+    """
+    wanted = set(range(names.num_experts) if expert_ids is None else expert_ids)
+    if wanted and not 0 <= min(wanted) <= max(wanted) < names.num_experts:
+        raise CheckpointError(f"experts: got {sorted(wanted)}; allowed: 0 to {names.num_experts - 1}")
+    columns: tuple[list[torch.Tensor | None], ...] = ([], [], [])
+    for expert in range(names.num_experts):
+        for column, shape in zip(columns, names.shapes(expert), strict=True):
+            column.append(loader.matrix(*shape) if expert in wanted else None)
+    return ExpertWeights(*map(tuple, columns))

@@ -1,0 +1,73 @@
+"""A loaded model: embedding, blocks, head, and the routed experts beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+
+import torch
+from torch.nn import functional
+
+from moesaic.kernels.table import Kernels
+from moesaic.kernels.weights import ExpertWeights
+from moesaic.models.block import Block
+from moesaic.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Model:
+    """Plain math of one process. The runtime walks the stages; nothing here knows of it."""
+
+    spec: ModelSpec
+    kernels: Kernels
+    embedding: torch.Tensor
+    """[V, h]"""
+    blocks: tuple[Block, ...]
+    final_norm: torch.Tensor
+    """[h]"""
+    head: torch.Tensor
+    """[V, h]; the embedding itself when the two are tied."""
+    epsilon: float
+    experts: Mapping[int, ExpertWeights]
+    """Layer -> routed experts held here; empty in an attention worker."""
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids [n] -> hidden [n, h] float32."""
+        return functional.embedding(token_ids, self.embedding).float()
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [m, h] after the last block -> [m, V] float32."""
+        normed = self.kernels.rms_norm(hidden, self.final_norm, self.epsilon)
+        return self.kernels.linear(normed, self.head)
+
+    def expert_weights(self, layer: int) -> ExpertWeights:
+        """The routed experts of a layer. Raises KeyError when they are not held here."""
+        return self.experts[layer]
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers held in this process, tied ones once."""
+        return sum(tensor.numel() for tensor in self._tensors())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of those numbers."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        parts = (self.embedding, self.blocks, self.final_norm, self.head, tuple(self.experts.values()))
+        weights = [tensor for tensor in _walk(parts) if tensor.is_floating_point()]
+        return list({(tensor.data_ptr(), tensor.shape): tensor for tensor in weights}.values())
+
+
+def _walk(part: object) -> Iterator[torch.Tensor]:
+    """Every weight in a nest of records and tuples; tables of angles are no weights."""
+    if isinstance(part, torch.Tensor):
+        yield part
+    elif isinstance(part, tuple):
+        for item in part:
+            yield from _walk(item)
+    elif is_dataclass(part) and not isinstance(part, type):
+        for field in fields(part):
+            if field.name != "rope":
+                yield from _walk(getattr(part, field.name))

@@ -1,0 +1,133 @@
+"""Qwen3-MoE: grouped-query attention with a norm on each query and key head, many small experts.
+
+Yang et al., Qwen3 technical report, 2025.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moesaic.models import rope
+from moesaic.models.block import DecoderBlock
+from moesaic.models.config import Fields
+from moesaic.models.layers import TopKRouter
+from moesaic.models.loading import ExpertNames, Heads, Loader, grouped_query_attention, read_heads
+from moesaic.models.spec import KVLayout, ModelSpec
+
+UNUSED = (r".*\.rotary_emb\.inv_freq",)
+"""Tensors that some checkpoints carry and nothing needs."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """config.json of a qwen3_moe checkpoint."""
+
+    vocab_size: int
+    hidden_size: int
+    dense_width: int
+    expert_width: int
+    num_layers: int
+    heads: Heads
+    epsilon: float
+    tied: bool
+    num_experts: int
+    top_k: int
+    normalise: bool
+    sparse_step: int
+    dense_layers: tuple[int, ...]
+    window: int | None
+    window_from: int
+    """First layer with a sliding window."""
+    max_position: int
+    rope: rope.RopeConfig
+
+    @property
+    def spec(self) -> ModelSpec:
+        layers = range(self.num_layers)
+        sparse = tuple(
+            layer
+            for layer in layers
+            if layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
+        )
+        return ModelSpec(
+            model_type="qwen3_moe",
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            moe_layers=sparse,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            expert_width=self.expert_width,
+            max_position=max(self.max_position, self.rope.reach),
+            kv=KVLayout(self.heads.key, self.heads.width, self.heads.width),
+            sliding_windows=tuple(self.window if layer >= self.window_from else None for layer in layers),
+        )
+
+
+def parse(raw: dict[str, Any]) -> Config:
+    """config.json -> Config. Raises CheckpointError for any key that is not understood."""
+    fields = Fields(raw)
+    fields.only("model_type", "qwen3_moe")
+    fields.only("hidden_act", "silu")
+    experts = fields.integer("num_experts" if "num_experts" in raw else "num_local_experts")
+    fields.only("num_local_experts", experts)
+    max_position = fields.integer("max_position_embeddings", 32768)
+    window = fields.maybe_integer("sliding_window")
+    windowed = fields.flag("use_sliding_window", False)
+    config = Config(
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        dense_width=fields.integer("intermediate_size", 6144),
+        expert_width=fields.integer("moe_intermediate_size"),
+        num_layers=fields.integer("num_hidden_layers"),
+        heads=read_heads(fields, normed=True, epsilon=fields.number("rms_norm_eps", 1e-6)),
+        epsilon=fields.number("rms_norm_eps", 1e-6),
+        tied=fields.flag("tie_word_embeddings", False),
+        num_experts=experts,
+        top_k=fields.integer("num_experts_per_tok", maximum=experts),
+        normalise=fields.flag("norm_topk_prob", False),
+        sparse_step=fields.integer("decoder_sparse_step", 1),
+        dense_layers=fields.integers("mlp_only_layers"),
+        window=window if windowed else None,
+        window_from=fields.integer("max_window_layers", 0, minimum=0),
+        max_position=max_position,
+        rope=rope.read(fields, max_position, 10000.0),
+    )
+    fields.done()
+    return config
+
+
+def expert_names(config: Config, layer: int) -> ExpertNames:
+    """The routed experts of a layer."""
+    prefix = f"model.layers.{layer}.mlp.experts"
+    return ExpertNames(prefix, config.hidden_size, config.expert_width, config.num_experts)
+
+
+def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
+    """Every layer without its routed experts."""
+    spec = config.spec
+    table = rope.RopeTable.build(config.rope, config.heads.width, spec.max_position, loader.device)
+    return tuple(_block(config, spec, loader, table, layer) for layer in range(config.num_layers))
+
+
+def _block(
+    config: Config, spec: ModelSpec, loader: Loader, table: rope.RopeTable, layer: int
+) -> DecoderBlock:
+    name, hidden = f"model.layers.{layer}", config.hidden_size
+    sparse = layer in spec.moe_layers
+    window = spec.sliding_windows[layer]
+    return DecoderBlock(
+        kernels=loader.kernels,
+        epsilon=config.epsilon,
+        input_norm=loader.exact(f"{name}.input_layernorm.weight", hidden),
+        attention_part=grouped_query_attention(loader, f"{name}.self_attn", config.heads, table, window),
+        post_norm=loader.exact(f"{name}.post_attention_layernorm.weight", hidden),
+        router=_router(config, loader, f"{name}.mlp.gate.weight") if sparse else None,
+        dense_part=None if sparse else loader.mlp(f"{name}.mlp", hidden, config.dense_width),
+    )
+
+
+def _router(config: Config, loader: Loader, name: str) -> TopKRouter:
+    weight = loader.exact(name, config.num_experts, config.hidden_size)
+    return TopKRouter(loader.kernels, weight, config.top_k, config.normalise)

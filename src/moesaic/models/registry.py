@@ -1,0 +1,147 @@
+"""From a directory to a model: the file's name is the checkpoint's model_type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from moesaic.core.errors import CheckpointError, ConfigError
+from moesaic.kernels.table import Kernels
+from moesaic.kernels.weights import ExpertWeights
+from moesaic.models import deepseek_v2, mixtral, qwen3_moe
+from moesaic.models.block import Block
+from moesaic.models.checkpoint import Checkpoint, Progress
+from moesaic.models.files import read_json
+from moesaic.models.loading import ExpertNames, Loader, claim_experts, experts
+from moesaic.models.model import Model
+from moesaic.models.spec import ModelSpec
+
+
+class Config(Protocol):
+    """What every model's config has."""
+
+    @property
+    def tied(self) -> bool: ...
+    @property
+    def epsilon(self) -> float: ...
+    @property
+    def spec(self) -> ModelSpec: ...
+
+
+class ModelFile(Protocol):
+    """The functions of one model file."""
+
+    @property
+    def UNUSED(self) -> tuple[str, ...]: ...  # noqa: N802
+    def parse(self, raw: dict[str, Any]) -> Any: ...
+    def blocks(self, config: Any, loader: Loader) -> Sequence[Block]: ...
+    def expert_names(self, config: Any, layer: int) -> ExpertNames: ...
+
+
+MODELS: Mapping[str, ModelFile] = {
+    "deepseek_v2": deepseek_v2,
+    "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def read_spec(path: Path) -> ModelSpec:
+    """The sizes of the model in `path`, from its config.json alone."""
+    config: Config = _parse(path)[1]
+    return config.spec
+
+
+def load(
+    path: Path,
+    kernels: Kernels,
+    device: str = "cpu",
+    dtype: str = "auto",
+    with_experts: bool = True,
+    progress: Progress | None = None,
+) -> Model:
+    """The model in a directory, or all but its routed experts.
+
+    dtype: of the matrices; "auto" is float32 on a CPU and the checkpoint's own type elsewhere.
+    progress: is told bytes read and bytes in all, tensor after tensor. Raises CheckpointError, naming
+    it, for a key or a tensor that is missing or not understood.
+    """
+    file, config = _parse(path)
+    spec: ModelSpec = config.spec
+    checkpoint = Checkpoint(path, progress)
+    loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint))
+    embedding = loader.matrix("model.embed_tokens", spec.vocab_size, spec.hidden_size)
+    model = Model(
+        spec=spec,
+        kernels=kernels,
+        embedding=embedding,
+        blocks=tuple(file.blocks(config, loader)),
+        final_norm=loader.exact("model.norm.weight", spec.hidden_size),
+        head=_head(config, loader, embedding),
+        epsilon=config.epsilon,
+        experts=_experts(file, config, loader, with_experts),
+    )
+    checkpoint.refuse_unread(file.UNUSED)
+    return model
+
+
+def load_experts(
+    path: Path,
+    kernels: Kernels,
+    wanted: Mapping[int, Iterable[int]],
+    device: str = "cpu",
+    dtype: str = "auto",
+) -> dict[int, ExpertWeights]:
+    """Routed experts only, for a server that knows no request: `wanted` is layer -> expert ids.
+
+    Raises CheckpointError for a layer without routed experts or an id that does not exist.
+    """
+    file, config = _parse(path)
+    checkpoint = Checkpoint(path)
+    loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint))
+    for layer in wanted:
+        if layer not in config.spec.moe_layers:
+            raise CheckpointError(f"{path}: layer {layer} has no routed experts")
+    return {layer: experts(loader, file.expert_names(config, layer), ids) for layer, ids in wanted.items()}
+
+
+def _parse(path: Path) -> tuple[ModelFile, Any]:
+    raw = read_json(path / "config.json")
+    model_type = raw.get("model_type")
+    if model_type not in MODELS:
+        allowed = ", ".join(sorted(MODELS))
+        raise CheckpointError(f"{path}: model_type: got {model_type!r}; allowed: {allowed}")
+    file = MODELS[str(model_type)]
+    return file, file.parse(raw)
+
+
+def _dtype(dtype: str, device: str, checkpoint: Checkpoint) -> torch.dtype:
+    if dtype == "auto":
+        if device.startswith("cpu"):
+            return torch.float32
+        return checkpoint.dtype("model.embed_tokens.weight")
+    if dtype not in DTYPES:
+        raise ConfigError.field("dtype", dtype, ", ".join(("auto", *DTYPES)))
+    return DTYPES[dtype]
+
+
+def _head(config: Config, loader: Loader, embedding: torch.Tensor) -> torch.Tensor:
+    if not config.tied:
+        return loader.matrix("lm_head", config.spec.vocab_size, config.spec.hidden_size)
+    if "lm_head.weight" in loader.checkpoint.names:  # A copy that some tools write.
+        loader.checkpoint.claim("lm_head.weight", *embedding.shape)
+    return embedding
+
+
+def _experts(file: ModelFile, config: Config, loader: Loader, read: bool) -> dict[int, ExpertWeights]:
+    held = {}
+    for layer in config.spec.moe_layers:
+        names = file.expert_names(config, layer)
+        if read:
+            held[layer] = experts(loader, names, None)
+        else:
+            claim_experts(loader.checkpoint, names)
+    return held

@@ -1,0 +1,165 @@
+"""Rotary positions: which frequencies a config asks for, and their table of angles.
+
+default: RoFormer (Su et al. 2021). linear: position interpolation (Chen et al. 2023). yarn: Peng et al.
+2023, with the mscale terms of DeepSeek-V2. llama3: the published code of Llama 3.1. dynamic (NTK): equal
+to default up to max_position_embeddings, which is our context length, hence the same table.
+longrope is refused: which of its two tables holds depends on the other rows of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from moesaic.core.errors import CheckpointError
+from moesaic.models.config import Fields
+
+KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """The rotary part of config.json."""
+
+    kind: str
+    theta: float
+    factor: float = 1.0
+    original: int = 0
+    """Context length before scaling (yarn, llama3)."""
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    @property
+    def reach(self) -> int:
+        """Tokens that the scaling was made for; 0 when it does not say."""
+        return int(self.factor * self.original)
+
+    @property
+    def angle_scale(self) -> float:
+        """What multiplies cosine and sine (yarn)."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return mscale(self.factor, self.mscale) / mscale(self.factor, self.mscale_all_dim)
+        return mscale(self.factor, 1.0)
+
+
+def mscale(factor: float, weight: float) -> float:
+    """YaRN's attention temperature for a context `factor` times longer."""
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def read(fields: Fields, max_position: int, default_theta: float) -> RopeConfig:
+    """The rotary keys in either spelling: rope_parameters, or rope_theta and rope_scaling.
+
+    Raises CheckpointError for an unknown kind, a missing or an unknown key.
+    """
+    theta = fields.number("rope_theta", default_theta)
+    parts = fields.child("rope_scaling") or Fields({}, "rope_scaling.")
+    newer = fields.child("rope_parameters")
+    if newer is not None:
+        parts.done()
+        parts = newer
+    theta = parts.number("rope_theta", theta)
+    kind = parts.raw("rope_type", parts.raw("type", "default"))
+    parts.ignore("type")
+    parts.only("partial_rotary_factor", 1.0, 1, None, why="this model turns whole heads")
+    if kind not in KINDS:
+        raise CheckpointError(f"config.json: rope_type: got {kind!r}; allowed: {', '.join(KINDS)}")
+    config = _scaled(parts, kind, theta, max_position)
+    parts.done()
+    return config
+
+
+def _scaled(parts: Fields, kind: str, theta: float, max_position: int) -> RopeConfig:
+    if kind == "default":
+        return RopeConfig(kind, theta)
+    if kind in ("linear", "dynamic"):
+        return RopeConfig(kind, theta, parts.number("factor"))
+    original = parts.integer("original_max_position_embeddings", max_position)
+    if kind == "llama3":
+        low, high = parts.number("low_freq_factor"), parts.number("high_freq_factor")
+        factor = parts.number("factor")
+        return RopeConfig(kind, theta, factor, original, low_freq_factor=low, high_freq_factor=high)
+    return RopeConfig(
+        kind,
+        theta,
+        parts.maybe_number("factor") or max_position / original,
+        original,
+        attention_factor=parts.maybe_number("attention_factor"),
+        beta_fast=parts.maybe_number("beta_fast") or 32.0,
+        beta_slow=parts.maybe_number("beta_slow") or 1.0,
+        mscale=parts.maybe_number("mscale") or 0.0,
+        mscale_all_dim=parts.maybe_number("mscale_all_dim") or 0.0,
+        truncate=parts.flag("truncate", True),
+    )
+
+
+def frequencies(config: RopeConfig, width: int) -> torch.Tensor:
+    """[width / 2] radians a token, float32."""
+    powers = config.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    plain = 1.0 / powers
+    if config.kind == "linear":
+        return plain / config.factor
+    if config.kind == "llama3":
+        return _llama3(config, plain)
+    if config.kind == "yarn":
+        keep = 1.0 - _ramp(config, width)
+        return (1.0 / (config.factor * powers)) * (1.0 - keep) + plain * keep
+    return plain
+
+
+def _ramp(config: RopeConfig, width: int) -> torch.Tensor:
+    """[width / 2] share of interpolation: 0 for fast pairs, 1 for slow ones."""
+
+    def pair_of(turns: float) -> float:
+        """Which pair makes this many turns over the original context."""
+        return width * math.log(config.original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = pair_of(config.beta_fast), pair_of(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    high = high + 0.001 if high == low else high
+    ramp = (torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)
+    return ramp.clamp(0.0, 1.0)
+
+
+def _llama3(config: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
+    wavelength = 2 * math.pi / plain
+    low, high = config.low_freq_factor, config.high_freq_factor
+    slow = wavelength > config.original / low
+    fast = wavelength < config.original / high
+    smooth = (config.original / wavelength - low) / (high - low)
+    between = (1 - smooth) * plain / config.factor + smooth * plain
+    return torch.where(slow, plain / config.factor, torch.where(fast, plain, between))
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """Cosine and sine of every position, shared by all layers."""
+
+    cosine: torch.Tensor
+    """[positions, width / 2] float32."""
+    sine: torch.Tensor
+
+    @classmethod
+    def build(cls, config: RopeConfig, width: int, positions: int, device: str) -> RopeTable:
+        """The table for positions 0 .. positions - 1 and heads of `width` numbers."""
+        angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies(config, width)
+        scale = config.angle_scale
+        return cls((angles.cos() * scale).to(device), (angles.sin_() * scale).to(device))
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of positions [n]: [n, width / 2] each."""
+        return self.cosine[positions], self.sine[positions]

@@ -1,0 +1,46 @@
+"""What the rest of the system knows about a model: its sizes, nothing of its math."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """What one token keeps in the KV cache of one layer."""
+
+    kv_heads: int
+    key_width: int
+    """Numbers of a key, a head."""
+    value_width: int
+    """Numbers of a value, a head."""
+    value_in_key: bool = False
+    """The value is the first value_width numbers of the key; no value is stored (latent attention)."""
+
+    @property
+    def numbers(self) -> int:
+        """Stored numbers of one token in one layer."""
+        return self.kv_heads * (self.key_width + (0 if self.value_in_key else self.value_width))
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The sizes of a model."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    moe_layers: tuple[int, ...]
+    """Layers with routed experts, ascending."""
+    num_experts: int
+    """Routed experts of each such layer; 0 when there is none."""
+    top_k: int
+    """Experts of a token."""
+    expert_width: int
+    """Inner width of a routed expert."""
+    max_position: int
+    """Context length in tokens."""
+    kv: KVLayout
+    sliding_windows: tuple[int | None, ...]
+    """Per layer: tokens that a row sees, itself among them; None sees all."""

@@ -1,0 +1,103 @@
+"""Tiny configurations, each with its own combination of the optional parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCAB = 97
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
+
+
+def mixtral(**options: Any) -> dict[str, Any]:
+    base = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 3, "num_local_experts": 5,
+        "num_experts_per_tok": 2, "max_position_embeddings": 192, "head_dim": 8,
+    }  # fmt: skip
+    return {**base, **options}
+
+
+def qwen3(**options: Any) -> dict[str, Any]:
+    base = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 20,
+        "num_experts": 12, "num_experts_per_tok": 4, "max_position_embeddings": 192,
+        "norm_topk_prob": True,
+    }  # fmt: skip
+    return {**base, **options}
+
+
+def deepseek(**options: Any) -> dict[str, Any]:
+    base = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "moe_intermediate_size": 20, "n_routed_experts": 12,
+        "num_experts_per_tok": 6, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": None,
+        "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12, "max_position_embeddings": 192,
+    }  # fmt: skip
+    return {**base, **options}
+
+
+GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", mixtral()),
+    "mixtral-window": ("mixtral", mixtral(sliding_window=7)),
+    "mixtral-k1-mqa-tied": (
+        "mixtral", mixtral(num_experts_per_tok=1, num_key_value_heads=1, tie_word_embeddings=True),
+    ),
+    "mixtral-odd-heads-mha": (
+        "mixtral", mixtral(num_attention_heads=5, num_key_value_heads=5, hidden_size=40, head_dim=None),
+    ),
+    "mixtral-linear": (
+        "mixtral", mixtral(rope_parameters={"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}),
+    ),
+    "qwen3": ("qwen3_moe", qwen3()),
+    "qwen3-k8-plain": (
+        "qwen3_moe", qwen3(num_experts=16, num_experts_per_tok=8, norm_topk_prob=False),
+    ),
+    "qwen3-bias-dense-layers": (
+        "qwen3_moe",
+        qwen3(attention_bias=True, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[1]),
+    ),
+    "qwen3-odd-heads-yarn": (
+        "qwen3_moe",
+        qwen3(num_attention_heads=9, num_key_value_heads=3, head_dim=20, rope_parameters=YARN),
+    ),
+    "qwen3-llama3-tied": ("qwen3_moe", qwen3(rope_parameters=LLAMA3, tie_word_embeddings=True)),
+    "qwen3-dynamic": (
+        "qwen3_moe", qwen3(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+    ),
+    "qwen3-window": ("qwen3_moe", qwen3(use_sliding_window=True, sliding_window=9)),
+    "deepseek-lite": ("deepseek_v2", deepseek()),
+    "deepseek-lite-yarn": (
+        "deepseek_v2",
+        deepseek(rope_parameters={**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}),
+    ),
+    "deepseek-full": (
+        "deepseek_v2",
+        deepseek(
+            q_lora_rank=20, qk_rope_head_dim=16, routed_scaling_factor=2.5, n_shared_experts=3,
+            attention_bias=True, **GROUPS,
+            rope_parameters={
+                **YARN, "rope_theta": 100.0, "mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 1,
+                "beta_slow": 0.1,
+            },
+        ),
+    ),
+    "deepseek-k1-one-head": (
+        "deepseek_v2",
+        deepseek(num_attention_heads=1, num_experts_per_tok=1, first_k_dense_replace=0, n_shared_experts=1),
+    ),
+    "deepseek-odd-heads-linear": (
+        "deepseek_v2",
+        deepseek(
+            num_attention_heads=3, v_head_dim=5, tie_word_embeddings=True,
+            rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+        ),
+    ),
+}  # fmt: skip

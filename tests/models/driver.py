@@ -1,0 +1,92 @@
+"""The smallest runtime that can drive a model: a paged cache and one loop over the stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from moesaic.core.tokens import TokenBatch
+from moesaic.kernels.batch import AttentionBatch
+from moesaic.models.model import Model
+
+
+@dataclass
+class Driver:
+    """Sequences by index, each with its own blocks, handed out in a scrambled order."""
+
+    model: Model
+    num_blocks: int = 64
+    block_size: int = 4
+    lengths: dict[int, int] = field(default_factory=dict)
+    tables: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        layout, layers = self.model.spec.kv, self.model.spec.num_layers
+        shape = (layers, self.num_blocks, self.block_size, layout.kv_heads)
+        self.keys = torch.full((*shape, layout.key_width), float("nan"))
+        self.values = None if layout.value_in_key else torch.full((*shape, layout.value_width), float("nan"))
+        self.keys.zero_()
+        if self.values is not None:
+            self.values.zero_()
+        self.free = np.random.default_rng(0).permutation(self.num_blocks).tolist()
+
+    def step(self, rows: dict[int, list[int]]) -> torch.Tensor:
+        """Feeds new tokens of some sequences; logits [n, V] of every row."""
+        batch = self._batch(rows)
+        return self._forward(batch)
+
+    def _batch(self, rows: dict[int, list[int]]) -> TokenBatch:
+        starts, positions, contexts = [0], [], []
+        for index, tokens in rows.items():
+            before = self.lengths.get(index, 0)
+            self.lengths[index] = before + len(tokens)
+            table = self.tables.setdefault(index, [])
+            while len(table) * self.block_size < self.lengths[index]:
+                table.append(self.free.pop())
+            positions += range(before, self.lengths[index])
+            contexts.append(self.lengths[index])
+            starts.append(starts[-1] + len(tokens))
+        tables = np.zeros((len(rows), max(len(self.tables[index]) for index in rows)), np.int64)
+        for line, index in enumerate(rows):
+            tables[line, : len(self.tables[index])] = self.tables[index]
+        tokens = [token for part in rows.values() for token in part]
+        return TokenBatch(
+            token_ids=np.array(tokens), positions=np.array(positions), query_starts=np.array(starts),
+            context_lens=np.array(contexts), block_tables=tables, logit_rows=np.arange(len(tokens)),
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def _forward(self, batch: TokenBatch) -> torch.Tensor:
+        model = self.model
+        attention = AttentionBatch.build(batch, self.block_size)
+        positions = torch.from_numpy(batch.positions)
+        hidden = model.embed(torch.from_numpy(batch.token_ids))
+        for layer, block in enumerate(model.blocks):
+            projected = block.pre_attention(hidden, positions)
+            self.keys[layer].flatten(0, 1)[attention.slots] = projected.key
+            values = None
+            if self.values is not None:
+                self.values[layer].flatten(0, 1)[attention.slots] = projected.value
+                values = self.values[layer]
+            attended = block.attention(projected.query, self.keys[layer], values, attention)
+            gated = block.gate(hidden, block.output_projection(attended))
+            routed = None
+            if gated.expert_ids is not None:
+                routed = model.kernels.experts(model.expert_weights(layer), gated.normed, gated.expert_ids)
+            hidden = block.merge(gated, block.dense(gated.normed), routed)
+        return model.logits(hidden)
+
+    def prefill(self, tokens: list[int], index: int = 0, chunk: int | None = None) -> torch.Tensor:
+        """Logits [length, V] of a prompt, in chunks."""
+        chunk = chunk or len(tokens)
+        parts = [tokens[start : start + chunk] for start in range(0, len(tokens), chunk)]
+        return torch.cat([self.step({index: part}) for part in parts])
+
+    def greedy(self, tokens: list[int], count: int, chunk: int | None = None) -> list[int]:
+        """The next `count` tokens, the most likely one each time."""
+        out = [int(self.prefill(tokens, 0, chunk)[-1].argmax())]
+        while len(out) < count:
+            out.append(int(self.step({0: [out[-1]]})[-1].argmax()))
+        return out

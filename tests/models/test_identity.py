@@ -1,0 +1,173 @@
+"""Every model against transformers in float32: logits, and 64 greedy tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.models import cases, tiny
+from tests.models.driver import Driver
+
+from moesaic.kernels.table import pick
+from moesaic.models import registry
+
+LENGTH = 41
+"""Of the prompts: past every window and every original context of `cases`."""
+GREEDY = 64
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference over largest logit."""
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def write(name: str, path: Path) -> tuple[Any, Path]:
+    kind, options = cases.CASES[name]
+    model = tiny.build(kind, options)
+    return model, tiny.save(model, path)
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs, path = write(name, tmp_path)
+    ours = registry.load(path, pick("cpu"))
+    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    wanted = tiny.reference_logits(theirs, tokens)
+    driver = Driver(ours)
+    for index, chunk in enumerate((None, 1, 6)):
+        assert error(driver.prefill(tokens, index, chunk), wanted) < 1e-4
+    assert ours.num_parameters == sum(part.numel() for part in theirs.parameters())
+    wanted_tokens = tiny.reference_greedy(theirs, tokens, GREEDY)
+    assert len(set(wanted_tokens)) > 5  # A constant answer would prove little.
+    assert Driver(ours).greedy(tokens, GREEDY, chunk=7) == wanted_tokens
+
+
+@pytest.mark.parametrize("name", ["mixtral-window", "qwen3", "deepseek-full"])
+def test_a_batch_of_chunks_and_single_rows_gives_each_its_own_answer(name: str, tmp_path: Path) -> None:
+    theirs, path = write(name, tmp_path)
+    driver = Driver(registry.load(path, pick("cpu")), num_blocks=128)
+    prompts = [tiny.prompt(length, cases.VOCAB, seed=length) for length in (23, 5, 41, 12, 1)]
+    wanted = [tiny.reference_logits(theirs, tokens)[-1] for tokens in prompts]
+    driver.step({index: tokens[:-1] for index, tokens in enumerate(prompts[:2])})
+    driver.step({2: prompts[2][:10], 3: prompts[3][:-1]})
+    last = {0: prompts[0][-1:], 2: prompts[2][10:], 1: prompts[1][-1:], 3: prompts[3][-1:], 4: prompts[4]}
+    found = driver.step(last)
+    ends = torch.tensor([len(part) for part in last.values()]).cumsum(0) - 1
+    for row, index in zip(ends.tolist(), last, strict=True):
+        assert error(found[row], wanted[index]) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_checkpoints_are_widened(dtype: torch.dtype, tmp_path: Path) -> None:
+    theirs = tiny.build("qwen3_moe", cases.qwen3())
+    path = tiny.save(theirs, tmp_path, dtype)
+    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    theirs = type(theirs).from_pretrained(path, dtype=torch.float32)
+    wanted = tiny.reference_logits(theirs, tokens)
+    assert error(Driver(registry.load(path, pick("cpu"))).prefill(tokens), wanted) < 1e-4
+
+
+def test_narrow_weights_in_memory_are_nearly_the_same(tmp_path: Path) -> None:
+    _, path = write("deepseek-full", tmp_path)
+    ours = registry.load(path, pick("cpu"), dtype="bfloat16")
+    assert ours.embedding.dtype == torch.bfloat16
+    assert ours.logits(ours.embed(torch.tensor([1, 2]))).dtype == torch.float32
+    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    assert Driver(ours).prefill(tokens).isfinite().all()
+
+
+def test_sharded_checkpoints_are_read(tmp_path: Path) -> None:
+    theirs = tiny.build("mixtral", cases.mixtral())
+    theirs.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    wanted = tiny.reference_logits(theirs, tokens)
+    assert error(Driver(registry.load(tmp_path, pick("cpu"))).prefill(tokens), wanted) < 1e-4
+
+
+def test_the_lower_layers_of_qwen3_can_see_everything(tmp_path: Path) -> None:
+    # transformers 5 gives every layer the window; the model's makers only those from max_window_layers.
+    theirs = tiny.build("qwen3_moe", cases.qwen3(use_sliding_window=True, sliding_window=9))
+    path = tiny.edit(tiny.save(theirs, tmp_path), max_window_layers=2)
+    ours = registry.load(path, pick("cpu"))
+    assert ours.spec.sliding_windows == (None, None, 9)
+    causal = torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1)[None, None]
+    theirs.set_attn_implementation("eager")
+    for layer in theirs.model.layers[:2]:
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {**kwargs, "attention_mask": causal}), with_kwargs=True
+        )
+    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    assert error(Driver(ours).prefill(tokens), tiny.reference_logits(theirs, tokens)) < 1e-4
+
+
+def test_every_second_layer_of_deepseek_can_be_dense(tmp_path: Path) -> None:
+    # moe_layer_freq is a key of the makers' own code: a layer is sparse when divisible by it.
+    theirs = tiny.build("deepseek_v2", cases.deepseek(num_hidden_layers=4))
+    config = theirs.config
+    path = tiny.edit(tiny.save(theirs, tmp_path), moe_layer_freq=2)
+    mlp = type(theirs.model.layers[0].mlp)
+    dense = {layer: mlp(config) for layer in (1, 3)}
+    for layer, part in dense.items():
+        theirs.model.layers[layer].mlp = part
+    with torch.no_grad():
+        for part in dense.values():
+            for parameter in part.parameters():
+                parameter.copy_(torch.randn(parameter.shape) * 0.25)
+    theirs.save_pretrained(path)
+    tiny.edit(path, moe_layer_freq=2)
+    ours = registry.load(path, pick("cpu"))
+    assert ours.spec.moe_layers == (2,)
+    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    assert error(Driver(ours).prefill(tokens), tiny.reference_logits(theirs, tokens)) < 1e-4
+
+
+def test_experts_and_the_rest_load_apart(tmp_path: Path) -> None:
+    _, path = write("deepseek-full", tmp_path)
+    kernels = pick("cpu")
+    whole = registry.load(path, kernels)
+    worker = registry.load(path, kernels, with_experts=False)
+    assert not worker.experts
+    server = registry.load_experts(path, kernels, {1: [0, 7], 2: range(12)})
+    assert server[1].held == (0, 7)
+    assert server[2].num_experts == 12
+    for found, wanted in zip(server[1].of(7), whole.expert_weights(1).of(7), strict=True):
+        assert torch.equal(found, wanted)
+    held = sum(
+        part.numel() for expert in whole.experts.values() for e in expert.held for part in expert.of(e)
+    )
+    assert worker.num_parameters + held == whole.num_parameters
+    assert whole.num_bytes == 4 * whole.num_parameters
+
+
+def test_the_spec_needs_no_weights(tmp_path: Path) -> None:
+    _, path = write("deepseek-lite-yarn", tmp_path)
+    (path / "model.safetensors").unlink()
+    spec = registry.read_spec(path)
+    assert (spec.model_type, spec.moe_layers, spec.top_k) == ("deepseek_v2", (1, 2), 6)
+    assert (spec.kv.key_width, spec.kv.value_width, spec.kv.value_in_key, spec.kv.numbers) == (
+        20,
+        16,
+        True,
+        20,
+    )
+    assert spec.max_position == 192
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-full"])
+def test_a_step_without_rows_is_no_error(name: str, tmp_path: Path) -> None:
+    model = registry.load(write(name, tmp_path)[1], pick("cpu"))
+    none = torch.zeros(0, dtype=torch.int64)
+    hidden = model.embed(none)
+    for layer, block in enumerate(model.blocks):
+        projected = block.pre_attention(hidden, none)
+        attended = torch.zeros(0, block.attention_part.out.weight.shape[1])
+        assert len(projected.query) == len(projected.key) == 0
+        gated = block.gate(hidden, block.output_projection(attended))
+        rows = None
+        if gated.expert_ids is not None:
+            rows = model.kernels.experts(model.expert_weights(layer), gated.normed, gated.expert_ids)
+        hidden = block.merge(gated, block.dense(gated.normed), rows)
+    assert model.logits(hidden).shape == (0, cases.VOCAB)

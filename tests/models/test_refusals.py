@@ -1,0 +1,220 @@
+"""A checkpoint that is not fully understood is refused in one line that names the culprit."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.models import cases, tiny
+
+from moesaic.core.errors import CheckpointError, ConfigError
+from moesaic.kernels.table import pick
+from moesaic.models import registry
+
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One checkpoint of each model_type."""
+    makers: dict[str, Any] = {
+        "mixtral": cases.mixtral,
+        "qwen3_moe": cases.qwen3,
+        "deepseek_v2": cases.deepseek,
+    }
+    return {
+        kind: tiny.save(tiny.build(kind, make()), tmp_path_factory.mktemp(kind))
+        for kind, make in makers.items()
+    }
+
+
+@pytest.fixture
+def copy(saved: dict[str, Path], tmp_path: Path) -> Any:
+    """A fresh copy of the checkpoint of a model_type."""
+
+    def make(kind: str) -> Path:
+        for file in ("config.json", "model.safetensors"):
+            (tmp_path / file).write_bytes((saved[kind] / file).read_bytes())
+        return tmp_path
+
+    return make
+
+
+def refused(path: Path, *words: str) -> None:
+    with pytest.raises(CheckpointError, match=".*".join(map(re.escape, words))) as caught:
+        registry.load(path, pick("cpu"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", sorted(registry.MODELS))
+def test_an_unknown_key_is_refused_with_its_value(kind: str, copy: Any) -> None:
+    refused(tiny.edit(copy(kind), attention_sinks=4), "attention_sinks", "4")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("mixtral", {"hidden_act": "gelu"}, ("hidden_act", "'gelu'", "'silu'")),
+        ("mixtral", {"hidden_size": "48"}, ("hidden_size", "'48'", "integer")),
+        ("mixtral", {"num_experts_per_tok": 6}, ("num_experts_per_tok", "6", "at most 5")),
+        ("mixtral", {"num_key_value_heads": 4}, ("num_key_value_heads", "4", "divisor of 6")),
+        ("mixtral", {"quantization_config": {"quant_method": "fp8"}}, ("quantization_config", "fp8")),
+        ("mixtral", {"rms_norm_eps": float("nan")}, ("rms_norm_eps", "nan")),
+        ("mixtral", {"sliding_window": 0}, ("sliding_window", "0")),
+        ("qwen3_moe", {"use_sliding_window": "yes"}, ("use_sliding_window", "'yes'", "true, false")),
+        ("qwen3_moe", {"mlp_only_layers": [1.5]}, ("mlp_only_layers", "list of integers")),
+        ("qwen3_moe", {"rope_parameters": [1]}, ("rope_parameters", "[1]", "object")),
+        ("qwen3_moe", {"rope_parameters": {"rope_type": "longrope"}}, ("rope_type", "'longrope'", "yarn")),
+        (
+            "qwen3_moe",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta": 1}},
+            ("rope_parameters.beta", "1"),
+        ),
+        ("qwen3_moe", {"rope_parameters": {"rope_type": "linear"}}, ("rope_parameters.factor is missing",)),
+        (
+            "qwen3_moe",
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            ("partial_rotary_factor", "0.5"),
+        ),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, ("scoring_func", "'sigmoid'")),
+        ("deepseek_v2", {"norm_topk_prob": True}, ("norm_topk_prob", "True")),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, ("topk_method", "'noaux_tc'")),
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy", "n_group": 5, "topk_group": 2},
+            ("n_group, topk_group", "5, 2", "divisor of 12"),
+        ),
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 1},
+            ("num_experts_per_tok", "6", "at most 3"),
+        ),
+        ("deepseek_v2", {"kv_lora_rank": None}, ("kv_lora_rank is missing",)),
+    ],
+)
+def test_a_value_that_is_not_supported_is_named(
+    kind: str, changes: dict[str, Any], words: tuple[str, ...], copy: Any
+) -> None:
+    refused(tiny.edit(copy(kind), **changes), *words)
+
+
+def test_an_unknown_model_type_is_refused_with_the_list(copy: Any) -> None:
+    refused(tiny.edit(copy("mixtral"), model_type="llama"), "'llama'", "deepseek_v2, mixtral, qwen3_moe")
+
+
+def test_both_spellings_of_rope_mean_the_same(copy: Any) -> None:
+    path = copy("qwen3_moe")
+    yarn = {key: value for key, value in cases.YARN.items() if key != "rope_theta"}
+    newer = registry._parse(tiny.edit(path, rope_parameters={**yarn, "rope_theta": 5000.0}))[1]
+    yarn["type"] = yarn.pop("rope_type")
+    older = registry._parse(tiny.edit(path, rope_parameters=None, rope_theta=5000.0, rope_scaling=yarn))[1]
+    assert newer == older
+    assert newer.rope.theta == 5000.0
+
+
+def test_the_keys_of_the_makers_own_configs_are_understood(copy: Any) -> None:
+    changes = {
+        "max_window_layers": 48,
+        "num_local_experts": None,
+        "num_experts": 12,
+        "torch_dtype": "bfloat16",
+    }
+    registry.read_spec(tiny.edit(copy("qwen3_moe"), **changes, rope_theta=1e6))
+    changes = {
+        "aux_loss_alpha": 0.001, "auto_map": {"AutoConfig": "x.Y"}, "ep_size": 1, "moe_layer_freq": 1,
+        "scoring_func": "softmax", "seq_aux": True, "n_group": 1, "topk_group": 1,
+    }  # fmt: skip
+    registry.read_spec(tiny.edit(copy("deepseek_v2"), **changes))
+
+
+def rewrite(path: Path, change: Any) -> Path:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def test_a_missing_tensor_is_named(copy: Any) -> None:
+    refused(rewrite(copy("qwen3_moe"), lambda tensors: tensors.pop(EXPERT)), EXPERT, "missing")
+
+
+def test_a_missing_tensor_is_named_when_experts_are_not_read(copy: Any) -> None:
+    path = rewrite(copy("qwen3_moe"), lambda tensors: tensors.pop(EXPERT))
+    with pytest.raises(CheckpointError, match=re.escape(EXPERT)):
+        registry.load(path, pick("cpu"), with_experts=False)
+
+
+def test_an_unexpected_tensor_is_named(copy: Any) -> None:
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    refused(
+        rewrite(copy("mixtral"), lambda tensors: tensors.update({bias: torch.zeros(48)})),
+        bias,
+        "not expected",
+    )
+
+
+def test_a_tensor_known_to_be_unused_is_no_error(copy: Any) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    registry.load(rewrite(copy("mixtral"), lambda tensors: tensors.update(extra)), pick("cpu"))
+
+
+def test_a_wrong_shape_is_named(copy: Any) -> None:
+    path = rewrite(copy("qwen3_moe"), lambda tensors: tensors.update({EXPERT: torch.zeros(20, 47)}))
+    refused(path, EXPERT, "[20, 47]", "[20, 48]")
+
+
+def test_a_wrong_type_is_named(copy: Any) -> None:
+    integers = torch.zeros(20, 48, dtype=torch.int8)
+    refused(
+        rewrite(copy("qwen3_moe"), lambda tensors: tensors.update({EXPERT: integers})), EXPERT, "I8", "BF16"
+    )
+
+
+def test_pickled_weights_are_not_read(copy: Any) -> None:
+    path = copy("mixtral")
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    refused(path, "pytorch_model.bin", "safetensors")
+
+
+def test_a_directory_without_weights_is_refused(copy: Any) -> None:
+    path = copy("mixtral")
+    (path / "model.safetensors").unlink()
+    refused(path, "neither model.safetensors nor")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 2000, -100])
+def test_a_truncated_file_is_one_line(keep: int, copy: Any) -> None:
+    path = copy("mixtral")
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    refused(path, "model.safetensors", "truncated or corrupt")
+
+
+def test_a_shard_that_is_missing_or_incomplete_is_named(copy: Any) -> None:
+    path = copy("mixtral")
+    names = list(load_file(path / "model.safetensors"))
+    index = {"weight_map": {**dict.fromkeys(names, "model.safetensors"), "extra": "model.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(path, "extra", "missing")
+    index["weight_map"]["extra"] = "other.safetensors"
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(path, "other.safetensors", "missing")
+
+
+def test_experts_that_do_not_exist_are_refused(saved: dict[str, Path]) -> None:
+    with pytest.raises(CheckpointError, match="layer 0 has no routed experts"):
+        registry.load_experts(saved["deepseek_v2"], pick("cpu"), {0: [1]})
+    with pytest.raises(CheckpointError, match="allowed: 0 to 11"):
+        registry.load_experts(saved["deepseek_v2"], pick("cpu"), {1: [12]})
+
+
+def test_an_unknown_dtype_or_device_is_refused(saved: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="dtype: got 'int4'"):
+        registry.load(saved["mixtral"], pick("cpu"), dtype="int4")
+    with pytest.raises(ConfigError, match="device: got 'tpu'"):
+        pick("tpu")

@@ -1,0 +1,125 @@
+"""Each optional part matters: without it, the answer is another. The identity tests can thus fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.models import cases, tiny
+from tests.models.driver import Driver
+
+from moesaic.kernels.reference import dense
+from moesaic.kernels.table import REFERENCE
+from moesaic.models import registry
+
+LENGTH = 41
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+FULL = cases.CASES["deepseek-full"][1]["rope_parameters"]
+
+EDITS: dict[str, tuple[str, dict[str, Any]]] = {
+    "yarn": ("qwen3-odd-heads-yarn", {"rope_parameters": PLAIN}),
+    "yarn of latent attention": ("deepseek-lite-yarn", {"rope_parameters": PLAIN}),
+    "yarn's original length": (
+        "deepseek-lite-yarn",
+        {"rope_parameters": {**cases.YARN, "original_max_position_embeddings": 64}},
+    ),
+    "mscale": ("deepseek-full", {"rope_parameters": {**FULL, "mscale": 0.1}}),
+    "mscale_all_dim": ("deepseek-full", {"rope_parameters": {**FULL, "mscale_all_dim": 0.1}}),
+    "beta_fast": ("deepseek-full", {"rope_parameters": {**FULL, "beta_fast": 2}}),
+    "beta_slow": ("deepseek-full", {"rope_parameters": {**FULL, "beta_slow": 0.4}}),
+    "truncate": ("deepseek-full", {"rope_parameters": {**FULL, "truncate": False}}),
+    "llama3": ("qwen3-llama3-tied", {"rope_parameters": PLAIN}),
+    "linear": ("mixtral-linear", {"rope_parameters": PLAIN}),
+    "theta": ("mixtral", {"rope_parameters": PLAIN}),
+    "window": ("mixtral-window", {"sliding_window": None}),
+    "window of one more": ("mixtral-window", {"sliding_window": 8}),
+    "window of qwen3": ("qwen3-window", {"use_sliding_window": False}),
+    "lower layers of qwen3": ("qwen3-window", {"max_window_layers": 1}),
+    "group limit": ("deepseek-full", {"topk_method": "greedy"}),
+    "one group more": ("deepseek-full", {"topk_group": 3}),
+    "top-k normalisation": ("qwen3", {"norm_topk_prob": False}),
+    "top-k normalisation, on": ("qwen3-k8-plain", {"norm_topk_prob": True}),
+    "scaling factor": ("deepseek-full", {"routed_scaling_factor": 1.0}),
+    "one expert more": ("deepseek-lite", {"num_experts_per_tok": 7}),
+    "epsilon": ("qwen3", {"rms_norm_eps": 0.1}),
+}
+
+
+def logits(path: Path, kernels: Any = REFERENCE) -> torch.Tensor:
+    return Driver(registry.load(path, kernels)).prefill(tiny.prompt(LENGTH, cases.VOCAB))
+
+
+def written(name: str, path: Path) -> Path:
+    kind, options = cases.CASES[name]
+    return tiny.save(tiny.build(kind, options), path)
+
+
+def differs(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Ten times further apart than the identity tests allow."""
+    return float((found - wanted).abs().max() / wanted.abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("part", EDITS)
+def test_a_part_of_the_config_matters(part: str, tmp_path: Path) -> None:
+    name, changes = EDITS[part]
+    path = written(name, tmp_path)
+    wanted = logits(path)
+    assert differs(logits(tiny.edit(path, **changes)), wanted)
+
+
+def without(model: Any, **changes: Any) -> Any:
+    """The model with fields of each block's attention or of the block itself replaced."""
+    blocks = []
+    for block in model.blocks:
+        names = {name: value for name, value in changes.items() if hasattr(block.attention_part, name)}
+        part = replace(
+            block.attention_part, **{k: v(getattr(block.attention_part, k)) for k, v in names.items()}
+        )
+        rest = {k: v(getattr(block, k)) for k, v in changes.items() if k not in names}
+        blocks.append(replace(block, attention_part=part, **rest))
+    return replace(model, blocks=tuple(blocks))
+
+
+def no_bias(part: Any) -> Any:
+    return replace(part, bias=None)
+
+
+def nothing(_: Any) -> None:
+    return None
+
+
+WEIGHTS = {
+    "query norm": ("qwen3", {"query_norm": nothing}),
+    "key norm": ("qwen3", {"key_norm": nothing}),
+    "query bias": ("qwen3-bias-dense-layers", {"query": no_bias}),
+    "key bias": ("qwen3-bias-dense-layers", {"key": no_bias}),
+    "value bias": ("qwen3-bias-dense-layers", {"value": no_bias}),
+    "output bias": ("qwen3-bias-dense-layers", {"out": no_bias}),
+    "latent bias": ("deepseek-full", {"latent": no_bias}),
+    "query latent bias": ("deepseek-full", {"query_down": no_bias}),
+    "query latent norm": ("deepseek-full", {"query_norm": torch.ones_like}),
+    "latent norm": ("deepseek-lite", {"latent_norm": torch.ones_like}),
+    "shared experts and dense layers": ("deepseek-lite", {"dense_part": nothing}),
+    "dense layers": ("qwen3-bias-dense-layers", {"dense_part": nothing}),
+}
+
+
+@pytest.mark.parametrize("part", WEIGHTS)
+def test_a_part_of_the_weights_matters(part: str, tmp_path: Path) -> None:
+    name, changes = WEIGHTS[part]
+    model = registry.load(written(name, tmp_path), REFERENCE)
+    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    assert differs(Driver(without(model, **changes)).prefill(tokens), Driver(model).prefill(tokens))
+
+
+@pytest.mark.parametrize("name", ["deepseek-lite", "qwen3"])
+def test_the_order_of_rotated_pairs_matters(name: str, tmp_path: Path) -> None:
+    path = written(name, tmp_path)
+
+    def other(rows: Any, cosine: Any, sine: Any, interleaved: bool = False) -> torch.Tensor:
+        return dense.rope(rows, cosine, sine, not interleaved)
+
+    assert differs(logits(path, replace(REFERENCE, rope=other)), logits(path))

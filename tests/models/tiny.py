@@ -1,0 +1,71 @@
+"""Tiny random checkpoints, written by transformers, and transformers' own answer to a prompt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+torch.set_num_threads(1)
+
+KINDS = {
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
+}
+
+
+def build(kind: str, options: dict[str, Any], seed: int = 0, spread: float = 0.25) -> Any:
+    """A transformers model with random weights of standard deviation `spread`, biases and norms too."""
+    config_class, model_class = KINDS[kind]
+    model = model_class(config_class(**options)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1.0 + 0.2 * noise if "norm" in name else spread * noise)
+    return model
+
+
+def save(model: Any, path: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Writes the checkpoint in `dtype`, as transformers does by default. `model` is rounded too."""
+    model.to(dtype).save_pretrained(path)
+    return path
+
+
+def edit(path: Path, **changes: Any) -> Path:
+    """Changes keys of config.json; None removes the key."""
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    for name, value in changes.items():
+        config.pop(name, None)
+        if value is not None:
+            config[name] = value
+    file.write_text(json.dumps(config))
+    return path
+
+
+def prompt(length: int, vocab: int, seed: int = 1) -> list[int]:
+    """Random token ids."""
+    return torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.no_grad()
+def reference_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    """[length, V] logits of every position."""
+    return model(torch.tensor([tokens]), use_cache=False).logits[0].float()
+
+
+@torch.no_grad()
+def reference_greedy(model: Any, tokens: list[int], count: int) -> list[int]:
+    """The next `count` tokens, the most likely one each time."""
+    past, step, out = None, torch.tensor([tokens]), []
+    for _ in range(count):
+        answer = model(step, past_key_values=past, use_cache=True)
+        past = answer.past_key_values
+        out.append(int(answer.logits[0, -1].argmax()))
+        step = torch.tensor([[out[-1]]])
+    return out
