@@ -163,6 +163,16 @@ def hub_cache(environment: Mapping[str, str] | None = None) -> Path:
     return Path(known.get("HF_HOME", cache)).expanduser() / "hub"
 
 
+def worker_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a worker process.
+
+    OpenMP threads sleep while they wait unless the user decided otherwise: its spinning default costs
+    a scheduler quantum at every operator as soon as another process wants the core.
+    """
+    known = os.environ if environment is None else environment
+    return {"OMP_WAIT_POLICY": "passive", **known}
+
+
 def _check_key(name: str, key: str) -> None:
     """A key that a header can carry. The error does not repeat it."""
     if not key or not key.isascii() or not key.isprintable() or " " in key:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from moesaic.config import WorkerConfig
+from moesaic.config import WorkerConfig, worker_environment
 from moesaic.transport.stream import StreamConnection, stream_pair
 
 
@@ -46,5 +46,7 @@ def spawn_worker(config: WorkerConfig) -> WorkerProcess:
     with theirs:
         command = [sys.executable, "-m", "moesaic.runtime"]
         command += ["--connection-fd", str(theirs.fileno()), "--config", config.to_json()]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=worker_environment()
+        )
     return WorkerProcess(process, StreamConnection(ours))

@@ -1,0 +1,163 @@
+"""One run of `moesaic run-batch`: look at both files, then do what is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from moesaic.batch.lines import ID_PREFIX, BadLine, Job, Key, read
+from moesaic.batch.local import Served, serving
+from moesaic.batch.options import RunBatch
+from moesaic.batch.output import Done, Output
+from moesaic.batch.show import Summary, progress
+from moesaic.batch.window import Tally, Window
+from moesaic.client import Client
+from moesaic.config import WorkerConfig
+from moesaic.core.errors import ConfigError, EngineDeadError
+
+Service = AbstractAsyncContextManager[Served]
+"""What answers; entered only when something is missing."""
+
+
+def run(options: RunBatch, worker: WorkerConfig, console: Console | None = None) -> Summary:
+    """Do what is missing of the output and say how it went; progress goes to `console` (stderr).
+
+    Raises ConfigError for bad settings and files, OutputError when results cannot be written and
+    EngineDeadError when the worker dies. The output is whole in every case.
+    """
+    name = options.served_model_name or worker.model.model
+    service = serving(worker, name, chat_template=options.chat_template, seed=options.seed)
+    return run_with(service, name, options, 2 * worker.scheduler.max_num_seqs, console)
+
+
+def run_with(
+    service: Service, model_name: str, options: RunBatch, window: int, console: Console | None = None
+) -> Summary:
+    """`run` with a service of the caller's. window: requests in flight unless the options say."""
+    shown = console or Console(stderr=True)
+    with Output(options.output_file, time.monotonic) as output:
+        done = output.recover()
+        total = _survey(options, model_name, done)
+        tally, seconds, stopped_by = Tally(), 0.0, None
+        if total > len(done.keys):
+            errand = _Errand(options, output, done.keys, total, tally, shown)
+            seconds, stopped_by = asyncio.run(errand.until_signal(service, options.max_in_flight or window))
+        return Summary(
+            output=str(options.output_file),
+            total=total,
+            done_before=len(done.keys),
+            failed_before=done.failed,
+            completed=tally.completed,
+            failed=tally.failed,
+            unfinished=total - len(done.keys) - tally.completed - tally.failed,
+            prompt_tokens=tally.prompt_tokens,
+            completion_tokens=tally.completion_tokens,
+            seconds=seconds,
+            interrupted_by=stopped_by,
+        )
+
+
+def _survey(options: RunBatch, model_name: str, done: Done) -> int:
+    """The number of lines; ConfigError when the output belongs to other lines or another model."""
+    total, known = 0, set[Key]()
+    for item in read(options.input_file):
+        total += 1
+        if item.key in done.keys:
+            known.add(item.key)
+    strangers = done.keys - known
+    if strangers:
+        what = f"a result of {next(iter(strangers))!r}, which {options.input_file} does not have"
+        raise ConfigError(f"--output-file: {options.output_file} holds {what}")
+    others = done.models - {model_name}
+    if others:
+        what = f"answers of model {min(others)!r}, not of {model_name!r}"
+        raise ConfigError(f"--output-file: {options.output_file} holds {what}")
+    return total
+
+
+@dataclass
+class _Errand:
+    """The lines that have no result yet, on their way."""
+
+    options: RunBatch
+    output: Output
+    done: set[Key]
+    total: int
+    tally: Tally
+    console: Console
+    seconds: float = 0.0
+
+    async def until_signal(self, service: Service, window: int) -> tuple[float, int | None]:
+        """(seconds of work, the signal that stopped it). What is in flight at a signal is dropped."""
+        with _caught_signals() as caught:
+            try:
+                await self._work(service, window)
+            except asyncio.CancelledError:
+                if not caught:
+                    raise
+            except EngineDeadError as error:
+                have = len(self.done) + self.tally.completed + self.tally.failed
+                where = f"{have} of {self.total} results are in {self.options.output_file}"
+                raise EngineDeadError(f"{error}; {where}, the same command goes on from there") from error
+        return self.seconds, caught[0] if caught else None
+
+    async def _work(self, service: Service, window: int) -> None:
+        name, done = self.options.input_file, len(self.done)
+        async with service as served, Client(app=served.app) as client:
+            self._say_what_serves(served)
+            started = time.monotonic()
+            try:
+                with progress(self.console, name, self.total, done, time.monotonic) as show:
+                    lanes = Window(client, self.output, asyncio.sleep, _new_id, show, self.tally)
+                    await lanes.run(self._missing(), min(window, self.total - done))
+            finally:
+                self.seconds = time.monotonic() - started
+
+    def _missing(self) -> Iterator[Job | BadLine]:
+        return (item for item in read(self.options.input_file) if item.key not in self.done)
+
+    def _say_what_serves(self, served: Served) -> None:
+        if served.info is not None:
+            info = served.info
+            chosen = (
+                f"{info.model_type} on {info.device}, {info.kernels}, {info.dtype}, {info.threads} threads"
+            )
+            self.console.print(
+                f"{chosen}, KV cache of {info.kv_tokens} tokens", soft_wrap=True, highlight=False
+            )
+
+
+@contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM cancel the running task and are listed, first one first."""
+    caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught  # signals are the main thread's business
+        return
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+    def on_signal(signum: int) -> None:
+        caught.append(signum)
+        if task is not None:
+            task.cancel()
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for signum in signals:
+        loop.add_signal_handler(signum, on_signal, signum)
+    try:
+        yield caught
+    finally:
+        for signum in signals:
+            loop.remove_signal_handler(signum)
+
+
+def _new_id() -> str:
+    return ID_PREFIX + uuid.uuid4().hex

@@ -1,0 +1,132 @@
+"""What a person sees while a batch runs, and at its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from moesaic.batch.window import Tally
+
+_LOG_SECONDS = 30.0
+"""Between two lines of progress where the error stream is no terminal."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended. total = done_before + completed + failed + unfinished."""
+
+    output: str
+    total: int
+    """Lines of the input."""
+    done_before: int
+    """Results, errors included, that earlier runs left."""
+    failed_before: int
+    """How many of those are errors."""
+    completed: int
+    failed: int
+    """Lines that this run answered with an error."""
+    unfinished: int
+    """Lines without a result; the same command goes on with them."""
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float
+    """From the first request to the last answer."""
+    interrupted_by: int | None = None
+    """The signal that stopped the run."""
+
+    @property
+    def output_throughput(self) -> float:
+        """Generated tokens per second."""
+        return self.completion_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self) | {"output_throughput": self.output_throughput})
+
+    def exit_code(self) -> int:
+        """0 when the job ran, 1 when every line failed, 128 + signal when it was stopped."""
+        if self.interrupted_by is not None:
+            return 128 + self.interrupted_by
+        good = self.completed + self.done_before - self.failed_before
+        return 1 if self.total and not good else 0
+
+
+def print_summary(summary: Summary, console: Console) -> None:
+    """One line, and what to do about what is missing."""
+    earlier = f", {summary.done_before} were done before" if summary.done_before else ""
+    console.print(
+        f"{summary.output}: {summary.completed} completed, {summary.failed} failed{earlier}; "
+        f"{summary.completion_tokens} tokens in {summary.seconds:.1f} s, "
+        f"{summary.output_throughput:.1f} tokens/s",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+    )
+    if summary.unfinished:
+        console.print(
+            f"{summary.unfinished} of {summary.total} lines are unfinished: "
+            f"run the same command again to go on",
+            soft_wrap=True,
+            highlight=False,
+            markup=False,
+        )
+
+
+@contextmanager
+def progress(
+    console: Console, path: Path, total: int, done: int, clock: Callable[[], float]
+) -> Iterator[Callable[[Tally], None]]:
+    """A bar on a terminal, else a line now and then. Yields what to call after each result."""
+    if not console.is_terminal:
+        yield _log(console, path, total, done, clock)
+        return
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.1f} tok/s  {task.fields[failed]} failed"),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=console, refresh_per_second=4) as bar:
+        task = bar.add_task(path.name, total=total, completed=done, rate=0.0, failed=0)
+        started = clock()
+
+        def show(tally: Tally) -> None:
+            rate = _rate(tally, clock() - started)
+            finished = done + tally.completed + tally.failed
+            bar.update(task, completed=finished, rate=rate, failed=tally.failed)
+
+        yield show
+
+
+def _log(
+    console: Console, path: Path, total: int, done: int, clock: Callable[[], float]
+) -> Callable[[Tally], None]:
+    started = last = clock()
+
+    def show(tally: Tally) -> None:
+        nonlocal last
+        now = clock()
+        if now - last < _LOG_SECONDS:
+            return
+        last = now
+        here = tally.completed + tally.failed
+        left = (total - done - here) * (now - started) / here
+        console.print(
+            f"{path.name}: {done + here}/{total}, {tally.failed} failed, "
+            f"{_rate(tally, now - started):.1f} tok/s, {left:.0f} s left",
+            soft_wrap=True,
+            highlight=False,
+            markup=False,
+        )
+
+    return show
+
+
+def _rate(tally: Tally, seconds: float) -> float:
+    return tally.completion_tokens / seconds if seconds > 0 else 0.0

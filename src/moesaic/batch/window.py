@@ -1,0 +1,104 @@
+"""Many requests in flight, but never more than the window: the input is read as answers come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+
+from moesaic.batch.lines import BadLine, Job, encode, error_code, result_of, result_of_bad
+from moesaic.batch.output import Output
+from moesaic.client import Client, Reply
+from moesaic.core.errors import EngineDeadError, MoesaicError
+
+_BUSY = (429, 503)
+_MAX_ATTEMPTS = 12
+_MAX_WAIT = 30.0
+
+
+class GaveUp(MoesaicError):
+    """The server stayed busy; what is unfinished is for the next run."""
+
+
+@dataclass
+class Tally:
+    """Counts of this run."""
+
+    completed: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    retries: int = 0
+
+
+@dataclass
+class Window:
+    """Takes jobs to `client` and results to `output`.
+
+    sleep: waits for seconds. new_id: makes the ids of results. on_result: called after each one.
+    """
+
+    client: Client
+    output: Output
+    sleep: Callable[[float], Awaitable[None]]
+    new_id: Callable[[], str]
+    on_result: Callable[[Tally], None]
+    tally: Tally = field(default_factory=Tally)
+
+    async def run(self, items: Iterator[Job | BadLine], size: int) -> None:
+        """All of `items`, `size` at a time. The first error that is not a job's own ends it."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(size):
+                    group.create_task(self._lane(items))
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from errors
+
+    async def _lane(self, items: Iterator[Job | BadLine]) -> None:
+        """One job after the other; the lanes share the iterator."""
+        for item in items:
+            if isinstance(item, BadLine):
+                self.output.append(encode(result_of_bad(item, self.new_id())))
+                self.tally.failed += 1
+            else:
+                self._finish(item, await self._answer(item))
+            self.on_result(self.tally)
+
+    async def _answer(self, job: Job) -> Reply:
+        """The answer that counts: a busy server is asked again, a dead one ends the run."""
+        for attempt in range(_MAX_ATTEMPTS):
+            reply = await self.client.post(job.url, job.body)
+            if reply.status not in _BUSY:
+                return reply
+            if error_code(reply) == "engine_dead":
+                raise EngineDeadError(str(reply.body["error"]["message"]))
+            self.tally.retries += 1
+            await self.sleep(seconds_to_wait(attempt, reply.retry_after))
+        raise GaveUp(f"line {job.line}: HTTP {reply.status} at each of {_MAX_ATTEMPTS} attempts")
+
+    def _finish(self, job: Job, reply: Reply) -> None:
+        self.output.append(encode(result_of(job, reply, self.new_id())))
+        if reply.status != 200:
+            self.tally.failed += 1
+            return
+        self.tally.completed += 1
+        match reply.body:
+            case {"usage": {"prompt_tokens": int(prompt), "completion_tokens": int(completion)}}:
+                self.tally.prompt_tokens += prompt
+                self.tally.completion_tokens += completion
+
+
+def seconds_to_wait(attempt: int, asked: float | None) -> float:
+    """Before attempt + 1: what the server asks for, at least 0.1 s doubled each time, at most 30 s.
+
+    Example: attempts 0, 1, 2 without a wish -> 0.1, 0.2, 0.4; with a wish of 1 s -> 1, 1, 1.
+    """
+    return min(_MAX_WAIT, max(0.1 * 2.0**attempt, asked or 0.0))
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that ended the group; those after it are its echo."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

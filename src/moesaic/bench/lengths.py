@@ -1,0 +1,91 @@
+"""How long prompts and answers are. Pure but for reading the trace."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moesaic.core.errors import ConfigError
+
+Mix = Literal["short", "medium", "reasonable"]
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Range:
+    """Whole numbers from low to high, both included, equally likely."""
+
+    low: int
+    high: int
+
+    def draw(self, count: int, rng: np.random.Generator) -> Integers:
+        return rng.integers(self.low, self.high, count, endpoint=True)
+
+
+MIXES: dict[Mix, tuple[Range, Range]] = {
+    "short": (Range(30, 70), Range(70, 130)),
+    "medium": (Range(50, 150), Range(50, 250)),
+    "reasonable": (Range(100, 300), Range(100, 500)),
+}
+"""Lengths of prompts and of answers in the evaluation of asynchronous expert parallelism."""
+
+
+def around(length: int, ratio: float) -> Range:
+    """`length` give or take the share `ratio` of it, at least 1. Example: (100, 0.5) -> 50 to 150."""
+    return Range(max(1, round(length * (1 - ratio))), max(1, round(length * (1 + ratio))))
+
+
+@dataclass(frozen=True)
+class TraceRow:
+    """One request of a recorded workload."""
+
+    arrival: float
+    input_tokens: int
+    output_tokens: int
+
+
+COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
+
+
+def read_trace(path: Path, limit: int, scale: float = 1.0, length_scale: float = 1.0) -> list[TraceRow]:
+    """The first `limit` requests; arrivals `scale` times as fast, lengths `length_scale` times as long.
+
+    Times count from the first row. ConfigError when a column or a number is missing.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(islice(_rows(path, csv.DictReader(file)), limit))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--trace: {path}: {error}") from error
+    if not rows:
+        raise ConfigError.field("--trace", str(path), "a CSV file with at least one row")
+    rows.sort(key=lambda row: row.arrival)
+    first = rows[0].arrival
+    return [
+        TraceRow(
+            (row.arrival - first) / scale,
+            max(1, round(row.input_tokens * length_scale)),
+            max(1, round(row.output_tokens * length_scale)),
+        )
+        for row in rows
+    ]
+
+
+def _rows(path: Path, reader: csv.DictReader[str]) -> Iterator[TraceRow]:
+    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+    if missing:
+        raise ConfigError(f"--trace: {path} lacks the column {missing[0]}; needed: {', '.join(COLUMNS)}")
+    for row in reader:
+        try:
+            arrival, given, wanted = (float(row[name]) for name in COLUMNS)
+            yield TraceRow(arrival, int(given), int(wanted))
+        except (TypeError, ValueError, OverflowError) as error:
+            place = f"{path} line {reader.line_num}"
+            raise ConfigError(f"--trace: {place}: got {list(row.values())}; allowed: numbers") from error

@@ -1,0 +1,95 @@
+"""What is sent: prompts, their lengths and their times. Pure but for reading files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moesaic.core.errors import ConfigError
+
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One request to be sent."""
+
+    prompt: Prompt
+    output_len: int
+    """Tokens asked for."""
+    arrival: float = 0.0
+    """Seconds after the start."""
+
+
+_WORDS = """
+time year people way day man thing woman life child world school state family student group country
+problem hand part place case week company system program question work government number night point
+home water room mother area money story fact month lot right study book eye job word business issue
+side kind head house service friend father power hour game line end member law car city community
+name president team minute idea body information back parent face others level office door health
+person art war history party result change morning reason research girl moment air teacher force
+education import return class def self lambda yield
+"""
+
+POOL_TEXT = " ".join(
+    f"{word}{number} {word.upper()} {word.title()}s, {number * number}: ({word}_{number}) [{word}ing];"
+    for number, word in enumerate(_WORDS.split())
+)
+"""A text whose tokens are the alphabet of random prompts when only the server knows the vocabulary."""
+
+
+def token_pool(token_ids: Sequence[int]) -> list[int]:
+    """The distinct ids, ascending."""
+    return sorted(set(token_ids))
+
+
+def random_prompts(
+    lengths: Sequence[int], pool: Sequence[int] | range, rng: np.random.Generator
+) -> list[Prompt]:
+    """Prompts of these lengths, each token drawn from `pool`. No two begin alike, so that no cache helps."""
+    alphabet = np.asarray(pool)
+    return [alphabet[rng.integers(0, len(alphabet), length)].tolist() for length in lengths]
+
+
+def read_prompts(path: Path) -> list[tuple[str, int | None]]:
+    """(text, wanted output tokens) of each line of a JSONL file.
+
+    The text is the field prompt, question or text, or the first of turns (MT-Bench); the length is
+    output_tokens, where there is one.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--dataset-path: {path}: {error}") from error
+    rows = [_row(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not rows:
+        raise ConfigError.field("--dataset-path", str(path), "a JSONL file with at least one line")
+    return rows
+
+
+def cycled(rows: Sequence[tuple[str, int | None]], count: int, output_len: int) -> list[tuple[str, int]]:
+    """`count` of them, from the beginning again when there are too few."""
+    wanted = (rows[index % len(rows)] for index in range(count))
+    return [(text, own or output_len) for text, own in wanted]
+
+
+def _row(path: Path, number: int, line: str) -> tuple[str, int | None]:
+    place = f"--dataset-path: {path} line {number}"
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{place}: not JSON: {error}") from error
+    match row:
+        case {"prompt": str(text)} | {"question": str(text)} | {"text": str(text)}:
+            pass
+        case {"turns": [str(text), *_]}:
+            pass
+        case _:
+            raise ConfigError(f"{place}: no text; allowed: the field prompt, question, text or turns")
+    tokens = row.get("output_tokens")
+    return text, tokens if isinstance(tokens, int) and tokens > 0 else None

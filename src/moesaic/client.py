@@ -1,0 +1,228 @@
+"""An asynchronous client of any OpenAI-compatible server. The one home of HTTP for cli, bench and batch.
+
+It reads no environment: no proxies, no keys. A server in this process is called without a socket.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from moesaic.core.errors import ConnectionLost, MoesaicError
+
+_IN_PROCESS = "http://moesaic.invalid"
+"""Stands in an address's place where none is needed."""
+
+_SHOWN = 300
+"""Characters of an answer that is no JSON which an error repeats."""
+
+
+class ApiError(MoesaicError):
+    """The server refused a request. `retry_after` is in seconds, when it said so."""
+
+    def __init__(self, status: int, message: str, retry_after: float | None = None) -> None:
+        super().__init__(f"HTTP {status}: {message}")
+        self.status = status
+        self.retry_after = retry_after
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one request, as the server tells them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One event of a stream."""
+
+    at: float
+    """When it came, in seconds on the client's clock."""
+    text: str
+    """What is new in the answer; may be empty."""
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    """Token counts so far, on the events that carry them."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A whole answer, whatever its status."""
+
+    status: int
+    body: Any
+    """Parsed JSON; the plain text when it is none."""
+    request_id: str | None
+    """The header X-Request-Id."""
+    retry_after: float | None
+    """Seconds, when the server asks to wait."""
+
+    def require_success(self) -> Any:
+        """The body; ApiError unless the status is 2xx."""
+        if not 200 <= self.status < 300:
+            raise ApiError(self.status, _message(self.body), self.retry_after)
+        return self.body
+
+
+class Client:
+    """Use it as `async with Client(url) as client`.
+
+    base_url: http://host:port, a trailing /v1 is dropped. app: an ASGI application to call in place
+    of an address. clock: seconds, stamps the chunks. timeout: seconds between two pieces of an
+    answer, None waits for ever. Every method raises ConnectionLost when there is no server (any more).
+    """
+
+    def __init__(
+        self,
+        base_url: str = _IN_PROCESS,
+        *,
+        app: Callable[..., Any] | None = None,
+        api_key: str | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        timeout: float | None = None,
+    ) -> None:
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self._clock = clock
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._http = httpx.AsyncClient(
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            timeout=httpx.Timeout(timeout, connect=30.0),
+            transport=_transport(app, limits),
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._http.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        await self._http.__aexit__(kind, error, trace)
+
+    async def get(self, path: str) -> Reply:
+        """GET `path`, such as /health."""
+        return await self._request("GET", path)
+
+    async def post(self, path: str, body: object) -> Reply:
+        """POST `body` as JSON and wait for the whole answer."""
+        return await self._request("POST", path, body)
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The served models; servers of our kind add max_model_len."""
+        body = (await self.get("/v1/models")).require_success()
+        data = body.get("data") if isinstance(body, dict) else None
+        if not isinstance(data, list):
+            raise ApiError(200, f"{self.base_url}/v1/models: not a list of models")
+        return data
+
+    async def stream(self, path: str, body: object) -> AsyncGenerator[Chunk, None]:
+        """POST `body`, whose "stream" is true, and yield the events as they come.
+
+        Raises ApiError when the server refuses, also in the middle of the stream.
+        """
+        request = self._build("POST", path, body)
+        try:
+            response = await self._http.send(request, stream=True)
+            async with aclosing(response):
+                if not response.is_success:
+                    await response.aread()
+                    _reply(response).require_success()
+                async with aclosing(_events(response)) as events:
+                    async for event in events:
+                        yield _chunk(event, self._clock())
+        except httpx.HTTPError as error:
+            raise self._lost(error) from error
+
+    async def _request(self, method: str, path: str, body: object = None) -> Reply:
+        try:
+            return _reply(await self._http.send(self._build(method, path, body)))
+        except httpx.HTTPError as error:
+            raise self._lost(error) from error
+
+    def _build(self, method: str, path: str, body: object = None) -> httpx.Request:
+        # ASCII escapes: a lone surrogate must reach the server, which refuses it with a reason.
+        content = None if body is None else json.dumps(body).encode()
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            return self._http.build_request(method, self.base_url + path, content=content, headers=headers)
+        except httpx.InvalidURL as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> ConnectionLost:
+        return ConnectionLost(f"{self.base_url}: {str(error) or type(error).__name__}")
+
+
+def _transport(app: Callable[..., Any] | None, limits: httpx.Limits) -> httpx.AsyncBaseTransport:
+    if app is None:
+        return httpx.AsyncHTTPTransport(limits=limits, trust_env=False)
+    # A bug in the application is its 500 here too, as it is behind a socket.
+    return httpx.ASGITransport(app, raise_app_exceptions=False)
+
+
+def _reply(response: httpx.Response) -> Reply:
+    try:
+        body: Any = response.json()
+    except ValueError:
+        body = response.text
+    wait = response.headers.get("retry-after", "")
+    return Reply(
+        status=response.status_code,
+        body=body,
+        request_id=response.headers.get("x-request-id"),
+        retry_after=float(wait) if wait.isdecimal() else None,
+    )
+
+
+async def _events(response: httpx.Response) -> AsyncGenerator[str, None]:
+    """The data of server-sent events up to [DONE]. Lines end at newlines only: JSON may hold U+2028."""
+    buffer = b""
+    async for piece in response.aiter_bytes():
+        *lines, buffer = (buffer + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                yield data.decode(errors="replace")
+
+
+def _chunk(data: str, now: float) -> Chunk:
+    """An event of either endpoint; ApiError when it tells an error."""
+    try:
+        event = json.loads(data)
+    except ValueError as error:
+        raise ApiError(200, f"an event is not JSON: {data[:_SHOWN]}") from error
+    if not isinstance(event, dict) or event.get("error") is not None:
+        raise ApiError(200, _message(event))
+    choice = (event.get("choices") or [{}])[0]
+    delta = choice.get("delta") or {}
+    parts = (choice.get("text"), delta.get("reasoning_content"), delta.get("content"))
+    return Chunk(now, "".join(part for part in parts if part), choice.get("finish_reason"), _usage(event))
+
+
+def _usage(event: dict[str, Any]) -> Usage | None:
+    counts = event.get("usage")
+    if not counts:
+        return None
+    return Usage(int(counts.get("prompt_tokens") or 0), int(counts.get("completion_tokens") or 0))
+
+
+def _message(body: Any) -> str:
+    """What an error's body says, in OpenAI's shape or any other."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    message = error.get("message") if isinstance(error, dict) else error
+    text = message if isinstance(message, str) else json.dumps(body)
+    return " ".join(text.split())[:_SHOWN]

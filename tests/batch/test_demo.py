@@ -1,0 +1,105 @@
+"""The real thing: the API's own code and a worker process with the model of the package."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.batch.fake import results
+from tests.batch.test_kill import finish, start, when_lines
+
+pytestmark = pytest.mark.slow
+
+LINES = 24
+
+
+@pytest.fixture
+def files(tmp_path):
+    rows = []
+    for number in range(LINES):
+        body = {"model": "demo", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+        if number % 2:
+            url = "/v1/chat/completions"
+            body["messages"] = [{"role": "user", "content": f"What is {number} + 1?"}]
+        else:
+            url, body["prompt"] = "/v1/completions", f"def add_{number}(a, b):"
+        rows.append({"custom_id": f"r{number}", "method": "POST", "url": url, "body": body})
+    file = tmp_path / "in.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file, tmp_path / "out.jsonl"
+
+
+def worker_of(process):
+    """The process id of the worker of a run."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return next(
+        int(pid) for pid in children if b"moesaic.runtime" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+
+
+def when_gone(pid):
+    for _ in range(1000):
+        if not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {pid} lives on")
+
+
+def answers(path):
+    """custom_id -> what was said, every one exactly once and without an error."""
+    found = results(path)
+    assert sorted(result["custom_id"] for result in found) == sorted(f"r{number}" for number in range(LINES))
+    assert all(result["error"] is None and result["response"]["status_code"] == 200 for result in found)
+    choices = {result["custom_id"]: result["response"]["body"]["choices"][0] for result in found}
+    return {name: choice.get("text") or choice["message"]["content"] for name, choice in choices.items()}
+
+
+def test_killed_at_every_turn_it_answers_what_an_undisturbed_run_answers(files):
+    reference = files[0], files[1].with_name("reference.jsonl")
+    code, out, _ = finish(reference, demo=True)
+    assert code == 0
+    assert f"{LINES} completed, 0 failed; {LINES * 30} tokens" in out
+
+    process = start(files, demo=True, window=4)
+    when_lines(files[1], 3, process)
+    worker = worker_of(process)
+    process.kill()
+    process.communicate(timeout=30)
+    when_gone(worker)
+    kept = len(results(files[1]))
+
+    process = start(files, demo=True, window=4)
+    when_lines(files[1], kept + 2, process)
+    os.kill(worker_of(process), signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    if len(results(files[1])) < LINES:
+        assert process.returncode == 1
+        last = err.rstrip().split("\n")[-1]
+        assert "the worker is gone" in last and "the same command goes on from there" in last
+
+    code, _, err = finish(files, demo=True)
+    assert code == 0
+    assert answers(files[1]) == answers(reference[1])
+
+
+def test_ctrl_c_ends_the_worker_too(files):
+    process = start(files, demo=True, window=4)
+    when_lines(files[1], 1, process)
+    worker = worker_of(process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    when_gone(worker)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert "run the same command again to go on" in out
+
+
+def test_a_setting_that_is_wrong_is_one_line(files, tmp_path):
+    code, _, err = finish((tmp_path / "none", files[1]), demo=True)
+    assert code == 2
+    assert err.count("\n") == 1 and "--input-file" in err
