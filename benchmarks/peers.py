@@ -68,9 +68,7 @@ def measure(engines: list[Engine], arguments: argparse.Namespace) -> list[dict[s
         total = len(arguments.concurrency) * (arguments.rounds + 1) * len(engines)
         task = progress.add_task("measuring", total=total)
         for concurrency in arguments.concurrency:
-            prompts = [
-                [rng.randrange(256) for _ in range(arguments.prompt_len)] for _ in range(concurrency)
-            ]
+            prompts = [[rng.randrange(256) for _ in range(arguments.prompt_len)] for _ in range(concurrency)]
             runs: dict[str, list[dict[str, Any]]] = {engine.name: [] for engine in engines}
             for turn in range(arguments.rounds + 1):
                 for engine in engines:
@@ -79,7 +77,10 @@ def measure(engines: list[Engine], arguments: argparse.Namespace) -> list[dict[s
                         runs[engine.name].append(answer)
                     progress.advance(task)
             step_bytes = engines[0].ask(do="bytes", prompts=prompts)["bytes"]
-            rows += [summarise(name, concurrency, answers, arguments, step_bytes, runs) for name, answers in runs.items()]
+            rows += [
+                summarise(name, concurrency, answers, arguments, step_bytes, runs)
+                for name, answers in runs.items()
+            ]
     return rows
 
 
@@ -109,7 +110,16 @@ def summarise(
 
 def show(rows: list[dict[str, Any]]) -> None:
     table = Table(title="greedy, float32, medians; ratios are moesaic's over that engine's")
-    for column in ("concurrency", "engine", "prefill tok/s", "ratio", "decode tok/s", "ratio", "GB/s", "peak GiB"):
+    for column in (
+        "concurrency",
+        "engine",
+        "prefill tok/s",
+        "ratio",
+        "decode tok/s",
+        "ratio",
+        "GB/s",
+        "peak GiB",
+    ):
         table.add_column(column, justify="left" if column == "engine" else "right")
     table.add_column("equal answers", justify="right")
     ours = {row["concurrency"]: row for row in rows if row["engine"] == "moesaic"}

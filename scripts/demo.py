@@ -28,8 +28,10 @@ def main() -> int:
             if not line:
                 return server.wait()
             served = json.loads(line)
-            sizes = f"{served['num_parameters'] / 1e6:.1f} M parameters, {served['num_experts']} experts per layer"
-            print(f"{served['model_type']}, {sizes}, on {served['device']} with {served['kernels']} kernels")
+            size = (
+                f"{served['num_parameters'] / 1e6:.1f} M parameters, {served['num_experts']} experts a layer"
+            )
+            print(f"{served['model_type']}, {size}, on {served['device']} with {served['kernels']} kernels")
             print(f"serving at {served['url']}\n")
             client = OpenAI(base_url=f"{served['url']}/v1", api_key="not needed")
             for question in QUESTIONS:
@@ -49,7 +51,7 @@ def ask(client: OpenAI, question: str) -> None:
         model="demo",
         messages=[{"role": "user", "content": question}],
         max_tokens=MAX_TOKENS,
-        temperature=0,
+        seed=1,
         stream=True,
         stream_options={"include_usage": True},
     )

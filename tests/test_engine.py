@@ -109,6 +109,13 @@ def test_what_may_begin_a_stop_string_is_held_back_and_a_stop_string_cancels(rig
     assert rig.sent() == [messages.Cancel([request.request_id])]
 
 
+def test_a_stop_string_of_a_million_characters_costs_no_more_than_the_text(rig: Rig) -> None:
+    rig.engine.submit([1], SamplingParams(max_tokens=50, stop=["ab" + "c" * 1_000_000]))
+    (request,) = rig.requests()
+    outputs = rig.write(request.request_id, "xabccd")
+    assert [o.text for o in outputs] == ["x", "", "", "", "", "abccd"]
+
+
 def test_the_stop_string_is_kept_when_asked_for(rig: Rig) -> None:
     rig.engine.submit([1], SamplingParams(max_tokens=50, stop=["END"], include_stop_str_in_output=True))
     (request,) = rig.requests()

@@ -77,6 +77,14 @@ def test_special_tokens_are_hidden_unless_asked_for(tmp_path: Path) -> None:
     assert "".join(shown.push([token]) for token in ids) == "ab<end>"
 
 
+def test_hidden_tokens_without_end_cost_no_more(tmp_path: Path) -> None:
+    byte_tokenizer(tmp_path, ["<end>"])
+    decoder = IncrementalDecoder(Tokenizer(tmp_path))
+    assert decoder.push([104]) and not any(decoder.push([256]) for _ in range(500))
+    assert len(decoder._window) < 100
+    assert decoder.push([105]) == Tokenizer(tmp_path).decode([105])
+
+
 def test_the_bytes_of_a_token_that_is_no_character(tokenizer: Tokenizer) -> None:
     parts = [tokenizer.token_bytes(token) for token in tokenizer.encode("\u20ac")]
     assert b"".join(parts)[-3:] == "\u20ac".encode()
@@ -103,6 +111,47 @@ def test_chat_uses_the_checkpoints_template(tmp_path: Path) -> None:
     assert tokenizer.chat(messages)[0] == tokenizer.vocab_size - 1
 
 
+@pytest.mark.parametrize(
+    ("form", "content", "text"),
+    [
+        ("<im>{{ messages[0].content }}<im_end>", "i", "<im>i"),
+        ("<im>{{ messages[0].content }}<im_end>", "def f():\n    ", "<im>def f():\n    "),
+        ("<im>{{ messages[0].content|trim }}<im_end>", "yes \n", "<im>yes"),
+    ],
+    ids=["a word of the template", "spaces kept", "spaces trimmed"],
+)
+def test_a_continued_message_ends_where_transformers_ends_it(
+    tmp_path: Path, form: str, content: str, text: str
+) -> None:
+    tokenizer = Tokenizer(write_byte_tokenizer(tmp_path, chat_template=form))
+    messages = [{"role": "assistant", "content": content}]
+    assert tokenizer.render(messages, add_generation_prompt=False, continue_final_message=True) == text
+
+
+@pytest.mark.parametrize("messages", [[], [{"role": "assistant"}], [{"role": "assistant", "content": " "}]])
+def test_nothing_cannot_be_continued(tmp_path: Path, messages: list[dict[str, str]]) -> None:
+    tokenizer = Tokenizer(write_byte_tokenizer(tmp_path, chat_template="{{ messages[0].content }}"))
+    with pytest.raises(RequestError, match="no content to continue"):
+        tokenizer.render(messages, add_generation_prompt=False, continue_final_message=True)
+    tokenizer = Tokenizer(write_byte_tokenizer(tmp_path, chat_template="fixed"))
+    with pytest.raises(RequestError, match="leaves the last message out"):
+        tokenizer.render([{"content": "a"}], add_generation_prompt=False, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ messages|tojson(separators=(',',':'), sort_keys=true) }}", '[{"content":"é","role":"user"}]'),
+        ("{{ messages[0].role|tojson(indent=2) }}", '"user"'),
+        ("a{% generation %}{{ messages[0].content }}{% endgeneration %}b", "aéb"),
+    ],
+    ids=["compact", "indented", "generation"],
+)
+def test_what_templates_use_of_transformers_is_there(tmp_path: Path, template: str, text: str) -> None:
+    tokenizer = Tokenizer(write_byte_tokenizer(tmp_path, chat_template=template))
+    assert tokenizer.render([{"role": "user", "content": "é"}]) == text
+
+
 def test_the_template_file_wins_over_the_config_and_the_flag_over_both(tmp_path: Path) -> None:
     path = write_byte_tokenizer(tmp_path, chat_template="config")
     (path / "chat_template.jinja").write_text("file")
@@ -120,8 +169,11 @@ def test_the_template_file_wins_over_the_config_and_the_flag_over_both(tmp_path:
         "{{ messages.append(1) }}",
         "{{ raise_exception('roles must alternate') }}",
         "{{ messages[0].content.nothing.more }}",
+        "{{ 1 / 0 }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
-    ids=["escapes the sandbox", "changes its input", "raises", "undefined"],
+    ids=["escapes", "changes its input", "raises", "undefined", "arithmetic", "too long", "too deep"],
 )
 def test_a_template_that_misbehaves_is_a_request_error(tmp_path: Path, template: str) -> None:
     tokenizer = Tokenizer(write_byte_tokenizer(tmp_path, chat_template=template))

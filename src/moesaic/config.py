@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from moesaic.core.errors import ConfigError
 
@@ -24,9 +24,9 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def parse_bytes(name: str, text: str) -> int:
+def parse_bytes(name: str, text: str | int) -> int:
     """'512MiB', '4GB', '2g' or a plain number of bytes. Raises ConfigError naming `name`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
     unit = _UNITS.get(match.group(2).upper()) if match else None
     if match is None or unit is None or float(match.group(1)) <= 0:
         raise ConfigError.field(name, text, "a positive size such as 512MiB, 4GiB or 4GB")
@@ -59,7 +59,7 @@ class CacheConfig:
     kv_cache_memory: str = "auto"
     """Size of the KV cache, such as 4GiB; auto: what max_num_seqs requests of the maximum length
     need, at most 40 % of the memory left after the weights."""
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    kv_cache_dtype: Dtype = "auto"
     """Storage of keys and values; auto: the computing dtype."""
     block_size: int = 16
     """Tokens in one KV block."""
@@ -86,8 +86,14 @@ class WorkerConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
 
     def __post_init__(self) -> None:
+        _one_of("--device", self.model.device, get_args(Device))
+        _one_of("--dtype", self.model.dtype, get_args(Dtype))
+        _one_of("--kv-cache-dtype", self.cache.kv_cache_dtype, get_args(Dtype))
         _at_least("--max-num-seqs", self.scheduler.max_num_seqs, 1)
         _at_least("--max-num-batched-tokens", self.scheduler.max_num_batched_tokens, 1)
+        if self.scheduler.max_num_batched_tokens < self.scheduler.max_num_seqs:
+            rows, seats = self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs
+            raise ConfigError.field("--max-num-batched-tokens", rows, f"at least --max-num-seqs, {seats}")
         _at_least("--block-size", self.cache.block_size, 1)
         if self.model.max_model_len is not None:
             _at_least("--max-model-len", self.model.max_model_len, 2)
@@ -180,5 +186,10 @@ def _check_key(name: str, key: str) -> None:
 
 
 def _at_least(name: str, value: int, low: int) -> None:
-    if value < low:
+    if not isinstance(value, int) or value < low:  # from Python anything may come
         raise ConfigError.field(name, value, f"an integer of at least {low}")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError.field(name, value, ", ".join(allowed))

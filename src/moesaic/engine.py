@@ -104,7 +104,7 @@ class Engine:
                 raise OverloadedError(f"the queue is full: {len(self._streams)} requests of at most {limit}")
         seed = self._rng.randrange(SEED_LIMIT) if params.seed is None else params.seed
         group = self._next_id
-        requests = []
+        requests, streams = [], {}
         for index, single in enumerate(params.fan_out(seed)):
             request = Request(
                 request_id=self._next_id,
@@ -115,10 +115,11 @@ class Engine:
             )
             self._next_id += 1
             decoder = IncrementalDecoder(self.tokenizer, params.skip_special_tokens)
-            self._streams[request.request_id] = _Stream(request, group, index, decoder)
+            streams[request.request_id] = _Stream(request, group, index, decoder)
             requests.append(request)
-        self._groups[group] = {request.request_id for request in requests}
         self._send(messages.Submit(requests))
+        self._streams |= streams
+        self._groups[group] = set(streams)
         return group
 
     def cancel(self, group: int) -> None:
@@ -196,7 +197,7 @@ class Engine:
         if stream is None:
             return
         known = stream.prompt_logprobs or [None]
-        # A preempted request scores its prompt again: the same numbers at the same places.
+        # A step that failed is run again: the same numbers at the same places.
         stream.prompt_logprobs = known[: message.start] + list(message.entries)
 
     def _drop(self, stream: _Stream) -> None:
@@ -282,7 +283,12 @@ def _split_at_stop(text: str, stops: Sequence[str], keep: bool, final: bool) -> 
     if final or not stops:
         return text, "", None
     longest = max(
-        (size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])),
+        (
+            size
+            for stop in stops
+            for size in range(1, min(len(stop), len(text) + 1))
+            if text.endswith(stop[:size])
+        ),
         default=0,
     )
     return text[: len(text) - longest], text[len(text) - longest :], None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral
 from typing import Any
 
 from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
-from moesaic.core.errors import ConfigError, EngineDeadError
+from moesaic.core.errors import ConfigError, EngineDeadError, RequestError
 from moesaic.core.messages import Ready
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import RequestOutput, SamplingParams
@@ -69,14 +70,15 @@ class LLM:
     ) -> None:
         config = _worker_config(model, settings)
         path = files.resolve(model, config.model.revision)
+        tokenizer = Tokenizer(path)
+        self._defaults = files.generation_defaults(path)
         ours, theirs = local_pair()
         self._connection = ours
         self._worker, self.info = build_worker(config, theirs, time.monotonic, journal=journal)
-        self._defaults = files.generation_defaults(path)
         self._jobs: dict[int, _Job] = {}
         self._engine = Engine(
             ours,
-            Tokenizer(path),
+            tokenizer,
             clock=time.monotonic,
             rng=random.Random(seed),
             eos_token_ids=self._defaults.eos_token_ids,
@@ -136,7 +138,7 @@ class LLM:
         jobs: dict[int, _Job] = {}
         try:
             for prompt, own in zip(prompts, each, strict=True):
-                tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
                 jobs[self._engine.submit(tokens, own)] = _Job(tokens, own.n)
         except BaseException:
             self._end(jobs)
@@ -177,14 +179,17 @@ class LLM:
 
 def _worker_config(model: str, settings: Mapping[str, Any]) -> WorkerConfig:
     """`settings` sorted into the records that have fields of these names."""
-    parts = {kind: {f.name for f in fields(kind)} for kind in (ModelConfig, CacheConfig, SchedulerConfig)}
-    known = set().union(*parts.values()) - {"model"}
+
+    def names(kind: type) -> set[str]:
+        return {field.name for field in fields(kind)}
+
+    known = (names(ModelConfig) | names(CacheConfig) | names(SchedulerConfig)) - {"model"}
     for name, value in settings.items():
         if name not in known:
             raise ConfigError(f"{name}={value!r}: no such setting; allowed: {', '.join(sorted(known))}")
 
     def chosen(kind: type) -> dict[str, Any]:
-        return {name: value for name, value in settings.items() if name in parts[kind]}
+        return {name: value for name, value in settings.items() if name in names(kind)}
 
     return WorkerConfig(
         ModelConfig(model, **chosen(ModelConfig)),
@@ -198,9 +203,18 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
+    if items and all(isinstance(item, Integral) for item in items):
         return [items]  # type: ignore[list-item]
     return items  # type: ignore[return-value]
+
+
+def _token_ids(prompt: Iterable[object]) -> list[int]:
+    """Plain integers of integers of any library."""
+    tokens = list(prompt)
+    wrong = next((token for token in tokens if not isinstance(token, Integral)), None)
+    if wrong is not None:
+        raise RequestError(f"prompt: got {wrong!r}; allowed: text, or a list of token ids", "prompt")
+    return [int(token) for token in tokens]  # type: ignore[call-overload]
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

@@ -10,12 +10,18 @@ from typing import Any, NoReturn
 
 import jinja2
 import tokenizers
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError
 
 REPLACEMENT = "\ufffd"
+MARK = "\ue000"
+"""A character of private use: stands where a continued message ends while its template is rendered."""
+TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What Python's own operators raise inside a chat template that meets messages it was not written for."""
 
 
 class Tokenizer:
@@ -113,14 +119,14 @@ class Tokenizer:
             )
         try:
             text = self._template.render(
-                messages=list(messages),
+                messages=_marked(messages) if continue_final_message else list(messages),
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens(),
                 **variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (jinja2.TemplateError, *TEMPLATE_ERRORS) as error:
             raise RequestError(f"messages: the chat template refuses them: {error}", "messages") from error
-        return _cut_after_last(text, messages) if continue_final_message else text
+        return _cut_at_mark(text) if continue_final_message else text
 
     def _special_tokens(self) -> dict[str, str]:
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -144,16 +150,26 @@ class Tokenizer:
         return None if source is None else _compile(source, override or path)
 
 
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %} marks what a model wrote, for training; the text stays."""
+
+    tags = {"generation"}  # noqa: RUF012, the library's own form
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 def _compile(source: str, where: Path) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
         return environment.from_string(source)
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, SyntaxError) as error:
         raise CheckpointError(f"{where}: the chat template is damaged: {error}") from error
 
 
@@ -162,18 +178,25 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: object, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    """Plain JSON: jinja's own filter escapes for HTML."""
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+def _to_json(value: object, ensure_ascii: bool = False, **form: Any) -> str:
+    """Plain JSON, as transformers has it (`form`: indent, separators, sort_keys): jinja escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **form)
 
 
-def _cut_after_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """`text` up to the end of the last message's content, so that the model goes on with it."""
-    content = str(messages[-1].get("content", "")).strip() if messages else ""
-    at = text.rfind(content)
-    if not content or at < 0:
+def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """`messages`, the last one's content followed by MARK, and by a space that a trimming template eats."""
+    content = messages[-1].get("content") if messages else None
+    if not isinstance(content, str) or not content.strip():
         raise RequestError("messages: the last message has no content to continue", "messages")
-    return text[: at + len(content)]
+    return [*messages[:-1], {**messages[-1], "content": f"{content}{MARK} "}]
+
+
+def _cut_at_mark(text: str) -> str:
+    """`text` up to the end of the last message's content, so that the model goes on with it."""
+    before, found, after = text.rpartition(MARK)
+    if not found:
+        raise RequestError("messages: the chat template leaves the last message out", "messages")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _read_settings(file: Path) -> dict[str, Any]:
@@ -221,11 +244,12 @@ class IncrementalDecoder:
         # An unfinished character shows as U+FFFD, with some decoders all bytes before it too.
         certain = len(text.rstrip(REPLACEMENT))
         settled = certain == len(text)
-        if len(self._window) - self._old_tokens > self._LONGEST:
+        full = len(self._window) - self._old_tokens > self._LONGEST
+        if full:
             certain, settled = len(text), True
         piece = text[self._given : certain]
         self._given = max(self._given, certain)
-        if settled and piece:
+        if settled and (piece or full):  # a run of special tokens has no text, and must not grow for ever
             self._window = self._window[self._old_tokens :]
             self._old_tokens = len(self._window)
             self._given = len(self._tokenizer.decode(self._window, self._skip))

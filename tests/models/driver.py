@@ -25,11 +25,8 @@ class Driver:
     def __post_init__(self) -> None:
         layout, layers = self.model.spec.kv, self.model.spec.num_layers
         shape = (layers, self.num_blocks, self.block_size, layout.kv_heads)
-        self.keys = torch.full((*shape, layout.key_width), float("nan"))
-        self.values = None if layout.value_in_key else torch.full((*shape, layout.value_width), float("nan"))
-        self.keys.zero_()
-        if self.values is not None:
-            self.values.zero_()
+        self.keys = torch.zeros(*shape, layout.key_width)
+        self.values = None if layout.value_in_key else torch.zeros(*shape, layout.value_width)
         self.free = np.random.default_rng(0).permutation(self.num_blocks).tolist()
 
     def step(self, rows: dict[int, list[int]]) -> torch.Tensor:

@@ -124,6 +124,19 @@ def test_end_ids_of_both_files_are_merged(tmp_path: Path) -> None:
     assert files.generation_defaults(write(tmp_path, {"eos_token_id": None}, None)).eos_token_ids == ()
 
 
+def test_end_ids_outside_of_the_vocabulary_are_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": -1, "vocab_size": 10}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 10, None]}))
+    assert files.generation_defaults(tmp_path).eos_token_ids == (9,)
+
+
+def test_sampling_defaults_that_no_request_could_have_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature: got '0.6'"):
+        files.generation_defaults(write(tmp_path, {}, {"temperature": "0.6"}))
+    odd = {"temperature": 0, "top_k": None, "top_p": None, "min_p": 0, "do_sample": True}
+    assert files.generation_defaults(write(tmp_path, {}, odd)).sampling == {"temperature": 0, "min_p": 0}
+
+
 def test_sampling_defaults_are_taken_unless_the_model_is_greedy(tmp_path: Path) -> None:
     said = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
     found = files.generation_defaults(write(tmp_path, {}, {**said, "do_sample": True}))

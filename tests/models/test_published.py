@@ -76,6 +76,18 @@ QWEN3_30B_A3B = GENERIC | {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+QWEN3_CODER_30B_A3B = QWEN3_30B_A3B | {
+    "max_position_embeddings": 262144,
+    "qkv_bias": False,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.0,
+    "shared_expert_intermediate_size": 0,
+    "use_qk_norm": True,
+}
+QWEN3_30B_A3B_UNSLOTH = QWEN3_30B_A3B | {"_attn_implementation_autoset": True, "unsloth_fixed": True}
+QWEN3_30B_A3B_YARN = QWEN3_30B_A3B | {
+    "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "rope_type": "yarn"},
+}
 DEEPSEEK_V2_LITE = GENERIC | {
     "architectures": ["DeepseekV2ForCausalLM"],
     "attention_bias": False,
@@ -146,10 +158,22 @@ DEEPSEEK_V2 = DEEPSEEK_V2_LITE | {
         (MIXTRAL_8X7B, 32, 8, 32768, 2 * 8 * 128),
         (MIXTRAL_8X22B, 56, 8, 65536, 2 * 8 * 128),
         (QWEN3_30B_A3B, 48, 128, 40960, 2 * 4 * 128),
+        (QWEN3_CODER_30B_A3B, 48, 128, 262144, 2 * 4 * 128),
+        (QWEN3_30B_A3B_UNSLOTH, 48, 128, 40960, 2 * 4 * 128),
+        (QWEN3_30B_A3B_YARN, 48, 128, 131072, 2 * 4 * 128),
         (DEEPSEEK_V2_LITE, 26, 64, 163840, 512 + 64),
         (DEEPSEEK_V2, 59, 160, 163840, 512 + 64),
     ],
-    ids=["mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v2"],
+    ids=[
+        "mixtral-8x7b",
+        "mixtral-8x22b",
+        "qwen3-30b-a3b",
+        "qwen3-coder-30b-a3b",
+        "qwen3-30b-a3b of unsloth",
+        "qwen3-30b-a3b with yarn",
+        "deepseek-v2-lite",
+        "deepseek-v2",
+    ],
 )
 def test_a_published_config_gives_its_published_sizes(
     tmp_path: Path, config: dict[str, Any], layers: int, experts: int, context: int, kv_numbers: int

@@ -23,6 +23,7 @@ from moesaic.policy.brain.actions import (
     Release,
     RunStep,
     StepDone,
+    StepFailed,
     StepPlan,
 )
 from moesaic.policy.brain.one_process import OneProcess
@@ -86,6 +87,21 @@ class FakeExecutor:
         tokens = self._run(plan)
         self.under_way, self.last = None, plan
         return self.tell(StepDone(plan.step, np.array(tokens, dtype=np.int64)))
+
+    def fail(self) -> list[Action]:
+        """Break off the step under way, some of its rows written; the next one has its number."""
+        plan = self.under_way
+        assert plan is not None
+        batch = plan.batch
+        for table, stop in zip(batch.block_tables, batch.context_lens.tolist(), strict=True):
+            block, offset = divmod(stop - 1, self.kv.shape[1])
+            self.kv[table[block], offset] = -1
+        for i in plan.scored.tolist():  # will be scored again
+            scored = self.clients[int(plan.request_ids[i])].scored
+            del scored[scored.index(batch.positions[batch.query_starts[i]]) :]
+        self.under_way = None
+        self.steps -= 1
+        return self.tell(StepFailed(plan.step))
 
     def drain(self) -> None:
         """Step until idle; every request must end in a bounded number of steps."""

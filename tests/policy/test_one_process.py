@@ -210,6 +210,21 @@ def test_a_step_that_is_not_under_way_is_refused() -> None:
         subject.brain.handle(StepDone(0, np.zeros(2, dtype=np.int64)), 0.0)
 
 
+def test_a_failed_step_is_run_again_without_what_was_cancelled() -> None:
+    subject = executor()
+    first = plan_of(subject.arrive(request(0, [1, 2, 3], max_tokens=2)))
+    subject.arrive(request(1, [4, 5], max_tokens=1))
+    again = plan_of(subject.fail())
+    assert again.step == first.step == 0
+    assert again.request_ids.tolist() == [0, 1] and again.batch.positions.tolist() == [0, 1, 2, 0, 1]
+    subject.cancel(0)
+    released, run = subject.fail()
+    assert released == Release([0]) and isinstance(run, RunStep) and run.plan.request_ids.tolist() == [1]
+    subject.drain()
+    subject.check_everybody()
+    assert subject.brain.stats().steps == 1
+
+
 def test_replay_gives_the_same_actions() -> None:
     subject = executor(num_blocks=8, size=2, seats=3, rows=6, length=16)
     subject.arrive(*(request(i, [i % 2] * (i + 1), max_tokens=7) for i in range(6)))

@@ -1,4 +1,4 @@
-"""OneProcess under random arrivals, cancellations and steps; the fake executor checks every action."""
+"""OneProcess under random arrivals, cancellations, steps and failures; every action is checked."""
 
 from __future__ import annotations
 
@@ -75,6 +75,11 @@ class BrainMachine(RuleBasedStateMachine):
         while count and self.executor.under_way is not None:
             self.executor.step()
             count -= 1
+
+    @precondition(lambda self: self.executor.under_way is not None)
+    @rule()
+    def fail(self) -> None:
+        self.executor.fail()
 
     @precondition(lambda self: self.executor.clients)
     @rule(data=st.data())

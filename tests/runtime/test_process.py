@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from moesaic.config import CacheConfig, ModelConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.request import FinishReason, Request, SamplingParams
+from moesaic.transport.stream import StreamConnection, stream_pair
 
 DEMO = WorkerConfig(ModelConfig("demo", threads=1))
 
@@ -85,6 +87,38 @@ def test_a_setting_that_does_not_fit_is_told_in_one_line() -> None:
     assert isinstance(failed, messages.Failed) and failed.user_error
     assert "--kv-cache-memory" in failed.error and "\n" not in failed.error
     assert worker.process.wait(20) == 2
+    worker.stop()
+
+
+BROKEN = """
+import moesaic.runtime.executor as executor
+from moesaic.runtime.__main__ import main
+
+def broken(*arguments):
+    raise RuntimeError("no memory left\\nby far")
+
+executor.forward = broken
+raise SystemExit(main())
+"""
+
+
+def test_a_bug_in_a_step_reaches_the_log_and_the_engine() -> None:
+    ours, theirs = stream_pair()
+    command = [sys.executable, "-c", BROKEN, "--connection-fd", str(theirs.fileno())]
+    with theirs, tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [*command, "--config", DEMO.to_json()], pass_fds=[theirs.fileno()], stderr=log
+        )
+        theirs.close()
+        worker = WorkerProcess(process, StreamConnection(ours))
+        until(worker, messages.Ready)
+        worker.connection.send(long_request(0))
+        failed = until(worker, messages.Failed)
+        assert failed == messages.Failed("RuntimeError: no memory left", user_error=False)
+        assert worker.process.wait(20) == 1
+        log.seek(0)
+        text = log.read().decode()
+    assert "Traceback" in text and "in broken" in text and "by far" in text
     worker.stop()
 
 

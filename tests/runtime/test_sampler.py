@@ -146,6 +146,39 @@ def test_zero_logprobs_give_the_token_alone() -> None:
     assert entry is not None and entry.top == []
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": 1e6, "temperature": 1e-5},
+        {"stop_token_ids": range(4), "min_tokens": 1},
+        {"stop_token_ids": range(4), "min_tokens": 1, "temperature": 1e6, "top_p": 0.5, "top_k": 2},
+        {"top_p": 1e-300, "min_p": 1.0, "temperature": 1e-5},
+    ],
+)
+def test_no_parameters_lead_out_of_the_vocabulary(params: dict[str, object]) -> None:
+    sampler = Sampler(4)
+    sampler.admit(make(0, [0, 1, 2, 3], **params), [])
+    logits = torch.tensor([[3e4, -2.0, 1.0, 0.0]])
+    for _ in range(5):
+        assert 0 <= sampler.sample(np.array([0]), logits.clone())[0][0] < 4
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_model_that_overflows_samples_some_token(broken: float) -> None:
+    sampler = Sampler(4)
+    sampler.admit(make(0), [])
+    for logits in ([broken] * 4, [1.0, broken, 0.0, 2.0]):
+        assert 0 <= sampler.sample(np.array([0]), torch.tensor([logits]))[0][0] < 4
+
+
+def test_a_bias_does_not_bring_back_a_stop_token_before_min_tokens() -> None:
+    sampler = Sampler(4)
+    sampler.admit(make(0, temperature=0.0, logit_bias={EOS: 100.0}, min_tokens=2), [])
+    found = [sampler.sample(np.array([0]), torch.tensor([[0.0, 2.0, 1.0, 5.0]]))[0][0] for _ in range(3)]
+    assert found == [1, 1, EOS]
+
+
 def test_a_tie_goes_to_the_lowest_id() -> None:
     sampler = Sampler(4)
     sampler.admit(make(0, temperature=0.0), [])

@@ -146,6 +146,22 @@ def test_garbage_ends_the_connection_and_nothing_else(garbage: bytes) -> None:
     theirs.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_in_the_reader_ends_the_connection_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(payload: memoryview) -> messages.Message:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr("moesaic.transport.codec.decode", broken)
+    ours, theirs = stream_pair()
+    connection, sender = StreamConnection(ours), StreamConnection(theirs)
+    sender.send(messages.Shutdown())
+    with pytest.raises(ConnectionLost, match="too deep"):
+        connection.receive(5.0)
+    connection._reader.join(5.0)
+    connection.close()
+    sender.close()
+
+
 def test_a_message_with_a_refused_value_ends_the_connection() -> None:
     """SamplingParams refuses temperature -1; a peer that sends it is not one of ours."""
     ours, theirs = stream_pair()

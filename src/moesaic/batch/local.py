@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moesaic import __version__
-from moesaic.cluster.local import WorkerProcess, spawn_worker
+from moesaic.cluster.local import WorkerProcess
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError, EngineDeadError
 from moesaic.core.messages import WorkerInfo
-from moesaic.engine import Engine
-from moesaic.models import files
+from moesaic.launch import launch
 from moesaic.server.app import create_app
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.service import Service
-from moesaic.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -45,25 +41,11 @@ async def serving(
 
     seed: of the seeds that requests get.
     """
-    path = files.resolve(config.model.model, config.model.revision)
-    defaults = files.generation_defaults(path)
-    tokenizer = Tokenizer(path, chat_template)
-    here = replace(config.model, model=str(path), revision=None)
-    worker = spawn_worker(replace(config, model=here))
-    try:
-        engine = Engine(
-            worker.connection,
-            tokenizer,
-            clock=time.monotonic,
-            rng=random.Random(seed),
-            eos_token_ids=defaults.eos_token_ids,
-        )
-        loop_engine = AsyncEngine(engine, worker.connection)
-        service = Service(loop_engine, model_name, defaults.sampling, __version__)
-        loop_engine.start()
-        yield Served(create_app(service, max_body_bytes=2**62), await _loaded(loop_engine, worker))
-    finally:
-        worker.stop()
+    with launch(config, chat_template=chat_template, seed=seed) as launched:
+        engine = AsyncEngine(launched.engine, launched.worker.connection)
+        service = Service(engine, model_name, launched.default_sampling, __version__)
+        engine.start()
+        yield Served(create_app(service, max_body_bytes=2**62), await _loaded(engine, launched.worker))
 
 
 async def _loaded(engine: AsyncEngine, worker: WorkerProcess) -> WorkerInfo:

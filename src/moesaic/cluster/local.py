@@ -46,7 +46,12 @@ def spawn_worker(config: WorkerConfig) -> WorkerProcess:
     with theirs:
         command = [sys.executable, "-m", "moesaic.runtime"]
         command += ["--connection-fd", str(theirs.fileno()), "--config", config.to_json()]
+        # A process group of its own: Ctrl-C is for the engine, which drains and then ends its worker.
         process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=worker_environment()
+            command,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=worker_environment(),
+            process_group=0,
         )
     return WorkerProcess(process, StreamConnection(ours))

@@ -70,9 +70,11 @@ class SamplingParams:
     """Leave special tokens out of the text."""
 
     def __post_init__(self) -> None:
-        # Lists are welcome; kept are tuples, so that equal parameters compare equal.
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        # Lists are welcome, and None for nothing; kept are tuples, so that equal parameters compare equal.
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", self.logit_bias or {})
         _integer("n", self.n, 1, 128)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, None)
@@ -119,9 +121,11 @@ def _wrap(seed: int) -> int:
 
 
 def _integer(name: str, value: object, low: int, high: int | None) -> None:
+    """Refuses what is no integer within the limits; without `high`, what 64 bits do not hold."""
     good = isinstance(value, int) and not isinstance(value, bool)
-    if not good or value < low or (high is not None and value > high):  # type: ignore[operator]
-        top = "" if high is None else f" and at most {high}"
+    most = SEED_LIMIT - 1 if high is None else high
+    if not good or not low <= value <= most:  # type: ignore[operator]
+        top = f" and at most {most}" if high is not None or good else ""
         raise RequestError(f"{name}: got {value!r}; allowed: an integer of at least {low}{top}", name)
 
 

@@ -53,5 +53,4 @@ class PagedKV:
 
 def bytes_per_token(layout: KVLayout, num_layers: int, dtype: torch.dtype) -> int:
     """Bytes that one token takes over all layers."""
-    width = layout.key_width + (0 if layout.value_in_key else layout.value_width)
-    return num_layers * layout.kv_heads * width * dtype.itemsize
+    return num_layers * layout.numbers * dtype.itemsize

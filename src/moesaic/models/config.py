@@ -14,6 +14,9 @@ BENIGN = frozenset(
         "output_router_logits", "router_aux_loss_coef", "attention_dropout", "_attn_implementation",
         "torchscript", "problem_type", "id2label", "label2id", "task_specific_params", "tokenizer_class",
         "chunk_size_feed_forward", "finetuning_task", "prefix", "pruned_heads", "use_bfloat16",
+        "_attn_implementation_autoset", "gradient_checkpointing",
+        # Marks of a popular re-publisher.
+        "unsloth_fixed", "unsloth_version",
         # How training was split.
         "pretraining_tp",
         # Tokens: generation defaults and the tokenizer take care of them.

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moesaic.core.errors import CheckpointError, ConfigError
+from moesaic.core.errors import CheckpointError, ConfigError, RequestError
+from moesaic.core.request import SamplingParams
 
 DEMO = "demo"
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "vocab*", "merges.txt"]
@@ -39,7 +40,6 @@ def _checked(path: Path, problem: str) -> Path:
 
 
 def _from_hub(model: str, revision: str | None) -> Path:
-    import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -62,7 +62,7 @@ def _from_hub(model: str, revision: str | None) -> Path:
         raise ConfigError(f"model: {model!r} is neither a directory nor a model on the hub") from error
     except RevisionNotFoundError as error:
         raise ConfigError(f"model: {model!r} has no revision {revision!r} on the hub") from error
-    except (LocalEntryNotFoundError, httpx.TransportError) as error:
+    except LocalEntryNotFoundError as error:
         raise ConfigError(
             f"model: {model!r} is not in the local cache and the hub is out of reach"
         ) from error
@@ -88,7 +88,8 @@ class GenerationDefaults:
     """How the model's makers want it sampled; None where they say nothing."""
 
     eos_token_ids: tuple[int, ...] = ()
-    """End-of-sequence ids of generation_config.json and config.json together, ascending."""
+    """End-of-sequence ids of generation_config.json and config.json together, ascending, without those
+    outside of the vocabulary (-1 stands for none in some files)."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -96,22 +97,33 @@ class GenerationDefaults:
     repetition_penalty: float | None = None
 
     @property
-    def sampling(self) -> dict[str, float]:
+    def sampling(self) -> dict[str, Any]:
         """What the makers do say, by the names of SamplingParams."""
         said = {name: value for name, value in asdict(self).items() if name != "eos_token_ids"}
         return {name: value for name, value in said.items() if value is not None}
 
 
 def generation_defaults(path: Path) -> GenerationDefaults:
-    """The defaults of a model's directory. With "do_sample": false only the end ids count."""
+    """The defaults of a model's directory. With "do_sample": false only the end ids count.
+
+    Raises CheckpointError for a value that no request could ask for.
+    """
     config = read_json(path / "config.json")
     file = path / "generation_config.json"
     generation = read_json(file) if file.is_file() else {}
-    eos = sorted(_ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id")))
+    said = _ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
+    size = config.get("vocab_size")
+    end = size if isinstance(size, int) else float("inf")  # the model's own file refuses another size
+    eos = [token for token in sorted(said) if 0 <= token < end]
     if generation.get("do_sample") is False:
         return GenerationDefaults(tuple(eos))
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return GenerationDefaults(tuple(eos), **{name: generation.get(name) for name in names})
+    defaults = GenerationDefaults(tuple(eos), **{name: generation.get(name) for name in names})
+    try:
+        SamplingParams(**defaults.sampling)
+    except RequestError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    return defaults
 
 
 def _ids(value: object) -> set[int]:

@@ -70,6 +70,10 @@ def parse(raw: dict[str, Any]) -> Config:
     fields = Fields(raw)
     fields.only("model_type", "qwen3_moe")
     fields.only("hidden_act", "silu")
+    # Keys of Qwen3-Coder that say what every model of this type has.
+    fields.only("qkv_bias", False)
+    fields.only("use_qk_norm", True)
+    fields.only("shared_expert_intermediate_size", 0, None)
     experts = fields.integer("num_experts" if "num_experts" in raw else "num_local_experts")
     fields.only("num_local_experts", experts)
     max_position = fields.integer("max_position_embeddings", 32768)

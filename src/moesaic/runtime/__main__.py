@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
 import time
+import traceback
 
 from moesaic.config import WorkerConfig
 from moesaic.core import messages
@@ -21,7 +23,8 @@ def main() -> int:
     parser.add_argument("--connection-fd", type=int, required=True, help="inherited socket to the engine")
     parser.add_argument("--config", required=True, help="settings as JSON")
     arguments = parser.parse_args()
-    # Ctrl-C reaches the whole process group; the engine drains and then tells this process to end.
+    # A service manager may signal every process it started; the engine drains and then ends this one.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # When the engine dies, so does its worker, at once, also in the middle of a step.
     connection = StreamConnection(socket.socket(fileno=arguments.connection_fd), on_lost=lambda: os._exit(0))
@@ -29,6 +32,13 @@ def main() -> int:
         return _serve(connection, WorkerConfig.from_json(arguments.config))
     except ConnectionLost:
         return 0
+    except Exception as error:
+        # The log comes first: once the engine knows, it may close the connection, which ends this process.
+        traceback.print_exc()
+        line = str(error).partition("\n")[0]
+        with contextlib.suppress(ConnectionLost):
+            connection.send(messages.Failed(f"{type(error).__name__}: {line}", user_error=False))
+        raise SystemExit(1) from error
 
 
 def _serve(connection: StreamConnection, config: WorkerConfig) -> int:

@@ -85,12 +85,8 @@ def _device(config: ModelConfig) -> torch.device:
     return torch.device("cuda" if cuda else "cpu")
 
 
-def _dtype(name: str) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-
-
 def _kv_dtype(config: CacheConfig, loaded: Loaded) -> torch.dtype:
-    return loaded.dtype if config.kv_cache_dtype == "auto" else _dtype(config.kv_cache_dtype)
+    return loaded.dtype if config.kv_cache_dtype == "auto" else registry.DTYPES[config.kv_cache_dtype]
 
 
 def _context_length(config: ModelConfig, model: Model) -> int:

@@ -16,6 +16,9 @@ from moesaic.core.request import Request, TokenLogprob
 from moesaic.core.tokens import IntArray
 from moesaic.runtime.noise import uniform
 
+LARGEST = 1e30
+"""Of a logit when noise is drawn: over the smallest temperature it is still a finite float32."""
+
 
 @dataclass
 class _Row:
@@ -63,9 +66,10 @@ class Sampler:
         if noisy:
             tokens[noisy] = _draw(logits[noisy], [rows[index] for index in noisy])
         result = tokens.cpu().numpy().astype(np.int64)
+        report = _report(raw, rows, result)
         for row, token in zip(rows, result, strict=True):
             row.generated.append(int(token))
-        return result, _report(raw, rows, result)
+        return result, report
 
 
 def token_logprobs(logprobs: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
@@ -113,27 +117,33 @@ def _adjust(logits: torch.Tensor, rows: list[_Row]) -> None:
 def _penalise(logits: torch.Tensor, row: _Row) -> None:
     """Repetition, then frequency and presence penalty on one row [vocab], in place."""
     params = row.request.params
+
+    def counts(tokens: list[int]) -> torch.Tensor:
+        return torch.bincount(torch.tensor(tokens, device=logits.device), minlength=len(logits))
+
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(row.request.prompt_token_ids + row.generated, device=logits.device).unique()
+        seen = counts(row.request.prompt_token_ids + row.generated) > 0
         scale = params.repetition_penalty
-        logits[seen] = torch.where(logits[seen] > 0, logits[seen] / scale, logits[seen] * scale)
+        logits.copy_(torch.where(seen, torch.where(logits > 0, logits / scale, logits * scale), logits))
     if row.generated:
-        ids, counts = torch.tensor(row.generated, device=logits.device).unique(return_counts=True)
-        logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
+        often = counts(row.generated)
+        logits.sub_(params.frequency_penalty * often + params.presence_penalty * (often > 0))
 
 
 def _draw(logits: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
     """[n] tokens by inverting the cumulative distribution, tokens in order of their ids.
 
     In that order (rather than by probability) a rounding error moves a boundary by as much and
-    never swaps two tokens.
+    never swaps two tokens. Logits that are not finite (all masked, or a penalty that overflows) count as
+    the largest or the smallest: whatever a client asks for, a token of the vocabulary comes out.
     """
 
     def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
 
     params = [row.request.params for row in rows]
-    scaled = logits / column([p.temperature for p in params])
+    scaled = logits.nan_to_num(nan=-LARGEST).clamp_(-LARGEST, LARGEST)
+    scaled = scaled / column([p.temperature for p in params])
     scaled = scaled - scaled.amax(dim=-1, keepdim=True)
     if any(p.min_p > 0 for p in params):
         floor = column([p.min_p for p in params]).log()

@@ -8,7 +8,16 @@ from collections.abc import Callable
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.metrics import WorkerStats
-from moesaic.policy.brain.actions import Action, Arrived, Brain, Cancelled, Event, StepDone
+from moesaic.policy.brain.actions import (
+    Action,
+    Arrived,
+    Brain,
+    Cancelled,
+    Event,
+    RunStep,
+    StepDone,
+    StepFailed,
+)
 from moesaic.runtime.executor import Executor
 from moesaic.transport.base import Connection
 
@@ -61,8 +70,7 @@ class Worker:
         actions = self._brain.handle(event, now)
         if self._journal is not None:
             self._journal(event, now, actions)
-        for action in actions:
-            self._carry_out(action)
+        self._carry_out(actions)
         self._report(now)
         return True
 
@@ -71,12 +79,12 @@ class Worker:
         return self._brain.stats()
 
     def _collect(self, timeout: float | None) -> None:
-        """Messages into events; a finished step stays behind what arrived while it ran."""
+        """Messages into events; a step's end stays behind what arrived while it ran."""
         message = self._connection.receive(timeout)
         while message is not None:
             match message:
                 case messages.Submit():
-                    self._put(Arrived(message.requests))
+                    self._put(Arrived(list(message.requests)))
                 case messages.Cancel():
                     self._put(Cancelled(message.request_ids))
                 case messages.Shutdown():
@@ -86,20 +94,27 @@ class Worker:
             message = self._connection.receive(0.0)
 
     def _put(self, event: Event) -> None:
-        """Behind what waits, but before a finished step; arrivals become one event, hence one step."""
-        done = self._events.pop() if self._events and isinstance(self._events[-1], StepDone) else None
+        """Behind what waits, but before the step's end; arrivals become one event, hence one step."""
+        ended = self._events and isinstance(self._events[-1], StepDone | StepFailed)
+        done = self._events.pop() if ended else None
         last = self._events[-1] if self._events else None
         if isinstance(event, Arrived) and isinstance(last, Arrived):
-            self._events[-1] = Arrived(last.requests + event.requests)
+            last.requests.extend(event.requests)
         else:
             self._events.append(event)
         if done is not None:
             self._events.append(done)
 
-    def _carry_out(self, action: Action) -> None:
-        done = self._executor.execute(action)
-        if done is not None:
-            self._events.append(done)
+    def _carry_out(self, actions: list[Action]) -> None:
+        """One after another. After an error the worker can go on: the brain hears that the step failed."""
+        try:
+            for action in actions:
+                done = self._executor.execute(action)
+                if done is not None:
+                    self._events.append(done)
+        except BaseException:
+            self._events += [StepFailed(a.plan.step) for a in actions if isinstance(a, RunStep)]
+            raise
 
     def _report(self, now: float) -> None:
         idle = not self._events

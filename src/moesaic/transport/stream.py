@@ -76,6 +76,9 @@ class StreamConnection:
             self._inbox.put(lost)
         except OSError as error:
             self._inbox.put(ConnectionLost(f"the other end is gone: {error.strerror or error}"))
+        except Exception as error:  # a bug of ours: whoever receives must not wait for ever
+            self._inbox.put(ConnectionLost(f"reading failed: {error!r}"))
+            raise
         if self._on_lost is not None:
             self._on_lost()
 

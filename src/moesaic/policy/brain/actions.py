@@ -1,7 +1,7 @@
 """The words between a brain and the executor that carries its decisions out.
 
 A worker's loop is: an event arrives, `brain.handle(event, now)` returns actions, the executor
-carries them out in order. Carrying out `RunStep` ends in a `StepDone` event.
+carries them out in order. Carrying out `RunStep` ends in a `StepDone` event, or in `StepFailed`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,14 @@ class StepDone:
     """[p] the sampled token of each entry of StepPlan.sampled."""
 
 
-Event = Arrived | Cancelled | StepDone
+@dataclass(frozen=True)
+class StepFailed:
+    """The step broke off, by an error or an interrupt: what it wrote counts for nothing."""
+
+    step: int
+
+
+Event = Arrived | Cancelled | StepDone | StepFailed
 
 # ---- actions: what is to be done
 
@@ -62,7 +69,7 @@ class StepPlan:
 
     The row at position p scores prompt token p + 1, so the prompt's last row, if it is among them,
     scores none. All their rows are in batch.logit_rows. Over a request's life each row is scored once:
-    rows computed again after a preemption are not in here a second time.
+    rows computed again after a preemption are not in here a second time (those of a failed step are).
     """
 
 

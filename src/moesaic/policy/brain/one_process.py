@@ -29,6 +29,7 @@ from moesaic.policy.brain.actions import (
     Release,
     RunStep,
     StepDone,
+    StepFailed,
     StepPlan,
 )
 from moesaic.policy.brain.plan import step_plan
@@ -65,6 +66,8 @@ class OneProcess:
                 actions = self._cancelled(request_ids)
             case StepDone(step, tokens):
                 actions = self._step_done(step, tokens, now)
+            case StepFailed(step):
+                actions = self._let_go(self._land(step))
         if self._flight is None:
             actions += self._next_step(now)
         return actions
@@ -101,20 +104,29 @@ class OneProcess:
         return [Release(released)] if released else []
 
     def _step_done(self, step: int, tokens: IntArray, now: float) -> list[Action]:
-        flight = self._flight
-        if flight is None or flight.plan.step != step or len(flight.plan.sampled) != len(tokens):
-            raise ValueError(f"step {step} with {len(tokens)} tokens is not the one under way")
-        self._flight = None
+        flight = self._land(step, len(tokens))
         self._count(flight, now)
         for sequence, rows in flight.chunks:
             sequence.advance(rows)
             self._blocks.commit(sequence.request_id, sequence.tokens.array, sequence.num_computed)
         emit = self._append(flight, tokens.tolist())
-        ended = [s for s, _ in flight.chunks if s.stage is Stage.FINISHED]
+        actions: list[Action] = [emit] if emit.request_ids else []
+        return actions + self._let_go(flight)
+
+    def _land(self, step: int, num_tokens: int | None = None) -> _Flight:
+        """The step under way, which is none from now on. Rows of a failed one are still pending."""
+        flight = self._flight
+        if flight is None or flight.plan.step != step or num_tokens not in (None, len(flight.plan.sampled)):
+            raise ValueError(f"step {step} with {num_tokens} tokens is not the one under way")
+        self._flight = None
+        return flight
+
+    def _let_go(self, flight: _Flight) -> list[Action]:
+        """Free what ended with this step or was cancelled during it."""
+        ended = [sequence for sequence, _ in flight.chunks if sequence.stage is Stage.FINISHED]
         for sequence in ended:
             self._batching.free(sequence)
-        actions: list[Action] = [emit] if emit.request_ids else []
-        return actions + ([Release([s.request_id for s in ended])] if ended else [])
+        return [Release([sequence.request_id for sequence in ended])] if ended else []
 
     def _append(self, flight: _Flight, tokens: list[int]) -> Emit:
         """Give each sampled sequence its token; those cancelled meanwhile get none."""

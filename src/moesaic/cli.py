@@ -1,0 +1,153 @@
+"""The `moesaic` command. Flags come from the documented fields of the configs.
+
+Only what is needed to read a command line is imported here; what a command does is imported when it
+is called, so that --help and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, Parameter
+
+from moesaic import __version__
+from moesaic.batch.options import RunBatch
+from moesaic.bench.options import ServeBench, ThroughputBench
+from moesaic.commands.usage import one_line
+from moesaic.config import (
+    CacheConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    WorkerConfig,
+    api_key,
+    resolve_server,
+)
+from moesaic.core.errors import ConfigError, MoesaicError
+
+FLAT = Parameter(name="*")
+"""The fields of a config become flags without a prefix."""
+
+SHORT = {"-i": "--input-file", "-o": "--output-file"}
+"""Short flags, spelled out before the command line is read."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """How a command answers."""
+
+    json: Annotated[bool, Parameter(negative="")] = False
+    """Print JSON, for machines."""
+    debug: Annotated[bool, Parameter(negative="")] = False
+    """Print a traceback with an error."""
+
+
+app = App(
+    name="moesaic",
+    version=__version__,
+    help="Mixture-of-Experts language models, served with the experts as services.",
+    help_epilogue="Flags of a command: moesaic COMMAND --help",
+)
+bench = App(
+    name="bench",
+    help="Measure a server, or the engine in this process.",
+    default_parameter=Parameter(consume_multiple=True),  # --goodput ttft:500 tpot:50
+)
+app.command(bench)
+
+
+@app.command
+def serve(
+    model: Annotated[ModelConfig, FLAT],
+    *,
+    cache: Annotated[CacheConfig, FLAT] = CacheConfig(),
+    scheduler: Annotated[SchedulerConfig, FLAT] = SchedulerConfig(),
+    server: Annotated[ServerConfig, FLAT] = ServerConfig(),
+    output: Annotated[Output, FLAT] = Output(),
+) -> int:
+    """Serve a model over an OpenAI-compatible HTTP API.
+
+    SIGTERM and Ctrl-C finish the requests in flight; a second one stops at once.
+    """
+    from moesaic.commands import serve as command
+
+    return command.run(WorkerConfig(model, cache, scheduler), resolve_server(server), output.json)
+
+
+@app.command
+def run_batch(
+    *,
+    options: Annotated[RunBatch, FLAT],
+    model: Annotated[ModelConfig, FLAT],
+    cache: Annotated[CacheConfig, FLAT] = CacheConfig(),
+    scheduler: Annotated[SchedulerConfig, FLAT] = SchedulerConfig(),
+    output: Annotated[Output, FLAT] = Output(),
+) -> int:
+    """Answer a file of OpenAI batch lines: run-batch -i in.jsonl -o out.jsonl --model MODEL.
+
+    After a crash the same command goes on where it stopped.
+    """
+    from moesaic.commands import run_batch as command
+
+    return command.run(options, WorkerConfig(model, cache, scheduler), output.json)
+
+
+@bench.command(name="serve")
+def bench_serve(
+    *,
+    options: Annotated[ServeBench, FLAT] = ServeBench(),
+    output: Annotated[Output, FLAT] = Output(),
+) -> int:
+    """Load any OpenAI-compatible server and measure its latencies and throughput."""
+    from moesaic.commands import bench_serve as command
+
+    return command.run(replace(options, api_key=options.api_key or api_key()), output.json)
+
+
+@bench.command(name="throughput")
+def bench_throughput(
+    model: Annotated[ModelConfig, FLAT],
+    *,
+    options: Annotated[ThroughputBench, FLAT] = ThroughputBench(),
+    cache: Annotated[CacheConfig, FLAT] = CacheConfig(),
+    scheduler: Annotated[SchedulerConfig, FLAT] = SchedulerConfig(),
+    output: Annotated[Output, FLAT] = Output(),
+) -> int:
+    """Continue random prompts with a model in this process, all handed in at once, and measure."""
+    from moesaic.commands import bench_throughput as command
+
+    return command.run(options, WorkerConfig(model, cache, scheduler), output.json)
+
+
+@app.command
+def doctor(*, output: Annotated[Output, FLAT] = Output()) -> int:
+    """Show what this machine has, what moesaic will use of it, and what could be better."""
+    from moesaic.commands import doctor as command
+
+    return command.run(output.json)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code: 0, 1 when it failed, 2 when a setting is wrong."""
+    given = [SHORT.get(word, word) for word in (sys.argv[1:] if arguments is None else arguments)]
+    try:
+        return int(app(given, exit_on_error=False, print_error=False, result_action="return_value") or 0)
+    except CycloptsError as error:
+        return _fail(one_line(error), 2, given)
+    except ConfigError as error:
+        return _fail(str(error), 2, given)
+    except MoesaicError as error:
+        return _fail(str(error), 1, given)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _fail(message: str, code: int, arguments: Sequence[str]) -> int:
+    if "--debug" in arguments:
+        traceback.print_exc()
+    print(f"moesaic: {' '.join(message.split())}", file=sys.stderr)
+    return code

@@ -1,0 +1,1 @@
+"""What the commands do. Each file is one command, imported only when it is called."""

@@ -1,0 +1,115 @@
+"""What `moesaic serve` tells while it loads and once it serves."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TransferSpeedColumn as SpeedColumn
+from rich.table import Table
+
+from moesaic.commands.units import in_bytes, in_words
+from moesaic.core.messages import Loading, Message, Ready, WorkerInfo
+
+
+class Announcer:
+    """Shows a progress bar on a terminal until the worker is ready, then what was chosen and where it serves.
+
+    The bar goes to stderr, the rest to stdout: a table for people, or one line of JSON.
+    """
+
+    def __init__(self, name: str, host: str, port: int, as_json: bool) -> None:
+        self._name = name
+        self._host = host
+        self._port = port
+        self._as_json = as_json
+        errors = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("loading {task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            SpeedColumn(),
+            TimeRemainingColumn(compact=True),
+            console=errors,
+            transient=True,
+            disable=not errors.is_terminal,
+        )
+        self._task = self._bar.add_task(name, total=None)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        self._bar.stop()
+
+    def observe(self, message: Message) -> None:
+        """Take in a message of the worker."""
+        match message:
+            case Loading():
+                self._bar.update(self._task, completed=message.done, total=message.total)
+            case Ready():
+                self._bar.stop()
+                self._announce(message.info)
+
+    def _announce(self, info: WorkerInfo) -> None:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        url = f"http://{host}:{self._port}"
+        if self._as_json:
+            print(json.dumps(as_record(self._name, url, info)))
+        else:
+            console = Console()
+            console.print(as_table(self._name, info))
+            print(capacity_line(info))
+            print(f"Serving {self._name} at {url}")
+        sys.stdout.flush()
+
+
+def requests_of_maximum_length(info: WorkerInfo) -> int:
+    """How many of them the KV cache holds at once."""
+    return info.num_blocks // -(-info.max_model_len // info.block_size)
+
+
+def capacity_line(info: WorkerInfo) -> str:
+    """For people: what the KV cache is good for."""
+    many = requests_of_maximum_length(info)
+    return f"KV cache holds {info.kv_tokens} tokens, {many} requests of the maximum length"
+
+
+def as_record(name: str, url: str, info: WorkerInfo) -> dict[str, object]:
+    """The same for machines."""
+    sizes = {"kv_tokens": info.kv_tokens, "kv_requests": requests_of_maximum_length(info)}
+    return {"event": "serving", "model": name, "url": url} | asdict(info) | sizes
+
+
+def as_table(name: str, info: WorkerInfo) -> Table:
+    """What was loaded and chosen, a row each."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    experts = f"{info.num_experts} experts, {info.top_k} per token"
+    rows = {
+        "model": name,
+        "type": f"{info.model_type}, {info.num_layers} layers, {experts}",
+        "parameters": f"{in_words(info.num_parameters)}, {in_bytes(info.weight_bytes)}",
+        "device": info.device,
+        "kernels": info.kernels,
+        "dtype": f"{info.dtype}, KV cache {info.kv_dtype}",
+        "threads": str(info.threads),
+        "context length": f"{info.max_model_len} tokens",
+        "batch": f"{info.max_num_seqs} requests, {info.max_num_batched_tokens} tokens a step",
+        "KV cache": in_bytes(info.kv_bytes),
+    }
+    for label, value in rows.items():
+        table.add_row(label, value)
+    return table

@@ -1,0 +1,19 @@
+"""`moesaic bench serve`: prints what was measured."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from moesaic.bench import serve as bench_serve
+from moesaic.bench.options import ServeBench
+from moesaic.bench.report import print_report
+
+
+def run(options: ServeBench, as_json: bool) -> int:
+    """Measure a server; returns the exit code: 1 when every request failed."""
+    report = bench_serve.run(options)
+    if as_json:
+        print(report.to_json(options.save_detailed))
+    else:
+        print_report(report, Console())
+    return 0 if report.summary.completed else 1

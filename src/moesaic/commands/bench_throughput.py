@@ -1,0 +1,19 @@
+"""`moesaic bench throughput`: prints what was measured."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from moesaic.bench import throughput
+from moesaic.bench.options import ThroughputBench
+from moesaic.config import WorkerConfig
+
+
+def run(options: ThroughputBench, worker: WorkerConfig, as_json: bool) -> int:
+    """Measure the engine in this process; returns the exit code."""
+    report = throughput.run(options, worker)
+    if as_json:
+        print(report.to_json())
+    else:
+        throughput.print_report(report, Console())
+    return 0

@@ -1,0 +1,118 @@
+"""`moesaic doctor`: what this machine has, what moesaic will use of it, and what could be better."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from moesaic import __version__
+from moesaic.commands.machine import Machine, examine
+from moesaic.commands.units import in_bytes
+from moesaic.kernels import table
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the settings called auto come to here."""
+
+    device: str
+    kernels: str
+    dtype: str
+    threads: int
+
+
+def run(as_json: bool) -> int:
+    """Print the report; returns the exit code."""
+    machine = examine()
+    choice = choose(machine)
+    notes = warnings(machine, choice)
+    if as_json:
+        report = {
+            "version": __version__,
+            "machine": asdict(machine),
+            "choice": asdict(choice),
+            "warnings": notes,
+        }
+        print(json.dumps(report))
+    else:
+        _print(machine, choice, notes)
+    return 0
+
+
+def choose(machine: Machine) -> Choice:
+    """What `moesaic serve` takes when nothing is said."""
+    device = "cuda" if machine.gpus else "cpu"
+    dtype = "the checkpoint's own" if machine.gpus else "float32"
+    return Choice(device, table.pick(device).name, dtype, machine.cores)
+
+
+def warnings(machine: Machine, choice: Choice) -> list[str]:
+    """What costs speed or may go wrong, each with what to do about it."""
+    notes = []
+    if choice.device == "cpu" and machine.nvidia_driver:
+        build = f"torch {machine.torch} (build: {machine.torch_build})"
+        notes.append(f"there is an NVIDIA driver, but {build} sees no GPU: install a CUDA build of torch")
+    if len(machine.gpus) > 1:
+        notes.append(f"{len(machine.gpus)} GPUs, one is used: choose it with CUDA_VISIBLE_DEVICES")
+    if choice.device == "cpu" and not {"avx2", "neon"} & set(machine.instruction_sets):
+        notes.append("this CPU has neither AVX2 nor NEON: computing will be very slow")
+    if machine.cpu_quota is not None and machine.cpu_quota < machine.cores:
+        fit = max(1, int(machine.cpu_quota))
+        notes.append(
+            f"this container may use {machine.cpu_quota:.1f} cores' time but sees {machine.cores} cores: "
+            f"give --threads {fit}, or every step waits for the scheduler"
+        )
+    if machine.memory_available < 2 * GIB:
+        free = in_bytes(machine.memory_available)
+        notes.append(f"{free} of memory are available: the demo fits, larger models need their weights' size")
+    if machine.hub_cache_free < 20 * GIB:
+        free = in_bytes(machine.hub_cache_free)
+        notes.append(f"{free} are left on the disk of {machine.hub_cache}: set HF_HOME to a larger one")
+    return notes
+
+
+def _print(machine: Machine, choice: Choice, notes: list[str]) -> None:
+    console = Console(highlight=False)
+    console.print(_table("This machine", _facts(machine)))
+    console.print(_table("moesaic will use", {name: str(value) for name, value in asdict(choice).items()}))
+    for note in notes:
+        console.print(f"[yellow]warning[/]: {escape(note)}", soft_wrap=True)
+    if not notes:
+        console.print("no warnings")
+
+
+def _facts(machine: Machine) -> dict[str, str]:
+    quota = "" if machine.cpu_quota is None else f", limited to {machine.cpu_quota:.1f} cores' time"
+    limit = "" if machine.memory_limit is None else f", limited to {in_bytes(machine.memory_limit)}"
+    gpus = [
+        f"{gpu.name}, {in_bytes(gpu.free)} of {in_bytes(gpu.memory)} free, capability {gpu.capability}"
+        for gpu in machine.gpus
+    ]
+    free, total = in_bytes(machine.memory_available), in_bytes(machine.memory_total)
+    return {
+        "system": machine.system,
+        "CPU": machine.cpu,
+        "cores": f"{machine.cores} of {machine.cores_online}{quota}",
+        "instructions": " ".join(machine.instruction_sets) or "none of those that matter",
+        "memory": f"{free} of {total} available{limit}",
+        "GPUs": "\n".join(gpus) or "none that torch sees",
+        "Python": machine.python,
+        "torch": f"{machine.torch}, {machine.torch_build} build, CPU code for {machine.torch_cpu_capability}",
+        "model cache": f"{machine.hub_cache}, {in_bytes(machine.hub_cache_free)} free",
+        "moesaic": __version__,
+    }
+
+
+def _table(title: str, rows: dict[str, str]) -> Table:
+    shown = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None)
+    shown.add_column()
+    shown.add_column(overflow="fold")
+    for name, value in rows.items():
+        shown.add_row(name, escape(value))
+    return shown

@@ -1,0 +1,162 @@
+"""What this machine has, as far as an unprivileged process can see."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moesaic.config import hub_cache
+from moesaic.runtime.machine import available_memory, cores
+
+_CPUINFO = Path("/proc/cpuinfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_NVIDIA = Path("/dev/nvidiactl")
+
+INSTRUCTION_SETS = {
+    "avx2": ("avx2",),
+    "fma": ("fma",),
+    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
+    "avx512_vnni": ("avx512_vnni",),
+    "avx512_bf16": ("avx512_bf16",),
+    "amx_bf16": ("amx_tile", "amx_bf16"),
+    "neon": ("asimd",),
+    "bf16": ("bf16",),
+    "sve": ("sve",),
+}
+"""Name for people -> the kernel's flags that must all be there."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU that torch sees."""
+
+    name: str
+    memory: int
+    """Bytes."""
+    free: int
+    capability: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """All of it. Sizes in bytes."""
+
+    system: str
+    python: str
+    cpu: str
+    cores: int
+    """That this process may run on."""
+    cores_online: int
+    cpu_quota: float | None
+    """Cores' worth of time that a container may use; None without a limit."""
+    instruction_sets: list[str]
+    memory_total: int
+    memory_available: int
+    """Without swapping, and within a container's limit."""
+    memory_limit: int | None
+    """A container's; None without one."""
+    gpus: list[Gpu]
+    nvidia_driver: bool
+    """Whether one is loaded, whatever torch sees."""
+    torch: str
+    torch_build: str
+    """"CPU", or the version of CUDA or ROCm that it was built for."""
+    torch_cpu_capability: str
+    hub_cache: str
+    """Where downloaded models are kept."""
+    hub_cache_free: int
+    """Left on that disk."""
+
+
+def examine() -> Machine:
+    """Look at this machine."""
+    cpuinfo = _CPUINFO.read_text() if _CPUINFO.is_file() else ""
+    cache = hub_cache()
+    return Machine(
+        system=platform.platform(),
+        python=platform.python_version(),
+        cpu=cpu_name(cpuinfo),
+        cores=cores(),
+        cores_online=os.cpu_count() or 1,
+        cpu_quota=cpu_quota(_CGROUP),
+        instruction_sets=instruction_sets(cpuinfo),
+        memory_total=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        memory_available=available_memory(),
+        memory_limit=memory_limit(_CGROUP),
+        gpus=_gpus(),
+        nvidia_driver=_NVIDIA.exists(),
+        torch=str(torch.__version__),
+        torch_build=_torch_build(),
+        torch_cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        hub_cache=str(cache),
+        hub_cache_free=shutil.disk_usage(nearest_existing(cache)).free,
+    )
+
+
+def cpu_name(cpuinfo: str) -> str:
+    """From the text of /proc/cpuinfo; ARM kernels do not tell."""
+    return next(iter(_fields(cpuinfo, ("model name", "Model"))), platform.processor() or platform.machine())
+
+
+def instruction_sets(cpuinfo: str) -> list[str]:
+    """Those of INSTRUCTION_SETS that the first core has."""
+    flags = set(next(iter(_fields(cpuinfo, ("flags", "Features"))), "").split())
+    return [name for name, needed in INSTRUCTION_SETS.items() if flags.issuperset(needed)]
+
+
+def cpu_quota(cgroup: Path) -> float | None:
+    """The time limit of a control group, versions 2 and 1, in cores."""
+    new, old = cgroup / "cpu.max", cgroup / "cpu" / "cpu.cfs_quota_us"
+    if new.is_file():
+        quota, period = new.read_text().split()
+    elif old.is_file():
+        quota, period = old.read_text(), (old.parent / "cpu.cfs_period_us").read_text()
+    else:
+        return None
+    return None if quota.strip() in ("max", "-1") else int(quota) / int(period)
+
+
+def memory_limit(cgroup: Path) -> int | None:
+    """The memory limit of a control group, versions 2 and 1, in bytes."""
+    for file in (cgroup / "memory.max", cgroup / "memory" / "memory.limit_in_bytes"):
+        if file.is_file():
+            text = file.read_text().strip()
+            # Version 1 says "no limit" with a number near 2^63.
+            return None if text == "max" or math.log2(int(text) + 1) > 60 else int(text)
+    return None
+
+
+def nearest_existing(path: Path) -> Path:
+    """`path`, or the closest folder above it that is there."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def _fields(text: str, names: Sequence[str]) -> list[str]:
+    """Values of the lines "name : value" whose name is one of `names`, in order."""
+    pairs = (line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return [value.strip() for name, value in pairs if name.strip() in names]
+
+
+def _gpus() -> list[Gpu]:
+    if not torch.cuda.is_available():
+        return []
+    return [_gpu(index) for index in range(torch.cuda.device_count())]
+
+
+def _gpu(index: int) -> Gpu:
+    free, total = torch.cuda.mem_get_info(index)
+    major, minor = torch.cuda.get_device_capability(index)
+    return Gpu(torch.cuda.get_device_name(index), total, free, f"{major}.{minor}")
+
+
+def _torch_build() -> str:
+    if torch.version.cuda is not None:
+        return f"CUDA {torch.version.cuda}"
+    return "CPU" if torch.version.hip is None else f"ROCm {torch.version.hip}"

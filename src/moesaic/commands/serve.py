@@ -1,0 +1,66 @@
+"""`moesaic serve`: a worker process, and the HTTP API in this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+from moesaic import __version__
+from moesaic.commands.announce import Announcer
+from moesaic.config import ServerConfig, WorkerConfig
+from moesaic.core.errors import EngineDeadError
+from moesaic.core.messages import Message
+from moesaic.launch import launch
+from moesaic.server.app import create_app
+from moesaic.server.async_engine import AsyncEngine
+from moesaic.server.run import bind, serve
+from moesaic.server.service import Service
+from moesaic.transport.base import Connection
+
+
+class Observed:
+    """A connection that shows each message to `observe` once it was handed on.
+
+    Observing at the next `receive` means that the engine heard of the message before anyone else did.
+    """
+
+    def __init__(self, connection: Connection, observe: Callable[[Message], None]) -> None:
+        self._connection = connection
+        self._observe = observe
+        self._last: Message | None = None
+
+    def send(self, message: Message) -> None:
+        self._connection.send(message)
+
+    def receive(self, timeout: float | None = None) -> Message | None:
+        last, self._last = self._last, None
+        if last is not None:
+            self._observe(last)
+        self._last = self._connection.receive(timeout)
+        return self._last
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def run(config: WorkerConfig, server: ServerConfig, as_json: bool) -> int:
+    """Serve until a signal or the worker's death ends it. Returns the exit code."""
+    name = server.served_model_name or config.model.model
+    template = Path(server.chat_template) if server.chat_template else None
+    with closing(bind(server.host, server.port)) as listener:
+        host, port = listener.getsockname()[:2]
+        with (
+            launch(config, chat_template=template, max_waiting=server.max_queue) as launched,
+            Announcer(name, host, port, as_json) as announcer,
+        ):
+            connection = Observed(launched.worker.connection, announcer.observe)
+            engine = AsyncEngine(launched.engine, connection)
+            service = Service(engine, name, launched.default_sampling, __version__)
+            app = create_app(service, api_key=server.api_key)
+            level = "info" if server.access_log else "warning"
+            try:
+                return serve(app, engine, listener, log_level=level, access_log=server.access_log)
+            except EngineDeadError as error:
+                ended = launched.worker.how_it_ended()
+                raise EngineDeadError(f"{ended}, and the server with it ({error})") from error

@@ -1,0 +1,34 @@
+"""The ASGI application."""
+
+from __future__ import annotations
+
+from fastapi import Depends
+
+from moesaic.server import chat, completions, models, status, tokens
+from moesaic.server.documentation import Api, bearer
+from moesaic.server.errors import install_handlers
+from moesaic.server.guard import MAX_BODY_BYTES, Guard
+from moesaic.server.metrics import EngineCollector, registry_of
+from moesaic.server.service import Service
+
+
+def create_app(service: Service, *, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> Api:
+    """The API of `service`. Nothing runs yet: whoever serves it calls `service.engine.start`."""
+    app = Api(
+        title="moesaic",
+        version=service.version,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.service = service
+    engine = service.engine
+    collector = EngineCollector(engine.engine.stats, engine.meter, service.model_name)
+    app.state.registry = registry_of(collector)
+    key_needed = [] if api_key is None else [Depends(bearer)]
+    for router in (completions.router, chat.router, tokens.router, models.router):
+        app.include_router(router, dependencies=key_needed)
+    app.include_router(status.router)
+    install_handlers(app)
+    app.add_middleware(Guard, api_key=api_key, max_body_bytes=max_body_bytes)
+    return app

@@ -1,0 +1,251 @@
+"""The engine on an event loop: one thread receives, everything else happens in the loop.
+
+worker --messages--> reader thread --call_soon_threadsafe--> Engine.receive --> streams' queues
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+from moesaic.core import messages
+from moesaic.core.errors import ConnectionLost, EngineDeadError, MoesaicError
+from moesaic.core.request import RequestOutput, SamplingParams
+from moesaic.engine import Engine
+from moesaic.server.errors import NotServingError
+from moesaic.server.metrics import Meter
+
+
+class Inbox(Protocol):
+    """The half of a connection that is read here; Engine has the other."""
+
+    def receive(self, timeout: float | None = None) -> messages.Message | None:
+        """The next message; ConnectionLost when the worker is gone."""
+        ...
+
+
+class Stream:
+    """The outputs of one call, in order of arrival: an async iterator of (prompt number, output).
+
+    It ends when every completion has; it raises EngineDeadError when the worker dies first.
+    Closing it early cancels what still runs.
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._items: asyncio.Queue[tuple[int, RequestOutput] | EngineDeadError] = asyncio.Queue()
+        self._unfinished = 0
+        self.groups: list[int] = []
+        """Request ids, one per prompt."""
+
+    def expect(self, group: int, completions: int) -> None:
+        self.groups.append(group)
+        self._unfinished += completions
+
+    def put(self, item: tuple[int, RequestOutput] | EngineDeadError) -> None:
+        self._items.put_nowait(item)
+
+    def close(self) -> None:
+        """Cancel what is left. Closing again, or after the end, does nothing."""
+        self._unfinished = 0
+        self._engine.cancel(self.groups)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, RequestOutput]:
+        if not self._unfinished:
+            raise StopAsyncIteration
+        item = await self._items.get()
+        if isinstance(item, EngineDeadError):
+            raise item
+        self._unfinished -= item[1].finished
+        return item
+
+
+@dataclass
+class _Route:
+    """Where the outputs of one request go."""
+
+    stream: Stream
+    number: int
+    """Of the prompt within its call."""
+    left: int
+    """Completions that still run."""
+
+
+class AsyncEngine:
+    """`engine` and the `connection` to its worker, driven by the loop that calls `start`.
+
+    clock: seconds, for the latency histograms. obituary: how the worker ended, asked once its
+    connection is lost.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        connection: Inbox,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        obituary: Callable[[], str] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.meter = Meter()
+        self.draining = False
+        self.failure: messages.Failed | None = None
+        """The worker's last words, if it had time for any."""
+        self.ready = asyncio.Event()
+        """Set once the worker is loaded."""
+        self.ended = asyncio.Event()
+        """Set once the worker is gone."""
+        self._connection = connection
+        self._clock = clock
+        self._obituary = obituary
+        self._routes: dict[int, _Route] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def start(self) -> None:
+        """Begin to receive, in the running loop."""
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._read, args=(loop,), name="worker-reader", daemon=True).start()
+
+    async def wait_ready(self) -> None:
+        """Return once the worker is loaded; EngineDeadError if it dies first."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.ready, self.ended)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if self.ended.is_set():
+            raise EngineDeadError(f"the worker is gone: {self.engine.dead}")
+
+    def require_serving(self) -> messages.WorkerInfo:
+        """What is served; NotServingError or EngineDeadError when nothing is."""
+        if self.engine.dead is not None:
+            raise EngineDeadError(f"the worker is gone: {self.engine.dead}")
+        if self.draining:
+            raise NotServingError("the server is shutting down and takes no new requests", "shutting_down")
+        if self.engine.info is None:
+            raise NotServingError("the model is still loading", "loading", retry_after=1.0)
+        return self.engine.info
+
+    def open(self, jobs: Sequence[tuple[list[int], SamplingParams]]) -> Stream:
+        """Submit every (prompt, parameters) or, when one is refused, none."""
+        self.require_serving()
+        stream = Stream(self)
+        try:
+            for number, (prompt, params) in enumerate(jobs):
+                self._submit(stream, number, prompt, params)
+        except MoesaicError:
+            stream.close()
+            raise
+        return stream
+
+    async def generate(self, prompt: list[int], params: SamplingParams) -> AsyncIterator[RequestOutput]:
+        """The outputs of one prompt. Closing the iterator early cancels it."""
+        with closing(self.open([(prompt, params)])) as stream:
+            async for _, output in stream:
+                yield output
+
+    def cancel(self, groups: Sequence[int]) -> None:
+        """Drop these requests and free what they hold; those that ended are skipped."""
+        for group in groups:
+            if self._routes.pop(group, None) is None:
+                continue
+            self.meter.aborted(group)
+            try:
+                self.engine.cancel(group)
+            except EngineDeadError as error:
+                self._die(str(error))
+        self._note_idle()
+
+    async def drain(self) -> None:
+        """Refuse new requests and return when the last one ended."""
+        self.draining = True
+        await self._idle.wait()
+
+    def _submit(self, stream: Stream, number: int, prompt: list[int], params: SamplingParams) -> None:
+        try:
+            group = self.engine.submit(prompt, params)
+        except EngineDeadError as error:
+            self._die(str(error))
+            raise
+        stream.expect(group, params.n)
+        self._routes[group] = _Route(stream, number, params.n)
+        self._idle.clear()
+        self.meter.arrived(group, params.n, self._clock())
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The reader thread: hand each message to the loop until either is gone."""
+        while not loop.is_closed():
+            try:
+                message = self._connection.receive(None)
+            except ConnectionLost as error:
+                _call(loop, self._die, self._obituary() if self._obituary else str(error))
+                return
+            if message is not None and not _call(loop, self._receive, message):
+                return
+
+    def _receive(self, message: messages.ToEngine) -> None:
+        """One message, in the loop. Whatever goes wrong here ends every stream: none may hang."""
+        if isinstance(message, messages.Failed):
+            self.failure = message
+        try:
+            outputs = self.engine.receive(message)
+        except EngineDeadError as error:
+            self._die(str(error))
+            return
+        except Exception as error:
+            self._die(f"the engine failed on a message: {error!r}")
+            raise
+        if self.engine.dead is not None:
+            self._die(self.engine.dead)
+        elif self.engine.info is not None:
+            self.ready.set()
+        now = self._clock()
+        self.meter.received(message, outputs, now)
+        for output in outputs:
+            self._deliver(output)
+        self._note_idle()
+
+    def _deliver(self, output: RequestOutput) -> None:
+        route = self._routes.get(output.request_id)
+        if route is None:
+            return
+        route.stream.put((route.number, output))
+        route.left -= output.finished
+        if not route.left:
+            del self._routes[output.request_id]
+
+    def _die(self, reason: str) -> None:
+        """End every stream. The first reason counts."""
+        if not self.ended.is_set():
+            self.engine.mark_dead(reason)
+            self.ended.set()
+        streams = {id(route.stream): route.stream for route in self._routes.values()}
+        for group in self._routes:
+            self.meter.aborted(group)
+        self._routes.clear()
+        for stream in streams.values():
+            stream.put(EngineDeadError(f"the worker is gone: {self.engine.dead}"))
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._routes:
+            self._idle.set()
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], argument: object) -> bool:
+    """Schedule `function` in `loop` from another thread; False when the loop is closed."""
+    try:
+        loop.call_soon_threadsafe(function, argument)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,163 @@
+"""POST /v1/chat/completions"""
+
+from __future__ import annotations
+
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from moesaic.core.errors import RequestError
+from moesaic.core.request import RequestOutput, SamplingParams, TokenLogprob
+from moesaic.server.async_engine import Stream
+from moesaic.server.documentation import GENERATION_ERRORS, streamed
+from moesaic.server.events import EventStream, answer
+from moesaic.server.json_body import StrictJsonRoute
+from moesaic.server.logprobs import chat_logprobs
+from moesaic.server.prompts import chat_prompt
+from moesaic.server.requests import ChatRequest
+from moesaic.server.responses import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    Usage,
+)
+from moesaic.server.sampling import chat_params
+from moesaic.server.service import Service, Serving
+from moesaic.server.usage import Tally
+
+router = APIRouter(route_class=StrictJsonRoute)
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=ChatCompletion,
+    responses=GENERATION_ERRORS | streamed(ChatChunk),
+)
+async def create_chat_completion(body: ChatRequest, request: Request, service: Serving) -> Response:
+    """Answer a conversation."""
+    service.engine.require_serving()
+    service.require_model(body.model)
+    params = chat_params(body, service)
+    prompt = await chat_prompt(body.messages, body, service.tokenizer)
+    reply = _Reply(body, len(prompt), service)
+    source = _open(service, prompt, params)
+    if body.stream:
+        return EventStream(reply.chunks(source), source)
+    return await answer(request.receive, source, reply.whole(source))
+
+
+def _open(service: Service, prompt: list[int], params: SamplingParams) -> Stream:
+    """Submit; errors name the fields of a chat, not the engine's."""
+    try:
+        return service.engine.open([(prompt, params)])
+    except RequestError as error:
+        renamed = "messages" if error.field == "prompt" else error.field
+        raise RequestError(str(error), renamed, error.code) from error
+
+
+@dataclass
+class _Answer:
+    """What one choice said so far."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    last: RequestOutput | None = None
+
+
+class _Reply:
+    """The answer to one call."""
+
+    def __init__(self, body: ChatRequest, prompt_tokens: int, service: Service) -> None:
+        self._body = body
+        self._service = service
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(service.now())
+        self._tally = Tally([prompt_tokens])
+
+    async def chunks(self, source: Stream) -> AsyncIterator[ChatChunk]:
+        """The stream: per choice its role, its text in pieces, its end; then the token counts."""
+        begun: set[int] = set()
+        async for number, output in source:
+            self._tally.add(number, output)
+            if output.index not in begun:
+                begun.add(output.index)
+                yield self._chunk(output.index, ChatDelta(role="assistant", content=""))
+            logprobs = self._logprobs(output.logprobs or [])
+            if output.text or (logprobs and logprobs.content):
+                yield self._chunk(output.index, ChatDelta(content=output.text), logprobs)
+            if output.finish_reason is not None:
+                yield self._last_chunk(output)
+        if self._body.streams_usage:
+            yield self._envelope([], self._tally.usage())
+
+    async def whole(self, source: Stream) -> ChatCompletion:
+        """All at once."""
+        answers: defaultdict[int, _Answer] = defaultdict(_Answer)
+        async for number, output in source:
+            self._tally.add(number, output)
+            answer = answers[output.index]
+            answer.texts.append(output.text)
+            answer.logprobs.extend(output.logprobs or [])
+            answer.last = output
+        return ChatCompletion(
+            id=self._id,
+            object="chat.completion",
+            created=self._created,
+            model=self._service.model_name,
+            choices=[self._choice(index, answers[index]) for index in sorted(answers)],
+            usage=self._tally.usage(),
+        )
+
+    def _choice(self, index: int, answer: _Answer) -> ChatChoice:
+        last = answer.last
+        assert last is not None and last.finish_reason is not None
+        return ChatChoice(
+            index=index,
+            message=ChatMessage(role="assistant", content="".join(answer.texts), refusal=None),
+            logprobs=self._logprobs(answer.logprobs),
+            finish_reason=last.finish_reason.value,
+            stop_reason=last.stop_reason,
+        )
+
+    def _logprobs(self, entries: list[TokenLogprob]) -> ChatLogprobs | None:
+        if not self._body.logprobs:
+            return None
+        return chat_logprobs(entries, self._body.top_logprobs or 0, self._service.tokenizer)
+
+    def _chunk(self, index: int, delta: ChatDelta, logprobs: ChatLogprobs | None = None) -> ChatChunk:
+        choice = ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=None)
+        return self._envelope([choice])
+
+    def _last_chunk(self, output: RequestOutput) -> ChatChunk:
+        assert output.finish_reason is not None
+        choice = ChatChunkChoice(
+            index=output.index,
+            delta=ChatDelta(),
+            logprobs=None,
+            finish_reason=output.finish_reason.value,
+            stop_reason=output.stop_reason,
+        )
+        return self._envelope([choice])
+
+    def _envelope(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
+        """A stream with usage says `usage: null` until it knows, like OpenAI's."""
+        if usage is None and self._body.streams_running_usage:
+            usage = self._tally.usage()
+        chunk = ChatChunk(
+            id=self._id,
+            object="chat.completion.chunk",
+            created=self._created,
+            model=self._service.model_name,
+            choices=choices,
+        )
+        if self._body.streams_usage:
+            chunk.usage = usage
+        return chunk

@@ -1,0 +1,149 @@
+"""POST /v1/completions"""
+
+from __future__ import annotations
+
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from moesaic.core.request import RequestOutput
+from moesaic.server.async_engine import Stream
+from moesaic.server.documentation import GENERATION_ERRORS, streamed
+from moesaic.server.events import EventStream, answer
+from moesaic.server.json_body import StrictJsonRoute
+from moesaic.server.logprobs import CompletionLogprobsWriter
+from moesaic.server.prompts import Prompt, completion_prompts
+from moesaic.server.requests import CompletionRequest
+from moesaic.server.responses import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    FinishReasonName,
+    Usage,
+)
+from moesaic.server.sampling import completion_params
+from moesaic.server.service import Service, Serving
+from moesaic.server.usage import Tally
+
+router = APIRouter(route_class=StrictJsonRoute)
+
+
+@router.post("/v1/completions", response_model=Completion, responses=GENERATION_ERRORS | streamed(Completion))
+async def create_completion(body: CompletionRequest, request: Request, service: Serving) -> Response:
+    """Continue one or many prompts."""
+    service.engine.require_serving()
+    service.require_model(body.model)
+    prompts = await completion_prompts(body, service.tokenizer)
+    jobs = [(p.token_ids, completion_params(body, len(p.token_ids), service)) for p in prompts]
+    reply = _Reply(body, prompts, service)
+    source = service.engine.open(jobs)
+    if body.stream:
+        return EventStream(reply.chunks(source), source)
+    return await answer(request.receive, source, reply.whole(source))
+
+
+class _Reply:
+    """The answer to one call. Choice i of prompt p has index p * n + i."""
+
+    def __init__(self, body: CompletionRequest, prompts: Sequence[Prompt], service: Service) -> None:
+        self._body = body
+        self._prompts = prompts
+        self._service = service
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(service.now())
+        self._tally = Tally([len(prompt.token_ids) for prompt in prompts])
+        self._writers: dict[int, CompletionLogprobsWriter] = {}
+        """One per choice that has begun."""
+
+    async def chunks(self, source: Stream) -> AsyncIterator[Completion]:
+        """The stream: a chunk per output that has something to show, then the token counts."""
+        async for number, output in source:
+            choice = self._piece(number, output)
+            if choice.text or choice.logprobs or choice.finish_reason:
+                yield self._completion([choice], self._running_usage())
+        if self._body.streams_usage:
+            yield self._completion([], self._tally.usage())
+
+    async def whole(self, source: Stream) -> Completion:
+        """All at once."""
+        pieces: defaultdict[int, list[CompletionChoice]] = defaultdict(list)
+        async for number, output in source:
+            piece = self._piece(number, output)
+            pieces[piece.index].append(piece)
+        choices = [_joined(pieces[index]) for index in sorted(pieces)]
+        return self._completion(choices, self._tally.usage())
+
+    def _piece(self, number: int, output: RequestOutput) -> CompletionChoice:
+        """What `output` adds to its choice; the first one brings the echoed prompt."""
+        if self._body.max_tokens == 0:
+            output = replace(output, text="", token_ids=[], logprobs=None)
+        self._tally.add(number, output)
+        index = number * (self._body.n or 1) + output.index
+        first = index not in self._writers
+        if first:
+            skip = self._body.skip_special_tokens is not False
+            tokenizer, top = self._service.tokenizer, self._body.logprobs or 0
+            self._writers[index] = CompletionLogprobsWriter(tokenizer, top, skip)
+        echo = self._prompts[number] if first and self._body.echo else None
+        return CompletionChoice(
+            index=index,
+            text=(self._prompt_text(echo) if echo else "") + output.text,
+            logprobs=self._logprobs(self._writers[index], echo, output),
+            finish_reason=self._finish_reason(output),
+            stop_reason=None if self._body.max_tokens == 0 else output.stop_reason,
+        )
+
+    def _finish_reason(self, output: RequestOutput) -> FinishReasonName | None:
+        if output.finish_reason is None:
+            return None
+        return "length" if self._body.max_tokens == 0 else output.finish_reason.value
+
+    def _prompt_text(self, prompt: Prompt) -> str:
+        if prompt.text is not None:
+            return prompt.text
+        skip = self._body.skip_special_tokens is not False
+        return self._service.tokenizer.decode(prompt.token_ids, skip)
+
+    def _logprobs(
+        self, writer: CompletionLogprobsWriter, echo: Prompt | None, output: RequestOutput
+    ) -> CompletionLogprobs | None:
+        if self._body.logprobs is None:
+            return None
+        echoed = [] if echo is None else echo.token_ids
+        # A prompt of one token has nothing to score, and the engine sends nothing.
+        scores = (output.prompt_logprobs or [None] * len(echoed)) if echoed else []
+        return writer.write([*echoed, *output.token_ids], [*scores, *(output.logprobs or [])])
+
+    def _running_usage(self) -> Usage | None:
+        return self._tally.usage() if self._body.streams_running_usage else None
+
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
+        """The envelope. A stream with usage says `usage: null` until it knows, like OpenAI's."""
+        completion = Completion(
+            id=self._id,
+            object="text_completion",
+            created=self._created,
+            model=self._service.model_name,
+            choices=choices,
+        )
+        if usage is not None or self._body.streams_usage:
+            completion.usage = usage
+        return completion
+
+
+def _joined(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
+    """The pieces of one choice as one."""
+    scores = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    update = {"text": "".join(piece.text for piece in pieces), "logprobs": _joined_logprobs(scores)}
+    return pieces[-1].model_copy(update=update)
+
+
+def _joined_logprobs(scores: Sequence[CompletionLogprobs]) -> CompletionLogprobs | None:
+    if not scores:
+        return None
+    names = CompletionLogprobs.model_fields
+    return CompletionLogprobs(**{name: [x for s in scores for x in getattr(s, name)] for name in names})

@@ -1,0 +1,55 @@
+"""What the published schema says beside the models: which errors to expect, and what a stream is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.security import HTTPBearer
+
+from moesaic.server.errors import ErrorResponse
+from moesaic.server.responses import Payload
+
+Responses = dict[int | str, dict[str, Any]]
+
+_REASONS = {
+    400: "The request is wrong; `param` names the field.",
+    401: "Wrong or missing API key.",
+    404: "The model is not served.",
+    413: "The body is too large.",
+    429: "The queue is full; try again after `Retry-After` seconds.",
+    503: "Not serving: loading, shutting down, or the worker is gone.",
+}
+
+
+def errors(*statuses: int) -> Responses:
+    """These errors as FastAPI's `responses`."""
+    return {status: {"model": ErrorResponse, "description": _REASONS[status]} for status in statuses}
+
+
+BODY_ERRORS = errors(400, 401, 404, 413, 503)
+GENERATION_ERRORS = BODY_ERRORS | errors(429)
+
+
+def streamed(chunk: type[Payload]) -> Responses:
+    """A success that is a stream of `chunk` when the request says `stream`."""
+    about = f"With `stream`: events whose data is a {chunk.__name__}, then `[DONE]`."
+    schema = {"schema": {"type": "string", "description": about}}
+    return {200: {"content": {"text/event-stream": schema}}}
+
+
+class Api(FastAPI):
+    """FastAPI whose schema leaves out the 422 answers that are never given."""
+
+    def openapi(self) -> dict[str, Any]:
+        schema = super().openapi()
+        for path in schema["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schema["components"]["schemas"].pop(name, None)
+        return schema
+
+
+bearer = HTTPBearer(auto_error=False, description="The server's --api-key.")
+"""Documents the key that the guard has already checked."""

@@ -1,0 +1,170 @@
+"""What went wrong, in OpenAI's shape: one table from our errors to HTTP answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from moesaic.core.errors import EngineDeadError, MoesaicError, OverloadedError, RequestError
+
+_SHOWN = 80
+"""Characters of an offending value that a message repeats."""
+
+_INVALID = "invalid_request_error"
+_UNAVAILABLE = "service_unavailable"
+
+
+class NotServingError(MoesaicError):
+    """Not yet or no longer serving (HTTP 503); `retry_after` is in seconds."""
+
+    def __init__(self, message: str, code: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after = retry_after
+
+
+class UnknownModelError(MoesaicError):
+    """The request names a model that is not served (HTTP 404)."""
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(BaseModel):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+class Problem(HTTPException):
+    """An error as it will be answered."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = _INVALID,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, None if headers is None else dict(headers))
+        # A lone surrogate in a client's field name must not break the answer that blames it.
+        clean = [None if text is None else text.encode(errors="replace").decode() for text in (param, code)]
+        text = message.encode(errors="replace").decode()
+        self.body = ErrorResponse(error=ErrorDetail(message=text, type=kind, param=clean[0], code=clean[1]))
+
+    def json(self) -> str:
+        return self.body.model_dump_json()
+
+    def response(self) -> Response:
+        return Response(self.json(), self.status_code, self.headers, "application/json")
+
+
+def problem_of(error: Exception) -> Problem:
+    """The answer to any exception; what we do not know is a bug of ours, 500 and no details."""
+    match error:
+        case Problem():
+            return error
+        case RequestError():
+            return Problem(400, str(error), param=error.field, code=error.code)
+        case UnknownModelError():
+            return Problem(404, str(error), param="model", code="model_not_found")
+        case OverloadedError():
+            headers = _retry(error.retry_after)
+            return Problem(429, str(error), "rate_limit_error", code="rate_limit_exceeded", headers=headers)
+        case NotServingError():
+            return Problem(503, str(error), _UNAVAILABLE, code=error.code, headers=_retry(error.retry_after))
+        case EngineDeadError():
+            return Problem(503, str(error), _UNAVAILABLE, code="engine_dead")
+        case RequestValidationError():
+            return _problem_of_validation(error.errors())
+        case HTTPException():
+            return Problem(error.status_code, str(error.detail), headers=error.headers)
+    return Problem(500, "internal error of the server; its log has the details", "server_error")
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Let every error of `app` be answered in OpenAI's shape."""
+    for kind in (MoesaicError, Problem, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer)
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    return problem_of(error).response()
+
+
+def _retry(seconds: float | None) -> dict[str, str]:
+    return {} if seconds is None else {"Retry-After": str(max(1, math.ceil(seconds)))}
+
+
+def _problem_of_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
+    """The first field that is wrong, and why.
+
+    A union reports an error for each of its members; the one that got deepest is the one meant.
+    """
+    located = [(tuple(error["loc"])[1:], error) for error in errors]
+    field = next((place[0] for place, _ in located if place), None)
+    if not isinstance(field, str):
+        return Problem(400, _whole_body(errors[0]))
+    same = [(place, error) for place, error in located if place and place[0] == field]
+    depth = max(len(place) for place, _ in same)
+    deepest = [(place, error) for place, error in same if len(place) == depth]
+    place, error = deepest[0]
+    name = _path(place)
+    match error["type"]:
+        case "extra_forbidden":
+            return Problem(
+                400, f"{name}: not a parameter of this endpoint", param=field, code="unknown_parameter"
+            )
+        case "none_required":
+            return Problem(
+                400, f"{name}: not supported; leave it out", param=field, code="unsupported_parameter"
+            )
+        case "missing":
+            return Problem(400, f"{name}: missing", param=field, code="missing_required_parameter")
+    reasons = dict.fromkeys(str(error["msg"]) for _, error in deepest)
+    return Problem(400, f"{name}: got {_shown(error['input'])}; {' or '.join(reasons)}", param=field)
+
+
+def _whole_body(error: Mapping[str, Any]) -> str:
+    match error["type"]:
+        case "json_invalid":
+            return f"the body is not valid JSON: {error['ctx']['error']} at character {error['loc'][-1]}"
+        case "missing":
+            return "the body is empty; a JSON object is needed"
+    if isinstance(error["input"], bytes):
+        return "the body is not JSON: send it with the header Content-Type: application/json"
+    return f"the body: {error['msg']}"
+
+
+def _path(place: Sequence[object]) -> str:
+    """('messages', 0, 'content', 'list[TextPart]', 1) -> 'messages[0].content[1]'."""
+    return "".join(_steps(place)).removeprefix(".")
+
+
+def _steps(place: Sequence[object]) -> Iterator[str]:
+    for step in place:
+        if isinstance(step, int):
+            yield f"[{step}]"
+        elif isinstance(step, str) and step.isidentifier() and step not in ("str", "int", "float"):
+            yield f".{step}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

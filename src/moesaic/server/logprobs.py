@@ -1,0 +1,80 @@
+"""Log-probabilities in OpenAI's two shapes."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from moesaic.core.request import TokenLogprob
+from moesaic.server.responses import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
+from moesaic.server.service import Tokenizer
+
+LOWEST = -9999.0
+"""JSON has no minus infinity."""
+
+
+class CompletionLogprobsWriter:
+    """The completions shape, piece by piece: it remembers how far into the text it is.
+
+    num_top: candidates to show. skip_special: special tokens are no part of the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int, skip_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._skip_special = skip_special
+        self._offset = 0
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> CompletionLogprobs:
+        """The next tokens; an entry of None has no score: the first token of a prompt."""
+        offsets = [self._advance(token) for token in token_ids]
+        return CompletionLogprobs(
+            text_offset=offsets,
+            token_logprobs=[None if entry is None else _finite(entry.logprob) for entry in entries],
+            tokens=[self._name(token) for token in token_ids],
+            top_logprobs=[None if entry is None else self._candidates(entry) for entry in entries],
+        )
+
+    def _advance(self, token: int) -> int:
+        """Where in the text `token` begins; moves past it."""
+        start = self._offset
+        if not (self._skip_special and not self._tokenizer.decode([token], True)):
+            self._offset += len(self._characters.decode(self._tokenizer.token_bytes(token)))
+        return start
+
+    def _candidates(self, entry: TokenLogprob) -> dict[str, float]:
+        """The best, best first, and the token that was taken."""
+        found: dict[str, float] = {}
+        for token, logprob in [*entry.top[: self._num_top], (entry.token_id, entry.logprob)]:
+            found.setdefault(self._name(token), _finite(logprob))
+        return found
+
+    def _name(self, token: int) -> str:
+        """Its text, or `bytes:\\xe2\\x82` when it is a part of a character."""
+        raw = self._tokenizer.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def chat_logprobs(entries: Sequence[TokenLogprob], num_top: int, tokenizer: Tokenizer) -> ChatLogprobs:
+    """The chat shape."""
+    content = []
+    for entry in entries:
+        taken = _candidate(entry.token_id, entry.logprob, tokenizer)
+        top = [_candidate(token, logprob, tokenizer) for token, logprob in entry.top[:num_top]]
+        content.append(
+            ChatLogprob(token=taken.token, logprob=taken.logprob, bytes=taken.bytes, top_logprobs=top)
+        )
+    return ChatLogprobs(content=content, refusal=None)
+
+
+def _candidate(token: int, logprob: float, tokenizer: Tokenizer) -> TopLogprob:
+    raw = list(tokenizer.token_bytes(token))
+    return TopLogprob(token=tokenizer.token(token), logprob=_finite(logprob), bytes=raw)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST)

@@ -1,0 +1,230 @@
+"""Prometheus metrics: vLLM's names with `moesaic:` in front, written at scrape time from snapshots."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from moesaic.core import messages
+from moesaic.core.metrics import BlockStats
+from moesaic.core.request import FinishReason, RequestOutput
+from moesaic.engine import EngineStats
+
+TOKEN_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+)
+REQUEST_SECONDS = (
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    320.0,
+    640.0,
+)
+
+Metric = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+
+
+@dataclass
+class Distribution:
+    """A histogram: how many observations fell below each bound."""
+
+    bounds: Sequence[float]
+    total: float = 0.0
+    counts: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, observations up to it), the last bound infinite."""
+        pairs, below = [], 0
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            below += count
+            pairs.append((bound, float(below)))
+        return pairs
+
+
+@dataclass
+class _Times:
+    """One completion's moments, on the meter's clock."""
+
+    arrival: float
+    queued: float = 0.0
+    first: float | None = None
+    last: float = 0.0
+
+
+class Meter:
+    """What requests went through. Told by the async engine, read by the collector.
+
+    Completion i of the request with id g is known to the worker as g + i.
+    """
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.finished: Counter[FinishReason] = Counter()
+        self.time_to_first_token = Distribution(TOKEN_SECONDS + REQUEST_SECONDS[9:])
+        self.inter_token_latency = Distribution(TOKEN_SECONDS)
+        self.e2e_latency = Distribution(REQUEST_SECONDS)
+        self.queue_time = Distribution(REQUEST_SECONDS)
+        self.prefill_time = Distribution(REQUEST_SECONDS)
+        self.decode_time = Distribution(REQUEST_SECONDS)
+        self._times: dict[int, dict[int, _Times]] = {}
+        self._groups: dict[int, int] = {}
+
+    def arrived(self, group: int, completions: int, now: float) -> None:
+        self._times[group] = {index: _Times(now) for index in range(completions)}
+        self._groups.update((group + index, group) for index in range(completions))
+
+    def received(self, message: messages.ToEngine, outputs: Iterable[RequestOutput], now: float) -> None:
+        """A message of the worker and what the engine made of it."""
+        if isinstance(message, messages.Admitted):
+            for request_id, seconds in zip(message.request_ids, message.queue_seconds, strict=True):
+                self._admitted(request_id, seconds)
+        for output in outputs:
+            times = self._times.get(output.request_id, {}).get(output.index)
+            if times is not None:
+                self._produced(output, times, now)
+
+    def aborted(self, group: int) -> None:
+        """What is left of a request will not be answered."""
+        left = self._times.pop(group, {})
+        self.finished[FinishReason.ABORT] += len(left)
+        for index in left:
+            del self._groups[group + index]
+
+    def _admitted(self, request_id: int, seconds: float) -> None:
+        self.queue_time.observe(seconds)
+        group = self._groups.get(request_id)
+        if group is not None:
+            self._times[group][request_id - group].queued = seconds
+
+    def _produced(self, output: RequestOutput, times: _Times, now: float) -> None:
+        if times.first is None:
+            times.first = now
+            self.prompt_tokens += output.num_prompt_tokens
+            self.time_to_first_token.observe(now - times.arrival)
+            self.prefill_time.observe(max(0.0, now - times.arrival - times.queued))
+        else:
+            self.inter_token_latency.observe(now - times.last)
+        times.last = now
+        self.generation_tokens += len(output.token_ids)
+        if output.finish_reason is not None:
+            self._finished(output, output.finish_reason, times, times.first)
+
+    def _finished(self, output: RequestOutput, reason: FinishReason, times: _Times, first: float) -> None:
+        self.finished[reason] += 1
+        self.e2e_latency.observe(times.last - times.arrival)
+        self.decode_time.observe(times.last - first)
+        group = self._times[output.request_id]
+        del group[output.index]
+        del self._groups[output.request_id + output.index]
+        if not group:
+            del self._times[output.request_id]
+
+
+class EngineCollector(Collector):
+    """Turns snapshots into metric families."""
+
+    def __init__(self, stats: Callable[[], EngineStats], meter: Meter, model_name: str) -> None:
+        self._stats = stats
+        self._meter = meter
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        worker, meter = self._stats().worker, self._meter
+        usage = worker.blocks.used / max(1, worker.blocks.total)
+        yield self._gauge("num_requests_running", "Requests being computed.", worker.running)
+        yield self._gauge("num_requests_waiting", "Requests waiting to be computed.", worker.waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
+        yield self._blocks(worker.blocks)
+        queries, hits = worker.blocks.prefix_queries, worker.blocks.prefix_hits
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits)
+        yield self._counter("num_preemptions", "Requests put back to wait.", worker.preemptions)
+        yield self._counter("prompt_tokens", "Prompt tokens processed.", meter.prompt_tokens)
+        yield self._counter("generation_tokens", "Tokens generated.", meter.generation_tokens)
+        yield self._successes()
+        itl = meter.inter_token_latency
+        yield self._histogram("time_to_first_token", "Arrival to first token.", meter.time_to_first_token)
+        yield self._histogram("inter_token_latency", "Time between two tokens of a request.", itl)
+        yield self._histogram("time_per_output_token", "The older name of inter_token_latency.", itl)
+        yield self._histogram("e2e_request_latency", "Arrival to last token.", meter.e2e_latency)
+        yield self._histogram("request_queue_time", "Arrival to being computed.", meter.queue_time)
+        yield self._histogram("request_prefill_time", "Being computed to first token.", meter.prefill_time)
+        yield self._histogram("request_decode_time", "First token to last token.", meter.decode_time)
+
+    def _blocks(self, blocks: BlockStats) -> GaugeMetricFamily:
+        text = "KV blocks: free, cached for their prefix, used by a request. They add up to the pool."
+        family = GaugeMetricFamily("moesaic:kv_blocks", text, labels=["model_name", "state"])
+        for state in ("free", "cached", "used"):
+            family.add_metric([self._model_name, state], getattr(blocks, state))
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"moesaic:{name}", text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(f"moesaic:{name}", text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _histogram(self, name: str, text: str, values: Distribution) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(f"moesaic:{name}_seconds", f"{text} Seconds.", labels=["model_name"])
+        family.add_metric([self._model_name], values.cumulative(), values.total)
+        return family
+
+    def _successes(self) -> CounterMetricFamily:
+        labels = ["model_name", "finished_reason"]
+        family = CounterMetricFamily(
+            "moesaic:request_success", "Requests that ended, by reason.", labels=labels
+        )
+        for reason in FinishReason:
+            family.add_metric([self._model_name, reason.value], self._meter.finished[reason])
+        return family
+
+
+def registry_of(collector: EngineCollector) -> CollectorRegistry:
+    """A registry with nothing else in it."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    return registry

@@ -1,0 +1,85 @@
+"""From what a client sent to token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from moesaic.core.errors import RequestError
+from moesaic.server.requests import CompletionRequest, Message, TemplateOptions
+from moesaic.server.service import Tokenizer
+
+T = TypeVar("T")
+
+MAX_PROMPTS = 2048
+"""Prompts in one call."""
+
+_AT_ONCE = 1 << 14
+"""Characters or tokens that are tokenized in the loop; more goes to a thread."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, as the engine wants it and as echo shows it."""
+
+    token_ids: list[int]
+    text: str | None
+    """None when the client sent token ids."""
+
+
+async def completion_prompts(body: CompletionRequest, tokenizer: Tokenizer) -> list[Prompt]:
+    """Every prompt of the call, in order."""
+    sent = body.prompt
+    if not sent:
+        raise RequestError("prompt: it is empty; at least one token is needed", "prompt")
+    many: Sequence[object] = [sent] if isinstance(sent, str) or isinstance(sent[0], int) else sent
+    if len(many) > MAX_PROMPTS:
+        raise RequestError(f"prompt: got {len(many)} prompts; allowed: at most {MAX_PROMPTS}", "prompt")
+    special = body.add_special_tokens is not False
+    return [await _prompt(item, special, tokenizer) for item in many]
+
+
+async def chat_prompt(
+    messages: Sequence[Message], options: TemplateOptions, tokenizer: Tokenizer
+) -> list[int]:
+    """The conversation in the checkpoint's own format."""
+    variables = options.chat_template_kwargs or {}
+    taken = inspect.signature(type(tokenizer).chat).parameters
+    for name in variables:
+        if name in taken:
+            raise RequestError(f"chat_template_kwargs: {name!r} cannot be set here", "chat_template_kwargs")
+    plain = [_plain(message) for message in messages]
+
+    def render() -> list[int]:
+        return tokenizer.chat(
+            plain,
+            add_generation_prompt=options.add_generation_prompt is not False,
+            continue_final_message=bool(options.continue_final_message),
+            **variables,
+        )
+
+    return await off_loop(sum(len(message["content"]) for message in plain), render)
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """`work()`, in a thread when its input is so large that other requests would wait for it."""
+    return work() if size <= _AT_ONCE else await asyncio.to_thread(work)
+
+
+async def _prompt(sent: object, special: bool, tokenizer: Tokenizer) -> Prompt:
+    if isinstance(sent, str):
+        text = sent
+        return Prompt(await off_loop(len(text), lambda: tokenizer.encode(text, special)), text)
+    assert isinstance(sent, list)
+    return Prompt(sent, None)
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """What chat templates expect: text parts are joined by line ends."""
+    content = message.content or ""
+    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+    name = {} if message.name is None else {"name": message.name}
+    return {"role": message.role, "content": text, **name}

@@ -1,0 +1,188 @@
+"""What is answered, field for field OpenAI's. Fields left unset are not sent."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+from starlette.responses import Response
+
+FinishReasonName = Literal["stop", "length", "abort"]
+
+
+class Payload(BaseModel):
+    """Anything sent as JSON."""
+
+    def json_text(self) -> str:
+        return self.model_dump_json(exclude_unset=True)
+
+    def response(self) -> Response:
+        return Response(self.json_text(), media_type="application/json")
+
+
+class PromptTokensDetails(BaseModel):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Token counts of one call."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(BaseModel):
+    """Parallel lists, one entry a token."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(BaseModel):
+    """One completion, whole or a piece of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReasonName | None
+    stop_reason: str | int | None
+    """The stop string or stop token id, if one ended it (vLLM)."""
+
+
+class Completion(Payload):
+    """The answer of /v1/completions, or one chunk of its stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(BaseModel):
+    """One candidate."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    """The token that was taken and its competitors."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Logprobs of an answer."""
+
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class ChatMessage(BaseModel):
+    """The answer."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReasonName
+    stop_reason: str | int | None
+
+
+class ChatCompletion(Payload):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(BaseModel):
+    """What is new in a message."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    """A piece of one answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReasonName | None
+    stop_reason: str | int | None = None
+
+
+class ChatChunk(Payload):
+    """One chunk of a streamed chat."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(Payload):
+    """One served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(Payload):
+    """The answer of /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokenized(Payload):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Payload):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+class Health(Payload):
+    """The answer of /health and /ping."""
+
+    status: Literal["ok"]
+
+
+class Version(Payload):
+    """The answer of /version."""
+
+    version: str

@@ -1,0 +1,55 @@
+"""From what a client asked to SamplingParams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moesaic.core.errors import RequestError
+from moesaic.core.request import SamplingParams
+from moesaic.server.requests import ChatRequest, CompletionRequest, GenerationRequest
+from moesaic.server.service import Service
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default length of a completion."""
+
+_SAME_NAME = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
+)
+
+
+def completion_params(body: CompletionRequest, prompt_tokens: int, service: Service) -> SamplingParams:
+    """Parameters for a prompt of `prompt_tokens` tokens.
+
+    The default length gives way to the context's end; an explicit one does not. max_tokens 0 with
+    echo scores the prompt: one token is generated and dropped.
+    """
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise RequestError(f"best_of: got {body.best_of}; allowed: the value of n", "best_of")
+    if body.max_tokens == 0 and not body.echo:
+        raise RequestError("max_tokens: got 0; allowed: at least 1, or 0 with echo", "max_tokens")
+    limit = body.max_tokens
+    if limit is None:
+        room = service.engine.require_serving().max_model_len - prompt_tokens
+        limit = max(1, min(COMPLETION_TOKENS, room))
+    scores = {"prompt_logprobs": body.logprobs if body.echo else None}
+    return _params(body, service, max_tokens=max(1, limit), logprobs=body.logprobs, **scores)
+
+
+def chat_params(body: ChatRequest, service: Service) -> SamplingParams:
+    """Parameters of a chat; without a limit the answer may fill the context."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs: allowed only with logprobs true", "top_logprobs")
+    limit = body.max_completion_tokens or body.max_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _params(body, service, max_tokens=limit, logprobs=logprobs)
+
+
+def _params(body: GenerationRequest, service: Service, **chosen: Any) -> SamplingParams:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options: allowed only with stream true", "stream_options")
+    given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+    return SamplingParams(**{**service.default_sampling, **given, **chosen}, stop=stop, logit_bias=bias)

@@ -1,0 +1,48 @@
+"""POST /tokenize and /detokenize"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from moesaic.core.errors import RequestError
+from moesaic.server.documentation import BODY_ERRORS
+from moesaic.server.json_body import StrictJsonRoute
+from moesaic.server.prompts import chat_prompt, off_loop
+from moesaic.server.requests import DetokenizeRequest, TokenizeRequest
+from moesaic.server.responses import Detokenized, Tokenized
+from moesaic.server.service import Serving, Tokenizer
+
+router = APIRouter(responses=BODY_ERRORS, route_class=StrictJsonRoute)
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, service: Serving) -> Tokenized:
+    """The token ids of a text or of a conversation."""
+    info = service.engine.require_serving()
+    service.require_model(body.model)
+    tokenizer = service.tokenizer
+    tokens = await _tokens(body, tokenizer)
+    names = [tokenizer.token(token) for token in tokens] if body.return_token_strs else None
+    return Tokenized(count=len(tokens), max_model_len=info.max_model_len, tokens=tokens, token_strs=names)
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, service: Serving) -> Detokenized:
+    """The text of token ids, special tokens included."""
+    service.engine.require_serving()
+    service.require_model(body.model)
+    tokenizer, tokens = service.tokenizer, body.tokens
+    bad = next((token for token in tokens if token >= tokenizer.vocab_size), None)
+    if bad is not None:
+        allowed = f"0 to {tokenizer.vocab_size - 1}"
+        raise RequestError(f"tokens: got token id {bad}; allowed: {allowed}", "tokens")
+    return Detokenized(prompt=await off_loop(len(tokens), lambda: tokenizer.decode(tokens, False)))
+
+
+async def _tokens(body: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("prompt: give either prompt or messages", "prompt")
+    if body.messages is not None:
+        return await chat_prompt(body.messages, body, tokenizer)
+    text, special = body.prompt or "", body.add_special_tokens is not False
+    return await off_loop(len(text), lambda: tokenizer.encode(text, special))

@@ -1,0 +1,30 @@
+"""Counting tokens of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moesaic.core.request import RequestOutput
+from moesaic.server.responses import PromptTokensDetails, Usage
+
+
+class Tally:
+    """Grows with every output of a call whose prompts have these lengths."""
+
+    def __init__(self, prompt_lengths: Sequence[int]) -> None:
+        self._prompt_tokens = sum(prompt_lengths)
+        self._cached = [0] * len(prompt_lengths)
+        self._completion_tokens = 0
+
+    def add(self, number: int, output: RequestOutput) -> None:
+        """One output of prompt `number`."""
+        self._completion_tokens += len(output.token_ids)
+        self._cached[number] = max(self._cached[number], output.num_cached_tokens)
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            total_tokens=self._prompt_tokens + self._completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached)),
+        )

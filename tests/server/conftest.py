@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import httpx
+import openai
+import pytest
+
+from moesaic.core.errors import EngineDeadError
+from moesaic.server.app import create_app
+from moesaic.server.async_engine import AsyncEngine
+from moesaic.server.run import bind, serve
+from moesaic.server.service import Service
+from moesaic.tokenizer import Tokenizer
+
+from .fake_worker import FakeWorker, engine_and_worker, make_tokenizer
+
+MODEL = "org/fake-moe"
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@dataclass
+class Live:
+    """A server on a loopback port, in a thread, and its clients."""
+
+    url: str
+    front: AsyncEngine
+    worker: FakeWorker
+    api_key: str | None
+    thread: threading.Thread
+    ended_by: list[BaseException] = field(default_factory=list)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+
+    @property
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers=self.headers, timeout=10, trust_env=False)
+
+    @functools.cached_property
+    def openai(self) -> openai.OpenAI:
+        key = self.api_key or "none"
+        client = httpx.Client(trust_env=False)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=client)
+
+    def close(self) -> None:
+        if "openai" in self.__dict__:
+            self.openai.close()
+        self.worker.die()
+
+    def post(self, path: str, **body: object) -> httpx.Response:
+        with self.http as client:
+            return client.post(path, json=body)
+
+    def get(self, path: str) -> httpx.Response:
+        with self.http as client:
+            return client.get(path)
+
+
+Launch = Callable[..., Live]
+
+
+@contextlib.contextmanager
+def launched(tokenizer: Tokenizer) -> Iterator[Launch]:
+    """A function that starts servers; they end with the context."""
+    started: list[Live] = []
+
+    def launch(
+        *,
+        api_key: str | None = None,
+        ready: bool = True,
+        max_waiting: int = 4,
+        pace: float = 0.0,
+        max_body_bytes: int = 2**16,
+        default_sampling: dict[str, float] | None = None,
+    ) -> Live:
+        front, worker = engine_and_worker(tokenizer, max_waiting=max_waiting, pace=pace)
+        service = Service(front, MODEL, default_sampling or {}, version="1.2.3")
+        app = create_app(service, api_key=api_key, max_body_bytes=max_body_bytes)
+        listener = bind("127.0.0.1", 0)
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                serve(app, front, listener, log_level="error", access_log=False)
+            except EngineDeadError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="server")
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        live = Live(url, front, worker, api_key, thread, errors)
+        started.append(live)
+        worker.start()
+        thread.start()
+        if ready:
+            worker.ready()
+            _until(lambda: live.get("/health").status_code == 200)
+        return live
+
+    try:
+        yield launch
+    finally:
+        for live in started:
+            live.close()
+        for live in started:
+            live.thread.join(15)
+            assert not live.thread.is_alive()
+
+
+def _until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = threading.Event()
+    for _ in range(int(seconds / 0.01)):
+        if condition():
+            return
+        deadline.wait(0.01)
+    raise AssertionError("it did not happen in time")
+
+
+@pytest.fixture
+def until() -> Callable[..., None]:
+    return _until
+
+
+@pytest.fixture
+def launch(tokenizer: Tokenizer) -> Iterator[Launch]:
+    """For tests that break or bend their server."""
+    with launched(tokenizer) as launch:
+        yield launch
+
+
+@pytest.fixture(scope="module")
+def live(tokenizer: Tokenizer) -> Iterator[Live]:
+    """A healthy server that tests share."""
+    with launched(tokenizer) as launch:
+        yield launch()

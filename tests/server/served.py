@@ -1,0 +1,39 @@
+"""A server process for the tests of signals: `python -m tests.server.served TOKENIZER_DIR PACE`.
+
+Prints its port. The worker answers like in every other test; with PACE "fail" it fails to load.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from moesaic.core import messages
+from moesaic.core.errors import MoesaicError
+from moesaic.server.app import create_app
+from moesaic.server.run import bind, serve
+from moesaic.server.service import Service
+
+from .fake_worker import engine_and_worker, make_tokenizer
+
+
+def main(path: str, pace: str) -> int:
+    failing = pace == "fail"
+    front, worker = engine_and_worker(make_tokenizer(Path(path)), pace=0.0 if failing else float(pace))
+    listener = bind("127.0.0.1", 0)
+    sys.stdout.write(f"{listener.getsockname()[1]}\n")
+    sys.stdout.flush()
+    worker.start()
+    if failing:
+        worker.connection.send(messages.Failed("--dtype: got 'float1'", user_error=True))
+    else:
+        worker.ready()
+    try:
+        return serve(create_app(Service(front, "m")), front, listener, log_level="error")
+    except MoesaicError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(*sys.argv[1:]))

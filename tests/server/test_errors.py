@@ -1,0 +1,239 @@
+"""Whatever is wrong is answered in OpenAI's shape, by name, and never with a 500."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+from moesaic.core import messages
+
+from .conftest import MODEL, Launch, Live
+from .test_chat import ASK
+
+Until = Callable[..., None]
+
+
+def error_of(response: httpx.Response) -> dict[str, str]:
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("temperature", "hot", "temperature: got 'hot'; Input should be a valid number"),
+        ("temperature", True, "valid number"),
+        ("temperature", -1, "greater than or equal to 0"),
+        ("n", True, "valid integer"),
+        ("n", 1.0, "valid integer"),
+        ("n", 0, "greater than or equal to 1"),
+        ("max_tokens", "5", "valid integer"),
+        ("max_tokens", 0, "with echo"),
+        ("min_tokens", 20, "min_tokens"),
+        ("top_p", 0, "greater than 0"),
+        ("best_of", 2, "best_of: got 2"),
+        ("stop", "", "at least 1 character"),
+        ("stop", ["x"] * 17, "at most 16"),
+        ("stop", 5, "valid string or Input should be a valid list"),
+        ("logit_bias", {"x": 1}, "logit_bias"),
+        ("logit_bias", {"65": 101}, "less than or equal to 100"),
+        ("logit_bias", {"9999": 1}, "9999"),
+        ("seed", 2**63, "less than or equal to"),
+        ("logprobs", 21, "less than or equal to 20"),
+        ("prompt", [], "empty"),
+        ("prompt", "", "empty"),
+        ("prompt", [[]], "empty"),
+        ("prompt", ["x" * 300], "context length"),
+        ("prompt", [1, "a"], "prompt[0]: got 1; Input should be a valid string or Input"),
+        ("prompt", [999], "999"),
+        ("prompt", {"a": 1}, "prompt"),
+        ("prompt", ["a"] * 2049, "2049 prompts"),
+        ("stream_options", {"include_usage": True}, "with stream true"),
+        ("suffix", "x", "suffix: not supported"),
+        ("guided_json", {}, "guided_json: not a parameter"),
+        ("stream_options", {"x": 1}, "stream_options.x: not a parameter"),
+    ],
+)
+def test_the_field_is_named(live: Live, field: str, value: object, says: str) -> None:
+    response = live.post("/v1/completions", **{"prompt": "x", field: value})
+    error = error_of(response)
+    assert response.status_code == 400
+    assert (error["param"], error["type"]) == (field, "invalid_request_error")
+    assert says in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"{", "not valid JSON"),
+        (b"", "empty"),
+        (b"[]", "valid dictionary"),
+        (b'{"prompt": "x", "temperature": NaN}', "NaN"),
+        (b'{"prompt": "x", "metadata": {"a": -Infinity}}', "-Infinity"),
+        (b'{"prompt": "x", "temperature": 1e999}', "finite"),
+        (b'{"prompt": "\\ud83d"}', "Unicode"),
+        (b'{"prompt": "x", "\\udc00": 1}', "Unicode"),
+        (b'{"prompt": "\xff"}', "Unicode"),
+        (b'{"prompt": ' + b"[" * 30000 + b"]" * 30000 + b"}", ""),
+        (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", ""),
+        (b'{"temperature": 1}', "prompt: missing"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_is_no_proper_json_is_refused(live: Live, path: str, content: bytes, says: str) -> None:
+    if "chat" in path:
+        content = content.replace(b'{"prompt": "x", ', b'{"messages": [{"role": "user", "content": "x"}], ')
+        says = says.replace("prompt:", "messages:")
+    with live.http as client:
+        response = client.post(path, content=content, headers={"Content-Type": "application/json"})
+    error = error_of(response)
+    assert response.status_code == 400
+    if b'"prompt": "\xff' not in content:
+        assert says in error["message"]
+
+
+def test_a_pair_of_surrogates_is_a_character(live: Live) -> None:
+    with live.http as client:
+        headers = {"Content-Type": "application/json"}
+        content = b'{"prompt": "say:\\ud83d\\ude00"}'
+        response = client.post("/v1/completions", content=content, headers=headers)
+    assert response.json()["choices"][0]["text"] == "\U0001f600"
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
+def test_the_content_type_must_be_json(live: Live, kind: str | None) -> None:
+    headers = {} if kind is None else {"Content-Type": kind}
+    with live.http as client:
+        response = client.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+    assert response.status_code == 400
+    assert "Content-Type: application/json" in error_of(response)["message"]
+
+
+def test_paths_and_methods(live: Live) -> None:
+    assert live.get("/v1/nothing").status_code == 404
+    assert error_of(live.get("/v1/nothing"))["type"] == "invalid_request_error"
+    response = live.get("/v1/completions")
+    assert response.status_code == 405 and response.headers["allow"] == "POST"
+    error_of(response)
+    missing = live.post("/v1/completions", prompt="x", model="other")
+    assert missing.status_code == 404
+    assert error_of(missing)["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_huge_body_is_413(live: Live, told: bool) -> None:
+    body = json.dumps({"prompt": "x" * 2**17}).encode()
+    pieces = (body[start : start + 4096] for start in range(0, len(body), 4096))
+    with live.http as client:
+        headers = {"Content-Type": "application/json"}
+        response = client.post("/v1/completions", content=body if told else pieces, headers=headers)
+    assert response.status_code == 413
+    assert error_of(response)["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize(
+    "header", ["", "Bearer", "Bearer wrong", "Basic s3cret", "Bearer s3cret\u00e9", "s3cret"]
+)
+def test_a_wrong_key_is_401(launch: Launch, header: str) -> None:
+    live = launch(api_key="s3cret")
+    client = httpx.Client(
+        base_url=live.url, headers={"Authorization": header.encode("latin-1")}, trust_env=False
+    )
+    with client:
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            response = client.post(path, json={"prompt": "x"})
+            assert response.status_code == 401
+            assert error_of(response)["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+        assert client.get("/v1/models").status_code == 401
+        assert client.get("/v1/nothing").status_code == 401
+        assert {client.get(path).status_code for path in ("/health", "/metrics", "/version")} == {200}
+
+
+def test_the_right_key_is_let_in(launch: Launch) -> None:
+    live = launch(api_key="s3cret")
+    assert live.openai.models.list().data[0].id == MODEL
+    wrong = live.openai.with_options(api_key="nope")
+    with pytest.raises(openai.AuthenticationError):
+        wrong.models.list()
+
+
+def test_load_beyond_the_queue_is_429_and_nothing_is_lost(launch: Launch) -> None:
+    live = launch(max_waiting=2)  # and four running
+    live.worker.open.clear()
+    with ThreadPoolExecutor(12) as pool:
+        calls = [pool.submit(live.post, "/v1/completions", prompt="say:ok") for _ in range(12)]
+        threading.Timer(0.5, live.worker.open.set).start()
+        responses = [call.result(10) for call in calls]
+    refused = [response for response in responses if response.status_code == 429]
+    served = [response for response in responses if response.status_code == 200]
+    assert len(refused) == 6 and len(served) == 6
+    assert all(int(response.headers["retry-after"]) >= 1 for response in refused)
+    assert error_of(refused[0])["code"] == "rate_limit_exceeded"
+    assert all(response.json()["choices"][0]["text"] == "ok" for response in served)
+    assert live.post("/v1/completions", prompt="say:ok").status_code == 200
+
+
+def test_a_call_that_overloads_half_way_leaves_nothing_behind(launch: Launch, until: Until) -> None:
+    live = launch(max_waiting=0)
+    live.worker.open.clear()
+    assert live.post("/v1/completions", prompt=["x"] * 6).status_code == 429
+    until(lambda: len(live.worker.cancelled) == 4)
+    assert live.front.engine.num_unfinished == 0
+    # A prompt of the batch that is wrong takes the others with it.
+    assert live.post("/v1/completions", prompt=["x", "y" * 999]).status_code == 400
+    until(lambda: len(live.worker.cancelled) == 5)
+
+
+def test_nothing_is_served_before_the_worker_is_ready(launch: Launch) -> None:
+    live = launch(ready=False)
+    with live.http as client:
+        calls = [client.get("/health"), client.get("/v1/models")]
+    calls.append(live.post("/v1/completions", prompt="x"))
+    calls.append(live.post("/v1/chat/completions", messages=ASK))
+    calls.append(live.post("/tokenize", prompt="x"))
+    assert {response.status_code for response in calls} == {503}
+    assert {error_of(response)["code"] for response in calls} == {"loading"}
+    assert live.get("/metrics").status_code == 200
+
+
+def test_the_worker_dies_and_every_request_gets_an_answer(launch: Launch) -> None:
+    live = launch()
+    live.worker.open.clear()
+    threading.Timer(0.3, live.worker.die).start()
+    with ThreadPoolExecutor(3) as pool:
+        whole = [pool.submit(live.post, "/v1/completions", prompt="x") for _ in range(2)]
+        stream = pool.submit(live.post, "/v1/chat/completions", messages=ASK, stream=True)
+        assert [call.result(10).status_code for call in whole] == [503, 503]
+        assert error_of(whole[0].result())["code"] == "engine_dead"
+        event = stream.result(10).text.split("\n\n")[0]
+    assert json.loads(event.removeprefix("data: "))["error"]["code"] == "engine_dead"
+    live.thread.join(5)
+    assert not live.thread.is_alive()
+    assert "the worker is gone" in str(live.ended_by[0])
+
+
+def test_an_error_in_a_stream_reaches_the_openai_client(launch: Launch) -> None:
+    live = launch(pace=0.05)
+    stream = live.openai.completions.create(model=MODEL, prompt="x", max_tokens=100, stream=True)
+    next(iter(stream))
+    live.worker.die()
+    with pytest.raises(openai.APIError, match="worker is gone"):
+        list(stream)
+
+
+def test_the_workers_last_words_are_passed_on(launch: Launch) -> None:
+    live = launch()
+    live.worker.open.clear()
+    words = messages.Failed("out of memory", user_error=False)
+    threading.Timer(0.3, lambda: live.worker.connection.send(words)).start()
+    response = live.post("/v1/completions", prompt="x")
+    assert response.status_code == 503 and "out of memory" in error_of(response)["message"]

@@ -1,0 +1,67 @@
+"""Requests made up from the published schema, right ones and wrong ones: never a 5xx, never off-schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import positive_data_acceptance
+from schemathesis.schemas import BaseSchema
+
+from moesaic.tokenizer import Tokenizer
+
+from .conftest import MODEL, Live, launched
+
+OPERATIONS = {
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model_id}"),
+    ("GET", "/health"),
+    ("GET", "/ping"),
+    ("GET", "/metrics"),
+    ("GET", "/version"),
+}
+
+
+@pytest.fixture(scope="module", params=[None, "s3cret"], ids=["open", "locked"])
+def live(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Iterator[Live]:
+    with launched(tokenizer) as launch:
+        yield launch(api_key=request.param)
+
+
+@pytest.fixture(scope="module")
+def published(live: Live) -> BaseSchema:
+    return schemathesis.openapi.from_dict(live.get("/openapi.json").json())
+
+
+def test_every_operation_is_fuzzed(published: BaseSchema) -> None:
+    found = {(item.ok().method.upper(), item.ok().path) for item in published.get_all_operations()}
+    assert found == OPERATIONS
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+@pytest.mark.parametrize(("method", "path"), sorted(OPERATIONS))
+def test_every_answer_is_one_that_the_schema_promises(
+    published: BaseSchema, live: Live, method: str, path: str, mode: GenerationMode
+) -> None:
+    operation = published[path][method]
+    if mode is GenerationMode.NEGATIVE and method == "GET":
+        pytest.skip("there is nothing to get wrong")
+
+    @given(case=operation.as_strategy(generation_mode=mode))
+    @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    def ask(case: schemathesis.Case) -> None:
+        if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
+            case.body["model"] = MODEL
+        # A schema cannot say that prompt and answer must fit the context, or that best_of equals n.
+        unknowable = [positive_data_acceptance]
+        headers = live.headers if mode is GenerationMode.POSITIVE else None
+        case.call_and_validate(base_url=live.url, headers=headers, excluded_checks=unknowable, timeout=20)
+
+    ask()

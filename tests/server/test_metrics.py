@@ -1,0 +1,69 @@
+"""The meter, on a clock of the test's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from moesaic.core import messages
+from moesaic.core.metrics import WorkerStats
+from moesaic.core.request import FinishReason, RequestOutput
+from moesaic.engine import EngineStats
+from moesaic.server.metrics import Distribution, EngineCollector, Meter, registry_of
+
+QUIET = messages.Stats(WorkerStats())
+
+
+def output(group: int, index: int = 0, finish: FinishReason | None = None) -> RequestOutput:
+    return RequestOutput(group, index, "a", [1], finish_reason=finish, num_prompt_tokens=5)
+
+
+def test_a_distribution_is_cumulative_and_bounds_are_included() -> None:
+    values = Distribution((0.1, 1.0))
+    for value in (0.05, 0.1, 0.5, 7.0):
+        values.observe(value)
+    assert values.cumulative() == [("0.1", 2.0), ("1.0", 3.0), ("+Inf", 4.0)]
+    assert values.total == pytest.approx(7.65)
+
+
+def test_the_times_of_one_request_add_up() -> None:
+    meter = Meter()
+    meter.arrived(7, 1, now=10.0)
+    meter.received(messages.Admitted([7], [0.5], [0]), [], 10.5)
+    meter.received(QUIET, [output(7)], 12.0)
+    meter.received(QUIET, [output(7)], 12.25)
+    meter.received(QUIET, [output(7, finish=FinishReason.STOP)], 13.0)
+    assert meter.queue_time.total == 0.5
+    assert meter.time_to_first_token.total == 2.0
+    assert meter.prefill_time.total == 1.5
+    assert meter.inter_token_latency.total == meter.decode_time.total == 1.0
+    assert sum(meter.inter_token_latency.counts) == 2
+    assert meter.e2e_latency.total == 3.0
+    assert (meter.prompt_tokens, meter.generation_tokens) == (5, 3)
+
+
+def test_each_of_n_completions_is_timed_and_the_aborted_are_counted() -> None:
+    meter = Meter()
+    meter.arrived(3, 3, now=0.0)
+    meter.received(messages.Admitted([3, 4, 5, 99], [1.0, 1.0, 1.0, 1.0], [0] * 4), [], 1.0)
+    meter.received(QUIET, [output(3, 1, FinishReason.LENGTH)], 2.0)
+    meter.aborted(3)
+    meter.aborted(3)
+    meter.received(QUIET, [output(3, 0), output(8)], 3.0)
+    assert meter.finished == {FinishReason.LENGTH: 1, FinishReason.ABORT: 2}
+    assert sum(meter.prefill_time.counts) == 1 and meter.prefill_time.total == 1.0
+
+
+def test_names_are_vllms_with_our_prefix() -> None:
+    collector = EngineCollector(lambda: EngineStats(0, WorkerStats()), Meter(), "m")
+    names = {family.name for family in registry_of(collector).collect()}
+    assert names == {
+        f"moesaic:{name}"
+        for name in (
+            *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_blocks"),
+            *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
+            *("prompt_tokens", "generation_tokens", "request_success"),
+            *("time_to_first_token_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds"),
+            *("e2e_request_latency_seconds", "request_queue_time_seconds"),
+            *("request_prefill_time_seconds", "request_decode_time_seconds"),
+        )
+    }

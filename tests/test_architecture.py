@@ -1,0 +1,212 @@
+"""The shape of the package: who may import whom, one home for each library, sizes, habits.
+
+A rule that stands in the way of clearer code is changed here, by name and with its reason.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import architecture as rules
+from tests.architecture import Module
+
+SOURCE = Path(__file__).parent.parent / "src" / "moesaic"
+MODULES = rules.read_package(SOURCE)
+
+EDGES: dict[str, tuple[str, ...]] = {
+    # nouns, decisions, prices
+    "core": (),
+    "cost": ("core",),
+    "policy": ("core", "cost"),
+    # mechanisms
+    "kernels": ("core",),
+    "models": ("core", "kernels"),
+    "kvcache": ("core", "kernels", "models.spec"),  # the spec says how wide a token's keys and values are
+    "transport": ("core",),
+    "collectives": ("core", "transport", "policy.shuffle"),
+    # a server reads its own weights
+    "experts": ("core", "kernels", "models", "policy.replicas", "transport"),
+    "offload": ("core", "kernels", "kvcache", "models", "policy"),
+    # programs
+    "runtime": (
+        *("config", "core", "experts.client", "kernels", "kvcache", "models", "offload", "policy"),
+        "transport",
+    ),
+    "cluster": ("config", "core", "transport"),
+    "sim": ("core", "cost", "policy"),
+    "tokenizer": ("core",),
+    "engine": ("core", "tokenizer", "transport.base"),  # workers are known through a transport only
+    "server": ("config", "core", "engine"),
+    "client": ("core",),
+    "bench": ("client", "config", "core", "llm"),
+    # the HTTP API's own code in this process, in front of a worker
+    "batch": ("", "client", "cluster", "config", "core", "engine", "launch", "models.files", "server"),
+    "config": ("core",),
+    "testing": ("core", "tokenizer"),
+    # these join the rest: an engine and its worker, here or in another process, and the command line
+    "launch": ("cluster", "config", "core", "engine", "models.files", "tokenizer"),
+    "llm": ("config", "core", "engine", "models.files", "runtime", "tokenizer", "transport.local"),
+    "__main__": ("cli",),
+    "cli": ("", "batch.options", "bench.options", "commands", "config", "core"),
+    "commands": (
+        *("", "batch", "bench", "config", "core", "kernels.table", "launch", "runtime.machine", "server"),
+        "transport.base",
+    ),
+    "": ("core", "llm"),  # the package itself: public names, loaded on first use
+}
+"""Room -> what it may import beside itself. "a.b" allows that one module, "" the package's own names."""
+
+TORCH_ROOMS = ("kernels", "models", "kvcache", "runtime", "experts", "offload")
+HOMES: dict[str, tuple[str, ...]] = {
+    "numpy": tuple(room for room in EDGES if room not in ("cli", "commands", "config", "")),
+    "scipy": ("policy.planner", "policy.cocluster"),
+    "torch": (*TORCH_ROOMS, "commands.machine"),  # doctor asks torch which GPUs it sees
+    "triton": ("kernels.triton",),
+    "safetensors": ("models.checkpoint",),
+    "huggingface_hub": ("models.files",),
+    "tokenizers": ("tokenizer",),
+    "jinja2": ("tokenizer",),
+    "msgspec": ("transport",),
+    "fastapi": ("server",),
+    "starlette": ("server",),
+    "uvicorn": ("server",),
+    "pydantic": ("server",),
+    "prometheus_client": ("server",),
+    "httpx": ("client",),
+    "rich": ("commands", "bench", "batch"),
+    "cyclopts": ("cli", "commands"),
+    "ray": ("cluster.ray",),
+}
+"""Foreign library -> the only places that import it."""
+
+PURE_ROOMS = ("core", "cost", "policy")
+IMPURE = (
+    *("torch", "asyncio", "threading", "multiprocessing", "concurrent", "socket", "selectors", "subprocess"),
+    *("time", "os", "queue", "secrets"),
+)
+LATE_IMPORTS = {
+    "cli": "what a command does is imported when it is called, so that --help answers at once",
+    "models.files": "the hub's library is needed for hub ids only and takes a second to import",
+}
+LONGER_FILES: dict[str, int] = {}
+"""Module -> lines, where more than 300 read better; the reason stands beside it."""
+NAMES = ("utils", "util", "common", "helpers", "manager", "misc")
+
+RULES: dict[str, Callable[[list[Module]], list[str]]] = {
+    "rooms import only what the table of edges allows": lambda m: rules.crossings(m, EDGES),
+    "each foreign library has one home": lambda m: rules.homeless(m, HOMES),
+    "nouns, prices and decisions are pure": lambda m: rules.impure(m, PURE_ROOMS, IMPURE),
+    "no import cycles": rules.cycles,
+    "function-level imports only where listed": lambda m: rules.late_imports(m, LATE_IMPORTS),
+    "no broad except that does not raise": rules.broad_excepts,
+    "no global statement": rules.globals_written,
+    "the environment is read in config only": lambda m: rules.environment_readers(m, "config"),
+    "every function has a return type": rules.untyped,
+    "nothing is named after nothing": lambda m: rules.drawers(m, NAMES),
+    "files and functions stay small": lambda m: rules.oversized(m, LONGER_FILES, 300, 50),
+}
+
+VIOLATIONS = [
+    ("rooms import only what the table of edges allows", "models.x", "from moesaic.policy import batching"),
+    ("rooms import only what the table of edges allows", "runtime.x", "import moesaic.experts.server"),
+    ("rooms import only what the table of edges allows", "core.x", "from ..engine import Engine"),
+    ("rooms import only what the table of edges allows", "attic.x", ""),
+    ("each foreign library has one home", "engine", "import fastapi.responses"),
+    ("each foreign library has one home", "core.x", "def f() -> None:\n    import requests"),
+    ("nouns, prices and decisions are pure", "policy.x", "import time"),
+    ("nouns, prices and decisions are pure", "policy.x", "from os import environ"),
+    ("nouns, prices and decisions are pure", "policy.x", "import random\nx = random.random()"),
+    ("nouns, prices and decisions are pure", "cost.x", "import numpy as np\nx = np.random.default_rng()"),
+    ("no import cycles", "core.x", "from moesaic.core import x2"),
+    ("function-level imports only where listed", "engine", "def f() -> None:\n    import json"),
+    ("no broad except that does not raise", "engine", "try:\n    f()\nexcept Exception:\n    pass"),
+    ("no broad except that does not raise", "engine", "try:\n    f()\nexcept (OSError, Exception):\n    g()"),
+    ("no broad except that does not raise", "engine", "try:\n    f()\nexcept:\n    g()"),
+    ("no global statement", "engine", "def f() -> None:\n    global x\n    x = 1"),
+    ("the environment is read in config only", "engine", "import os\nx = os.environ['HOME']"),
+    ("the environment is read in config only", "engine", "from os import getenv"),
+    ("every function has a return type", "engine", "class A:\n    def f(self): ..."),
+    ("nothing is named after nothing", "core.utils", ""),
+    ("nothing is named after nothing", "core.x", "class BlockManager: ..."),
+    ("files and functions stay small", "core.x", "\n" * 301),
+    ("files and functions stay small", "core.x", "def f() -> None:\n" + "    g()\n" * 50),
+]
+
+INNOCENT = """
+from __future__ import annotations
+from typing import TYPE_CHECKING
+import random
+from moesaic.core.errors import ConfigError
+if TYPE_CHECKING:
+    from moesaic.core import x2
+def f(rng: random.Random) -> None:
+    try:
+        rng.random()
+    except Exception as error:
+        raise ConfigError("x") from error
+"""
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rule(rule: str) -> None:
+    complaints = RULES[rule](MODULES)
+    assert not complaints, f"{rule}:\n  " + "\n  ".join(complaints)
+
+
+@pytest.mark.parametrize(("rule", "name", "source"), VIOLATIONS)
+def test_rule_has_teeth(rule: str, name: str, source: str) -> None:
+    other = Module("moesaic.core.x2", "import moesaic.core.x")
+    assert RULES[rule]([Module(f"moesaic.{name}", source), other])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rule_spares_the_innocent(rule: str) -> None:
+    other = Module("moesaic.core.x2", "import moesaic.core.x")
+    assert RULES[rule]([Module("moesaic.core.x", INNOCENT), other]) == []
+
+
+def test_every_rule_has_a_violation() -> None:
+    assert set(RULES) == {rule for rule, _, _ in VIOLATIONS}
+
+
+def test_rooms_say_what_they_are_for_and_none_is_empty() -> None:
+    for folder in [SOURCE, *(path for path in SOURCE.rglob("*") if path.is_dir())]:
+        if folder.name == "__pycache__" or folder == SOURCE / "demo":
+            continue
+        module = next((m for m in MODULES if m.is_package and _folder(m) == folder), None)
+        assert module is not None, f"{folder}: no __init__.py: remove the folder, or fill it"
+        assert rules.ast.get_docstring(module.tree), (
+            f"{folder}/__init__.py: say in one line what the room is for"
+        )
+
+
+def _folder(module: Module) -> Path:
+    return SOURCE.joinpath(*module.inner.split(".")) if module.inner else SOURCE
+
+
+HEAVY = ("torch", "transformers", "fastapi", "huggingface_hub")
+
+
+@pytest.mark.parametrize(
+    ("module", "banned"),
+    [
+        ("moesaic", (*HEAVY, "numpy", "rich")),
+        ("moesaic.cli", (*HEAVY, "rich.progress")),
+        ("moesaic.commands.serve", HEAVY[:2]),
+        ("moesaic.server.app", HEAVY[:2]),
+        ("moesaic.server.run", HEAVY[:2]),
+        ("moesaic.engine", HEAVY),
+    ],
+)
+def test_import_stays_light(module: str, banned: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print(*sorted({set(banned)!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [], (
+        f"importing {module} loads {done.stdout.strip()}: import it where it is used"
+    )

@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import moesaic
+from moesaic import cli
+from moesaic.commands import doctor, machine, usage
+from moesaic.commands.announce import capacity_line, requests_of_maximum_length
+from moesaic.commands.machine import Machine
+from moesaic.commands.units import in_bytes, in_words
+from moesaic.core.messages import WorkerInfo
+
+FLAGS = (
+    *("--revision", "--device", "--dtype", "--max-model-len", "--threads", "--kv-cache-memory"),
+    *("--kv-cache-dtype", "--block-size", "--enable-prefix-caching", "--no-enable-prefix-caching"),
+    *("--max-num-seqs", "--max-num-batched-tokens", "--host", "--port", "--api-key", "--served-model-name"),
+    *("--chat-template", "--max-queue", "--json", "--debug"),
+)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == moesaic.__version__
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f" {command} " in shown for command in ("serve", "run-batch", "bench", "doctor"))
+
+
+def test_flags_come_from_the_configs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert [flag for flag in FLAGS if flag not in shown] == []
+    assert "--no-json" not in shown
+    assert "Tokens in one KV block." in shown, "docstrings under fields are the help"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("serve", "--model: got nothing; allowed: a value, see --help"),
+        ("serve demo --block-size x", "--block-size: got 'x'; allowed: an integer"),
+        ("serve demo --kv-cache-dtype int8", "got 'int8'; allowed: auto, float32, bfloat16, float16"),
+        ("serve demo --max-model-len", "--max-model-len: got nothing; allowed: an integer"),
+        ("serve demo --port 99999", "--port: got 99999; allowed: 0 to 65535"),
+        ("serve demo --kv-cache-memory 3x", "--kv-cache-memory: got '3x'; allowed: a positive size"),
+        ("serve demo --max-num-seqs 0", "--max-num-seqs: got 0; allowed: an integer of at least 1"),
+        ("serve demo --api-key=", "--api-key: "),
+        ("serve demo --portt 3", "--portt. Did you mean --port?"),
+        ("serve demo other", "got 'other', which no argument takes"),
+        ("serve demo --port 1 --port 2", "--port specified multiple times"),
+        ("serv demo", 'Did you mean "serve"?'),
+        ("serve no/such/model/here", "model: got 'no/such/model/here'; allowed: "),
+        ("serve demo --chat-template nowhere.jinja", "--chat-template: got 'nowhere.jinja'; allowed: a file"),
+        ("run-batch -o x --model demo", "--input-file: got nothing"),
+        ("run-batch -i nowhere -o x --model demo", "--input-file: got 'nowhere'; allowed: an existing"),
+        ("bench serve --goodput ttft:5 tpot:x", "--goodput: got 'tpot:x'"),
+        ("bench serve --request-rate fast", "--request-rate: got 'fast'; allowed: a number"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("moesaic: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "demo", "--port", "99999", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_failure_that_is_no_setting_has_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "serve", "--base-url", "http://127.0.0.1:1", "--num-prompts", "1"]) == 1
+    assert capsys.readouterr().err.startswith("moesaic: http://127.0.0.1:1: ")
+
+
+def test_allowed_values_in_words() -> None:
+    assert usage.allowed(int | None) == "an integer"
+    assert usage.allowed(str | None) == "a value, see --help"
+
+
+@contextmanager
+def server(*flags: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """`moesaic serve demo` on a free port, in a process group of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moesaic", "serve", "demo", "--port", "0", "--threads", "1", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def get(url: str, key: str | None = None) -> int:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+
+
+def test_serve_says_what_it_chose_and_ends_on_sigterm() -> None:
+    with server("--max-model-len", "100", "--max-num-seqs", "3") as process:
+        shown = []
+        while not (shown and shown[-1].startswith("Serving ")):
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            shown.append(line)
+        url = shown[-1].split()[-1]
+        assert get(f"{url}/health") == 200
+        assert shown[-2] == "KV cache holds 336 tokens, 3 requests of the maximum length\n"
+        table = "".join(shown)
+        assert all(word in table for word in ("qwen3_moe", "parameters", "kernels", "float32", "100 tokens"))
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=30) == ("", "")
+        assert process.returncode == 0
+
+
+def test_serve_as_json_with_a_key_and_the_death_of_its_worker() -> None:
+    with server("--json", MOESAIC_API_KEY="secret") as process:
+        served = json.loads(process.stdout.readline())
+        assert served["event"] == "serving"
+        assert served["kv_tokens"] == served["num_blocks"] * served["block_size"]
+        url = served["url"]
+        assert [get(f"{url}/v1/models"), get(f"{url}/v1/models", "secret")] == [401, 200]
+        os.kill(worker_of(process.pid), signal.SIGKILL)
+        out, err = process.communicate(timeout=30)
+        assert out == ""
+        assert "killed by signal 9" in err
+        assert err.count("\n") == 1
+        assert process.returncode == 1
+
+
+def worker_of(pid: int) -> int:
+    """The one child of a process."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    assert len(children) == 1
+    return int(children[0])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--kv-cache-memory", "1KiB"), "--kv-cache-memory: 1KiB"),
+        (("--max-model-len", "123456789"), "--max-model-len: got 123456789; allowed: at most"),
+    ],
+)
+def test_what_the_worker_refuses_is_one_line(flags: tuple[str, ...], message: str) -> None:
+    with server(*flags) as process:
+        out, err = process.communicate(timeout=60)
+        assert (out, process.returncode) == ("", 2)
+        assert err.startswith(f"moesaic: {message}")
+        assert err.count("\n") == 1
+
+
+def test_a_taken_port_costs_no_loading(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "demo", "--port", str(port)]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["machine"]["cores"] >= 1
+    assert report["machine"]["memory_total"] > report["machine"]["memory_available"] > 0
+    assert report["choice"]["device"] in ("cpu", "cuda")
+
+
+def test_doctor_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("CPU", "memory", "torch", "moesaic will use", "kernels", "threads"))
+
+
+def a_machine(**changes: object) -> Machine:
+    plain = Machine(
+        system="Linux",
+        python="3.11",
+        cpu="x",
+        cores=8,
+        cores_online=8,
+        cpu_quota=None,
+        instruction_sets=["avx2"],
+        memory_total=2**36,
+        memory_available=2**35,
+        memory_limit=None,
+        gpus=[],
+        nvidia_driver=False,
+        torch="2",
+        torch_build="CPU",
+        torch_cpu_capability="AVX2",
+        hub_cache="/c",
+        hub_cache_free=2**40,
+    )
+    return replace(plain, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"cpu_quota": 2.5}, "--threads 2"),
+        ({"instruction_sets": []}, "AVX2"),
+        ({"memory_available": 2**30}, "1.0 GiB of memory"),
+        ({"hub_cache_free": 2**30}, "HF_HOME"),
+        ({"nvidia_driver": True}, "install a CUDA build of torch"),
+        ({"gpus": [machine.Gpu("a", 1, 1, "9.0")] * 2}, "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_doctor_gives_advice(changes: dict[str, object], advice: str) -> None:
+    assert doctor.warnings(a_machine(), doctor.choose(a_machine())) == []
+    sick = a_machine(**changes)
+    (note,) = doctor.warnings(sick, doctor.choose(sick))
+    assert advice in note
+
+
+def test_reading_the_machine(tmp_path: Path) -> None:
+    cpuinfo = "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma amx_tile\n\nprocessor\t: 1\n"
+    assert machine.cpu_name(cpuinfo) == "Some CPU"
+    assert machine.instruction_sets(cpuinfo) == ["avx2", "fma"]
+    assert machine.instruction_sets("Features\t: fp asimd bf16\n") == ["neon", "bf16"]
+    assert machine.cpu_quota(tmp_path) is None
+    assert machine.memory_limit(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "memory.max").write_text("4096\n")
+    assert machine.cpu_quota(tmp_path) == 1.5
+    assert machine.memory_limit(tmp_path) == 4096
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.cpu_quota(tmp_path) is None
+    assert machine.memory_limit(tmp_path) is None
+
+
+def test_numbers_for_people() -> None:
+    assert [in_bytes(n) for n in (7, 1536, 3 * 2**30, 2**41)] == ["7 B", "1.5 KiB", "3.0 GiB", "2.0 TiB"]
+    assert [in_words(n) for n in (12, 6_715_200, 30.5e9)] == ["12", "6.7 million", "30.5 billion"]
+
+
+def test_capacity_counts_whole_blocks() -> None:
+    names = dict.fromkeys(("model_type", "device", "kernels", "dtype", "kv_dtype"), "x")
+    numbers = dict.fromkeys(WorkerInfo.__annotations__.keys() - names.keys(), 1)
+    info = WorkerInfo(**names | numbers | {"max_model_len": 20, "block_size": 16, "num_blocks": 5})
+    assert requests_of_maximum_length(info) == 2
+    assert capacity_line(info) == "KV cache holds 80 tokens, 2 requests of the maximum length"

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+import pytest
+
+from moesaic import config
+from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig, WorkerConfig
+from moesaic.core.errors import ConfigError
+
+CONFIGS = (ModelConfig, CacheConfig, SchedulerConfig, ServerConfig)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("512MiB", 512 * 2**20), ("4GB", 4 * 10**9), ("2g", 2 * 2**30), (" 1.5 KiB ", 1536), ("77", 77)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert config.parse_bytes("--x", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "4XB", "-1", "0", "auto", "1e9", "GiB"])
+def test_bad_sizes_name_the_flag(text: str) -> None:
+    with pytest.raises(ConfigError, match="--x: got .*; allowed: a positive size"):
+        config.parse_bytes("--x", text)
+
+
+def test_json_carries_every_setting() -> None:
+    full = WorkerConfig(
+        ModelConfig("m", revision="r", device="cpu", dtype="float32", max_model_len=64, threads=3),
+        CacheConfig("1GiB", "float16", 32, enable_prefix_caching=False),
+        SchedulerConfig(7, 99),
+    )
+    for part in (full.model, full.cache, full.scheduler):
+        blank = dataclasses.replace(WorkerConfig(ModelConfig("x")))
+        default = next(value for value in vars(blank).values() if type(value) is type(part))
+        assert all(value != getattr(default, name) for name, value in vars(part).items())
+    assert WorkerConfig.from_json(full.to_json()) == full
+
+
+@pytest.mark.parametrize(
+    ("flag", "make"),
+    [
+        ("--max-num-seqs", lambda: WorkerConfig(ModelConfig("m"), scheduler=SchedulerConfig(max_num_seqs=0))),
+        ("--max-num-batched-tokens", lambda: WorkerConfig(ModelConfig("m"), scheduler=SchedulerConfig(1, 0))),
+        ("--max-num-batched-tokens", lambda: WorkerConfig(ModelConfig("m"), scheduler=SchedulerConfig(9, 8))),
+        ("--max-num-seqs", lambda: WorkerConfig(ModelConfig("m"), scheduler=SchedulerConfig("8"))),
+        ("--device", lambda: WorkerConfig(ModelConfig("m", device="tpu"))),
+        ("--dtype", lambda: WorkerConfig(ModelConfig("m", dtype="int4"))),
+        ("--kv-cache-dtype", lambda: WorkerConfig(ModelConfig("m"), CacheConfig(kv_cache_dtype="fp8"))),
+        ("--block-size", lambda: WorkerConfig(ModelConfig("m"), CacheConfig(block_size=0))),
+        ("--max-model-len", lambda: WorkerConfig(ModelConfig("m", max_model_len=1))),
+        ("--threads", lambda: WorkerConfig(ModelConfig("m", threads=0))),
+        ("--kv-cache-memory", lambda: WorkerConfig(ModelConfig("m"), CacheConfig("much"))),
+        ("--port", lambda: ServerConfig(port=65536)),
+        ("--max-queue", lambda: ServerConfig(max_queue=-1)),
+        ("--api-key", lambda: ServerConfig(api_key="")),
+        ("--served-model-name", lambda: ServerConfig(served_model_name=" ")),
+    ],
+)
+def test_a_wrong_setting_is_named(flag: str, make) -> None:
+    with pytest.raises(ConfigError, match=f"^{flag}: .*allowed: "):
+        make()
+
+
+def test_api_key_comes_from_the_flag_then_the_environment() -> None:
+    environment = {"MOESAIC_API_KEY": "from-outside"}
+    assert config.resolve_server(ServerConfig(), environment).api_key == "from-outside"
+    assert config.resolve_server(ServerConfig(api_key="flag"), environment).api_key == "flag"
+    assert config.resolve_server(ServerConfig(), {}).api_key is None
+    assert config.resolve_server(ServerConfig(), {"MOESAIC_API_KEY": ""}).api_key is None
+
+
+def test_a_bad_key_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ConfigError, match="^MOESAIC_API_KEY: ") as caught:
+        config.api_key({"MOESAIC_API_KEY": "se cret"})
+    assert "cret" not in str(caught.value)
+
+
+def test_hub_cache_follows_the_hubs_variables() -> None:
+    assert config.hub_cache({}) == Path("~/.cache/huggingface/hub").expanduser()
+    assert config.hub_cache({"XDG_CACHE_HOME": "/x"}) == Path("/x/huggingface/hub")
+    assert config.hub_cache({"XDG_CACHE_HOME": "/x", "HF_HOME": "/h"}) == Path("/h/hub")
+    assert config.hub_cache({"HF_HOME": "/h", "HF_HUB_CACHE": "/c"}) == Path("/c")
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_field_is_documented_and_frozen(kind: type) -> None:
+    source = inspect.getsource(kind)
+    for field in dataclasses.fields(kind):
+        after = source.split(f"\n    {field.name}: ", 1)[1].split("\n", 1)[1]
+        assert after.lstrip().startswith('"""'), f"{kind.__name__}.{field.name} has no docstring"
+    assert kind.__dataclass_params__.frozen

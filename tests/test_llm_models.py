@@ -1,0 +1,125 @@
+"""Every model through the whole engine: transformers' tokens and probabilities, whatever happens around."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moesaic import LLM, RequestOutput, SamplingParams
+from moesaic.testing import byte_tokenizer
+from tests.models import cases, tiny
+
+NEW = 64
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=0)
+MODELS = {
+    "mixtral-window": cases.CASES["mixtral-window"],
+    "mixtral-k1-window-yarn": (
+        "mixtral",
+        cases.mixtral(num_experts_per_tok=1, sliding_window=16, rope_parameters=cases.YARN),
+    ),
+    "qwen3-bias-dense-layers": cases.CASES["qwen3-bias-dense-layers"],
+    "qwen3-window-yarn-k8": (
+        "qwen3_moe",
+        cases.qwen3(
+            use_sliding_window=True, sliding_window=9, num_experts_per_tok=8, rope_parameters=cases.YARN
+        ),
+    ),
+    "deepseek-lite-yarn": cases.CASES["deepseek-lite-yarn"],
+    "deepseek-full": cases.CASES["deepseek-full"],
+}  # fmt: skip
+FEW_BLOCKS = {"block_size": 4, "max_model_len": 148}
+"""With a KV cache of one longest request."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one at a time": {"max_num_seqs": 1},
+    "chunks, blocks of one token": {"max_num_batched_tokens": 11, "max_num_seqs": 5, "block_size": 1},
+    "no prefix reuse": {"enable_prefix_caching": False, "block_size": 5},
+    "blocks run out": {**FEW_BLOCKS, "max_num_batched_tokens": 24, "max_num_seqs": 8},
+}
+QUICK = {"mixtral-window", "deepseek-lite-yarn", "deepseek-full"}
+"""The rest of the models is slow."""
+
+
+def prompts() -> list[list[int]]:
+    """Of one token, around block boundaries, past windows and original contexts; two share 60 tokens."""
+    drawn = [tiny.prompt(length, cases.VOCAB, seed=length) for length in (1, 15, 16, 17, 33, 84)]
+    return [*drawn, drawn[-1][:60] + drawn[1]]
+
+
+class Reference:
+    """A checkpoint, and what transformers makes of `prompts`."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        kind, options = MODELS[name]
+        model = tiny.build(kind, options)
+        self.path = tiny.save(model, path)
+        byte_tokenizer(path)  # nothing is asked of it but to be there
+        self.tokens = [tiny.reference_greedy(model, prompt, NEW) for prompt in prompts()]
+        self.logprobs = [
+            _taken(tiny.reference_logits(model, prompt + tokens), len(prompt), tokens)
+            for prompt, tokens in zip(prompts(), self.tokens, strict=True)
+        ]
+
+
+def _taken(logits: torch.Tensor, start: int, tokens: list[int]) -> torch.Tensor:
+    """Log-probabilities [NEW] of `tokens`, which stand from position `start` on."""
+    rows = torch.log_softmax(logits[start - 1 : -1], dim=-1)
+    return rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+    """Filled as the tests ask."""
+
+    class Lazy(dict[str, Reference]):
+        def __missing__(self, name: str) -> Reference:
+            self[name] = Reference(name, tmp_path_factory.mktemp(name))
+            return self[name]
+
+    return Lazy()
+
+
+def _matrix() -> list[Any]:
+    return [
+        pytest.param(model, setting, marks=() if model in QUICK else pytest.mark.slow)
+        for model in MODELS
+        for setting in SETTINGS
+    ]
+
+
+def _compare(outputs: list[RequestOutput], wanted: Reference, order: list[int]) -> None:
+    for output, index in zip(outputs, order, strict=True):
+        assert output.token_ids == wanted.tokens[index]
+        assert output.logprobs is not None
+        found = torch.tensor([entry.logprob for entry in output.logprobs])
+        scale = wanted.logprobs[index].abs().clamp(min=1.0)
+        assert ((found - wanted.logprobs[index]).abs() / scale).max() < 1e-4
+
+
+@pytest.mark.parametrize(("model", "setting"), _matrix())
+def test_tokens_and_logprobs_are_those_of_transformers(
+    references: dict[str, Reference], model: str, setting: str
+) -> None:
+    wanted, settings = references[model], SETTINGS[setting]
+    if setting == "blocks run out":
+        settings = settings | {"kv_cache_memory": str(_one_request(wanted.path))}
+    llm = LLM(str(wanted.path), threads=1, **settings)
+    order = list(range(len(prompts())))
+    for _ in range(2):  # the second time backwards, with what the first one cached
+        results = llm.generate([prompts()[index] for index in order], GREEDY)
+        _compare([result.outputs[0] for result in results], wanted, order)
+        order.reverse()
+    stats = llm.stats()
+    assert stats.blocks.used == 0 and stats.blocks.free + stats.blocks.cached == stats.blocks.total
+    assert (stats.preemptions > 0) == (setting == "blocks run out")
+    assert (stats.blocks.prefix_hits > 0) == settings.get("enable_prefix_caching", True)
+
+
+def _one_request(path: Path) -> int:
+    """Bytes of KV that the longest request of FEW_BLOCKS takes."""
+    info = LLM(str(path), threads=1, **FEW_BLOCKS).info
+    blocks = -(-FEW_BLOCKS["max_model_len"] // FEW_BLOCKS["block_size"])
+    return info.kv_bytes // info.num_blocks * blocks
