@@ -1,0 +1,197 @@
+"""The demo model in plain PyTorch: a small Qwen3-style mixture of experts.
+
+Tokens are sorted by expert, so that each expert runs one matrix product over
+exactly its own rows; no row is padded and none is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class DemoShape:
+    """The sizes of the model."""
+
+    vocab: int = 4096
+    hidden: int = 192
+    layers: int = 6
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 32
+    experts: int = 24
+    top_k: int = 4
+    expert_width: int = 64
+    positions: int = 2048
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+
+    def as_dict(self) -> dict[str, int | float]:
+        """The sizes by name."""
+        return asdict(self)
+
+
+@dataclass
+class RouterReport:
+    """What the routers of one forward pass did."""
+
+    balance_loss: Tensor
+    z_loss: Tensor
+    loads: Tensor  # [layers, sequences, experts], picks per sequence
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scales each row to unit root mean square."""
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+def rope_tables(shape: DemoShape, length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for positions 0..length-1, half-split layout."""
+    half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    angles = torch.outer(torch.arange(length).float(), shape.rope_theta**-half)
+    both = torch.cat((angles, angles), dim=-1)
+    return both.cos(), both.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies the rotary embedding to [..., positions, head_dim]."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with normalised queries and keys."""
+
+    def __init__(self, shape: DemoShape) -> None:
+        super().__init__()
+        self.shape = shape
+        queries = shape.heads * shape.head_dim
+        keys = shape.kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden, queries, bias=False)
+        self.k_proj = nn.Linear(shape.hidden, keys, bias=False)
+        self.v_proj = nn.Linear(shape.hidden, keys, bias=False)
+        self.o_proj = nn.Linear(queries, shape.hidden, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps)
+        self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Causal self-attention over [sequences, positions, hidden]."""
+        rows, length, _ = x.shape
+        split = (rows, length, -1, self.shape.head_dim)
+        q = rotate(self.q_norm(self.q_proj(x).view(split)).transpose(1, 2), cos, sin)
+        k = rotate(self.k_norm(self.k_proj(x).view(split)).transpose(1, 2), cos, sin)
+        v = self.v_proj(x).view(split).transpose(1, 2)
+        groups = self.shape.heads // self.shape.kv_heads
+        k = k.repeat_interleave(groups, dim=1)
+        v = v.repeat_interleave(groups, dim=1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, length, -1))
+        return out
+
+
+class Experts(nn.Module):
+    """A router and its experts; the kept routing weights sum to one."""
+
+    def __init__(self, shape: DemoShape) -> None:
+        super().__init__()
+        self.shape = shape
+        wide = (shape.experts, shape.expert_width, shape.hidden)
+        self.router = nn.Parameter(torch.empty(shape.experts, shape.hidden))
+        self.gate = nn.Parameter(torch.empty(wide))
+        self.up = nn.Parameter(torch.empty(wide))
+        self.down = nn.Parameter(torch.empty(shape.experts, shape.hidden, shape.expert_width))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns the output, balance loss, z-loss and picks per sequence."""
+        rows, length, hidden = x.shape
+        count = self.shape.experts
+        flat = x.reshape(-1, hidden)
+        scores = F.linear(flat, self.router)
+        shares = scores.softmax(dim=-1)
+        weights, picks = shares.topk(self.shape.top_k, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        order = picks.flatten().argsort(stable=True)
+        token = order // self.shape.top_k
+        counts = torch.bincount(picks.flatten(), minlength=count)
+        outputs = self._run(flat.index_select(0, token), counts)
+        outputs = outputs * weights.flatten().index_select(0, order).unsqueeze(-1)
+        mixed = torch.zeros_like(flat).index_add(0, token, outputs)
+        balance = count * (counts / picks.numel() * shares.mean(dim=0)).sum()
+        z_loss = scores.logsumexp(dim=-1).square().mean()
+        offset = torch.arange(rows).repeat_interleave(length * self.shape.top_k) * count
+        loads = torch.bincount(picks.flatten() + offset, minlength=rows * count)
+        return mixed.view_as(x), balance, z_loss, loads.view(rows, count)
+
+    def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
+        gate_up = torch.cat((self.gate, self.up), dim=1).unbind(0)
+        down = self.down.unbind(0)
+        outputs = []
+        for expert, chunk in enumerate(torch.split(rows, counts.tolist())):
+            gate, up = F.linear(chunk, gate_up[expert]).chunk(2, dim=-1)
+            outputs.append(F.linear(F.silu(gate) * up, down[expert]))
+        return torch.cat(outputs)
+
+
+class Block(nn.Module):
+    """Attention, then experts, each behind a norm and a residual sum."""
+
+    def __init__(self, shape: DemoShape) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(shape.hidden, shape.norm_eps)
+        self.attention = Attention(shape)
+        self.expert_norm = RMSNorm(shape.hidden, shape.norm_eps)
+        self.experts = Experts(shape)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns the new hidden states and the router's figures."""
+        x = x + self.attention(self.input_norm(x), cos, sin)
+        mixed, balance, z_loss, loads = self.experts(self.expert_norm(x))
+        return x + mixed, balance, z_loss, loads
+
+
+class DemoModel(nn.Module):
+    """The whole language model with tied input and output embeddings."""
+
+    def __init__(self, shape: DemoShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Parameter(torch.empty(shape.vocab, shape.hidden))
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.final_norm = RMSNorm(shape.hidden, shape.norm_eps)
+        self._start()
+
+    def _start(self) -> None:
+        for name, weight in self.named_parameters():
+            if weight.dim() < 2:
+                continue
+            spread = 0.02 if name == "embedding" else weight.shape[-1] ** -0.5 * 0.6
+            if name.endswith(("o_proj.weight", "down")):
+                spread /= (2 * self.shape.layers) ** 0.5
+            nn.init.normal_(weight, std=spread)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, RouterReport]:
+        """Returns the logits of [sequences, positions] and the router report."""
+        cos, sin = rope_tables(self.shape, tokens.shape[1])
+        x = F.embedding(tokens, self.embedding)
+        balance = torch.zeros(())
+        z_loss = torch.zeros(())
+        loads = []
+        for block in self.blocks:
+            x, block_balance, block_z, block_loads = block(x, cos, sin)
+            balance = balance + block_balance / self.shape.layers
+            z_loss = z_loss + block_z / self.shape.layers
+            loads.append(block_loads)
+        logits = F.linear(self.final_norm(x), self.embedding)
+        return logits, RouterReport(balance, z_loss, torch.stack(loads))
