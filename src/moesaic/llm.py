@@ -43,15 +43,15 @@ class Completion:
 
 
 @dataclass
-class _Job:
-    """One prompt while it runs."""
+class _Batch:
+    """The prompts of one call while they run."""
 
-    prompt: list[int]
-    unfinished: int
+    prompts: dict[int, list[int]] = field(default_factory=dict)
+    """Request id -> token ids, in the order they were given."""
+    unfinished: int = 0
     """Completions that still run."""
     arrived: deque[RequestOutput] = field(default_factory=deque)
-    """Outputs that nobody took yet: another job's iterator may have made them."""
-    parts: dict[int, RequestOutput] = field(default_factory=dict)
+    """Outputs that nobody took yet: another call's iterator may have made them."""
 
 
 class LLM:
@@ -75,7 +75,7 @@ class LLM:
         ours, theirs = local_pair()
         self._connection = ours
         self._worker, self.info = build_worker(config, theirs, time.monotonic, journal=journal)
-        self._jobs: dict[int, _Job] = {}
+        self._batches: dict[int, _Batch] = {}
         self._engine = Engine(
             ours,
             tokenizer,
@@ -108,12 +108,14 @@ class LLM:
         params: one for all, one each, or None for the checkpoint's own defaults. Raises
         RequestError when a prompt cannot be served; then none is.
         """
-        jobs = self._submit(_as_list(prompts), params)
-        for output in self._outputs(jobs):
-            parts = jobs[output.request_id].parts
-            parts[output.index] = _joined(parts.get(output.index), output)
+        batch = self._submit(_as_list(prompts), params)
+        parts: dict[int, dict[int, RequestOutput]] = {request_id: {} for request_id in batch.prompts}
+        for output in self._outputs(batch):
+            mine = parts[output.request_id]
+            mine[output.index] = _joined(mine.get(output.index), output)
         return [
-            Completion(job.prompt, [job.parts[index] for index in sorted(job.parts)]) for job in jobs.values()
+            Completion(prompt, [parts[request_id][index] for index in sorted(parts[request_id])])
+            for request_id, prompt in batch.prompts.items()
         ]
 
     def chat(
@@ -128,52 +130,52 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Pieces of the answer as they come. Closing the iterator cancels the request."""
-        jobs = self._submit([prompt], params)
-        yield from self._outputs(jobs)
+        yield from self._outputs(self._submit([prompt], params))
 
     def _submit(
         self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> dict[int, _Job]:
+    ) -> _Batch:
         each = _one_each(params or self.default_sampling, len(prompts))
-        jobs: dict[int, _Job] = {}
+        batch = _Batch()
         try:
             for prompt, own in zip(prompts, each, strict=True):
                 tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
-                jobs[self._engine.submit(tokens, own)] = _Job(tokens, own.n)
+                request_id = self._engine.submit(tokens, own)
+                batch.prompts[request_id] = tokens
+                batch.unfinished += own.n
+                self._batches[request_id] = batch
         except BaseException:
-            self._end(jobs)
+            self._end(batch)
             raise
-        self._jobs |= jobs
-        return jobs
+        return batch
 
-    def _outputs(self, jobs: dict[int, _Job]) -> Iterator[RequestOutput]:
-        """Work until all of `jobs` ended, yielding their outputs as they come."""
+    def _outputs(self, batch: _Batch) -> Iterator[RequestOutput]:
+        """Work until all of `batch` ended, yielding its outputs as they come."""
         try:
-            while any(job.unfinished or job.arrived for job in jobs.values()):
-                for job in jobs.values():
-                    while job.arrived:
-                        output = job.arrived.popleft()
-                        job.unfinished -= output.finished
-                        yield output
-                if any(job.unfinished for job in jobs.values()):
+            while batch.unfinished:
+                while batch.arrived:
+                    output = batch.arrived.popleft()
+                    batch.unfinished -= output.finished
+                    yield output
+                if batch.unfinished:
                     self._turn()
         finally:
-            self._end(jobs)
+            self._end(batch)
 
     def _turn(self) -> None:
-        """One event of the worker; its outputs go to the jobs that they belong to."""
+        """One event of the worker; its outputs go to the calls that they belong to."""
         worked = self._worker.turn(timeout=0.0)
         message = self._connection.receive(0.0)
         if not worked and message is None:
             raise EngineDeadError("the worker has nothing to do although requests are open")
         while message is not None:
             for output in self._engine.receive(message):  # type: ignore[arg-type]
-                self._jobs[output.request_id].arrived.append(output)
+                self._batches[output.request_id].arrived.append(output)
             message = self._connection.receive(0.0)
 
-    def _end(self, jobs: dict[int, _Job]) -> None:
-        for request_id in jobs:
-            self._jobs.pop(request_id, None)
+    def _end(self, batch: _Batch) -> None:
+        for request_id in batch.prompts:
+            self._batches.pop(request_id, None)
             self._engine.cancel(request_id)
 
 

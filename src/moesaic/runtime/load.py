@@ -51,8 +51,8 @@ def build_worker(
 
     Raises ConfigError or CheckpointError, one line each, when something does not fit.
     """
+    max_model_len = _context_length(config.model)  # before the weights are read: that takes longer
     loaded = load_model(config.model, progress)
-    max_model_len = _context_length(config.model, loaded.model)
     block_size = config.cache.block_size
     kv_dtype = _kv_dtype(config.cache, loaded)
     num_blocks = _num_blocks(config, loaded, max_model_len, kv_dtype)
@@ -89,8 +89,8 @@ def _kv_dtype(config: CacheConfig, loaded: Loaded) -> torch.dtype:
     return loaded.dtype if config.kv_cache_dtype == "auto" else registry.DTYPES[config.kv_cache_dtype]
 
 
-def _context_length(config: ModelConfig, model: Model) -> int:
-    limit = model.spec.max_position
+def _context_length(config: ModelConfig) -> int:
+    limit = registry.read_spec(files.resolve(config.model, config.revision)).max_position
     if config.max_model_len is None:
         return limit
     if config.max_model_len > limit:
