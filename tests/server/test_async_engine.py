@@ -123,9 +123,13 @@ async def test_what_came_before_the_death_is_still_delivered(pair: Pair) -> None
     pair.worker.die()
     await pair.front.ended.wait()
     texts = ["", ""]
-    with pytest.raises(EngineDeadError):
+
+    async def read() -> None:
         async for number, output in stream:
             texts[number] += output.text
+
+    with pytest.raises(EngineDeadError):
+        await read()
     assert texts[0] == "abc"
 
 

@@ -34,8 +34,12 @@ GENERATION_ERRORS = BODY_ERRORS | errors(429)
 def streamed(chunk: type[Payload]) -> Responses:
     """A success that is a stream of `chunk` when the request says `stream`."""
     about = f"With `stream`: events whose data is a {chunk.__name__}, then `[DONE]`."
-    schema = {"schema": {"type": "string", "description": about}}
-    return {200: {"content": {"text/event-stream": schema}}}
+    event = {
+        "type": "object",
+        "properties": {"data": {"type": "string", "description": about}},
+        "required": ["data"],
+    }
+    return {200: {"content": {"text/event-stream": {"itemSchema": event}}}}
 
 
 class Api(FastAPI):

@@ -23,7 +23,8 @@ def experts(weights: ExpertWeights, hidden: torch.Tensor, expert_ids: torch.Tens
     groups = zip(order.split_with_sizes(counts), (order // top_k).split_with_sizes(counts), strict=True)
     for expert, (pairs, sources) in enumerate(groups):
         if counts[expert]:
-            rows[pairs] = gated_mlp(hidden[sources], *weights.of(expert))
+            mine = hidden.index_select(0, sources)
+            rows.index_copy_(0, pairs, gated_mlp(mine, *weights.of(expert)))
     return rows.view(tokens, top_k, hidden.shape[1])
 
 
