@@ -6,12 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -156,6 +158,58 @@ def test_serve_as_json_with_a_key_and_the_death_of_its_worker() -> None:
         assert "killed by signal 9" in err
         assert err.count("\n") == 1
         assert process.returncode == 1
+
+
+@pytest.mark.parametrize("stdout", [">/dev/full", "| true", ">&-"])
+def test_serve_serves_when_nobody_can_read_what_it_says(stdout: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = f"--port {port} --threads 1 --max-model-len 64 --max-num-seqs 1"
+    script = f"{sys.executable} -m moesaic serve demo {flags} {stdout}"
+    process = subprocess.Popen(["bash", "-c", script], stderr=subprocess.PIPE, text=True, process_group=0)
+    try:
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        assert post_when_up(url, {"prompt": "a", "max_tokens": 1})["usage"]["completion_tokens"] == 1
+        os.killpg(process.pid, signal.SIGTERM)
+        assert "Traceback" not in process.communicate(timeout=30)[1]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def post_when_up(url: str, body: dict[str, object]) -> dict[str, Any]:
+    """The answer, once there is a server."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    for _ in range(300):
+        try:
+            with urllib.request.urlopen(request, timeout=10) as response:
+                return json.load(response)
+        except urllib.error.URLError:
+            time.sleep(0.1)
+    raise AssertionError("no server")
+
+
+@pytest.mark.parametrize(
+    ("stdout", "says"),
+    [(">/dev/full", "moesaic: cannot write: No space left on device\n"), (">&-", "")],
+)
+@pytest.mark.parametrize("flag", ["", "--json"])
+def test_an_answer_that_cannot_be_written_is_no_traceback(stdout: str, says: str, flag: str) -> None:
+    script = f"{sys.executable} -m moesaic doctor {flag} {stdout}"
+    process = subprocess.run(["bash", "-c", script], stderr=subprocess.PIPE, text=True, check=False)
+    assert process.stderr == says
+    assert process.returncode == (1 if says else 0)
+
+
+def test_a_pipe_that_nobody_reads_is_no_traceback() -> None:
+    command = [sys.executable, "-m", "moesaic", "doctor", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == "moesaic: cannot write: Broken pipe\n"
+    assert process.wait(30) == 1
+    process.stderr.close()
 
 
 def worker_of(pid: int) -> int:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -200,3 +202,17 @@ def test_no_template_is_a_request_error(tmp_path: Path) -> None:
     assert not tokenizer.has_chat_template
     with pytest.raises(RequestError, match="no chat template"):
         tokenizer.chat([])
+
+
+def test_a_long_text_is_encoded_beside_other_threads(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_byte_tokenizer(tmp_path))
+    text = "ab " * 400_000
+    encoding = threading.Thread(target=tokenizer.encode, args=(text,))
+    begun = now = time.monotonic()
+    longest = 0.0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        last, now = now, time.monotonic()
+        longest = max(longest, now - last)
+    assert longest < (now - begun) / 2

@@ -6,10 +6,13 @@ is called, so that --help and mistakes are answered at once.
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
@@ -134,8 +137,11 @@ def doctor(*, output: Annotated[Output, FLAT] = Output()) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code: 0, 1 when it failed, 2 when a setting is wrong."""
     given = [SHORT.get(word, word) for word in (sys.argv[1:] if arguments is None else arguments)]
+    _replace_closed_streams()
     try:
-        return int(app(given, exit_on_error=False, print_error=False, result_action="return_value") or 0)
+        code = int(app(given, exit_on_error=False, print_error=False, result_action="return_value") or 0)
+        sys.stdout.flush()
+        return code
     except CycloptsError as error:
         return _fail(one_line(error), 2, given)
     except ConfigError as error:
@@ -144,6 +150,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), 1, given)
     except KeyboardInterrupt:
         return 130
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        _replace("stdout")  # what the old one still holds would fail again at exit
+        return _fail(f"cannot write: {error.strerror}", 1, given)
+
+
+def _replace_closed_streams() -> None:
+    """Started with `>&-`: no socket of ours may take stdout's number, and libraries expect a file."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            _replace(name)
+
+
+def _replace(name: str) -> None:
+    """From now on nobody reads it."""
+    setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  open until the end
 
 
 def _fail(message: str, code: int, arguments: Sequence[str]) -> int:

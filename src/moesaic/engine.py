@@ -88,6 +88,13 @@ class Engine:
         """Completions that still run or wait."""
         return len(self._streams)
 
+    @property
+    def limit(self) -> int | None:
+        """Completions that may run or wait at once, once the worker is known; None for any number."""
+        if self.info is None or self._max_waiting is None:
+            return None
+        return self.info.max_num_seqs + self._max_waiting
+
     def stats(self) -> EngineStats:
         return EngineStats(unfinished=len(self._streams), worker=self._worker)
 
@@ -98,10 +105,9 @@ class Engine:
         """
         info = self._require_worker()
         params = _fit(prompt_token_ids, params, info)
-        if self._max_waiting is not None:
-            limit = info.max_num_seqs + self._max_waiting
-            if self._streams and len(self._streams) + params.n > limit:
-                raise OverloadedError(f"the queue is full: {len(self._streams)} requests of at most {limit}")
+        limit = self.limit
+        if limit is not None and self._streams and len(self._streams) + params.n > limit:
+            raise OverloadedError(f"the queue is full: {len(self._streams)} requests of at most {limit}")
         seed = self._rng.randrange(SEED_LIMIT) if params.seed is None else params.seed
         group = self._next_id
         requests, streams = [], {}

@@ -52,7 +52,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"prompt: not valid Unicode text: {error.reason}", "prompt") from error
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # A batch of one: unlike `encode` it lets other threads run, and a long text takes seconds.
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""

@@ -74,3 +74,12 @@ def test_narrow_weights_answer_in_float32(dtype: torch.dtype) -> None:
     found = experts(table, hidden, chosen)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, experts_plain(table, hidden, chosen), rtol=0.1, atol=0.1)
+
+
+def test_the_answer_goes_where_it_is_wanted() -> None:
+    table, hidden, chosen = weights(5, 8, 6), torch.randn(7, 8), ids(7, 2, 5)
+    memory = torch.full((20, 2, 8), torch.nan)
+    answer = experts(table, hidden, chosen, memory[:7])
+    assert answer.data_ptr() == memory.data_ptr()
+    torch.testing.assert_close(answer, experts_plain(table, hidden, chosen), rtol=1e-4, atol=1e-5)
+    assert memory[7:].isnan().all()

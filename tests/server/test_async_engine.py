@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -99,9 +100,13 @@ async def test_all_or_none_are_submitted(pair: Pair, bad: str) -> None:
     with pytest.raises(RequestError):
         pair.front.open(jobs)
     await eventually(lambda: sorted(pair.worker.cancelled) == [0, 1])
+    with pytest.raises(RequestError, match="at most 8"):
+        pair.front.open([(pair.ids("x"), SamplingParams())] * 9)
+    running = pair.front.open([(pair.ids("x"), FOREVER)])
     with pytest.raises(OverloadedError):
-        pair.front.open([(pair.ids("x"), SamplingParams())] * 99)
-    assert pair.front.engine.num_unfinished == 0
+        pair.front.open([(pair.ids("x"), SamplingParams())] * 8)
+    assert pair.front.engine.num_unfinished == 1
+    running.close()
 
 
 async def test_the_death_of_the_worker_ends_every_stream(pair: Pair) -> None:
@@ -143,6 +148,26 @@ async def test_a_bug_in_the_engine_hangs_nobody(pair: Pair, monkeypatch: pytest.
     with pytest.raises(EngineDeadError, match="oops"):
         await asyncio.wait_for(pair.text("x"), 5)
     assert isinstance(seen[0]["exception"], ZeroDivisionError)
+
+
+async def test_a_bug_in_the_reader_hangs_nobody(tokenizer: Tokenizer) -> None:
+    class Broken:
+        def receive(self, timeout: float | None = None) -> None:
+            raise ZeroDivisionError("oops")
+
+    front, worker = engine_and_worker(tokenizer)
+    loud = AsyncEngine(front.engine, Broken())
+    seen: list[BaseException | None] = []
+    hook, threading.excepthook = threading.excepthook, lambda args: seen.append(args.exc_value)
+    try:
+        loud.start()
+        with pytest.raises(EngineDeadError, match="oops"):
+            await asyncio.wait_for(loud.wait_ready(), 5)
+        await eventually(lambda: seen)
+    finally:
+        threading.excepthook = hook
+        worker.die()
+    assert isinstance(seen[0], ZeroDivisionError)
 
 
 async def test_draining_lets_the_running_finish_and_takes_no_more(pair: Pair) -> None:

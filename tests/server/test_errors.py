@@ -185,12 +185,41 @@ def test_load_beyond_the_queue_is_429_and_nothing_is_lost(launch: Launch) -> Non
 def test_a_call_that_overloads_half_way_leaves_nothing_behind(launch: Launch, until: Until) -> None:
     live = launch(max_waiting=0)
     live.worker.open.clear()
-    assert live.post("/v1/completions", prompt=["x"] * 6).status_code == 429
-    until(lambda: len(live.worker.cancelled) == 4)
-    assert live.front.engine.num_unfinished == 0
-    # A prompt of the batch that is wrong takes the others with it.
-    assert live.post("/v1/completions", prompt=["x", "y" * 999]).status_code == 400
-    until(lambda: len(live.worker.cancelled) == 5)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(live.post, "/v1/completions", prompt="say:ok")
+        until(lambda: live.front.engine.num_unfinished == 1)
+        assert live.post("/v1/completions", prompt=["x"] * 4).status_code == 429
+        until(lambda: len(live.worker.cancelled) == 3)
+        assert live.front.engine.num_unfinished == 1
+        # A prompt of the batch that is wrong takes the others with it.
+        assert live.post("/v1/completions", prompt=["x", "y" * 999]).status_code == 400
+        until(lambda: len(live.worker.cancelled) == 4)
+        live.worker.open.set()
+        assert first.result(10).status_code == 200
+
+
+def test_a_call_that_no_queue_would_ever_take_is_not_told_to_come_back(launch: Launch) -> None:
+    live = launch(max_waiting=2)  # and four running
+    refused = live.post("/v1/completions", prompt=["x"] * 4, n=2)
+    assert refused.status_code == 400 and "retry-after" not in refused.headers
+    assert error_of(refused)["param"] == "prompt"
+    assert "4 prompts, 8 completions in all; allowed in one call: at most 6" in refused.text
+    assert live.post("/v1/completions", prompt=["x"] * 3, n=2, max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": "tool", "content": "x", "tool_call_id": "c"}, "or 'assistant'"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "should be 'text'"),
+    ],
+)
+def test_reasons_are_those_of_the_field_that_is_named(
+    live: Live, message: dict[str, object], says: str
+) -> None:
+    refused = live.post("/v1/chat/completions", messages=[message])
+    assert refused.status_code == 400
+    assert error_of(refused)["message"].endswith(says)
 
 
 def test_nothing_is_served_before_the_worker_is_ready(launch: Launch) -> None:

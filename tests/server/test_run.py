@@ -70,7 +70,7 @@ def test_an_unknown_host_is_named(host: str) -> None:
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
+    with pytest.raises(ConfigError, match=r"^--host: .*192\.0\.2\.1"):
         bind("192.0.2.1", 0)
 
 
@@ -115,6 +115,22 @@ def test_a_second_signal_stops_at_once(served: Served, second: signal.Signals) -
         assert served.process.poll() is None
         served.process.send_signal(second)
         assert served.process.wait(3) == 128 + second
+    assert served.process.stderr is not None
+    assert "Traceback" not in served.process.stderr.read()
+
+
+@pytest.mark.parametrize("served", ["0"], indirect=True)
+def test_a_client_that_stalls_does_not_keep_a_drained_server(served: Served) -> None:
+    served.wait_ready()
+    port = int(served.url.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port)) as stalled:
+        stalled.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        stalled.sendall(b"Content-Length: 100\r\n\r\n{")
+        time.sleep(0.2)
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(20) == 0
+    assert served.process.stderr is not None
+    assert "Traceback" not in served.process.stderr.read()
 
 
 @pytest.mark.parametrize("served", ["0"], indirect=True)

@@ -35,6 +35,9 @@ from moesaic.core.errors import ConfigError, MoesaicError
 LIGHT_METRICS = ("ttft", "tpot")
 """What a multiple of the light load's latency bounds."""
 
+_SHOWN = 200
+"""Characters of an unexpected answer that an error repeats."""
+
 
 class BenchError(MoesaicError):
     """The benchmark cannot be measured."""
@@ -181,8 +184,9 @@ async def _alphabet(client: Client, model: str, options: ServeBench) -> Sequence
     match reply.body:
         case {"tokens": [int(), *_] as tokens} if reply.status == 200:
             return token_pool(tokens)
+    said = f"{reply.status} {json.dumps(reply.body)[:_SHOWN]}"
     raise ConfigError(
-        f"--vocab-size: needed for random prompts, since {client.base_url}/tokenize answers {reply.status}"
+        f"--vocab-size: needed for random prompts, since {client.base_url}/tokenize answers {said}"
     )
 
 

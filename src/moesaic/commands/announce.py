@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -66,13 +69,14 @@ class Announcer:
         host = f"[{self._host}]" if ":" in self._host else self._host
         url = f"http://{host}:{self._port}"
         if self._as_json:
-            print(json.dumps(as_record(self._name, url, info)))
+            text = json.dumps(as_record(self._name, url, info))
         else:
-            console = Console()
-            console.print(as_table(self._name, info))
-            print(capacity_line(info))
-            print(f"Serving {self._name} at {url}")
-        sys.stdout.flush()
+            text = f"{as_text(self._name, info)}\n{capacity_line(info)}\nServing {self._name} at {url}"
+        try:
+            print(text, flush=True)
+        except OSError as error:  # a full disk, a pipe that nobody reads: no reason not to serve
+            print(f"moesaic: stdout: {error.strerror}; serving {self._name} at {url}", file=sys.stderr)
+            sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  what the old one still holds fails no more
 
 
 def requests_of_maximum_length(info: WorkerInfo) -> int:
@@ -90,6 +94,13 @@ def as_record(name: str, url: str, info: WorkerInfo) -> dict[str, object]:
     """The same for machines."""
     sizes = {"kv_tokens": info.kv_tokens, "kv_requests": requests_of_maximum_length(info)}
     return {"event": "serving", "model": name, "url": url} | asdict(info) | sizes
+
+
+def as_text(name: str, info: WorkerInfo) -> str:
+    """The table as it looks on stdout."""
+    text = io.StringIO()
+    Console(file=text, force_terminal=sys.stdout.isatty()).print(as_table(name, info))
+    return text.getvalue().rstrip("\n")
 
 
 def as_table(name: str, info: WorkerInfo) -> Table:

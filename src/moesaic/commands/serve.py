@@ -55,7 +55,7 @@ def run(config: WorkerConfig, server: ServerConfig, as_json: bool) -> int:
             Announcer(name, host, port, as_json) as announcer,
         ):
             connection = Observed(launched.worker.connection, announcer.observe)
-            engine = AsyncEngine(launched.engine, connection)
+            engine = AsyncEngine(launched.engine, connection, obituary=launched.worker.how_it_ended)
             service = Service(engine, name, launched.default_sampling, __version__)
             app = create_app(service, api_key=server.api_key)
             level = "info" if server.access_log else "warning"

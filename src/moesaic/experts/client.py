@@ -10,6 +10,7 @@ all-to-all answer the same two calls.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,7 +36,10 @@ class RoutedExperts(Protocol):
         ...
 
     def poll(self, ticket: Ticket) -> torch.Tensor | None:
-        """rows [n, k, h] float32, unweighted, once; None while they are not all there."""
+        """rows [n, k, h] float32, unweighted, once; None while they are not all there.
+
+        They hold until the next submission to this client.
+        """
         ...
 
 
@@ -45,14 +49,30 @@ class DirectExperts:
     def __init__(self, weights: Mapping[int, ExpertWeights], kernels: Kernels) -> None:
         self._weights = weights
         self._kernels = kernels
-        self._answers: dict[int, torch.Tensor] = {}
+        self._answer: tuple[Ticket, torch.Tensor] | None = None
         self._submitted = 0
+        self._memory: torch.Tensor | None = None
+        """Of the largest answer so far. Fresh memory for each would be paged in anew by the system, which
+        took a fifth of the time of a prefill."""
 
     def submit(self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor) -> Ticket:
         ticket = Ticket(self._submitted)
         self._submitted += 1
-        self._answers[ticket.number] = self._kernels.experts(self._weights[layer], hidden, expert_ids)
+        out = self._room(hidden, expert_ids)
+        self._answer = (ticket, self._kernels.experts(self._weights[layer], hidden, expert_ids, out))
         return ticket
 
     def poll(self, ticket: Ticket) -> torch.Tensor | None:
-        return self._answers.pop(ticket.number, None)
+        if self._answer is None or self._answer[0] != ticket:
+            return None
+        rows = self._answer[1]
+        self._answer = None
+        return rows
+
+    def _room(self, hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        """[n, k, h], over the answer before."""
+        shape = (*expert_ids.shape, hidden.shape[1])
+        numbers = math.prod(shape)
+        if self._memory is None or self._memory.numel() < numbers:
+            self._memory = hidden.new_empty(numbers)
+        return self._memory[:numbers].view(shape)

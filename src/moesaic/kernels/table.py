@@ -39,6 +39,16 @@ class PagedAttention(Protocol):
     ) -> torch.Tensor: ...
 
 
+class Experts(Protocol):
+    def __call__(
+        self,
+        weights: ExpertWeights,
+        hidden: torch.Tensor,
+        expert_ids: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True)
 class Kernels:
     """One implementation of every operation. Shapes stand at the reference of each."""
@@ -51,7 +61,7 @@ class Kernels:
     rope: Rope
     gated_mlp: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     paged_attention: PagedAttention
-    experts: Callable[[ExpertWeights, torch.Tensor, torch.Tensor], torch.Tensor]
+    experts: Experts
 
 
 REFERENCE = Kernels(

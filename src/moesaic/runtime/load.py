@@ -111,10 +111,11 @@ def _num_blocks(config: WorkerConfig, loaded: Loaded, max_model_len: int, kv_dty
         num_blocks = budget // block_bytes
     if num_blocks < per_request:
         holds = max(0, num_blocks) * block_size
+        shorter = f", or a --max-model-len of at most {holds}" if holds > 1 else ""
         raise ConfigError(
             f"--kv-cache-memory: {config.cache.kv_cache_memory} ({budget / 2**20:.0f} MiB) holds "
             f"{holds} tokens, less than one request of the maximum length {max_model_len}; allowed: at least "
-            f"{per_request * block_bytes / 2**20:.1f} MiB, or a --max-model-len of at most {holds}"
+            f"{per_request * block_bytes / 2**20:.1f} MiB{shorter}"
         )
     return int(num_blocks)
 

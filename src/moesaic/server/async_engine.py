@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from moesaic.core import messages
-from moesaic.core.errors import ConnectionLost, EngineDeadError, MoesaicError
+from moesaic.core.errors import ConnectionLost, EngineDeadError, MoesaicError, RequestError
 from moesaic.core.request import RequestOutput, SamplingParams
 from moesaic.engine import Engine
 from moesaic.server.errors import NotServingError
@@ -139,6 +139,7 @@ class AsyncEngine:
     def open(self, jobs: Sequence[tuple[list[int], SamplingParams]]) -> Stream:
         """Submit every (prompt, parameters) or, when one is refused, none."""
         self.require_serving()
+        self._require_room_ever(jobs)
         stream = Stream(self)
         try:
             for number, (prompt, params) in enumerate(jobs):
@@ -147,6 +148,13 @@ class AsyncEngine:
             stream.close()
             raise
         return stream
+
+    def _require_room_ever(self, jobs: Sequence[tuple[list[int], SamplingParams]]) -> None:
+        """RequestError for many prompts that no queue, however empty, will take: a 429 would be a lie."""
+        total, limit = sum(params.n for _, params in jobs), self.engine.limit
+        if limit is not None and len(jobs) > 1 and total > limit:
+            what = f"got {len(jobs)} prompts, {total} completions in all"
+            raise RequestError(f"prompt: {what}; allowed in one call: at most {limit}", "prompt")
 
     async def generate(self, prompt: list[int], params: SamplingParams) -> AsyncIterator[RequestOutput]:
         """The outputs of one prompt. Closing the iterator early cancels it."""
@@ -190,6 +198,9 @@ class AsyncEngine:
             except ConnectionLost as error:
                 _call(loop, self._die, self._obituary() if self._obituary else str(error))
                 return
+            except Exception as error:
+                _call(loop, self._die, f"nobody reads its messages any more: {error!r}")
+                raise
             if message is not None and not _call(loop, self._receive, message):
                 return
 

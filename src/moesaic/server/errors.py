@@ -123,9 +123,9 @@ def _problem_of_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
         return Problem(400, _whole_body(errors[0]))
     same = [(place, error) for place, error in located if place and place[0] == field]
     depth = max(len(place) for place, _ in same)
-    deepest = [(place, error) for place, error in same if len(place) == depth]
-    place, error = deepest[0]
+    place, error = next((place, error) for place, error in same if len(place) == depth)
     name = _path(place)
+    rivals = [error for place, error in same if len(place) == depth and _path(place) == name]
     match error["type"]:
         case "extra_forbidden":
             return Problem(
@@ -137,7 +137,7 @@ def _problem_of_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
             )
         case "missing":
             return Problem(400, f"{name}: missing", param=field, code="missing_required_parameter")
-    reasons = dict.fromkeys(str(error["msg"]) for _, error in deepest)
+    reasons = dict.fromkeys(str(rival["msg"]) for rival in rivals)
     return Problem(400, f"{name}: got {_shown(error['input'])}; {' or '.join(reasons)}", param=field)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import logging
 import signal
 import socket
 import threading
@@ -17,7 +19,7 @@ from moesaic.server.async_engine import AsyncEngine
 
 _BACKLOG = 2048
 _LAST_WORDS_SECONDS = 10
-"""How long a client may take to read its error once the worker is dead."""
+"""How long clients may take to read, or to send, the rest of a call when nothing is computed any more."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -38,7 +40,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"--port: cannot listen on {host}:{port}: {error.strerror}") from error
+        flag = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
+        raise ConfigError(f"{flag}: cannot listen on {host}:{port}: {error.strerror}") from error
     return listener
 
 
@@ -52,11 +55,13 @@ def serve(
 ) -> int:
     """Serve `app` until a signal ends it; returns the exit code.
 
-    The first SIGTERM or SIGINT refuses new requests (503) and finishes those in flight: 0. The
-    second stops at once: 128 + signal. When the worker dies, what is in flight is answered, then
-    EngineDeadError is raised, or ConfigError when a setting or the checkpoint was to blame.
+    The first SIGTERM or SIGINT refuses new requests (503), finishes those in flight and gives clients a
+    few seconds to read the rest: 0. The second stops at once: 128 + signal. When the worker dies, what
+    is in flight is answered, then EngineDeadError is raised, or ConfigError when a setting or the
+    checkpoint was to blame.
     """
     config = uvicorn.Config(app, lifespan="off", log_level=log_level, access_log=access_log)
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         return runner.run(_serve(config, engine, listener))
 
@@ -89,6 +94,12 @@ def _signals(handler: Callable[[int], None]) -> Iterator[None]:
     finally:
         for signum in wanted:
             loop.remove_signal_handler(signum)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for the traceback of a call cut off on purpose: by a second signal, or as its client stalled."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or not issubclass(kind, asyncio.CancelledError)
 
 
 def _raise_cause(engine: AsyncEngine) -> None:
@@ -124,9 +135,13 @@ class _Ending:
     async def when_dead(self) -> None:
         """Once the worker is gone every stream has its error; let them be read, then stop."""
         await self._engine.ended.wait()
-        self._server.config.timeout_graceful_shutdown = _LAST_WORDS_SECONDS
-        self._server.should_exit = True
+        self._exit()
 
     async def _drain(self) -> None:
         await self._engine.drain()
+        self._exit()
+
+    def _exit(self) -> None:
+        """Stop once the clients have their answers; one that never reads must not keep the server."""
+        self._server.config.timeout_graceful_shutdown = _LAST_WORDS_SECONDS
         self._server.should_exit = True

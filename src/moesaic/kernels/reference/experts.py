@@ -9,17 +9,22 @@ from moesaic.kernels.reference.dense import gated_mlp
 from moesaic.kernels.weights import ExpertWeights
 
 
-def experts(weights: ExpertWeights, hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+def experts(
+    weights: ExpertWeights,
+    hidden: torch.Tensor,
+    expert_ids: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Every (token, expert) pair through its expert.
 
     hidden [n, h] float32, expert_ids [n, k] logical ids -> rows [n, k, h] float32, not multiplied by
-    gate weights. Raises KeyError for an expert that `weights` does not hold.
+    gate weights, in `out` when it is given. Raises KeyError for an expert that `weights` does not hold.
     """
     tokens, top_k = expert_ids.shape
     flat = expert_ids.reshape(-1)
     counts = torch.bincount(flat, minlength=weights.num_experts).tolist()
     order = flat.argsort(stable=True)
-    rows = hidden.new_empty(tokens * top_k, hidden.shape[1])
+    rows = hidden.new_empty(tokens * top_k, hidden.shape[1]) if out is None else out.flatten(0, 1)
     groups = zip(order.split_with_sizes(counts), (order // top_k).split_with_sizes(counts), strict=True)
     for expert, (pairs, sources) in enumerate(groups):
         if counts[expert]:
