@@ -149,7 +149,8 @@ class DecoderBlock:
         hidden = gated.residual if dense is None else gated.residual + dense
         if rows is None or gated.weights is None:
             return hidden
-        parts = gated.weights.unbind(1)
-        for rank, weight in enumerate(parts):
-            hidden = torch.addcmul(hidden, rows[:, rank], weight[:, None])
-        return hidden
+        first, *others = zip(rows.unbind(1), gated.weights[..., None].unbind(1), strict=True)
+        merged = torch.addcmul(hidden, *first)
+        for row, weight in others:
+            merged.addcmul_(row, weight)
+        return merged

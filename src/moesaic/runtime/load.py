@@ -20,7 +20,7 @@ from moesaic.policy.batching import Limits
 from moesaic.policy.brain.one_process import OneProcess
 from moesaic.policy.kvblocks import KVBlocks
 from moesaic.runtime.executor import Executor
-from moesaic.runtime.machine import available_memory, cores
+from moesaic.runtime.machine import available_memory, cores, keep_freed_memory
 from moesaic.runtime.worker import Journal, Worker
 from moesaic.transport.base import Connection
 
@@ -70,6 +70,7 @@ def build_worker(
 def load_model(config: ModelConfig, progress: Progress | None = None) -> Loaded:
     """Read the checkpoint onto the device that `config` asks for."""
     torch.set_num_threads(config.threads or cores())
+    keep_freed_memory()
     device = _device(config)
     kernels = table.pick(str(device))
     path = files.resolve(config.model, config.revision)

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep freed memory for the next step, up to 2 GiB, instead of returning it.
+
+    Every step allocates the same megabytes; paging them in anew took a sixth of a long prefill. Where
+    the C library is not glibc nothing happens.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_MMAP_THRESHOLD, 2**25)
 
 
 def cores() -> int:
