@@ -49,7 +49,7 @@ class ModelConfig:
     max_model_len: int | None = None
     """Most tokens, prompt and answer together, of one request; None: the checkpoint's own limit."""
     threads: int | None = None
-    """Threads that compute; None: one per core."""
+    """Threads that compute; None: one per core, and just one for a model of less than 256 MiB."""
 
 
 @dataclass(frozen=True)

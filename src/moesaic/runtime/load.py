@@ -29,6 +29,10 @@ AUTO_SHARE = 0.4
 AUTO_SHARE_CUDA = 0.9
 """The same on a GPU, whose memory is the engine's alone."""
 
+SMALL_MODEL = 1 << 28
+"""Bytes of weights below which one thread computes: at each of the many small products several threads
+lose more waiting for each other than they gain, above all beside the API's own process."""
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -69,12 +73,12 @@ def build_worker(
 
 def load_model(config: ModelConfig, progress: Progress | None = None) -> Loaded:
     """Read the checkpoint onto the device that `config` asks for."""
-    torch.set_num_threads(config.threads or cores())
     keep_freed_memory()
     device = _device(config)
     kernels = table.pick(str(device))
     path = files.resolve(config.model, config.revision)
     model = registry.load(path, kernels, str(device), config.dtype, progress=progress)
+    torch.set_num_threads(config.threads or (1 if model.num_bytes < SMALL_MODEL else cores()))
     return Loaded(model, device, model.head.dtype, kernels)
 
 
