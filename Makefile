@@ -7,11 +7,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-done
 
-.PHONY: setup demo lint check test
+.PHONY: setup demo lint check test sanitize
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt scripts/setup
+$(STAMP): pyproject.toml constraints.txt scripts/setup CMakeLists.txt $(wildcard src/moesaic/kernels/native/csrc/*)
 	PYTHON="$(PYTHON)" scripts/setup
 	@touch $@
 

@@ -29,7 +29,17 @@ def test_bad_sizes_name_the_flag(text: str) -> None:
 
 def test_json_carries_every_setting() -> None:
     full = WorkerConfig(
-        ModelConfig("m", revision="r", device="cpu", dtype="float32", max_model_len=64, threads=3),
+        ModelConfig(
+            "m",
+            revision="r",
+            device="cpu",
+            dtype="float32",
+            max_model_len=64,
+            threads=3,
+            pin_threads=True,
+            kernels="portable",
+            enforce_eager=True,
+        ),
         CacheConfig("1GiB", "float16", 32, enable_prefix_caching=False),
         SchedulerConfig(7, 99),
     )

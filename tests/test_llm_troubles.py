@@ -12,7 +12,8 @@ import pytest
 
 from moesaic import LLM, SamplingParams
 from moesaic.core.errors import CheckpointError, RequestError
-from moesaic.runtime import executor
+from moesaic.experts.client import DirectExperts
+from moesaic.runtime.forward import Forward
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -22,9 +23,11 @@ def llm() -> LLM:
     return LLM("demo", threads=1, max_num_batched_tokens=64)
 
 
-def raises_at(monkeypatch: pytest.MonkeyPatch, name: str, call: int, error: BaseException) -> None:
-    """The function `name` of the executor's module raises `error` the `call`-th time."""
-    whole: Callable[..., Any] = getattr(executor, name)
+def raises_at(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, call: int, error: BaseException
+) -> None:
+    """The method `name` of `owner` raises `error` the `call`-th time."""
+    whole: Callable[..., Any] = getattr(owner, name)
     calls = 0
 
     def broken(*arguments: Any) -> Any:
@@ -34,7 +37,7 @@ def raises_at(monkeypatch: pytest.MonkeyPatch, name: str, call: int, error: Base
             raise error
         return whole(*arguments)
 
-    monkeypatch.setattr(executor, name, broken)
+    monkeypatch.setattr(owner, name, broken)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")])
@@ -44,12 +47,25 @@ def test_an_interrupted_step_leaves_the_engine_working(
 ) -> None:
     prompts = [list(range(1, 100)), [5, 6, 7]]
     wanted = [result.outputs[0].token_ids for result in llm.generate(prompts, GREEDY)]
-    raises_at(monkeypatch, "forward", call, error)
+    raises_at(monkeypatch, Forward, "__call__", call, error)
     with pytest.raises(type(error)):
         llm.generate([[9, 8, 7, *prompt] for prompt in prompts], GREEDY)
     assert [result.outputs[0].token_ids for result in llm.generate(prompts, GREEDY)] == wanted
     stats = llm.stats()
     assert (stats.running, stats.waiting, stats.blocks.used) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("call", [1, 6, 7, 9, 12])
+def test_a_step_interrupted_between_its_layers_leaves_the_engine_working(
+    monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    # A new engine: its first prefill and then its first steps of one row are computed, and may be recorded.
+    llm = LLM("demo", threads=1, enable_prefix_caching=False)
+    wanted = LLM("demo", threads=1).generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids
+    raises_at(monkeypatch, DirectExperts, "submit", call, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3]], GREEDY)
+    assert llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids == wanted
 
 
 def test_an_interrupted_stream_takes_no_token_from_another(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +74,7 @@ def test_an_interrupted_stream_takes_no_token_from_another(llm: LLM, monkeypatch
     steady, other = llm.stream([5, 6, 7], params), llm.stream([9, 9], params)
     tokens = [token for _ in range(3) for token in next(steady).token_ids]
     next(other)
-    raises_at(monkeypatch, "forward", 2, KeyboardInterrupt())
+    raises_at(monkeypatch, Forward, "__call__", 2, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         list(other)
     tokens += [token for output in steady for token in output.token_ids]

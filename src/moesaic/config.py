@@ -18,6 +18,7 @@ from moesaic.core.errors import ConfigError
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+KernelName = Literal["auto", "avx512", "avx2", "portable", "reference"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -45,11 +46,19 @@ class ModelConfig:
     device: Device = "auto"
     """Where to compute; auto takes CUDA when there is one."""
     dtype: Dtype = "auto"
-    """Storage of the weights; auto: float32 on a CPU, the checkpoint's own on CUDA."""
+    """Storage of the weights; auto: the checkpoint's own (on a CPU float32 in place of float16). A CPU
+    computes in float32."""
     max_model_len: int | None = None
     """Most tokens, prompt and answer together, of one request; None: the checkpoint's own limit."""
     threads: int | None = None
     """Threads that compute; None: one per core, and just one for a model of less than 256 MiB."""
+    pin_threads: bool = False
+    """Keep each of these threads on a core of its own."""
+    enforce_eager: bool = False
+    """Walk every step operation by operation instead of replaying recorded decode steps."""
+    kernels: KernelName = "auto"
+    """Implementation of the arithmetic on a CPU: the native kernels of one instruction set, or the torch
+    reference; auto: the fastest that this CPU can run."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class CacheConfig:
     """Size of the KV cache, such as 4GiB; auto: what max_num_seqs requests of the maximum length
     need, at most 40 % of the memory left after the weights."""
     kv_cache_dtype: Dtype = "auto"
-    """Storage of keys and values; auto: the computing dtype."""
+    """Storage of keys and values; auto: float32 on a CPU, the dtype of the weights on CUDA."""
     block_size: int = 16
     """Tokens in one KV block."""
     enable_prefix_caching: bool = True
@@ -88,6 +97,7 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         _one_of("--device", self.model.device, get_args(Device))
         _one_of("--dtype", self.model.dtype, get_args(Dtype))
+        _one_of("--kernels", self.model.kernels, get_args(KernelName))
         _one_of("--kv-cache-dtype", self.cache.kv_cache_dtype, get_args(Dtype))
         _at_least("--max-num-seqs", self.scheduler.max_num_seqs, 1)
         _at_least("--max-num-batched-tokens", self.scheduler.max_num_batched_tokens, 1)

@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 import torch
+from tests.kernels.paged import NUM_BLOCKS, cache, no_tokens, tokens, unused
 
-from moesaic.core.tokens import TokenBatch
 from moesaic.kernels import batch as batches
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.reference import attention
 from moesaic.kernels.reference.attention import attention_plain, paged_attention
 
 torch.set_num_threads(1)
-NUM_BLOCKS = 400
-
-
-def tokens(counts: list[int], contexts: list[int], block_size: int) -> TokenBatch:
-    """Sequences with this many rows and cached tokens, over scattered blocks."""
-    free = iter(np.random.default_rng(0).permutation(NUM_BLOCKS).tolist())
-    tables = np.zeros((len(counts), max(-(-length // block_size) for length in contexts)), np.int64)
-    for line, length in enumerate(contexts):
-        width = -(-length // block_size)
-        tables[line, :width] = [next(free) for _ in range(width)]
-    pairs = list(zip(counts, contexts, strict=True))
-    return TokenBatch(
-        token_ids=np.zeros(sum(counts), np.int64),
-        positions=np.concatenate([np.arange(length - count, length) for count, length in pairs]),
-        query_starts=np.concatenate([[0], np.cumsum(counts)]),
-        context_lens=np.array(contexts),
-        block_tables=tables,
-        logit_rows=np.arange(1),
-    )
-
-
-def cache(block_size: int, heads: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(NUM_BLOCKS, block_size, heads, width).to(dtype)
-
 
 SHAPES = {
     "decode": ([1] * 5, [1, 7, 8, 9, 200]),
@@ -54,7 +27,7 @@ SHAPES = {
 def test_fast_is_plain(shape: str, heads: tuple[int, int], window: int | None) -> None:
     torch.manual_seed(0)
     batch = AttentionBatch.build(tokens(*SHAPES[shape], block_size=8), 8)
-    query = torch.randn(batch.num_rows, heads[0], 16)
+    query = torch.randn(batch.batch.num_rows, heads[0], 16)
     keys, values = cache(8, heads[1], 16), cache(8, heads[1], 16)
     wanted = attention_plain(query, keys, values, batch, 0.3, window)
     found = paged_attention(query, keys, values, batch, 0.3, window)
@@ -65,9 +38,9 @@ def test_fast_is_plain(shape: str, heads: tuple[int, int], window: int | None) -
 def test_the_value_can_lie_in_the_key(shape: str) -> None:
     torch.manual_seed(0)
     batch = AttentionBatch.build(tokens(*SHAPES[shape], block_size=5), 5)
-    query, keys = torch.randn(batch.num_rows, 3, 20), cache(5, 1, 20)
+    query, keys = torch.randn(batch.batch.num_rows, 3, 20), cache(5, 1, 20)
     found = paged_attention(query, keys, None, batch, 0.2, value_width=16)
-    assert found.shape == (batch.num_rows, 3, 16)
+    assert found.shape == (batch.batch.num_rows, 3, 16)
     wanted = paged_attention(query, keys, keys[..., :16], batch, 0.2)
     torch.testing.assert_close(found, wanted)
     plain = attention_plain(query, keys, None, batch, 0.2, value_width=16)
@@ -109,14 +82,9 @@ def test_garbage_beyond_a_context_never_leaks() -> None:
     batch = AttentionBatch.build(tokens([1, 1, 3], [5, 30, 6], 8), 8)
     query, keys, values = torch.randn(5, 2, 8), cache(8, 2, 8), cache(8, 2, 8)
     wanted = paged_attention(query, keys, values, batch, 0.3)
-    used = torch.zeros(NUM_BLOCKS * 8, dtype=torch.bool)
-    for group in batch.decode:
-        for blocks, length in zip(group.blocks, group.lengths, strict=True):
-            used[(blocks[:, None] * 8 + torch.arange(8)).flatten()[:length]] = True
-    for chunk in batch.chunks:
-        used[(chunk.blocks[:, None] * 8 + torch.arange(8)).flatten()[: chunk.length]] = True
-    keys.flatten(0, 1)[~used] = 1e30
-    values.flatten(0, 1)[~used] = 1e30
+    garbage = unused(batch, NUM_BLOCKS * 8)
+    keys.flatten(0, 1)[garbage] = 1e30
+    values.flatten(0, 1)[garbage] = 1e30
     assert torch.equal(paged_attention(query, keys, values, batch, 0.3), wanted)
 
 
@@ -139,7 +107,6 @@ def test_decode_groups_bound_padding_and_memory(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_empty_step_is_no_error() -> None:
-    batch = AttentionBatch.build(tokens([1], [1], 4), 4)
-    empty = replace(batch, num_rows=0, decode=(), chunks=())
+    empty = AttentionBatch.build(no_tokens(), 4)
     found = paged_attention(torch.zeros(0, 2, 8), cache(4, 2, 8), cache(4, 2, 8), empty, 0.3)
     assert found.shape == (0, 2, 8)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moesaic.core.errors import ConfigError
+from moesaic.kernels import table
 from moesaic.kernels.reference import dense, product
-from moesaic.kernels.table import pick
 
 torch.set_num_threads(1)
 
@@ -43,8 +43,9 @@ def test_rms_norm_has_unit_mean_square() -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rope_turns_pairs_by_their_angle(interleaved: bool) -> None:
-    rows, angle = torch.randn(5, 2, 6), torch.randn(5, 3)
-    found = dense.rope(rows, angle.cos(), angle.sin(), interleaved)
+    rows, table, positions = torch.randn(5, 2, 6), torch.randn(9, 3), torch.tensor([4, 0, 8, 4, 1])
+    found = dense.rope(rows, table.cos(), table.sin(), positions, interleaved)
+    angle = table[positions]
     first, second = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, 3), slice(3, 6))
     pairs = torch.complex(rows[..., first], rows[..., second])
     wanted = pairs * torch.polar(torch.ones(5, 1, 3), angle[:, None])
@@ -59,6 +60,24 @@ def test_gated_mlp_gates_with_silu() -> None:
 
 
 def test_pick_names_what_it_picked() -> None:
-    assert pick("cpu").name == pick("cuda:1").name == "reference (torch float32)"
-    with pytest.raises(ConfigError, match="device"):
-        pick("")
+    assert table.pick("cpu", "reference") is table.pick("cuda:1") is table.REFERENCE
+    assert table.REFERENCE.name == "reference (torch)"
+    names = [table.pick("cpu", name).name for name in table.instruction_sets()]
+    assert names == [f"native ({name})" for name in table.instruction_sets()]
+    assert table.pick("cpu").name == [*names, table.REFERENCE.name][0]
+
+
+def test_without_a_compiler_the_reference_is_picked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "_native", None)
+    assert table.instruction_sets() == ()
+    assert table.pick("cpu") is table.REFERENCE
+    with pytest.raises(ConfigError, match="--kernels: got 'avx2'; allowed: auto, reference"):
+        table.pick("cpu", "avx2")
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted"), [("", "auto"), ("tpu", "auto"), ("cuda", "portable"), ("cpu", "sse")]
+)
+def test_what_this_machine_cannot_run_is_refused(device: str, wanted: str) -> None:
+    with pytest.raises(ConfigError, match="device|--kernels"):
+        table.pick(device, wanted)

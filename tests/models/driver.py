@@ -19,14 +19,17 @@ class Driver:
     model: Model
     num_blocks: int = 64
     block_size: int = 4
+    kv_dtype: torch.dtype = torch.float32
     lengths: dict[int, int] = field(default_factory=dict)
     tables: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         layout, layers = self.model.spec.kv, self.model.spec.num_layers
         shape = (layers, self.num_blocks, self.block_size, layout.kv_heads)
-        self.keys = torch.zeros(*shape, layout.key_width)
-        self.values = None if layout.value_in_key else torch.zeros(*shape, layout.value_width)
+        self.keys = torch.zeros(*shape, layout.key_width, dtype=self.kv_dtype)
+        self.values = None
+        if not layout.value_in_key:
+            self.values = torch.zeros(*shape, layout.value_width, dtype=self.kv_dtype)
         self.free = np.random.default_rng(0).permutation(self.num_blocks).tolist()
 
     def step(self, rows: dict[int, list[int]]) -> torch.Tensor:
@@ -62,10 +65,10 @@ class Driver:
         hidden = model.embed(torch.from_numpy(batch.token_ids))
         for layer, block in enumerate(model.blocks):
             projected = block.pre_attention(hidden, positions)
-            self.keys[layer].flatten(0, 1)[attention.slots] = projected.key
+            model.kernels.store(self.keys[layer], projected.key, attention.slots)
             values = None
-            if self.values is not None:
-                self.values[layer].flatten(0, 1)[attention.slots] = projected.value
+            if self.values is not None and projected.value is not None:
+                model.kernels.store(self.values[layer], projected.value, attention.slots)
                 values = self.values[layer]
             attended = block.attention(projected.query, self.keys[layer], values, attention)
             gated = block.gate(hidden, block.output_projection(attended))

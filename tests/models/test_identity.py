@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,19 @@ import torch
 from tests.models import cases, tiny
 from tests.models.driver import Driver
 
+from moesaic.kernels import table
 from moesaic.kernels.table import pick
 from moesaic.models import registry
 
 LENGTH = 41
 """Of the prompts: past every window and every original context of `cases`."""
 GREEDY = 64
+KERNELS = (
+    "reference",
+    *table.instruction_sets()[:1],
+    *(pytest.param(name, marks=pytest.mark.slow) for name in table.instruction_sets()[1:]),
+)
+"""The fastest of this machine; the others are slow to try with everything."""
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -29,10 +37,13 @@ def write(name: str, path: Path) -> tuple[Any, Path]:
     return model, tiny.save(model, path)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", cases.CASES)
-def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    theirs, path = write(name, tmp_path)
-    ours = registry.load(path, pick("cpu"))
+def test_logits_and_greedy_tokens_are_those_of_transformers(
+    name: str, kernels: str, published: Callable[..., tuple[Any, Path]]
+) -> None:
+    theirs, path = published(name)
+    ours = registry.load(path, table.pick("cpu", kernels))
     tokens = tiny.prompt(LENGTH, cases.VOCAB)
     wanted = tiny.reference_logits(theirs, tokens)
     driver = Driver(ours)

@@ -119,7 +119,7 @@ def test_a_part_of_the_weights_matters(part: str, tmp_path: Path) -> None:
 def test_the_order_of_rotated_pairs_matters(name: str, tmp_path: Path) -> None:
     path = written(name, tmp_path)
 
-    def other(rows: Any, cosine: Any, sine: Any, interleaved: bool = False) -> torch.Tensor:
-        return dense.rope(rows, cosine, sine, not interleaved)
+    def other(*arguments: Any, interleaved: bool = False, **options: Any) -> torch.Tensor:
+        return dense.rope(*arguments, interleaved=not interleaved, **options)
 
     assert differs(logits(path, replace(REFERENCE, rope=other)), logits(path))

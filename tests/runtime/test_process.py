@@ -91,13 +91,13 @@ def test_a_setting_that_does_not_fit_is_told_in_one_line() -> None:
 
 
 BROKEN = """
-import moesaic.runtime.executor as executor
 from moesaic.runtime.__main__ import main
+from moesaic.runtime.forward import Forward
 
 def broken(*arguments):
     raise RuntimeError("no memory left\\nby far")
 
-executor.forward = broken
+Forward.__call__ = broken
 raise SystemExit(main())
 """
 

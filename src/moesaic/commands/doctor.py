@@ -48,8 +48,10 @@ def run(as_json: bool) -> int:
 def choose(machine: Machine) -> Choice:
     """What `moesaic serve` takes when nothing is said."""
     device = "cuda" if machine.gpus else "cpu"
-    dtype = "the checkpoint's own" if machine.gpus else "float32"
-    return Choice(device, table.pick(device).name, dtype, machine.cores)
+    kernels = table.pick(device)
+    own = machine.gpus or table.instruction_sets()
+    dtype = "the checkpoint's own" if own else "float32"
+    return Choice(device, kernels.name, dtype, machine.cores)
 
 
 def warnings(machine: Machine, choice: Choice) -> list[str]:
@@ -60,6 +62,11 @@ def warnings(machine: Machine, choice: Choice) -> list[str]:
         notes.append(f"there is an NVIDIA driver, but {build} sees no GPU: install a CUDA build of torch")
     if len(machine.gpus) > 1:
         notes.append(f"{len(machine.gpus)} GPUs, one is used: choose it with CUDA_VISIBLE_DEVICES")
+    if choice.device == "cpu" and not table.instruction_sets():
+        notes.append(
+            "moesaic was installed without its native kernels, the torch reference computes instead: install "
+            "a C++17 compiler (Debian: apt install g++), then reinstall moesaic"
+        )
     if choice.device == "cpu" and not {"avx2", "neon"} & set(machine.instruction_sets):
         notes.append("this CPU has neither AVX2 nor NEON: computing will be very slow")
     if machine.cpu_quota is not None and machine.cpu_quota < machine.cores:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -49,30 +50,64 @@ class Chunk:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """The step's rows, split by the form of attention that suits them."""
+    """The step's rows, as kernels see them."""
 
-    num_rows: int
+    batch: TokenBatch
     block_size: int
+    device: str | torch.device
     slots: torch.Tensor
     """[n] where each row's key and value go: block * block_size + offset."""
-    decode: tuple[DecodeGroup, ...]
-    chunks: tuple[Chunk, ...]
 
     @classmethod
     def build(cls, batch: TokenBatch, block_size: int, device: str | torch.device = "cpu") -> AttentionBatch:
         """The attention side of `batch` for a cache of `block_size` tokens a block."""
-        counts = np.diff(batch.query_starts)
-        single = np.flatnonzero(counts == 1)
-        several = np.flatnonzero(counts > 1)
-        return cls(
-            num_rows=batch.num_rows,
-            block_size=block_size,
-            slots=_move(_slots(batch, counts, block_size), device),
-            decode=tuple(
-                _group(batch, group, block_size, device) for group in _split(batch, single, block_size)
-            ),
-            chunks=tuple(_chunk(batch, int(index), block_size, device) for index in several),
-        )
+        slots = _slots(batch, np.diff(batch.query_starts), block_size)
+        return cls(batch, block_size, device, _move(slots, device))
+
+    @classmethod
+    def of_decode(cls, batch: TokenBatch, block_size: int, max_blocks: int) -> AttentionBatch:
+        """A copy of a step with one row a sequence whose arrays can hold any other such step of that size."""
+        tables = np.zeros((batch.num_sequences, max_blocks), dtype=np.int64)
+        tables[:, : batch.block_tables.shape[1]] = batch.block_tables
+        names = ("token_ids", "positions", "query_starts", "context_lens", "logit_rows")
+        copies = {name: np.array(getattr(batch, name), dtype=np.int64) for name in names}
+        return cls.build(TokenBatch(block_tables=tables, **copies), block_size)
+
+    def fill_slots(self) -> None:
+        """After the arrays of `batch` changed."""
+        counts = np.diff(self.batch.query_starts)
+        np.copyto(self.slots.numpy(), _slots(self.batch, counts, self.block_size))
+
+    @cached_property
+    def decode(self) -> tuple[DecodeGroup, ...]:
+        """Sequences with one row, grouped by length."""
+        single = np.flatnonzero(np.diff(self.batch.query_starts) == 1)
+        groups = _split(self.batch, single, self.block_size)
+        return tuple(_group(self.batch, group, self.block_size, self.device) for group in groups)
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Sequences with several rows."""
+        several = np.flatnonzero(np.diff(self.batch.query_starts) > 1)
+        return tuple(_chunk(self.batch, int(index), self.block_size, self.device) for index in several)
+
+    @cached_property
+    def addresses(self) -> tuple[int, int, int]:
+        """Of query_starts, context_lens and block_tables, dense int64, to be read in place."""
+        first, second, third = self._dense
+        return first.ctypes.data, second.ctypes.data, third.ctypes.data
+
+    @cached_property
+    def sizes(self) -> tuple[int, int, int]:
+        """Sequences, width of the block tables, tokens in a block."""
+        return self.batch.num_sequences, self.batch.block_tables.shape[1], self.block_size
+
+    @cached_property
+    def _dense(self) -> tuple[IntArray, IntArray, IntArray]:
+        rows = self.batch
+        arrays = (rows.query_starts, rows.context_lens, rows.block_tables)
+        first, second, third = (np.ascontiguousarray(array, dtype=np.int64) for array in arrays)
+        return first, second, third
 
 
 def _move(array: IntArray, device: str | torch.device) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,8 +10,13 @@ import torch
 
 from moesaic.core.errors import ConfigError
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.kernels.reference import attention, dense, experts
+from moesaic.kernels.reference import attention, dense, experts, gate
 from moesaic.kernels.weights import ExpertWeights
+
+try:
+    from moesaic.kernels.native import _native, memory, ops, recording
+except ImportError:  # installed without a compiler
+    _native = None  # type: ignore[assignment]
 
 
 class Linear(Protocol):
@@ -22,8 +27,28 @@ class Linear(Protocol):
 
 class Rope(Protocol):
     def __call__(
-        self, rows: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool = False
+        self,
+        rows: torch.Tensor,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+        positions: torch.Tensor,
+        interleaved: bool = False,
+        norm: torch.Tensor | None = None,
+        epsilon: float = 0.0,
     ) -> torch.Tensor: ...
+
+
+class Gate(Protocol):
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        top_k: int,
+        normalise: bool,
+        scale: float = 1.0,
+        groups: int = 1,
+        groups_kept: int = 1,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class PagedAttention(Protocol):
@@ -49,35 +74,137 @@ class Experts(Protocol):
     ) -> torch.Tensor: ...
 
 
+class Recording(Protocol):
+    """A step that was run once and can be run again on what then lies in its inputs."""
+
+    @property
+    def result(self) -> torch.Tensor: ...
+    def run(self) -> torch.Tensor: ...
+
+
+Recorder = Callable[[Callable[[], torch.Tensor]], Recording]
+"""Runs a step and records it."""
+Pair = tuple[torch.Tensor, torch.Tensor]
+Biases = Sequence[torch.Tensor | None]
+
+
 @dataclass(frozen=True)
 class Kernels:
     """One implementation of every operation. Shapes stand at the reference of each."""
 
     name: str
     """For people: what was picked."""
+    stored: frozenset[torch.dtype]
+    """Types in which a CPU's weights are best left as the checkpoint has them; others are widened at load."""
+    allowed: frozenset[torch.dtype]
+    """Types that weights and KV caches may be stored in."""
+    embed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     linear: Linear
+    linears: Callable[[torch.Tensor, Sequence[torch.Tensor], Biases], tuple[torch.Tensor, ...]]
     head_linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    add_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Pair]
     rope: Rope
-    gated_mlp: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    store: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     paged_attention: PagedAttention
+    gated_mlp: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    gate: Gate
     experts: Experts
+    merge: Callable[
+        [torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], torch.Tensor
+    ]
+    set_threads: Callable[[int, bool], None]
+    """Threads that compute, and whether each is pinned to a core."""
+    recorder: Callable[[], Recorder] | None = None
+    """Makes a recorder of steps that consist of these operations alone; None: they cannot be recorded."""
+
+
+def _torch_threads(threads: int, pin: bool) -> None:
+    if pin:
+        raise ConfigError.field(
+            "--pin-threads", pin, "the native kernels (the reference runs torch's threads)"
+        )
+    torch.set_num_threads(threads)
 
 
 REFERENCE = Kernels(
-    name="reference (torch float32)",
+    name="reference (torch)",
+    stored=frozenset({torch.float32}),
+    allowed=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    embed=dense.embed,
     linear=dense.linear,
+    linears=dense.linears,
     head_linear=dense.head_linear,
     rms_norm=dense.rms_norm,
+    add_norm=dense.add_norm,
     rope=dense.rope,
-    gated_mlp=dense.gated_mlp,
+    join=dense.join,
+    store=dense.store,
     paged_attention=attention.paged_attention,
+    gated_mlp=dense.gated_mlp,
+    gate=gate.gate,
     experts=experts.experts,
+    merge=gate.merge,
+    set_threads=_torch_threads,
 )
 
 
-def pick(device: str) -> Kernels:
-    """The kernels for "cpu", "cuda" or "cuda:N". Raises ConfigError for any other device."""
-    if device.partition(":")[0] in ("cpu", "cuda"):
+def instruction_sets() -> tuple[str, ...]:
+    """Of the native kernels, those that this CPU can run, fastest first; empty when they were not built."""
+    return () if _native is None else tuple(_native.instruction_sets())
+
+
+def pick(device: str, wanted: str = "auto") -> Kernels:
+    """The kernels for "cpu", "cuda" or "cuda:N".
+
+    wanted: "reference", the name of an instruction set, or "auto": the fastest there is. Raises ConfigError
+    for another device, and for kernels that this machine cannot run.
+    """
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError.field("device", device, "cpu, cuda, cuda:N")
+    native = instruction_sets() if kind == "cpu" else ()
+    if wanted == "reference" or (wanted == "auto" and not native):
         return REFERENCE
-    raise ConfigError.field("device", device, "cpu, cuda, cuda:N")
+    if wanted != "auto" and wanted not in native:
+        raise ConfigError.field("--kernels", wanted, ", ".join(("auto", *native, "reference")))
+    return _natively(native[0] if wanted == "auto" else wanted)
+
+
+def _natively(name: str) -> Kernels:
+    """The native kernels of one instruction set. One is in use at a time, in the whole process."""
+    assert _native is not None
+    _native.use(name)
+    return Kernels(
+        name=f"native ({name})",
+        stored=ops.STORED,
+        allowed=ops.STORED,
+        embed=ops.embed,
+        linear=ops.linear,
+        linears=ops.linears,
+        head_linear=ops.head_linear,
+        rms_norm=ops.rms_norm,
+        add_norm=ops.add_norm,
+        rope=ops.rope,
+        join=ops.join,
+        store=ops.store,
+        paged_attention=ops.paged_attention,
+        gated_mlp=ops.gated_mlp,
+        gate=ops.gate,
+        experts=ops.experts,
+        merge=ops.merge,
+        set_threads=_native_threads,
+        recorder=_recorder,
+    )
+
+
+def _native_threads(threads: int, pin: bool) -> None:
+    assert _native is not None
+    torch.set_num_threads(1)  # what is left to torch is too small to share
+    _native.set_threads(threads, pin)
+
+
+def _recorder() -> Recorder:
+    arena = memory.Arena()
+    return lambda step: recording.Recording(step, arena)

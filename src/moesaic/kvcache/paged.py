@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moesaic.kernels.table import Kernels
 from moesaic.models.spec import KVLayout
 
 
@@ -22,15 +23,15 @@ class PagedKV:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        kernels: Kernels,
     ) -> None:
+        self._store = kernels.store
         shape = (num_layers, num_blocks, block_size, layout.kv_heads)
         # zeros, not empty: masked-out slots are read and multiplied by 0, and 0 * NaN is NaN.
-        self._keys = torch.zeros(*shape, layout.key_width, dtype=dtype, device=device)
-        if layout.value_in_key:
-            self._values = self._keys[..., : layout.value_width]
-        else:
-            self._values = torch.zeros(*shape, layout.value_width, dtype=dtype, device=device)
-        self._value_in_key = layout.value_in_key
+        self._keys = torch.zeros(*shape, layout.key_width, dtype=dtype, device=device).unbind()
+        self._values = tuple(keys[..., : layout.value_width] for keys in self._keys)
+        if not layout.value_in_key:
+            self._values = torch.zeros(*shape, layout.value_width, dtype=dtype, device=device).unbind()
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor) -> None:
         """Store rows.
@@ -38,9 +39,9 @@ class PagedKV:
         key: [n, kv_heads, key_width]; value: [n, kv_heads, value_width], or None when it is in the
         key; slots: [n] block * block_size + offset.
         """
-        self._keys[layer].flatten(0, 1).index_copy_(0, slots, key.to(self._keys.dtype))
+        self._store(self._keys[layer], key, slots)
         if value is not None:
-            self._values[layer].flatten(0, 1).index_copy_(0, slots, value.to(self._values.dtype))
+            self._store(self._values[layer], value, slots)
 
     def keys(self, layer: int) -> torch.Tensor:
         """[blocks, block_size, kv_heads, key_width]"""

@@ -134,8 +134,7 @@ class DecoderBlock:
 
     def gate(self, hidden: torch.Tensor, partial: torch.Tensor) -> Gated:
         """Adds attention [n, h] to hidden [n, h], norms, and chooses experts."""
-        residual = hidden + partial
-        normed = self.kernels.rms_norm(residual, self.post_norm, self.epsilon)
+        residual, normed = self.kernels.add_norm(hidden, partial, self.post_norm, self.epsilon)
         if self.router is None:
             return Gated(residual, normed, None, None)
         return Gated(residual, normed, *self.router.choose(normed))
@@ -146,11 +145,4 @@ class DecoderBlock:
 
     def merge(self, gated: Gated, dense: torch.Tensor | None, rows: torch.Tensor | None) -> torch.Tensor:
         """residual + dense + sum of weights * rows [n, k, h], in the order of the top-k ranks."""
-        hidden = gated.residual if dense is None else gated.residual + dense
-        if rows is None or gated.weights is None:
-            return hidden
-        first, *others = zip(rows.unbind(1), gated.weights[..., None].unbind(1), strict=True)
-        merged = torch.addcmul(hidden, *first)
-        for row, weight in others:
-            merged.addcmul_(row, weight)
-        return merged
+        return self.kernels.merge(gated.residual, dense, rows, gated.weights)

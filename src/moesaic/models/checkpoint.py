@@ -15,6 +15,7 @@ from moesaic.models.files import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PAGE = 4096
 Progress = Callable[[int, int], None]
 """Is told bytes read so far and bytes of all files."""
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -66,6 +67,8 @@ class Checkpoint:
         self.claim(name, *shape)
         stored: torch.Tensor = self._open(self._shard[name]).get_tensor(name)
         tensor = stored.to(device=device, dtype=dtype)
+        if tensor.data_ptr() == stored.data_ptr():
+            _page_in(stored)
         if self._progress is not None:
             self._bytes_read += stored.nbytes
             self._progress(self._bytes_read, self._bytes)
@@ -94,6 +97,11 @@ class Checkpoint:
         if shard not in self._files:
             self._files[shard] = _open(self.path / shard)
         return self._files[shard]
+
+
+def _page_in(mapped: torch.Tensor) -> None:
+    """Touches every page of a mapped tensor: else the first requests would wait for each of them."""
+    mapped.view(-1).view(torch.uint8)[::PAGE].sum()
 
 
 def _shards(path: Path) -> dict[str, str]:

@@ -68,15 +68,18 @@ class LatentAttention:
 
     def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected:
         """rows [n, h], positions [n] -> query [n, H, rank + turned] and key [n, 1, rank + turned]."""
-        cosine, sine = self.rope.at(positions)
         plain, turned = self._query(rows).tensor_split([self.sizes.plain], dim=-1)
-        turned = self.kernels.rope(turned, cosine, sine, interleaved=True)
-        query = torch.cat((self.kernels.head_linear(plain, self.key_up), turned), dim=-1)
+        turned = self._turn(turned, positions)
+        query = self.kernels.join(self.kernels.head_linear(plain, self.key_up), turned)
         both = self.kernels.linear(rows, self.latent.weight, self.latent.bias)
         latent, shared = both.tensor_split([self.sizes.rank], dim=-1)
         latent = self.kernels.rms_norm(latent, self.latent_norm, NORM_EPSILON)
-        shared = self.kernels.rope(shared[:, None], cosine, sine, interleaved=True)
-        return Projected(query, torch.cat((latent[:, None], shared), dim=-1), None)
+        shared = self._turn(shared[:, None], positions)
+        return Projected(query, self.kernels.join(latent[:, None], shared), None)
+
+    def _turn(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[n, H, turned], rotated."""
+        return self.kernels.rope(heads, self.rope.cosine, self.rope.sine, positions, interleaved=True)
 
     def _query(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, h] -> [n, H, plain + turned]."""

@@ -44,19 +44,19 @@ class GroupedQueryAttention:
 
     def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected:
         """rows [n, h], positions [n] -> rotated query and key, and the value."""
-        cosine, sine = self.rope.at(positions)
-        query = self._heads(rows, self.query, self.query_norm)
-        key = self._heads(rows, self.key, self.key_norm)
+        parts = (self.query, self.key, self.value)
+        query, key, value = self.kernels.linears(rows, [p.weight for p in parts], [p.bias for p in parts])
         return Projected(
-            query=self.kernels.rope(query, cosine, sine),
-            key=self.kernels.rope(key, cosine, sine),
-            value=self._heads(rows, self.value, None),
+            query=self._turn(query, positions, self.query_norm),
+            key=self._turn(key, positions, self.key_norm),
+            value=value.view(-1, value.shape[1] // self.head_width, self.head_width),
         )
 
-    def _heads(self, rows: torch.Tensor, part: Projection, norm: torch.Tensor | None) -> torch.Tensor:
-        count = len(part.weight) // self.head_width
-        heads = self.kernels.linear(rows, part.weight, part.bias).view(-1, count, self.head_width)
-        return heads if norm is None else self.kernels.rms_norm(heads, norm, self.epsilon)
+    def _turn(self, rows: torch.Tensor, positions: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        """[n, H * d] -> heads [n, H, d], normed and rotated."""
+        heads = rows.view(-1, rows.shape[1] // self.head_width, self.head_width)
+        table = self.rope
+        return self.kernels.rope(heads, table.cosine, table.sine, positions, norm=norm, epsilon=self.epsilon)
 
     def attend(
         self,
@@ -95,20 +95,9 @@ class TopKRouter:
 
     def choose(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """rows [n, h] -> expert ids [n, k] int64, best first, and weights [n, k] float32."""
-        scores = self.kernels.linear(rows, self.weight).softmax(-1)
-        if self.groups_kept < self.groups:
-            scores = self._limit(scores)
-        weights, ids = scores.topk(self.top_k, dim=-1)
-        if self.normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return ids, weights if self.scale == 1.0 else weights * self.scale
-
-    def _limit(self, scores: torch.Tensor) -> torch.Tensor:
-        """Zero for every expert outside the best groups."""
-        grouped = scores.view(-1, self.groups, scores.shape[1] // self.groups)
-        best = grouped.amax(-1).topk(self.groups_kept, dim=-1).indices
-        kept = torch.zeros_like(grouped[..., 0]).scatter_(1, best, 1.0)
-        return (grouped * kept[..., None]).flatten(1)
+        return self.kernels.gate(
+            rows, self.weight, self.top_k, self.normalise, self.scale, self.groups, self.groups_kept
+        )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 
 import torch
-from torch.nn import functional
 
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
@@ -33,7 +32,7 @@ class Model:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [n] -> hidden [n, h] float32."""
-        return functional.embedding(token_ids, self.embedding).float()
+        return self.kernels.embed(self.embedding, token_ids)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [m, h] after the last block -> [m, V] float32."""

@@ -65,14 +65,15 @@ def load(
 ) -> Model:
     """The model in a directory, or all but its routed experts.
 
-    dtype: of the matrices; "auto" is float32 on a CPU and the checkpoint's own type elsewhere.
+    dtype: of the matrices; "auto" is the checkpoint's own type, or float32 on a CPU whose kernels would have
+    to widen it at each use.
     progress: is told bytes read and bytes in all, tensor after tensor. Raises CheckpointError, naming
     it, for a key or a tensor that is missing or not understood.
     """
     file, config = _parse(path)
     spec: ModelSpec = config.spec
     checkpoint = Checkpoint(path, progress)
-    loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint))
+    loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint, kernels))
     embedding = loader.matrix("model.embed_tokens", spec.vocab_size, spec.hidden_size)
     model = Model(
         spec=spec,
@@ -101,7 +102,7 @@ def load_experts(
     """
     file, config = _parse(path)
     checkpoint = Checkpoint(path)
-    loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint))
+    loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint, kernels))
     for layer in wanted:
         if layer not in config.spec.moe_layers:
             raise CheckpointError(f"{path}: layer {layer} has no routed experts")
@@ -118,13 +119,15 @@ def _parse(path: Path) -> tuple[ModelFile, Any]:
     return file, file.parse(raw)
 
 
-def _dtype(dtype: str, device: str, checkpoint: Checkpoint) -> torch.dtype:
+def _dtype(dtype: str, device: str, checkpoint: Checkpoint, kernels: Kernels) -> torch.dtype:
     if dtype == "auto":
-        if device.startswith("cpu"):
-            return torch.float32
-        return checkpoint.dtype("model.embed_tokens.weight")
-    if dtype not in DTYPES:
-        raise ConfigError.field("dtype", dtype, ", ".join(("auto", *DTYPES)))
+        stored = checkpoint.dtype("model.embed_tokens.weight")
+        return stored if not device.startswith("cpu") or stored in kernels.stored else torch.float32
+    allowed = [name for name, one in DTYPES.items() if one in kernels.allowed]
+    if dtype not in allowed:
+        raise ConfigError.field(
+            "--dtype", dtype, f"{', '.join(('auto', *allowed))} with {kernels.name} kernels"
+        )
     return DTYPES[dtype]
 
 

@@ -159,7 +159,3 @@ class RopeTable:
         angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies(config, width)
         scale = config.angle_scale
         return cls((angles.cos() * scale).to(device), (angles.sin_() * scale).to(device))
-
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of positions [n]: [n, width / 2] each."""
-        return self.cosine[positions], self.sine[positions]

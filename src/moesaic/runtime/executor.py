@@ -7,11 +7,9 @@ import torch
 
 from moesaic.core import messages
 from moesaic.core.request import TokenLogprob
-from moesaic.experts.client import RoutedExperts
-from moesaic.kvcache.paged import PagedKV
 from moesaic.models.model import Model
 from moesaic.policy.brain.actions import Action, Admit, Emit, Release, RunStep, StepDone, StepPlan
-from moesaic.runtime.forward import forward
+from moesaic.runtime.forward import Forward
 from moesaic.runtime.sampler import Sampler, token_logprobs
 from moesaic.transport.base import Connection
 
@@ -20,21 +18,17 @@ SCORED_SLICE = 128
 
 
 class Executor:
-    """Owns the model, the KV tensors and the sampler of one worker."""
+    """Owns the model and the sampler of one worker."""
 
     def __init__(
         self,
         model: Model,
-        experts: RoutedExperts,
-        kv: PagedKV,
-        block_size: int,
+        forward: Forward,
         device: torch.device,
         connection: Connection,
     ) -> None:
         self._model = model
-        self._experts = experts
-        self._kv = kv
-        self._block_size = block_size
+        self._forward = forward
         self._device = device
         self._connection = connection
         self._sampler = Sampler(model.spec.vocab_size)
@@ -71,7 +65,7 @@ class Executor:
     def _run(self, plan: StepPlan) -> StepDone:
         batch = plan.batch
         with torch.inference_mode():
-            hidden = forward(self._model, self._experts, self._kv, batch, self._block_size, self._device)
+            hidden = self._forward(batch)
             for sequence in plan.scored:
                 self._score(plan, int(sequence), hidden)
             last = np.searchsorted(batch.logit_rows, batch.query_starts[plan.sampled + 1] - 1)

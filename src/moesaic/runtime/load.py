@@ -20,6 +20,7 @@ from moesaic.policy.batching import Limits
 from moesaic.policy.brain.one_process import OneProcess
 from moesaic.policy.kvblocks import KVBlocks
 from moesaic.runtime.executor import Executor
+from moesaic.runtime.forward import Forward
 from moesaic.runtime.machine import available_memory, cores, keep_freed_memory
 from moesaic.runtime.worker import Journal, Worker
 from moesaic.transport.base import Connection
@@ -42,6 +43,7 @@ class Loaded:
     device: torch.device
     dtype: torch.dtype
     kernels: table.Kernels
+    threads: int
 
 
 def build_worker(
@@ -61,12 +63,14 @@ def build_worker(
     kv_dtype = _kv_dtype(config.cache, loaded)
     num_blocks = _num_blocks(config, loaded, max_model_len, kv_dtype)
     spec = loaded.model.spec
-    kv = PagedKV(spec.kv, spec.num_layers, num_blocks, block_size, kv_dtype, loaded.device)
+    kv = PagedKV(spec.kv, spec.num_layers, num_blocks, block_size, kv_dtype, loaded.device, loaded.kernels)
     scheduler = config.scheduler
     limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_model_len)
     blocks = KVBlocks(num_blocks, block_size, config.cache.enable_prefix_caching)
     experts = DirectExperts(loaded.model.experts, loaded.kernels)
-    executor = Executor(loaded.model, experts, kv, block_size, loaded.device, connection)
+    recorded = 0 if config.model.enforce_eager else -(-max_model_len // block_size)
+    forward = Forward(loaded.model, experts, kv, block_size, loaded.device, recorded)
+    executor = Executor(loaded.model, forward, loaded.device, connection)
     worker = Worker(connection, OneProcess(limits, blocks), executor, clock, journal)
     return worker, _describe(loaded, scheduler, max_model_len, block_size, num_blocks, kv_dtype)
 
@@ -75,11 +79,12 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> Loaded:
     """Read the checkpoint onto the device that `config` asks for."""
     keep_freed_memory()
     device = _device(config)
-    kernels = table.pick(str(device))
+    kernels = table.pick(str(device), config.kernels)
     path = files.resolve(config.model, config.revision)
     model = registry.load(path, kernels, str(device), config.dtype, progress=progress)
-    torch.set_num_threads(config.threads or (1 if model.num_bytes < SMALL_MODEL else cores()))
-    return Loaded(model, device, model.head.dtype, kernels)
+    threads = config.threads or (1 if model.num_bytes < SMALL_MODEL else cores())
+    kernels.set_threads(threads, config.pin_threads)
+    return Loaded(model, device, model.head.dtype, kernels, threads)
 
 
 def _device(config: ModelConfig) -> torch.device:
@@ -91,7 +96,15 @@ def _device(config: ModelConfig) -> torch.device:
 
 
 def _kv_dtype(config: CacheConfig, loaded: Loaded) -> torch.dtype:
-    return loaded.dtype if config.kv_cache_dtype == "auto" else registry.DTYPES[config.kv_cache_dtype]
+    if config.kv_cache_dtype == "auto":
+        return torch.float32 if loaded.device.type == "cpu" else loaded.dtype
+    dtype = registry.DTYPES[config.kv_cache_dtype]
+    if dtype not in loaded.kernels.allowed:
+        allowed = ", ".join(name for name, one in registry.DTYPES.items() if one in loaded.kernels.allowed)
+        raise ConfigError.field(
+            "--kv-cache-dtype", config.kv_cache_dtype, f"auto, {allowed} with {loaded.kernels.name} kernels"
+        )
+    return dtype
 
 
 def _context_length(config: ModelConfig) -> int:
@@ -148,7 +161,7 @@ def _describe(
         device=_device_name(loaded.device),
         kernels=loaded.kernels.name,
         dtype=str(loaded.dtype).removeprefix("torch."),
-        threads=torch.get_num_threads(),
+        threads=loaded.threads,
         num_parameters=loaded.model.num_parameters,
         weight_bytes=loaded.model.num_bytes,
         num_layers=spec.num_layers,

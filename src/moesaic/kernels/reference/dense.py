@@ -1,9 +1,11 @@
-"""Projections, norms, rotary positions and the gated MLP, in float32.
+"""Projections, norms, rotary positions, the gated MLP and the write to a cache, in float32.
 
 Weights stored in a narrower type are multiplied in that type; what leaves is always float32.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional
@@ -15,6 +17,13 @@ def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
     """rows [n, i] times weight [o, i] transposed, plus bias [o]: [n, o]."""
     answer = product(rows, weight).float()
     return answer if bias is None else answer + bias
+
+
+def linears(
+    rows: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, ...]:
+    """Several projections of the same rows [n, i]: a [n, o] each."""
+    return tuple(linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
 def head_linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -30,21 +39,52 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.
     return (rows * scale).mul_(weight)
 
 
-def rope(
-    rows: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool = False
-) -> torch.Tensor:
-    """Rotates each pair of rows [n, H, d] by its angle; cosine and sine are [n, d / 2].
+def add_norm(
+    rows: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows + added, [n, h], and its `rms_norm`."""
+    total = rows + added
+    return total, rms_norm(total, weight, epsilon)
 
-    A pair is (i, i + d / 2), the half-split form of GPT-NeoX, or, interleaved, (2i, 2i + 1) as in
-    RoFormer. The result keeps the layout of the input.
+
+def rope(
+    rows: torch.Tensor,
+    cosine: torch.Tensor,
+    sine: torch.Tensor,
+    positions: torch.Tensor,
+    interleaved: bool = False,
+    norm: torch.Tensor | None = None,
+    epsilon: float = 0.0,
+) -> torch.Tensor:
+    """Rotates each pair of rows [n, H, d] by its angle at positions [n], after a norm of each head if given.
+
+    cosine and sine: [positions, d / 2], the whole tables; norm: [d]. A pair is (i, i + d / 2), the half-split
+    form of GPT-NeoX, or, interleaved, (2i, 2i + 1) as in RoFormer. The result keeps the layout of the input.
     """
-    cosine, sine = cosine[:, None], sine[:, None]
+    if norm is not None:
+        rows = rms_norm(rows, norm, epsilon)
+    cosine, sine = cosine[positions, None], sine[positions, None]
     if interleaved:
         first, second = rows[..., 0::2], rows[..., 1::2]
     else:
         first, second = rows.chunk(2, dim=-1)
     turned = (first * cosine - second * sine, second * cosine + first * sine)
     return torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+
+
+def store(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+    """Writes rows [n, Hkv, d] to slots [n] (block * block_size + offset) of [blocks, block_size, Hkv, d]."""
+    cache.flatten(0, 1).index_copy_(0, slots, rows.to(cache.dtype))
+
+
+def embed(table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Rows token_ids [n] of a table [V, h]: [n, h] float32."""
+    return functional.embedding(token_ids, table).float()
+
+
+def join(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """[n, H, a] and [n, H, b] side by side: [n, H, a + b]."""
+    return torch.cat((left, right), dim=-1)
 
 
 def gated_mlp(rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,267 @@
+// Causal attention over a paged KV cache, the same arithmetic for prefill and decode.
+//
+// The cache is cut at fixed positions, every SPLIT tokens, whatever a step computes. Each split gives a
+// row its largest score, its sum and its weighted values; splits are joined in order by an online softmax
+// (Milakov & Gimelshein 2018; the split form is Flash-Decoding's, Dao et al. 2023). So a row's bits depend
+// neither on its chunk nor on which thread computed which split.
+#pragma once
+
+#include <algorithm>
+
+#include "rows.h"
+
+namespace MOESAIC_ISA {
+
+constexpr int64_t SPLIT = 256;
+constexpr int64_t MOST_LINES = 4 * TILE_ROWS;  // query vectors computed together over the same keys
+
+inline int64_t whole_lanes(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
+
+// Query vectors that meet the same keys: some rows of a sequence, some heads of a key head.
+struct Unit {
+    int64_t sequence, first_row, rows, head, heads, kv_head;
+    int64_t lines() const { return rows * heads; }
+};
+
+// What a unit has gathered: per line the largest score, the sum, and the values weighted by both.
+struct Gathered {
+    float* most;
+    float* sum;
+    float* values;  // [lines, width]
+    int64_t width;
+
+    static int64_t floats(int64_t lines, int64_t width) { return lines * (width + 2); }
+    static Gathered at(float* memory, int64_t lines, int64_t width) {
+        return {memory + lines * width, memory + lines * (width + 1), memory, width};
+    }
+};
+
+// Joins `later` to what `line` holds. An empty part (sum 0) changes nothing.
+inline void join(const Gathered& into, const Gathered& later, int64_t line) {
+    if (later.sum[line] == 0) return;
+    float* values = into.values + line * into.width;
+    const float* more = later.values + line * into.width;
+    if (into.sum[line] == 0) {
+        into.most[line] = later.most[line], into.sum[line] = later.sum[line];
+        std::memcpy(values, more, size_t(into.width) * 4);
+        return;
+    }
+    float most = std::max(into.most[line], later.most[line]);
+    float old = exponential1(into.most[line] - most), fresh = exponential1(later.most[line] - most);
+    into.most[line] = most;
+    into.sum[line] = into.sum[line] * old + later.sum[line] * fresh;
+    for (int64_t i = 0; i < into.width; i += LANES) {
+        store(values + i, fma(set1(fresh), load(more + i), mul(set1(old), load(values + i))));
+    }
+}
+
+template <class T>
+class AttentionOf {
+   public:
+    explicit AttentionOf(const moesaic::Attention& job) : job_(job) {
+        per_kv_head_ = job.heads / job.kv_heads;
+        head_groups_ = (per_kv_head_ + MOST_LINES - 1) / MOST_LINES;
+        group_heads_ = (per_kv_head_ + head_groups_ - 1) / head_groups_;
+        unit_rows_ = std::max<int64_t>(1, MOST_LINES / group_heads_);
+        key_width_ = padded(job.key_width), value_width_ = whole_lanes(job.value_width);
+    }
+
+    void run() {
+        Array<Unit> units(num_units());
+        int64_t splits = 0;
+        for (int64_t s = 0; s < job_.sequences; s++) {
+            add_units(s, units);
+            products_ += rows_of(s) * job_.context_lens[s] * job_.heads * (job_.key_width + job_.value_width);
+            splits = std::max(splits, (job_.context_lens[s] + SPLIT - 1) / SPLIT);
+        }
+        if (splits > 1 && units.size < 4 * moesaic::pool().threads()) {
+            run_split(units, splits);
+        } else {
+            parallel(units.size, products_, [&](int64_t task, int worker) { whole(units[task], worker); });
+        }
+    }
+
+   private:
+    int64_t num_units() const {
+        int64_t units = 0;
+        for (int64_t s = 0; s < job_.sequences; s++) units += blocks_of_rows(s);
+        return units * job_.kv_heads * head_groups_;
+    }
+    int64_t rows_of(int64_t s) const { return job_.query_starts[s + 1] - job_.query_starts[s]; }
+    int64_t blocks_of_rows(int64_t s) const { return (rows_of(s) + unit_rows_ - 1) / unit_rows_; }
+
+    void add_units(int64_t s, Array<Unit>& units) const {
+        for (int64_t row = 0; row < rows_of(s); row += unit_rows_) {
+            for (int64_t kv = 0; kv < job_.kv_heads; kv++) {
+                for (int64_t head = 0; head < per_kv_head_; head += group_heads_) {
+                    units[units.size++] = {s,
+                                           row,
+                                           std::min(unit_rows_, rows_of(s) - row),
+                                           kv * per_kv_head_ + head,
+                                           std::min(group_heads_, per_kv_head_ - head),
+                                           kv};
+                }
+            }
+        }
+    }
+
+    // Tokens [first, last) that a row of the unit sees.
+    int64_t last_of(const Unit& unit, int64_t row) const {
+        return job_.context_lens[unit.sequence] - rows_of(unit.sequence) + unit.first_row + row + 1;
+    }
+    int64_t first_of(const Unit& unit, int64_t row) const {
+        return job_.window > 0 ? std::max<int64_t>(0, last_of(unit, row) - job_.window) : 0;
+    }
+
+    // All splits of a unit, one after another.
+    void whole(const Unit& unit, int worker) const {
+        int64_t lines = unit.lines(), size = Gathered::floats(lines, value_width_);
+        float* memory = worker_scratch(worker, work_floats(lines) + 2 * size);
+        Gathered all = Gathered::at(memory, lines, value_width_);
+        Gathered part = Gathered::at(memory + size, lines, value_width_);
+        float* work = memory + 2 * size;
+        pack_query(unit, work);
+        clear(all, lines);
+        int64_t begin = first_of(unit, 0) / SPLIT, end = (last_of(unit, unit.rows - 1) + SPLIT - 1) / SPLIT;
+        for (int64_t split = begin; split < end; split++) {
+            gather(unit, split, work, part);
+            for (int64_t line = 0; line < lines; line++) join(all, part, line);
+        }
+        finish(unit, all);
+    }
+
+    // Few units with long contexts: every split is a task, then splits are joined in the same order.
+    void run_split(Array<Unit>& units, int64_t splits) const {
+        int64_t size = Gathered::floats(MOST_LINES, value_width_);
+        float* parts = scratch(moesaic::kInner, units.size * splits * size);
+        auto part_of = [&](int64_t unit, int64_t split) {
+            return Gathered::at(parts + (unit * splits + split) * size, units[unit].lines(), value_width_);
+        };
+        parallel(units.size * splits, products_, [&](int64_t task, int worker) {
+            const Unit& unit = units[task / splits];
+            float* work = worker_scratch(worker, work_floats(unit.lines()));
+            pack_query(unit, work);
+            gather(unit, task % splits, work, part_of(task / splits, task % splits));
+        });
+        parallel(units.size, units.size * splits * size, [&](int64_t task, int) {
+            Gathered all = part_of(task, 0);
+            for (int64_t split = 1; split < splits; split++) {
+                for (int64_t line = 0; line < units[task].lines(); line++) join(all, part_of(task, split), line);
+            }
+            finish(units[task], all);
+        });
+    }
+
+    int64_t work_floats(int64_t lines) const { return lines * (key_width_ + SPLIT); }
+
+    void clear(const Gathered& part, int64_t lines) const {
+        for (int64_t line = 0; line < lines; line++) part.sum[line] = 0, part.most[line] = 0;
+    }
+
+    void pack_query(const Unit& unit, float* query) const {
+        for (int64_t line = 0; line < unit.lines(); line++) {
+            int64_t row = job_.query_starts[unit.sequence] + unit.first_row + line / unit.heads;
+            const float* from = job_.query + (row * job_.heads + unit.head + line % unit.heads) * job_.key_width;
+            pack<T>(from, job_.key_width, query + line * key_width_);
+        }
+    }
+
+    // One split of a unit. `work` holds the packed query, then room for the scores.
+    void gather(const Unit& unit, int64_t split, float* work, const Gathered& part) const {
+        int64_t lines = unit.lines();
+        clear(part, lines);
+        int64_t origin = split * SPLIT;
+        int64_t begin = std::max(first_of(unit, 0), origin) - origin;
+        int64_t end = std::min(last_of(unit, unit.rows - 1), origin + SPLIT) - origin;
+        if (begin >= end) return;
+        float* scores = work + lines * key_width_;
+        score(unit, origin, begin, end, work, scores);
+        const float* chances[MOST_LINES];
+        for (int64_t line = 0; line < lines; line++) {
+            float* own = scores + line * SPLIT;
+            int64_t first = std::max(first_of(unit, line / unit.heads) - origin, begin);
+            int64_t last = std::min(last_of(unit, line / unit.heads) - origin, end);
+            soften(own, begin, end, first, last, part.most + line, part.sum + line);
+            chances[line] = own + begin;
+        }
+        const T* values[SPLIT];
+        for (int64_t i = begin; i < end; i++) values[i - begin] = value_at(unit, origin + i);
+        outer<T>(chances, lines, values, job_.value_width, end - begin, part.values, value_width_);
+        if (value_width_ == job_.value_width) return;
+        for (int64_t line = 0; line < lines; line++) {
+            float* row = part.values + line * value_width_;
+            std::memset(row + job_.value_width, 0, size_t(value_width_ - job_.value_width) * 4);
+        }
+    }
+
+    const T* in_block(const void* cache, int64_t slot, int64_t kv_head, int64_t width) const {
+        return static_cast<const T*>(cache) + (slot * job_.kv_heads + kv_head) * width;
+    }
+    int64_t slot_of(int64_t sequence, int64_t position) const {
+        int64_t block = job_.block_tables[sequence * job_.table_width + position / job_.block_size];
+        return block * job_.block_size + position % job_.block_size;
+    }
+    const T* value_at(const Unit& unit, int64_t position) const {
+        int64_t slot = slot_of(unit.sequence, position);
+        if (job_.values == nullptr) return in_block(job_.keys, slot, unit.kv_head, job_.key_width);
+        return in_block(job_.values, slot, unit.kv_head, job_.value_width);
+    }
+
+    // Products of the query with keys origin + [begin, end), block after block.
+    void score(const Unit& unit, int64_t origin, int64_t begin, int64_t end, const float* query,
+               float* scores) const {
+        const float* rows[MOST_LINES];
+        for (int64_t line = 0; line < unit.lines(); line++) rows[line] = query + line * key_width_;
+        for (int64_t i = begin; i < end;) {
+            int64_t run = std::min(job_.block_size - (origin + i) % job_.block_size, end - i);
+            const T* keys = in_block(job_.keys, slot_of(unit.sequence, origin + i), unit.kv_head, job_.key_width);
+            multiply<T>(rows, unit.lines(), keys, job_.kv_heads * job_.key_width, run, job_.key_width,
+                        scores + i, SPLIT);
+            i += run;
+        }
+    }
+
+    // Scores [begin, end) into exp(scale * score - most), 0 outside [first, last). Vectors lie at fixed
+    // offsets of the split, so the sum over them does not depend on `begin` and `end`.
+    void soften(float* scores, int64_t begin, int64_t end, int64_t first, int64_t last, float* most,
+                float* sum) const {
+        if (first >= last) {
+            std::memset(scores + begin, 0, size_t(end - begin) * 4);
+            return;
+        }
+        int64_t from = first / LANES * LANES, to = whole_lanes(last);
+        for (int64_t i = from; i < first; i++) scores[i] = scores[first];
+        for (int64_t i = last; i < to; i++) scores[i] = scores[first];
+        Vec scale = set1(job_.scale), peak = mul(load(scores + from), scale);
+        for (int64_t i = from; i < to; i += LANES) peak = vmax(peak, mul(load(scores + i), scale));
+        *most = largest(peak);
+        for (int64_t i = from; i < to; i += LANES) {
+            store(scores + i, exponential(sub(mul(load(scores + i), scale), set1(*most))));
+        }
+        for (int64_t i = std::min(from, begin); i < first; i++) scores[i] = 0;
+        for (int64_t i = last; i < std::max(to, end); i++) scores[i] = 0;
+        Vec sums = zero();
+        for (int64_t i = from; i < to; i += LANES) sums = add(sums, load(scores + i));
+        *sum = total(sums);
+    }
+
+    void finish(const Unit& unit, const Gathered& all) const {
+        for (int64_t line = 0; line < unit.lines(); line++) {
+            int64_t row = job_.query_starts[unit.sequence] + unit.first_row + line / unit.heads;
+            float* out = job_.out + (row * job_.heads + unit.head + line % unit.heads) * job_.value_width;
+            const float* values = all.values + line * value_width_;
+            float sum = all.sum[line];
+            for (int64_t i = 0; i < job_.value_width; i++) out[i] = values[i] / sum;
+        }
+    }
+
+    const moesaic::Attention& job_;
+    int64_t products_ = 0;
+    int64_t per_kv_head_, head_groups_, group_heads_, unit_rows_, key_width_, value_width_;
+};
+
+inline void attention(const moesaic::Attention& job) {
+    job.wide ? AttentionOf<float>(job).run() : AttentionOf<bf16>(job).run();
+}
+
+}  // namespace MOESAIC_ISA

@@ -1,0 +1,148 @@
+// The routed experts of one layer: gate, up, SiLU and down over the experts that a batch is routed to.
+//
+// Tokens are grouped by expert through pointers, never copied per expert. Work is split by (expert, strip
+// of columns), so a single hot expert keeps every thread busy; the down strips of an expert follow once
+// its inner rows are there.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+
+#include "linear.h"
+
+namespace MOESAIC_ISA {
+
+constexpr int64_t INNER_COLUMNS = 64;  // of gate and of up in one task: whole chunks
+constexpr int64_t DOWN_COLUMNS = 128;
+
+struct Group {  // the (token, rank) pairs of one active expert
+    int64_t expert, begin, end;
+    std::atomic<int64_t> missing;  // strips of inner rows that are not there yet
+};
+
+struct Strip {
+    int64_t group, begin;
+    bool down;
+};
+
+// Pairs in the order of their experts (stable): fills `pairs` and `groups`. The first pair whose expert is
+// not held, or no expert, is returned; else kAllHeld.
+inline int64_t group_by_expert(const moesaic::Experts& job, Array<int64_t>& pairs, Array<Group>& groups) {
+    int64_t total = job.n * job.top_k;
+    Array<int64_t> next(job.experts + 1);
+    for (int64_t e = 0; e <= job.experts; e++) next[e] = 0;
+    for (int64_t i = 0; i < total; i++) {
+        int64_t e = job.ids ? job.ids[i] : 0;
+        if (e < 0 || e >= job.experts || !job.gate[e] || !job.up[e] || !job.down[e]) return i;
+        next[e + 1]++;
+    }
+    for (int64_t e = 0; e < job.experts; e++) {
+        if (next[e + 1] > 0) {
+            Group& group = groups[groups.size++];
+            group.expert = e, group.begin = next[e], group.end = next[e] + next[e + 1];
+        }
+        next[e + 1] += next[e];
+    }
+    for (int64_t i = 0; i < total; i++) pairs[next[job.ids ? job.ids[i] : 0]++] = i;
+    return moesaic::kAllHeld;
+}
+
+// Inner strips first, an expert's down strips behind the inner strips of the next one.
+inline void order_strips(const moesaic::Experts& job, Array<Group>& groups, Array<Strip>& strips) {
+    auto inner = [&](int64_t g) {
+        for (int64_t c = 0; c < job.w; c += INNER_COLUMNS) strips[strips.size++] = {g, c, false};
+    };
+    auto down = [&](int64_t g) {
+        for (int64_t c = 0; c < job.h; c += DOWN_COLUMNS) strips[strips.size++] = {g, c, true};
+    };
+    for (int64_t g = 0; g < groups.size; g++) {
+        inner(g);
+        if (g > 0) down(g - 1);
+    }
+    if (groups.size > 0) down(groups.size - 1);
+}
+
+template <class T>
+void inner_strip(const moesaic::Experts& job, const Group& group, int64_t begin, const int64_t* pairs,
+                 const float* hidden, float* inner) {
+    int64_t columns = std::min(INNER_COLUMNS, job.w - begin);
+    int64_t width = padded(job.h), inner_width = padded(job.w);
+    const T* gate = reinterpret_cast<const T*>(job.gate[group.expert]) + begin * job.h;
+    const T* up = reinterpret_cast<const T*>(job.up[group.expert]) + begin * job.h;
+    float left[PANEL * INNER_COLUMNS] = {}, right[PANEL * INNER_COLUMNS] = {};
+    for (int64_t first = group.begin; first < group.end; first += PANEL) {
+        const float* x[PANEL];
+        int64_t n = std::min(PANEL, group.end - first);
+        for (int64_t i = 0; i < n; i++) x[i] = hidden + pairs[first + i] / job.top_k * width;
+        multiply<T>(x, n, gate, job.h, columns, job.h, left, INNER_COLUMNS, up);
+        multiply<T>(x, n, up, job.h, columns, job.h, right, INNER_COLUMNS);
+        for (int64_t i = 0; i < n; i++) {
+            float* row = left + i * INNER_COLUMNS;
+            for (int64_t c = 0; c < columns; c += LANES) {
+                store(row + c, silu_times(load(row + c), load(right + i * INNER_COLUMNS + c)));
+            }
+            pack<T>(row, columns, inner + (first + i) * inner_width + begin);
+        }
+    }
+}
+
+template <class T>
+void down_strip(const moesaic::Experts& job, const Group& group, int64_t begin, const int64_t* pairs,
+                const float* inner) {
+    int64_t columns = std::min(DOWN_COLUMNS, job.h - begin), inner_width = padded(job.w);
+    const T* down = reinterpret_cast<const T*>(job.down[group.expert]) + begin * job.w;
+    float sums[PANEL * DOWN_COLUMNS];
+    for (int64_t first = group.begin; first < group.end; first += PANEL) {
+        const float* x[PANEL];
+        int64_t n = std::min(PANEL, group.end - first);
+        for (int64_t i = 0; i < n; i++) x[i] = inner + (first + i) * inner_width;
+        multiply<T>(x, n, down, job.w, columns, job.w, sums, DOWN_COLUMNS);
+        for (int64_t i = 0; i < n; i++) {
+            std::memcpy(job.out + pairs[first + i] * job.h + begin, sums + i * DOWN_COLUMNS, size_t(columns) * 4);
+        }
+    }
+}
+
+template <class T>
+int64_t experts_of(const moesaic::Experts& job) {
+    int64_t total = job.n * job.top_k, most = std::min(total, job.experts);
+    Array<int64_t> pairs(total);
+    Array<Group> groups(most);
+    int64_t absent = group_by_expert(job, pairs, groups);
+    if (absent != moesaic::kAllHeld) return absent;
+    int64_t inner_strips = (job.w + INNER_COLUMNS - 1) / INNER_COLUMNS;
+    int64_t down_strips = (job.h + DOWN_COLUMNS - 1) / DOWN_COLUMNS;
+    Array<Strip> strips(groups.size * (inner_strips + down_strips));
+    order_strips(job, groups, strips);
+    for (int64_t g = 0; g < groups.size; g++) groups[g].missing = inner_strips;
+    const float* hidden = packed<T>(job.hidden, job.n, job.h, kRows);
+    float* inner = scratch(kInner, total * padded(job.w));
+    parallel(strips.size, 3 * total * job.h * job.w, [&](int64_t task, int) {
+        Strip strip = strips[task];
+        Group& group = groups[strip.group];
+        if (!strip.down) {
+            inner_strip<T>(job, group, strip.begin, pairs.data, hidden, inner);
+            group.missing.fetch_sub(1, std::memory_order_release);
+            return;
+        }
+        // Its inner strips were claimed before this one, so somebody is at the last of them.
+        for (int tries = 0; group.missing.load(std::memory_order_acquire) > 0; tries++) {
+            if (tries > 1000) std::this_thread::yield();
+        }
+        down_strip<T>(job, group, strip.begin, pairs.data, inner);
+    });
+    return moesaic::kAllHeld;
+}
+
+inline int64_t experts(const moesaic::Experts& job) {
+    return job.wide ? experts_of<float>(job) : experts_of<bf16>(job);
+}
+
+// A dense MLP is one expert that every row is routed to.
+inline void gated_mlp(const moesaic::GatedMlp& job) {
+    uint64_t gate = uint64_t(job.gate), up = uint64_t(job.up), down = uint64_t(job.down);
+    experts({job.rows, nullptr, &gate, &up, &down, job.out, job.n, 1, job.h, job.w, 1, job.wide});
+}
+
+}  // namespace MOESAIC_ISA

@@ -1,0 +1,62 @@
+// A matrix per head, in both layouts that the up-projections of latent attention need.
+#pragma once
+
+#include "linear.h"
+
+namespace MOESAIC_ISA {
+
+// Head `head` of rows [first, last): sums over k where the numbers of one output lie together.
+template <class T>
+void head_dot(const moesaic::HeadLinear& job, int64_t head, int64_t first, int64_t last, float* memory) {
+    int64_t width = padded(job.k);
+    const T* weight = static_cast<const T*>(job.weight) + head * job.weight_head;
+    for (int64_t begin = first; begin < last; begin += PANEL) {
+        const float* x[PANEL];
+        int64_t n = last - begin < PANEL ? last - begin : PANEL;
+        for (int64_t i = 0; i < n; i++) {
+            const float* row = job.rows + (begin + i) * job.row_stride + head * job.head_stride;
+            pack<T>(row, job.k, memory + i * width);
+            x[i] = memory + i * width;
+        }
+        float* out = job.out + (begin * job.heads + head) * job.columns;
+        multiply<T>(x, n, weight, job.weight_column, job.columns, job.k, out, job.heads * job.columns);
+    }
+}
+
+// The same where the columns of one input lie together.
+template <class T>
+void head_outer(const moesaic::HeadLinear& job, int64_t head, int64_t first, int64_t last, float* memory) {
+    const T* weight = static_cast<const T*>(job.weight) + head * job.weight_head;
+    const T** lines = reinterpret_cast<const T**>(memory);
+    for (int64_t i = 0; i < job.k; i++) lines[i] = weight + i * job.weight_k;
+    for (int64_t begin = first; begin < last; begin += PANEL) {
+        const float* x[PANEL];
+        int64_t n = last - begin < PANEL ? last - begin : PANEL;
+        for (int64_t i = 0; i < n; i++) {
+            x[i] = job.rows + (begin + i) * job.row_stride + head * job.head_stride;
+        }
+        float* out = job.out + (begin * job.heads + head) * job.columns;
+        outer<T>(x, n, lines, job.columns, job.k, out, job.heads * job.columns);
+    }
+}
+
+template <class T>
+void head_linear_of(const moesaic::HeadLinear& job) {
+    constexpr int64_t kBand = 4 * PANEL;
+    int64_t bands = (job.n + kBand - 1) / kBand;
+    parallel(job.heads * bands, job.n * job.heads * job.k * job.columns, [&](int64_t task, int worker) {
+        int64_t head = task / bands, first = task % bands * kBand;
+        int64_t last = first + kBand < job.n ? first + kBand : job.n;
+        if (job.weight_k == 1) {
+            head_dot<T>(job, head, first, last, worker_scratch(worker, PANEL * padded(job.k)));
+        } else {
+            head_outer<T>(job, head, first, last, worker_scratch(worker, 2 * job.k));
+        }
+    });
+}
+
+inline void head_linear(const moesaic::HeadLinear& job) {
+    job.wide ? head_linear_of<float>(job) : head_linear_of<bf16>(job);
+}
+
+}  // namespace MOESAIC_ISA

@@ -1,0 +1,16 @@
+// Which instruction sets were compiled in, and which of them this CPU has.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "table.h"
+
+namespace moesaic {
+
+// Fastest first; the portable one is always there.
+std::vector<const Table*> available();
+// The table with this name, or null.
+const Table* find(const std::string& name);
+
+}  // namespace moesaic

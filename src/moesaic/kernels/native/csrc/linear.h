@@ -1,0 +1,181 @@
+// Projections: several matrices over the same rows, split over threads by columns.
+#pragma once
+
+#include "dot.h"
+#include "pool.h"
+#include "table.h"
+
+namespace MOESAIC_ISA {
+
+using moesaic::kInner;
+using moesaic::kRows;
+using moesaic::kWork;
+using moesaic::scratch;
+using moesaic::worker_scratch;
+
+constexpr int64_t PANEL = 8 * TILE_ROWS;  // rows whose results are held before they are used
+constexpr int64_t COLUMNS = 64;           // of a task: its weights stay in the L2 cache
+
+template <class U>
+struct Array {  // std::vector would instantiate code for one instruction set that others then share
+    U* data;
+    int64_t size = 0;
+    explicit Array(int64_t capacity) : data(new U[size_t(capacity)]) {}
+    ~Array() { delete[] data; }
+    Array(const Array&) = delete;
+    Array& operator=(const Array&) = delete;
+    U& operator[](int64_t i) { return data[i]; }
+};
+
+// Runs `body(task, worker)` for every task: on the pool, or here when all of them together are too little work
+// to wake anyone for. `products`: multiply-adds, roughly.
+template <class Body>
+inline void parallel(int64_t count, int64_t products, const Body& body) {
+    constexpr int64_t kWorth = 100'000;  // some five microseconds
+    if (products < kWorth) {
+        for (int64_t task = 0; task < count; task++) body(task, 0);
+        return;
+    }
+    moesaic::pool().run(
+        count, [](void* context, int64_t task, int worker) { (*static_cast<const Body*>(context))(task, worker); },
+        const_cast<Body*>(&body));
+}
+
+// `body(begin, end)` over [0, count) in pieces worth a task each.
+template <class Body>
+inline void parallel_rows(int64_t count, int64_t floats_a_row, const Body& body) {
+    constexpr int64_t kPiece = 1 << 16;
+    int64_t piece = kPiece / (floats_a_row < 1 ? 1 : floats_a_row) + 1;
+    int64_t tasks = (count + piece - 1) / piece;
+    parallel(tasks, count * floats_a_row, [&](int64_t task, int) {
+        int64_t begin = task * piece;
+        body(begin, begin + piece < count ? begin + piece : count);
+    });
+}
+
+// Rows [n, k] in the order of T's vectors; the rows themselves where they need no change.
+template <class T>
+inline const float* packed(const float* rows, int64_t n, int64_t k, moesaic::Slot slot) {
+    if (sizeof(T) == 4 && k % CHUNK == 0) return rows;
+    int64_t width = padded(k);
+    float* out = scratch(slot, n * width);
+    parallel_rows(n, width, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) pack<T>(rows + row * k, k, out + row * width);
+    });
+    return out;
+}
+
+// Rows of one task, PANEL at most, and what they are multiplied with.
+template <class T, class Use>
+inline void panels(const float* rows, int64_t width, int64_t n, const Use& use) {
+    const float* some[PANEL];
+    for (int64_t begin = 0; begin < n; begin += PANEL) {
+        int64_t count = n - begin < PANEL ? n - begin : PANEL;
+        for (int64_t i = 0; i < count; i++) some[i] = rows + (begin + i) * width;
+        use(begin, count, some);
+    }
+}
+
+template <class T>
+void linear_of(const moesaic::Linear& job) {
+    const float* rows = packed<T>(job.rows, job.n, job.k, kRows);
+    int64_t width = padded(job.k);
+    // Many rows are split too: a narrow matrix (a gate, a key projection) has few columns to share.
+    int64_t bands = job.n > 4 * PANEL ? (job.n + 4 * PANEL - 1) / (4 * PANEL) : 1;
+    int64_t band = (job.n + bands - 1) / bands;
+    int64_t columns = job.n < 8 ? COLUMNS / 2 : COLUMNS;
+    int64_t strips = 0, products = 0;
+    for (int64_t p = 0; p < job.num_parts; p++) {
+        strips += (job.parts[p].columns + columns - 1) / columns;
+        products += job.n * job.k * job.parts[p].columns;
+    }
+    parallel(strips * bands, products, [&](int64_t task, int) {
+        int64_t strip = task / bands, first = task % bands * band;
+        int64_t last = first + band < job.n ? first + band : job.n;
+        const moesaic::Part* part = job.parts;
+        for (int64_t own; strip >= (own = (part->columns + columns - 1) / columns); part++) strip -= own;
+        int64_t begin = strip * columns;
+        int64_t some = part->columns - begin < columns ? part->columns - begin : columns;
+        const T* weight = static_cast<const T*>(part->weight) + begin * job.k;
+        panels<T>(rows + first * width, width, last - first, [&](int64_t row, int64_t n, const float* const* x) {
+            float* out = part->out + (first + row) * part->columns + begin;
+            multiply<T>(x, n, weight, job.k, some, job.k, out, part->columns);
+            if (part->bias == nullptr) return;
+            for (int64_t i = 0; i < n; i++) {
+                for (int64_t c = 0; c < some; c++) out[i * part->columns + c] += part->bias[begin + c];
+            }
+        });
+    });
+}
+
+inline void linear(const moesaic::Linear& job) { job.wide ? linear_of<float>(job) : linear_of<bf16>(job); }
+
+// out[columns] = sum over i of x[i] * weight[i * ld ..], in the order of i: for weights whose columns,
+// not rows, lie together. R rows at once.
+template <class T, int R, int C>
+MOESAIC_INLINE void outer_tile(const float* const* x, const T* const* weights, int64_t offset, int64_t k,
+                       float (*out)[C * CHUNK]) {
+    Vec sums[R][2 * C];
+    for (int r = 0; r < R; r++) {
+        for (int c = 0; c < 2 * C; c++) sums[r][c] = zero();
+    }
+    for (int64_t i = 0; i < k; i++) {
+        const T* w = weights[i] + offset;
+        Vec row[2 * C];
+        for (int c = 0; c < C; c++) row[2 * c] = low(w + c * CHUNK), row[2 * c + 1] = high(w + c * CHUNK);
+        for (int r = 0; r < R; r++) {
+            Vec factor = set1(x[r][i]);
+            for (int c = 0; c < 2 * C; c++) sums[r][c] = fma(factor, row[c], sums[r][c]);
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        for (int c = 0; c < 2 * C; c++) store(out[r] + c * LANES, sums[r][c]);
+    }
+}
+
+// The same for n rows and `columns` numbers of each weight row, into out[row * stride ..] (added to what
+// is there when `more`).
+template <class T>
+inline void outer(const float* const* x, int64_t n, const T* const* weights, int64_t columns, int64_t k,
+                  float* out, int64_t stride) {
+    constexpr int R = LANES == 16 ? 4 : 2, C = LANES == 16 ? 2 : 1;
+    for (int64_t r = 0; r < n; r += R) {
+        const float* rows[R];
+        int64_t some = n - r < R ? n - r : R;
+        for (int i = 0; i < R; i++) rows[i] = x[r + (i < some ? i : 0)];
+        for (int64_t column = 0; column < columns;) {
+            float sums[R][C * CHUNK];
+            int64_t left = columns - column, taken = left;
+            if (left >= C * CHUNK) {
+                taken = C * CHUNK;
+                some == 1 ? outer_tile<T, 1, C>(rows, weights, column, k, sums)
+                          : outer_tile<T, R, C>(rows, weights, column, k, sums);
+            } else if (left >= CHUNK) {
+                taken = CHUNK;
+                float narrow_sums[R][CHUNK];
+                some == 1 ? outer_tile<T, 1, 1>(rows, weights, column, k, narrow_sums)
+                          : outer_tile<T, R, 1>(rows, weights, column, k, narrow_sums);
+                for (int64_t i = 0; i < some; i++) std::memcpy(sums[i], narrow_sums[i], sizeof narrow_sums[i]);
+            } else {
+                for (int64_t i = 0; i < some; i++) {
+                    for (int64_t c = 0; c < left; c++) {
+                        Vec sum = zero();
+                        for (int64_t j = 0; j < k; j++) {
+                            sum = fma(set1(rows[i][j]), set1(widen(weights[j][column + c])), sum);
+                        }
+                        sums[i][place<T>(c)] = first(sum);
+                    }
+                }
+            }
+            for (int64_t i = 0; i < some; i++) {
+                float* to = out + (r + i) * stride + column;
+                for (int64_t c = 0; c < taken; c++) {
+                    to[c] = sums[i][c / CHUNK * CHUNK + place<T>(c % CHUNK)];
+                }
+            }
+            column += taken;
+        }
+    }
+}
+
+}  // namespace MOESAIC_ISA

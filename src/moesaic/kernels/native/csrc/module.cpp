@@ -1,0 +1,215 @@
+// The Python module: plain functions over addresses and sizes. Shapes and types are checked by ops.py.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <functional>
+#include <mutex>
+
+#include "isa.h"
+#include "pool.h"
+
+namespace nb = nanobind;
+using nb::literals::operator""_a;
+using Address = uintptr_t;
+
+namespace moesaic {
+namespace {
+
+const Table* active = available().front();
+std::mutex busy;  // scratch memory and the pool have one user at a time
+
+template <class U>
+U* at(Address address) {
+    return reinterpret_cast<U*>(address);
+}
+
+// Runs `call` without the interpreter's lock: other Python threads go on meanwhile.
+template <class Call>
+auto outside_python(const Call& call) {
+    nb::gil_scoped_release release;
+    std::lock_guard<std::mutex> lock(busy);
+    return call();
+}
+
+// The operations of one step in their order, to be run again in one call: what they read and write stays
+// where it was, what lies there may change.
+class Tape {
+   public:
+    // A (token, rank) pair whose expert was not held, or kAllHeld.
+    int64_t run() const {
+        return outside_python([this] {
+            for (const auto& job : jobs) {
+                int64_t absent = job();
+                if (absent != kAllHeld) return absent;
+            }
+            return kAllHeld;
+        });
+    }
+    std::vector<std::function<int64_t()>> jobs;
+};
+
+Tape* recorded = nullptr;  // where operations are noted while they run
+
+template <class Job>
+void perform(void (*operation)(const Job&), const Job& job) {
+    if (recorded != nullptr) {
+        recorded->jobs.push_back([operation, job] {
+            operation(job);
+            return kAllHeld;
+        });
+    }
+    outside_python([&] { operation(job); });
+}
+
+int64_t perform(int64_t (*operation)(const Experts&), const Experts& job) {
+    if (recorded != nullptr) recorded->jobs.push_back([operation, job] { return operation(job); });
+    return outside_python([&] { return operation(job); });
+}
+
+void linear1(Address rows, int64_t n, int64_t k, Address weight, Address bias, Address out, int64_t columns,
+             bool wide) {
+    perform(active->linear, Linear{at<float>(rows),
+                                   n,
+                                   k,
+                                   {{at<void>(weight), at<float>(bias), at<float>(out), columns}},
+                                   1,
+                                   wide});
+}
+
+void linear3(Address rows, int64_t n, int64_t k, Address weight0, Address weight1, Address weight2, Address bias0,
+             Address bias1, Address bias2, Address out0, Address out1, Address out2, int64_t columns0,
+             int64_t columns1, int64_t columns2, bool wide) {
+    perform(active->linear, Linear{at<float>(rows),
+                                   n,
+                                   k,
+                                   {{at<void>(weight0), at<float>(bias0), at<float>(out0), columns0},
+                                    {at<void>(weight1), at<float>(bias1), at<float>(out1), columns1},
+                                    {at<void>(weight2), at<float>(bias2), at<float>(out2), columns2}},
+                                   3,
+                                   wide});
+}
+
+void head_linear(Address rows, int64_t row_stride, int64_t head_stride, Address weight, int64_t weight_head,
+                 int64_t weight_k, int64_t weight_column, Address out, int64_t n, int64_t heads, int64_t k,
+                 int64_t columns, bool wide) {
+    perform(active->head_linear,
+            HeadLinear{at<float>(rows), row_stride, head_stride, at<void>(weight), weight_head, weight_k,
+                       weight_column, at<float>(out), n, heads, k, columns, wide});
+}
+
+int64_t experts(Address hidden, Address ids, Address gate, Address up, Address down, Address out, int64_t n,
+                int64_t top_k, int64_t h, int64_t w, int64_t experts, bool wide) {
+    return perform(active->experts,
+                   Experts{at<float>(hidden), at<int64_t>(ids), at<uint64_t>(gate), at<uint64_t>(up),
+                           at<uint64_t>(down), at<float>(out), n, top_k, h, w, experts, wide});
+}
+
+void gated_mlp(Address rows, Address gate, Address up, Address down, Address out, int64_t n, int64_t h, int64_t w,
+               bool wide) {
+    perform(active->gated_mlp,
+            GatedMlp{at<float>(rows), at<void>(gate), at<void>(up), at<void>(down), at<float>(out), n, h, w, wide});
+}
+
+void attention(Address query, Address keys, Address values, Address query_starts, Address context_lens,
+               Address block_tables, Address out, int64_t n, int64_t sequences, int64_t table_width,
+               int64_t block_size, int64_t heads, int64_t kv_heads, int64_t key_width, int64_t value_width,
+               int64_t window, float scale, bool wide) {
+    perform(active->attention,
+            Attention{at<float>(query), at<void>(keys), at<void>(values), at<int64_t>(query_starts),
+                      at<int64_t>(context_lens), at<int64_t>(block_tables), at<float>(out), n, sequences,
+                      table_width, block_size, heads, kv_heads, key_width, value_width, window, scale, wide});
+}
+
+void store(Address rows, Address slots, Address cache, int64_t n, int64_t width, bool wide) {
+    perform(active->store, Store{at<float>(rows), at<int64_t>(slots), at<void>(cache), n, width, wide});
+}
+
+void norm(Address rows, Address added, Address weight, Address sum, Address out, int64_t n, int64_t h,
+          int64_t row_stride, float epsilon) {
+    perform(active->norm, Norm{at<float>(rows), at<float>(added), at<float>(weight), at<float>(sum), at<float>(out),
+                               n, h, row_stride, epsilon});
+}
+
+void rope(Address rows, int64_t row_stride, int64_t head_stride, Address weight, float epsilon, Address cosine,
+          Address sine, Address positions, Address out, int64_t n, int64_t heads, int64_t width, bool interleaved) {
+    perform(active->rope,
+            Rope{at<float>(rows), row_stride, head_stride, at<float>(weight), epsilon, at<float>(cosine),
+                 at<float>(sine), at<int64_t>(positions), at<float>(out), n, heads, width, interleaved});
+}
+
+void gate(Address rows, Address weight, Address ids, Address weights, int64_t n, int64_t h, int64_t experts,
+          int64_t top_k, int64_t groups, int64_t groups_kept, float scale, bool normalise) {
+    perform(active->gate, Gate{at<float>(rows), at<float>(weight), at<int64_t>(ids), at<float>(weights), n, h,
+                               experts, top_k, groups, groups_kept, scale, normalise});
+}
+
+void merge(Address residual, Address dense, Address rows, Address weights, Address out, int64_t n, int64_t top_k,
+           int64_t h) {
+    perform(active->merge, Merge{at<float>(residual), at<float>(dense), at<float>(rows), at<float>(weights),
+                                 at<float>(out), n, top_k, h});
+}
+
+void embed(Address table, Address ids, Address out, int64_t n, int64_t width, bool wide) {
+    perform(active->embed, Embed{at<void>(table), at<int64_t>(ids), at<float>(out), n, width, wide});
+}
+
+void join(Address left, Address right, Address out, int64_t n, int64_t heads, int64_t left_width,
+          int64_t right_width, int64_t left_row, int64_t left_head, int64_t right_row, int64_t right_head) {
+    perform(active->join, Join{at<float>(left), at<float>(right), at<float>(out), n, heads, left_width, right_width,
+                               left_row, left_head, right_row, right_head});
+}
+
+std::vector<std::string> names() {
+    std::vector<std::string> all;
+    for (const Table* table : available()) all.push_back(table->name);
+    return all;
+}
+
+void use(const std::string& name) {
+    const Table* table = find(name);
+    if (table == nullptr) throw nb::value_error(("no kernels for " + name + " on this CPU").c_str());
+    std::lock_guard<std::mutex> lock(busy);
+    active = table;
+}
+
+void set_threads(int threads, bool pin) {
+    outside_python([&] { configure(threads, pin); });
+}
+
+int threads() {
+    return outside_python([] { return pool().threads(); });
+}
+
+}  // namespace
+}  // namespace moesaic
+
+NB_MODULE(_native, m) {
+    using namespace moesaic;
+    m.doc() = "CPU kernels over addresses and sizes; see ops.py for shapes";
+    m.attr("ALL_HELD") = kAllHeld;
+    m.def("instruction_sets", names, "what this CPU can run, fastest first");
+    m.def("use", use, "name"_a);
+    m.def("active", [] { return std::string(active->name); });
+    m.def("set_threads", set_threads, "threads"_a, "pin"_a);
+    m.def("threads", threads);
+    m.def("linear1", linear1);
+    m.def("linear3", linear3);
+    m.def("head_linear", head_linear);
+    m.def("experts", experts);
+    m.def("gated_mlp", gated_mlp);
+    m.def("attention", attention);
+    m.def("store", store);
+    m.def("norm", norm);
+    m.def("rope", rope);
+    m.def("gate", gate);
+    m.def("merge", merge);
+    m.def("embed", embed);
+    m.def("join", join);
+    nb::class_<Tape>(m, "Tape", "the operations that ran between record() and stop()")
+        .def(nb::init<>())
+        .def("run", &Tape::run)
+        .def("__len__", [](const Tape& tape) { return tape.jobs.size(); });
+    m.def("record", [](Tape& tape) { recorded = &tape; });
+    m.def("stop", [] { recorded = nullptr; });
+}

@@ -1,0 +1,216 @@
+#include "pool.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace moesaic {
+namespace {
+
+constexpr int64_t kPatience = 100'000;     // nanoseconds that a thread spins before it sleeps
+constexpr int64_t kPreempted = 400'000;    // a longer gap while spinning: another thread wanted the core
+constexpr int64_t kQuiet = 50'000'000;     // then nobody spins for so long
+
+int64_t now() {
+    return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
+
+void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+std::vector<int> allowed_cpus() {
+    std::vector<int> cpus;
+#if defined(__linux__)
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) {
+        for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+            if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
+        }
+    }
+#endif
+    return cpus;
+}
+
+void pin_this_thread(int cpu) {
+#if defined(__linux__)
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(cpu, &set);
+    pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+#else
+    (void)cpu;
+#endif
+}
+
+}  // namespace
+
+Pool::Pool(int threads, const std::vector<int>& cpus) {
+    if (!cpus.empty()) pin_this_thread(cpus[0]);
+    for (int worker = 1; worker < threads; worker++) {
+        int cpu = cpus.empty() ? -1 : cpus[size_t(worker) % cpus.size()];
+        workers_.emplace_back([this, worker, cpu] {
+            if (cpu >= 0) pin_this_thread(cpu);
+            work(worker);
+        });
+    }
+}
+
+Pool::~Pool() {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        stop_ = true;
+        epoch_++;
+    }
+    wake_.notify_all();
+    for (auto& worker : workers_) worker.join();
+}
+
+void Pool::run(int64_t count, Task task, void* context) {
+    if (workers_.empty() || count <= 1) {
+        for (int64_t i = 0; i < count; i++) task(context, i, 0);
+        return;
+    }
+    task_ = task, context_ = context, count_ = count;
+    next_ = 0;
+    gate_ = kOpen;
+    epoch_++;
+    if (sleepers_ > 0) {
+        { std::lock_guard<std::mutex> lock(mutex_); }  // no worker is between its look and its sleep
+        wake_.notify_all();
+    }
+    take_tasks(0);
+    gate_ &= ~kOpen;
+    if (spin_until(&Pool::deserted, 0)) return;
+    std::unique_lock<std::mutex> lock(mutex_);
+    caller_sleeps_ = true;
+    done_.wait(lock, [this] { return deserted(0); });
+    caller_sleeps_ = false;
+}
+
+void Pool::work(int worker) {
+    uint32_t seen = 0;
+    for (;;) {
+        if (!spin_until(&Pool::published, seen)) {
+            std::unique_lock<std::mutex> lock(mutex_);
+            sleepers_++;
+            wake_.wait(lock, [&] { return published(seen); });
+            sleepers_--;
+        }
+        if (stop_) return;
+        seen = epoch_;
+        if (!arrive()) continue;
+        take_tasks(worker);
+        leave();
+    }
+}
+
+void Pool::take_tasks(int worker) {
+    for (;;) {
+        int64_t mine = next_.fetch_add(1);
+        if (mine >= count_) return;
+        task_(context_, mine, worker);
+    }
+}
+
+bool Pool::arrive() {
+    uint32_t gate = gate_;
+    while (gate & kOpen) {
+        if (gate_.compare_exchange_weak(gate, gate + 1)) return true;
+    }
+    return false;
+}
+
+void Pool::leave() {
+    if (gate_.fetch_sub(1) != 1) return;  // others are inside, or the caller still works
+    if (caller_sleeps_) {
+        { std::lock_guard<std::mutex> lock(mutex_); }
+        done_.notify_one();
+    }
+}
+
+// Whether `ready` came true within the patience; where cores are short there is none.
+bool Pool::spin_until(bool (Pool::*ready)(uint32_t) const, uint32_t seen) {
+    int64_t start = now(), last = start;
+    while (!(this->*ready)(seen)) {
+        for (int i = 0; i < 16; i++) pause();
+        int64_t time = now();
+        if (time - last > kPreempted) quiet_until_ = time + kQuiet;
+        if (time - start > kPatience || time < quiet_until_) return (this->*ready)(seen);
+        last = time;
+    }
+    return true;
+}
+
+namespace {
+
+std::unique_ptr<Pool> the_pool;
+int wanted_threads = 0;
+bool wanted_pin = false;
+
+struct Memory {
+    float* data = nullptr;
+    int64_t size = 0;
+
+    float* room(int64_t floats) {
+        if (floats > size) {
+            std::free(data);
+            size = (floats + floats / 4 + 1023) / 1024 * 1024;
+            data = static_cast<float*>(std::aligned_alloc(64, size_t(size) * 4));
+            if (data == nullptr) {
+                size = 0;
+                throw std::bad_alloc();
+            }
+        }
+        return data;
+    }
+};
+
+Memory memories[kSlots];
+std::vector<Memory> worker_memories;
+
+// Threads do not survive a fork: the child starts with no pool, and leaks the parent's records.
+void after_fork() { the_pool.release(); }
+
+}  // namespace
+
+Pool& pool() {
+    if (!the_pool) {
+        static bool registered = pthread_atfork(nullptr, nullptr, after_fork) == 0;
+        (void)registered;
+        std::vector<int> cpus = allowed_cpus();
+        int cores = cpus.empty() ? int(std::thread::hardware_concurrency()) : int(cpus.size());
+        int threads = wanted_threads > 0 ? wanted_threads : (cores > 0 ? cores : 1);
+        if (!wanted_pin) cpus.clear();
+        worker_memories.resize(size_t(threads));
+        the_pool = std::make_unique<Pool>(threads, cpus);
+    }
+    return *the_pool;
+}
+
+void configure(int threads, bool pin) {
+    the_pool.reset();
+    wanted_threads = threads, wanted_pin = pin;
+    pool();
+}
+
+float* scratch(Slot slot, int64_t floats) { return memories[slot].room(floats); }
+
+float* worker_scratch(int worker, int64_t floats) { return worker_memories[size_t(worker)].room(floats); }
+
+}  // namespace moesaic

@@ -1,0 +1,198 @@
+// What is done row by row: norms, rotary positions, the top-k gate, the merge of the experts' rows.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "linear.h"
+
+namespace MOESAIC_ISA {
+
+inline Vec load_some(const float* p, int64_t count) {  // zeros behind
+    if (count >= LANES) return load(p);
+    float lanes[LANES] = {};
+    std::memcpy(lanes, p, size_t(count) * 4);
+    return load(lanes);
+}
+
+inline void store_some(float* p, Vec x, int64_t count) {
+    if (count >= LANES) return store(p, x);
+    float lanes[LANES];
+    store(lanes, x);
+    std::memcpy(p, lanes, size_t(count) * 4);
+}
+
+inline void norm_row(const float* row, const float* weight, int64_t h, float epsilon, float* out) {
+    Vec squares = zero();
+    for (int64_t i = 0; i < h; i += LANES) {
+        Vec x = load_some(row + i, h - i);
+        squares = fma(x, x, squares);
+    }
+    Vec scale = set1(1.0f / std::sqrt(total(squares) / float(h) + epsilon));
+    for (int64_t i = 0; i < h; i += LANES) {
+        Vec x = mul(load_some(row + i, h - i), scale);
+        store_some(out + i, mul(x, load_some(weight + i, h - i)), h - i);
+    }
+}
+
+inline void norm(const moesaic::Norm& job) {
+    parallel_rows(job.n, job.h, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            const float* row = job.rows + r * job.row_stride;
+            if (job.added != nullptr) {
+                float* sum = job.sum + r * job.h;
+                for (int64_t i = 0; i < job.h; i++) sum[i] = row[i] + job.added[r * job.h + i];
+                row = sum;
+            }
+            norm_row(row, job.weight, job.h, job.epsilon, job.out + r * job.h);
+        }
+    });
+}
+
+inline void rope_head(const moesaic::Rope& job, const float* x, const float* c, const float* s, float* out) {
+    int64_t half = job.width / 2;
+    if (job.interleaved) {
+        for (int64_t i = 0; i < half; i++) {
+            out[2 * i] = x[2 * i] * c[i] - x[2 * i + 1] * s[i];
+            out[2 * i + 1] = x[2 * i + 1] * c[i] + x[2 * i] * s[i];
+        }
+        return;
+    }
+    for (int64_t i = 0; i < half; i++) {
+        out[i] = x[i] * c[i] - x[half + i] * s[i];
+        out[half + i] = x[half + i] * c[i] + x[i] * s[i];
+    }
+}
+
+inline void rope(const moesaic::Rope& job) {
+    parallel_rows(job.n, job.heads * job.width, [&](int64_t begin, int64_t end) {
+        constexpr int64_t kLongest = 1024;
+        float normed[kLongest];
+        for (int64_t r = begin; r < end; r++) {
+            const float* cosine = job.cosine + job.positions[r] * (job.width / 2);
+            const float* sine = job.sine + job.positions[r] * (job.width / 2);
+            for (int64_t head = 0; head < job.heads; head++) {
+                const float* x = job.rows + r * job.row_stride + head * job.head_stride;
+                if (job.weight != nullptr) {
+                    norm_row(x, job.weight, job.width, job.epsilon, normed);
+                    x = normed;
+                }
+                rope_head(job, x, cosine, sine, job.out + (r * job.heads + head) * job.width);
+            }
+        }
+    });
+}
+
+// Zero for every expert outside the groups whose best expert is likeliest (of equal ones the first).
+inline void limit_groups(const moesaic::Gate& job, float* scores) {
+    int64_t size = job.experts / job.groups;
+    Array<float> best(job.groups);
+    for (int64_t group = 0; group < job.groups; group++) {
+        best[group] = *std::max_element(scores + group * size, scores + (group + 1) * size);
+    }
+    for (int64_t group = 0; group < job.groups; group++) {
+        int64_t better = 0;
+        for (int64_t other = 0; other < job.groups; other++) {
+            better += best[other] > best[group] || (best[other] == best[group] && other < group);
+        }
+        if (better < job.groups_kept) continue;
+        for (int64_t i = 0; i < size; i++) scores[group * size + i] = 0;
+    }
+}
+
+inline void choose(const moesaic::Gate& job, float* scores, int64_t* ids, float* weights) {
+    Vec best = set1(scores[0]);
+    for (int64_t i = 0; i < job.experts; i++) best = vmax(best, set1(scores[i]));
+    Vec sums = zero();
+    for (int64_t i = 0; i < job.experts; i += LANES) {
+        int64_t count = job.experts - i;
+        Vec x = exponential(sub(load_some(scores + i, count), best));
+        store_some(scores + i, x, count);
+        sums = add(sums, load_some(scores + i, count));
+    }
+    float sum = total(sums);
+    for (int64_t i = 0; i < job.experts; i++) scores[i] /= sum;
+    if (job.groups_kept < job.groups) limit_groups(job, scores);
+    float chosen = 0;
+    for (int64_t rank = 0; rank < job.top_k; rank++) {
+        int64_t id = 0;
+        for (int64_t i = 1; i < job.experts; i++) {
+            if (scores[i] > scores[id]) id = i;  // of equal ones the first
+        }
+        ids[rank] = id, weights[rank] = scores[id];
+        chosen += scores[id];
+        scores[id] = -1;
+    }
+    for (int64_t rank = 0; rank < job.top_k; rank++) {
+        if (job.normalise) weights[rank] /= chosen;
+        weights[rank] *= job.scale;
+    }
+}
+
+inline void gate(const moesaic::Gate& job) {
+    float* scores = scratch(kWork, job.n * job.experts);
+    linear({job.rows, job.n, job.h, {{job.weight, nullptr, scores, job.experts}}, 1, true});
+    parallel_rows(job.n, job.experts * (job.top_k + 4), [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            choose(job, scores + r * job.experts, job.ids + r * job.top_k, job.weights + r * job.top_k);
+        }
+    });
+}
+
+inline void merge(const moesaic::Merge& job) {
+    parallel_rows(job.n, job.h * (job.top_k + 1), [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            for (int64_t i = 0; i < job.h; i += LANES) {
+                int64_t count = job.h - i;
+                Vec sum = load_some(job.residual + r * job.h + i, count);
+                if (job.dense != nullptr) sum = add(sum, load_some(job.dense + r * job.h + i, count));
+                for (int64_t k = 0; k < job.top_k; k++) {
+                    const float* row = job.rows + (r * job.top_k + k) * job.h + i;
+                    sum = fma(set1(job.weights[r * job.top_k + k]), load_some(row, count), sum);
+                }
+                store_some(job.out + r * job.h + i, sum, count);
+            }
+        }
+    });
+}
+
+template <class T>
+void store_of(const moesaic::Store& job) {
+    parallel_rows(job.n, job.width, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            T* to = static_cast<T*>(job.cache) + job.slots[r] * job.width;
+            for (int64_t i = 0; i < job.width; i++) narrow(job.rows[r * job.width + i], to + i);
+        }
+    });
+}
+
+inline void store_rows(const moesaic::Store& job) { job.wide ? store_of<float>(job) : store_of<bf16>(job); }
+
+template <class T>
+void embed_of(const moesaic::Embed& job) {
+    parallel_rows(job.n, job.width, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            const T* from = static_cast<const T*>(job.table) + job.ids[r] * job.width;
+            for (int64_t i = 0; i < job.width; i++) job.out[r * job.width + i] = widen(from[i]);
+        }
+    });
+}
+
+inline void embed(const moesaic::Embed& job) { job.wide ? embed_of<float>(job) : embed_of<bf16>(job); }
+
+inline void join_rows(const moesaic::Join& job) {
+    int64_t width = job.left_width + job.right_width;
+    parallel_rows(job.n, job.heads * width, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            for (int64_t head = 0; head < job.heads; head++) {
+                float* to = job.out + (r * job.heads + head) * width;
+                const float* left = job.left + r * job.left_row + head * job.left_head;
+                const float* right = job.right + r * job.right_row + head * job.right_head;
+                std::memcpy(to, left, size_t(job.left_width) * 4);
+                std::memcpy(to + job.left_width, right, size_t(job.right_width) * 4);
+            }
+        }
+    });
+}
+
+}  // namespace MOESAIC_ISA

@@ -1,0 +1,129 @@
+// Vectors of one instruction set: the same few names over AVX-512, AVX2 and portable code.
+//
+// Every operation is the same sequence of roundings whoever calls it, so a sum that is written once has
+// the same bits everywhere within one instruction set. The compiler may not contract or reorder: the
+// build passes -ffp-contract=off, and multiply-adds are asked for by name.
+#pragma once
+
+#if defined(MOESAIC_AVX512)
+#include "simd_avx512.h"
+#elif defined(MOESAIC_AVX2)
+#include "simd_avx2.h"
+#else
+#include "simd_portable.h"
+#endif
+
+#include <cstdint>
+#include <cstring>
+
+// For loops over registers: a call in between would spill them all.
+#define MOESAIC_INLINE __attribute__((always_inline)) inline
+
+namespace MOESAIC_ISA {
+
+// Weights are taken CHUNK at a time, as two vectors. For bf16 these are the even and the odd numbers (one
+// shift and one mask widen them), so rows that meet bf16 weights lie in memory in that order: `pack`.
+constexpr int64_t CHUNK = 2 * LANES;
+
+inline int64_t padded(int64_t count) { return (count + CHUNK - 1) / CHUNK * CHUNK; }
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline float widen(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+inline float widen(float x) { return x; }
+
+inline void narrow(float x, float* out) { *out = x; }
+inline void narrow(float x, bf16* out) {  // to nearest even; NaN stays NaN
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) {
+        out->bits = uint16_t((bits >> 16) | 0x40);
+    } else {
+        out->bits = uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+    }
+}
+
+// The two vectors of a chunk of stored numbers.
+inline Vec low(const float* p) { return load(p); }
+inline Vec high(const float* p) { return load(p + LANES); }
+inline Vec low(const bf16* p) { return widen_even(&p->bits); }
+inline Vec high(const bf16* p) { return widen_odd(&p->bits); }
+
+// Where number i of a row lies once packed for weights of type T.
+template <class T>
+inline int64_t place(int64_t i) {
+    if (sizeof(T) == 4) return i;
+    int64_t in = i % CHUNK;
+    return i - in + in / 2 + (in & 1) * LANES;
+}
+
+// row [count] -> out [padded(count)] in the order of T's vectors, zeros behind.
+template <class T>
+inline void pack(const float* row, int64_t count, float* out) {
+    int64_t whole = count / CHUNK * CHUNK;
+    if (sizeof(T) == 4) {
+        std::memcpy(out, row, size_t(whole) * 4);
+    } else {
+        for (int64_t base = 0; base < whole; base += CHUNK) {
+            for (int64_t i = 0; i < LANES; i++) {
+                out[base + i] = row[base + 2 * i];
+                out[base + LANES + i] = row[base + 2 * i + 1];
+            }
+        }
+    }
+    if (whole < count) {
+        std::memset(out + whole, 0, size_t(CHUNK) * 4);
+        for (int64_t i = whole; i < count; i++) out[place<T>(i)] = row[i];
+    }
+}
+
+// exp(x) to about one unit in the last place; at most x = 88, and below -87 it is exp(-87).
+inline Vec exponential(Vec x) {
+    x = vmin(vmax(x, set1(-87.0f)), set1(88.0f));
+    Vec n = nearest(mul(x, set1(1.44269504088896341f)));
+    Vec r = fma(n, set1(-0.693359375f), x);
+    r = fma(n, set1(2.12194440e-4f), r);
+    Vec p = set1(1.9875691500e-4f);  // minimax polynomial of Cephes' expf (Moshier)
+    p = fma(p, r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    p = fma(p, mul(r, r), add(r, set1(1.0f)));
+    return scale2(p, n);
+}
+
+inline float exponential1(float x) { return first(exponential(set1(x))); }
+
+// silu(gate) * up
+inline Vec silu_times(Vec gate, Vec up) {
+    Vec below = add(set1(1.0f), exponential(sub(zero(), gate)));
+    return mul(divide(gate, below), up);
+}
+
+// A sum over lanes, always folded in halves: the order does not depend on where the vector came from.
+inline float total(Vec x) {
+    float lanes[LANES];
+    store(lanes, x);
+    for (int half = LANES / 2; half > 0; half /= 2) {
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    }
+    return lanes[0];
+}
+
+inline float largest(Vec x) {
+    float lanes[LANES];
+    store(lanes, x);
+    float best = lanes[0];
+    for (int i = 1; i < LANES; i++) best = lanes[i] > best ? lanes[i] : best;
+    return best;
+}
+
+}  // namespace MOESAIC_ISA

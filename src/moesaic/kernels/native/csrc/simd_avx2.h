@@ -1,0 +1,50 @@
+// AVX2 with FMA: 8 floats a vector.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace MOESAIC_ISA {
+
+using Vec = __m256;
+constexpr int64_t LANES = 8;
+constexpr int TILE_ROWS = 4, TILE_COLUMNS = 3;  // 12 sums, 3 weights and a row in 16 registers
+
+inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
+inline Vec set1(float x) { return _mm256_set1_ps(x); }
+inline Vec zero() { return _mm256_setzero_ps(); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec divide(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+inline Vec vmax(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec vmin(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec nearest(Vec x) { return _mm256_round_ps(x, 0x08); }
+inline float first(Vec x) { return _mm256_cvtss_f32(x); }
+
+inline Vec scale2(Vec x, Vec n) {  // x * 2^n
+    __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(x, _mm256_castsi256_ps(power));
+}
+
+inline Vec widen_even(const uint16_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), 16));
+}
+inline Vec widen_odd(const uint16_t* p) {
+    __m256i mask = _mm256_set1_epi32(int(0xffff0000u));
+    return _mm256_castsi256_ps(
+        _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), mask));
+}
+
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+// The totals of four vectors, written to out[0..3].
+inline void totals4(const Vec* x, float* out) {
+    __m256 c = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(c), _mm256_extractf128_ps(c, 1)));
+}
+
+}  // namespace MOESAIC_ISA

@@ -1,0 +1,53 @@
+// AVX-512 (F and BW): 16 floats a vector.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace MOESAIC_ISA {
+
+using Vec = __m512;
+constexpr int64_t LANES = 16;
+constexpr int TILE_ROWS = 6, TILE_COLUMNS = 4;  // 24 sums, 4 weights and a row in 32 registers
+
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+inline Vec set1(float x) { return _mm512_set1_ps(x); }
+inline Vec zero() { return _mm512_setzero_ps(); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec divide(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+inline Vec vmax(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec vmin(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec nearest(Vec x) { return _mm512_roundscale_ps(x, 0x08); }
+inline float first(Vec x) { return _mm512_cvtss_f32(x); }
+
+inline Vec scale2(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }  // x * 2^n
+
+inline Vec widen_even(const uint16_t* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16));
+}
+inline Vec widen_odd(const uint16_t* p) {
+    __m512i mask = _mm512_set1_epi32(int(0xffff0000u));
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), mask));
+}
+
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+inline __m256 fold512(Vec x) {
+    __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1));
+    return _mm256_add_ps(_mm512_castps512_ps256(x), upper);
+}
+
+// The totals of four vectors, written to out[0..3].
+inline void totals4(const Vec* x, float* out) {
+    __m256 a = _mm256_hadd_ps(fold512(x[0]), fold512(x[1]));
+    __m256 b = _mm256_hadd_ps(fold512(x[2]), fold512(x[3]));
+    __m256 c = _mm256_hadd_ps(a, b);
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(c), _mm256_extractf128_ps(c, 1)));
+}
+
+}  // namespace MOESAIC_ISA

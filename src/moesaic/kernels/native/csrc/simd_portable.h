@@ -1,0 +1,88 @@
+// Any CPU, by the vector extension of GCC and Clang: 4 floats a vector. A multiply-add is two roundings
+// here, except on 64-bit ARM, which has the fused one.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace MOESAIC_ISA {
+
+typedef float Vec __attribute__((vector_size(16)));
+typedef uint32_t Bits __attribute__((vector_size(16)));
+constexpr int64_t LANES = 4;
+constexpr int TILE_ROWS = 4, TILE_COLUMNS = 2;
+
+inline Vec load(const float* p) {
+    Vec x;
+    std::memcpy(&x, p, 16);
+    return x;
+}
+inline void store(float* p, Vec x) { std::memcpy(p, &x, 16); }
+inline Vec set1(float x) { return Vec{x, x, x, x}; }
+inline Vec zero() { return Vec{0, 0, 0, 0}; }
+inline Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__aarch64__)
+    return Vec(vfmaq_f32(float32x4_t(c), float32x4_t(a), float32x4_t(b)));
+#else
+    return a * b + c;
+#endif
+}
+inline Vec add(Vec a, Vec b) { return a + b; }
+inline Vec sub(Vec a, Vec b) { return a - b; }
+inline Vec mul(Vec a, Vec b) { return a * b; }
+inline Vec divide(Vec a, Vec b) { return a / b; }
+inline Vec vmax(Vec a, Vec b) {
+    Vec out;
+    for (int i = 0; i < 4; i++) out[i] = a[i] > b[i] ? a[i] : b[i];
+    return out;
+}
+inline Vec vmin(Vec a, Vec b) {
+    Vec out;
+    for (int i = 0; i < 4; i++) out[i] = a[i] < b[i] ? a[i] : b[i];
+    return out;
+}
+inline Vec nearest(Vec x) {
+    Vec out;
+    for (int i = 0; i < 4; i++) out[i] = std::nearbyintf(x[i]);
+    return out;
+}
+inline float first(Vec x) { return x[0]; }
+
+inline Vec scale2(Vec x, Vec n) {  // x * 2^n
+    Bits power;
+    for (int i = 0; i < 4; i++) power[i] = uint32_t(int32_t(n[i]) + 127) << 23;
+    Vec scale;
+    std::memcpy(&scale, &power, 16);
+    return x * scale;
+}
+
+inline Vec widen_even(const uint16_t* p) {
+    Bits raw;
+    std::memcpy(&raw, p, 16);
+    raw = raw << 16;
+    Vec x;
+    std::memcpy(&x, &raw, 16);
+    return x;
+}
+inline Vec widen_odd(const uint16_t* p) {
+    Bits raw;
+    std::memcpy(&raw, p, 16);
+    raw = raw & 0xffff0000u;
+    Vec x;
+    std::memcpy(&x, &raw, 16);
+    return x;
+}
+
+inline void prefetch(const void* p) { __builtin_prefetch(p); }
+
+// The totals of four vectors, written to out[0..3].
+inline void totals4(const Vec* x, float* out) {
+    for (int i = 0; i < 4; i++) out[i] = (x[i][0] + x[i][1]) + (x[i][2] + x[i][3]);
+}
+
+}  // namespace MOESAIC_ISA

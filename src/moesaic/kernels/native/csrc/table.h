@@ -1,0 +1,162 @@
+// What one instruction set offers. Arrays are row-major and dense unless a stride is named; `wide` says
+// that stored numbers are float32, else they are bf16.
+#pragma once
+
+#include <cstdint>
+
+namespace moesaic {
+
+// One matrix of a projection: out[n, columns] = rows[n, k] times weight[columns, k] transposed, plus bias.
+struct Part {
+    const void* weight;
+    const float* bias;  // [columns] or null
+    float* out;
+    int64_t columns;
+};
+
+struct Linear {
+    const float* rows;  // [n, k]
+    int64_t n, k;
+    Part parts[3];
+    int64_t num_parts;
+    bool wide;
+};
+
+// A matrix per head: out[n, heads, columns] = rows[n, heads, k] times weight[heads, k, columns].
+struct HeadLinear {
+    const float* rows;
+    int64_t row_stride;  // numbers from one row to the next; heads follow each other
+    int64_t head_stride;
+    const void* weight;
+    int64_t weight_head, weight_k, weight_column;  // strides in numbers; one of the last two is 1
+    float* out;
+    int64_t n, heads, k, columns;
+    bool wide;
+};
+
+struct Experts {
+    const float* hidden;  // [n, h]
+    const int64_t* ids;   // [n, top_k]
+    const uint64_t* gate;  // [experts] addresses of [w, h], 0 where the expert is not held
+    const uint64_t* up;
+    const uint64_t* down;  // [h, w]
+    float* out;            // [n, top_k, h]
+    int64_t n, top_k, h, w, experts;
+    bool wide;
+};
+
+struct GatedMlp {
+    const float* rows;  // [n, h]
+    const void* gate;   // [w, h]
+    const void* up;
+    const void* down;  // [h, w]
+    float* out;        // [n, h]
+    int64_t n, h, w;
+    bool wide;
+};
+
+// Attention of each row over its own sequence, up to its own position.
+struct Attention {
+    const float* query;  // [n, heads, key_width]
+    const void* keys;    // [blocks, block_size, kv_heads, key_width]
+    const void* values;  // the same with value_width, or null: the first value_width numbers of the key
+    const int64_t* query_starts;   // [sequences + 1] rows of each sequence
+    const int64_t* context_lens;   // [sequences] tokens in the cache, this step's among them
+    const int64_t* block_tables;   // [sequences, table_width]
+    float* out;                    // [n, heads, value_width]
+    int64_t n, sequences, table_width, block_size, heads, kv_heads, key_width, value_width;
+    int64_t window;  // tokens that a row sees, itself among them; 0: all
+    float scale;
+    bool wide;
+};
+
+struct Store {
+    const float* rows;     // [n, width]
+    const int64_t* slots;  // [n]
+    void* cache;           // [slots, width]
+    int64_t n, width;
+    bool wide;
+};
+
+// out = rows (+ added) over their root mean square, times weight; rows + added goes to `sum`.
+struct Norm {
+    const float* rows;   // [n] rows of h numbers, row_stride apart
+    const float* added;  // [n, h] or null
+    const float* weight;
+    float* sum;  // [n, h], used with `added`
+    float* out;  // [n, h]
+    int64_t n, h, row_stride;
+    float epsilon;
+};
+
+// Rotates the pairs of each head by the angles of its row's position; norms the head first when asked.
+struct Rope {
+    const float* rows;  // [n, heads, width] with strides
+    int64_t row_stride, head_stride;
+    const float* weight;  // [width] of the norm, or null
+    float epsilon;
+    const float* cosine;  // [positions, width / 2]
+    const float* sine;
+    const int64_t* positions;  // [n]
+    float* out;                // [n, heads, width]
+    int64_t n, heads, width;
+    bool interleaved;  // pairs (2i, 2i + 1) instead of (i, i + width / 2)
+};
+
+struct Gate {
+    const float* rows;    // [n, h]
+    const float* weight;  // [experts, h]
+    int64_t* ids;         // [n, top_k]
+    float* weights;       // [n, top_k]
+    int64_t n, h, experts, top_k, groups, groups_kept;
+    float scale;
+    bool normalise;
+};
+
+// out = residual (+ dense) + sum over k of weights[k] * rows[k], in that order.
+struct Merge {
+    const float* residual;  // [n, h]
+    const float* dense;     // [n, h] or null
+    const float* rows;      // [n, top_k, h]; top_k may be 0
+    const float* weights;   // [n, top_k]
+    float* out;             // [n, h]
+    int64_t n, top_k, h;
+};
+
+// out[n, width] = table[ids], widened.
+struct Embed {
+    const void* table;  // [vocabulary, width]
+    const int64_t* ids;  // [n]
+    float* out;
+    int64_t n, width;
+    bool wide;
+};
+
+// out[n, heads, left_width + right_width]: the numbers of `left`, then those of `right`.
+struct Join {
+    const float* left;
+    const float* right;
+    float* out;
+    int64_t n, heads, left_width, right_width;
+    int64_t left_row, left_head, right_row, right_head;  // strides in numbers
+};
+
+constexpr int64_t kAllHeld = -1;
+
+struct Table {
+    const char* name;
+    void (*linear)(const Linear&);
+    void (*head_linear)(const HeadLinear&);
+    int64_t (*experts)(const Experts&);  // kAllHeld, or which (token, rank) pair's is not
+    void (*gated_mlp)(const GatedMlp&);
+    void (*attention)(const Attention&);
+    void (*store)(const Store&);
+    void (*norm)(const Norm&);
+    void (*rope)(const Rope&);
+    void (*gate)(const Gate&);
+    void (*merge)(const Merge&);
+    void (*embed)(const Embed&);
+    void (*join)(const Join&);
+};
+
+}  // namespace moesaic

@@ -1,0 +1,63 @@
+"""Where results of native operations lie: fresh memory, or, while a step is recorded, memory that stays."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Bytes = npt.NDArray[np.uint8]
+ALIGNMENT = 64
+
+
+class Arena:
+    """Memory that recorded steps share. What a step no longer needs is used again by its later operations,
+    in the same order at every replay; two steps never run at once.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Bytes]] = defaultdict(list)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised. It is free again when no tensor looks at it any more."""
+        size = max(1, math.prod(shape) * dtype.itemsize)
+        size = 1 << (size - 1).bit_length()
+        memory = self._free[size].pop() if self._free[size] else _aligned(size)
+        view = memory[: math.prod(shape) * dtype.itemsize]
+        # The tensor's storage owns `view`, so it ends with the last tensor over it.
+        weakref.finalize(view, self._free[size].append, memory)
+        return torch.from_numpy(view).view(dtype).view(shape)
+
+
+class Memory:
+    """Hands out memory for results."""
+
+    def __init__(self) -> None:
+        self.arena: Arena | None = None
+        """Set while a step is recorded."""
+        self.kept: list[torch.Tensor] = []
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Uninitialised, on the CPU."""
+        if self.arena is None:
+            return torch.empty(shape, dtype=dtype)
+        return self.arena.empty(shape, dtype)
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the caller's that a recording will write again must live as long as the recording."""
+        if self.arena is not None:
+            self.kept.append(tensor)
+        return tensor
+
+
+MEMORY = Memory()
+
+
+def _aligned(size: int) -> Bytes:
+    memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size]

@@ -1,0 +1,61 @@
+"""Records the native operations of a step and runs them again in one call, as a CUDA graph does on a GPU.
+
+Between two operations a step in Python costs as much as several of them compute for one token. A recording
+has no Python between them: the inputs lie in the same memory each time, and so do all results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moesaic.kernels.native import _native
+from moesaic.kernels.native.memory import MEMORY, Arena
+
+
+class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Torch's own arithmetic would be missing from a recording, so it is an error."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        looked_at = {tensor.untyped_storage().data_ptr() for tensor in _tensors(args)}
+        views = all(tensor.untyped_storage().data_ptr() in looked_at for tensor in _tensors((answer,)))
+        if not views and name not in ("empty", "new_empty"):
+            raise RuntimeError(f"torch's {name} cannot be part of a recorded step")
+        return answer
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+class Recording:
+    """One recorded step."""
+
+    def __init__(self, step: Callable[[], torch.Tensor], arena: Arena) -> None:
+        """Runs `step` once; its result is then in `result`. Raises RuntimeError if it computes with torch."""
+        self._tape = _native.Tape()
+        MEMORY.arena, MEMORY.kept = arena, []
+        _native.record(self._tape)
+        try:
+            with _OnlyViews():  # type: ignore[no-untyped-call]
+                self.result = step()
+        finally:
+            _native.stop()
+            self._kept = MEMORY.kept
+            MEMORY.arena, MEMORY.kept = None, []
+
+    def run(self) -> torch.Tensor:
+        """The result for what lies in the step's inputs now. It holds until the next run."""
+        absent = self._tape.run()
+        if absent != _native.ALL_HELD:
+            raise KeyError("a routed expert is not held here")
+        return self.result

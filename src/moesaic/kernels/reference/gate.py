@@ -1,0 +1,56 @@
+"""The top-k gate, and the merge that applies its weights."""
+
+from __future__ import annotations
+
+import torch
+
+from moesaic.kernels.reference.dense import linear
+
+
+def gate(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    top_k: int,
+    normalise: bool,
+    scale: float = 1.0,
+    groups: int = 1,
+    groups_kept: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over all experts, then the k most likely: ids [n, k] int64, best first, weights [n, k].
+
+    rows [n, h], weight [E, h] float32. normalise: divide the k weights by their sum; then all are
+    multiplied by `scale`. With groups_kept < groups only experts of the groups whose best expert is
+    likeliest can be chosen (device-limited routing, DeepSeek-V2, section 2.2.2).
+    """
+    scores = linear(rows, weight).softmax(-1)
+    if groups_kept < groups:
+        scores = _limit(scores, groups, groups_kept)
+    weights, ids = scores.topk(top_k, dim=-1)
+    if normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return ids, weights if scale == 1.0 else weights * scale
+
+
+def _limit(scores: torch.Tensor, groups: int, groups_kept: int) -> torch.Tensor:
+    """Zero for every expert outside the best groups."""
+    grouped = scores.view(-1, groups, scores.shape[1] // groups)
+    best = grouped.amax(-1).topk(groups_kept, dim=-1).indices
+    kept = torch.zeros_like(grouped[..., 0]).scatter_(1, best, 1.0)
+    return (grouped * kept[..., None]).flatten(1)
+
+
+def merge(
+    residual: torch.Tensor,
+    dense: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    weights: torch.Tensor | None,
+) -> torch.Tensor:
+    """residual + dense + sum of weights [n, k] * rows [n, k, h], in the order of the top-k ranks: [n, h]."""
+    hidden = residual if dense is None else residual + dense
+    if rows is None or weights is None:
+        return hidden
+    first, *others = zip(rows.unbind(1), weights[..., None].unbind(1), strict=True)
+    merged = torch.addcmul(hidden, *first)
+    for row, weight in others:
+        merged.addcmul_(row, weight)
+    return merged

@@ -1,0 +1,26 @@
+"""The native kernels of every instruction set that this CPU has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moesaic.kernels import table
+from moesaic.kernels.table import Kernels
+
+SETS = table.instruction_sets() or (
+    pytest.param("", marks=pytest.mark.skip("no native kernels in this build")),
+)
+
+
+@pytest.fixture(params=SETS)
+def native(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    """The kernels of one instruction set, on one thread. Random numbers begin anew."""
+    torch.manual_seed(0)
+    kernels = table.pick("cpu", request.param)
+    kernels.set_threads(1, False)
+    yield kernels
+    kernels.set_threads(1, False)
+    table.pick("cpu")

@@ -1,0 +1,110 @@
+"""Whole models on the native kernels: the reference's logits, and the same bits however rows are batched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.models import cases, tiny
+from tests.models.driver import Driver
+
+from moesaic.kernels import table
+from moesaic.kernels.table import REFERENCE, Kernels
+from moesaic.models import registry
+
+LENGTH = 41
+SETS = [
+    pytest.param(name, marks=pytest.mark.slow if index else ())
+    for index, name in enumerate(table.instruction_sets())
+] or [pytest.param("", marks=pytest.mark.skip("no native kernels in this build"))]
+"""The fastest of this machine; the others are slow to try with everything."""
+Published = Callable[..., tuple[Any, Path]]
+
+
+@pytest.fixture(params=SETS)
+def native(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    """The kernels of one instruction set."""
+    kernels = table.pick("cpu", request.param)
+    kernels.set_threads(1, False)
+    yield kernels
+    kernels.set_threads(1, False)
+    table.pick("cpu")
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference over largest logit."""
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", cases.CASES)
+def test_logits_are_those_of_the_reference(
+    native: Kernels, name: str, dtype: torch.dtype, published: Published
+) -> None:
+    path = published(name, dtype)[1]
+    ours = registry.load(path, native)
+    assert ours.embedding.dtype == dtype  # as it is stored; the reference widens it
+    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    wanted = Driver(registry.load(path, REFERENCE)).prefill(tokens)
+    assert error(Driver(ours).prefill(tokens), wanted) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_in_bf16_is_that_of_the_reference(
+    native: Kernels, dtype: torch.dtype, published: Published
+) -> None:
+    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    for name in ("mixtral-window", "qwen3", "deepseek-full"):
+        path = published(name, dtype)[1]
+        found, wanted = (
+            Driver(registry.load(path, kernels), kv_dtype=torch.bfloat16).prefill(tokens, chunk=7)
+            for kernels in (native, REFERENCE)
+        )
+        # A number on the edge between two bf16 numbers may fall to either side.
+        assert error(found, wanted) < 0.02
+
+
+def alike(driver: Driver, tokens: list[int], wanted: torch.Tensor) -> None:
+    """Every row's logits have the same bits in chunks, in company, and as the last row of a longer batch."""
+    for index, chunk in enumerate((1, 3, 7, 16), start=1):
+        assert torch.equal(driver.prefill(tokens, index, chunk), wanted), chunk
+    others = [tiny.prompt(length, cases.VOCAB, seed=length) for length in (23, 1, 9)]
+    driver.step({10: others[0], 11: others[1]})
+    for start in range(0, LENGTH, 9):
+        part = tokens[start : start + 9]
+        step = {
+            10: [start],
+            12 + start: others[2],
+            11: [start + 1, start + 2],
+            13: part,
+            50 + start: others[1],
+        }
+        before = 1 + len(others[2]) + 2
+        found = driver.step(step)[before : before + len(part)]
+        assert torch.equal(found, wanted[start : start + 9]), start
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", cases.CASES)
+def test_a_prompt_has_the_same_bits_whole_in_chunks_and_in_company(
+    native: Kernels, name: str, dtype: torch.dtype, published: Published
+) -> None:
+    model = registry.load(published(name, dtype)[1], native)
+    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    driver = Driver(model, num_blocks=400, kv_dtype=dtype)
+    alike(driver, tokens, driver.prefill(tokens))
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize("name", ["mixtral-window", "qwen3-bias-dense-layers", "deepseek-full"])
+def test_the_number_of_threads_changes_no_bit(
+    native: Kernels, name: str, threads: int, published: Published
+) -> None:
+    model = registry.load(published(name)[1], native)
+    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    wanted = Driver(model).prefill(tokens)
+    native.set_threads(threads, False)
+    alike(Driver(model, num_blocks=400), tokens, wanted)

@@ -1,0 +1,129 @@
+"""A request on the native kernels: the same floats, not only the same tokens, whatever happens around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moesaic import LLM, RequestOutput, SamplingParams
+from moesaic.kernels import table
+from moesaic.testing import byte_tokenizer
+from tests.models import cases, tiny
+
+NEW = 24
+SETS = [
+    pytest.param(name, marks=pytest.mark.slow if index else ())
+    for index, name in enumerate(table.instruction_sets())
+] or [pytest.param("", marks=pytest.mark.skip("no native kernels in this build"))]
+MODELS = {
+    "mixtral-window": "float32",
+    "qwen3-bias-dense-layers": "bfloat16",
+    "deepseek-full": "bfloat16",
+}
+"""A case, and the type of its weights and of its cache."""
+FEW_BLOCKS = {"block_size": 4, "max_model_len": 128}
+"""With a KV cache of one longest request."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "not recorded": {"enforce_eager": True},
+    "on three threads": {"threads": 3},
+    "chunks of the prompts": {"max_num_batched_tokens": 11, "max_num_seqs": 5, "block_size": 3},
+    "no prefix reuse": {"enable_prefix_caching": False, "block_size": 5},
+    "blocks run out": {**FEW_BLOCKS, "max_num_batched_tokens": 24, "max_num_seqs": 8},
+}
+
+Floats = list[tuple[int, float, list[tuple[int, float]]] | None]
+
+
+def prompts() -> list[list[int]]:
+    """Around block boundaries, past windows; two share 60 tokens."""
+    drawn = [tiny.prompt(length, cases.VOCAB, seed=length) for length in (1, 16, 17, 40, 84)]
+    return [*drawn, drawn[-1][:60] + drawn[1]]
+
+
+def params(index: int) -> SamplingParams:
+    """Every second one is sampled, the others are greedy."""
+    temperature = 0.8 if index % 2 else 0.0
+    return SamplingParams(
+        temperature=temperature, seed=index, max_tokens=NEW, logprobs=3, ignore_eos=True
+    )  # fmt: skip
+
+
+def floats(output: RequestOutput) -> tuple[list[int], Floats, Floats]:
+    """Tokens and every log-probability of an answer and of its prompt."""
+
+    def of(entries: Any) -> Floats:
+        return [None if one is None else (one.token_id, one.logprob, one.top) for one in entries or ()]
+
+    return output.token_ids, of(output.logprobs), of(output.prompt_logprobs)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Written as the tests ask."""
+
+    class Lazy(dict[str, Path]):
+        def __missing__(self, name: str) -> Path:
+            dtype = getattr(tiny.torch, MODELS[name])
+            self[name] = tiny.save(tiny.build(*cases.CASES[name]), tmp_path_factory.mktemp(name), dtype)
+            byte_tokenizer(self[name])  # nothing is asked of it but to be there
+            return self[name]
+
+    return Lazy()
+
+
+def engine(path: Path, name: str, kernels: str, **settings: Any) -> LLM:
+    dtype = MODELS[name]
+    return LLM(str(path), **{"threads": 1, "kernels": kernels, "kv_cache_dtype": dtype, **settings})
+
+
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_logprob_is_the_same_float_whatever_happens_around_a_request(
+    checkpoints: dict[str, Path], name: str, kernels: str
+) -> None:
+    path, order = checkpoints[name], range(len(prompts()))
+    alone = engine(path, name, kernels, enable_prefix_caching=False, max_num_seqs=1)
+    wanted = [floats(alone.generate([prompts()[i]], params(i))[0].outputs[0]) for i in order]
+    for setting, settings in SETTINGS.items():
+        if setting == "blocks run out":
+            settings = settings | {"kv_cache_memory": str(one_request(path, name, kernels))}
+        llm = engine(path, name, kernels, **settings)
+        for again in (list(order), list(order)[::-1]):  # then backwards, with what the first round cached
+            results = llm.generate([prompts()[i] for i in again], [params(i) for i in again])
+            for i, result in zip(again, results, strict=True):
+                assert floats(result.outputs[0]) == wanted[i], (setting, i)
+        stats = llm.stats()
+        assert (stats.preemptions > 0) == (setting == "blocks run out")
+        assert (stats.blocks.prefix_hits > 0) == settings.get("enable_prefix_caching", True)
+
+
+def one_request(path: Path, name: str, kernels: str) -> int:
+    """Bytes of KV that the longest request of FEW_BLOCKS takes."""
+    info = engine(path, name, kernels, **FEW_BLOCKS).info
+    blocks = -(-FEW_BLOCKS["max_model_len"] // FEW_BLOCKS["block_size"])
+    return info.kv_bytes // info.num_blocks * blocks
+
+
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_logprob_of_a_prompt_is_the_same_float(
+    checkpoints: dict[str, Path], name: str, kernels: str
+) -> None:
+    scored = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=2, ignore_eos=True)
+    prompt = prompts()[-1]
+    alone = engine(checkpoints[name], name, kernels)
+    wanted = floats(alone.generate([prompt], scored)[0].outputs[0])
+    llm = engine(checkpoints[name], name, kernels, max_num_batched_tokens=9, max_num_seqs=4)
+    results = llm.generate([prompts()[1], prompt, prompts()[2]], [params(0), scored, params(1)])
+    assert floats(results[1].outputs[0]) == wanted
+
+
+@pytest.mark.parametrize("kernels", SETS)
+def test_bf16_weights_are_used_as_they_are_stored(checkpoints: dict[str, Path], kernels: str) -> None:
+    llm = engine(checkpoints["deepseek-full"], "deepseek-full", kernels)
+    assert (llm.info.kernels, llm.info.dtype) == (f"native ({kernels})", "bfloat16")
+    wide = LLM(str(checkpoints["deepseek-full"]), threads=1, kernels="reference")
+    assert wide.info.dtype == "float32" and wide.info.weight_bytes > 1.8 * llm.info.weight_bytes
