@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
-from typing import Any
 
 import torch
+from protocol import Answer, Order, private_stdout, serve, timed
 
 from moesaic import LLM, SamplingParams
 from moesaic.experts.client import DirectExperts, Ticket
@@ -17,13 +16,14 @@ from moesaic.policy.brain.actions import Action, Emit, Event
 
 
 class Counting(DirectExperts):
-    """Adds up the bytes of the distinct experts that each call reads."""
+    """Adds up the weights of the distinct experts that each call reads."""
 
-    bytes_read = 0
+    numbers_read = bytes_read = 0
 
     def submit(self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor) -> Ticket:
         weights: ExpertWeights = self._weights[layer]
-        for expert in expert_ids.unique().tolist():
+        for expert in torch.unique(expert_ids).tolist():
+            Counting.numbers_read += sum(tensor.numel() for tensor in weights.of(expert))
             Counting.bytes_read += sum(tensor.nbytes for tensor in weights.of(expert))
         return super().submit(layer, hidden, expert_ids)
 
@@ -44,48 +44,53 @@ class Stopwatch:
                 self.first = now if len(self.seen) == self.waited_for else 0.0
 
 
-def run(llm: LLM, stopwatch: Stopwatch, prompts: list[list[int]], new: int) -> dict[str, Any]:
+def run(llm: LLM, stopwatch: Stopwatch, prompts: list[list[int]], new: int) -> Answer:
     """Prefill all prompts, then decode `new` tokens of each; seconds of both, and the tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
     stopwatch.start(len(prompts))
     started = time.monotonic()
     results = llm.generate(prompts, params)
     ended = time.monotonic()
+    tokens = [list(result.outputs[0].token_ids) for result in results]
+    return timed(started, stopwatch.first, ended, tokens)
+
+
+def reads_per_step(llm: LLM, stopwatch: Stopwatch, prompts: list[list[int]], new: int) -> Answer:
+    """Mean weights that one decode step reads, as numbers and in bytes, counted from the real routing."""
+    forward, model = llm._worker._executor._forward, llm._worker._executor._model
+    experts, recorder = forward._experts, forward._recorder
+    forward._experts = Counting(model.experts, model.kernels)
+    forward._recorder = None  # recorded steps do not pass through Python
+    Counting.numbers_read = Counting.bytes_read = 0
+    run(llm, stopwatch, prompts, 1)
+    prefill_numbers, prefill_bytes = Counting.numbers_read, Counting.bytes_read
+    run(llm, stopwatch, prompts, new)
+    forward._experts, forward._recorder = experts, recorder
+    numbers = (Counting.numbers_read - 2 * prefill_numbers) / (new - 1)
+    read = (Counting.bytes_read - 2 * prefill_bytes) / (new - 1)
+    unread = [t for w in model.experts.values() for e in w.held for t in w.of(e)]
+    if model.head is not model.embedding:
+        unread.append(model.embedding)
     return {
-        "prefill_s": stopwatch.first - started,
-        "decode_s": ended - stopwatch.first,
-        "tokens": [result.outputs[0].token_ids for result in results],
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "numbers": numbers + model.num_parameters - sum(tensor.numel() for tensor in unread),
+        "bytes": read + model.num_bytes - sum(tensor.nbytes for tensor in unread),
     }
 
 
-def bytes_per_step(llm: LLM, stopwatch: Stopwatch, prompts: list[list[int]], new: int) -> float:
-    """Mean bytes of weights that one decode step reads, counted from the real routing."""
-    executor = llm._worker._executor
-    direct = executor._experts
-    executor._experts = Counting(direct._weights, direct._kernels)  # type: ignore[attr-defined]
-    Counting.bytes_read = 0
-    run(llm, stopwatch, prompts, 1)
-    prefill = Counting.bytes_read
-    run(llm, stopwatch, prompts, new)
-    executor._experts = direct
-    routed = (Counting.bytes_read - 2 * prefill) / (new - 1)
-    model = executor._model
-    all_experts = sum(t.nbytes for w in model.experts.values() for e in w.held for t in w.of(e))
-    return routed + model.num_bytes - all_experts - model.embedding.nbytes
-
-
 def main() -> None:
+    """Arguments: the model, the number of threads, and perhaps more settings of `LLM` as JSON."""
+    answers = private_stdout()
     stopwatch = Stopwatch()
     settings = {"threads": int(sys.argv[2]), "enable_prefix_caching": False, "max_model_len": 1024}
+    settings |= json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
     llm = LLM(sys.argv[1], journal=stopwatch, **settings)
-    for line in sys.stdin:
-        order = json.loads(line)
-        if order["do"] == "bytes":
-            answer: dict[str, Any] = {"bytes": bytes_per_step(llm, stopwatch, order["prompts"], 8)}
-        else:
-            answer = run(llm, stopwatch, order["prompts"], order["new"])
-        print(json.dumps(answer), flush=True)
+
+    def obey(order: Order) -> Answer:
+        if order["do"] == "count":
+            return reads_per_step(llm, stopwatch, order["prompts"], 8)
+        return run(llm, stopwatch, order["prompts"], order["new"])
+
+    serve(answers, obey)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import resource
 import sys
 import time
 from typing import Any
 
 import torch
+from protocol import Answer, Order, private_stdout, serve, timed
 from transformers import AutoModelForCausalLM, DynamicCache
 
 
-def run(model: Any, prompts: list[list[int]], new: int) -> dict[str, Any]:
+def run(model: Any, prompts: list[list[int]], new: int) -> Answer:
     """A static batch: prefill, then greedy decoding with a KV cache, no padding, no sampling code."""
     ids = torch.tensor(prompts)
     cache = DynamicCache(config=model.config)
@@ -27,22 +26,20 @@ def run(model: Any, prompts: list[list[int]], new: int) -> dict[str, Any]:
             token = logits[:, -1].argmax(dim=-1)
             tokens.append(token.tolist())
     ended = time.perf_counter()
-    return {
-        "prefill_s": first - started,
-        "decode_s": ended - first,
-        "tokens": [list(column) for column in zip(*tokens, strict=True)],
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
+    return timed(started, first, ended, [list(column) for column in zip(*tokens, strict=True)])
 
 
 def main() -> None:
+    answers = private_stdout()
     torch.set_num_threads(int(sys.argv[2]))
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
     model.eval()
-    for line in sys.stdin:
-        order = json.loads(line)
+
+    def obey(order: Order) -> Answer:
         model.set_experts_implementation(order["experts"])
-        print(json.dumps(run(model, order["prompts"], order["new"])), flush=True)
+        return run(model, order["prompts"], order["new"])
+
+    serve(answers, obey)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,176 @@
+"""A checkpoint as one GGUF file, for llama.cpp. Runs in the environment that `setup_peer.sh llama` makes.
+
+    DIR/bin/python benchmarks/convert_gguf.py /tmp/qwen /tmp/qwen-bf16.gguf --type bf16
+
+Knows Mixtral and Qwen3-MoE. Norms and the experts' gate stay in float32. The file holds no tokenizer:
+`peers.py` speaks in token ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf  # type: ignore[import-not-found]
+import numpy as np
+from checkpoint import EMBEDDING, HEAD, Checkpoint, Stored
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+TYPES = {
+    "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32, 4),
+    "bf16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16, 2),
+    "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16, 2),
+}
+ARCHITECTURES = {"qwen3_moe": "qwen3moe", "mixtral": "llama"}
+EXPERT_PARTS = {
+    "qwen3_moe": ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
+    "mixtral": ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
+}
+ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
+HEAD_NORMS = {"attn_q_norm": "q_norm", "attn_k_norm": "k_norm"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the GGUF file: the checkpoint's tensors that it is made of."""
+
+    name: str
+    sources: tuple[str, ...]
+    """Several are stacked."""
+    heads: int = 0
+    """Not 0: rows of each of so many heads change places, see `interleave`."""
+    exact: bool = False
+    """float32 in every file."""
+
+
+def interleave(rows: Floats, heads: int) -> Floats:
+    """Rows of a query or key projection, for a rotation of neighbours.
+
+    The checkpoint's rotation pairs row i of a head with row i + d / 2; llama.cpp's `llama` architecture
+    pairs rows 2i and 2i + 1.
+    """
+    halves = rows.reshape(heads, 2, -1, rows.shape[1])
+    return halves.swapaxes(1, 2).reshape(rows.shape)
+
+
+def read(tensor: Stored) -> Floats:
+    """Any tensor as float32, exactly."""
+    kind = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}[tensor.dtype]
+    raw: NDArray[Any] = np.memmap(tensor.file, kind, "r", tensor.start, tensor.shape)
+    if tensor.dtype == "BF16":
+        return (raw.astype(np.uint32) << 16).view(np.float32)
+    return raw.astype(np.float32)
+
+
+def entries(checkpoint: Checkpoint) -> Iterator[Entry]:
+    """What the file will hold, in order."""
+    model_type = checkpoint.config["model_type"]
+    heads, kv_heads = (
+        checkpoint.setting(f"num_{kind}_heads") if model_type == "mixtral" else 0
+        for kind in ("attention", "key_value")
+    )
+    turned = {"attn_q": heads, "attn_k": kv_heads}
+    where, parts = EXPERT_PARTS[model_type]
+    norms = HEAD_NORMS if model_type == "qwen3_moe" else {}
+    yield Entry("token_embd.weight", (EMBEDDING,))
+    for layer in range(checkpoint.config["num_hidden_layers"]):
+        block, source = f"blk.{layer}", f"model.layers.{layer}"
+        yield Entry(f"{block}.attn_norm.weight", (f"{source}.input_layernorm.weight",), exact=True)
+        for name, word in ATTENTION.items():
+            yield Entry(f"{block}.{name}.weight", (f"{source}.self_attn.{word}.weight",), turned.get(name, 0))
+        for name, word in norms.items():
+            yield Entry(f"{block}.{name}.weight", (f"{source}.self_attn.{word}.weight",), exact=True)
+        yield Entry(f"{block}.ffn_norm.weight", (f"{source}.post_attention_layernorm.weight",), exact=True)
+        yield Entry(f"{block}.ffn_gate_inp.weight", (f"{source}.{where}.gate.weight",), exact=True)
+        experts = range(checkpoint.setting("num_experts", "num_local_experts"))
+        for name, word in parts.items():
+            stacked = tuple(f"{source}.{where}.experts.{expert}.{word}.weight" for expert in experts)
+            yield Entry(f"{block}.ffn_{name}_exps.weight", stacked)
+    yield Entry("output_norm.weight", ("model.norm.weight",), exact=True)
+    if not checkpoint.config.get("tie_word_embeddings"):
+        yield Entry("output.weight", (HEAD,))
+
+
+def describe(writer: gguf.GGUFWriter, checkpoint: Checkpoint) -> None:
+    """The keys that llama.cpp reads."""
+    config, setting = checkpoint.config, checkpoint.setting
+    heads = setting("num_attention_heads")
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or {}
+    writer.add_context_length(setting("max_position_embeddings"))
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(setting("num_key_value_heads"))
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_rope_dimension_count(width)
+    writer.add_rope_freq_base(rope.get("rope_theta") or config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_expert_count(setting("num_experts", "num_local_experts"))
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+
+
+def check(checkpoint: Checkpoint, wanted: list[Entry]) -> None:
+    """Refuse what would come out as another model."""
+    config = checkpoint.config
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", "default") != "default" or config.get("sliding_window"):
+        raise SystemExit("convert_gguf: scaled rotations and sliding windows are not known here")
+    if config["model_type"] == "qwen3_moe" and not config.get("norm_topk_prob"):
+        raise SystemExit(
+            "convert_gguf: norm_topk_prob: got false; allowed: true, which llama.cpp always does"
+        )
+    used = {source for entry in wanted for source in entry.sources}
+    held = set(checkpoint.tensors)
+    odd = (used - held) | (held - used - {HEAD})  # tied embeddings are sometimes stored twice
+    if odd:
+        raise SystemExit(f"convert_gguf: tensors missing or not understood: {', '.join(sorted(odd)[:5])}")
+
+
+def convert(path: Path, target: Path, kind: str, told: Callable[[str], None] = print) -> None:
+    checkpoint = Checkpoint(path)
+    architecture = ARCHITECTURES.get(checkpoint.config["model_type"])
+    if architecture is None:
+        raise SystemExit(f"convert_gguf: model_type: allowed: {', '.join(ARCHITECTURES)}")
+    wanted = list(entries(checkpoint))
+    check(checkpoint, wanted)
+    part = target.with_suffix(".part")
+    writer = gguf.GGUFWriter(part, architecture)
+    describe(writer, checkpoint)
+    writer.add_file_type(TYPES[kind][1])
+    for entry in wanted:
+        shape = checkpoint.tensors[entry.sources[0]].shape
+        shape = shape if len(entry.sources) == 1 else (len(entry.sources), *shape)
+        stored, _, size = TYPES["f32" if entry.exact else kind]
+        writer.add_tensor_info(entry.name, shape, np.dtype(np.float32), int(np.prod(shape)) * size, stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for entry in wanted:
+        tensors = [read(checkpoint.tensors[source]) for source in entry.sources]
+        values = tensors[0] if len(tensors) == 1 else np.stack(tensors)
+        values = interleave(values, entry.heads) if entry.heads else values
+        stored = TYPES["f32" if entry.exact else kind][0]
+        writer.write_tensor_data(np.ascontiguousarray(gguf.quantize(values, stored)))
+    writer.close()
+    part.replace(target)
+    told(f"{target}: {target.stat().st_size / 2**30:.2f} GiB")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("model", type=Path, help="a Hugging Face directory")
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--type", choices=sorted(TYPES), default="bf16")
+    arguments = parser.parse_args()
+    convert(arguments.model, arguments.target, arguments.type)

