@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from moesaic.kernels.table import Kernels
@@ -28,10 +31,10 @@ class PagedKV:
         self._store = kernels.store
         shape = (num_layers, num_blocks, block_size, layout.kv_heads)
         # zeros, not empty: masked-out slots are read and multiplied by 0, and 0 * NaN is NaN.
-        self._keys = torch.zeros(*shape, layout.key_width, dtype=dtype, device=device).unbind()
+        self._keys = _zeros((*shape, layout.key_width), dtype, device).unbind()
         self._values = tuple(keys[..., : layout.value_width] for keys in self._keys)
         if not layout.value_in_key:
-            self._values = torch.zeros(*shape, layout.value_width, dtype=dtype, device=device).unbind()
+            self._values = _zeros((*shape, layout.value_width), dtype, device).unbind()
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor) -> None:
         """Store rows.
@@ -50,6 +53,13 @@ class PagedKV:
     def values(self, layer: int) -> torch.Tensor:
         """[blocks, block_size, kv_heads, value_width]"""
         return self._values[layer]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU, memory that the system hands out page by page, when a block is first written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def bytes_per_token(layout: KVLayout, num_layers: int, dtype: torch.dtype) -> int:

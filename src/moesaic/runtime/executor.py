@@ -68,13 +68,20 @@ class Executor:
             hidden = self._forward(batch)
             for sequence in plan.scored:
                 self._score(plan, int(sequence), hidden)
-            last = np.searchsorted(batch.logit_rows, batch.query_starts[plan.sampled + 1] - 1)
             tokens = np.zeros(0, dtype=np.int64)
             self._logprobs = []
-            if len(last):
-                logits = self._model.logits(hidden[torch.from_numpy(last).to(self._device)])
+            if len(plan.sampled):
+                logits = self._model.logits(self._sampled_rows(plan, hidden))
                 tokens, self._logprobs = self._sampler.sample(plan.request_ids[plan.sampled], logits)
         return StepDone(plan.step, tokens)
+
+    def _sampled_rows(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the rows whose logits are wanted, those that a token is sampled from: in most steps all."""
+        batch = plan.batch
+        if len(plan.sampled) == len(batch.logit_rows):
+            return hidden
+        last = np.searchsorted(batch.logit_rows, batch.query_starts[plan.sampled + 1] - 1)
+        return hidden[torch.from_numpy(last).to(self._device)]
 
     def _emit(self, action: Emit) -> None:
         logprobs = [self._logprobs[sample] for sample in action.samples] if self._logprobs else []

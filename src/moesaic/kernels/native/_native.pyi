@@ -1,7 +1,7 @@
 """The compiled module: functions over addresses and sizes, described in csrc/table.h."""
 
 ALL_HELD: int
-"""What `experts` and `Tape.run` return when every expert was there; else a (token, rank) pair whose was not."""
+"""What `experts` and `Tape.run` return, unless a (token, rank) pair's expert was not there."""
 
 def instruction_sets() -> list[str]: ...
 def use(name: str) -> None: ...

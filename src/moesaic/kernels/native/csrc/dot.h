@@ -75,18 +75,30 @@ MOESAIC_INLINE void tile(const float* const* rows, const T* const* weights, int6
     }
 }
 
-// As many columns of a weight matrix as fit a tile of R rows, several times over. While one group of columns
-// is used the next is fetched, and behind the last one what lies at `then`.
+// Where the weights lie that will be read next, to be fetched while others are used. Columns that several
+// tiles of rows use are fetched once; then every tile fetches its share of what follows them.
+template <class T>
+struct Fetch {
+    const T* then;  // what follows these columns, or null
+    int64_t tile, tiles;
+
+    int64_t ahead(const T* weights, int64_t group, bool last, int64_t step) const {
+        if (tiles > 1) return then != nullptr && group % tiles == tile ? then - weights : 0;
+        return !last ? step : then != nullptr ? then - (weights + group * step) : 0;
+    }
+};
+
+// As many columns of a weight matrix as fit a tile of R rows, several times over.
 template <class T, int R>
 inline void strip(const float* const* rows, const T* weights, int64_t ld, int64_t columns, int64_t count,
-                  const T* then, bool first, float* out, int64_t stride) {
+                  Fetch<T> fetch, bool first, float* out, int64_t stride) {
     // Few rows need more columns, or the multiply-adds wait for each other.
     constexpr int C = R == 1 ? 8 : R <= 3 ? 4 : TILE_COLUMNS;
     const T* w[C];
     int64_t column = 0;
     for (; column + C <= columns; column += C) {
         for (int c = 0; c < C; c++) w[c] = weights + (column + c) * ld;
-        int64_t ahead = column + 2 * C <= columns ? C * ld : then != nullptr ? then - w[0] : 0;
+        int64_t ahead = fetch.ahead(weights, column / C, column + 2 * C > columns, C * ld);
         tile<T, R, C>(rows, w, count, ahead, first, out + column, stride);
     }
     for (; column < columns; column++) {
@@ -97,16 +109,16 @@ inline void strip(const float* const* rows, const T* weights, int64_t ld, int64_
 
 template <class T, int R>
 inline void strip_of(int64_t n, const float* const* rows, const T* weights, int64_t ld, int64_t columns,
-                     int64_t count, const T* then, bool first, float* out, int64_t stride) {
-    if (n == R) return strip<T, R>(rows, weights, ld, columns, count, then, first, out, stride);
+                     int64_t count, Fetch<T> fetch, bool first, float* out, int64_t stride) {
+    if (n == R) return strip<T, R>(rows, weights, ld, columns, count, fetch, first, out, stride);
     if constexpr (R > 1) {
-        strip_of<T, R - 1>(n, rows, weights, ld, columns, count, then, first, out, stride);
+        strip_of<T, R - 1>(n, rows, weights, ld, columns, count, fetch, first, out, stride);
     }
 }
 
 // out[r * stride + c] = rows[r] . weights[c * ld ..] for n rows and all `columns`, over k numbers.
 // Reads each weight once for every TILE_ROWS rows; keep `columns` so few that they stay in the L2 cache.
-// `then`: the weights that this thread will read next, if it knows.
+// `then`: as many weights that this thread will read next, if it knows.
 template <class T>
 void multiply(const float* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
               float* out, int64_t stride, const T* then = nullptr) {
@@ -117,8 +129,10 @@ void multiply(const float* const* rows, int64_t n, const T* weights, int64_t ld,
         for (int64_t begin = 0; begin < k; begin += BLOCK) {
             int64_t count = k - begin < BLOCK ? k - begin : BLOCK;
             for (int64_t i = 0; i < some; i++) block_rows[i] = rows[r + i] + begin;
-            const T* next = begin + BLOCK < k ? weights + begin + BLOCK : t + 1 == tiles ? then : nullptr;
-            strip_of<T, TILE_ROWS>(some, block_rows, weights + begin, ld, columns, count, next, begin == 0,
+            const T* next = tiles == 1 && begin + BLOCK < k ? weights + begin + BLOCK : then;
+            if (next == then && then != nullptr && tiles > 1) next += begin;
+            Fetch<T> fetch{next, t, tiles};
+            strip_of<T, TILE_ROWS>(some, block_rows, weights + begin, ld, columns, count, fetch, begin == 0,
                                    out + r * stride, stride);
         }
     }

@@ -1,7 +1,7 @@
 // The routed experts of one layer: gate, up, SiLU and down over the experts that a batch is routed to.
 //
-// Tokens are grouped by expert through pointers, never copied per expert. Work is split by (expert, strip
-// of columns), so a single hot expert keeps every thread busy; the down strips of an expert follow once
+// Tokens are grouped by expert through pointers, never copied per expert. Work is split by (expert, band
+// of columns), so a single hot expert keeps every thread busy; the down bands of an expert follow once
 // its inner rows are there.
 #pragma once
 
@@ -13,16 +13,16 @@
 
 namespace MOESAIC_ISA {
 
-constexpr int64_t INNER_COLUMNS = 64;  // of gate and of up in one task: whole chunks
+constexpr int64_t INNER_COLUMNS = 64;  // of gate and of up that stay in the L2 cache: whole chunks
 constexpr int64_t DOWN_COLUMNS = 128;
 
 struct Group {  // the (token, rank) pairs of one active expert
     int64_t expert, begin, end;
-    std::atomic<int64_t> missing;  // strips of inner rows that are not there yet
+    std::atomic<int64_t> missing;  // bands of inner rows that are not there yet
 };
 
-struct Strip {
-    int64_t group, begin;
+struct Band {  // neighbouring strips of columns: one task
+    int64_t group, begin, end;
     bool down;
 };
 
@@ -48,35 +48,46 @@ inline int64_t group_by_expert(const moesaic::Experts& job, Array<int64_t>& pair
     return moesaic::kAllHeld;
 }
 
-// Inner strips first, an expert's down strips behind the inner strips of the next one.
-inline void order_strips(const moesaic::Experts& job, Array<Group>& groups, Array<Strip>& strips) {
-    auto inner = [&](int64_t g) {
-        for (int64_t c = 0; c < job.w; c += INNER_COLUMNS) strips[strips.size++] = {g, c, false};
-    };
-    auto down = [&](int64_t g) {
-        for (int64_t c = 0; c < job.h; c += DOWN_COLUMNS) strips[strips.size++] = {g, c, true};
+// Columns of one task: all of an expert's where many experts share the work, fewer where few do, always whole
+// strips. Long tasks know what they will read next; short ones keep every thread busy.
+inline int64_t band_columns(int64_t columns, int64_t strip, int64_t groups) {
+    int64_t wanted = 8 * moesaic::pool().threads(), strips = (columns + strip - 1) / strip;
+    int64_t bands = std::min(strips, (wanted + groups - 1) / groups);
+    return (strips + bands - 1) / bands * strip;
+}
+
+// Inner bands first, an expert's down bands behind the inner bands of the next one.
+inline void order_bands(const moesaic::Experts& job, int64_t inner, int64_t down, Array<Group>& groups,
+                        Array<Band>& bands) {
+    auto add = [&](int64_t g, bool is_down) {
+        int64_t columns = is_down ? job.h : job.w, step = is_down ? down : inner;
+        for (int64_t c = 0; c < columns; c += step) {
+            bands[bands.size++] = {g, c, std::min(c + step, columns), is_down};
+        }
     };
     for (int64_t g = 0; g < groups.size; g++) {
-        inner(g);
-        if (g > 0) down(g - 1);
+        add(g, false);
+        if (g > 0) add(g - 1, true);
     }
-    if (groups.size > 0) down(groups.size - 1);
+    if (groups.size > 0) add(groups.size - 1, true);
 }
 
 template <class T>
-void inner_strip(const moesaic::Experts& job, const Group& group, int64_t begin, const int64_t* pairs,
-                 const float* hidden, float* inner) {
-    int64_t columns = std::min(INNER_COLUMNS, job.w - begin);
+void inner_strip(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end,
+                 const int64_t* pairs, const float* hidden, float* inner) {
+    int64_t columns = std::min(INNER_COLUMNS, end - begin);
     int64_t width = padded(job.h), inner_width = padded(job.w);
     const T* gate = reinterpret_cast<const T*>(job.gate[group.expert]) + begin * job.h;
     const T* up = reinterpret_cast<const T*>(job.up[group.expert]) + begin * job.h;
+    const T* next = begin + columns < end ? gate + columns * job.h : nullptr;
     float left[PANEL * INNER_COLUMNS] = {}, right[PANEL * INNER_COLUMNS] = {};
     for (int64_t first = group.begin; first < group.end; first += PANEL) {
         const float* x[PANEL];
         int64_t n = std::min(PANEL, group.end - first);
         for (int64_t i = 0; i < n; i++) x[i] = hidden + pairs[first + i] / job.top_k * width;
-        multiply<T>(x, n, gate, job.h, columns, job.h, left, INNER_COLUMNS, up);
-        multiply<T>(x, n, up, job.h, columns, job.h, right, INNER_COLUMNS);
+        bool last = first + n == group.end;
+        multiply<T>(x, n, gate, job.h, columns, job.h, left, INNER_COLUMNS, first == group.begin ? up : nullptr);
+        multiply<T>(x, n, up, job.h, columns, job.h, right, INNER_COLUMNS, last ? next : nullptr);
         for (int64_t i = 0; i < n; i++) {
             float* row = left + i * INNER_COLUMNS;
             for (int64_t c = 0; c < columns; c += LANES) {
@@ -88,16 +99,18 @@ void inner_strip(const moesaic::Experts& job, const Group& group, int64_t begin,
 }
 
 template <class T>
-void down_strip(const moesaic::Experts& job, const Group& group, int64_t begin, const int64_t* pairs,
-                const float* inner) {
-    int64_t columns = std::min(DOWN_COLUMNS, job.h - begin), inner_width = padded(job.w);
+void down_strip(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end,
+                const int64_t* pairs, const float* inner) {
+    int64_t columns = std::min(DOWN_COLUMNS, end - begin), inner_width = padded(job.w);
     const T* down = reinterpret_cast<const T*>(job.down[group.expert]) + begin * job.w;
+    const T* next = begin + columns < end ? down + columns * job.w : nullptr;
     float sums[PANEL * DOWN_COLUMNS];
     for (int64_t first = group.begin; first < group.end; first += PANEL) {
         const float* x[PANEL];
         int64_t n = std::min(PANEL, group.end - first);
         for (int64_t i = 0; i < n; i++) x[i] = inner + (first + i) * inner_width;
-        multiply<T>(x, n, down, job.w, columns, job.w, sums, DOWN_COLUMNS);
+        multiply<T>(x, n, down, job.w, columns, job.w, sums, DOWN_COLUMNS,
+                    first + n == group.end ? next : nullptr);
         for (int64_t i = 0; i < n; i++) {
             std::memcpy(job.out + pairs[first + i] * job.h + begin, sums + i * DOWN_COLUMNS, size_t(columns) * 4);
         }
@@ -110,27 +123,32 @@ int64_t experts_of(const moesaic::Experts& job) {
     Array<int64_t> pairs(total);
     Array<Group> groups(most);
     int64_t absent = group_by_expert(job, pairs, groups);
-    if (absent != moesaic::kAllHeld) return absent;
-    int64_t inner_strips = (job.w + INNER_COLUMNS - 1) / INNER_COLUMNS;
-    int64_t down_strips = (job.h + DOWN_COLUMNS - 1) / DOWN_COLUMNS;
-    Array<Strip> strips(groups.size * (inner_strips + down_strips));
-    order_strips(job, groups, strips);
-    for (int64_t g = 0; g < groups.size; g++) groups[g].missing = inner_strips;
+    if (absent != moesaic::kAllHeld || groups.size == 0) return absent;
+    int64_t inner_columns = band_columns(job.w, INNER_COLUMNS, groups.size);
+    int64_t down_columns = band_columns(job.h, DOWN_COLUMNS, groups.size);
+    int64_t inner_bands = (job.w + inner_columns - 1) / inner_columns;
+    Array<Band> bands(groups.size * (inner_bands + (job.h + down_columns - 1) / down_columns));
+    order_bands(job, inner_columns, down_columns, groups, bands);
+    for (int64_t g = 0; g < groups.size; g++) groups[g].missing = inner_bands;
     const float* hidden = packed<T>(job.hidden, job.n, job.h, kRows);
     float* inner = scratch(kInner, total * padded(job.w));
-    parallel(strips.size, 3 * total * job.h * job.w, [&](int64_t task, int) {
-        Strip strip = strips[task];
-        Group& group = groups[strip.group];
-        if (!strip.down) {
-            inner_strip<T>(job, group, strip.begin, pairs.data, hidden, inner);
+    parallel(bands.size, 3 * total * job.h * job.w, [&](int64_t task, int) {
+        Band band = bands[task];
+        Group& group = groups[band.group];
+        if (!band.down) {
+            for (int64_t c = band.begin; c < band.end; c += INNER_COLUMNS) {
+                inner_strip<T>(job, group, c, band.end, pairs.data, hidden, inner);
+            }
             group.missing.fetch_sub(1, std::memory_order_release);
             return;
         }
-        // Its inner strips were claimed before this one, so somebody is at the last of them.
+        // Its inner bands were claimed before this one, so somebody is at the last of them.
         for (int tries = 0; group.missing.load(std::memory_order_acquire) > 0; tries++) {
             if (tries > 1000) std::this_thread::yield();
         }
-        down_strip<T>(job, group, strip.begin, pairs.data, inner);
+        for (int64_t c = band.begin; c < band.end; c += DOWN_COLUMNS) {
+            down_strip<T>(job, group, c, band.end, pairs.data, inner);
+        }
     });
     return moesaic::kAllHeld;
 }

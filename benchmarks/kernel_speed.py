@@ -1,7 +1,7 @@
 """How fast the native kernels are, beside what this machine can do at all.
 
     python benchmarks/make_checkpoint.py qwen3-moe-0.96b /tmp/qwen
-    python benchmarks/kernels.py /tmp/qwen
+    python benchmarks/kernel_speed.py /tmp/qwen
 
 Every line is the median over calls on the weights of a checkpoint, layer after layer, so that no call finds
 its weights in a cache. GB/s counts each weight that a call needs once; GFLOP/s two operations a weight and
