@@ -26,7 +26,7 @@ class Timed:
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
-        for name in ("record", "stop", "use", "set_threads"):
+        for name in ("ALL_HELD", "record", "stop", "use", "set_threads"):
             setattr(self, name, getattr(_native, name))
         for name in dir(ops._native):
             if name.islower() and not name.startswith("_") and not hasattr(self, name):
