@@ -2,6 +2,7 @@
 # make demo    serve the checkpoint inside the package and stream an answer from it
 # make check   what to run before a commit: format, lint, types, architecture, fast tests
 # make test    every test
+# make sanitize   the native kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -28,3 +29,14 @@ check: lint
 
 test: $(STAMP)
 	$(BIN)/pytest
+
+SANITIZED := build/sanitize
+
+sanitize: $(STAMP)
+	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DMOESAIC_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+		-DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
+	$(BIN)/cmake --build $(SANITIZED)
+	cp scripts/sanitized.py $(SANITIZED)/sitecustomize.py
+	PYTHONPATH=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+		LD_PRELOAD="$$(gcc -print-file-name=libasan.so):$$(gcc -print-file-name=libubsan.so)" \
+		$(BIN)/pytest -p no:cacheprovider -m "not slow" tests/kernels tests/models/test_native.py tests/test_llm_bits.py

@@ -5,7 +5,7 @@
 
 Every line is the median over calls on the weights of a checkpoint, layer after layer, so that no call finds
 its weights in a cache. GB/s counts each weight that a call needs once; GFLOP/s two operations a weight and
-row. torch's line is `torch.nn.functional.linear` on the same weights widened to float32, with the same threads.
+row. torch's line is `torch.nn.functional.linear` on those weights widened to float32, with as many threads.
 """
 
 from __future__ import annotations

@@ -121,11 +121,11 @@ def test_a_row_has_the_same_bits_however_it_is_computed(
     for index, length in enumerate(LENGTHS):
         wanted[index, length - 1] = story.decode(index, length - 1)
     last = [(index, length - 1, length) for index, length in enumerate(LENGTHS)]
-    for threads in (1, 2, 3, 5):  # few rows are split over threads by tokens, many are not
+    for threads in (1, 2, 5):  # few rows are split over threads by tokens, many are not
         native.set_threads(threads, False)
         for piece in ((0, 0, 257), (0, 254, 256), (0, 250, 314), (0, 510, 517), (0, 100, 300)):
             check(story.step([piece]), wanted)
-        check({(0, position): story.decode(0, position) for position in SAMPLE}, wanted)
+        check({(0, position): story.decode(0, position) for position in SAMPLE[::2]}, wanted)
         check(story.step(last), wanted)
         check(story.step([*last[3:], (0, 600, 700), *last[1:3]]), wanted)
         check(story.step([*last * 5, (0, 690, 700)]), wanted)

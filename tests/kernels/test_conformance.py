@@ -32,8 +32,8 @@ def test_linear(native: Kernels, width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", STORED)
 def test_linear_of_more_rows_than_one_task_takes(native: Kernels, dtype: torch.dtype) -> None:
-    rows, weight = stored(1000, 24), stored(5, 24, dtype=dtype)
-    close(native.linear(rows, weight), REFERENCE.linear(rows, weight.float()))
+    rows, weight, bias = stored(1000, 24), stored(70, 24, dtype=dtype), stored(70)
+    close(native.linear(rows, weight, bias), REFERENCE.linear(rows, weight.float(), bias))
 
 
 def test_linear_of_rows_that_do_not_lie_together(native: Kernels) -> None:

@@ -131,6 +131,19 @@ def test_scores_far_apart(native: Kernels) -> None:
         close(native.paged_attention(query, keys, values, batch, scale), wanted, 1e-3)
 
 
+@pytest.mark.parametrize("length", [1, 20, 300])
+@pytest.mark.parametrize("where", ["query", "keys", "values"])
+def test_what_is_not_a_number_stays_so(native: Kernels, where: str, length: int) -> None:
+    batch = AttentionBatch.build(tokens([1, 1], [length, 9], 4), 4)
+    parts = {"query": torch.randn(2, 2, 8), "keys": cache(4, 2, 8), "values": cache(4, 2, 8)}
+    if where == "query":
+        parts[where][0] = torch.nan
+    else:
+        parts[where].flatten(0, 1)[batch.slots[0]] = torch.nan
+    found = native.paged_attention(**parts, batch=batch, scale=0.3)
+    assert found[0].isnan().all() and not found[1].isnan().any()
+
+
 def test_no_rows_are_no_error(native: Kernels) -> None:
     empty = AttentionBatch.build(no_tokens(), 4)
     found = native.paged_attention(torch.zeros(0, 2, 8), cache(4, 2, 8), cache(4, 2, 8), empty, 0.3)

@@ -119,6 +119,15 @@ def test_gate_of_sure_rows(native: Kernels) -> None:
     assert likely[:, 1:].max() < 1e-30
 
 
+@pytest.mark.parametrize("strange", [float("nan"), float("inf")])
+def test_a_gate_of_strange_numbers_is_not_a_number(native: Kernels, strange: float) -> None:
+    rows, weight = stored(3, 8), stored(6, 8)
+    rows[1, 2] = strange
+    ids, likely = native.gate(rows, weight, 3, True)
+    assert likely.isnan().any(1).tolist() == [False, True, False]
+    assert (ids >= 0).all() and (ids < 6).all()
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_merge(native: Kernels, width: int) -> None:
     for count, top_k in itertools.product(ROWS, (1, 2, 8)):

@@ -14,7 +14,7 @@ from moesaic.kernels.reference import attention, dense, experts, gate
 from moesaic.kernels.weights import ExpertWeights
 
 try:
-    from moesaic.kernels.native import _native, memory, ops, recording
+    from moesaic.kernels.native import _native, checks, memory, ops, recording
 except ImportError:  # installed without a compiler
     _native = None  # type: ignore[assignment]
 
@@ -178,8 +178,8 @@ def _natively(name: str) -> Kernels:
     _native.use(name)
     return Kernels(
         name=f"native ({name})",
-        stored=ops.STORED,
-        allowed=ops.STORED,
+        stored=checks.STORED,
+        allowed=checks.STORED,
         embed=ops.embed,
         linear=ops.linear,
         linears=ops.linears,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections import defaultdict
 
@@ -33,8 +34,8 @@ class Arena:
         return torch.from_numpy(view).view(dtype).view(shape)
 
 
-class Memory:
-    """Hands out memory for results."""
+class Memory(threading.local):
+    """Hands out memory for results. Each thread records for itself."""
 
     def __init__(self) -> None:
         self.arena: Arena | None = None

@@ -11,47 +11,19 @@ from collections.abc import Sequence
 import torch
 
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.kernels.native import _native
+from moesaic.kernels.native import _native, checks
 from moesaic.kernels.native.memory import MEMORY
 from moesaic.kernels.weights import ExpertWeights
-
-STORED = frozenset({torch.float32, torch.bfloat16})
-"""Types that weights and caches may be stored in. Arithmetic is float32."""
-
-
-def _rows(rows: torch.Tensor) -> torch.Tensor:
-    """float32 and dense. Raises TypeError for another type."""
-    if rows.dtype is not torch.float32:
-        raise TypeError(f"rows: got {rows.dtype}; allowed: float32")
-    return rows if rows.is_contiguous() else rows.contiguous()
-
-
-def _wide(stored: torch.Tensor) -> bool:
-    """Whether `stored` is float32, else bf16. Raises TypeError for another type or one that is not dense."""
-    if stored.dtype is torch.bfloat16 or stored.dtype is torch.float32:
-        if stored.is_contiguous():
-            return stored.dtype is torch.float32
-        raise TypeError("a weight is not dense")
-    raise TypeError(f"weights: got {stored.dtype}; allowed: float32, bfloat16")
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _same_width(rows: torch.Tensor, weight: torch.Tensor) -> None:
-    if rows.shape[-1] != weight.shape[-1]:
-        raise ValueError(f"shapes {tuple(rows.shape)} and {tuple(weight.shape)} do not fit")
 
 
 def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """rows [n, i] times weight [o, i] transposed, plus bias [o] float32: [n, o]."""
-    _same_width(rows, weight)
-    rows = _rows(rows)
-    n, k = rows.shape
-    out = MEMORY.empty(n, weight.shape[0])
+    n, k = checks.axes(rows, 2)
+    rows, columns = checks.rows(rows), len(weight)
+    wide = checks.wide(weight, columns, k)
+    out = MEMORY.empty(n, columns)
     _native.linear1(
-        rows.data_ptr(), n, k, weight.data_ptr(), _address(bias), out.data_ptr(), len(weight), _wide(weight)
+        rows.data_ptr(), n, k, weight.data_ptr(), checks.exact(bias, columns), out.data_ptr(), columns, wide
     )
     return out
 
@@ -60,17 +32,16 @@ def linears(
     rows: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:
     """Three projections of the same rows [n, i]; for any other number, one after another."""
-    kinds = {_wide(weight) for weight in weights}
+    n, k = checks.axes(rows, 2)
+    counts = [len(weight) for weight in weights]
+    kinds = {checks.wide(weight, count, k) for weight, count in zip(weights, counts, strict=True)}
     if len(weights) != 3 or len(kinds) > 1:
         return tuple(linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-    rows = _rows(rows)
-    n, k = rows.shape
-    for weight in weights:
-        _same_width(rows, weight)
-    counts = [len(weight) for weight in weights]
+    rows = checks.rows(rows)
+    added = [checks.exact(bias, count) for bias, count in zip(biases, counts, strict=True)]
     outs = tuple(MEMORY.empty(n, count) for count in counts)
     _native.linear3(
-        rows.data_ptr(), n, k, *[weight.data_ptr() for weight in weights], *map(_address, biases),
+        rows.data_ptr(), n, k, *[weight.data_ptr() for weight in weights], *added,
         *[out.data_ptr() for out in outs], *counts, kinds == {True},
     )  # fmt: skip
     return outs
@@ -78,11 +49,10 @@ def linears(
 
 def head_linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """A matrix per head: rows [n, H, i] times weight [H, i, o], dense in i or in o: [n, H, o]."""
-    if rows.stride(2) != 1:
-        rows = rows.contiguous()
+    rows = checks.heads(rows)
     n, heads, k = rows.shape
-    columns = weight.shape[2]
-    if 1 not in weight.stride()[1:] or weight.shape[:2] != (heads, k) or weight.dtype not in STORED:
+    columns = checks.axes(weight, 3)[2]
+    if 1 not in weight.stride()[1:] or weight.shape[:2] != (heads, k) or weight.dtype not in checks.STORED:
         raise ValueError(f"weight {tuple(weight.shape)} {weight.dtype} does not fit rows {tuple(rows.shape)}")
     out = MEMORY.empty(n, heads, columns)
     _native.head_linear(
@@ -94,10 +64,11 @@ def head_linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """rows [..., h] over their root mean square, times weight [h]."""
-    _same_width(rows, weight)
+    checks.is_float(rows)
     if rows.dim() != 2 or rows.stride(1) != 1:
         rows = rows.contiguous()
-    width = rows.shape[-1]
+    width = checks.axes(rows, rows.dim())[-1]
+    checks.exact(weight, width)
     out = MEMORY.empty(*rows.shape)
     n = rows.numel() // width
     stride = rows.stride(0) if rows.dim() == 2 else width
@@ -109,9 +80,9 @@ def add_norm(
     rows: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """rows + added, [n, h], and its norm."""
-    _same_width(rows, weight)
-    rows, added = _rows(rows), _rows(added)
-    n, width = rows.shape
+    n, width = checks.axes(rows, 2)
+    rows, added = checks.rows(rows), checks.rows(added, n, width)
+    checks.exact(weight, width)
     total, out = MEMORY.empty(n, width), MEMORY.empty(n, width)
     _native.norm(
         rows.data_ptr(), added.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr(),
@@ -130,31 +101,32 @@ def rope(
     epsilon: float = 0.0,
 ) -> torch.Tensor:
     """Norms each head when `norm` [d] is given, then rotates its pairs; see the reference."""
-    if rows.stride(2) != 1:
-        rows = rows.contiguous()
+    rows = checks.heads(rows)
     n, heads, width = rows.shape
-    if width > 1024 or 2 * cosine.shape[1] != width:
-        raise ValueError(f"heads of {width} numbers and {cosine.shape[1]} angles do not fit")
+    if width > 1024 or width % 2:
+        raise ValueError(f"heads of {width} numbers; allowed: an even number up to 1024")
+    angles = (len(cosine), width // 2)
     out = MEMORY.empty(n, heads, width)
     _native.rope(
-        rows.data_ptr(), rows.stride(0), rows.stride(1), _address(norm), epsilon, cosine.data_ptr(),
-        sine.data_ptr(), positions.data_ptr(), out.data_ptr(), n, heads, width, interleaved,
+        rows.data_ptr(), rows.stride(0), rows.stride(1), checks.exact(norm, width), epsilon,
+        checks.exact(cosine, *angles), checks.exact(sine, *angles),
+        checks.exact(positions, n, dtype=torch.int64), out.data_ptr(), n, heads, width, interleaved,
     )  # fmt: skip
     return out
 
 
 def gated_mlp(rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """down(silu(gate rows) * (up rows)): rows [n, h], gate and up [w, h], down [h, w] -> [n, h]."""
-    _same_width(rows, gate)
-    rows = _rows(rows)
-    n, hidden = rows.shape
-    wide = _wide(gate)
-    if _wide(up) != wide or _wide(down) != wide:
+    n, hidden = checks.axes(rows, 2)
+    rows, width = checks.rows(rows), len(gate)
+    wide = checks.wide(gate, width, hidden)
+    if checks.wide(up, width, hidden) != wide or checks.wide(down, hidden, width) != wide:
         raise TypeError("gate, up and down differ in type")
+    checks.axes(down, 2)
     out = MEMORY.empty(n, hidden)
     _native.gated_mlp(
         rows.data_ptr(), gate.data_ptr(), up.data_ptr(), down.data_ptr(), out.data_ptr(),
-        n, hidden, len(gate), wide,
+        n, hidden, width, wide,
     )  # fmt: skip
     return out
 
@@ -169,14 +141,14 @@ def gate(
     groups_kept: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Expert ids [n, k] int64, best first (of equal ones the first), and weights [n, k]."""
-    _same_width(rows, weight)
-    rows = _rows(rows)
-    if not _wide(weight):
-        raise TypeError("the weight of a gate is float32")
-    n, hidden = rows.shape
+    n, hidden = checks.axes(rows, 2)
+    rows, count = checks.rows(rows), len(weight)
+    checks.exact(weight, count, hidden)
+    if groups < 1 or count % groups or not 1 <= top_k <= count // groups * min(groups_kept, groups):
+        raise ValueError(f"{top_k} of {count} experts in {groups_kept} of {groups} groups cannot be chosen")
     ids, weights = MEMORY.empty(n, top_k, dtype=torch.int64), MEMORY.empty(n, top_k)
     _native.gate(
-        rows.data_ptr(), weight.data_ptr(), ids.data_ptr(), weights.data_ptr(), n, hidden, len(weight), top_k,
+        rows.data_ptr(), weight.data_ptr(), ids.data_ptr(), weights.data_ptr(), n, hidden, count, top_k,
         groups, groups_kept, scale, normalise,
     )  # fmt: skip
     return ids, weights
@@ -192,12 +164,14 @@ def experts(
 
     Raises KeyError for an expert that `weights` does not hold.
     """
-    hidden, ids = _rows(hidden), expert_ids.contiguous()
-    n, width = hidden.shape
-    top_k = ids.shape[1]
+    n, width = checks.axes(hidden, 2)
+    top_k = checks.axes(expert_ids, 2)[1]
+    hidden, ids = checks.rows(hidden), expert_ids.contiguous()
+    checks.exact(ids, n, top_k, dtype=torch.int64)
     out = MEMORY.empty(n, top_k, width) if out is None else MEMORY.keep(out)
+    checks.exact(out, n, top_k, width)
     table = weights.table
-    if table.hidden not in (0, width) or out.shape != (n, top_k, width) or not out.is_contiguous():
+    if table.hidden not in (0, width):
         raise ValueError(f"hidden {tuple(hidden.shape)} does not fit experts of hidden size {table.hidden}")
     absent = _native.experts(
         hidden.data_ptr(), ids.data_ptr(), *table.addresses, out.data_ptr(), n, top_k, width, table.width,
@@ -215,39 +189,32 @@ def merge(
     weights: torch.Tensor | None,
 ) -> torch.Tensor:
     """residual + dense + sum of weights * rows [n, k, h], in the order of the top-k ranks."""
-    residual, dense = _rows(residual), None if dense is None else _rows(dense)
-    n, width = residual.shape
+    n, width = checks.axes(residual, 2)
+    residual, dense = checks.rows(residual), None if dense is None else checks.rows(dense, n, width)
     top_k = 0
     if rows is not None and weights is not None:
-        rows, weights = _rows(rows), _rows(weights)
-        top_k = rows.shape[1]
+        top_k = checks.axes(rows, 3)[1]
+        rows, weights = checks.rows(rows, n, top_k, width), checks.rows(weights, n, top_k)
+    parts = [0 if part is None else part.data_ptr() for part in (dense, rows, weights)]
     out = MEMORY.empty(n, width)
-    _native.merge(
-        residual.data_ptr(),
-        _address(dense),
-        _address(rows),
-        _address(weights),
-        out.data_ptr(),
-        n,
-        top_k,
-        width,
-    )
+    _native.merge(residual.data_ptr(), *parts, out.data_ptr(), n, top_k, width)
     return out
 
 
 def embed(table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Rows token_ids [n] of a table [V, h]: [n, h] float32."""
-    n, width = token_ids.numel(), table.shape[1]
+    n, width, wide = len(token_ids), checks.axes(table, 2)[1], checks.wide(table)
+    ids = checks.exact(token_ids, n, dtype=torch.int64)
     out = MEMORY.empty(n, width)
-    _native.embed(table.data_ptr(), token_ids.data_ptr(), out.data_ptr(), n, width, _wide(table))
+    _native.embed(table.data_ptr(), ids, out.data_ptr(), n, width, wide)
     return out
 
 
 def join(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """[n, H, a] and [n, H, b] side by side: [n, H, a + b]."""
-    if left.stride(2) != 1 or right.stride(2) != 1:
-        left, right = left.contiguous(), right.contiguous()
+    left, right = checks.heads(left), checks.heads(right)
     n, heads, width = left.shape
+    checks.shape(right, n, heads, right.shape[2])
     out = MEMORY.empty(n, heads, width + right.shape[2])
     _native.join(
         left.data_ptr(), right.data_ptr(), out.data_ptr(), n, heads, width, right.shape[2],
@@ -258,12 +225,11 @@ def join(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def store(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     """Rows [n, Hkv, d] into slots [n] of a cache [blocks, block_size, Hkv, d]."""
-    rows = _rows(rows)
-    n = len(rows)
-    if rows.shape[1:] != cache.shape[2:]:
-        raise ValueError(f"rows {tuple(rows.shape)} do not fit the cache {tuple(cache.shape)}")
-    width = rows.numel() // n if n else 0
-    _native.store(rows.data_ptr(), slots.data_ptr(), cache.data_ptr(), n, width, _wide(cache))
+    _, _, heads, width = checks.axes(cache, 4)
+    n, wide = len(rows), checks.wide(cache)
+    rows = checks.rows(rows, n, heads, width)
+    places = checks.exact(slots, n, dtype=torch.int64)
+    _native.store(rows.data_ptr(), places, cache.data_ptr(), n, heads * width, wide)
 
 
 def paged_attention(
@@ -276,17 +242,23 @@ def paged_attention(
     value_width: int | None = None,
 ) -> torch.Tensor:
     """Softmax attention of each row over its own sequence, up to its own position; see the reference."""
-    query = _rows(query)
-    n, heads, key_width = query.shape
-    kv_heads = keys.shape[2]
-    wide = _wide(keys)
+    blocks, block_size, kv_heads, key_width = checks.axes(keys, 4)
+    n, heads, _ = checks.axes(query, 3)
+    query, wide = checks.rows(query, batch.batch.num_rows, heads, key_width), checks.wide(keys)
     in_keys = values is None or values.data_ptr() == keys.data_ptr()
-    if values is not None and not in_keys and _wide(values) != wide:
-        raise TypeError("keys and values differ in type")
     width = value_width if value_width is not None else (keys if values is None else values).shape[-1]
+    if heads % kv_heads or block_size != batch.block_size or (in_keys and width > key_width):
+        raise ValueError(f"query {tuple(query.shape)} and keys {tuple(keys.shape)} do not fit")
+    if (
+        values is not None
+        and not in_keys
+        and checks.wide(values, blocks, block_size, kv_heads, width) != wide
+    ):
+        raise TypeError("keys and values differ in type")
     out = MEMORY.empty(n, heads, width)
     _native.attention(
-        query.data_ptr(), keys.data_ptr(), 0 if in_keys else _address(values), *batch.addresses,
-        out.data_ptr(), n, *batch.sizes, heads, kv_heads, key_width, width, sliding_window or 0, scale, wide,
+        query.data_ptr(), keys.data_ptr(), 0 if in_keys or values is None else values.data_ptr(),
+        *batch.addresses, out.data_ptr(), n, *batch.sizes, heads, kv_heads, key_width, width,
+        sliding_window or 0, scale, wide,
     )  # fmt: skip
     return out

@@ -22,9 +22,10 @@ class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
+        made = list(_tensors((answer,)))
         looked_at = {tensor.untyped_storage().data_ptr() for tensor in _tensors(args)}
-        views = all(tensor.untyped_storage().data_ptr() in looked_at for tensor in _tensors((answer,)))
-        if not views and name not in ("empty", "new_empty"):
+        views = made and all(tensor.untyped_storage().data_ptr() in looked_at for tensor in made)
+        if (not views or function._schema.is_mutable) and name not in ("empty", "new_empty", "detach_"):
             raise RuntimeError(f"torch's {name} cannot be part of a recorded step")
         return answer
 

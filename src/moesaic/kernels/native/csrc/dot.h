@@ -92,8 +92,9 @@ struct Fetch {
 template <class T, int R>
 inline void strip(const float* const* rows, const T* weights, int64_t ld, int64_t columns, int64_t count,
                   Fetch<T> fetch, bool first, float* out, int64_t stride) {
-    // Few rows need more columns, or the multiply-adds wait for each other.
-    constexpr int C = R == 1 ? 8 : R <= 3 ? 4 : TILE_COLUMNS;
+    // Few rows need several columns, or the multiply-adds wait for each other; with more than four the lines
+    // that are read and fetched at one time push each other out of the nearest cache.
+    constexpr int C = R <= 3 ? 4 : TILE_COLUMNS;
     const T* w[C];
     int64_t column = 0;
     for (; column + C <= columns; column += C) {

@@ -83,19 +83,18 @@ void linear_of(const moesaic::Linear& job) {
     // Many rows are split too: a narrow matrix (a gate, a key projection) has few columns to share.
     int64_t bands = job.n > 4 * PANEL ? (job.n + 4 * PANEL - 1) / (4 * PANEL) : 1;
     int64_t band = (job.n + bands - 1) / bands;
-    int64_t columns = job.n < 8 ? COLUMNS / 2 : COLUMNS;
     int64_t strips = 0, products = 0;
     for (int64_t p = 0; p < job.num_parts; p++) {
-        strips += (job.parts[p].columns + columns - 1) / columns;
+        strips += (job.parts[p].columns + COLUMNS - 1) / COLUMNS;
         products += job.n * job.k * job.parts[p].columns;
     }
     parallel(strips * bands, products, [&](int64_t task, int) {
         int64_t strip = task / bands, first = task % bands * band;
         int64_t last = first + band < job.n ? first + band : job.n;
         const moesaic::Part* part = job.parts;
-        for (int64_t own; strip >= (own = (part->columns + columns - 1) / columns); part++) strip -= own;
-        int64_t begin = strip * columns;
-        int64_t some = part->columns - begin < columns ? part->columns - begin : columns;
+        for (int64_t own; strip >= (own = (part->columns + COLUMNS - 1) / COLUMNS); part++) strip -= own;
+        int64_t begin = strip * COLUMNS;
+        int64_t some = part->columns - begin < COLUMNS ? part->columns - begin : COLUMNS;
         const T* weight = static_cast<const T*>(part->weight) + begin * job.k;
         panels<T>(rows + first * width, width, last - first, [&](int64_t row, int64_t n, const float* const* x) {
             float* out = part->out + (first + row) * part->columns + begin;

@@ -3,6 +3,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <pthread.h>
+
 #include <functional>
 #include <mutex>
 
@@ -49,7 +51,7 @@ class Tape {
     std::vector<std::function<int64_t()>> jobs;
 };
 
-Tape* recorded = nullptr;  // where operations are noted while they run
+thread_local Tape* recorded = nullptr;  // where this thread's operations are noted while they run
 
 template <class Job>
 void perform(void (*operation)(const Job&), const Job& job) {
@@ -186,6 +188,9 @@ int threads() {
 
 NB_MODULE(_native, m) {
     using namespace moesaic;
+    // A child forked in the middle of another thread's operation would find the mutex taken for ever.
+    pthread_atfork([] { busy.lock(); }, [] { busy.unlock(); }, [] { busy.unlock(); });
+    nb::set_leak_warnings(false);  // a recording may outlive the interpreter's last look
     m.doc() = "CPU kernels over addresses and sizes; see ops.py for shapes";
     m.attr("ALL_HELD") = kAllHeld;
     m.def("instruction_sets", names, "what this CPU can run, fastest first");

@@ -47,31 +47,38 @@ std::vector<int> allowed_cpus() {
     return cpus;
 }
 
-void pin_this_thread(int cpu) {
+void place_this_thread(const std::vector<int>& cpus) {
 #if defined(__linux__)
     cpu_set_t set;
     CPU_ZERO(&set);
-    CPU_SET(cpu, &set);
+    for (int cpu : cpus) CPU_SET(cpu, &set);
     pthread_setaffinity_np(pthread_self(), sizeof set, &set);
 #else
-    (void)cpu;
+    (void)cpus;
 #endif
 }
 
 }  // namespace
 
 Pool::Pool(int threads, const std::vector<int>& cpus) {
-    if (!cpus.empty()) pin_this_thread(cpus[0]);
-    for (int worker = 1; worker < threads; worker++) {
-        int cpu = cpus.empty() ? -1 : cpus[size_t(worker) % cpus.size()];
-        workers_.emplace_back([this, worker, cpu] {
-            if (cpu >= 0) pin_this_thread(cpu);
-            work(worker);
-        });
+    if (!cpus.empty()) place_this_thread({cpus[0]});
+    try {
+        for (int worker = 1; worker < threads; worker++) {
+            int cpu = cpus.empty() ? -1 : cpus[size_t(worker) % cpus.size()];
+            workers_.emplace_back([this, worker, cpu] {
+                if (cpu >= 0) place_this_thread({cpu});
+                work(worker);
+            });
+        }
+    } catch (...) {  // the system has no more threads
+        stop();
+        throw;
     }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         stop_ = true;
@@ -79,6 +86,7 @@ Pool::~Pool() {
     }
     wake_.notify_all();
     for (auto& worker : workers_) worker.join();
+    workers_.clear();
 }
 
 void Pool::run(int64_t count, Task task, void* context) {
@@ -162,6 +170,7 @@ namespace {
 std::unique_ptr<Pool> the_pool;
 int wanted_threads = 0;
 bool wanted_pin = false;
+std::vector<int> given_cpus;  // of the thread that was pinned, before it was
 
 struct Memory {
     float* data = nullptr;
@@ -196,17 +205,27 @@ Pool& pool() {
         std::vector<int> cpus = allowed_cpus();
         int cores = cpus.empty() ? int(std::thread::hardware_concurrency()) : int(cpus.size());
         int threads = wanted_threads > 0 ? wanted_threads : (cores > 0 ? cores : 1);
+        if (worker_memories.size() < size_t(threads)) worker_memories.resize(size_t(threads));
+        if (wanted_pin) given_cpus = cpus;
         if (!wanted_pin) cpus.clear();
-        worker_memories.resize(size_t(threads));
         the_pool = std::make_unique<Pool>(threads, cpus);
     }
     return *the_pool;
 }
 
 void configure(int threads, bool pin) {
+    int before = wanted_threads;
+    bool pinned = wanted_pin;
     the_pool.reset();
+    if (!given_cpus.empty()) place_this_thread(given_cpus);  // new threads inherit its cores
+    given_cpus.clear();
     wanted_threads = threads, wanted_pin = pin;
-    pool();
+    try {
+        pool();
+    } catch (...) {
+        wanted_threads = before, wanted_pin = pinned;
+        throw;
+    }
 }
 
 float* scratch(Slot slot, int64_t floats) { return memories[slot].room(floats); }

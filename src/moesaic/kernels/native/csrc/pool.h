@@ -28,6 +28,7 @@ class Pool {
     void run(int64_t count, Task task, void* context);
 
    private:
+    void stop();
     void work(int worker);
     void take_tasks(int worker);
     bool arrive();

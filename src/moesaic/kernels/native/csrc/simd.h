@@ -84,9 +84,10 @@ inline void pack(const float* row, int64_t count, float* out) {
     }
 }
 
-// exp(x) to about one unit in the last place; at most x = 88, and below -87 it is exp(-87).
+// exp(x) to about one unit in the last place; at most x = 88, and below -87 it is exp(-87). NaN stays NaN:
+// of a NaN and a number, vmax and vmin give the second.
 inline Vec exponential(Vec x) {
-    x = vmin(vmax(x, set1(-87.0f)), set1(88.0f));
+    x = vmin(set1(88.0f), vmax(set1(-87.0f), x));
     Vec n = nearest(mul(x, set1(1.44269504088896341f)));
     Vec r = fma(n, set1(-0.693359375f), x);
     r = fma(n, set1(2.12194440e-4f), r);

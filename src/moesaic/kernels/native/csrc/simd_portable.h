@@ -55,7 +55,7 @@ inline float first(Vec x) { return x[0]; }
 
 inline Vec scale2(Vec x, Vec n) {  // x * 2^n
     Bits power;
-    for (int i = 0; i < 4; i++) power[i] = uint32_t(int32_t(n[i]) + 127) << 23;
+    for (int i = 0; i < 4; i++) power[i] = uint32_t(int32_t(n[i] == n[i] ? n[i] : 0) + 127) << 23;
     Vec scale;
     std::memcpy(&scale, &power, 16);
     return x * scale;

@@ -1,0 +1,63 @@
+"""What operations ask of their tensors, before an address is passed on: type, shape, density."""
+
+from __future__ import annotations
+
+import torch
+
+STORED = frozenset({torch.float32, torch.bfloat16})
+"""Types that weights and caches may be stored in. Arithmetic is float32."""
+
+
+def shape(tensor: torch.Tensor, *wanted: int) -> None:
+    """Raises ValueError for another shape."""
+    if tensor.shape != wanted:
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} does not fit: allowed is {wanted}")
+
+
+def axes(tensor: torch.Tensor, count: int) -> torch.Size:
+    """The shape. Raises ValueError for another number of axes, or if the last one has no numbers."""
+    if tensor.dim() != count or tensor.shape[-1] < 1:
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} does not fit: allowed are {count} axes")
+    return tensor.shape
+
+
+def is_float(tensor: torch.Tensor) -> None:
+    """Raises TypeError unless it is float32."""
+    if tensor.dtype is not torch.float32:
+        raise TypeError(f"rows: got {tensor.dtype}; allowed: float32")
+
+
+def rows(tensor: torch.Tensor, *wanted: int) -> torch.Tensor:
+    """float32 of a shape (of any, if none is given), made dense."""
+    is_float(tensor)
+    if wanted:
+        shape(tensor, *wanted)
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def heads(tensor: torch.Tensor) -> torch.Tensor:
+    """float32 [n, H, d] whose heads are dense; rows and heads may lie apart."""
+    is_float(tensor)
+    axes(tensor, 3)
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
+def exact(tensor: torch.Tensor | None, *wanted: int, dtype: torch.dtype = torch.float32) -> int:
+    """The address of a tensor that must be dense and of this type and shape; 0 for None."""
+    if tensor is None:
+        return 0
+    shape(tensor, *wanted)
+    if tensor.dtype is not dtype or not tensor.is_contiguous():
+        raise TypeError(f"got {tensor.dtype} with strides {tensor.stride()}; allowed: dense {dtype}")
+    return tensor.data_ptr()
+
+
+def wide(stored: torch.Tensor, *wanted: int) -> bool:
+    """Whether `stored` is float32, else bf16. Raises TypeError for another type or one that is not dense."""
+    if wanted:
+        shape(stored, *wanted)
+    if stored.dtype not in STORED:
+        raise TypeError(f"weights: got {stored.dtype}; allowed: float32, bfloat16")
+    if not stored.is_contiguous():
+        raise TypeError("a weight is not dense")
+    return stored.dtype is torch.float32
