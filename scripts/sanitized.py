@@ -1,4 +1,4 @@
-"""As sitecustomize.py beside a sanitized build: makes the installed package load that build of its extension."""
+"""As sitecustomize.py beside a sanitized build: the installed package then loads that extension."""
 
 import sys
 from pathlib import Path
