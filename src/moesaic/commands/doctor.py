@@ -87,7 +87,9 @@ def warnings(machine: Machine, choice: Choice) -> list[str]:
 def _print(machine: Machine, choice: Choice, notes: list[str]) -> None:
     console = Console(highlight=False)
     console.print(_table("This machine", _facts(machine)))
-    console.print(_table("moesaic will use", {name: str(value) for name, value in asdict(choice).items()}))
+    chosen = {name: str(value) for name, value in asdict(choice).items()}
+    chosen["threads"] += ", but 1 for a model of less than 256 MiB"
+    console.print(_table("moesaic will use", chosen))
     for note in notes:
         console.print(f"[yellow]warning[/]: {escape(note)}", soft_wrap=True)
     if not notes:

@@ -19,7 +19,11 @@ RECORDED_ROWS = 64
 
 
 class Forward:
-    """Walks the stages: operation by operation, or, for decode steps, by replaying a recorded walk."""
+    """Walks the stages: operation by operation, or, for decode steps, by replaying a recorded walk.
+
+    A recording holds the native operations of this process and nothing else: record only where the experts
+    are answered by a direct call.
+    """
 
     def __init__(
         self,
