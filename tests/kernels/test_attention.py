@@ -99,11 +99,12 @@ def test_slots_follow_the_block_tables() -> None:
 def test_decode_groups_bound_padding_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     contexts = [16] * 20 + [3000]
     batch = AttentionBatch.build(tokens([1] * 21, contexts, 16), 16)
-    assert sorted(group.blocks.shape for group in batch.decode) == [(1, 188), (20, 1)]
+    assert [group.blocks.shape for group in batch.decode] == [(20, 1)]
+    assert [(chunk.start, chunk.stop, chunk.length) for chunk in batch.chunks] == [(20, 21, 3000)]
     monkeypatch.setattr(batches, "GROUP_TOKENS", 64)
     batch = AttentionBatch.build(tokens([1] * 21, contexts, 16), 16)
-    assert max(group.blocks.numel() for group in batch.decode[:-1]) * 16 <= 64
-    assert sorted(row for group in batch.decode for row in group.rows.tolist()) == list(range(21))
+    assert max(group.blocks.numel() for group in batch.decode) * 16 <= 64
+    assert sorted(row for group in batch.decode for row in group.rows.tolist()) == list(range(20))
 
 
 def test_an_empty_step_is_no_error() -> None:

@@ -32,7 +32,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Several rows of one sequence: a piece of its prompt. They are its last tokens."""
+    """Rows of one sequence, its last tokens: a piece of its prompt, or the one row of a decode step."""
 
     start: int
     stop: int
@@ -80,16 +80,21 @@ class AttentionBatch:
 
     @cached_property
     def decode(self) -> tuple[DecodeGroup, ...]:
-        """Sequences with one row, grouped by length."""
-        single = np.flatnonzero(np.diff(self.batch.query_starts) == 1)
-        groups = _split(self.batch, single, self.block_size)
+        """Sequences with one row, grouped by length; one that shares its length with no other is a chunk."""
+        groups = (group for group in self._groups if len(group) > 1)
         return tuple(_group(self.batch, group, self.block_size, self.device) for group in groups)
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        """Sequences with several rows."""
-        several = np.flatnonzero(np.diff(self.batch.query_starts) > 1)
-        return tuple(_chunk(self.batch, int(index), self.block_size, self.device) for index in several)
+        """Sequences with several rows, and those left alone by `decode`: a chunk pads nothing."""
+        several = np.flatnonzero(np.diff(self.batch.query_starts) > 1).tolist()
+        alone = [int(group[0]) for group in self._groups if len(group) == 1]
+        return tuple(_chunk(self.batch, index, self.block_size, self.device) for index in several + alone)
+
+    @cached_property
+    def _groups(self) -> tuple[IntArray, ...]:
+        single = np.flatnonzero(np.diff(self.batch.query_starts) == 1)
+        return tuple(_split(self.batch, single, self.block_size))
 
     @cached_property
     def addresses(self) -> tuple[int, int, int]:

@@ -74,17 +74,18 @@ def _window(group: DecodeGroup, block_size: int, window: int | None) -> tuple[to
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
     """query [g, Hkv, m, dk], key [g, t, Hkv, dk], value [g, t, Hkv, dv], seen [g, m or 1, t] (the same
-    for every head): [g, Hkv, m, dv].
+    for every head; None: all of them): [g, Hkv, m, dv].
     """
     key, value = key.transpose(1, 2), value.transpose(1, 2)
-    if key.shape[1] > 1:
+    if seen is not None and key.shape[1] > 1:
         mask = seen[:, None].expand(-1, -1, query.shape[2], -1)
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     scores = torch.matmul(query, key.transpose(2, 3)).mul_(scale)
-    scores.masked_fill_(~seen[:, None], float("-inf"))
+    if seen is not None:
+        scores.masked_fill_(~seen[:, None], float("-inf"))
     return torch.matmul(scores.softmax(-1), value)
 
 
@@ -99,11 +100,16 @@ def _chunk(
 ) -> None:
     """One chunk's rows into `out`, some rows at a time so that memory stays bounded."""
     block_size = keys.shape[1]
-    begin = 0 if window is None else max(0, chunk.first - window + 1) // block_size
-    key, value = _gather(keys, values, chunk.blocks[None, begin:], out.shape[2])
-    begin *= block_size
-    key, value = key[:, : chunk.length - begin], value[:, : chunk.length - begin]
+    begin = 0 if window is None else max(0, chunk.first - window + 1)
+    skipped = begin // block_size
+    key, value = _gather(keys, values, chunk.blocks[None, skipped:], out.shape[2])
+    seen_by_first = slice(begin - skipped * block_size, chunk.length - skipped * block_size)
+    key, value = key[:, seen_by_first], value[:, seen_by_first]
     groups = query.shape[1] // keys.shape[2]
+    if chunk.stop - chunk.start == 1:
+        rows = query[chunk.start].view(1, keys.shape[2], groups, -1)
+        out[chunk.start] = _attend(rows, key, value, None, scale).flatten(0, 2)
+        return
     step = max(1, min(STEP_ROWS, SCORE_NUMBERS // (key.shape[1] * groups)))
     for start in range(chunk.start, chunk.stop, step):
         stop = min(start + step, chunk.stop)

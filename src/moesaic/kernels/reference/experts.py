@@ -38,10 +38,13 @@ def experts(
 def _one_token(
     weights: ExpertWeights, hidden: torch.Tensor, expert_ids: torch.Tensor, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """One token needs no grouping, which took a fifteenth of its time."""
+    """One token needs no grouping, and every operation less counts: it took a fifteenth of its time."""
     rows = hidden.new_empty(1, expert_ids.shape[1], hidden.shape[1]) if out is None else out
     for rank, expert in enumerate(expert_ids[0].tolist()):
-        rows[:, rank] = gated_mlp(hidden, *weights.of(expert))
+        gate, up, down = weights.of(expert)
+        row = hidden.to(gate.dtype)
+        wide = functional.silu(functional.linear(row, gate), inplace=True)
+        rows[:, rank] = functional.linear(wide.mul_(functional.linear(row, up)), down)
     return rows
 
 
