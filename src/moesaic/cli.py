@@ -23,6 +23,7 @@ from moesaic.bench.options import ServeBench, ThroughputBench
 from moesaic.commands.usage import one_line
 from moesaic.config import (
     CacheConfig,
+    ClusterConfig,
     ModelConfig,
     SchedulerConfig,
     ServerConfig,
@@ -69,6 +70,7 @@ def serve(
     *,
     cache: Annotated[CacheConfig, FLAT] = CacheConfig(),
     scheduler: Annotated[SchedulerConfig, FLAT] = SchedulerConfig(),
+    cluster: Annotated[ClusterConfig, FLAT] = ClusterConfig(),
     server: Annotated[ServerConfig, FLAT] = ServerConfig(),
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
@@ -78,7 +80,8 @@ def serve(
     """
     from moesaic.commands import serve as command
 
-    return command.run(WorkerConfig(model, cache, scheduler), resolve_server(server), output.json)
+    worker = WorkerConfig(model, cache, scheduler)
+    return command.run(worker, cluster, resolve_server(server), output.json)
 
 
 @app.command

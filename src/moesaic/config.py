@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from moesaic.core.errors import ConfigError
+from moesaic.core.experts import ExpertLayout
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -93,6 +94,10 @@ class WorkerConfig:
     model: ModelConfig
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    remote_experts: bool = False
+    """The routed experts are on servers that the supervisor names; else they are computed here."""
+    own_server: int | None = None
+    """The expert server of this worker's own rank, asked first."""
 
     def __post_init__(self) -> None:
         _one_of("--device", self.model.device, get_args(Device))
@@ -124,7 +129,72 @@ class WorkerConfig:
             model=ModelConfig(**parts["model"]),
             cache=CacheConfig(**parts["cache"]),
             scheduler=SchedulerConfig(**parts["scheduler"]),
+            remote_experts=parts["remote_experts"],
+            own_server=parts["own_server"],
         )
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Which processes serve, and who holds which experts."""
+
+    attention_workers: int = 1
+    """Processes that compute everything but the routed experts, each with its own KV cache."""
+    expert_servers: int = 0
+    """Processes that hold the routed experts; 0: each attention worker computes them itself."""
+    redundant_experts: int = 0
+    """Expert copies of each layer beyond one of each."""
+    min_replicas: int = 1
+    """Servers that hold each expert, at least; with 2 no request waits when a server dies."""
+    placement: str | None = None
+    """File that says which server holds which experts; None: the same number each, by measured load later."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether there is more than one worker that does everything."""
+        return self.attention_workers > 1 or self.expert_servers > 0
+
+    def __post_init__(self) -> None:
+        _at_least("--attention-workers", self.attention_workers, 1)
+        _at_least("--expert-servers", self.expert_servers, 0)
+        _at_least("--redundant-experts", self.redundant_experts, 0)
+        _at_least("--min-replicas", self.min_replicas, 1)
+        if self.expert_servers == 0:
+            for name in ("redundant_experts", "min_replicas", "placement"):
+                if getattr(self, name) != getattr(ClusterConfig, name):
+                    flag = "--" + name.replace("_", "-")
+                    raise ConfigError.field("--expert-servers", 0, f"at least 1 with {flag}")
+        elif self.min_replicas > self.expert_servers:
+            raise ConfigError.field(
+                "--min-replicas", self.min_replicas, f"at most --expert-servers, {self.expert_servers}"
+            )
+
+
+@dataclass(frozen=True)
+class ExpertServerConfig:
+    """All that an expert server's process needs to know."""
+
+    model: str
+    """A directory."""
+    layout: ExpertLayout
+    address: str
+    """Where to listen: unix:PATH or tcp:HOST:PORT (0: any free port)."""
+    kernels: KernelName = "auto"
+    device: str = "cpu"
+    threads: int = 1
+    pin_threads: bool = False
+
+    def to_json(self) -> str:
+        """For the command line of its process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ExpertServerConfig:
+        """The inverse of `to_json`."""
+        parts = json.loads(text)
+        layout = parts.pop("layout")
+        prefixes = {int(layer): prefix for layer, prefix in layout.pop("prefixes").items()}
+        return cls(layout=ExpertLayout(prefixes=prefixes, **layout), **parts)
 
 
 @dataclass(frozen=True)

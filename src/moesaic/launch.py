@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moesaic.cluster.local import WorkerProcess, spawn_worker
-from moesaic.config import WorkerConfig
+from moesaic.cluster.local import spawn_worker
+from moesaic.cluster.router import Router
+from moesaic.cluster.supervisor import Supervisor
+from moesaic.config import ClusterConfig, WorkerConfig
 from moesaic.engine import Engine
 from moesaic.models import files
 from moesaic.tokenizer import Tokenizer
+from moesaic.transport.base import Connection
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A worker that is loading, and the engine in front of it."""
+    """Workers that are loading, and the engine in front of them."""
 
     engine: Engine
-    worker: WorkerProcess
+    connection: Connection
+    """To the worker, or to all of them."""
+    how_it_ended: Callable[[], str]
+    """For a person, once the connection is lost."""
+    supervisor: Supervisor | None
+    """Of several processes; None: there is one worker that does everything."""
     default_sampling: dict[str, Any]
     """The checkpoint's own, by the names of SamplingParams."""
 
@@ -30,12 +38,13 @@ class Launched:
 @contextmanager
 def launch(
     config: WorkerConfig,
+    cluster: ClusterConfig | None = None,
     *,
     chat_template: Path | None = None,
     max_waiting: int | None = None,
     seed: int | None = None,
 ) -> Iterator[Launched]:
-    """Start `config`'s worker; it ends with the block.
+    """Start `config`'s worker, or the processes of `cluster`; they end with the block.
 
     chat_template, max_waiting: see Tokenizer and Engine. seed: of the seeds that requests get, None for
     another one each time. Raises ConfigError for what shows before the weights are read.
@@ -43,17 +52,26 @@ def launch(
     path = files.resolve(config.model.model, config.model.revision)
     defaults = files.generation_defaults(path)
     tokenizer = Tokenizer(path, chat_template)
-    here = replace(config.model, model=str(path), revision=None)
-    worker = spawn_worker(replace(config, model=here))
-    try:
+    here = replace(config, model=replace(config.model, model=str(path), revision=None))
+    with ExitStack() as stack:
+        supervisor: Supervisor | None = None
+        if cluster is None or not cluster.apart:
+            worker = spawn_worker(here)
+            stack.callback(worker.stop)
+            connection: Connection = worker.connection
+            how_it_ended = worker.how_it_ended
+        else:
+            connection = router = Router()
+            supervisor = Supervisor(here, cluster, router, time.monotonic)
+            stack.callback(supervisor.stop)
+            how_it_ended = supervisor.how_it_ended
+            supervisor.start()
         engine = Engine(
-            worker.connection,
+            connection,
             tokenizer,
             clock=time.monotonic,
             rng=random.Random(seed),
             eos_token_ids=defaults.eos_token_ids,
             max_waiting=max_waiting,
         )
-        yield Launched(engine, worker, defaults.sampling)
-    finally:
-        worker.stop()
+        yield Launched(engine, connection, how_it_ended, supervisor, defaults.sampling)

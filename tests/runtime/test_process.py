@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.cluster.local import WorkerProcess, spawn_worker
+from moesaic.cluster.local import ChildProcess, spawn_worker
 from moesaic.config import CacheConfig, ModelConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
@@ -23,7 +23,7 @@ from moesaic.transport.stream import StreamConnection, stream_pair
 DEMO = WorkerConfig(ModelConfig("demo", threads=1))
 
 
-def until(worker: WorkerProcess, kind: type[messages.Message]) -> messages.Message:
+def until(worker: ChildProcess, kind: type[messages.Message]) -> messages.Message:
     """The next message of `kind`; what comes before it is dropped."""
     while True:
         message = worker.connection.receive(60.0)
@@ -33,7 +33,7 @@ def until(worker: WorkerProcess, kind: type[messages.Message]) -> messages.Messa
 
 
 @pytest.fixture
-def worker() -> Iterator[WorkerProcess]:
+def worker() -> Iterator[ChildProcess]:
     started = spawn_worker(DEMO)
     yield started
     started.stop()
@@ -44,7 +44,7 @@ def long_request(request_id: int) -> messages.Submit:
     return messages.Submit([Request(request_id, [5, 6, 7], params)])
 
 
-def test_a_worker_serves_cancels_and_shuts_down(worker: WorkerProcess) -> None:
+def test_a_worker_serves_cancels_and_shuts_down(worker: ChildProcess) -> None:
     ready = until(worker, messages.Ready)
     assert isinstance(ready, messages.Ready) and ready.info.model_type == "qwen3_moe"
     params = SamplingParams(temperature=0.0, max_tokens=4, seed=0, ignore_eos=True)
@@ -68,7 +68,7 @@ def test_a_worker_serves_cancels_and_shuts_down(worker: WorkerProcess) -> None:
     assert worker.process.wait(20) == 0
 
 
-def test_a_killed_worker_is_noticed_at_once(worker: WorkerProcess) -> None:
+def test_a_killed_worker_is_noticed_at_once(worker: ChildProcess) -> None:
     until(worker, messages.Ready)
     worker.connection.send(long_request(0))
     until(worker, messages.Tokens)
@@ -97,7 +97,7 @@ from moesaic.runtime.forward import Forward
 def broken(*arguments):
     raise RuntimeError("no memory left\\nby far")
 
-Forward.__call__ = broken
+Forward.begin = broken
 raise SystemExit(main())
 """
 
@@ -110,7 +110,7 @@ def test_a_bug_in_a_step_reaches_the_log_and_the_engine() -> None:
             [*command, "--config", DEMO.to_json()], pass_fds=[theirs.fileno()], stderr=log
         )
         theirs.close()
-        worker = WorkerProcess(process, StreamConnection(ours))
+        worker = ChildProcess(process, StreamConnection(ours))
         until(worker, messages.Ready)
         worker.connection.send(long_request(0))
         failed = until(worker, messages.Failed)

@@ -12,7 +12,8 @@ import pytest
 
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
-from moesaic.core.metrics import BlockStats, WorkerStats
+from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
+from moesaic.core.metrics import BlockStats, ExpertServerStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, SamplingParams, TokenLogprob
 from moesaic.transport.base import Connection
 from moesaic.transport.local import local_pair
@@ -34,7 +35,14 @@ LOGPROB = TokenLogprob(11, -0.5, [(11, -0.5)])
 EVERY_MESSAGE: list[messages.Message] = [
     messages.Submit([REQUEST]),
     messages.Cancel([1, 2**40]),
+    messages.Submit([REQUEST, REQUEST], [[4, 5], []]),
     messages.Shutdown(),
+    messages.Serving(Directory(3, [ServerEntry(0, 2, "unix:/a")], {0: {1: [5, 6]}}), b"\0secret"),
+    messages.Layout(ExpertLayout({1: "a.1"}, "g", "u", "d", 8, 4, 16, 2, "bfloat16")),
+    messages.Alive(),
+    messages.Hold(2, {1: [0, 3]}, b"secret"),
+    messages.Holds(2, "tcp:127.0.0.1:80", "native"),
+    messages.ServerReport(ExpertServerStats(clients=1), [[1, 2]]),
     messages.Loading(3, 10),
     messages.Ready(INFO),
     messages.Admitted([7], [0.25], [16]),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from moesaic import __version__
-from moesaic.cluster.local import WorkerProcess
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError, EngineDeadError
 from moesaic.core.messages import WorkerInfo
@@ -42,13 +41,13 @@ async def serving(
     seed: of the seeds that requests get.
     """
     with launch(config, chat_template=chat_template, seed=seed) as launched:
-        engine = AsyncEngine(launched.engine, launched.worker.connection)
+        engine = AsyncEngine(launched.engine, launched.connection)
         service = Service(engine, model_name, launched.default_sampling, __version__)
         engine.start()
-        yield Served(create_app(service, max_body_bytes=2**62), await _loaded(engine, launched.worker))
+        yield Served(create_app(service, max_body_bytes=2**62), await _loaded(engine, launched.how_it_ended))
 
 
-async def _loaded(engine: AsyncEngine, worker: WorkerProcess) -> WorkerInfo:
+async def _loaded(engine: AsyncEngine, how_it_ended: Callable[[], str]) -> WorkerInfo:
     """What was loaded; ConfigError when a setting or the checkpoint is to blame."""
     try:
         await engine.wait_ready()
@@ -57,5 +56,5 @@ async def _loaded(engine: AsyncEngine, worker: WorkerProcess) -> WorkerInfo:
             raise ConfigError(engine.failure.error) from error
         if engine.failure is not None:
             raise EngineDeadError(engine.failure.error) from error
-        raise EngineDeadError(worker.how_it_ended()) from error
+        raise EngineDeadError(how_it_ended()) from error
     return engine.require_serving()

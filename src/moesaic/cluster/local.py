@@ -6,16 +6,18 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from moesaic.config import WorkerConfig, worker_environment
+from moesaic.config import ExpertServerConfig, WorkerConfig, worker_environment
 from moesaic.transport.stream import StreamConnection, stream_pair
 
 
 @dataclass
-class WorkerProcess:
-    """A running attention worker and the connection to it."""
+class ChildProcess:
+    """A running attention worker or expert server, and the connection to it."""
 
     process: subprocess.Popen[bytes]
     connection: StreamConnection
+    name: str = "worker process"
+    """For a person."""
 
     @property
     def pid(self) -> int:
@@ -26,9 +28,9 @@ class WorkerProcess:
         try:
             code = self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
-            return f"worker process {self.pid} closed its connection but still runs"
+            return f"{self.name} {self.pid} closed its connection but still runs"
         how = f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        return f"worker process {self.pid} {how}"
+        return f"{self.name} {self.pid} {how}"
 
     def stop(self, timeout: float = 5.0) -> None:
         """Close the connection, which ends the process; kill it when that takes too long."""
@@ -40,12 +42,20 @@ class WorkerProcess:
             self.process.wait()
 
 
-def spawn_worker(config: WorkerConfig) -> WorkerProcess:
+def spawn_worker(config: WorkerConfig) -> ChildProcess:
     """Start an attention worker. It loads in the background and says Ready on the connection."""
+    return _spawn("moesaic.runtime", config.to_json(), "worker process")
+
+
+def spawn_server(config: ExpertServerConfig) -> ChildProcess:
+    """Start an expert server. It waits for its first Hold, loads, and says Holds on the connection."""
+    return _spawn("moesaic.experts", config.to_json(), "expert server")
+
+
+def _spawn(module: str, config: str, name: str) -> ChildProcess:
     ours, theirs = stream_pair()
     with theirs:
-        command = [sys.executable, "-m", "moesaic.runtime"]
-        command += ["--connection-fd", str(theirs.fileno()), "--config", config.to_json()]
+        command = [sys.executable, "-m", module, "--connection-fd", str(theirs.fileno()), "--config", config]
         # A process group of its own: Ctrl-C is for the engine, which drains and then ends its worker.
         process = subprocess.Popen(
             command,
@@ -54,4 +64,4 @@ def spawn_worker(config: WorkerConfig) -> WorkerProcess:
             env=worker_environment(),
             process_group=0,
         )
-    return WorkerProcess(process, StreamConnection(ours))
+    return ChildProcess(process, StreamConnection(ours), name)

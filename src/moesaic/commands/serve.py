@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moesaic import __version__
 from moesaic.commands.announce import Announcer
-from moesaic.config import ServerConfig, WorkerConfig
+from moesaic.config import ClusterConfig, ServerConfig, WorkerConfig
 from moesaic.core.errors import EngineDeadError
 from moesaic.core.messages import Message
 from moesaic.launch import launch
@@ -44,23 +44,23 @@ class Observed:
         self._connection.close()
 
 
-def run(config: WorkerConfig, server: ServerConfig, as_json: bool) -> int:
+def run(config: WorkerConfig, cluster: ClusterConfig, server: ServerConfig, as_json: bool) -> int:
     """Serve until a signal or the worker's death ends it. Returns the exit code."""
     name = server.served_model_name or config.model.model
     template = Path(server.chat_template) if server.chat_template else None
     with closing(bind(server.host, server.port)) as listener:
         host, port = listener.getsockname()[:2]
         with (
-            launch(config, chat_template=template, max_waiting=server.max_queue) as launched,
+            launch(config, cluster, chat_template=template, max_waiting=server.max_queue) as launched,
             Announcer(name, host, port, as_json) as announcer,
         ):
-            connection = Observed(launched.worker.connection, announcer.observe)
-            engine = AsyncEngine(launched.engine, connection, obituary=launched.worker.how_it_ended)
+            connection = Observed(launched.connection, announcer.observe)
+            engine = AsyncEngine(launched.engine, connection, obituary=launched.how_it_ended)
             service = Service(engine, name, launched.default_sampling, __version__)
             app = create_app(service, api_key=server.api_key)
             level = "info" if server.access_log else "warning"
             try:
                 return serve(app, engine, listener, log_level=level, access_log=server.access_log)
             except EngineDeadError as error:
-                ended = launched.worker.how_it_ended()
+                ended = launched.how_it_ended()
                 raise EngineDeadError(f"{ended}, and the server with it ({error})") from error

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moesaic.core.metrics import WorkerStats
+from moesaic.core.experts import Directory, ExpertLayout
+from moesaic.core.metrics import ExpertServerStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, TokenLogprob
 
 # ---- engine -> worker
@@ -19,6 +20,8 @@ class Submit:
     """New requests, in order of arrival."""
 
     requests: list[Request]
+    generated: list[list[int]] = field(default_factory=list)
+    """Tokens that each got from a worker that died; empty when none did."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,14 @@ class Cancel:
 @dataclass(frozen=True)
 class Shutdown:
     """Stop now. Draining is the engine's business: it stops sending and waits."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Who serves the routed experts from now on, and the cluster's secret that they ask for."""
+
+    directory: Directory
+    secret: bytes
 
 
 # ---- worker -> engine
@@ -129,6 +140,51 @@ class Failed:
     """True when a setting or the checkpoint is to blame, not moesaic."""
 
 
-ToWorker = Submit | Cancel | Shutdown
-ToEngine = Loading | Ready | Admitted | Tokens | PromptLogprobs | Stats | Failed
-Message = ToWorker | ToEngine
+@dataclass(frozen=True)
+class Layout:
+    """A worker's first word when its experts are elsewhere: where in the checkpoint they lie."""
+
+    layout: ExpertLayout
+
+
+@dataclass(frozen=True)
+class Alive:
+    """Sent several times a second from outside the computing loop. Silence means a frozen process."""
+
+
+# ---- supervisor <-> expert server
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Hold exactly these experts, layer -> ids. The first one carries the cluster's secret."""
+
+    version: int
+    """Of the placement that this is for."""
+    experts: dict[int, list[int]]
+    secret: bytes = b""
+
+
+@dataclass(frozen=True)
+class Holds:
+    """The server's answer: the experts of that version are in its memory, clients can ask for them."""
+
+    version: int
+    address: str
+    kernels: str
+
+
+@dataclass(frozen=True)
+class ServerReport:
+    """What an expert server did so far; a sign of life as well."""
+
+    stats: ExpertServerStats
+    load: list[list[int]]
+    """Pairs of each layer and expert so far; empty when nothing changed."""
+
+
+ToWorker = Submit | Cancel | Shutdown | Serving
+ToEngine = Loading | Ready | Admitted | Tokens | PromptLogprobs | Stats | Failed | Layout | Alive
+ToServer = Hold
+FromServer = Holds | ServerReport
+Message = ToWorker | ToEngine | ToServer | FromServer

@@ -23,6 +23,37 @@ class BlockStats:
 
 
 @dataclass(frozen=True)
+class ExpertStats:
+    """An attention worker's dealings with expert servers."""
+
+    calls: int = 0
+    pairs: int = 0
+    """(row, expert) pairs sent so far, those sent again included."""
+    resent_pairs: int = 0
+    failovers: int = 0
+    """Servers that were lost or given up with rows outstanding."""
+    false_failovers: int = 0
+    """Of those, servers that had not died."""
+    waiting_seconds: float = 0.0
+    """Time with nothing to do but wait for experts."""
+
+
+@dataclass(frozen=True)
+class ExpertServerStats:
+    """One expert server."""
+
+    clients: int = 0
+    waiting_pairs: int = 0
+    """(row, expert) pairs that came in and were not computed yet."""
+    pairs: int = 0
+    """Pairs computed so far."""
+    runs: int = 0
+    expert_runs: int = 0
+    """Experts whose weights were read so far, once for each run they were in."""
+    busy_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class WorkerStats:
     """One attention worker."""
 
@@ -37,3 +68,4 @@ class WorkerStats:
     step_seconds: float = 0.0
     """Time spent in steps so far."""
     blocks: BlockStats = BlockStats()
+    experts: ExpertStats = ExpertStats()

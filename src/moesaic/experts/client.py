@@ -17,6 +17,8 @@ from typing import Protocol
 
 import torch
 
+from moesaic.core.experts import Directory
+from moesaic.core.metrics import ExpertStats
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 
@@ -36,11 +38,27 @@ class RoutedExperts(Protocol):
         ...
 
     def poll(self, ticket: Ticket) -> torch.Tensor | None:
-        """rows [n, k, h] float32, unweighted, once; None while they are not all there.
-
-        They hold until the next submission to this client.
-        """
+        """rows [n, k, h] float32, unweighted, that hold until `release`; None while some are missing."""
         ...
+
+    def release(self, ticket: Ticket) -> None:
+        """The rows of this ticket were used: their memory may hold others."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """True while some ticket's rows are not all there."""
+        ...
+
+    def update(self, directory: Directory, secret: bytes) -> None:
+        """Who serves the experts from now on."""
+        ...
+
+    def wait(self, timeout: float | None, bell: int) -> None:
+        """Sleep until rows come in or the file descriptor `bell` is readable, at most `timeout` seconds."""
+        ...
+
+    def stats(self) -> ExpertStats: ...
 
 
 class DirectExperts:
@@ -63,11 +81,23 @@ class DirectExperts:
         return ticket
 
     def poll(self, ticket: Ticket) -> torch.Tensor | None:
-        if self._answer is None or self._answer[0] != ticket:
-            return None
-        rows = self._answer[1]
+        return self._answer[1] if self._answer is not None and self._answer[0] == ticket else None
+
+    def release(self, ticket: Ticket) -> None:
         self._answer = None
-        return rows
+
+    @property
+    def busy(self) -> bool:
+        return False
+
+    def update(self, directory: Directory, secret: bytes) -> None:
+        """Nobody else is asked."""
+
+    def wait(self, timeout: float | None, bell: int) -> None:
+        """Every answer is there at once."""
+
+    def stats(self) -> ExpertStats:
+        return ExpertStats()
 
     def _room(self, hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         """[n, k, h], over the answer before."""

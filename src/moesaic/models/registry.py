@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from moesaic.core.errors import CheckpointError, ConfigError
+from moesaic.core.experts import ExpertLayout
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models import deepseek_v2, mixtral, qwen3_moe
@@ -87,6 +88,31 @@ def load(
     )
     checkpoint.refuse_unread(file.UNUSED)
     return model
+
+
+def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str = "auto") -> ExpertLayout:
+    """Where the routed experts of the model in a directory lie, for servers that know no model.
+
+    Raises CheckpointError for a model without any.
+    """
+    file, config = _parse(path)
+    spec: ModelSpec = config.spec
+    if not spec.moe_layers:
+        raise CheckpointError(f"{path}: this model has no routed experts to serve apart")
+    stored = _dtype(dtype, device, Checkpoint(path), kernels)
+    names = {layer: file.expert_names(config, layer) for layer in spec.moe_layers}
+    one = names[spec.moe_layers[0]]
+    return ExpertLayout(
+        prefixes={layer: each.prefix for layer, each in names.items()},
+        gate=one.gate,
+        up=one.up,
+        down=one.down,
+        hidden=one.hidden,
+        width=one.width,
+        num_experts=one.num_experts,
+        top_k=spec.top_k,
+        dtype=str(stored).removeprefix("torch."),
+    )
 
 
 def load_experts(

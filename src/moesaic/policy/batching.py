@@ -22,6 +22,7 @@ each running request that may still grow, a block's worth of tokens before anybo
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moesaic.core.errors import ConfigError, RequestError
@@ -89,8 +90,11 @@ class Batching:
         """In order of arrival, all later than `running`."""
         self.preemptions = 0
 
-    def add(self, request: Request, now: float) -> None:
-        """Queue a request. It must be later than all before; the engine checked its length."""
+    def add(self, request: Request, now: float, generated: Iterable[int] = ()) -> None:
+        """Queue a request. It must be later than all before; the engine checked its length.
+
+        generated: what it got from a worker that died: computed again, like a preempted request's.
+        """
         if request.request_id in self.running or request.request_id in self.waiting:
             raise ValueError(f"request {request.request_id} arrived twice")
         if not 0 < len(request.prompt_token_ids) < self.limits.max_model_len:
@@ -99,7 +103,10 @@ class Batching:
                 f"allowed: 1 to {self.limits.max_model_len - 1}",
                 "prompt",
             )
-        self.waiting[request.request_id] = Sequence(request, self.limits.max_model_len, now)
+        sequence = Sequence(request, self.limits.max_model_len, now)
+        for token in generated:
+            sequence.append(token)
+        self.waiting[request.request_id] = sequence
 
     def remove(self, request_id: int) -> Sequence | None:
         """Take a request out of the queues for ever. Its blocks stay held: see `free`."""

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 import traceback
 
@@ -14,7 +15,10 @@ from moesaic.config import WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.runtime.load import build_worker
+from moesaic.transport.bell import Bell
 from moesaic.transport.stream import StreamConnection
+
+ALIVE_SECONDS = 0.2
 
 
 def main() -> int:
@@ -26,10 +30,12 @@ def main() -> int:
     # A service manager may signal every process it started; the engine drains and then ends this one.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    bell = Bell()
+    sock = socket.socket(fileno=arguments.connection_fd)
     # When the engine dies, so does its worker, at once, also in the middle of a step.
-    connection = StreamConnection(socket.socket(fileno=arguments.connection_fd), on_lost=lambda: os._exit(0))
+    connection = StreamConnection(sock, on_lost=lambda: os._exit(0), on_message=bell.ring)
     try:
-        return _serve(connection, WorkerConfig.from_json(arguments.config))
+        return _serve(connection, WorkerConfig.from_json(arguments.config), bell)
     except ConnectionLost:
         return 0
     except Exception as error:
@@ -41,7 +47,7 @@ def main() -> int:
         raise SystemExit(1) from error
 
 
-def _serve(connection: StreamConnection, config: WorkerConfig) -> int:
+def _serve(connection: StreamConnection, config: WorkerConfig, bell: Bell) -> int:
     last = 0.0
 
     def progress(done: int, total: int) -> None:
@@ -52,13 +58,22 @@ def _serve(connection: StreamConnection, config: WorkerConfig) -> int:
             connection.send(messages.Loading(done, total))
 
     try:
-        worker, info = build_worker(config, connection, time.monotonic, progress)
+        worker, info = build_worker(config, connection, time.monotonic, progress, bell=bell)
     except MoesaicError as error:
         connection.send(messages.Failed(str(error), user_error=True))
         return 2
     connection.send(messages.Ready(info))
+    if config.remote_experts:
+        threading.Thread(target=_live, args=(connection,), name="alive", daemon=True).start()
     worker.run()
     return 0
+
+
+def _live(connection: StreamConnection) -> None:
+    """Signs of life from a thread of its own: a step may take long."""
+    while True:
+        connection.send(messages.Alive())
+        time.sleep(ALIVE_SECONDS)
 
 
 if __name__ == "__main__":

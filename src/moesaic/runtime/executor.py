@@ -9,7 +9,7 @@ from moesaic.core import messages
 from moesaic.core.request import TokenLogprob
 from moesaic.models.model import Model
 from moesaic.policy.brain.actions import Action, Admit, Emit, Release, RunStep, StepDone, StepPlan
-from moesaic.runtime.forward import Forward
+from moesaic.runtime.forward import Forward, Walk
 from moesaic.runtime.sampler import Sampler, token_logprobs
 from moesaic.transport.base import Connection
 
@@ -32,22 +32,46 @@ class Executor:
         self._device = device
         self._connection = connection
         self._sampler = Sampler(model.spec.vocab_size)
+        self._walks: dict[int, tuple[StepPlan, Walk]] = {}
+        """Steps under way."""
         self._logprobs: list[TokenLogprob | None] = []
         """Of the last step, one per sampled sequence; empty when nobody asked."""
 
-    def execute(self, action: Action) -> StepDone | None:
-        """Carry out one action. RunStep returns the event that it ends in."""
+    def execute(self, action: Action) -> None:
+        """Carry out one action. What RunStep begins goes on in `progress`."""
         match action:
             case Admit():
                 self._admit(action)
             case RunStep():
-                return self._run(action.plan)
+                with torch.inference_mode():
+                    self._walks[action.plan.step] = action.plan, self._forward.begin(action.plan.batch)
             case Emit():
                 self._emit(action)
             case Release():
                 for request_id in action.request_ids:
                     self._sampler.release(request_id)
-        return None
+
+    def progress(self) -> list[StepDone]:
+        """Go on with every step under way as far as the experts have answered; the steps that ended."""
+        done = []
+        for step, (plan, walk) in list(self._walks.items()):
+            with torch.inference_mode():
+                hidden = walk.advance()
+                if hidden is not None:
+                    done.append(self._finish(plan, hidden))
+                    del self._walks[step]
+        return done
+
+    def abandon(self) -> list[int]:
+        """Give up the steps under way, after an error. Returns their numbers."""
+        steps = list(self._walks)
+        self._walks.clear()
+        return steps
+
+    @property
+    def busy(self) -> bool:
+        """True while a step is under way."""
+        return bool(self._walks)
 
     def _admit(self, action: Admit) -> None:
         for request, generated in zip(action.requests, action.generated, strict=True):
@@ -62,17 +86,14 @@ class Executor:
                 )
             )
 
-    def _run(self, plan: StepPlan) -> StepDone:
-        batch = plan.batch
-        with torch.inference_mode():
-            hidden = self._forward(batch)
-            for sequence in plan.scored:
-                self._score(plan, int(sequence), hidden)
-            tokens = np.zeros(0, dtype=np.int64)
-            self._logprobs = []
-            if len(plan.sampled):
-                logits = self._model.logits(self._sampled_rows(plan, hidden))
-                tokens, self._logprobs = self._sampler.sample(plan.request_ids[plan.sampled], logits)
+    def _finish(self, plan: StepPlan, hidden: torch.Tensor) -> StepDone:
+        for sequence in plan.scored:
+            self._score(plan, int(sequence), hidden)
+        tokens = np.zeros(0, dtype=np.int64)
+        self._logprobs = []
+        if len(plan.sampled):
+            logits = self._model.logits(self._sampled_rows(plan, hidden))
+            tokens, self._logprobs = self._sampler.sample(plan.request_ids[plan.sampled], logits)
         return StepDone(plan.step, tokens)
 
     def _sampled_rows(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:

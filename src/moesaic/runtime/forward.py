@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from moesaic.core.tokens import TokenBatch
-from moesaic.experts.client import RoutedExperts
+from moesaic.experts.client import RoutedExperts, Ticket
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Recorder, Recording
 from moesaic.kvcache.paged import PagedKV
 from moesaic.models.model import Model
 
+Stages = Generator[Ticket, torch.Tensor, torch.Tensor]
+"""Yields the ticket it waits for, is sent the answer, returns hidden states."""
 RECORDED_ROWS = 64
 """Decode steps of more rows are not recorded: Python's share of their time is small."""
 
@@ -45,24 +48,23 @@ class Forward:
         self._recorder: Recorder | None = None if make is None else make()
         self._decodes: dict[int, _Decode] = {}
 
-    def __call__(self, batch: TokenBatch) -> torch.Tensor:
-        """Hidden states [m, h] of the batch's logit_rows after the last block, before the final norm.
-
-        Writes the keys and values of all rows into the cache. The result holds until the next call.
-        """
+    def begin(self, batch: TokenBatch) -> Walk:
+        """Start a step. `Walk.advance` goes on with it whenever the experts have answered."""
         rows = batch.num_rows
         decode = rows == batch.num_sequences == len(batch.logit_rows)
         if self._recorder is not None and decode and rows <= RECORDED_ROWS:
-            return self._replay(batch, self._recorder)
+            return Walk(self._experts, _done(self._replay(batch, self._recorder)))
+        return Walk(self._experts, self._last_rows(batch))
+
+    def _last_rows(self, batch: TokenBatch) -> Stages:
         attention = AttentionBatch.build(batch, self._block_size, self._device)
         positions = torch.from_numpy(batch.positions).to(self._device)
-        hidden = self._walk(torch.from_numpy(batch.token_ids).to(self._device), positions, attention)
+        token_ids = torch.from_numpy(batch.token_ids).to(self._device)
+        hidden = yield from self._walk(token_ids, positions, attention)
         return hidden[torch.from_numpy(batch.logit_rows).to(self._device)]
 
-    def _walk(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch
-    ) -> torch.Tensor:
-        """Hidden states [n, h] of all rows."""
+    def _walk(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch) -> Stages:
+        """Every stage of every block. Yields where it needs an answer; returns hidden states [n, h]."""
         hidden = self._model.embed(token_ids)
         for layer, block in enumerate(self._model.blocks):
             rows = block.pre_attention(hidden, positions)
@@ -76,10 +78,9 @@ class Forward:
                 continue
             ticket = self._experts.submit(layer, gated.normed, gated.expert_ids)
             dense = block.dense(gated.normed)
-            answer = self._experts.poll(ticket)
-            while answer is None:
-                answer = self._experts.poll(ticket)
+            answer = yield ticket
             hidden = block.merge(gated, dense, answer)
+            self._experts.release(ticket)
         return hidden
 
     def _replay(self, batch: TokenBatch, recorder: Recorder) -> torch.Tensor:
@@ -91,9 +92,46 @@ class Forward:
         attention = AttentionBatch.of_decode(batch, self._block_size, self._width)
         inputs = attention.batch
         token_ids, positions = torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions)
-        recording = recorder(lambda: self._walk(token_ids, positions, attention))
+        walk = Walk(self._experts, self._walk(token_ids, positions, attention))
+        recording = recorder(walk.finish)
         self._decodes[batch.num_rows] = _Decode(attention, recording)
         return recording.result
+
+
+class Walk:
+    """A step under way: suspended where it waits for experts, so that another may run meanwhile."""
+
+    def __init__(self, experts: RoutedExperts, stages: Stages) -> None:
+        self._experts = experts
+        self._stages = stages
+        self._ticket: Ticket | None = None
+
+    def advance(self) -> torch.Tensor | None:
+        """Go on as far as answers are there. Returns hidden states [m, h] of the batch's logit_rows after the
+        last block, before the final norm, once; None: it waits for experts. The keys and values of all rows
+        are in the cache then, and the result holds until the next step."""
+        try:
+            if self._ticket is None:
+                self._ticket = next(self._stages)
+            while (answer := self._experts.poll(self._ticket)) is not None:
+                self._ticket = self._stages.send(answer)
+        except StopIteration as end:
+            hidden: torch.Tensor = end.value
+            return hidden
+        return None
+
+    def finish(self) -> torch.Tensor:
+        """`advance` to the end, where experts answer at once."""
+        hidden = self.advance()
+        if hidden is None:
+            raise RuntimeError("this step waits for experts")
+        return hidden
+
+
+def _done(hidden: torch.Tensor) -> Stages:
+    """A walk that is over."""
+    yield from ()
+    return hidden
 
 
 @dataclass(frozen=True)

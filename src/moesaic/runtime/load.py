@@ -9,8 +9,11 @@ import torch
 
 from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig, parse_bytes
 from moesaic.core.errors import ConfigError
-from moesaic.core.messages import WorkerInfo
-from moesaic.experts.client import DirectExperts
+from moesaic.core.experts import ExpertLayout
+from moesaic.core.messages import Layout, WorkerInfo
+from moesaic.experts.client import DirectExperts, RoutedExperts
+from moesaic.experts.connecting import Connector
+from moesaic.experts.remote import RemoteExperts
 from moesaic.kernels import table
 from moesaic.kvcache.paged import PagedKV, bytes_per_token
 from moesaic.models import files, registry
@@ -19,17 +22,21 @@ from moesaic.models.model import Model
 from moesaic.policy.batching import Limits
 from moesaic.policy.brain.one_process import OneProcess
 from moesaic.policy.kvblocks import KVBlocks
+from moesaic.policy.replicas import Replicas
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.forward import Forward
 from moesaic.runtime.machine import available_memory, cores, keep_freed_memory
 from moesaic.runtime.worker import Journal, Worker
 from moesaic.transport.base import Connection
+from moesaic.transport.bell import Bell
 
 AUTO_SHARE = 0.4
 """Of the memory left after the weights, the most that `--kv-cache-memory auto` takes on a CPU."""
 AUTO_SHARE_CUDA = 0.9
 """The same on a GPU, whose memory is the engine's alone."""
 
+HEAP_SLACK = 1 << 20
+"""Bytes of a connection's shared memory beside its rows."""
 SMALL_MODEL = 1 << 28
 """Bytes of weights below which one thread computes: at each of the many small products several threads
 lose more waiting for each other than they gain, above all beside the API's own process."""
@@ -52,13 +59,16 @@ def build_worker(
     clock: Callable[[], float],
     progress: Progress | None = None,
     journal: Journal | None = None,
+    bell: Bell | None = None,
 ) -> tuple[Worker, WorkerInfo]:
     """Load `config`'s model and make the worker at the far end of `connection`.
 
-    Raises ConfigError or CheckpointError, one line each, when something does not fit.
+    bell: rings when a message arrived; needed where the experts are remote. Raises ConfigError or
+    CheckpointError, one line each, when something does not fit.
     """
     max_model_len = _context_length(config.model)  # before the weights are read: that takes longer
-    loaded = load_model(config.model, progress)
+    layout = _tell_layout(config.model, connection) if config.remote_experts else None
+    loaded = load_model(config.model, progress, layout)
     block_size = config.cache.block_size
     kv_dtype = _kv_dtype(config.cache, loaded)
     num_blocks = _num_blocks(config, loaded, max_model_len, kv_dtype)
@@ -67,22 +77,46 @@ def build_worker(
     scheduler = config.scheduler
     limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_model_len)
     blocks = KVBlocks(num_blocks, block_size, config.cache.enable_prefix_caching)
-    experts = DirectExperts(loaded.model.experts, loaded.kernels)
-    recorded = 0 if config.model.enforce_eager else -(-max_model_len // block_size)
+    experts: RoutedExperts = DirectExperts(loaded.model.experts, loaded.kernels)
+    recorded = 0 if config.model.enforce_eager or layout else -(-max_model_len // block_size)
+    if layout is not None:
+        experts = _remote(config, layout, clock)
     forward = Forward(loaded.model, experts, kv, block_size, loaded.device, recorded)
     executor = Executor(loaded.model, forward, loaded.device, connection)
-    worker = Worker(connection, OneProcess(limits, blocks), executor, clock, journal)
-    return worker, _describe(loaded, scheduler, max_model_len, block_size, num_blocks, kv_dtype)
+    worker = Worker(connection, OneProcess(limits, blocks), executor, clock, journal, experts, bell)
+    return worker, _describe(loaded, layout, scheduler, max_model_len, block_size, num_blocks, kv_dtype)
 
 
-def load_model(config: ModelConfig, progress: Progress | None = None) -> Loaded:
-    """Read the checkpoint onto the device that `config` asks for."""
+def _tell_layout(config: ModelConfig, connection: Connection) -> ExpertLayout:
+    """Says where the experts lie, before anything slow: the servers can load meanwhile."""
+    device = _device(config)
+    path = files.resolve(config.model, config.revision)
+    layout = registry.expert_layout(path, table.pick(str(device), config.kernels), str(device), config.dtype)
+    connection.send(Layout(layout))
+    return layout
+
+
+def _remote(config: WorkerConfig, layout: ExpertLayout, clock: Callable[[], float]) -> RemoteExperts:
+    """The servers' client. Shared memory holds two of the largest steps on each connection."""
+    rows = config.scheduler.max_num_batched_tokens
+    heap = HEAP_SLACK + 2 * 4 * rows * (layout.hidden + layout.top_k * (layout.hidden + 2))
+    bell = Bell()
+    connector = Connector(heap, bell)
+    return RemoteExperts(layout.num_experts, Replicas(own=config.own_server), connector, bell, clock)
+
+
+def load_model(
+    config: ModelConfig, progress: Progress | None = None, elsewhere: ExpertLayout | None = None
+) -> Loaded:
+    """Read the checkpoint onto the device that `config` asks for; `elsewhere`: without these experts."""
     keep_freed_memory()
     device = _device(config)
     kernels = table.pick(str(device), config.kernels)
     path = files.resolve(config.model, config.revision)
-    model = registry.load(path, kernels, str(device), config.dtype, progress=progress)
-    threads = config.threads or (1 if model.num_bytes < SMALL_MODEL else cores())
+    with_experts = elsewhere is None
+    model = registry.load(path, kernels, str(device), config.dtype, with_experts, progress)
+    num_bytes = model.num_bytes + (0 if elsewhere is None else elsewhere.num_bytes)
+    threads = config.threads or (1 if num_bytes < SMALL_MODEL else cores())
     kernels.set_threads(threads, config.pin_threads)
     return Loaded(model, device, model.head.dtype, kernels, threads)
 
@@ -148,6 +182,7 @@ def _free_memory(device: torch.device) -> int:
 
 def _describe(
     loaded: Loaded,
+    elsewhere: ExpertLayout | None,
     scheduler: SchedulerConfig,
     max_model_len: int,
     block_size: int,
@@ -162,8 +197,8 @@ def _describe(
         kernels=loaded.kernels.name,
         dtype=str(loaded.dtype).removeprefix("torch."),
         threads=loaded.threads,
-        num_parameters=loaded.model.num_parameters,
-        weight_bytes=loaded.model.num_bytes,
+        num_parameters=loaded.model.num_parameters + (elsewhere.parameters if elsewhere else 0),
+        weight_bytes=loaded.model.num_bytes + (elsewhere.num_bytes if elsewhere else 0),
         num_layers=spec.num_layers,
         num_experts=spec.num_experts,
         top_k=spec.top_k,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.metrics import WorkerStats
+from moesaic.experts.client import RoutedExperts
 from moesaic.policy.brain.actions import (
     Action,
     Arrived,
@@ -20,6 +22,7 @@ from moesaic.policy.brain.actions import (
 )
 from moesaic.runtime.executor import Executor
 from moesaic.transport.base import Connection
+from moesaic.transport.bell import Bell
 
 STATS_INTERVAL = 0.25
 """Seconds between two snapshots to the engine while busy; falling idle sends one at once."""
@@ -38,10 +41,15 @@ class Worker:
         executor: Executor,
         clock: Callable[[], float],
         journal: Journal | None = None,
+        experts: RoutedExperts | None = None,
+        bell: Bell | None = None,
     ) -> None:
+        """experts: who is asked for them, where that is not this process. bell: rings at each message."""
         self._connection = connection
         self._brain = brain
         self._executor = executor
+        self._experts = experts
+        self._bell = bell
         self._clock = clock
         self._journal = journal
         self._events: deque[Event] = deque()
@@ -62,7 +70,9 @@ class Worker:
         Waits `timeout` seconds (None: for ever) only when there is nothing to do. False when
         nothing was done.
         """
-        self._collect(0.0 if self._events else timeout)
+        self._collect(0.0 if self._events or self._executor.busy else timeout)
+        if not self._events and not self._stopping:
+            self._progress(timeout)
         if not self._events or self._stopping:
             return False
         event = self._events.popleft()
@@ -76,17 +86,32 @@ class Worker:
 
     def stats(self) -> WorkerStats:
         """A snapshot of this worker."""
-        return self._brain.stats()
+        stats = self._brain.stats()
+        return stats if self._experts is None else replace(stats, experts=self._experts.stats())
+
+    def _progress(self, timeout: float | None) -> None:
+        """The steps under way as far as they get; where they wait for experts, so does the worker."""
+        try:
+            self._events += self._executor.progress()
+        except BaseException:
+            self._events += map(StepFailed, self._executor.abandon())
+            raise
+        if not self._events and self._executor.busy and self._experts is not None and self._bell is not None:
+            self._experts.wait(timeout, self._bell.fileno())
 
     def _collect(self, timeout: float | None) -> None:
         """Messages into events; a step's end stays behind what arrived while it ran."""
+        if self._bell is not None:
+            self._bell.clear()
         message = self._connection.receive(timeout)
         while message is not None:
             match message:
                 case messages.Submit():
-                    self._put(Arrived(list(message.requests)))
+                    self._put(Arrived(list(message.requests), list(message.generated)))
                 case messages.Cancel():
                     self._put(Cancelled(message.request_ids))
+                case messages.Serving() if self._experts is not None:
+                    self._experts.update(message.directory, message.secret)
                 case messages.Shutdown():
                     self._stopping = True
                 case _:
@@ -99,7 +124,7 @@ class Worker:
         done = self._events.pop() if ended else None
         last = self._events[-1] if self._events else None
         if isinstance(event, Arrived) and isinstance(last, Arrived):
-            last.requests.extend(event.requests)
+            last.extend(event)
         else:
             self._events.append(event)
         if done is not None:
@@ -109,15 +134,15 @@ class Worker:
         """One after another. After an error the worker can go on: the brain hears that the step failed."""
         try:
             for action in actions:
-                done = self._executor.execute(action)
-                if done is not None:
-                    self._events.append(done)
+                self._executor.execute(action)
+            self._events += self._executor.progress()
         except BaseException:
-            self._events += [StepFailed(a.plan.step) for a in actions if isinstance(a, RunStep)]
+            begun = [action.plan.step for action in actions if isinstance(action, RunStep)]
+            self._events += map(StepFailed, {*begun, *self._executor.abandon()})
             raise
 
     def _report(self, now: float) -> None:
-        idle = not self._events
+        idle = not self._events and not self._executor.busy
         if idle or now - self._last_stats >= STATS_INTERVAL:
             self._last_stats = now
             self._connection.send(messages.Stats(self.stats()))

@@ -24,12 +24,19 @@ MAX_FRAME = 1 << 30
 class StreamConnection:
     """A Connection over `sock`, which it owns from now on.
 
-    on_lost: called once in the reading thread when the peer is gone.
+    on_lost: called once in the reading thread when the peer is gone. on_message: called there after each
+    message, and at the end, once `receive` would return it.
     """
 
-    def __init__(self, sock: socket.socket, on_lost: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        on_lost: Callable[[], None] | None = None,
+        on_message: Callable[[], None] | None = None,
+    ) -> None:
         self._socket = sock
         self._on_lost = on_lost
+        self._on_message = on_message
         self._inbox: queue.SimpleQueue[Message | ConnectionLost] = queue.SimpleQueue()
         self._lost: ConnectionLost | None = None
         self._sending = threading.Lock()
@@ -71,16 +78,21 @@ class StreamConnection:
                 (length,) = _LENGTH.unpack(self._read_exactly(_LENGTH.size))
                 if length > MAX_FRAME:
                     raise ConnectionLost(f"the peer announced a frame of {length} bytes")
-                self._inbox.put(codec.decode(self._read_exactly(length)))
+                self._put(codec.decode(self._read_exactly(length)))
         except ConnectionLost as lost:
-            self._inbox.put(lost)
+            self._put(lost)
         except OSError as error:
-            self._inbox.put(ConnectionLost(f"the other end is gone: {error.strerror or error}"))
+            self._put(ConnectionLost(f"the other end is gone: {error.strerror or error}"))
         except Exception as error:  # a bug of ours: whoever receives must not wait for ever
-            self._inbox.put(ConnectionLost(f"reading failed: {error!r}"))
+            self._put(ConnectionLost(f"reading failed: {error!r}"))
             raise
         if self._on_lost is not None:
             self._on_lost()
+
+    def _put(self, item: Message | ConnectionLost) -> None:
+        self._inbox.put(item)
+        if self._on_message is not None:
+            self._on_message()
 
     def _read_exactly(self, count: int) -> memoryview:
         buffer = memoryview(bytearray(count))

@@ -6,7 +6,7 @@ carries them out in order. Carrying out `RunStep` ends in a `StepDone` event, or
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from moesaic.core.metrics import WorkerStats
@@ -21,6 +21,15 @@ class Arrived:
     """Requests came in, in order of arrival."""
 
     requests: list[Request]
+    generated: list[list[int]] = field(default_factory=list)
+    """Tokens that each got from a worker that died; shorter than `requests` where the rest got none."""
+
+    def extend(self, later: Arrived) -> None:
+        """These came right after."""
+        if later.generated:
+            self.generated.extend([] for _ in range(len(self.requests) - len(self.generated)))
+            self.generated.extend(later.generated)
+        self.requests.extend(later.requests)
 
 
 @dataclass(frozen=True)

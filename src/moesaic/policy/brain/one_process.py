@@ -14,6 +14,7 @@ that a running step reads or writes is never handed to anybody else.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import FinishReason, Request
@@ -60,8 +61,8 @@ class OneProcess:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         match event:
-            case Arrived(requests):
-                actions = self._arrived(requests, now)
+            case Arrived(requests, generated):
+                actions = self._arrived(requests, generated, now)
             case Cancelled(request_ids):
                 actions = self._cancelled(request_ids)
             case StepDone(step, tokens):
@@ -86,9 +87,10 @@ class OneProcess:
 
     # ---- events
 
-    def _arrived(self, requests: list[Request], now: float) -> list[Action]:
-        for request in requests:
-            self._batching.add(request, now)
+    def _arrived(self, requests: list[Request], generated: list[list[int]], now: float) -> list[Action]:
+        for request, tokens in zip_longest(requests, generated, fillvalue=()):
+            assert isinstance(request, Request)
+            self._batching.add(request, now, tokens)
         return []
 
     def _cancelled(self, request_ids: list[int]) -> list[Action]:

@@ -1,0 +1,231 @@
+"""Many attention workers as one: the connection that the engine sees.
+
+It remembers of each request its worker and the tokens it got so far. When a worker dies, its requests go to
+others (or wait for its successor), which compute prompt and generated tokens again and go on: a sampled token
+depends on the request's seed and its position only, so nobody downstream notices.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+
+from moesaic.core import messages
+from moesaic.core.errors import ConnectionLost
+from moesaic.core.messages import Message, WorkerInfo
+from moesaic.core.metrics import WorkerStats
+from moesaic.core.request import Request
+from moesaic.policy.dispatch import WorkerLoad, least_loaded
+from moesaic.transport.base import Connection
+
+Dispatch = Callable[[Mapping[int, WorkerLoad]], int]
+
+
+@dataclass
+class _Entry:
+    """A request that has not ended."""
+
+    request: Request
+    worker: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    moved: bool = False
+    """It was another worker's before."""
+
+
+@dataclass
+class _Worker:
+    connection: Connection
+    info: WorkerInfo
+    stats: WorkerStats = field(default_factory=WorkerStats)
+
+
+class Router:
+    """A `Connection` to all workers together. Thread-safe."""
+
+    def __init__(self, dispatch: Dispatch = least_loaded) -> None:
+        self._dispatch = dispatch
+        self._lock = threading.Lock()
+        self._outbox: queue.SimpleQueue[Message | ConnectionLost] = queue.SimpleQueue()
+        self._lost: ConnectionLost | None = None
+        self._workers: dict[int, _Worker] = {}
+        self._entries: dict[int, _Entry] = {}
+        self._past = WorkerStats()
+        """Counters of workers that are gone: what was counted stays counted."""
+        self.moved_requests = 0
+        """Requests whose worker died, so far."""
+
+    # ---- the engine's side
+
+    def send(self, message: Message) -> None:
+        with self._lock:
+            match message:
+                case messages.Submit(requests):
+                    for request in requests:
+                        self._entries[request.request_id] = _Entry(request)
+                    self._place([request.request_id for request in requests])
+                case messages.Cancel(request_ids):
+                    self._cancel(request_ids)
+                case messages.Shutdown():
+                    for worker in self._workers.values():
+                        _send(worker, message)
+
+    def receive(self, timeout: float | None = None) -> Message | None:
+        if self._lost is not None:
+            raise self._lost
+        try:
+            item = self._outbox.get(block=timeout != 0, timeout=timeout)
+        except queue.Empty:
+            return None
+        if isinstance(item, ConnectionLost):
+            self._lost = item
+            raise item
+        return item
+
+    def close(self) -> None:
+        """The engine's `receive` sees the end."""
+        self.fail("closed")
+
+    # ---- the supervisor's side
+
+    def tell(self, message: Message) -> None:
+        """Something for the engine that no worker in service said."""
+        self._outbox.put(message)
+
+    def fail(self, reason: str) -> None:
+        """Nothing can be served any more."""
+        self._outbox.put(ConnectionLost(reason))
+
+    def join(self, worker: int, connection: Connection, info: WorkerInfo) -> None:
+        """A worker is ready; requests that wait for one go to it."""
+        with self._lock:
+            self._workers[worker] = _Worker(connection, info)
+            self._place([key for key, entry in self._entries.items() if entry.worker is None])
+
+    def leave(self, worker: int) -> None:
+        """A worker is gone: its requests go to others, or wait for one."""
+        with self._lock:
+            gone = self._workers.pop(worker, None)
+            if gone is None:
+                return
+            self._past = _sum([self._past, _counters(gone.stats)])
+            orphans = [key for key, entry in self._entries.items() if entry.worker == worker]
+            for key in orphans:
+                self._entries[key].worker, self._entries[key].moved = None, True
+            self.moved_requests += len(orphans)
+            self._place(orphans)
+
+    def take(self, worker: int, message: Message) -> None:
+        """What a worker says to the engine."""
+        with self._lock:
+            match message:
+                case messages.Tokens():
+                    self._count(message)
+                case messages.Admitted():
+                    message = self._first_time(message)
+                case messages.Stats(stats):
+                    self._workers[worker].stats = stats
+                    every = [self._past, *(worker.stats for worker in self._workers.values())]
+                    message = messages.Stats(_sum(every))
+            self._outbox.put(message)
+
+    def info(self) -> WorkerInfo:
+        """All workers as one."""
+        infos = [worker.info for worker in self._workers.values()]
+        totals = {
+            name: sum(getattr(info, name) for info in infos)
+            for name in ("num_blocks", "kv_bytes", "max_num_seqs")
+        }
+        return replace(infos[0], **totals)
+
+    def loads(self) -> dict[int, WorkerLoad]:
+        """What each worker has, as dispatch sees it."""
+        used, requests = dict.fromkeys(self._workers, 0), dict.fromkeys(self._workers, 0)
+        for entry in self._entries.values():
+            if entry.worker is not None:
+                size = self._workers[entry.worker].info.block_size
+                used[entry.worker] += -(-(len(entry.request.prompt_token_ids) + len(entry.tokens)) // size)
+                requests[entry.worker] += 1
+        return {
+            worker: WorkerLoad(record.info.num_blocks, used[worker], requests[worker])
+            for worker, record in self._workers.items()
+        }
+
+    # ---- inside, with the lock held
+
+    def _place(self, request_ids: list[int]) -> None:
+        """Give each of these requests to a worker; without any they wait."""
+        if not self._workers:
+            return
+        chosen: dict[int, list[_Entry]] = {}
+        for request_id in request_ids:
+            entry = self._entries[request_id]
+            entry.worker = self._dispatch(self.loads())
+            chosen.setdefault(entry.worker, []).append(entry)
+        for worker, entries in chosen.items():
+            generated = [list(entry.tokens) for entry in entries]
+            submit = messages.Submit([entry.request for entry in entries], generated)
+            _send(self._workers[worker], submit)
+
+    def _cancel(self, request_ids: list[int]) -> None:
+        by_worker: dict[int, list[int]] = {}
+        for request_id in request_ids:
+            entry = self._entries.pop(request_id, None)
+            if entry is not None and entry.worker is not None:
+                by_worker.setdefault(entry.worker, []).append(request_id)
+        for worker, ids in by_worker.items():
+            _send(self._workers[worker], messages.Cancel(ids))
+
+    def _count(self, message: messages.Tokens) -> None:
+        for request_id, token, finish in zip(
+            message.request_ids, message.token_ids, message.finish, strict=True
+        ):
+            entry = self._entries.get(request_id)
+            if entry is None:
+                continue
+            entry.tokens.append(token)
+            if finish is not None:
+                del self._entries[request_id]
+
+    def _first_time(self, message: messages.Admitted) -> messages.Admitted:
+        """Without requests that moved: the engine heard of them before."""
+        known = [
+            index
+            for index, request_id in enumerate(message.request_ids)
+            if request_id not in self._entries or not self._entries[request_id].moved
+        ]
+        return messages.Admitted(
+            [message.request_ids[index] for index in known],
+            [message.queue_seconds[index] for index in known],
+            [message.cached_tokens[index] for index in known],
+        )
+
+
+def _send(worker: _Worker, message: Message) -> None:
+    try:
+        worker.connection.send(message)
+    except ConnectionLost:
+        pass  # its requests are moved when the supervisor hears of its end
+
+
+def _counters(stats: WorkerStats) -> WorkerStats:
+    """What a worker leaves behind: counts, no state."""
+    return replace(
+        stats, running=0, waiting=0, blocks=replace(stats.blocks, total=0, free=0, cached=0, used=0)
+    )
+
+
+def _sum(records: list[WorkerStats]) -> WorkerStats:
+    """Field by field, nested records too."""
+
+    def add(parts: list[object]) -> object:
+        first = parts[0]
+        if isinstance(first, int | float):
+            return sum(parts)  # type: ignore[arg-type]
+        names = [one.name for one in fields(first)]  # type: ignore[arg-type]
+        return type(first)(**{name: add([getattr(part, name) for part in parts]) for name in names})
+
+    total = add(list(records))
+    assert isinstance(total, WorkerStats)
+    return total

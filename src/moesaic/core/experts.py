@@ -1,0 +1,74 @@
+"""Routed experts as nouns: how a checkpoint spells them, and who serves them now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """Where the routed experts of a checkpoint lie: all that an expert server needs to find its weights."""
+
+    prefixes: dict[int, str]
+    """MoE layer -> prefix of its tensors, which go on with `.E.WORD.weight` for expert E."""
+    gate: str
+    up: str
+    down: str
+    """The three words."""
+    hidden: int
+    width: int
+    num_experts: int
+    top_k: int
+    dtype: str
+    """What the weights are computed from: "bfloat16" or "float32"; another stored type is converted."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers with routed experts, ascending."""
+        return tuple(sorted(self.prefixes))
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all routed experts."""
+        return len(self.prefixes) * self.num_experts * 3 * self.hidden * self.width
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert."""
+        return 3 * self.hidden * self.width * (2 if self.dtype == "bfloat16" else 4)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all of them."""
+        return len(self.prefixes) * self.num_experts * self.expert_bytes
+
+    def tensors(self, layer: int, expert: int) -> tuple[tuple[str, int, int], ...]:
+        """Name, rows and columns of gate [w, h], up [w, h] and down [h, w]."""
+        prefix = f"{self.prefixes[layer]}.{expert}"
+        return (
+            (f"{prefix}.{self.gate}.weight", self.width, self.hidden),
+            (f"{prefix}.{self.up}.weight", self.width, self.hidden),
+            (f"{prefix}.{self.down}.weight", self.hidden, self.width),
+        )
+
+
+@dataclass(frozen=True)
+class ServerEntry:
+    """An expert server that can be asked."""
+
+    server: int
+    """Its id: for ever, whatever process has it."""
+    incarnation: int
+    """Counts the processes that had this id: a client that knew the one before connects anew."""
+    address: str
+    """unix:PATH or tcp:HOST:PORT."""
+
+
+@dataclass(frozen=True)
+class Directory:
+    """Who serves which experts now. A new one replaces the old one whole; versions only grow."""
+
+    version: int
+    servers: list[ServerEntry]
+    experts: dict[int, dict[int, list[int]]] = field(default_factory=dict)
+    """Server -> layer -> its logical experts."""

@@ -1,0 +1,278 @@
+"""Who holds which expert: the map from (layer, expert) to servers, and its file.
+
+Experts are logical: the gate never learns where they live. Servers are ids that are never used for another
+server, so they need not be 0 to n - 1: servers join and leave. Each may hold another number of experts
+(Expert-as-a-Service, section 4.5), and none at all of some layers.
+
+The file is JSON:
+
+    {"schema": 1, "model": "mixtral-6b1f0c2d9a3e", "version": 4, "num_experts": 4,
+     "layers": {"0": {"0": [0, 1, 2], "7": [2, 3]}, "1": {"0": [0, 1], "7": [2, 3]}}}
+
+where expert 2 of layer 0 has a copy on server 0 and another one on server 7.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from moesaic.core.errors import ConfigError
+from moesaic.core.tokens import IntArray
+
+SCHEMA = 1
+FLAG = "--placement"
+NOBODY = -1
+"""Fills the rows of a table of holders."""
+
+_FIELDS = {"schema", "model", "version", "num_experts", "layers"}
+_MOST_EXPERTS = 2**20
+_MOST = 2**53
+"""Whole numbers above it are not exact in every JSON reader."""
+
+
+def fingerprint(model_type: str, layers: Sequence[int], num_experts: int, hidden: int, width: int) -> str:
+    """Short name of a model's expert layout: the same for all checkpoints of the same sizes.
+
+    layers: its MoE layers. hidden: size of a row. width: size of an expert's intermediate row.
+
+    Example: ("mixtral", [0, 1], 8, 64, 96) -> "mixtral-26265f2ea0fb".
+    """
+    sizes = json.dumps([model_type, list(layers), num_experts, hidden, width])
+    return f"{model_type}-{hashlib.sha256(sizes.encode()).hexdigest()[:12]}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which server holds which experts. Immutable: a change is another placement with a higher version."""
+
+    version: int
+    """0 or more; of two placements the higher one is the later one."""
+    num_experts: int
+    """Logical experts of each layer."""
+    held: Mapping[int, Mapping[int, Sequence[int]]] = field(hash=False)
+    """Layer -> server -> its experts, all in ascending order; who holds nothing of a layer is not named."""
+    model: str = ""
+    """Fingerprint of the model it was made for."""
+
+    def __post_init__(self) -> None:
+        """Sorts `held`. Raises ConfigError naming what is out of range or there twice."""
+        _whole("version", self.version, 0)
+        _whole("num_experts", self.num_experts, 1, _MOST_EXPERTS)
+        held = {
+            layer: {
+                server: self._sorted(layer, server, self.held[layer][server])
+                for server in sorted(self.held[layer])
+                if len(self.held[layer][server])
+            }
+            for layer in sorted(self.held)
+        }
+        object.__setattr__(self, "held", held)
+
+    def _sorted(self, layer: int, server: int, experts: Sequence[int]) -> tuple[int, ...]:
+        place = f"{FLAG}: layer {layer}, server {server}"
+        if layer < 0 or server < 0:
+            raise ConfigError.field(FLAG, f"layer {layer}, server {server}", "ids from 0 on")
+        for expert in experts:
+            if not 0 <= expert < self.num_experts:
+                raise ConfigError.field(place, expert, f"experts 0 to {self.num_experts - 1}")
+        ordered = tuple(sorted(map(int, experts)))
+        for one, other in pairwise(ordered):
+            if one == other:
+                raise ConfigError.field(place, f"expert {one} twice", "one copy of an expert on a server")
+        return ordered
+
+    @classmethod
+    def staged(
+        cls, layers: Sequence[int], num_experts: int, groups: Sequence[Sequence[int]], model: str = ""
+    ) -> Placement:
+        """Blocks split into stages: group i of servers holds the i-th share of the layers and nothing else.
+
+        Inside a group the experts are cut into consecutive ranges. Shares differ by at most one, the larger
+        ones first. One group is plain expert parallelism; many are the pipeline placement of Asynchronous
+        Expert Parallelism. Raises ConfigError for a group without a layer or a server in two groups.
+
+        Example: layers 0, 1, 2, 4 experts, groups (0, 1) and (2,): servers 0 and 1 hold experts 0, 1 and
+        2, 3 of layers 0 and 1; server 2 holds all of layer 2.
+        """
+        servers = [server for group in groups for server in group]
+        if not 1 <= len(groups) <= len(layers) or not all(groups):
+            raise ConfigError.field("groups", len(groups), f"1 to {len(layers)} groups of 1 server or more")
+        if len(set(servers)) < len(servers):
+            raise ConfigError.field("groups", servers, "each server once")
+        held: dict[int, dict[int, list[int]]] = {}
+        for group, share in zip(groups, np.array_split(np.array(layers), len(groups)), strict=True):
+            ranges = np.array_split(np.arange(num_experts), len(group))
+            for layer in share.tolist():
+                held[layer] = {server: mine.tolist() for server, mine in zip(group, ranges, strict=True)}
+        return cls(0, num_experts, held, model)
+
+    # ---- questions
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """The model's MoE layers, ascending."""
+        return tuple(self.held)
+
+    @cached_property
+    def servers(self) -> tuple[int, ...]:
+        """Who holds at least one expert, ascending."""
+        return tuple(sorted({server for by_server in self.held.values() for server in by_server}))
+
+    @cached_property
+    def _tables(self) -> dict[int, IntArray]:
+        return {layer: _table(by_server, self.num_experts) for layer, by_server in self.held.items()}
+
+    def table(self, layer: int) -> IntArray:
+        """[E, most] each expert's holders, ascending, NOBODY behind the last. Read-only; most >= 1."""
+        return self._tables[layer]
+
+    def holders(self, layer: int, expert: int) -> tuple[int, ...]:
+        """The servers with a copy of it, ascending."""
+        row = self.table(layer)[expert]
+        return tuple(row[row != NOBODY].tolist())
+
+    def experts_of(self, server: int, layer: int) -> tuple[int, ...]:
+        """What a server holds of a layer, ascending."""
+        return tuple(self.held[layer].get(server, ()))
+
+    def of(self, server: int) -> dict[int, tuple[int, ...]]:
+        """Layer -> the experts that a server holds; without the layers of which it holds none."""
+        return {
+            layer: tuple(by_server[server]) for layer, by_server in self.held.items() if server in by_server
+        }
+
+    def replicas(self, layer: int) -> IntArray:
+        """[E] copies of each expert."""
+        copies: IntArray = (self.table(layer) != NOBODY).sum(axis=1, dtype=np.int64)
+        return copies
+
+    def orphans(self, without: Collection[int] = ()) -> list[tuple[int, int]]:
+        """(layer, expert) pairs that nobody holds once the servers `without` are gone, ascending."""
+        found = []
+        for layer, by_server in self.held.items():
+            left = {e for server, experts in by_server.items() if server not in without for e in experts}
+            found += [(layer, expert) for expert in range(self.num_experts) if expert not in left]
+        return found
+
+    @property
+    def complete(self) -> bool:
+        """Whether every expert of every layer has a holder."""
+        return not self.orphans()
+
+    def check(self, fingerprint: str, layers: Sequence[int], num_experts: int) -> None:
+        """Raises ConfigError if it was made for another model, or lacks an expert."""
+        if self.model != fingerprint:
+            raise ConfigError.field(f"{FLAG}: model", self.model, f"this model's, {fingerprint!r}")
+        if self.num_experts != num_experts:
+            raise ConfigError.field(f"{FLAG}: num_experts", self.num_experts, str(num_experts))
+        for layer in sorted(set(self.layers) ^ set(layers)):
+            problem = f"layer {layer}" if layer in self.held else f"no layer {layer}"
+            raise ConfigError.field(f"{FLAG}: layers", problem, f"the model's MoE layers, {_ranges(layers)}")
+        for layer, expert in self.orphans():
+            raise ConfigError.field(f"{FLAG}: layer {layer}, expert {expert}", 0, "1 server or more holds it")
+
+    # ---- the file
+
+    def to_json(self) -> str:
+        """The file's text: one line a layer, so that versions can be compared with diff."""
+        head = {"schema": SCHEMA, "model": self.model, "version": self.version}
+        fields = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
+        rows = [f'  "{layer}": {json.dumps(by_server)}' for layer, by_server in self.held.items()]
+        fields += [f'"num_experts": {self.num_experts}', '"layers": {\n' + ",\n".join(rows) + "\n}"]
+        return "{" + ",\n".join(fields) + "}\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Placement:
+        """Reads what `to_json` wrote or a person edited. Raises ConfigError: one line naming the place.
+
+        The model that it is for is compared by `check`.
+        """
+        try:
+            data = json.loads(text, object_pairs_hook=_once)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{FLAG}: not JSON: {error}") from error
+        data = _object("the file", data)
+        _whole("schema", data.get("schema"), SCHEMA, SCHEMA)
+        if set(data) != _FIELDS:
+            raise ConfigError.field(f"{FLAG}: fields", sorted(data), ", ".join(sorted(_FIELDS)))
+        if not isinstance(data["model"], str):
+            raise ConfigError.field(f"{FLAG}: model", data["model"], "a string")
+        _whole("version", data["version"], 0)
+        _whole("num_experts", data["num_experts"], 1, _MOST_EXPERTS)
+        held = {
+            _id("layers", layer): _servers(f"layer {layer}", by_server)
+            for layer, by_server in _object("layers", data["layers"]).items()
+        }
+        placement = cls(data["version"], data["num_experts"], held, data["model"])
+        placement.check(placement.model, placement.layers, placement.num_experts)
+        return placement
+
+
+def _table(by_server: Mapping[int, Sequence[int]], num_experts: int) -> IntArray:
+    rows: list[list[int]] = [[] for _ in range(num_experts)]
+    for server, experts in by_server.items():
+        for expert in experts:
+            rows[expert].append(server)
+    table = np.full((num_experts, max(1, *map(len, rows))), NOBODY, dtype=np.int64)
+    for expert, servers in enumerate(rows):
+        table[expert, : len(servers)] = servers
+    table.setflags(write=False)
+    return table
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """Example: (0, 1, 2, 5, 7, 8) -> "0-2, 5, 7-8"."""
+    runs = np.split(np.array(sorted(layers)), np.flatnonzero(np.diff(sorted(layers)) != 1) + 1)
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object without a name given twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError.field(FLAG, f"{twice!r} twice in one object", "each name once")
+    return found
+
+
+def _object(place: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError.field(f"{FLAG}: {place}", type(value).__name__, "a JSON object")
+    return value
+
+
+def _servers(place: str, value: Any) -> dict[int, list[int]]:
+    """A layer of the file: server -> experts."""
+    by_server = {}
+    for name, experts in _object(place, value).items():
+        odd = (
+            [expert for expert in experts if type(expert) is not int]
+            if isinstance(experts, list)
+            else [experts]
+        )
+        if odd:
+            raise ConfigError.field(f"{FLAG}: {place}, server {name}", odd[0], "a list of expert numbers")
+        by_server[_id(place, name)] = experts
+    return by_server
+
+
+def _id(place: str, text: str) -> int:
+    if not re.fullmatch("0|[1-9][0-9]{0,6}", text):
+        raise ConfigError.field(f"{FLAG}: {place}", text, "whole numbers as names, such as '0'")
+    return int(text)
+
+
+def _whole(name: str, value: Any, least: int, most: int = _MOST) -> None:
+    if type(value) is not int or not least <= value <= most:
+        span = str(least) if least == most else f"a whole number from {least} to {most}"
+        raise ConfigError.field(f"{FLAG}: {name}", value, span)

@@ -1,0 +1,36 @@
+"""An expert server's arithmetic on the native kernels and the mapped checkpoint. No torch in its process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from moesaic.core.experts import ExpertLayout
+from moesaic.experts.store import Store
+from moesaic.experts.wire import FloatRows
+from moesaic.kernels.native import plain
+
+
+class Native:
+    """`Arithmetic` on the compiled kernels."""
+
+    def __init__(self, path: Path, layout: ExpertLayout, kernels: str, threads: int, pin: bool) -> None:
+        self.name = f"native ({plain.use(None if kernels == 'auto' else kernels)})"
+        plain.set_threads(threads, pin)
+        self._store = Store(path, layout)
+        self._width, self._wide = layout.width, layout.dtype == "float32"
+
+    @property
+    def held(self) -> dict[int, list[int]]:
+        return self._store.held
+
+    def take(self, wanted: Mapping[int, Iterable[int]]) -> None:
+        self._store.take(wanted)
+
+    def keep(self, wanted: Mapping[int, Iterable[int]]) -> None:
+        self._store.keep(wanted)
+
+    def run(self, layer: int, hidden: FloatRows, experts: np.ndarray, out: FloatRows) -> None:
+        plain.experts(self._store.table(layer), self._width, self._wide, hidden, experts, out)

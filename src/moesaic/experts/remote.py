@@ -1,0 +1,288 @@
+"""Routed experts answered by servers: dispatch, combine, and what happens when a server is gone.
+
+A submission's (row, rank) pairs are split by server (`policy.replicas`), each row travelling once to each;
+the answers are put back at their pair, so that whoever answered when, the rows are those of a direct call.
+Pairs that nobody can take now wait for a server that can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from moesaic.core.errors import ConnectionLost
+from moesaic.core.experts import Directory, ServerEntry
+from moesaic.core.metrics import ExpertStats
+from moesaic.core.tokens import IntArray
+from moesaic.experts import wire
+from moesaic.experts.client import Ticket
+from moesaic.experts.connecting import Connector
+from moesaic.policy.replicas import NOBODY, Replicas
+from moesaic.transport.bell import Bell
+from moesaic.transport.calls import Call, Caller
+from moesaic.transport.waiting import wait
+
+SPIN = 50e-6
+"""Seconds of looking for an answer before the process sleeps."""
+
+
+@dataclass
+class _Submission:
+    layer: int
+    hidden: wire.FloatRows
+    """[n, h]"""
+    experts: IntArray
+    """[n * k] the expert of each pair."""
+    top_k: int
+    memory: wire.FloatRows
+    """Of the answer and whatever it was large enough for before."""
+    out: wire.FloatRows
+    """[n * k, h] in it"""
+    missing: int
+    """Pairs that are not there yet."""
+    unsent: list[IntArray] = field(default_factory=list)
+    """Pairs that nobody could take."""
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A call under way: which pairs of which submission it asks for."""
+
+    submission: _Submission
+    pairs: IntArray
+    call: Call
+    arrived: np.ndarray
+    """[p] whether each is there."""
+
+
+@dataclass
+class _End:
+    """A connection to a server and the calls on it."""
+
+    entry: ServerEntry
+    caller: Caller
+    calls: dict[int, _Sent] = field(default_factory=dict)
+
+    @property
+    def outstanding(self) -> int:
+        return sum(len(sent.pairs) - int(sent.arrived.sum()) for sent in self.calls.values())
+
+
+class RemoteExperts:
+    """`RoutedExperts` over connections to expert servers. Used by one thread."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        replicas: Replicas,
+        connector: Connector,
+        bell: Bell,
+        clock: Callable[[], float],
+    ) -> None:
+        """bell: the one that `connector` rings."""
+        self._num_experts = num_experts
+        self._replicas = replicas
+        self._connector = connector
+        self._bell = bell
+        self._clock = clock
+        self._secret = b""
+        self._entries: dict[int, ServerEntry] = {}
+        self._ends: dict[int, _End] = {}
+        self._submissions: dict[int, _Submission] = {}
+        self._submitted = 0
+        self._room: list[wire.FloatRows] = []
+        self._stuck: list[_Submission] = []
+        self._stats = ExpertStats()
+
+    # ---- RoutedExperts
+
+    def submit(self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor) -> Ticket:
+        ticket = Ticket(self._submitted)
+        self._submitted += 1
+        experts = expert_ids.cpu().numpy().reshape(-1)
+        rows = hidden.cpu().contiguous().numpy()
+        memory = self._take_room(len(experts) * rows.shape[1])
+        out = memory[: len(experts) * rows.shape[1]].reshape(len(experts), rows.shape[1])
+        submission = _Submission(layer, rows, experts, expert_ids.shape[1], memory, out, len(experts))
+        self._submissions[ticket.number] = submission
+        self._send(submission, np.arange(len(experts)))
+        return ticket
+
+    def poll(self, ticket: Ticket) -> torch.Tensor | None:
+        submission = self._submissions[ticket.number]
+        if submission.missing:
+            self._pump()
+        if submission.missing:
+            return None
+        return torch.from_numpy(submission.out).view(-1, submission.top_k, submission.out.shape[1])
+
+    def release(self, ticket: Ticket) -> None:
+        self._room.append(self._submissions.pop(ticket.number).memory)
+
+    # ---- the servers
+
+    def update(self, directory: Directory, secret: bytes) -> None:
+        """Who serves what from now on."""
+        known, self._entries = self._entries, {entry.server: entry for entry in directory.servers}
+        self._secret = secret
+        self._replicas.place(directory.experts, self._num_experts)
+        for server in set(known) - set(self._entries):
+            self._connector.stop(server)
+        for server, entry in self._entries.items():
+            if known.get(server, entry) != entry:
+                self._replicas.replaced(server)
+                self._fail(server)
+            elif server not in known:
+                self._connector.start(entry, secret)
+        self._retire()
+
+    @property
+    def busy(self) -> bool:
+        """True while an answer is awaited."""
+        return any(submission.missing for submission in self._submissions.values())
+
+    def wait(self, timeout: float | None, bell: int) -> None:
+        """Sleep until an answer, a server, the file descriptor `bell`, or the time when a server is late."""
+        started = self._clock()
+        deadline = self._replicas.next_deadline()
+        limits = [] if timeout is None else [timeout]
+        if deadline is not None:
+            limits.append(max(0.001, deadline - started))
+        ends = [end.caller for end in self._ends.values()]
+        wait(ends, (bell, self._bell.fileno()), min(limits, default=None), SPIN)
+        seconds = self._stats.waiting_seconds + self._clock() - started
+        self._stats = replace(self._stats, waiting_seconds=seconds)
+
+    def stats(self) -> ExpertStats:
+        seen = self._replicas.stats
+        return replace(
+            self._stats,
+            resent_pairs=seen.resent_pairs,
+            failovers=seen.failovers,
+            false_failovers=seen.false_failovers,
+        )
+
+    def close(self) -> None:
+        for server in list(self._entries):
+            self._connector.stop(server)
+        for end in self._ends.values():
+            end.caller.close()
+        self._ends.clear()
+
+    # ---- inside
+
+    def _pump(self) -> None:
+        """Everything that can be done without waiting."""
+        self._bell.clear()
+        for entry, caller in self._connector.made():
+            self._join(entry, caller)
+        for server, end in list(self._ends.items()):
+            try:
+                for call, indices in end.caller.poll():
+                    self._receive(end, end.calls[call.number], indices)
+            except ConnectionLost:
+                self._fail(server)
+        for server in self._replicas.late(self._clock()):
+            self._replicas.mask(server)
+            self._fail(server)
+        self._retry()
+
+    def _join(self, entry: ServerEntry, caller: Caller) -> None:
+        if self._entries.get(entry.server) != entry:
+            caller.close()
+            return
+        self._ends[entry.server] = _End(entry, caller)
+        self._replicas.joined(entry.server)
+
+    def _receive(self, end: _End, sent: _Sent, indices: IntArray) -> None:
+        new = indices[~sent.arrived[indices]]
+        sent.arrived[new] = True
+        submission = sent.submission
+        answer = np.frombuffer(sent.call.answer, dtype=np.float32).reshape(len(sent.pairs), -1)
+        submission.out[sent.pairs[new]] = answer[new]
+        submission.missing -= len(new)
+        self._replicas.answered(end.entry.server, len(new), self._clock())
+        if sent.arrived.all():
+            del end.calls[sent.call.number]
+            end.caller.release(sent.call)
+            if end.entry.server not in self._entries:
+                self._retire()
+
+    def _send(self, submission: _Submission, pairs: IntArray) -> None:
+        """Each pair to a server that holds its expert; what nobody can take now waits."""
+        servers = self._replicas.route(submission.layer, submission.experts[pairs])
+        for server in np.unique(servers).tolist():
+            mine = pairs[servers == server]
+            if server == NOBODY or not self._post(server, submission, mine):
+                submission.unsent.append(mine)
+        if submission.unsent and submission not in self._stuck:
+            self._stuck.append(submission)
+
+    def _post(self, server: int, submission: _Submission, pairs: IntArray) -> bool:
+        """False when there is no room for another call to this server, or it is gone."""
+        rows, places = np.unique(pairs // submission.top_k, return_inverse=True)
+        hidden, end = submission.hidden, self._ends[server]
+        width = hidden.shape[1]
+        try:
+            call = end.caller.open(wire.size(len(rows), len(pairs), width, False), len(pairs), 4 * width)
+            if call is None:
+                return False
+            request = wire.begin(
+                call.request, submission.layer, len(rows), len(pairs), width, attempt=submission.attempt
+            )
+            request.experts[:] = submission.experts[pairs]
+            request.rows[:] = places
+            np.take(hidden, rows, axis=0, out=request.hidden)
+            end.caller.post(call)
+        except ConnectionLost:
+            return False  # `_pump` hears of it too and sends again
+        end.calls[call.number] = _Sent(submission, pairs, call, np.zeros(len(pairs), dtype=bool))
+        self._replicas.sent(server, len(pairs), self._clock(), again=submission.attempt > 0)
+        self._stats = replace(self._stats, calls=self._stats.calls + 1, pairs=self._stats.pairs + len(pairs))
+        return True
+
+    def _fail(self, server: int) -> None:
+        """The connection is given up; what it owes goes to others.
+
+        Late answers end up nowhere: the connection and its memory are the fence that the paper lacks.
+        """
+        left = self._drop(server)
+        entry = self._entries.get(server)
+        if entry is not None:
+            self._connector.start(entry, self._secret)
+        for sent in left:
+            sent.submission.attempt += 1
+            self._send(sent.submission, sent.pairs[~sent.arrived])
+
+    def _drop(self, server: int) -> list[_Sent]:
+        """Close the connection; its calls that lack answers."""
+        end = self._ends.pop(server, None)
+        if end is None:
+            return []
+        self._replicas.lost(server, end.outstanding)
+        end.caller.close()
+        return list(end.calls.values())
+
+    def _retry(self) -> None:
+        stuck, self._stuck = self._stuck, []
+        for submission in stuck:
+            unsent, submission.unsent = submission.unsent, []
+            self._send(submission, np.concatenate(unsent))
+
+    def _retire(self) -> None:
+        """Close connections to servers that are no longer listed, once they owe nothing."""
+        for server, end in list(self._ends.items()):
+            if server not in self._entries and not end.calls:
+                self._drop(server)
+
+    def _take_room(self, numbers: int) -> wire.FloatRows:
+        """Memory for an answer: what was used before is better, as the system pages fresh memory in anew."""
+        fitting = [index for index, memory in enumerate(self._room) if len(memory) >= numbers]
+        if fitting:
+            return self._room.pop(fitting[0])
+        self._room.clear()
+        return np.empty(numbers, dtype=np.float32)

@@ -1,0 +1,212 @@
+"""The expert server: holds weights, knows no request. Collects rows from every client, computes, answers.
+
+One loop: new clients and their calls come in, the brain (`policy.brain.service`) says which pairs run
+together, the kernel runs them, each row goes into its call's answer. Nothing of a call is kept once it is
+answered, so a server that dies loses nothing but time (Expert-as-a-Service, section 3).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moesaic.core.errors import ConnectionLost
+from moesaic.core.experts import ExpertLayout
+from moesaic.core.tokens import IntArray
+from moesaic.experts import wire
+from moesaic.experts.arithmetic import Arithmetic
+from moesaic.policy.brain.service import Run, Service
+from moesaic.transport.calls import Answerer, Incoming
+from moesaic.transport.listening import Listener
+from moesaic.transport.waiting import wait
+
+LOG = logging.getLogger(__name__)
+SPIN = 50e-6
+"""Seconds of looking for the next call before the loop sleeps."""
+
+
+@dataclass
+class Served:
+    """What a server did so far; counters only grow."""
+
+    calls: int = 0
+    pairs: int = 0
+    """(row, expert) pairs computed."""
+    runs: int = 0
+    expert_runs: int = 0
+    """Experts whose weights were read, once for each run they were in."""
+    busy_seconds: float = 0.0
+    load: IntArray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    """[layers, E] pairs of each expert."""
+
+
+@dataclass
+class _Call:
+    """A call under way."""
+
+    incoming: Incoming
+    request: wire.Request
+    answer: wire.FloatRows
+    """[p, h], or [m, h] when partial."""
+    end: Answerer
+    left: int
+    """Pairs that were not computed yet."""
+
+
+class ExpertServer:
+    """Joins a listener, a brain and an arithmetic. `clock` in seconds, monotonic."""
+
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        arithmetic: Arithmetic,
+        listener: Listener,
+        service: Service,
+        clock: Callable[[], float],
+        longest_wait: float = 0.0,
+    ) -> None:
+        """longest_wait: of the brain's start rule, seconds."""
+        self._layout = layout
+        self._arithmetic = arithmetic
+        self._listener = listener
+        self._service = service
+        self._clock = clock
+        self._longest_wait = longest_wait
+        self._ends: dict[int, Answerer] = {}
+        self._calls: dict[int, _Call] = {}
+        self._next_client = 0
+        self._next_call = 0
+        self._line = {layer: line for line, layer in enumerate(layout.layers)}
+        self._num_layers = max(layout.layers, default=0) + 1
+        self._scratch: wire.FloatRows = np.zeros((0, layout.hidden), dtype=np.float32)
+        shape = (len(layout.layers), layout.num_experts)
+        self.served = Served(load=np.zeros(shape, dtype=np.int64))
+
+    @property
+    def clients(self) -> int:
+        return len(self._ends)
+
+    @property
+    def waiting_pairs(self) -> int:
+        """Pairs that came in and were not computed yet."""
+        return self._service.waiting_pairs
+
+    def turn(self, timeout: float | None, bells: tuple[int, ...] = ()) -> None:
+        """Take in what there is and compute one run; with nothing to do wait `timeout` seconds (None: for
+        ever) for a call, a client, or one of `bells` (file descriptors)."""
+        self._accept()
+        for client, end in list(self._ends.items()):
+            self._collect(client, end)
+        now = self._clock()
+        run = self._service.next_run(now)
+        if run is not None:
+            self._run(run, now)
+            return
+        patience = self._service.wait(now, self._longest_wait)
+        limits = [limit for limit in (timeout, patience) if limit is not None]
+        fds = (self._listener.fileno(), *bells)
+        wait(list(self._ends.values()), fds, min(limits, default=None), SPIN)
+
+    def close(self) -> None:
+        """Drop every client; each sees it at once."""
+        self._listener.close()
+        for end in self._ends.values():
+            end.close()
+        self._ends.clear()
+
+    def _accept(self) -> None:
+        for end in self._listener.accepted():
+            self._ends[self._next_client] = end
+            self._service.client_joined(self._next_client)
+            self._next_client += 1
+
+    def _collect(self, client: int, end: Answerer) -> None:
+        try:
+            for incoming in end.poll():
+                self._take(client, end, incoming)
+        except ConnectionLost as lost:
+            LOG.info("client %d is gone: %s", client, lost)
+            self._forget(client)
+
+    def _take(self, client: int, end: Answerer, incoming: Incoming) -> None:
+        layout = self._layout
+        request = wire.parse(incoming.request, self._num_layers, layout.num_experts, layout.hidden)
+        shape = (request.answer_rows, layout.hidden)
+        if request.layer not in self._line or incoming.row_bytes != 4 * shape[1] or incoming.rows != shape[0]:
+            raise ConnectionLost(f"a request for layer {request.layer} has an answer of another size")
+        answer = np.frombuffer(incoming.answer, dtype=np.float32).reshape(shape)
+        call, self._next_call = self._next_call, self._next_call + 1
+        self._calls[call] = _Call(incoming, request, answer, end, len(request.experts))
+        self._service.arrived(call, client, request.layer, request.experts, self._clock())
+
+    def _forget(self, client: int) -> None:
+        end = self._ends.pop(client)
+        end.close()
+        self._service.client_left(client)
+        self._calls = {number: call for number, call in self._calls.items() if call.end is not end}
+
+    def _run(self, run: Run, started: float) -> None:
+        """Compute the parts of `run` as one batch and publish each in its call."""
+        hidden = [call.request.hidden[call.request.rows[pairs]] for call, pairs in self._parts(run)]
+        experts = [call.request.experts[pairs] for call, pairs in self._parts(run)]
+        rows = np.concatenate(hidden) if len(hidden) > 1 else hidden[0]
+        ids = np.concatenate(experts).astype(np.int64)
+        out = self._room(len(ids))
+        try:
+            self._arithmetic.run(run.layer, rows, ids, out)
+        except KeyError as missing:
+            self._refuse(run, missing)
+            return
+        begin = 0
+        for number, pairs in run.parts:
+            self._answer(number, pairs, out[begin : begin + len(pairs)])
+            begin += len(pairs)
+        self._count(run.layer, ids, self._clock() - started)
+
+    def _parts(self, run: Run) -> list[tuple[_Call, IntArray]]:
+        return [(self._calls[number], pairs) for number, pairs in run.parts]
+
+    def _answer(self, number: int, pairs: IntArray, rows: wire.FloatRows) -> None:
+        """Write `rows` where the client reads them. A call whose last pair this was is done with."""
+        call = self._calls[number]
+        if call.request.weights is not None:
+            published = _weighted(call, rows)
+        else:
+            call.answer[pairs] = rows
+            published = pairs
+        call.left -= len(pairs)
+        call.incoming.publish(published)
+        if not call.left:
+            del self._calls[number]
+
+    def _refuse(self, run: Run, missing: KeyError) -> None:
+        """A client asked for an expert that is not here: its placement is not ours. It must not wait."""
+        LOG.warning("dropping the clients of layer %d: %s", run.layer, missing.args[0])
+        for end in {id(call.end): call.end for call, _ in self._parts(run)}.values():
+            for client in [client for client, other in self._ends.items() if other is end]:
+                self._forget(client)
+
+    def _room(self, rows: int) -> wire.FloatRows:
+        if len(self._scratch) < rows:
+            self._scratch = np.empty((rows, self._layout.hidden), dtype=np.float32)
+        return self._scratch[:rows]
+
+    def _count(self, layer: int, ids: IntArray, seconds: float) -> None:
+        counts = np.bincount(ids, minlength=self._layout.num_experts)
+        self.served.load[self._line[layer]] += counts
+        self.served.pairs += len(ids)
+        self.served.runs += 1
+        self.served.expert_runs += int(np.count_nonzero(counts))
+        self.served.busy_seconds += seconds
+
+
+def _weighted(call: _Call, rows: wire.FloatRows) -> IntArray:
+    """The score-weighted sums of Expert-as-a-Service: all pairs of a call at once, in their order."""
+    request = call.request
+    assert request.weights is not None
+    call.answer[:] = 0
+    np.add.at(call.answer, request.rows, request.weights[:, None] * rows)
+    return np.arange(len(call.answer))

@@ -1,0 +1,158 @@
+"""The brain of an expert server: which waiting pairs run next, together, whoever sent them.
+
+It knows calls by number and nothing of requests. A call's pairs wait in queues, one per layer (`groups` 1) or
+one per (layer, expert) (`groups` the number of experts); a run takes one queue whole, from every client, so
+that each active expert's weights are read once. A start rule says when enough is there to begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.tokens import IntArray
+from moesaic.policy.microqueue import QueuePolicy
+
+
+@dataclass(frozen=True)
+class Run:
+    """Compute these pairs of one layer, each part straight into its call's answer."""
+
+    layer: int
+    parts: list[tuple[int, IntArray]]
+    """(call, its pairs), in order of arrival."""
+
+
+class StartRule(Protocol):
+    """When the queues may be served."""
+
+    def ready(self, pairs: int, oldest: float, clients: int, waiting: int) -> bool:
+        """pairs that wait in all, the longest wait in seconds, clients there are, clients that wait."""
+        ...
+
+
+@dataclass(frozen=True)
+class Enough:
+    """Expert-as-a-Service, section 3: begin when enough is ready or the oldest waited long enough.
+
+    The paper's text waits for all clients and its figure 5 for a sufficient number; both are numbers here.
+    Nothing is gained by waiting for a client that is waiting itself, so a start never waits for more than
+    every client to have a call in.
+    """
+
+    pairs: int = 1
+    """Pairs that are enough."""
+    wait: float = 0.0
+    """Seconds after which the oldest pair runs with whatever there is."""
+
+    def ready(self, pairs: int, oldest: float, clients: int, waiting: int) -> bool:
+        return pairs >= self.pairs or oldest >= self.wait or waiting >= clients
+
+
+@dataclass
+class _Queue:
+    parts: list[tuple[int, IntArray]] = field(default_factory=list)
+    since: float = 0.0
+
+
+class Service:
+    """Pure: the same calls at the same times give the same runs."""
+
+    def __init__(self, layers: Sequence[int], policy: QueuePolicy, rule: StartRule, groups: int = 1) -> None:
+        self._layers = tuple(layers)
+        self._line = {layer: line for line, layer in enumerate(self._layers)}
+        self._policy = policy
+        self._rule = rule
+        self._groups = groups
+        self._tokens: IntArray = np.zeros((len(self._layers), groups), dtype=np.int64)
+        self._queues: dict[tuple[int, int], _Queue] = {}
+        self._client: dict[int, int] = {}
+        """Call -> its client, while any of its pairs waits."""
+        self._waiting: dict[int, int] = {}
+        """Client -> its calls that wait."""
+        self._clients: set[int] = set()
+        self._left: dict[int, int] = {}
+
+    @property
+    def waiting_pairs(self) -> int:
+        return int(self._tokens.sum())
+
+    def client_joined(self, client: int) -> None:
+        self._clients.add(client)
+
+    def client_left(self, client: int) -> None:
+        """Forget the client and what it asked for: nobody waits for it."""
+        self._clients.discard(client)
+        self._waiting.pop(client, None)
+        gone = {call for call, owner in self._client.items() if owner == client}
+        for key in list(self._queues):
+            queue = self._queues[key]
+            queue.parts = [(call, pairs) for call, pairs in queue.parts if call not in gone]
+            self._tokens[key] = sum(len(pairs) for _, pairs in queue.parts)
+            if not queue.parts:
+                del self._queues[key]
+        for call in gone:
+            del self._client[call], self._left[call]
+
+    def arrived(
+        self, call: int, client: int, layer: int, experts: npt.NDArray[np.integer], now: float
+    ) -> None:
+        """A call of `client` for pairs through `experts` [p] of `layer`. Calls are never numbered twice."""
+        line = self._line[layer]
+        if not len(experts):
+            return
+        self._client[call], self._left[call] = client, len(experts)
+        self._waiting[client] = self._waiting.get(client, 0) + 1
+        for group, pairs in self._split(experts):
+            queue = self._queues.setdefault((line, group), _Queue(since=now))
+            queue.parts.append((call, pairs))
+            self._tokens[line, group] += len(pairs)
+
+    def next_run(self, now: float) -> Run | None:
+        """What to compute now; None: nothing is there, or not enough yet (see `wait`)."""
+        if not self._queues or not self._rule.ready(*self._state(now)):
+            return None
+        waited = np.zeros(self._tokens.shape)
+        for key, queue in self._queues.items():
+            waited[key] = now - queue.since
+        chosen = self._policy.choose(self._tokens, waited)
+        if chosen is None:
+            return None
+        queue = self._queues.pop(chosen)
+        self._tokens[chosen] = 0
+        for call, pairs in queue.parts:
+            self._served(call, len(pairs))
+        return Run(self._layers[chosen[0]], queue.parts)
+
+    def wait(self, now: float, longest: float) -> float | None:
+        """Seconds until a start rule that said no may say yes though nothing arrives; None: never."""
+        if not self._queues:
+            return None
+        oldest = max(now - queue.since for queue in self._queues.values())
+        return max(0.0, longest - oldest)
+
+    def _state(self, now: float) -> tuple[int, float, int, int]:
+        oldest = max(now - queue.since for queue in self._queues.values())
+        return self.waiting_pairs, oldest, len(self._clients), len(self._waiting)
+
+    def _served(self, call: int, pairs: int) -> None:
+        self._left[call] -= pairs
+        if self._left[call]:
+            return
+        client = self._client.pop(call)
+        del self._left[call]
+        self._waiting[client] -= 1
+        if not self._waiting[client]:
+            del self._waiting[client]
+
+    def _split(self, experts: npt.NDArray[np.integer]) -> list[tuple[int, IntArray]]:
+        """Pairs by group, in their order."""
+        if self._groups == 1:
+            return [(0, np.arange(len(experts)))]
+        order = np.argsort(experts, kind="stable")
+        groups, starts = np.unique(experts[order], return_index=True)
+        return list(zip(groups.tolist(), np.split(order, starts[1:]), strict=True))

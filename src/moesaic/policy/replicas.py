@@ -1,0 +1,192 @@
+"""Which replica serves an expert now, and when a server counts as gone: decided by each client alone.
+
+Expert-as-a-Service (section 3): a client that waits too long masks the server in its own table and sends the
+same rows to another holder. Nothing is agreed with anybody, because servers keep nothing. What the paper
+leaves open is settled here:
+
+- Choice: the own rank's server first, then the one with the fewest pairs outstanding.
+- Patience: a server is late when it has shown no progress for `factor` times what its outstanding work should
+  take at the pace it showed so far, and at least `floor` seconds. A server whose pace nobody knows yet gets
+  `unknown` seconds.
+- A late server is masked only if others hold all that it holds: without a replica there is nothing to gain,
+  the rows wait for it or for its successor.
+- A masked server whose same process answers again was not dead: a false failover, counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.tokens import IntArray
+
+NOBODY = -1
+
+
+@dataclass(frozen=True)
+class Patience:
+    """When a silent server is given up."""
+
+    factor: float = 20.0
+    """Times the time that its work should take."""
+    floor: float = 0.3
+    """Seconds, at least."""
+    unknown: float = 5.0
+    """Seconds, for a server that never answered."""
+
+
+@dataclass(frozen=True)
+class ReplicaStats:
+    """Counters of one client; they only grow."""
+
+    failovers: int = 0
+    """Servers that were lost or given up with rows outstanding."""
+    false_failovers: int = 0
+    """Of those, servers that had not died."""
+    resent_pairs: int = 0
+    """(row, expert) pairs that were sent again."""
+
+
+@dataclass
+class _Server:
+    """What a client knows of a server it is connected to."""
+
+    outstanding: int = 0
+    """Pairs sent and not answered."""
+    since: float = 0.0
+    """Last sign of progress, or when it was given work after having none."""
+    pace: float | None = None
+    """Seconds a pair, smoothed; None before the first answer."""
+
+
+class Replicas:
+    """A client's table of servers. Pure: connections are made and dropped by its owner."""
+
+    def __init__(self, patience: Patience | None = None, own: int | None = None) -> None:
+        """own: the server of this client's own rank."""
+        self._patience = patience or Patience()
+        self._own = own
+        self._servers: dict[int, _Server] = {}
+        self._holders: dict[int, IntArray] = {}
+        self._masked: set[int] = set()
+        self.stats = ReplicaStats()
+
+    def place(self, experts: Mapping[int, Mapping[int, Iterable[int]]], num_experts: int) -> None:
+        """A new placement: server -> layer -> experts."""
+        found: dict[int, list[list[int]]] = {}
+        for server in sorted(experts):
+            for layer, ids in experts[server].items():
+                rows = found.setdefault(layer, [[] for _ in range(num_experts)])
+                for expert in ids:
+                    rows[expert].append(server)
+        self._holders = {layer: _padded(rows) for layer, rows in found.items()}
+
+    @property
+    def connected(self) -> frozenset[int]:
+        """Servers that can be asked."""
+        return frozenset(self._servers)
+
+    def joined(self, server: int) -> None:
+        """A connection to `server` stands."""
+        if server in self._masked:
+            self._masked.discard(server)
+            self._count(false_failovers=1)
+        self._servers[server] = _Server()
+
+    def lost(self, server: int, pairs: int = 0) -> None:
+        """The connection to `server` broke with `pairs` outstanding: its process died, or the way to it."""
+        if self._servers.pop(server, None) is not None and pairs:
+            self._count(failovers=1)
+
+    def mask(self, server: int) -> None:
+        """`server` was given up for its silence, though its connection stood."""
+        if self._servers.pop(server, None) is not None:
+            self._masked.add(server)
+            self._count(failovers=1)
+
+    def replaced(self, server: int) -> None:
+        """Another process has this id now: the one that was masked is really gone."""
+        self._masked.discard(server)
+
+    def route(self, layer: int, experts: npt.NDArray[np.integer]) -> IntArray:
+        """The server for each of the pairs experts [p] of a layer, NOBODY where none of its holders is there.
+
+        All pairs of an expert go to one server, so that its weights are read once. Example: expert 3 is held
+        by servers 0 and 1, of which 0 has more pairs outstanding: every pair of expert 3 goes to 1.
+        """
+        table = self._holders.get(layer)
+        if table is None:
+            return np.full(len(experts), NOBODY, dtype=np.int64)
+        wanted, counts = np.unique(experts, return_counts=True)
+        chosen = np.full(len(table), NOBODY, dtype=np.int64)
+        load = {server: float(state.outstanding) for server, state in self._servers.items()}
+        for at in np.argsort(-counts, kind="stable").tolist():
+            holders = [server for server in table[wanted[at]].tolist() if server in load]
+            if holders:
+                best = min(holders, key=lambda server: (server != self._own, load[server], server))
+                load[best] += int(counts[at])
+                chosen[wanted[at]] = best
+        servers: IntArray = chosen[experts]
+        return servers
+
+    def sent(self, server: int, pairs: int, now: float, again: bool = False) -> None:
+        """`pairs` went to `server`; again: they had been sent before."""
+        state = self._servers[server]
+        if not state.outstanding:
+            state.since = now
+        state.outstanding += pairs
+        if again:
+            self._count(resent_pairs=pairs)
+
+    def answered(self, server: int, pairs: int, now: float) -> None:
+        """`pairs` came back from `server`."""
+        state = self._servers.get(server)
+        if state is None or not pairs:
+            return
+        pace = (now - state.since) / pairs
+        # Quick to learn that a server is slow, slow to learn that it is quick: so patience is rather long.
+        state.pace = pace if state.pace is None else max(pace, 0.9 * state.pace + 0.1 * pace)
+        state.outstanding -= pairs
+        state.since = now
+
+    def late(self, now: float) -> list[int]:
+        """Servers that have been silent for too long and whose rows others could take."""
+        return [
+            server
+            for server, state in self._servers.items()
+            if state.outstanding and now > state.since + self._allowed(state) and self._replaceable(server)
+        ]
+
+    def next_deadline(self) -> float | None:
+        """When `late` may name the next one, in the clock's seconds; None: not before something is sent."""
+        ends = [s.since + self._allowed(s) for s in self._servers.values() if s.outstanding]
+        return min(ends, default=None)
+
+    def _allowed(self, state: _Server) -> float:
+        if state.pace is None:
+            return self._patience.unknown
+        return max(self._patience.floor, self._patience.factor * state.pace * state.outstanding)
+
+    def _replaceable(self, server: int) -> bool:
+        """True when every expert that `server` holds has another holder that is connected."""
+        for table in self._holders.values():
+            mine = (table == server).any(axis=1)
+            others = np.isin(table, [other for other in self._servers if other != server]).any(axis=1)
+            if (mine & ~others).any():
+                return False
+        return True
+
+    def _count(self, **more: int) -> None:
+        now = {name: getattr(self.stats, name) + number for name, number in more.items()}
+        self.stats = ReplicaStats(**{**self.stats.__dict__, **now})
+
+
+def _padded(rows: list[list[int]]) -> IntArray:
+    """[E, most] holders of each expert, NOBODY behind the last."""
+    table = np.full((len(rows), max(1, max(map(len, rows)))), NOBODY, dtype=np.int64)
+    for line, servers in zip(table, rows, strict=True):
+        line[: len(servers)] = servers
+    return table

@@ -1,0 +1,134 @@
+"""Where a server listens: "unix:/path" or "tcp:host:port"."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from moesaic.core.errors import ConfigError
+
+_PATH_BYTES = 107
+"""The longest path of a Unix socket."""
+_ALLOWED = f"unix:/path of at most {_PATH_BYTES} bytes, or tcp:host:port with an IPv6 host in [brackets]"
+
+IDLE_SECONDS, PROBE_SECONDS, PROBES = 10, 5, 3
+"""A host that vanished is found out after 25 s of silence, also while nothing is sent."""
+UNACKNOWLEDGED_SECONDS = 30
+"""Bytes sent over TCP that nobody takes for so long end the connection."""
+
+
+class Address(NamedTuple):
+    """`path` for a Unix socket, or `host` and `port` (0: any free one)."""
+
+    path: str = ""
+    host: str = ""
+    port: int = 0
+
+    def __str__(self) -> str:
+        if self.path:
+            return f"unix:{self.path}"
+        return f"tcp:[{self.host}]:{self.port}" if ":" in self.host else f"tcp:{self.host}:{self.port}"
+
+
+def parse(text: str) -> Address:
+    """Raises ConfigError.
+
+    >>> parse("tcp:[::1]:8000")
+    Address(path='', host='::1', port=8000)
+    """
+    kind, _, rest = text.partition(":")
+    if kind == "unix" and rest and len(os.fsencode(rest)) <= _PATH_BYTES:
+        return Address(path=rest)
+    host, _, port = rest.rpartition(":")
+    if kind == "tcp" and host and port.isascii() and port.isdecimal() and int(port) < 1 << 16:
+        return Address(host=host.removeprefix("[").removesuffix("]"), port=int(port))
+    raise ConfigError.field("address", text, _ALLOWED)
+
+
+def bind(address: Address) -> tuple[socket.socket, Address]:
+    """A listening socket, and where it really is. Raises ConfigError if that is not possible."""
+    try:
+        sock = _bind_unix(address.path) if address.path else _bind_tcp(address)
+    except OSError as error:
+        raise ConfigError.field(
+            "address", str(address), f"one that is free ({error.strerror or error})"
+        ) from None
+    if not address.path:
+        address = address._replace(port=sock.getsockname()[1])
+    return sock, address
+
+
+def dial(address: Address, timeout: float) -> socket.socket:
+    """A connected socket. Raises OSError."""
+    if not address.path:
+        sock = socket.create_connection((address.host, address.port), timeout)
+        tune(sock)
+        return sock
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    end = time.monotonic() + timeout
+    try:
+        while not _connected(sock, address.path):
+            if time.monotonic() >= end:
+                raise TimeoutError("timed out")
+            time.sleep(0.01)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _connected(sock: socket.socket, path: str) -> bool:
+    """False while the listener's queue is full, which a Unix socket with a timeout does not wait for."""
+    sock.setblocking(False)
+    try:
+        sock.connect(path)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def tune(sock: socket.socket) -> None:
+    """Small frames leave at once, and a host that vanished is found out."""
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_SECONDS * 1000)
+
+
+def _bind_tcp(address: Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    return socket.create_server((address.host, address.port), family=family, backlog=128)
+
+
+def _bind_unix(path: str) -> socket.socket:
+    """A socket that only this user can connect to. What a dead process left at the path is replaced."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _left_behind(path):
+            Path(path).unlink()
+        sock.bind(path)
+        Path(path).chmod(0o600)  # before anybody can connect: it does not listen yet
+        sock.listen(128)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _left_behind(path: str) -> bool:
+    """Whether there is a socket at the path that nobody listens on."""
+    if not Path(path).is_socket():
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return True
+    return False

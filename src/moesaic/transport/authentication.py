@@ -1,0 +1,119 @@
+"""The handshake of a connection: both sides prove that they know the secret, without sending it.
+
+    client: MAGIC, 32 random bytes a             server: MAGIC, 32 random bytes b
+    client: terms, HMAC(secret, "client" a b terms)
+                                                 server: HMAC(secret, "server" a b terms)
+
+HMAC-SHA256, compared in constant time. The two labels differ, so that no side's proof can be sent back to it;
+a and b are fresh, so that no proof serves twice. Every message has a fixed length: there is nothing to parse
+before the peer is known. What follows is not encrypted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+import time
+from typing import NamedTuple
+
+from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.transport.calls import MAX_HEAP, MIN_HEAP
+
+MAGIC = b"moesaic1"
+NONCE = 32
+PROOF = 32
+_TERMS = struct.Struct("<8sQ")
+KINDS = ("shm", "stream")
+
+
+class Terms(NamedTuple):
+    """What the client asks for: one of KINDS, and how many bytes its open calls may take."""
+
+    kind: str
+    heap_bytes: int
+
+
+def check_secret(secret: bytes) -> None:
+    """ConfigError unless it is long enough to be one."""
+    if len(secret) < 16:
+        raise ConfigError.field("secret", f"{len(secret)} bytes", "at least 16 bytes")
+
+
+def check_terms(terms: Terms) -> None:
+    """ConfigError unless they can be kept."""
+    if terms.kind not in KINDS:
+        raise ConfigError.field("kind", terms.kind, " or ".join(KINDS))
+    if not MIN_HEAP <= terms.heap_bytes <= MAX_HEAP:
+        raise ConfigError.field("heap_bytes", terms.heap_bytes, f"{MIN_HEAP} to {MAX_HEAP}")
+
+
+class Deadline:
+    """The moment by which a handshake has to be done, whatever its steps take."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def apply(self, sock: socket.socket) -> None:
+        """Let the next call on `sock` take what is left. Raises TimeoutError if nothing is."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        sock.settimeout(left)
+
+
+def prove_as_client(sock: socket.socket, secret: bytes, terms: Terms, deadline: Deadline) -> None:
+    """The client's side. Raises ConnectionLost if the server does not know the secret, or OSError."""
+    mine = secrets.token_bytes(NONCE)
+    _send(sock, MAGIC + mine, deadline)
+    nonces = mine + _nonce(sock, deadline)
+    packed = _TERMS.pack(terms.kind.encode(), terms.heap_bytes)
+    _send(sock, packed + _proof(secret, b"client", nonces, packed), deadline)
+    if not hmac.compare_digest(
+        read_exactly(sock, PROOF, deadline), _proof(secret, b"server", nonces, packed)
+    ):
+        raise ConnectionLost("the server does not know the secret")
+
+
+def prove_as_server(sock: socket.socket, secret: bytes, deadline: Deadline) -> Terms:
+    """The server's side. Raises ConnectionLost if the client does not know the secret, or OSError."""
+    theirs = _nonce(sock, deadline)
+    mine = secrets.token_bytes(NONCE)
+    _send(sock, MAGIC + mine, deadline)
+    packed = read_exactly(sock, _TERMS.size, deadline)
+    proof, nonces = read_exactly(sock, PROOF, deadline), theirs + mine
+    if not hmac.compare_digest(proof, _proof(secret, b"client", nonces, packed)):
+        raise ConnectionLost("the client does not know the secret")
+    kind, heap_bytes = _TERMS.unpack(packed)
+    terms = Terms(kind.rstrip(b"\0").decode("ascii", "replace"), heap_bytes)
+    check_terms(terms)
+    _send(sock, _proof(secret, b"server", nonces, packed), deadline)
+    return terms
+
+
+def read_exactly(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
+    """Raises ConnectionLost at the end of the stream, TimeoutError at the deadline."""
+    got = b""
+    while len(got) < count:
+        deadline.apply(sock)
+        part = sock.recv(count - len(got))
+        if not part:
+            raise ConnectionLost("the other end closed the connection during the handshake")
+        got += part
+    return got
+
+
+def _send(sock: socket.socket, data: bytes, deadline: Deadline) -> None:
+    deadline.apply(sock)
+    sock.sendall(data)
+
+
+def _nonce(sock: socket.socket, deadline: Deadline) -> bytes:
+    if read_exactly(sock, len(MAGIC), deadline) != MAGIC:
+        raise ConnectionLost("the other end is none of ours, or of another version")
+    return read_exactly(sock, NONCE, deadline)
+
+
+def _proof(secret: bytes, label: bytes, nonces: bytes, terms: bytes) -> bytes:
+    return hmac.digest(secret, label + nonces + terms, "sha256")

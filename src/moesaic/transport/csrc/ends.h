@@ -1,0 +1,82 @@
+// What both ends of a segment are made of: the mapping, views of it, and the rows of a call that are out.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <vector>
+
+#include "segment.h"
+
+namespace moesaic {
+
+namespace nb = nanobind;
+using Indices = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// A sealed memfd in memory. A buffer to Python: its views keep it mapped.
+class Mapping {
+   public:
+    explicit Mapping(int descriptor);  // OSError, or ValueError if it is none that can be trusted
+    ~Mapping();
+    Mapping(const Mapping&) = delete;
+    Mapping& operator=(const Mapping&) = delete;
+
+    Segment segment() const { return {base_, size_}; }
+
+   private:
+    unsigned char* base_;
+    uint64_t size_;
+};
+
+// The rows of one call that are out already: each comes out once.
+class Out {
+   public:
+    Out() = default;
+    explicit Out(uint64_t rows) : rows_(rows), seen_((rows + 63) / 64) {}
+
+    // False for a row that is none, or that is out already.
+    bool add(uint64_t row) {
+        if (row >= rows_ || has(row)) return false;
+        seen_[row / 64] |= bit(row);
+        ++count_;
+        return true;
+    }
+    void remove(uint64_t row) {
+        seen_[row / 64] &= ~bit(row);
+        --count_;
+    }
+    uint64_t count() const { return count_; }
+    bool all() const { return count_ == rows_; }
+
+   private:
+    static uint64_t bit(uint64_t row) { return uint64_t{1} << row % 64; }
+    bool has(uint64_t row) const { return (seen_[row / 64] & bit(row)) != 0; }
+    uint64_t rows_ = 0, count_ = 0;
+    std::vector<uint64_t> seen_;
+};
+
+// One end: the segment, and the socket whose end tells the peer's death and whose bytes are the doorbell.
+class End {
+   public:
+    End(nb::object mapping, int descriptor);
+    virtual ~End() = default;
+
+    // The memory stays mapped while views of it live.
+    void close();
+
+   protected:
+    const Segment& segment() const {
+        if (segment_.base == nullptr) throw Broken("this end is closed");
+        return segment_;
+    }
+    bool closed() const { return segment_.base == nullptr; }
+    nb::object view(uint64_t offset, uint64_t bytes, bool writable) const;
+    void ring() const;
+
+   private:
+    Segment segment_;
+    int descriptor_;
+    nb::object writable_, read_only_;
+};
+
+}  // namespace moesaic

@@ -1,0 +1,158 @@
+"""Calls through memory that both processes map: no copies, and no system calls while both are awake.
+
+The client makes the memory (a memfd, sealed against shrinking) and hands it over the authenticated Unix
+socket. That socket stays: its end tells the death of the peer, and a byte on it wakes a peer that sleeps.
+A byte sent with MSG_DONTWAIT cannot block, whatever the peer does to its side; an eventfd's flags are shared
+with the peer. One segment belongs to one connection, and is dropped with it. csrc/segment.h has the layout.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import socket
+import time
+
+from moesaic.core.errors import ConnectionLost
+from moesaic.core.tokens import IntArray
+from moesaic.transport import _shm
+from moesaic.transport.calls import Call, Incoming, refuse
+
+LOOK_SECONDS = 1e-3
+"""An end that is polled and finds nothing looks this often whether the peer still lives."""
+_GONE = "the other end closed the connection"
+
+
+class _ShmEnd:
+    """The socket beside the segment, and the errors that both ends share."""
+
+    def __init__(self, sock: socket.socket, core: _shm.Client | _shm.Server) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._end = core
+        self._lost: str | None = None
+        self._next_look = 0.0
+
+    events = select.POLLIN
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def ready(self) -> bool:
+        return self._lost is not None or self._end.ready()
+
+    def arm(self) -> bool:
+        return self._lost is not None or self._end.arm()
+
+    def disarm(self) -> None:
+        if self._lost is None:
+            self._end.disarm()
+            self._look()  # a ring that is heard is not heard again
+
+    def close(self) -> None:
+        self._lost = self._lost or "this end is closed"
+        self._end.close()
+        self._socket.close()
+
+    def _idle(self) -> None:
+        """Nothing was found. Raises ConnectionLost if nothing will be."""
+        if self._lost is None:
+            now = time.monotonic()
+            if now < self._next_look:
+                return
+            self._next_look = now + LOOK_SECONDS
+            self._look()
+        if self._lost is not None and not self._end.ready():
+            raise ConnectionLost(self._lost)
+
+    def _look(self) -> None:
+        """Take the rings from the socket, and see whether it has ended."""
+        try:
+            if not self._socket.recv(4096):
+                self._lost = _GONE
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            self._lost = f"the other end is gone: {error.strerror or error}"
+
+    def _check(self) -> None:
+        if self._lost is not None:
+            raise ConnectionLost(self._lost)
+
+    def _broken(self, error: Exception) -> ConnectionLost:
+        self._lost = self._lost or str(error)
+        self._end.close()
+        return ConnectionLost(self._lost)
+
+
+class ShmCaller(_ShmEnd):
+    """A Caller. It owns the socket from now on; `mapping` is memory that it made with `make_segment`."""
+
+    def __init__(self, sock: socket.socket, mapping: _shm.Mapping) -> None:
+        self._client = _shm.Client(mapping, sock.fileno())
+        super().__init__(sock, self._client)
+
+    def open(self, request_bytes: int, rows: int, row_bytes: int) -> Call | None:
+        self._check()
+        try:
+            return self._client.open(request_bytes, rows, row_bytes)
+        except (ValueError, TypeError):
+            raise refuse(request_bytes, rows, row_bytes, self._client.capacity) from None
+
+    def post(self, call: Call) -> None:
+        self._check()
+        self._client.post(call)  # type: ignore[arg-type]
+
+    def poll(self) -> list[tuple[Call, IntArray]]:
+        try:
+            news = self._client.poll()
+        except _shm.Broken as error:
+            raise self._broken(error) from None
+        if not news:
+            self._idle()
+        return news  # type: ignore[return-value]
+
+    def release(self, call: Call) -> None:
+        self._client.release(call)  # type: ignore[arg-type]
+
+
+class ShmAnswerer(_ShmEnd):
+    """An Answerer on a segment that came with `descriptor`, a file descriptor that it leaves to its owner.
+
+    Raises ConnectionLost if the memory cannot be trusted. It owns the socket from now on.
+    """
+
+    def __init__(self, sock: socket.socket, descriptor: int, heap_bytes: int) -> None:
+        if os.fstat(descriptor).st_size != _shm.HEAP + heap_bytes:
+            raise ConnectionLost("the client's memory has another size than it said")
+        try:
+            self._server = _shm.Server(_shm.Mapping(descriptor), sock.fileno())
+        except (_shm.Broken, ValueError, OSError) as error:
+            raise ConnectionLost(f"the client's memory was refused: {error}") from None
+        super().__init__(sock, self._server)
+
+    def poll(self) -> list[Incoming]:
+        try:
+            news = self._server.poll()
+        except _shm.Broken as error:
+            raise self._broken(error) from None
+        if not news:
+            self._idle()
+        return news  # type: ignore[return-value]
+
+
+def make_segment(heap_bytes: int) -> tuple[_shm.Mapping, int]:
+    """Memory for the calls of one connection, and its file descriptor, which the caller closes.
+
+    Pages are taken when they are first touched.
+    """
+    descriptor = os.memfd_create("moesaic-calls", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, _shm.HEAP + heap_bytes)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        return _shm.Mapping(descriptor), descriptor
+    except OSError:
+        os.close(descriptor)
+        raise

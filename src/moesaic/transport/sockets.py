@@ -1,0 +1,259 @@
+"""Calls over a stream socket (Unix or TCP): the request travels once, the rows in the portions published.
+
+Frames are described in frames.py. The client never has more than `heap_bytes` in calls, and the server holds
+it to that, so neither end's memory grows without bound whatever the other does.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+
+from moesaic.core.errors import ConnectionLost
+from moesaic.core.tokens import IntArray
+from moesaic.transport.calls import MAX_CALLS, MAX_ROWS, Call, Incoming, Outstanding, refuse
+from moesaic.transport.frames import HEADER, REQUEST, ROWS, Frames
+
+_PER_ROW = HEADER.size + 4
+"""Bytes around a row that is published alone."""
+
+
+def room(request_bytes: int, rows: int, row_bytes: int) -> int:
+    """What a call takes of heap_bytes, wherever its bytes are at the moment.
+
+    >>> room(request_bytes=100, rows=2, row_bytes=10)
+    192
+    """
+    return request_bytes + rows * (row_bytes + _PER_ROW)
+
+
+def pieces(answer: memoryview, indices: IntArray, row_bytes: int) -> list[memoryview]:
+    """The rows' memory in order, neighbours in one piece.
+
+    >>> [bytes(piece) for piece in pieces(memoryview(b"aabbccdd"), np.array([2, 3, 0]), row_bytes=2)]
+    [b'ccdd', b'aa']
+    """
+    cuts = np.flatnonzero(np.diff(indices) != 1) + 1
+    firsts = indices[np.concatenate(([0], cuts))] * row_bytes
+    ends = (indices[np.concatenate((cuts, [len(indices)])) - 1] + 1) * row_bytes
+    return [answer[first:end] for first, end in zip(firsts.tolist(), ends.tolist(), strict=True)]
+
+
+def _memory(count: int) -> memoryview:
+    return np.empty(count, np.uint8).data
+
+
+class StreamCall:
+    """A call of StreamCaller."""
+
+    __slots__ = (
+        "_answer",
+        "_left",
+        "_outstanding",
+        "_state",
+        "answer",
+        "number",
+        "request",
+        "row_bytes",
+        "rows",
+    )
+
+    def __init__(self, number: int, request_bytes: int, rows: int, row_bytes: int) -> None:
+        self.number, self.rows, self.row_bytes = number, rows, row_bytes
+        self.request = _memory(request_bytes)
+        self._answer = _memory(rows * row_bytes)
+        self.answer = self._answer.toreadonly()
+        self._outstanding = Outstanding(rows)
+        """Rows that no frame has named."""
+        self._left = rows
+        """Rows that are not here: those of the frame that is being read are named and not here."""
+        self._state = "open"
+
+
+class _StreamEnd:
+    """The socket, and what both ends do with it."""
+
+    def __init__(self, sock: socket.socket, heap_bytes: int) -> None:
+        self._heap_bytes = heap_bytes
+        self._used = 0
+        """Bytes of heap_bytes in calls whose rows are not all out."""
+        self._header = memoryview(bytearray(HEADER.size))
+        self._frames = Frames(sock, self._wanted())
+
+    def _wanted(self) -> Iterator[list[memoryview]]:
+        raise NotImplementedError
+
+    @property
+    def events(self) -> int:
+        return self._frames.events
+
+    def fileno(self) -> int:
+        return self._frames.fileno()
+
+    def ready(self) -> bool:
+        return self._frames.lost is not None
+
+    def arm(self) -> bool:
+        self._frames.flush()
+        return self.ready()
+
+    def disarm(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._frames.flush()
+        self._frames.close()
+
+
+class StreamCaller(_StreamEnd):
+    """A Caller over `sock`, which it owns from now on."""
+
+    def __init__(self, sock: socket.socket, heap_bytes: int) -> None:
+        self._calls: dict[int, StreamCall] = {}
+        self._number = 0
+        self._news: list[tuple[Call, IntArray]] = []
+        super().__init__(sock, heap_bytes)
+
+    def open(self, request_bytes: int, rows: int, row_bytes: int) -> Call | None:
+        if self._frames.lost is not None:
+            raise ConnectionLost(self._frames.lost)
+        size = room(request_bytes, rows, row_bytes)
+        if min(request_bytes, row_bytes) < 0 or not 1 <= rows <= MAX_ROWS or size > self._heap_bytes:
+            raise refuse(request_bytes, rows, row_bytes, self._heap_bytes)
+        if len(self._calls) == MAX_CALLS or self._used + size > self._heap_bytes:
+            return None
+        self._used += size
+        self._number += 1
+        call = StreamCall(self._number, request_bytes, rows, row_bytes)
+        self._calls[call.number] = call
+        return call
+
+    def post(self, call: Call) -> None:
+        mine = self._mine(call)
+        if mine._state != "open":
+            raise ValueError("the call was posted")
+        if self._frames.lost is not None:
+            raise ConnectionLost(self._frames.lost)
+        mine._state = "posted"
+        header = HEADER.pack(REQUEST, mine.rows, mine.number, mine.row_bytes, len(mine.request))
+        if not self._frames.push([memoryview(header), mine.request]):
+            raise ConnectionLost("the other end is gone")
+
+    def poll(self) -> list[tuple[Call, IntArray]]:
+        self._frames.pump()
+        if not self._news:
+            if self._frames.lost is not None:
+                raise ConnectionLost(self._frames.lost)
+            return []
+        news, self._news = self._news, []
+        return news
+
+    def release(self, call: Call) -> None:
+        mine = self._mine(call)
+        if mine._state == "posted" and mine._left:
+            mine._state = "released"  # its rows are on their way
+        else:
+            self._end(mine)
+
+    def _mine(self, call: Call) -> StreamCall:
+        mine = self._calls.get(call.number)
+        if mine is not call or mine._state == "released":
+            raise ValueError("the call was released")
+        return mine
+
+    def _end(self, call: StreamCall) -> None:
+        del self._calls[call.number]
+        self._used -= room(len(call.request), call.rows, call.row_bytes)
+
+    def _wanted(self) -> Iterator[list[memoryview]]:
+        """ROWS frames, their rows straight into the answers."""
+        while True:
+            yield [self._header]
+            kind, count, number, _, _ = HEADER.unpack(self._header)
+            call = self._calls.get(number)
+            known = kind == ROWS and call is not None and call._state != "open"
+            if not known or call is None or not 1 <= count <= call._outstanding.count:
+                raise ConnectionLost(f"the server sent a damaged frame (kind {kind}, call {number})")
+            named = np.empty(count, "<u4")
+            yield [named.data.cast("B")]
+            try:
+                call._outstanding.take(named)
+            except ValueError as error:
+                raise ConnectionLost(f"the server sent a damaged frame: {error}") from None
+            indices = named.astype(np.int64)
+            yield pieces(call._answer, indices, call.row_bytes)
+            self._arrived(call, indices)
+
+    def _arrived(self, call: StreamCall, indices: IntArray) -> None:
+        call._left -= len(indices)
+        if call._state != "released":
+            self._news.append((call, indices))
+        elif not call._left:
+            self._end(call)
+
+
+class StreamIncoming:
+    """A call of StreamAnswerer."""
+
+    __slots__ = ("_answerer", "_outstanding", "answer", "number", "request", "row_bytes", "rows")
+
+    def __init__(
+        self, answerer: StreamAnswerer, number: int, request: memoryview, rows: int, row_bytes: int
+    ) -> None:
+        self.number, self.request, self.rows, self.row_bytes = number, request.toreadonly(), rows, row_bytes
+        self.answer = _memory(rows * row_bytes)
+        self._outstanding = Outstanding(rows)
+        self._answerer = answerer
+
+    def publish(self, indices: IntArray) -> None:
+        self._outstanding.take(indices)
+        if len(indices):
+            self._answerer.send(self, indices)
+
+
+class StreamAnswerer(_StreamEnd):
+    """An Answerer over `sock`, which it owns from now on."""
+
+    def __init__(self, sock: socket.socket, heap_bytes: int) -> None:
+        self._open: set[int] = set()
+        self._news: list[Incoming] = []
+        super().__init__(sock, heap_bytes)
+
+    def poll(self) -> list[Incoming]:
+        self._frames.pump()
+        if not self._news:
+            if self._frames.lost is not None:
+                raise ConnectionLost(self._frames.lost)
+            return []
+        news, self._news = self._news, []
+        return news
+
+    def send(self, call: StreamIncoming, indices: IntArray) -> None:
+        """Rows of a call, for `StreamIncoming.publish`."""
+        if not call._outstanding.count:
+            self._open.discard(call.number)
+            self._used -= room(len(call.request), call.rows, call.row_bytes)
+        if self._frames.lost is None:
+            header = memoryview(HEADER.pack(ROWS, len(indices), call.number, 0, 0))
+            named = indices.astype("<u4").data.cast("B")
+            self._frames.push([header, named, *pieces(call.answer, indices, call.row_bytes)])
+
+    def _wanted(self) -> Iterator[list[memoryview]]:
+        """REQUEST frames."""
+        while True:
+            yield [self._header]
+            kind, rows, number, row_bytes, request_bytes = HEADER.unpack(self._header)
+            size = room(request_bytes, rows, row_bytes)
+            known = kind == REQUEST and 1 <= rows <= MAX_ROWS and number not in self._open
+            # A client that reads its answers never has more than its heap in calls, or waiting to be sent.
+            if not known or max(self._used + size, self._frames.unsent) > self._heap_bytes:
+                raise ConnectionLost(f"the client sent a damaged frame (kind {kind}, call {number})")
+            if len(self._open) == MAX_CALLS:
+                raise ConnectionLost(f"the client sent more than {MAX_CALLS} calls")
+            request = _memory(request_bytes)
+            yield [request]
+            self._used += size
+            self._open.add(number)
+            self._news.append(StreamIncoming(self, number, request, rows, row_bytes))

@@ -1,0 +1,114 @@
+"""A real cluster of processes, driven from a test through the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from moesaic import SamplingParams
+from moesaic.cluster.supervisor import Supervisor
+from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from moesaic.core.errors import ConnectionLost
+from moesaic.core.request import TokenLogprob
+from moesaic.launch import Launched, launch
+
+Answer = tuple[list[int], list[float]]
+"""Token ids, and the log-probability of each."""
+
+
+@dataclass
+class Running:
+    """Requests under way."""
+
+    answers: dict[int, Answer] = field(default_factory=dict)
+    times: dict[int, list[float]] = field(default_factory=dict)
+    """When each token came."""
+    unfinished: set[int] = field(default_factory=set)
+
+    @property
+    def tokens(self) -> int:
+        """Of all requests so far."""
+        return sum(len(tokens) for tokens, _ in self.answers.values())
+
+    @property
+    def longest_gap(self) -> float:
+        """Between two tokens of one request, seconds."""
+        gaps = [b - a for times in self.times.values() for a, b in pairwise(times)]
+        return max(gaps, default=0.0)
+
+
+class Cluster:
+    """`launched`, once it serves."""
+
+    def __init__(self, launched: Launched) -> None:
+        assert launched.supervisor is not None
+        self.supervisor: Supervisor = launched.supervisor
+        self._launched = launched
+        self.running = Running()
+        while launched.engine.info is None:
+            self.pump(60.0)
+            if launched.engine.dead is not None:
+                raise ConnectionLost(launched.engine.dead)
+
+    def pid(self, name: str) -> int:
+        """Of a process by the supervisor's name for it, such as "expert server 0"."""
+        [pid] = [member.pid for member in self.supervisor.status() if member.name == name]
+        assert pid is not None
+        return pid
+
+    def submit(self, prompts: list[list[int]], params: list[SamplingParams]) -> None:
+        """Numbered in order, from 0 on."""
+        for prompt, one in zip(prompts, params, strict=True):
+            number = self._launched.engine.submit(prompt, one)
+            self.running.answers[number] = ([], [])
+            self.running.times[number] = []
+            self.running.unfinished.add(number)
+
+    def pump(self, timeout: float) -> None:
+        """One message of the workers."""
+        message = self._launched.connection.receive(timeout)
+        assert message is not None, f"the cluster is silent: {self.supervisor.status()}"
+        for output in self._launched.engine.receive(message):  # type: ignore[arg-type]
+            tokens, logprobs = self.running.answers[output.request_id]
+            tokens += output.token_ids
+            logprobs += [entry.logprob for entry in output.logprobs or [] if isinstance(entry, TokenLogprob)]
+            self.running.times[output.request_id].append(time.monotonic())
+            if output.finished:
+                self.running.unfinished.discard(output.request_id)
+
+    def finish(self, disturb: Callable[[int], None] = lambda tokens: None) -> list[Answer]:
+        """Until every request ended; `disturb` is told how many tokens there are, after each message."""
+        while self.running.unfinished:
+            self.pump(60.0)
+            disturb(self.running.tokens)
+        return [self.running.answers[number] for number in sorted(self.running.answers)]
+
+
+@contextmanager
+def cluster(
+    model: str = "demo",
+    *,
+    attention_workers: int = 1,
+    expert_servers: int = 2,
+    min_replicas: int = 1,
+    redundant_experts: int = 0,
+    kernels: str = "auto",
+    max_num_batched_tokens: int = 64,
+) -> Iterator[Cluster]:
+    """Serving, until the end of the block."""
+    worker = WorkerConfig(
+        ModelConfig(model, threads=1, kernels=kernels),  # type: ignore[arg-type]
+        CacheConfig(kv_cache_memory="32MiB"),
+        SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=max_num_batched_tokens),
+    )
+    shape = ClusterConfig(
+        attention_workers=attention_workers,
+        expert_servers=expert_servers,
+        min_replicas=min_replicas,
+        redundant_experts=redundant_experts,
+    )
+    with launch(worker, shape, seed=0) as launched:
+        yield Cluster(launched)

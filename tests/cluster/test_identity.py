@@ -1,0 +1,54 @@
+"""Whatever processes serve a model, a request's bits are those of one process."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from moesaic import LLM, SamplingParams
+from tests.cluster.driven import Answer, cluster
+
+SHAPES = [
+    pytest.param({"attention_workers": 1, "expert_servers": 1}, id="1 worker, 1 server"),
+    pytest.param({"attention_workers": 1, "expert_servers": 3}, id="1 worker, 3 servers"),
+    pytest.param({"attention_workers": 2, "expert_servers": 1}, id="2 workers, 1 server"),
+    pytest.param(
+        {"attention_workers": 2, "expert_servers": 2, "min_replicas": 2, "max_num_batched_tokens": 16},
+        id="2 workers, 2 servers, every expert twice, prompts in chunks of 16",
+    ),
+    pytest.param({"attention_workers": 2, "expert_servers": 0}, id="2 workers that do everything"),
+]
+
+
+def workload(count: int, tokens: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of many lengths; every other request is sampled."""
+    random_numbers = random.Random(7)
+    prompts = [[random_numbers.randrange(3, 900) for _ in range(3 + 5 * i)] for i in range(count)]
+    params = [
+        SamplingParams(max_tokens=tokens, temperature=0.9 * (i % 2), seed=i, ignore_eos=True, logprobs=0)
+        for i in range(count)
+    ]
+    return prompts, params
+
+
+def alone(prompts: list[list[int]], params: list[SamplingParams]) -> list[Answer]:
+    """The same requests in one process."""
+    model = LLM("demo", threads=1, kv_cache_memory="64MiB")
+    answers = []
+    for completion in model.generate(prompts, params):
+        [output] = completion.outputs
+        answers.append((output.token_ids, [entry.logprob for entry in output.logprobs or [] if entry]))
+    return answers
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Answer]:
+    return alone(*workload(8, 24))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_same_bits_as_in_one_process(shape: dict[str, int], expected: list[Answer]) -> None:
+    with cluster(**shape) as served:  # type: ignore[arg-type]
+        served.submit(*workload(8, 24))
+        assert served.finish() == expected

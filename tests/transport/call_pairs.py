@@ -1,0 +1,166 @@
+"""What the tests of calls share: connected pairs of every kind, a server in another process, patience."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from moesaic.core.errors import ConnectionLost
+from moesaic.transport.calls import Answerer, Call, Caller, End, Incoming
+from moesaic.transport.faulty import Faults, FaultyCaller
+from moesaic.transport.listening import Listener, connect
+from moesaic.transport.waiting import wait
+
+SECRET = b"a secret of the tests"
+HEAP = 64 << 20
+KINDS = ("shm", "unix", "tcp", "faulty")
+ADDRESS = {"tcp": "tcp:127.0.0.1:0"}
+PATIENCE = 60.0
+"""Seconds after which something hangs."""
+
+
+class Peer(Protocol):
+    """The end that is polled along."""
+
+    def poll(self) -> Sequence[object]: ...
+
+
+class Silent:
+    """An end that is not there, or not to be polled."""
+
+    def poll(self) -> list[object]:
+        return []
+
+
+def address_for(kind: str, folder: Path) -> str:
+    return ADDRESS.get(kind, f"unix:{folder}/s")
+
+
+def dial(kind: str, address: str, heap_bytes: int = HEAP) -> Caller:
+    transport = "shm" if kind in ("shm", "faulty") else "stream"
+    caller = connect(address, SECRET, transport, heap_bytes)
+    return FaultyCaller(caller, Faults(), seed=1) if kind == "faulty" else caller
+
+
+@contextmanager
+def pair(kind: str, folder: Path, heap_bytes: int = HEAP) -> Iterator[tuple[Caller, Answerer]]:
+    """Both ends in this process."""
+    listener = Listener(address_for(kind, folder), SECRET)
+    try:
+        caller = dial(kind, listener.address, heap_bytes)
+        answerer = accepted(listener)
+    finally:
+        listener.close()
+    yield caller, answerer
+    caller.close()
+    answerer.close()
+
+
+def accepted(listener: Listener) -> Answerer:
+    """The one connection that passes next."""
+    assert wait([], [listener.fileno()], PATIENCE)
+    (answerer,) = listener.accepted()
+    return answerer
+
+
+@contextmanager
+def process(role: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """tests/transport/call_peer.py in another process, killed at the end."""
+    command = [sys.executable, str(Path(__file__).with_name("call_peer.py")), role, *arguments]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+    with child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+def until(done: Callable[[], object], *ends: End) -> None:
+    """Wait on the ends until `done()`, which polls them. Fails if nothing comes of it."""
+    end = time.monotonic() + PATIENCE
+    while not done():
+        assert time.monotonic() < end, "nothing happened"
+        wait(ends, timeout=0.01)
+
+
+def receive(caller: Caller, answerer: Peer | None = None, count: int = 1) -> list[tuple[Call, list[int]]]:
+    """Publications, at least `count`. The server's end is polled along, so that its bytes move."""
+    found: list[tuple[Call, list[int]]] = []
+
+    def done() -> bool:
+        if answerer is not None:
+            assert not answerer.poll()
+        found.extend((call, rows.tolist()) for call, rows in caller.poll())
+        return len(found) >= count
+
+    until(done, caller)
+    return found
+
+
+def rows_of(caller: Caller, answerer: Peer, call: Call, count: int) -> list[int]:
+    """Row indices of one call, exactly `count`."""
+    rows: list[int] = []
+    while len(rows) < count:
+        for found, some in receive(caller, answerer):
+            assert found is call
+            rows += some
+    return rows
+
+
+def incoming(caller: Peer, answerer: Answerer, count: int = 1) -> list[Incoming]:
+    """Calls at the server. The client's end is polled along."""
+    found: list[Incoming] = []
+
+    def done() -> bool:
+        assert not caller.poll()
+        found.extend(answerer.poll())
+        return len(found) >= count
+
+    until(done, answerer)
+    return found
+
+
+def lost(end: Caller | Answerer) -> str:
+    """Poll until the end is lost; why."""
+    reasons: list[str] = []
+
+    def done() -> bool:
+        try:
+            end.poll()
+        except ConnectionLost as error:
+            reasons.append(str(error))
+        return bool(reasons)
+
+    until(done, end)
+    return reasons[0]
+
+
+def ask(caller: Caller, request: bytes, rows: int, row_bytes: int) -> Call:
+    call = caller.open(len(request), rows, row_bytes)
+    assert call is not None
+    call.request[:] = request
+    caller.post(call)
+    return call
+
+
+def descriptors() -> list[Path]:
+    """The open files of this process."""
+    gc.collect()
+    return sorted(Path("/proc/self/fd").iterdir())
+
+
+def noise(count: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).bytes(count)

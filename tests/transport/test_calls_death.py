@@ -1,0 +1,120 @@
+"""Servers and clients in other processes that are killed, frozen or asleep."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.transport.call_pairs import (
+    PATIENCE,
+    SECRET,
+    Silent,
+    accepted,
+    address_for,
+    ask,
+    descriptors,
+    dial,
+    incoming,
+    line,
+    lost,
+    noise,
+    process,
+    receive,
+)
+
+from moesaic.core.errors import ConnectionLost
+from moesaic.transport.listening import Listener
+from moesaic.transport.waiting import wait
+
+KINDS = pytest.mark.parametrize("kind", ["shm", "unix", "tcp", "faulty"])
+
+
+@KINDS
+def test_another_process_answers(kind: str, tmp_path: Path) -> None:
+    with process("server", address_for(kind, tmp_path), "echo") as server:
+        caller = dial(kind, line(server))
+        for size in (1, 14_336, 3_000_001):
+            call = ask(caller, noise(size), 1, size)
+            assert receive(caller) == [(call, [0])]
+            assert bytes(call.answer) == noise(size)
+            caller.release(call)
+        caller.close()
+
+
+@KINDS
+def test_a_server_killed_in_the_middle_of_a_call(kind: str, tmp_path: Path) -> None:
+    with process("server", address_for(kind, tmp_path), "first") as server:
+        caller = dial(kind, line(server))
+        call = ask(caller, b"aabbcc", 3, 2)
+        assert line(server) == "answered"
+        server.kill()
+        server.wait()
+        assert receive(caller) == [(call, [0])]  # what it had published is there
+        assert bytes(call.answer[:2]) == b"aa"
+        lost(caller)
+        with pytest.raises(ConnectionLost):
+            caller.post(ask(caller, b"", 1, 1))
+        caller.close()
+
+
+@KINDS
+def test_a_death_ends_the_sleep(kind: str, tmp_path: Path) -> None:
+    with process("server", address_for(kind, tmp_path), "never") as server:
+        caller = dial(kind, line(server))
+        ask(caller, b"a", 1, 1)
+        assert line(server) == "answered"
+        assert not wait([caller], timeout=0.05)
+        server.kill()
+        assert wait([caller], timeout=PATIENCE)
+        lost(caller)
+        caller.close()
+
+
+@KINDS
+def test_a_frozen_server_is_silent_and_goes_on(kind: str, tmp_path: Path) -> None:
+    with process("server", address_for(kind, tmp_path), "echo") as server:
+        caller = dial(kind, line(server))
+        server.send_signal(signal.SIGSTOP)
+        call = ask(caller, b"abc", 1, 3)
+        assert not wait([caller], timeout=0.2)
+        assert caller.poll() == []
+        server.send_signal(signal.SIGCONT)
+        assert receive(caller) == [(call, [0])]
+        assert bytes(call.answer) == b"abc"
+        caller.close()
+
+
+@KINDS
+def test_no_wake_up_is_lost(kind: str, tmp_path: Path) -> None:
+    """Both sides go to sleep after every message, in every order that two cores produce."""
+    with process("server", address_for(kind, tmp_path), "asleep") as server:
+        caller = dial(kind, line(server))
+        for turn in range(2000):
+            call = ask(caller, turn.to_bytes(4, "little"), 1, 4)
+            while not (news := caller.poll()):
+                assert wait([caller], timeout=PATIENCE, spin=0.0), f"asleep for ever at turn {turn}"
+            assert news[0][0] is call and call.answer == call.request
+            caller.release(call)
+        caller.close()
+
+
+@KINDS
+def test_a_killed_client_leaves_nothing_at_the_server(kind: str, tmp_path: Path) -> None:
+    transport = "shm" if kind in ("shm", "faulty") else "stream"
+    listener = Listener(address_for(kind, tmp_path), SECRET)
+    before = descriptors()
+    with process("client", listener.address, transport) as client:
+        assert line(client) == "posted"
+        answerer = accepted(listener)
+        (call,) = incoming(Silent(), answerer)
+        assert bytes(call.request) == b"abcd"
+        client.kill()
+        lost(answerer)
+        call.publish(np.array([0]))
+        answerer.close()
+    del call, answerer
+    assert descriptors() == before
+    assert "moesaic-calls" not in Path("/proc/self/maps").read_text()
+    listener.close()

@@ -1,0 +1,322 @@
+"""Who may connect, and what becomes of those who may not."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import hmac
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.transport.call_pairs import SECRET, accepted, ask, descriptors, incoming, noise, until
+
+from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.transport import _shm, address, authentication, listening
+from moesaic.transport.authentication import MAGIC, NONCE, PROOF, Deadline, Terms
+from moesaic.transport.calls import MAX_HEAP
+from moesaic.transport.listening import Listener, connect
+
+Peer = Callable[[socket.socket], object]
+HEAP = 1 << 20
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Listener]:
+    where = f"unix:{tmp_path}/s" if request.param == "unix" else "tcp:127.0.0.1:0"
+    one = Listener(where, SECRET, handshake_seconds=0.5)
+    yield one
+    one.close()
+
+
+def raw(listener: Listener) -> socket.socket:
+    sock = address.dial(address.parse(listener.address), 10.0)
+    sock.settimeout(10.0)
+    return sock
+
+
+def prove(sock: socket.socket, kind: bytes = b"stream", heap: int = HEAP, secret: bytes = SECRET) -> None:
+    """The client's side of the handshake, by hand."""
+    mine = os.urandom(NONCE)
+    sock.sendall(MAGIC + mine)
+    theirs = authentication.read_exactly(sock, len(MAGIC) + NONCE, Deadline(10.0))[len(MAGIC) :]
+    terms = struct.pack("<8sQ", kind, heap)
+    sock.sendall(terms + hmac.digest(secret, b"client" + mine + theirs + terms, "sha256"))
+
+
+def hand_over(*handed: int) -> Peer:
+    """Asks for shared memory and sends these file descriptors for it."""
+
+    def peer(sock: socket.socket) -> None:
+        prove(sock, b"shm")
+        authentication.read_exactly(sock, PROOF, Deadline(10.0))
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", handed))] if handed else []
+        sock.sendmsg([b"+"], rights)
+
+    return peer
+
+
+def truncated(sock: socket.socket) -> None:
+    sock.sendall(MAGIC + bytes(NONCE))
+    sock.shutdown(socket.SHUT_WR)
+
+
+BAD_PEERS: dict[str, Peer] = {
+    "leaves": lambda sock: sock.shutdown(socket.SHUT_RDWR),
+    "stalls": lambda sock: None,
+    "stalls after a byte": lambda sock: sock.sendall(MAGIC[:1]),
+    "garbage": lambda sock: sock.sendall(noise(500)),
+    "speaks HTTP": lambda sock: sock.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" + b"x" * 100),
+    "oversized": lambda sock: sock.sendall(MAGIC + bytes(100_000)),
+    "truncated": truncated,
+    "wrong secret": lambda sock: prove(sock, secret=b"another secret of the tests"),
+    "unknown kind": lambda sock: prove(sock, b"\xff\n!"),
+    "no memory": lambda sock: prove(sock, heap=0),
+    "too much memory": lambda sock: prove(sock, heap=MAX_HEAP + 1),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PEERS)
+def test_a_bad_peer_is_one_line_in_the_log(
+    listener: Listener, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = descriptors()
+    with caplog.at_level(logging.DEBUG), raw(listener) as sock:
+        try:
+            BAD_PEERS[name](sock)
+        except OSError:
+            pass  # dropped before it was done
+        until(lambda: caplog.records)
+        until(lambda: not listener._pending)
+    assert len(caplog.records) == 1
+    message = caplog.records[0].getMessage()
+    assert message.startswith(f"dropped a peer at {listener.address}: ") and "\n" not in message
+    assert listener.accepted() == []
+    assert descriptors() == before
+    meets_an_honest_client(listener)
+
+
+def meets_an_honest_client(listener: Listener) -> None:
+    caller = connect(listener.address, SECRET)
+    answerer = accepted(listener)
+    ask(caller, b"hello", 1, 1)
+    (call,) = incoming(caller, answerer)
+    assert bytes(call.request) == b"hello"
+    caller.close()
+    answerer.close()
+
+
+def memory(size: int, sealed: bool) -> int:
+    descriptor = os.memfd_create("moesaic-test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    if sealed:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return descriptor
+
+
+RIGHT_SIZE = _shm.HEAP + HEAP
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (list, "no memory"),
+        (lambda: list(os.pipe()), "another size"),
+        (lambda: [os.open("/dev/zero", os.O_RDWR)], "another size"),
+        (lambda: [memory(4096, sealed=True)], "another size"),
+        (lambda: [memory(RIGHT_SIZE + 4096, sealed=True)], "another size"),
+        (lambda: [memory(RIGHT_SIZE, sealed=False)], "sealed"),
+        (lambda: [memory(RIGHT_SIZE, sealed=True)], "another version"),
+    ],
+    ids=["none", "pipes", "device", "small", "large", "unsealed", "empty"],
+)
+def test_memory_that_cannot_be_trusted(
+    make: Callable[[], list[int]], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = Listener(f"unix:{tmp_path}/s", SECRET)
+    before = descriptors()
+    handed = make()
+    with raw(listener) as sock:
+        hand_over(*handed)(sock)
+        until(lambda: caplog.records and not listener._pending)
+    for descriptor in handed:
+        os.close(descriptor)
+    assert len(caplog.records) == 1 and why in caplog.text
+    assert listener.accepted() == []
+    assert descriptors() == before
+    listener.close()
+
+
+def test_stalling_peers_hold_up_nobody(listener: Listener) -> None:
+    stalling = [raw(listener) for _ in range(40)]
+    meets_an_honest_client(listener)
+    for sock in stalling:
+        sock.close()
+
+
+def test_handshakes_have_a_limit(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(listening, "MAX_PENDING", 0)
+    with pytest.raises(ConnectionLost, match="no connection to"):
+        connect(listener.address, SECRET)
+    until(lambda: caplog.records)
+    assert "0 handshakes are under way" in caplog.text
+
+
+def test_closing_ends_open_handshakes(tmp_path: Path) -> None:
+    listener = Listener(f"unix:{tmp_path}/s", SECRET, handshake_seconds=1e6)
+    with raw(listener) as sock:
+        until(lambda: listener._pending)
+        listener.close()
+        listener.close()
+        assert len(sock.recv(100)) == 0
+    assert not (tmp_path / "s").exists()
+
+
+def test_the_wrong_secret(listener: Listener) -> None:
+    with pytest.raises(ConnectionLost, match="no connection to .* closed the connection"):
+        connect(listener.address, b"another secret of the tests")
+
+
+def rogue(replies: Callable[[socket.socket], None]) -> tuple[str, socket.socket, threading.Thread]:
+    """A server that does not know the secret."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        sock, _ = server.accept()
+        with sock:
+            replies(sock)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return f"tcp:127.0.0.1:{server.getsockname()[1]}", server, thread
+
+
+def reflect(sock: socket.socket) -> None:
+    """Sends the client's own nonce and proof back to it."""
+    sock.sendall(sock.recv(len(MAGIC) + NONCE, socket.MSG_WAITALL))
+    sock.sendall(sock.recv(16 + PROOF, socket.MSG_WAITALL)[16:])
+
+
+def guess(sock: socket.socket) -> None:
+    sock.sendall(MAGIC + sock.recv(len(MAGIC) + NONCE, socket.MSG_WAITALL)[len(MAGIC) :])
+    sock.sendall(bytes(PROOF))
+    sock.recv(1)
+
+
+@pytest.mark.parametrize(
+    ("replies", "why"),
+    [
+        (reflect, "does not know the secret"),
+        (guess, "does not know the secret"),
+        (lambda sock: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64)), "none of ours"),
+        (lambda sock: None, "no connection to"),
+    ],
+    ids=["reflects", "guesses", "HTTP", "leaves"],
+)
+def test_the_server_has_to_prove_itself_too(replies: Callable[[socket.socket], None], why: str) -> None:
+    where, server, thread = rogue(replies)
+    with pytest.raises(ConnectionLost, match=why):
+        connect(where, SECRET)
+    thread.join()
+    server.close()
+
+
+def test_a_silent_server_times_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"tcp:127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ConnectionLost, match="timed out"):
+            connect(where, SECRET, timeout=0.1)
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    for where in (f"unix:{tmp_path}/nothing", "tcp:127.0.0.1:1"):
+        with pytest.raises(ConnectionLost, match=f"no connection to {where}"):
+            connect(where, SECRET)
+
+
+def test_a_dead_servers_path_is_taken_over_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    listener = Listener(f"unix:{path}", SECRET)
+    meets_an_honest_client(listener)
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match=r"address: .* free"):
+        Listener(f"unix:{path}", SECRET)
+    meets_an_honest_client(listener)
+    listener.close()
+
+
+def test_bad_settings_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unix = f"unix:{tmp_path}/s"
+    cases: list[tuple[tuple[Any, ...], str]] = [
+        ((unix, b"short"), "secret: got"),
+        ((unix, SECRET, "rdma"), "kind: got 'rdma'; allowed: shm or stream"),
+        ((unix, SECRET, "shm", 100), "heap_bytes: got 100"),
+        (("tcp:127.0.0.1:1", SECRET, "shm"), "kind: got 'shm'; allowed: stream"),
+        (("ftp:there", SECRET), "address: got 'ftp:there'"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            connect(*arguments)
+    with pytest.raises(ConfigError, match="secret: got"):
+        Listener(unix, b"")
+    monkeypatch.setattr(listening, "shm", None)
+    with pytest.raises(ConfigError, match="kind: got 'shm'; allowed: stream: the compiled module"):
+        connect(unix, SECRET, "shm")
+
+
+@pytest.mark.parametrize(
+    "text", ["unix:/a/b", "unix:relative", "tcp:localhost:0", "tcp:10.0.0.1:65535", "tcp:[::1]:80"]
+)
+def test_addresses(text: str) -> None:
+    assert str(address.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "unix:", "unix:" + "a" * 108, "tcp:host", "tcp::80", "tcp:a:65536", "tcp:a:-1", "tcp:a:²", "x"],
+)
+def test_addresses_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="address: got"):
+        address.parse(text)
+
+
+def test_terms_are_part_of_the_proof() -> None:
+    """Who changes the terms on the way is found out."""
+    one, two = socket.socketpair()
+    with one, two:
+        thread = threading.Thread(target=relay, args=(two,))
+        thread.start()
+        with pytest.raises(ConnectionLost):
+            authentication.prove_as_client(one, SECRET, Terms("stream", HEAP), Deadline(10.0))
+        thread.join()
+
+
+def relay(sock: socket.socket) -> None:
+    """Between a client and a server, it asks for more memory than the client does."""
+    near, far = socket.socketpair()
+    deadline = Deadline(10.0)
+
+    def server() -> None:
+        with far, pytest.raises(ConnectionLost, match="secret"):
+            authentication.prove_as_server(far, SECRET, deadline)
+
+    thread = threading.Thread(target=server)
+    thread.start()
+    with near:
+        near.sendall(authentication.read_exactly(sock, len(MAGIC) + NONCE, deadline))
+        sock.sendall(authentication.read_exactly(near, len(MAGIC) + NONCE, deadline))
+        terms = bytearray(authentication.read_exactly(sock, 16 + PROOF, deadline))
+        terms[8:16] = struct.pack("<Q", 2 * HEAP)
+        near.sendall(terms)
+        thread.join()
+    sock.shutdown(socket.SHUT_RDWR)
