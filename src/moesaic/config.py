@@ -19,6 +19,8 @@ from moesaic.core.experts import ExpertLayout
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Schedule = Literal["lockstep", "async"]
+QueuePolicyName = Literal["defrag", "mtfs", "flfs"]
 KernelName = Literal["auto", "avx512", "avx2", "portable", "reference"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -85,6 +87,11 @@ class SchedulerConfig:
     """Most requests computed in one step."""
     max_num_batched_tokens: int = 2048
     """Most rows (prompt and generated tokens) computed in one step; longer prompts are chunked."""
+    schedule: Schedule = "lockstep"
+    """How attention workers and expert servers go together: lockstep, a worker's whole batch layer after layer;
+    async, rows go on as soon as their own experts have answered (Asynchronous Expert Parallelism)."""
+    queue_policy: QueuePolicyName = "defrag"
+    """With --schedule async: which layer's waiting rows run next."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,8 @@ class WorkerConfig:
         _one_of("--dtype", self.model.dtype, get_args(Dtype))
         _one_of("--kernels", self.model.kernels, get_args(KernelName))
         _one_of("--kv-cache-dtype", self.cache.kv_cache_dtype, get_args(Dtype))
+        _one_of("--schedule", self.scheduler.schedule, get_args(Schedule))
+        _one_of("--queue-policy", self.scheduler.queue_policy, get_args(QueuePolicyName))
         _at_least("--max-num-seqs", self.scheduler.max_num_seqs, 1)
         _at_least("--max-num-batched-tokens", self.scheduler.max_num_batched_tokens, 1)
         if self.scheduler.max_num_batched_tokens < self.scheduler.max_num_seqs:

@@ -97,12 +97,14 @@ def cluster(
     redundant_experts: int = 0,
     kernels: str = "auto",
     max_num_batched_tokens: int = 64,
+    schedule: str = "lockstep",
+    queue_policy: str = "defrag",
 ) -> Iterator[Cluster]:
     """Serving, until the end of the block."""
     worker = WorkerConfig(
         ModelConfig(model, threads=1, kernels=kernels),  # type: ignore[arg-type]
         CacheConfig(kv_cache_memory="32MiB"),
-        SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=max_num_batched_tokens),
+        SchedulerConfig(16, max_num_batched_tokens, schedule, queue_policy),  # type: ignore[arg-type]
     )
     shape = ClusterConfig(
         attention_workers=attention_workers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,15 @@ SHAPES = [
     pytest.param(
         {"attention_workers": 2, "expert_servers": 2, "min_replicas": 2, "max_num_batched_tokens": 16},
         id="2 workers, 2 servers, every expert twice, prompts in chunks of 16",
+    ),
+    pytest.param({"schedule": "async", "expert_servers": 1}, id="async, 1 worker, 1 server"),
+    pytest.param(
+        {"schedule": "async", "attention_workers": 2, "expert_servers": 3, "queue_policy": "mtfs"},
+        id="async mtfs, 2 workers, 3 servers",
+    ),
+    pytest.param(
+        {"schedule": "async", "expert_servers": 2, "queue_policy": "flfs", "max_num_batched_tokens": 16},
+        id="async flfs, 2 servers, prompts in chunks",
     ),
     pytest.param({"attention_workers": 2, "expert_servers": 0}, id="2 workers that do everything"),
 ]
@@ -48,7 +58,7 @@ def expected() -> list[Answer]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_same_bits_as_in_one_process(shape: dict[str, int], expected: list[Answer]) -> None:
-    with cluster(**shape) as served:  # type: ignore[arg-type]
+def test_the_same_bits_as_in_one_process(shape: dict[str, Any], expected: list[Answer]) -> None:
+    with cluster(**shape) as served:
         served.submit(*workload(8, 24))
         assert served.finish() == expected

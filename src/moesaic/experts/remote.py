@@ -8,7 +8,7 @@ Pairs that nobody can take now wait for a server that can.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,56 +20,14 @@ from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
 from moesaic.experts.client import Ticket
 from moesaic.experts.connecting import Connector
+from moesaic.experts.outstanding import End, Memory, Sent, Submission
 from moesaic.policy.replicas import NOBODY, Replicas
 from moesaic.transport.bell import Bell
-from moesaic.transport.calls import Call, Caller
+from moesaic.transport.calls import Caller
 from moesaic.transport.waiting import wait
 
 SPIN = 50e-6
 """Seconds of looking for an answer before the process sleeps."""
-
-
-@dataclass
-class _Submission:
-    layer: int
-    hidden: wire.FloatRows
-    """[n, h]"""
-    experts: IntArray
-    """[n * k] the expert of each pair."""
-    top_k: int
-    memory: wire.FloatRows
-    """Of the answer and whatever it was large enough for before."""
-    out: wire.FloatRows
-    """[n * k, h] in it"""
-    missing: int
-    """Pairs that are not there yet."""
-    unsent: list[IntArray] = field(default_factory=list)
-    """Pairs that nobody could take."""
-    attempt: int = 0
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A call under way: which pairs of which submission it asks for."""
-
-    submission: _Submission
-    pairs: IntArray
-    call: Call
-    arrived: np.ndarray
-    """[p] whether each is there."""
-
-
-@dataclass
-class _End:
-    """A connection to a server and the calls on it."""
-
-    entry: ServerEntry
-    caller: Caller
-    calls: dict[int, _Sent] = field(default_factory=dict)
-
-    @property
-    def outstanding(self) -> int:
-        return sum(len(sent.pairs) - int(sent.arrived.sum()) for sent in self.calls.values())
 
 
 class RemoteExperts:
@@ -82,8 +40,11 @@ class RemoteExperts:
         connector: Connector,
         bell: Bell,
         clock: Callable[[], float],
+        tell: bool = False,
     ) -> None:
-        """bell: the one that `connector` rings."""
+        """bell: the one that `connector` rings. tell: keep what comes in for `arrivals`."""
+        self._tell = tell
+        self._news: list[tuple[Ticket, IntArray]] = []
         self._num_experts = num_experts
         self._replicas = replicas
         self._connector = connector
@@ -91,11 +52,11 @@ class RemoteExperts:
         self._clock = clock
         self._secret = b""
         self._entries: dict[int, ServerEntry] = {}
-        self._ends: dict[int, _End] = {}
-        self._submissions: dict[int, _Submission] = {}
+        self._ends: dict[int, End] = {}
+        self._submissions: dict[int, Submission] = {}
         self._submitted = 0
-        self._room: list[wire.FloatRows] = []
-        self._stuck: list[_Submission] = []
+        self._memory = Memory()
+        self._stuck: list[Submission] = []
         self._stats = ExpertStats()
 
     # ---- RoutedExperts
@@ -105,9 +66,9 @@ class RemoteExperts:
         self._submitted += 1
         experts = expert_ids.cpu().numpy().reshape(-1)
         rows = hidden.cpu().contiguous().numpy()
-        memory = self._take_room(len(experts) * rows.shape[1])
+        memory = self._memory.take(len(experts) * rows.shape[1])
         out = memory[: len(experts) * rows.shape[1]].reshape(len(experts), rows.shape[1])
-        submission = _Submission(layer, rows, experts, expert_ids.shape[1], memory, out, len(experts))
+        submission = Submission(ticket, layer, rows, experts, expert_ids.shape[1], memory, out, len(experts))
         self._submissions[ticket.number] = submission
         self._send(submission, np.arange(len(experts)))
         return ticket
@@ -116,12 +77,25 @@ class RemoteExperts:
         submission = self._submissions[ticket.number]
         if submission.missing:
             self._pump()
-        if submission.missing:
-            return None
-        return torch.from_numpy(submission.out).view(-1, submission.top_k, submission.out.shape[1])
+        return None if submission.missing else self.rows(ticket)
 
     def release(self, ticket: Ticket) -> None:
-        self._room.append(self._submissions.pop(ticket.number).memory)
+        submission = self._submissions.pop(ticket.number)
+        if not submission.missing:  # else late answers will be written there
+            self._memory.give_back(submission.memory)
+        else:
+            submission.released = True
+
+    def arrivals(self) -> list[tuple[Ticket, IntArray]]:
+        """The pairs (row * k + rank) that came in since the last call, by submission."""
+        self._pump()
+        news, self._news = self._news, []
+        return news
+
+    def rows(self, ticket: Ticket) -> torch.Tensor:
+        """[n, k, h] with the rows that are there; they hold until `release`."""
+        submission = self._submissions[ticket.number]
+        return torch.from_numpy(submission.out).view(-1, submission.top_k, submission.out.shape[1])
 
     # ---- the servers
 
@@ -143,7 +117,7 @@ class RemoteExperts:
     @property
     def busy(self) -> bool:
         """True while an answer is awaited."""
-        return any(submission.missing for submission in self._submissions.values())
+        return bool(self._news) or any(one.missing for one in self._submissions.values())
 
     def wait(self, timeout: float | None, bell: int) -> None:
         """Sleep until an answer, a server, the file descriptor `bell`, or the time when a server is late."""
@@ -195,16 +169,18 @@ class RemoteExperts:
         if self._entries.get(entry.server) != entry:
             caller.close()
             return
-        self._ends[entry.server] = _End(entry, caller)
+        self._ends[entry.server] = End(entry, caller)
         self._replicas.joined(entry.server)
 
-    def _receive(self, end: _End, sent: _Sent, indices: IntArray) -> None:
+    def _receive(self, end: End, sent: Sent, indices: IntArray) -> None:
         new = indices[~sent.arrived[indices]]
         sent.arrived[new] = True
         submission = sent.submission
         answer = np.frombuffer(sent.call.answer, dtype=np.float32).reshape(len(sent.pairs), -1)
         submission.out[sent.pairs[new]] = answer[new]
         submission.missing -= len(new)
+        if self._tell:
+            self._news.append((submission.ticket, sent.pairs[new]))
         self._replicas.answered(end.entry.server, len(new), self._clock())
         if sent.arrived.all():
             del end.calls[sent.call.number]
@@ -212,7 +188,7 @@ class RemoteExperts:
             if end.entry.server not in self._entries:
                 self._retire()
 
-    def _send(self, submission: _Submission, pairs: IntArray) -> None:
+    def _send(self, submission: Submission, pairs: IntArray) -> None:
         """Each pair to a server that holds its expert; what nobody can take now waits."""
         servers = self._replicas.route(submission.layer, submission.experts[pairs])
         for server in np.unique(servers).tolist():
@@ -222,7 +198,7 @@ class RemoteExperts:
         if submission.unsent and submission not in self._stuck:
             self._stuck.append(submission)
 
-    def _post(self, server: int, submission: _Submission, pairs: IntArray) -> bool:
+    def _post(self, server: int, submission: Submission, pairs: IntArray) -> bool:
         """False when there is no room for another call to this server, or it is gone."""
         rows, places = np.unique(pairs // submission.top_k, return_inverse=True)
         hidden, end = submission.hidden, self._ends[server]
@@ -240,7 +216,7 @@ class RemoteExperts:
             end.caller.post(call)
         except ConnectionLost:
             return False  # `_pump` hears of it too and sends again
-        end.calls[call.number] = _Sent(submission, pairs, call, np.zeros(len(pairs), dtype=bool))
+        end.calls[call.number] = Sent(submission, pairs, call, np.zeros(len(pairs), dtype=bool))
         self._replicas.sent(server, len(pairs), self._clock(), again=submission.attempt > 0)
         self._stats = replace(self._stats, calls=self._stats.calls + 1, pairs=self._stats.pairs + len(pairs))
         return True
@@ -255,10 +231,12 @@ class RemoteExperts:
         if entry is not None:
             self._connector.start(entry, self._secret)
         for sent in left:
+            if sent.submission.released:
+                continue
             sent.submission.attempt += 1
             self._send(sent.submission, sent.pairs[~sent.arrived])
 
-    def _drop(self, server: int) -> list[_Sent]:
+    def _drop(self, server: int) -> list[Sent]:
         """Close the connection; its calls that lack answers."""
         end = self._ends.pop(server, None)
         if end is None:
@@ -270,6 +248,8 @@ class RemoteExperts:
     def _retry(self) -> None:
         stuck, self._stuck = self._stuck, []
         for submission in stuck:
+            if submission.released:
+                continue
             unsent, submission.unsent = submission.unsent, []
             self._send(submission, np.concatenate(unsent))
 
@@ -278,11 +258,3 @@ class RemoteExperts:
         for server, end in list(self._ends.items()):
             if server not in self._entries and not end.calls:
                 self._drop(server)
-
-    def _take_room(self, numbers: int) -> wire.FloatRows:
-        """Memory for an answer: what was used before is better, as the system pages fresh memory in anew."""
-        fitting = [index for index, memory in enumerate(self._room) if len(memory) >= numbers]
-        if fitting:
-            return self._room.pop(fitting[0])
-        self._room.clear()
-        return np.empty(numbers, dtype=np.float32)

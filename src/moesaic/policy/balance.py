@@ -126,7 +126,7 @@ def _ranges(experts: int, room: IntArray) -> BoolArray:
 
 
 def _place_layer(
-    load: Load, room: IntArray, capacity: FloatArray, min_replicas: int, before: BoolArray, slack: float
+    load: FloatArray, room: IntArray, capacity: FloatArray, min_replicas: int, before: BoolArray, slack: float
 ) -> BoolArray:
     """[E, N] who holds what: of what was tried the first, fewest moves first, whose peak is good enough."""
     count = copies(load, room, min_replicas)
@@ -144,7 +144,7 @@ def _place_layer(
     return fresh
 
 
-def _peak(load: Load, held: BoolArray, capacity: FloatArray) -> float:
+def _peak(load: FloatArray, held: BoolArray, capacity: FloatArray) -> float:
     """Largest load / capacity of a server."""
     return float(((load / held.sum(axis=1)) @ held / capacity).max())
 

@@ -22,7 +22,7 @@ each running request that may still grow, a block's worth of tokens before anybo
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from moesaic.core.errors import ConfigError, RequestError
@@ -108,6 +108,11 @@ class Batching:
             sequence.append(token)
         self.waiting[request.request_id] = sequence
 
+    def add_all(self, requests: list[Request], generated: list[list[int]], now: float) -> None:
+        """In order of arrival; generated: see Arrived."""
+        for index, request in enumerate(requests):
+            self.add(request, now, generated[index] if index < len(generated) else ())
+
     def remove(self, request_id: int) -> Sequence | None:
         """Take a request out of the queues for ever. Its blocks stay held: see `free`."""
         sequence = self.running.pop(request_id, None) or self.waiting.pop(request_id, None)
@@ -119,12 +124,19 @@ class Batching:
         """Give back the blocks of a removed request that ran. No step may use them any more."""
         self.blocks.free(sequence.request_id)
 
-    def schedule(self, now: float) -> Schedule:
-        """The next step. No step is under way: all counters are up to date."""
-        preempted = self._make_room(now)
-        running = self.running.values()
-        chunks = [(sequence, 1) for sequence in running if sequence.num_pending == 1]
-        rows = self.limits.max_num_batched_tokens - len(chunks)
+    def schedule(
+        self, now: float, busy: Collection[int] = frozenset(), most_rows: int | None = None
+    ) -> Schedule:
+        """The next rows. Counters are up to date of all running requests but the `busy` ones.
+
+        busy: requests with rows under way: they get no others and keep their blocks. most_rows: in place of
+        max_num_batched_tokens, when rows under way leave room for fewer.
+        """
+        rows = self.limits.max_num_batched_tokens if most_rows is None else most_rows
+        preempted, stalled = self._make_room(now, busy)
+        running = [s for s in self.running.values() if s.request_id not in busy and s not in stalled]
+        chunks = [(sequence, 1) for sequence in running if sequence.num_pending == 1][: max(0, rows)]
+        rows = max(0, rows - len(chunks))
         for sequence in running:
             if rows and sequence.num_pending > 1:
                 chunks.append((sequence, self._chunk(sequence, rows)))
@@ -140,18 +152,28 @@ class Batching:
         most = rows if most is None else min(rows, most)
         return min(sequence.chunk_end - sequence.num_computed, most)
 
-    def _make_room(self, now: float) -> list[Sequence]:
-        """A block for each running sequence's next token, oldest first; who was preempted for it."""
+    def _make_room(self, now: float, busy: Collection[int]) -> tuple[list[Sequence], list[Sequence]]:
+        """A block for each running sequence's next token, oldest first.
+
+        Returns who was preempted for it, and who gets no rows now: nobody can be preempted for those but
+        themselves, while younger ones are busy; one of these will be there to be preempted next time.
+        """
         preempted: list[Sequence] = []
-        for sequence in list(self.running.values()):
+        stalled: list[Sequence] = []
+        idle = [sequence for sequence in self.running.values() if sequence.request_id not in busy]
+        for sequence in list(idle):
             while sequence.stage is Stage.RUNNING:
                 if self.blocks.extend(sequence.request_id, sequence.num_tokens):
                     break
-                preempted.append(self._preempt_latest(now))
-        return preempted
+                if idle[-1] is sequence and next(reversed(self.running)) in busy:
+                    stalled.append(sequence)
+                    break
+                preempted.append(self._preempt(idle.pop(), now))
+        return preempted, stalled
 
-    def _preempt_latest(self, now: float) -> Sequence:
-        request_id, sequence = self.running.popitem()
+    def _preempt(self, sequence: Sequence, now: float) -> Sequence:
+        request_id = sequence.request_id
+        del self.running[request_id]
         self.blocks.free(request_id)
         sequence.preempt(now)
         self.waiting[request_id] = sequence

@@ -117,6 +117,8 @@ def kept(layer: Layer, before: BoolArray, limit: float) -> BoolArray:
 
     Surplus copies go from the servers of the largest load / capacity. A server that is over its room or over
     the limit gives up the lightest copy that is enough, else its heaviest, and so on.
+
+    Example: copies of load 6 3 1 on a server with room for 3 and limit 7: 3 goes, 6 and 1 stay.
     """
     kept = before.copy()
     carried = layer.each @ kept
@@ -157,10 +159,12 @@ def pack(layer: Layer, kept: BoolArray) -> BoolArray:
 
 
 def _matched(chosen: list[int], left: IntArray, demand: IntArray) -> list[int]:
-    """`chosen`, with as few as possible replaced so that all other copies still find a server.
+    """`chosen`, its least roomy replaced by the roomiest others until all copies yet to come find a server.
 
     left: [N] room before this expert is placed. demand: [N] element k counts the experts yet to come with
-    more than k copies. Taking the roomiest servers is always possible.
+    more than k copies. Taking just the roomiest servers is always possible.
+
+    Example: left 2 1, and one expert with 2 copies to come (demand 1 1): [1] becomes [0].
     """
     roomiest = np.argsort(-left, kind="stable").tolist()
     while not _fits(chosen, left, demand):
@@ -179,8 +183,10 @@ def _fits(chosen: list[int], left: IntArray, demand: IntArray) -> bool:
 def swap(layer: Layer, held: BoolArray, limit: float) -> BoolArray:
     """Exchange copies with the server of the largest load / capacity until that is at most `limit`.
 
-    Each time the exchange that leaves the lower of two peaks, the server's own and its partner's, as long as
-    any lowers it.
+    Each time it is the exchange after which the larger of both servers' load / capacity is the least; none is
+    made that doesn't lower it.
+
+    Example: loads 5 4 and 3 2 on two equal servers -> 3 4 and 5 2.
     """
     held = held.copy()
     carried = layer.each @ held

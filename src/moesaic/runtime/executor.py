@@ -7,9 +7,23 @@ import torch
 
 from moesaic.core import messages
 from moesaic.core.request import TokenLogprob
+from moesaic.experts.client import RoutedExperts
 from moesaic.models.model import Model
-from moesaic.policy.brain.actions import Action, Admit, Emit, Release, RunStep, StepDone, StepPlan
+from moesaic.policy.brain.actions import (
+    Action,
+    Admit,
+    Emit,
+    Event,
+    Forget,
+    LayerDone,
+    Release,
+    RunLayer,
+    RunStep,
+    StepDone,
+    StepPlan,
+)
 from moesaic.runtime.forward import Forward, Walk
+from moesaic.runtime.layered import Layered
 from moesaic.runtime.sampler import Sampler, token_logprobs
 from moesaic.transport.base import Connection
 
@@ -26,12 +40,19 @@ class Executor:
         forward: Forward,
         device: torch.device,
         connection: Connection,
+        experts: RoutedExperts,
+        layered: Layered | None = None,
     ) -> None:
+        """layered: for brains that run the model place by place."""
         self._model = model
         self._forward = forward
         self._device = device
         self._connection = connection
         self._sampler = Sampler(model.spec.vocab_size)
+        self._experts = experts
+        self._layered = layered
+        self._done: list[Event] = []
+        """Happened and not told."""
         self._walks: dict[int, tuple[StepPlan, Walk]] = {}
         """Steps under way."""
         self._logprobs: list[TokenLogprob | None] = []
@@ -42,6 +63,10 @@ class Executor:
         match action:
             case Admit():
                 self._admit(action)
+            case RunLayer():
+                self._run_layer(action)
+            case Forget() if self._layered is not None:
+                self._layered.forget(action.runs)
             case RunStep():
                 with torch.inference_mode():
                     self._walks[action.plan.step] = action.plan, self._forward.begin(action.plan.batch)
@@ -51,9 +76,11 @@ class Executor:
                 for request_id in action.request_ids:
                     self._sampler.release(request_id)
 
-    def progress(self) -> list[StepDone]:
-        """Go on with every step under way as far as the experts have answered; the steps that ended."""
-        done = []
+    def progress(self) -> list[Event]:
+        """Go on with every step under way as far as the experts have answered; what happened."""
+        done, self._done = self._done, []
+        if self._layered is not None:
+            done += self._layered.arrived()
         for step, (plan, walk) in list(self._walks.items()):
             with torch.inference_mode():
                 hidden = walk.advance()
@@ -70,8 +97,17 @@ class Executor:
 
     @property
     def busy(self) -> bool:
-        """True while a step is under way."""
-        return bool(self._walks)
+        """True while something is under way that ends in an event."""
+        return bool(self._walks or self._done) or (self._layered is not None and self._experts.busy)
+
+    def _run_layer(self, action: RunLayer) -> None:
+        assert self._layered is not None
+        with torch.inference_mode():
+            hidden = self._layered.run(action)
+            if hidden is None:
+                self._done.append(LayerDone(action.plan.step))
+            else:
+                self._done.append(self._finish(action.plan, hidden))
 
     def _admit(self, action: Admit) -> None:
         for request, generated in zip(action.requests, action.generated, strict=True):

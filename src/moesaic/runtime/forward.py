@@ -13,6 +13,7 @@ from moesaic.experts.client import RoutedExperts, Ticket
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Recorder, Recording
 from moesaic.kvcache.paged import PagedKV
+from moesaic.models.block import Block, Gated
 from moesaic.models.model import Model
 
 Stages = Generator[Ticket, torch.Tensor, torch.Tensor]
@@ -67,12 +68,7 @@ class Forward:
         """Every stage of every block. Yields where it needs an answer; returns hidden states [n, h]."""
         hidden = self._model.embed(token_ids)
         for layer, block in enumerate(self._model.blocks):
-            rows = block.pre_attention(hidden, positions)
-            self._kv.write(layer, rows.key, rows.value, attention.slots)
-            keys, values = self._kv.keys(layer), self._kv.values(layer)
-            gated = block.gate(
-                hidden, block.output_projection(block.attention(rows.query, keys, values, attention))
-            )
+            gated = to_gate(block, layer, hidden, positions, attention, self._kv)
             if gated.expert_ids is None:
                 hidden = block.merge(gated, block.dense(gated.normed), None)
                 continue
@@ -96,6 +92,21 @@ class Forward:
         recording = recorder(walk.finish)
         self._decodes[batch.num_rows] = _Decode(attention, recording)
         return recording.result
+
+
+def to_gate(
+    block: Block,
+    layer: int,
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    attention: AttentionBatch,
+    kv: PagedKV,
+) -> Gated:
+    """The stages of a block up to its gate; the rows' keys and values are in the cache then."""
+    rows = block.pre_attention(hidden, positions)
+    kv.write(layer, rows.key, rows.value, attention.slots)
+    attended = block.attention(rows.query, kv.keys(layer), kv.values(layer), attention)
+    return block.gate(hidden, block.output_projection(attended))
 
 
 class Walk:

@@ -20,11 +20,15 @@ from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.model import Model
 from moesaic.policy.batching import Limits
+from moesaic.policy.brain.actions import Brain
+from moesaic.policy.brain.asynchronous import Asynchronous
 from moesaic.policy.brain.one_process import OneProcess
 from moesaic.policy.kvblocks import KVBlocks
+from moesaic.policy.microqueue import policy_named
 from moesaic.policy.replicas import Replicas
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.forward import Forward
+from moesaic.runtime.layered import Layered
 from moesaic.runtime.machine import available_memory, cores, keep_freed_memory
 from moesaic.runtime.worker import Journal, Worker
 from moesaic.transport.base import Connection
@@ -35,6 +39,8 @@ AUTO_SHARE = 0.4
 AUTO_SHARE_CUDA = 0.9
 """The same on a GPU, whose memory is the engine's alone."""
 
+URGENT_SECONDS = 0.1
+"""Rows of the asynchronous brain that waited for longer run first, as in the public code of its paper."""
 HEAP_SLACK = 1 << 20
 """Bytes of a connection's shared memory beside its rows."""
 SMALL_MODEL = 1 << 28
@@ -79,12 +85,26 @@ def build_worker(
     blocks = KVBlocks(num_blocks, block_size, config.cache.enable_prefix_caching)
     experts: RoutedExperts = DirectExperts(loaded.model.experts, loaded.kernels)
     recorded = 0 if config.model.enforce_eager or layout else -(-max_model_len // block_size)
+    layered: Layered | None = None
     if layout is not None:
-        experts = _remote(config, layout, clock)
+        experts = remote = _remote(config, layout, clock)
+        layered = Layered(loaded.model, remote, kv, block_size, loaded.device)
+    brain = _brain(scheduler, limits, blocks, layout)
     forward = Forward(loaded.model, experts, kv, block_size, loaded.device, recorded)
-    executor = Executor(loaded.model, forward, loaded.device, connection)
-    worker = Worker(connection, OneProcess(limits, blocks), executor, clock, journal, experts, bell)
+    executor = Executor(loaded.model, forward, loaded.device, connection, experts, layered)
+    worker = Worker(connection, brain, executor, clock, journal, experts, bell)
     return worker, _describe(loaded, layout, scheduler, max_model_len, block_size, num_blocks, kv_dtype)
+
+
+def _brain(
+    scheduler: SchedulerConfig, limits: Limits, blocks: KVBlocks, layout: ExpertLayout | None
+) -> Brain:
+    if scheduler.schedule == "lockstep":
+        return OneProcess(limits, blocks)
+    if layout is None:
+        raise ConfigError.field("--schedule", scheduler.schedule, "lockstep without --expert-servers")
+    policy = policy_named(scheduler.queue_policy, urgency=URGENT_SECONDS)
+    return Asynchronous(limits, blocks, policy, len(layout.layers), layout.top_k)
 
 
 def _tell_layout(config: ModelConfig, connection: Connection) -> ExpertLayout:
@@ -102,7 +122,8 @@ def _remote(config: WorkerConfig, layout: ExpertLayout, clock: Callable[[], floa
     heap = HEAP_SLACK + 2 * 4 * rows * (layout.hidden + layout.top_k * (layout.hidden + 2))
     bell = Bell()
     connector = Connector(heap, bell)
-    return RemoteExperts(layout.num_experts, Replicas(own=config.own_server), connector, bell, clock)
+    replicas, tell = Replicas(own=config.own_server), config.scheduler.schedule == "async"
+    return RemoteExperts(layout.num_experts, replicas, connector, bell, clock, tell)
 
 
 def load_model(

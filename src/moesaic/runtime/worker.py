@@ -16,6 +16,8 @@ from moesaic.policy.brain.actions import (
     Brain,
     Cancelled,
     Event,
+    LayerDone,
+    RunLayer,
     RunStep,
     StepDone,
     StepFailed,
@@ -120,7 +122,7 @@ class Worker:
 
     def _put(self, event: Event) -> None:
         """Behind what waits, but before the step's end; arrivals become one event, hence one step."""
-        ended = self._events and isinstance(self._events[-1], StepDone | StepFailed)
+        ended = self._events and isinstance(self._events[-1], StepDone | StepFailed | LayerDone)
         done = self._events.pop() if ended else None
         last = self._events[-1] if self._events else None
         if isinstance(event, Arrived) and isinstance(last, Arrived):
@@ -137,7 +139,7 @@ class Worker:
                 self._executor.execute(action)
             self._events += self._executor.progress()
         except BaseException:
-            begun = [action.plan.step for action in actions if isinstance(action, RunStep)]
+            begun = [action.plan.step for action in actions if isinstance(action, RunStep | RunLayer)]
             self._events += map(StepFailed, {*begun, *self._executor.abandon()})
             raise
 

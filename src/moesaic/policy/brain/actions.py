@@ -55,7 +55,22 @@ class StepFailed:
     step: int
 
 
-Event = Arrived | Cancelled | StepDone | StepFailed
+@dataclass(frozen=True)
+class LayerDone:
+    """The layer run's rows are in the KV cache of its layers; its experts are asked."""
+
+    run: int
+
+
+@dataclass(frozen=True)
+class PartsArrived:
+    """Experts answered: these (row, rank) pairs of a layer run are there."""
+
+    run: int
+    pairs: IntArray
+
+
+Event = Arrived | Cancelled | StepDone | StepFailed | LayerDone | PartsArrived
 
 # ---- actions: what is to be done
 
@@ -107,6 +122,38 @@ class RunStep:
 
 
 @dataclass(frozen=True)
+class RunLayer:
+    """Compute part of the model for rows that wait at one place of it.
+
+    Place i < m, of m layers with routed experts, goes from the experts before to the gate of the i-th such
+    layer and asks its experts; place m goes from the last experts to the sampler. Answered with LayerDone,
+    or, at place m, with StepDone; with StepFailed when it broke off.
+    """
+
+    plan: StepPlan
+    """Its number is the run's."""
+    place: int
+    sources: list[Source]
+    """Where the rows are, in their order; empty at place 0, where they begin as tokens."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows start : stop of an earlier run, whose experts have answered for them."""
+
+    run: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Nothing of these runs is needed any more."""
+
+    runs: list[int]
+
+
+@dataclass(frozen=True)
 class Emit:
     """Tell the engine about new tokens of the step just done. Parallel lists."""
 
@@ -115,6 +162,13 @@ class Emit:
     samples: list[int]
     """Index of each into the step's StepPlan.sampled (where its log-probabilities lie)."""
     finish: list[FinishReason | None]
+
+    def add(self, request_id: int, token: int, sample: int, finish: FinishReason | None) -> None:
+        """One more."""
+        self.request_ids.append(request_id)
+        self.tokens.append(token)
+        self.samples.append(sample)
+        self.finish.append(finish)
 
 
 @dataclass(frozen=True)
@@ -128,7 +182,7 @@ class Release:
     request_ids: list[int]
 
 
-Action = Admit | RunStep | Emit | Release
+Action = Admit | RunStep | RunLayer | Forget | Emit | Release
 
 
 class Brain(Protocol):

@@ -14,15 +14,12 @@ that a running step reads or writes is never handed to anybody else.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import zip_longest
 
 from moesaic.core.metrics import WorkerStats
-from moesaic.core.request import FinishReason, Request
 from moesaic.core.tokens import IntArray
 from moesaic.policy.batching import Batching, Chunk, Limits
 from moesaic.policy.brain.actions import (
     Action,
-    Admit,
     Arrived,
     Cancelled,
     Emit,
@@ -33,9 +30,9 @@ from moesaic.policy.brain.actions import (
     StepFailed,
     StepPlan,
 )
-from moesaic.policy.brain.plan import step_plan
+from moesaic.policy.brain.plan import admit, step_plan
 from moesaic.policy.kvblocks import KVBlocks
-from moesaic.policy.sequence import Sequence, Stage
+from moesaic.policy.sequence import Stage
 
 
 @dataclass(frozen=True)
@@ -62,13 +59,16 @@ class OneProcess:
     def handle(self, event: Event, now: float) -> list[Action]:
         match event:
             case Arrived(requests, generated):
-                actions = self._arrived(requests, generated, now)
+                self._batching.add_all(requests, generated, now)
+                actions: list[Action] = []
             case Cancelled(request_ids):
                 actions = self._cancelled(request_ids)
             case StepDone(step, tokens):
                 actions = self._step_done(step, tokens, now)
             case StepFailed(step):
                 actions = self._let_go(self._land(step))
+            case _:
+                raise ValueError(f"{event} is no event of this brain")
         if self._flight is None:
             actions += self._next_step(now)
         return actions
@@ -86,12 +86,6 @@ class OneProcess:
         )
 
     # ---- events
-
-    def _arrived(self, requests: list[Request], generated: list[list[int]], now: float) -> list[Action]:
-        for request, tokens in zip_longest(requests, generated, fillvalue=()):
-            assert isinstance(request, Request)
-            self._batching.add(request, now, tokens)
-        return []
 
     def _cancelled(self, request_ids: list[int]) -> list[Action]:
         """Blocks of a request in the step under way are freed by `_step_done`."""
@@ -140,7 +134,7 @@ class OneProcess:
             finish = sequence.append(token)
             if finish is not None:
                 self._batching.remove(sequence.request_id)
-            _put(emit, sequence.request_id, token, sample, finish)
+            emit.add(sequence.request_id, token, sample, finish)
         return emit
 
     def _count(self, flight: _Flight, now: float) -> None:
@@ -158,26 +152,9 @@ class OneProcess:
         if schedule.preempted:
             actions.append(Release([sequence.request_id for sequence in schedule.preempted]))
         if schedule.admitted:
-            actions.append(_admit(schedule.admitted, now))
+            actions.append(admit(schedule.admitted, now))
         if schedule.chunks:
             plan = step_plan(self._steps, schedule.chunks, self._blocks)
             self._flight = _Flight(plan, schedule.chunks, now)
             actions.append(RunStep(plan))
         return actions
-
-
-def _put(emit: Emit, request_id: int, token: int, sample: int, finish: FinishReason | None) -> None:
-    emit.request_ids.append(request_id)
-    emit.tokens.append(token)
-    emit.samples.append(sample)
-    emit.finish.append(finish)
-
-
-def _admit(sequences: list[Sequence], now: float) -> Admit:
-    return Admit(
-        requests=[sequence.request for sequence in sequences],
-        generated=[sequence.generated for sequence in sequences],
-        queue_seconds=[now - sequence.waiting_since for sequence in sequences],
-        cached_tokens=[sequence.num_computed for sequence in sequences],
-        epochs=[sequence.epoch for sequence in sequences],
-    )

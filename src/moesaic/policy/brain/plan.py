@@ -1,4 +1,4 @@
-"""A schedule's chunks as the arrays of a StepPlan."""
+"""A schedule as actions: its chunks as the arrays of a StepPlan, its newcomers as an Admit."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import numpy as np
 
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.policy.batching import Chunk
-from moesaic.policy.brain.actions import StepPlan
+from moesaic.policy.brain.actions import Admit, StepPlan
 from moesaic.policy.kvblocks import KVBlocks
+from moesaic.policy.sequence import Sequence
 
 
 def step_plan(step: int, chunks: list[Chunk], blocks: KVBlocks) -> StepPlan:
@@ -61,3 +62,14 @@ def _logit_rows(query_starts: IntArray, sampled: IntArray, scored: IntArray) -> 
     for sequence in scored:
         wanted[query_starts[sequence] : query_starts[sequence + 1]] = True
     return np.flatnonzero(wanted)
+
+
+def admit(sequences: list[Sequence], now: float) -> Admit:
+    """The action for those that `schedule` admitted."""
+    return Admit(
+        requests=[sequence.request for sequence in sequences],
+        generated=[sequence.generated for sequence in sequences],
+        queue_seconds=[now - sequence.waiting_since for sequence in sequences],
+        cached_tokens=[sequence.num_computed for sequence in sequences],
+        epochs=[sequence.epoch for sequence in sequences],
+    )

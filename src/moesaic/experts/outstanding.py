@@ -1,0 +1,81 @@
+"""What a client of expert servers keeps while their answers are out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.experts import ServerEntry
+from moesaic.core.tokens import IntArray
+from moesaic.experts import wire
+from moesaic.experts.client import Ticket
+from moesaic.transport.calls import Call, Caller
+
+
+@dataclass
+class Submission:
+    """Rows whose experts were asked."""
+
+    ticket: Ticket
+    layer: int
+    hidden: wire.FloatRows
+    """[n, h]"""
+    experts: IntArray
+    """[n * k] the expert of each pair."""
+    top_k: int
+    memory: wire.FloatRows
+    """Of the answer and whatever it was large enough for before."""
+    out: wire.FloatRows
+    """[n * k, h] in it"""
+    missing: int
+    """Pairs that are not there yet."""
+    unsent: list[IntArray] = field(default_factory=list)
+    """Pairs that nobody could take."""
+    attempt: int = 0
+    released: bool = False
+    """Nobody waits for it any more."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A call under way: which pairs of which submission it asks for."""
+
+    submission: Submission
+    pairs: IntArray
+    call: Call
+    arrived: npt.NDArray[np.bool_]
+    """[p] whether each is there."""
+
+
+@dataclass
+class End:
+    """A connection to a server and the calls on it."""
+
+    entry: ServerEntry
+    caller: Caller
+    calls: dict[int, Sent] = field(default_factory=dict)
+
+    @property
+    def outstanding(self) -> int:
+        return sum(len(sent.pairs) - int(sent.arrived.sum()) for sent in self.calls.values())
+
+
+class Memory:
+    """Keeps the memory of answers for later ones: the system pages fresh memory in anew."""
+
+    def __init__(self) -> None:
+        self._free: list[wire.FloatRows] = []
+
+    def take(self, numbers: int) -> wire.FloatRows:
+        """At least so many."""
+        for index, memory in enumerate(self._free):
+            if len(memory) >= numbers:
+                return self._free.pop(index)
+        self._free.clear()
+        return np.empty(numbers, dtype=np.float32)
+
+    def give_back(self, memory: wire.FloatRows) -> None:
+        """Nobody looks at it any more."""
+        self._free.append(memory)

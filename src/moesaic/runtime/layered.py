@@ -1,0 +1,90 @@
+"""Runs the model place by place, with rows of any requests: the mechanism under the asynchronous brain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from moesaic.experts.client import Ticket
+from moesaic.experts.remote import RemoteExperts
+from moesaic.kernels.batch import AttentionBatch
+from moesaic.kvcache.paged import PagedKV
+from moesaic.models.block import Block, Gated
+from moesaic.models.model import Model
+from moesaic.policy.brain.actions import PartsArrived, RunLayer, Source
+from moesaic.runtime.forward import to_gate
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A run whose experts were asked: all that its rows need to go on. Residuals never leave the worker."""
+
+    block: Block
+    gated: Gated
+    dense: torch.Tensor | None
+    ticket: Ticket
+
+
+class Layered:
+    """Keeps the rows of every run until the brain forgets it."""
+
+    def __init__(
+        self, model: Model, experts: RemoteExperts, kv: PagedKV, block_size: int, device: torch.device
+    ) -> None:
+        self._model = model
+        self._experts = experts
+        self._kv = kv
+        self._block_size = block_size
+        self._device = device
+        self._runs: dict[int, _Asked] = {}
+        self._run_of: dict[int, int] = {}
+        """Ticket -> run."""
+
+    def run(self, action: RunLayer) -> torch.Tensor | None:
+        """Carry out one run. At the last place: hidden states [m, h] of the batch's logit_rows, else None."""
+        batch = action.plan.batch
+        attention = AttentionBatch.build(batch, self._block_size, self._device)
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        first = 0
+        if action.place == 0:
+            hidden = self._model.embed(torch.from_numpy(batch.token_ids).to(self._device))
+        else:
+            hidden = torch.cat([self._merged(source) for source in action.sources])
+            first = self._model.spec.moe_layers[action.place - 1] + 1
+        for layer in range(first, len(self._model.blocks)):
+            block = self._model.blocks[layer]
+            gated = to_gate(block, layer, hidden, positions, attention, self._kv)
+            if gated.expert_ids is not None:
+                ticket = self._experts.submit(layer, gated.normed, gated.expert_ids)
+                self._run_of[ticket.number] = action.plan.step
+                dense = block.dense(gated.normed)
+                self._runs[action.plan.step] = _Asked(block, gated, dense, ticket)
+                return None
+            hidden = block.merge(gated, block.dense(gated.normed), None)
+        return hidden[torch.from_numpy(batch.logit_rows).to(self._device)]
+
+    def arrived(self) -> Iterator[PartsArrived]:
+        """What the experts answered since the last call."""
+        for ticket, pairs in self._experts.arrivals():
+            run = self._run_of.get(ticket.number)
+            if run is not None:
+                yield PartsArrived(run, pairs)
+
+    def forget(self, runs: list[int]) -> None:
+        """Nobody needs these runs any more. Runs that broke off before they asked are unknown."""
+        for run in runs:
+            asked = self._runs.pop(run, None)
+            if asked is not None:
+                del self._run_of[asked.ticket.number]
+                self._experts.release(asked.ticket)
+
+    def _merged(self, source: Source) -> torch.Tensor:
+        """Hidden states of these rows after the experts of their last layer."""
+        asked, part = self._runs[source.run], slice(source.start, source.stop)
+        gated = asked.gated
+        assert gated.expert_ids is not None and gated.weights is not None
+        mine = Gated(gated.residual[part], gated.normed[part], gated.expert_ids[part], gated.weights[part])
+        dense = None if asked.dense is None else asked.dense[part]
+        return asked.block.merge(mine, dense, self._experts.rows(asked.ticket)[part])
