@@ -32,7 +32,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     # a server reads its own weights and decides what runs next; a client decides who is asked
     "experts": (
         *("config", "core", "kernels", "models", "policy.brain.service", "policy.microqueue"),
-        *("policy.replicas", "transport"),
+        *("policy.gate", "policy.replicas", "transport"),
     ),
     "offload": ("core", "kernels", "kvcache", "models", "policy"),
     # programs

@@ -19,7 +19,7 @@ from moesaic.core.experts import ExpertLayout
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Schedule = Literal["lockstep", "async"]
+Schedule = Literal["barrier", "lockstep", "async"]
 QueuePolicyName = Literal["defrag", "mtfs", "flfs"]
 KernelName = Literal["auto", "avx512", "avx2", "portable", "reference"]
 
@@ -88,10 +88,14 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     """Most rows (prompt and generated tokens) computed in one step; longer prompts are chunked."""
     schedule: Schedule = "lockstep"
-    """How attention workers and expert servers go together: lockstep, a worker's whole batch layer after layer;
-    async, rows go on as soon as their own experts have answered (Asynchronous Expert Parallelism)."""
+    """How attention workers and expert servers go together: barrier, all workers wait for each other at the
+    experts of every layer; lockstep, each worker goes through the layers alone with its whole batch; async,
+    rows go on as soon as their own experts have answered (Asynchronous Expert Parallelism)."""
+    inflight_batches: int = 1
+    """With --schedule lockstep: 2 halves each batch; one half computes while the other waits for experts."""
     queue_policy: QueuePolicyName = "defrag"
-    """With --schedule async: which layer's waiting rows run next."""
+    """With --schedule async: which layer's waiting rows run next: defrag (Algorithm 1 of the paper), mtfs
+    (most tokens first) or flfs (first layer first)."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,11 @@ class WorkerConfig:
         _one_of("--dtype", self.model.dtype, get_args(Dtype))
         _one_of("--kernels", self.model.kernels, get_args(KernelName))
         _one_of("--kv-cache-dtype", self.cache.kv_cache_dtype, get_args(Dtype))
+        if self.scheduler.inflight_batches not in (1, 2):
+            raise ConfigError.field("--inflight-batches", self.scheduler.inflight_batches, "1 or 2")
+        if self.scheduler.inflight_batches == 2 and self.scheduler.schedule != "lockstep":
+            allowed = "lockstep with --inflight-batches 2"
+            raise ConfigError.field("--schedule", self.scheduler.schedule, allowed)
         _one_of("--schedule", self.scheduler.schedule, get_args(Schedule))
         _one_of("--queue-policy", self.scheduler.queue_policy, get_args(QueuePolicyName))
         _at_least("--max-num-seqs", self.scheduler.max_num_seqs, 1)
@@ -192,6 +201,8 @@ class ExpertServerConfig:
     device: str = "cpu"
     threads: int = 1
     pin_threads: bool = False
+    schedule: Schedule = "lockstep"
+    queue_policy: QueuePolicyName = "defrag"
 
     def to_json(self) -> str:
         """For the command line of its process."""

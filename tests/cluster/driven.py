@@ -99,12 +99,19 @@ def cluster(
     max_num_batched_tokens: int = 64,
     schedule: str = "lockstep",
     queue_policy: str = "defrag",
+    inflight_batches: int = 1,
 ) -> Iterator[Cluster]:
     """Serving, until the end of the block."""
     worker = WorkerConfig(
         ModelConfig(model, threads=1, kernels=kernels),  # type: ignore[arg-type]
         CacheConfig(kv_cache_memory="32MiB"),
-        SchedulerConfig(16, max_num_batched_tokens, schedule, queue_policy),  # type: ignore[arg-type]
+        SchedulerConfig(
+            max_num_seqs=16,
+            max_num_batched_tokens=max_num_batched_tokens,
+            schedule=schedule,  # type: ignore[arg-type]
+            inflight_batches=inflight_batches,
+            queue_policy=queue_policy,  # type: ignore[arg-type]
+        ),
     )
     shape = ClusterConfig(
         attention_workers=attention_workers,

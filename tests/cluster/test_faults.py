@@ -34,26 +34,31 @@ class Once:
             os.kill(self.served.pid(self.name), self.number)
 
 
-@pytest.mark.parametrize("round_", range(3))
+@pytest.mark.parametrize("round_", range(2))
+@pytest.mark.parametrize("schedule", ["lockstep", "async"])
 @pytest.mark.parametrize("victim", ["expert server 0", "expert server 1", "attention worker 0"])
-def test_a_killed_process_costs_a_pause(victim: str, round_: int, expected: list[Answer]) -> None:
+def test_a_killed_process_costs_a_pause(
+    victim: str, schedule: str, round_: int, expected: list[Answer]
+) -> None:
     after = random.Random(f"{victim}{round_}").randrange(1, 6 * TOKENS - 60)
-    with cluster(attention_workers=2, expert_servers=2, min_replicas=2) as served:
+    with cluster(attention_workers=2, expert_servers=2, min_replicas=2, schedule=schedule) as served:
         served.submit(*workload(6, TOKENS))
         kill = Once(served, victim, signal.SIGKILL, after)
         assert served.finish(kill) == expected
         assert kill.done
 
 
-def test_without_replicas_tokens_wait_for_the_restart(expected: list[Answer]) -> None:
-    with cluster(attention_workers=1, expert_servers=2) as served:
+@pytest.mark.parametrize("schedule", ["lockstep", "async"])
+def test_without_replicas_tokens_wait_for_the_restart(schedule: str, expected: list[Answer]) -> None:
+    with cluster(attention_workers=1, expert_servers=2, schedule=schedule) as served:
         served.submit(*workload(6, TOKENS))
         assert served.finish(Once(served, "expert server 1", signal.SIGKILL, 50)) == expected
         assert [member.incarnation for member in served.supervisor.status()] == [1, 1, 2]
 
 
-def test_a_frozen_server_is_gone_around_and_comes_back(expected: list[Answer]) -> None:
-    with cluster(attention_workers=2, expert_servers=2, min_replicas=2) as served:
+@pytest.mark.parametrize("schedule", ["lockstep", "async"])
+def test_a_frozen_server_is_gone_around_and_comes_back(schedule: str, expected: list[Answer]) -> None:
+    with cluster(attention_workers=2, expert_servers=2, min_replicas=2, schedule=schedule) as served:
         served.submit(*workload(6, TOKENS))
         freeze = Once(served, "expert server 0", signal.SIGSTOP, 50)
         try:

@@ -18,6 +18,14 @@ SHAPES = [
         {"attention_workers": 2, "expert_servers": 2, "min_replicas": 2, "max_num_batched_tokens": 16},
         id="2 workers, 2 servers, every expert twice, prompts in chunks of 16",
     ),
+    pytest.param(
+        {"attention_workers": 1, "expert_servers": 2, "inflight_batches": 2}, id="two batches in flight"
+    ),
+    pytest.param({"schedule": "barrier", "attention_workers": 2, "expert_servers": 2}, id="barrier, 2 and 2"),
+    pytest.param(
+        {"schedule": "barrier", "attention_workers": 3, "expert_servers": 1, "max_num_batched_tokens": 16},
+        id="barrier, 3 workers, 1 server, prompts in chunks",
+    ),
     pytest.param({"schedule": "async", "expert_servers": 1}, id="async, 1 worker, 1 server"),
     pytest.param(
         {"schedule": "async", "attention_workers": 2, "expert_servers": 3, "queue_policy": "mtfs"},

@@ -84,6 +84,14 @@ def test_bounds_hold_at_once() -> None:
     assert decide(scaler, 0.0, servers=7) == 3
 
 
+def test_a_time_out_of_bounds_is_no_measurement() -> None:
+    scaler = Autoscaler(AutoscaleRule(2, 4))
+    decide(scaler, 0.0, busy=0.9)
+    assert decide(scaler, 3.0, busy=0.9, servers=1) == 2
+    assert decide(scaler, 6.0, busy=0.9) == 2
+    assert decide(scaler, 11.0, busy=0.9) == 3
+
+
 @given(
     st.lists(
         st.tuples(

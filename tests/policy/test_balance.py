@@ -78,6 +78,25 @@ def test_redundant_slots_end_where_everybody_holds_everything() -> None:
     assert placement.held == {0: {0: (0, 1, 2), 1: (0, 1, 2)}}
 
 
+def test_a_layer_without_load_counts_as_evenly_loaded() -> None:
+    placement = place(np.zeros((1, 4)), [0], equal(0, 1, 2, 3), redundant=4)
+    assert placement.replicas(0).tolist() == [2, 2, 2, 2]
+
+
+def test_heaviest_first_is_not_the_end() -> None:
+    """Rooms 3 and 2: the copies in order make 3 + 2 + 2 and 3 + 2; exchanged, 2 + 2 + 2 and 3 + 3."""
+    load = ints([3, 3, 2, 2, 2])
+    placement = place(load, [0], equal(0, 1))
+    assert server_loads(load, placement, [0, 1]).tolist() == [[6.0, 6.0]]
+
+
+def test_a_promise_of_replicas_is_kept_though_the_slots_are_the_same() -> None:
+    first = place(ints([9, 1]), [0], equal(0, 1, 2), redundant=2)
+    assert first.replicas(0).tolist() == [3, 1]
+    second = place(ints([9, 1]), [0], equal(0, 1, 2), 2, min_replicas=2, previous=first, slack=9.0)
+    assert second.replicas(0).tolist() == [2, 2]
+
+
 def test_capacity_is_a_share_of_slots_and_load() -> None:
     load = np.ones((1, 12))
     placement = place(load, [0], {0: 1.0, 1: 2.0, 2: 3.0})
@@ -163,9 +182,9 @@ class Case:
 
     @property
     def slots(self) -> int:
-        experts = self.load.shape[1]
-        most = max(experts + self.redundant, experts * self.min_replicas)
-        return min(most, experts * len(self.servers))
+        experts = int(self.load.shape[1])
+        wanted = max(experts + self.redundant, experts * self.min_replicas)
+        return min(wanted, experts * len(self.servers))
 
 
 @st.composite

@@ -23,7 +23,7 @@ SECRET = b"a secret of the tests"
 HEAP = 64 << 20
 KINDS = ("shm", "unix", "tcp", "faulty")
 ADDRESS = {"tcp": "tcp:127.0.0.1:0"}
-PATIENCE = 60.0
+PATIENCE = 20.0
 """Seconds after which something hangs."""
 
 

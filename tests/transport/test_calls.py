@@ -163,6 +163,29 @@ def test_no_room_until_a_call_is_released(ends: Ends) -> None:
     assert caller.open(third, 1, 0) is not None
 
 
+def test_open_calls_share_no_memory_and_all_of_it_comes_back(ends: Ends) -> None:
+    caller, _ = ends
+    rng = np.random.default_rng(0)
+    whole = HEAP - (1 << 16)
+    held: list[tuple[Call, int]] = []
+    refused = 0
+    for turn in range(3000):
+        call = caller.open(int(rng.integers(0, 1 << 20)), int(rng.integers(1, 50)), int(rng.integers(0, 999)))
+        if call is None or rng.random() < 0.2:
+            refused += call is None
+            for found, mark in [held.pop(int(rng.integers(len(held)))) for _ in range(min(3, len(held)))]:
+                ends_of = [*found.request[:1], *found.request[-1:]]
+                assert ends_of == [mark] * len(ends_of)
+                caller.release(found)
+        if call is not None:
+            call.request[:] = bytes([turn % 256]) * len(call.request)
+            held.append((call, turn % 256))
+    assert refused
+    for call, _ in held:
+        caller.release(call)
+    assert caller.open(whole, 1, 0) is not None
+
+
 def test_a_limited_number_of_calls(ends: Ends) -> None:
     caller, answerer = ends
     calls = [ask(caller, b"x", 1, 1) for _ in range(MAX_CALLS)]
@@ -229,6 +252,19 @@ def test_released_calls_are_refused(ends: Ends) -> None:
         caller.post(call)
     with pytest.raises(ValueError, match="released"):
         caller.release(call)
+
+
+def test_a_call_that_is_over_publishes_nothing_into_the_next(ends: Ends) -> None:
+    caller, answerer = ends
+    call = ask(caller, b"", 1, 1)
+    (over,) = incoming(caller, answerer)
+    over.publish(np.array([0]))
+    rows_of(caller, answerer, call, 1)
+    caller.release(call)
+    ask(caller, b"", 1, 1)  # in the same memory
+    incoming(caller, answerer)
+    with pytest.raises(ValueError, match="published"):
+        over.publish(np.array([0]))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import signal
 from pathlib import Path
 
@@ -20,11 +21,13 @@ from tests.transport.call_pairs import (
     line,
     lost,
     noise,
+    pair,
     process,
     receive,
 )
 
 from moesaic.core.errors import ConnectionLost
+from moesaic.transport.calls import Answerer, Caller
 from moesaic.transport.listening import Listener
 from moesaic.transport.waiting import wait
 
@@ -118,3 +121,52 @@ def test_a_killed_client_leaves_nothing_at_the_server(kind: str, tmp_path: Path)
     assert descriptors() == before
     assert "moesaic-calls" not in Path("/proc/self/maps").read_text()
     listener.close()
+
+
+def test_the_doorbell_rings_for_sleepers_only(tmp_path: Path) -> None:
+    with pair("shm", tmp_path) as (caller, answerer):
+        ask(caller, b"", 2, 1)
+        assert not readable(answerer)
+        (call,) = answerer.poll()
+        assert not answerer.arm()
+        ask(caller, b"", 1, 1)
+        assert readable(answerer)
+        answerer.disarm()
+        assert not readable(answerer)
+        assert not caller.arm()
+        call.publish(np.array([0]))
+        assert readable(caller)
+        caller.disarm()
+        call.publish(np.array([1]))
+        assert not readable(caller)
+
+
+def test_news_from_before_the_flag_was_up_keeps_awake(tmp_path: Path) -> None:
+    with pair("shm", tmp_path) as (caller, answerer):
+        ask(caller, b"", 1, 1)
+        assert answerer.arm()
+        answerer.disarm()
+        answerer.poll()[0].publish(np.array([0]))
+        assert caller.arm()
+        caller.disarm()
+
+
+def readable(end: Caller | Answerer) -> bool:
+    return bool(select.select([end], [], [], 0)[0])
+
+
+def test_rows_that_come_with_the_death_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server publishes and dies after the client found no rows and before it looks at the socket."""
+    with pair("shm", tmp_path) as (caller, answerer):
+        call = ask(caller, b"", 1, 1)
+        (one,) = incoming(caller, answerer)
+        look = caller._look  # type: ignore[attr-defined]
+
+        def die_first() -> None:
+            one.publish(np.array([0]))
+            answerer.close()
+            look()
+
+        monkeypatch.setattr(caller, "_look", die_first)
+        assert receive(caller) == [(call, [0])]
+        lost(caller)

@@ -125,7 +125,8 @@ class Router:
                 case messages.Admitted():
                     message = self._first_time(message)
                 case messages.Stats(stats):
-                    self._workers[worker].stats = stats
+                    if worker in self._workers:  # else it has just begun, or was given up
+                        self._workers[worker].stats = stats
                     every = [self._past, *(worker.stats for worker in self._workers.values())]
                     message = messages.Stats(_sum(every))
             self._outbox.put(message)

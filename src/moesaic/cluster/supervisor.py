@@ -202,6 +202,8 @@ class Supervisor:
             device="cpu" if model.device == "auto" else model.device,
             threads=model.threads or self._threads(),
             pin_threads=model.pin_threads,
+            schedule=self._worker_config.scheduler.schedule,
+            queue_policy=self._worker_config.scheduler.queue_policy,
         )
 
     def _threads(self) -> int:

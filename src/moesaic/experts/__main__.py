@@ -19,12 +19,16 @@ from moesaic.core.metrics import ExpertServerStats
 from moesaic.experts.arithmetic import Arithmetic
 from moesaic.experts.server import ExpertServer
 from moesaic.policy.brain.service import Enough, Service
-from moesaic.policy.microqueue import MostTokensFirst
+from moesaic.policy.microqueue import MostTokensFirst, policy_named
 from moesaic.transport.bell import Bell
 from moesaic.transport.listening import Listener
 from moesaic.transport.stream import StreamConnection
 
 REPORT_SECONDS = 0.2
+EVERYBODY = 1 << 62
+"""Pairs that are never there: a run starts when every client's rows are in."""
+BARRIER_SECONDS = 1.0
+"""A client that a run waited for in vain has died or gone elsewhere."""
 
 
 def main() -> int:
@@ -61,8 +65,10 @@ def _serve(supervisor: StreamConnection, config: ExpertServerConfig, bell: Bell)
     arithmetic = _arithmetic(config)
     arithmetic.take(first.experts)
     listener = Listener(config.address, first.secret)
-    service = Service(config.layout.layers, MostTokensFirst(), Enough())
-    server = ExpertServer(config.layout, arithmetic, listener, service, time.monotonic)
+    rule = Enough(EVERYBODY, BARRIER_SECONDS) if config.schedule == "barrier" else Enough()
+    policy = policy_named(config.queue_policy) if config.schedule == "async" else MostTokensFirst()
+    service = Service(config.layout.layers, policy, rule)
+    server = ExpertServer(config.layout, arithmetic, listener, service, time.monotonic, rule.wait)
     holding = _Holding(supervisor, arithmetic, listener.address)
     holding.tell(first)
     threading.Thread(target=_report, args=(supervisor, server), daemon=True).start()

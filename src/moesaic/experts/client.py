@@ -58,6 +58,14 @@ class RoutedExperts(Protocol):
         """Sleep until rows come in or the file descriptor `bell` is readable, at most `timeout` seconds."""
         ...
 
+    def enter(self, work: bool) -> None:
+        """This worker is at the beginning of a step that all begin together, with or without rows."""
+        ...
+
+    def entered(self) -> bool:
+        """True once after `enter`, when all begin."""
+        ...
+
     def stats(self) -> ExpertStats: ...
 
 
@@ -69,6 +77,7 @@ class DirectExperts:
         self._kernels = kernels
         self._answer: tuple[Ticket, torch.Tensor] | None = None
         self._submitted = 0
+        self._entering = False
         self._memory: torch.Tensor | None = None
         """Of the largest answer so far. Fresh memory for each would be paged in anew by the system, which
         took a fifth of the time of a prefill."""
@@ -95,6 +104,14 @@ class DirectExperts:
 
     def wait(self, timeout: float | None, bell: int) -> None:
         """Every answer is there at once."""
+
+    def enter(self, work: bool) -> None:
+        """There is nobody to wait for."""
+        self._entering = work
+
+    def entered(self) -> bool:
+        entering, self._entering = self._entering, False
+        return entering
 
     def stats(self) -> ExpertStats:
         return ExpertStats()

@@ -30,7 +30,7 @@ class Submission:
     out: wire.FloatRows
     """[n * k, h] in it"""
     missing: int
-    """Pairs that are not there yet."""
+    """Pairs that are not there yet, and empty calls that were not answered."""
     unsent: list[IntArray] = field(default_factory=list)
     """Pairs that nobody could take."""
     attempt: int = 0

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from moesaic.core.errors import ConnectionLost
-from moesaic.core.experts import Directory, ServerEntry
+from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
@@ -23,7 +23,7 @@ from moesaic.experts.connecting import Connector
 from moesaic.experts.outstanding import End, Memory, Sent, Submission
 from moesaic.policy.replicas import NOBODY, Replicas
 from moesaic.transport.bell import Bell
-from moesaic.transport.calls import Caller
+from moesaic.transport.calls import Call, Caller
 from moesaic.transport.waiting import wait
 
 SPIN = 50e-6
@@ -35,17 +35,26 @@ class RemoteExperts:
 
     def __init__(
         self,
-        num_experts: int,
+        layout: ExpertLayout,
         replicas: Replicas,
         connector: Connector,
         bell: Bell,
         clock: Callable[[], float],
         tell: bool = False,
+        everyone: bool = False,
     ) -> None:
-        """bell: the one that `connector` rings. tell: keep what comes in for `arrivals`."""
+        """bell: the one that `connector` rings. tell: keep what comes in for `arrivals`. everyone: each
+        submission asks each server, those that hold none of its experts with an empty call (for barriers).
+        """
+        self._layout = layout
         self._tell = tell
+        self._everyone = everyone
+        self._knocking: bool | None = None
+        """At the gate of a step: whether with work."""
+        self._let_in = False
+        self._knock: tuple[int, int] | None = None
+        """Server and number of the knock that counts."""
         self._news: list[tuple[Ticket, IntArray]] = []
-        self._num_experts = num_experts
         self._replicas = replicas
         self._connector = connector
         self._bell = bell
@@ -71,6 +80,8 @@ class RemoteExperts:
         submission = Submission(ticket, layer, rows, experts, expert_ids.shape[1], memory, out, len(experts))
         self._submissions[ticket.number] = submission
         self._send(submission, np.arange(len(experts)))
+        if self._everyone:
+            self._send_empty(submission)
         return ticket
 
     def poll(self, ticket: Ticket) -> torch.Tensor | None:
@@ -97,13 +108,23 @@ class RemoteExperts:
         submission = self._submissions[ticket.number]
         return torch.from_numpy(submission.out).view(-1, submission.top_k, submission.out.shape[1])
 
+    def enter(self, work: bool) -> None:
+        self._knocking = work
+        self._knock = None
+
+    def entered(self) -> bool:
+        if self._knocking is not None:
+            self._pump()
+        entered, self._let_in = self._let_in, False
+        return entered
+
     # ---- the servers
 
     def update(self, directory: Directory, secret: bytes) -> None:
         """Who serves what from now on."""
         known, self._entries = self._entries, {entry.server: entry for entry in directory.servers}
         self._secret = secret
-        self._replicas.place(directory.experts, self._num_experts)
+        self._replicas.place(directory.experts, self._layout.num_experts)
         for server in set(known) - set(self._entries):
             self._connector.stop(server)
         for server, entry in self._entries.items():
@@ -116,8 +137,9 @@ class RemoteExperts:
 
     @property
     def busy(self) -> bool:
-        """True while an answer is awaited."""
-        return bool(self._news) or any(one.missing for one in self._submissions.values())
+        """True while an answer is awaited, or one was not told of."""
+        at_gate = self._knocking is not None or self._let_in
+        return at_gate or bool(self._news) or any(one.missing for one in self._submissions.values())
 
     def wait(self, timeout: float | None, bell: int) -> None:
         """Sleep until an answer, a server, the file descriptor `bell`, or the time when a server is late."""
@@ -157,13 +179,39 @@ class RemoteExperts:
         for server, end in list(self._ends.items()):
             try:
                 for call, indices in end.caller.poll():
-                    self._receive(end, end.calls[call.number], indices)
+                    if call.number in end.calls:
+                        self._receive(end, end.calls[call.number], indices)
+                    else:
+                        self._answered(end, call)
             except ConnectionLost:
                 self._fail(server)
         for server in self._replicas.late(self._clock()):
             self._replicas.mask(server)
             self._fail(server)
         self._retry()
+        self._knock_at_gate()
+
+    def _knock_at_gate(self) -> None:
+        """At the server that all knock at: the one with the lowest id. Again when that is another one."""
+        gate = min(self._ends, default=None)
+        if self._knocking is None or gate is None or (self._knock is not None and self._knock[0] == gate):
+            return
+        width = self._layout.hidden
+        try:
+            call = self._ends[gate].caller.open(wire.size(0, 0, width, False), 1, 4 * width)
+            if call is not None:
+                wire.knock(call.request, width, self._knocking)
+                self._ends[gate].caller.post(call)
+                self._knock = gate, call.number
+        except ConnectionLost:
+            pass  # `_pump` hears of it too
+
+    def _answered(self, end: End, call: Call) -> None:
+        """A knock was: the last one counts, those before it were without work."""
+        end.caller.release(call)
+        if self._knock == (end.entry.server, call.number):
+            self._knocking = self._knock = None
+            self._let_in = True
 
     def _join(self, entry: ServerEntry, caller: Caller) -> None:
         if self._entries.get(entry.server) != entry:
@@ -176,9 +224,10 @@ class RemoteExperts:
         new = indices[~sent.arrived[indices]]
         sent.arrived[new] = True
         submission = sent.submission
-        answer = np.frombuffer(sent.call.answer, dtype=np.float32).reshape(len(sent.pairs), -1)
-        submission.out[sent.pairs[new]] = answer[new]
         submission.missing -= len(new)
+        if len(sent.pairs):
+            answer = np.frombuffer(sent.call.answer, dtype=np.float32).reshape(len(sent.pairs), -1)
+            submission.out[sent.pairs[new]] = answer[new]
         if self._tell:
             self._news.append((submission.ticket, sent.pairs[new]))
         self._replicas.answered(end.entry.server, len(new), self._clock())
@@ -198,13 +247,25 @@ class RemoteExperts:
         if submission.unsent and submission not in self._stuck:
             self._stuck.append(submission)
 
+    def _send_empty(self, submission: Submission) -> None:
+        """A call without pairs to every server that got none with."""
+        asked = {
+            server
+            for server, end in self._ends.items()
+            if any(sent.submission is submission for sent in end.calls.values())
+        }
+        for server in set(self._ends) - asked:
+            if self._post(server, submission, np.zeros(0, dtype=np.int64)):
+                submission.missing += 1
+
     def _post(self, server: int, submission: Submission, pairs: IntArray) -> bool:
         """False when there is no room for another call to this server, or it is gone."""
         rows, places = np.unique(pairs // submission.top_k, return_inverse=True)
         hidden, end = submission.hidden, self._ends[server]
         width = hidden.shape[1]
         try:
-            call = end.caller.open(wire.size(len(rows), len(pairs), width, False), len(pairs), 4 * width)
+            answers = max(1, len(pairs))
+            call = end.caller.open(wire.size(len(rows), len(pairs), width, False), answers, 4 * width)
             if call is None:
                 return False
             request = wire.begin(
@@ -216,7 +277,7 @@ class RemoteExperts:
             end.caller.post(call)
         except ConnectionLost:
             return False  # `_pump` hears of it too and sends again
-        end.calls[call.number] = Sent(submission, pairs, call, np.zeros(len(pairs), dtype=bool))
+        end.calls[call.number] = Sent(submission, pairs, call, np.zeros(answers, dtype=bool))
         self._replicas.sent(server, len(pairs), self._clock(), again=submission.attempt > 0)
         self._stats = replace(self._stats, calls=self._stats.calls + 1, pairs=self._stats.pairs + len(pairs))
         return True
@@ -232,6 +293,9 @@ class RemoteExperts:
             self._connector.start(entry, self._secret)
         for sent in left:
             if sent.submission.released:
+                continue
+            if not len(sent.pairs):
+                sent.submission.missing -= 1  # nobody waits at that server any more
                 continue
             sent.submission.attempt += 1
             self._send(sent.submission, sent.pairs[~sent.arrived])

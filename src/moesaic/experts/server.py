@@ -19,11 +19,13 @@ from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
 from moesaic.experts.arithmetic import Arithmetic
 from moesaic.policy.brain.service import Run, Service
+from moesaic.policy.gate import Gate
 from moesaic.transport.calls import Answerer, Incoming
 from moesaic.transport.listening import Listener
 from moesaic.transport.waiting import wait
 
 LOG = logging.getLogger(__name__)
+NONE: IntArray = np.zeros(0, dtype=np.int64)
 SPIN = 50e-6
 """Seconds of looking for the next call before the loop sleeps."""
 
@@ -73,6 +75,7 @@ class ExpertServer:
         self._arithmetic = arithmetic
         self._listener = listener
         self._service = service
+        self._gate = Gate()
         self._clock = clock
         self._longest_wait = longest_wait
         self._ends: dict[int, Answerer] = {}
@@ -121,6 +124,7 @@ class ExpertServer:
         for end in self._listener.accepted():
             self._ends[self._next_client] = end
             self._service.client_joined(self._next_client)
+            self._gate.joined(self._next_client)
             self._next_client += 1
 
     def _collect(self, client: int, end: Answerer) -> None:
@@ -135,18 +139,28 @@ class ExpertServer:
         layout = self._layout
         request = wire.parse(incoming.request, self._num_layers, layout.num_experts, layout.hidden)
         shape = (request.answer_rows, layout.hidden)
-        if request.layer not in self._line or incoming.row_bytes != 4 * shape[1] or incoming.rows != shape[0]:
+        known = request.layer in self._line or request.work is not None
+        if not known or incoming.row_bytes != 4 * shape[1] or incoming.rows != shape[0]:
             raise ConnectionLost(f"a request for layer {request.layer} has an answer of another size")
         answer = np.frombuffer(incoming.answer, dtype=np.float32).reshape(shape)
         call, self._next_call = self._next_call, self._next_call + 1
         self._calls[call] = _Call(incoming, request, answer, end, len(request.experts))
+        if request.work is not None:
+            self._open(self._gate.knocked(client, call, request.work))
+            return
         self._service.arrived(call, client, request.layer, request.experts, self._clock())
 
     def _forget(self, client: int) -> None:
         end = self._ends.pop(client)
         end.close()
         self._service.client_left(client)
+        self._open(self._gate.left(client))
         self._calls = {number: call for number, call in self._calls.items() if call.end is not end}
+
+    def _open(self, calls: list[int]) -> None:
+        """Answer those that knocked: all begin a step."""
+        for number in calls:
+            self._answer(number, NONE, self._scratch[:0])
 
     def _run(self, run: Run, started: float) -> None:
         """Compute the parts of `run` as one batch and publish each in its call."""
@@ -156,7 +170,8 @@ class ExpertServer:
         ids = np.concatenate(experts).astype(np.int64)
         out = self._room(len(ids))
         try:
-            self._arithmetic.run(run.layer, rows, ids, out)
+            if len(ids):
+                self._arithmetic.run(run.layer, rows, ids, out)
         except KeyError as missing:
             self._refuse(run, missing)
             return
@@ -178,7 +193,8 @@ class ExpertServer:
             call.answer[pairs] = rows
             published = pairs
         call.left -= len(pairs)
-        call.incoming.publish(published)
+        empty = not len(call.request.experts)
+        call.incoming.publish(np.zeros(1, dtype=np.int64) if empty else published)
         if not call.left:
             del self._calls[number]
 

@@ -10,7 +10,7 @@ import json
 import mmap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -86,41 +86,62 @@ class _Mapped:
 
     def matrix(self, name: str, rows: int, columns: int, stored: str) -> Bytes:
         """The bytes of a matrix in type `stored`: in place when the file has that type, else converted."""
-        shard = self._shards.get(name, SINGLE)
-        data, header = self._open(shard)
+        part, kind = self._find(name, rows, columns)
+        if kind != stored:
+            return _converted(part, kind, stored)
+        part[::PAGE].max()  # touches every page: else the first requests would wait for each of them
+        return part.copy() if part.ctypes.data % WIDTHS[kind] else part
+
+    def _find(self, name: str, rows: int, columns: int) -> tuple[Bytes, str]:
+        """The bytes of a matrix as they are, and their type."""
+        shard = self._shards.get(name, INDEX) if self._shards else SINGLE
+        file = self.path / shard
+        data, header = (None, {}) if shard == INDEX else self._open(shard)
         entry = header.get(name)
-        if not isinstance(entry, dict):
-            raise CheckpointError(f"{self.path / shard}: tensor {name} is missing")
-        kind = str(entry["dtype"])
-        begin, end = entry["data_offsets"]
-        if entry["shape"] != [rows, columns] or end - begin != rows * columns * WIDTHS.get(kind, 0):
-            raise CheckpointError(f"{self.path / shard}: tensor {name}: got {kind} {entry['shape']}")
-        part = data[begin:end]
-        if kind == stored:
-            part[::PAGE].max()  # touches every page: else the first requests would wait for each of them
-            return part
-        return _converted(part, kind, stored)
+        if data is None or not isinstance(entry, dict):
+            raise CheckpointError(f"{file}: tensor {name} is missing")
+        kind, shape = str(entry.get("dtype")), entry.get("shape")
+        if kind not in WIDTHS or shape != [rows, columns]:
+            allowed = f"{', '.join(WIDTHS)} [{rows}, {columns}]"
+            raise CheckpointError(f"{file}: tensor {name}: got {kind} {shape}; allowed: {allowed}")
+        span, size = entry.get("data_offsets"), rows * columns * WIDTHS[kind]
+        if not _fits(span, size, len(data)):
+            place = f"{size} bytes at {span} of {len(data)}"
+            raise CheckpointError(f"{file}: truncated or corrupt: tensor {name} has {place}")
+        return data[span[0] : span[1]], kind
 
     def _index(self) -> dict[str, str]:
+        """Tensor -> file; empty where all are in one file."""
         file = self.path / INDEX
-        shards: dict[str, str] = json.loads(file.read_text())["weight_map"] if file.is_file() else {}
-        return shards
+        if not file.is_file():
+            return {}
+        try:
+            table = json.loads(file.read_bytes())["weight_map"]
+            return {str(name): Path(shard).name for name, shard in table.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{file}: is no index of tensors ({error!r})") from error
 
     def _open(self, shard: str) -> tuple[Bytes, dict[str, Any]]:
         if shard not in self._files:
             try:
-                with (self.path / Path(shard).name).open("rb") as file:
+                with (self.path / shard).open("rb") as file:
                     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                 data = np.frombuffer(mapped, dtype=np.uint8)
                 length = int(data[:8].view("<u8")[0])
-                self._files[shard] = data[8 + length :], json.loads(bytes(data[8 : 8 + length]))
-            except (OSError, ValueError) as error:
+                self._files[shard] = data[8 + length :], dict(json.loads(bytes(data[8 : 8 + length])))
+            except (OSError, ValueError, TypeError, RecursionError) as error:
                 raise CheckpointError(f"{self.path / shard}: not a safetensors file ({error})") from error
         return self._files[shard]
 
 
+def _fits(span: Any, size: int, length: int) -> TypeGuard[list[int]]:
+    """Whether `span`, read from a file, is [begin, end] of `size` bytes among `length`."""
+    whole = isinstance(span, list) and [type(at) for at in span] == [int, int]
+    return whole and 0 <= span[0] <= span[1] <= length and span[1] - span[0] == size
+
+
 def _converted(part: Bytes, kind: str, stored: str) -> Bytes:
-    """A copy in another type, rounded to nearest even where it is narrower."""
+    """A copy in another type, rounded to nearest even where it is narrower; what is no number stays none."""
     if kind == "BF16":
         wide = (part.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     else:
@@ -129,4 +150,5 @@ def _converted(part: Bytes, kind: str, stored: str) -> Bytes:
         return wide.view(np.uint8)
     bits = wide.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded[np.isnan(wide)] = 0x7FC0
     return rounded.astype(np.uint16).view(np.uint8)

@@ -4,6 +4,8 @@ A request asks for p pairs of m rows; pair i is row `rows[i]` through expert `ex
 row of h float32 numbers for each pair, unweighted, or, with `partial`, one for each row: the sum of its pairs
 here times their weights (the form of Expert-as-a-Service: fewer bytes, equal up to rounding).
 
+A knock is a request without pairs: its sender is at the beginning of a step and waits until all are.
+
     header | experts int32 [p] | rows int32 [p] | weights float32 [p], if partial | hidden float32 [m, h]
 """
 
@@ -22,7 +24,7 @@ Index = npt.NDArray[np.int32]
 
 _HEADER = struct.Struct("<4sHHIIII")  # magic, layer, flags, rows, pairs, hidden size, attempt; 24 bytes
 _MAGIC = b"MOE1"
-_PARTIAL = 1
+_PARTIAL, _KNOCK, _KNOCK_WITH_WORK = 1, 2, 3
 MOST_ROWS = 1 << 22
 """Of one request: what a damaged header may at most claim."""
 
@@ -43,10 +45,13 @@ class Request:
     hidden: FloatRows
     """[m, h]"""
 
+    work: bool | None = None
+    """Of a knock: whether the sender has rows to compute. None for every other request."""
+
     @property
     def answer_rows(self) -> int:
-        """Rows of the answer."""
-        return len(self.experts) if self.weights is None else len(self.hidden)
+        """Rows of the answer; an empty one has a row that means nothing."""
+        return max(1, len(self.experts) if self.weights is None else len(self.hidden))
 
 
 def size(rows: int, pairs: int, hidden: int, partial: bool) -> int:
@@ -69,14 +74,21 @@ def begin(
     return _arrays(memory, layer, rows, pairs, hidden, partial, attempt)
 
 
+def knock(memory: memoryview, hidden: int, work: bool) -> None:
+    """Writes a knock into `memory` (of `size` 0, 0)."""
+    _HEADER.pack_into(memory, 0, _MAGIC, 0, _KNOCK_WITH_WORK if work else _KNOCK, 0, 0, hidden, 0)
+
+
 def parse(memory: memoryview, num_layers: int, num_experts: int, hidden: int) -> Request:
     """The request in `memory`. Raises ConnectionLost when it is none: the peer is not one of ours."""
     if len(memory) < _HEADER.size:
         raise ConnectionLost(f"a request of {len(memory)} bytes is too short")
     magic, layer, flags, rows, pairs, width, attempt = _HEADER.unpack_from(memory, 0)
     partial = flags == _PARTIAL
-    if magic != _MAGIC or flags not in (0, _PARTIAL) or layer >= num_layers or width != hidden:
+    if magic != _MAGIC or flags > _KNOCK_WITH_WORK or layer >= num_layers or width != hidden:
         raise ConnectionLost("a request has a damaged header or is meant for another model")
+    if flags >= _KNOCK and (rows or pairs):
+        raise ConnectionLost(f"a knock claims {rows} rows and {pairs} pairs")
     if max(rows, pairs) > MOST_ROWS or len(memory) != size(rows, pairs, hidden, partial):
         raise ConnectionLost(f"a request of {len(memory)} bytes claims {rows} rows and {pairs} pairs")
     request = _arrays(memory, layer, rows, pairs, hidden, partial, attempt)
@@ -85,7 +97,8 @@ def parse(memory: memoryview, num_layers: int, num_experts: int, hidden: int) ->
     for name, array, end in (("expert", experts, num_experts), ("row", places, rows)):
         if pairs and not 0 <= int(array.min()) <= int(array.max()) < end:
             raise ConnectionLost(f"a request names {name} {int(array.min())} to {int(array.max())} of {end}")
-    return replace(request, experts=experts, rows=places)
+    work = flags == _KNOCK_WITH_WORK if flags >= _KNOCK else None
+    return replace(request, experts=experts, rows=places, work=work)
 
 
 def _arrays(

@@ -15,7 +15,7 @@ leaves open is settled here:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,6 +72,9 @@ class Replicas:
         self._servers: dict[int, _Server] = {}
         self._holders: dict[int, IntArray] = {}
         self._masked: set[int] = set()
+        self._spare: dict[int, bool] = {}
+        """Whether others hold all that a server holds, as far as it was asked; for this placement and these
+        connections."""
         self.stats = ReplicaStats()
 
     def place(self, experts: Mapping[int, Mapping[int, Iterable[int]]], num_experts: int) -> None:
@@ -83,6 +86,7 @@ class Replicas:
                 for expert in ids:
                     rows[expert].append(server)
         self._holders = {layer: _padded(rows) for layer, rows in found.items()}
+        self._spare.clear()
 
     @property
     def connected(self) -> frozenset[int]:
@@ -95,17 +99,20 @@ class Replicas:
             self._masked.discard(server)
             self._count(false_failovers=1)
         self._servers[server] = _Server()
+        self._spare.clear()
 
     def lost(self, server: int, pairs: int = 0) -> None:
         """The connection to `server` broke with `pairs` outstanding: its process died, or the way to it."""
         if self._servers.pop(server, None) is not None and pairs:
             self._count(failovers=1)
+        self._spare.clear()
 
     def mask(self, server: int) -> None:
         """`server` was given up for its silence, though its connection stood."""
         if self._servers.pop(server, None) is not None:
             self._masked.add(server)
             self._count(failovers=1)
+        self._spare.clear()
 
     def replaced(self, server: int) -> None:
         """Another process has this id now: the one that was masked is really gone."""
@@ -153,16 +160,21 @@ class Replicas:
         state.since = now
 
     def late(self, now: float) -> list[int]:
-        """Servers that have been silent for too long and whose rows others could take."""
-        return [
-            server
-            for server, state in self._servers.items()
-            if state.outstanding and now > state.since + self._allowed(state) and self._replaceable(server)
-        ]
+        """Servers that have been silent for too long; those not named could take the rows of all that are."""
+        named: list[int] = []
+        for server, state in self._servers.items():
+            overdue = state.outstanding and now > state.since + self._allowed(state)
+            if overdue and self._replaceable(server, named):
+                named.append(server)
+        return named
 
     def next_deadline(self) -> float | None:
-        """When `late` may name the next one, in the clock's seconds; None: not before something is sent."""
-        ends = [s.since + self._allowed(s) for s in self._servers.values() if s.outstanding]
+        """When `late` may name the next one, in the clock's seconds; None: not before something happens."""
+        ends = [
+            state.since + self._allowed(state)
+            for server, state in self._servers.items()
+            if state.outstanding and self._is_spare(server)
+        ]
         return min(ends, default=None)
 
     def _allowed(self, state: _Server) -> float:
@@ -170,12 +182,18 @@ class Replicas:
             return self._patience.unknown
         return max(self._patience.floor, self._patience.factor * state.pace * state.outstanding)
 
-    def _replaceable(self, server: int) -> bool:
-        """True when every expert that `server` holds has another holder that is connected."""
+    def _is_spare(self, server: int) -> bool:
+        """`_replaceable` by all others; asked before every wait, hence remembered."""
+        if server not in self._spare:
+            self._spare[server] = self._replaceable(server)
+        return self._spare[server]
+
+    def _replaceable(self, server: int, without: Collection[int] = ()) -> bool:
+        """True when every expert that `server` holds has another holder, connected and not in `without`."""
+        others = [other for other in self._servers if other != server and other not in without]
         for table in self._holders.values():
             mine = (table == server).any(axis=1)
-            others = np.isin(table, [other for other in self._servers if other != server]).any(axis=1)
-            if (mine & ~others).any():
+            if (mine & ~np.isin(table, others).any(axis=1)).any():
                 return False
         return True
 

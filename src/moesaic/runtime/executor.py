@@ -13,6 +13,8 @@ from moesaic.policy.brain.actions import (
     Action,
     Admit,
     Emit,
+    Enter,
+    Entered,
     Event,
     Forget,
     LayerDone,
@@ -55,14 +57,16 @@ class Executor:
         """Happened and not told."""
         self._walks: dict[int, tuple[StepPlan, Walk]] = {}
         """Steps under way."""
-        self._logprobs: list[TokenLogprob | None] = []
-        """Of the last step, one per sampled sequence; empty when nobody asked."""
+        self._logprobs: dict[int, list[TokenLogprob | None]] = {}
+        """Of a step whose tokens were not told yet, one per sampled sequence; none when nobody asked."""
 
     def execute(self, action: Action) -> None:
         """Carry out one action. What RunStep begins goes on in `progress`."""
         match action:
             case Admit():
                 self._admit(action)
+            case Enter():
+                self._experts.enter(action.work)
             case RunLayer():
                 self._run_layer(action)
             case Forget() if self._layered is not None:
@@ -81,13 +85,20 @@ class Executor:
         done, self._done = self._done, []
         if self._layered is not None:
             done += self._layered.arrived()
+        if self._experts.entered():
+            done.append(Entered())
+        self._advance(done)
+        while any(walk.ready for _, walk in self._walks.values()):  # its answer came with another's
+            self._advance(done)
+        return done
+
+    def _advance(self, done: list[Event]) -> None:
         for step, (plan, walk) in list(self._walks.items()):
             with torch.inference_mode():
                 hidden = walk.advance()
                 if hidden is not None:
                     done.append(self._finish(plan, hidden))
                     del self._walks[step]
-        return done
 
     def abandon(self) -> list[int]:
         """Give up the steps under way, after an error. Returns their numbers."""
@@ -126,10 +137,11 @@ class Executor:
         for sequence in plan.scored:
             self._score(plan, int(sequence), hidden)
         tokens = np.zeros(0, dtype=np.int64)
-        self._logprobs = []
         if len(plan.sampled):
             logits = self._model.logits(self._sampled_rows(plan, hidden))
-            tokens, self._logprobs = self._sampler.sample(plan.request_ids[plan.sampled], logits)
+            tokens, logprobs = self._sampler.sample(plan.request_ids[plan.sampled], logits)
+            if logprobs:
+                self._logprobs[plan.step] = logprobs
         return StepDone(plan.step, tokens)
 
     def _sampled_rows(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
@@ -141,7 +153,8 @@ class Executor:
         return hidden[torch.from_numpy(last).to(self._device)]
 
     def _emit(self, action: Emit) -> None:
-        logprobs = [self._logprobs[sample] for sample in action.samples] if self._logprobs else []
+        found = self._logprobs.pop(action.step, None)
+        logprobs = [found[sample] for sample in action.samples] if found else []
         self._connection.send(messages.Tokens(action.request_ids, action.tokens, action.finish, logprobs))
 
     def _score(self, plan: StepPlan, sequence: int, hidden: torch.Tensor) -> None:

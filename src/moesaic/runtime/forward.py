@@ -52,10 +52,22 @@ class Forward:
     def begin(self, batch: TokenBatch) -> Walk:
         """Start a step. `Walk.advance` goes on with it whenever the experts have answered."""
         rows = batch.num_rows
+        if not rows:
+            return Walk(self._experts, self._only_experts())
         decode = rows == batch.num_sequences == len(batch.logit_rows)
         if self._recorder is not None and decode and rows <= RECORDED_ROWS:
             return Walk(self._experts, _done(self._replay(batch, self._recorder)))
         return Walk(self._experts, self._last_rows(batch))
+
+    def _only_experts(self) -> Stages:
+        """A step without rows: whoever waits for everybody's rows at each layer waits for these too."""
+        hidden = torch.zeros((0, self._model.spec.hidden_size), device=self._device)
+        ids = torch.zeros((0, self._model.spec.top_k), dtype=torch.int64, device=self._device)
+        for layer in self._model.spec.moe_layers:
+            ticket = self._experts.submit(layer, hidden, ids)
+            yield ticket
+            self._experts.release(ticket)
+        return hidden
 
     def _last_rows(self, batch: TokenBatch) -> Stages:
         attention = AttentionBatch.build(batch, self._block_size, self._device)
@@ -130,6 +142,11 @@ class Walk:
             hidden: torch.Tensor = end.value
             return hidden
         return None
+
+    @property
+    def ready(self) -> bool:
+        """Whether `advance` would get any further."""
+        return self._ticket is None or self._experts.poll(self._ticket) is not None
 
     def finish(self) -> torch.Tensor:
         """`advance` to the end, where experts answer at once."""

@@ -22,6 +22,7 @@ from moesaic.models.model import Model
 from moesaic.policy.batching import Limits
 from moesaic.policy.brain.actions import Brain
 from moesaic.policy.brain.asynchronous import Asynchronous
+from moesaic.policy.brain.barrier import Barrier
 from moesaic.policy.brain.one_process import OneProcess
 from moesaic.policy.kvblocks import KVBlocks
 from moesaic.policy.microqueue import policy_named
@@ -100,7 +101,9 @@ def _brain(
     scheduler: SchedulerConfig, limits: Limits, blocks: KVBlocks, layout: ExpertLayout | None
 ) -> Brain:
     if scheduler.schedule == "lockstep":
-        return OneProcess(limits, blocks)
+        return OneProcess(limits, blocks, scheduler.inflight_batches)
+    if scheduler.schedule == "barrier":
+        return Barrier(limits, blocks)
     if layout is None:
         raise ConfigError.field("--schedule", scheduler.schedule, "lockstep without --expert-servers")
     policy = policy_named(scheduler.queue_policy, urgency=URGENT_SECONDS)
@@ -122,8 +125,16 @@ def _remote(config: WorkerConfig, layout: ExpertLayout, clock: Callable[[], floa
     heap = HEAP_SLACK + 2 * 4 * rows * (layout.hidden + layout.top_k * (layout.hidden + 2))
     bell = Bell()
     connector = Connector(heap, bell)
-    replicas, tell = Replicas(own=config.own_server), config.scheduler.schedule == "async"
-    return RemoteExperts(layout.num_experts, replicas, connector, bell, clock, tell)
+    schedule = config.scheduler.schedule
+    return RemoteExperts(
+        layout,
+        Replicas(own=config.own_server),
+        connector,
+        bell,
+        clock,
+        tell=schedule == "async",
+        everyone=schedule == "barrier",
+    )
 
 
 def load_model(

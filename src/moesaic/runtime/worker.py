@@ -60,6 +60,7 @@ class Worker:
 
     def run(self) -> None:
         """Until the engine says so or is gone."""
+        self._events.append(Arrived([]))  # a brain that has something to say first can say it
         try:
             while not self._stopping:
                 self.turn(timeout=None)

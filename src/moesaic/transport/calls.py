@@ -14,8 +14,9 @@ the turn; here a buffer holds many calls, and the state is a count of rows.
     [(call, rows)] = caller.poll()      rows == [1]: call.answer[4:8] may be read
     caller.release(call)                once all rows were read, or to give the call up
 
-One thread uses an end at a time. Memory handed out stays valid while something refers to it, also after
-`close`; what a peer wrote into it is the peer's word and has to be checked like any input.
+One thread uses an end at a time. Memory handed out stays mapped while something refers to it, also after
+`close`, but a call that is over has no claim on what lies in it: other calls use it. What a peer wrote is
+the peer's word and has to be checked like any input.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class Incoming(Protocol):
 
     @property
     def request(self) -> memoryview:
-        """[request_bytes] read-only. A hostile client can change it meanwhile: check a copy."""
+        """[request_bytes] read-only, until the last row is published. Check a copy of what must not change
+        in between: a hostile client can write here."""
         ...
 
     @property

@@ -36,6 +36,8 @@ class Frames:
         """Why nothing comes any more."""
         self.unsent = 0
         """Bytes that the socket did not take yet."""
+        self.pushed = 0
+        """Bytes that were ever pushed."""
         self._socket = sock
         self._deaf = False
         """The peer takes no more bytes. What it sent before may still be there to be read."""
@@ -60,6 +62,7 @@ class Frames:
             if len(piece):
                 self._outbox.append(piece)
                 self.unsent += len(piece)
+                self.pushed += len(piece)
         self.flush()
         return not self._deaf
 

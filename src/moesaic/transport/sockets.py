@@ -7,12 +7,14 @@ it to that, so neither end's memory grows without bound whatever the other does.
 from __future__ import annotations
 
 import socket
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.tokens import IntArray
+from moesaic.transport.blocks import Block, Blocks
 from moesaic.transport.calls import MAX_CALLS, MAX_ROWS, Call, Incoming, Outstanding, refuse
 from moesaic.transport.frames import HEADER, REQUEST, ROWS, Frames
 
@@ -41,29 +43,14 @@ def pieces(answer: memoryview, indices: IntArray, row_bytes: int) -> list[memory
     return [answer[first:end] for first, end in zip(firsts.tolist(), ends.tolist(), strict=True)]
 
 
-def _memory(count: int) -> memoryview:
-    return np.empty(count, np.uint8).data
-
-
 class StreamCall:
     """A call of StreamCaller."""
 
-    __slots__ = (
-        "_answer",
-        "_left",
-        "_outstanding",
-        "_state",
-        "answer",
-        "number",
-        "request",
-        "row_bytes",
-        "rows",
-    )
-
-    def __init__(self, number: int, request_bytes: int, rows: int, row_bytes: int) -> None:
+    def __init__(self, number: int, request_bytes: int, rows: int, row_bytes: int, blocks: Blocks) -> None:
         self.number, self.rows, self.row_bytes = number, rows, row_bytes
-        self.request = _memory(request_bytes)
-        self._answer = _memory(rows * row_bytes)
+        self._blocks = blocks.take(request_bytes), blocks.take(rows * row_bytes)
+        self.request = self._blocks[0].data[:request_bytes]
+        self._answer = self._blocks[1].data[: rows * row_bytes]
         self.answer = self._answer.toreadonly()
         self._outstanding = Outstanding(rows)
         """Rows that no frame has named."""
@@ -79,6 +66,7 @@ class _StreamEnd:
         self._heap_bytes = heap_bytes
         self._used = 0
         """Bytes of heap_bytes in calls whose rows are not all out."""
+        self.blocks = Blocks(heap_bytes)
         self._header = memoryview(bytearray(HEADER.size))
         self._frames = Frames(sock, self._wanted())
 
@@ -126,7 +114,7 @@ class StreamCaller(_StreamEnd):
             return None
         self._used += size
         self._number += 1
-        call = StreamCall(self._number, request_bytes, rows, row_bytes)
+        call = StreamCall(self._number, request_bytes, rows, row_bytes, self.blocks)
         self._calls[call.number] = call
         return call
 
@@ -166,6 +154,8 @@ class StreamCaller(_StreamEnd):
     def _end(self, call: StreamCall) -> None:
         del self._calls[call.number]
         self._used -= room(len(call.request), call.rows, call.row_bytes)
+        for block in call._blocks:
+            self.blocks.give_back(block)
 
     def _wanted(self) -> Iterator[list[memoryview]]:
         """ROWS frames, their rows straight into the answers."""
@@ -197,13 +187,14 @@ class StreamCaller(_StreamEnd):
 class StreamIncoming:
     """A call of StreamAnswerer."""
 
-    __slots__ = ("_answerer", "_outstanding", "answer", "number", "request", "row_bytes", "rows")
-
     def __init__(
-        self, answerer: StreamAnswerer, number: int, request: memoryview, rows: int, row_bytes: int
+        self, answerer: StreamAnswerer, number: int, request: tuple[Block, int], rows: int, row_bytes: int
     ) -> None:
-        self.number, self.request, self.rows, self.row_bytes = number, request.toreadonly(), rows, row_bytes
-        self.answer = _memory(rows * row_bytes)
+        block, count = request
+        self.number, self.rows, self.row_bytes = number, rows, row_bytes
+        self._blocks = block, answerer.blocks.take(rows * row_bytes)
+        self.request = block.data[:count].toreadonly()
+        self.answer = self._blocks[1].data[: rows * row_bytes]
         self._outstanding = Outstanding(rows)
         self._answerer = answerer
 
@@ -218,6 +209,8 @@ class StreamAnswerer(_StreamEnd):
 
     def __init__(self, sock: socket.socket, heap_bytes: int) -> None:
         self._open: set[int] = set()
+        self._retired: deque[tuple[int, tuple[Block, Block]]] = deque()
+        """Calls that are done: once so many bytes have left the outbox, their memory is free."""
         self._news: list[Incoming] = []
         super().__init__(sock, heap_bytes)
 
@@ -232,13 +225,14 @@ class StreamAnswerer(_StreamEnd):
 
     def send(self, call: StreamIncoming, indices: IntArray) -> None:
         """Rows of a call, for `StreamIncoming.publish`."""
-        if not call._outstanding.count:
-            self._open.discard(call.number)
-            self._used -= room(len(call.request), call.rows, call.row_bytes)
         if self._frames.lost is None:
             header = memoryview(HEADER.pack(ROWS, len(indices), call.number, 0, 0))
             named = indices.astype("<u4").data.cast("B")
             self._frames.push([header, named, *pieces(call.answer, indices, call.row_bytes)])
+        if not call._outstanding.count:
+            self._open.discard(call.number)
+            self._used -= room(len(call.request), call.rows, call.row_bytes)
+            self._retired.append((self._frames.pushed, call._blocks))
 
     def _wanted(self) -> Iterator[list[memoryview]]:
         """REQUEST frames."""
@@ -252,8 +246,15 @@ class StreamAnswerer(_StreamEnd):
                 raise ConnectionLost(f"the client sent a damaged frame (kind {kind}, call {number})")
             if len(self._open) == MAX_CALLS:
                 raise ConnectionLost(f"the client sent more than {MAX_CALLS} calls")
-            request = _memory(request_bytes)
-            yield [request]
+            self._reuse()
+            request = self.blocks.take(request_bytes)
+            yield [request.data[:request_bytes]]
             self._used += size
             self._open.add(number)
-            self._news.append(StreamIncoming(self, number, request, rows, row_bytes))
+            self._news.append(StreamIncoming(self, number, (request, request_bytes), rows, row_bytes))
+
+    def _reuse(self) -> None:
+        """The memory of calls whose answers the socket has taken."""
+        while self._retired and self._retired[0][0] <= self._frames.pushed - self._frames.unsent:
+            for block in self._retired.popleft()[1]:
+                self.blocks.give_back(block)

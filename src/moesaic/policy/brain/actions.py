@@ -70,7 +70,12 @@ class PartsArrived:
     pairs: IntArray
 
 
-Event = Arrived | Cancelled | StepDone | StepFailed | LayerDone | PartsArrived
+@dataclass(frozen=True)
+class Entered:
+    """Every attention worker is at the beginning of a step, and some have work: all begin now."""
+
+
+Event = Arrived | Cancelled | StepDone | StepFailed | LayerDone | PartsArrived | Entered
 
 # ---- actions: what is to be done
 
@@ -147,6 +152,14 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Enter:
+    """Say that this worker is at the beginning of a step. Answered with Entered, once."""
+
+    work: bool
+    """Whether it has rows to compute. Said again when that becomes true."""
+
+
+@dataclass(frozen=True)
 class Forget:
     """Nothing of these runs is needed any more."""
 
@@ -162,6 +175,8 @@ class Emit:
     samples: list[int]
     """Index of each into the step's StepPlan.sampled (where its log-probabilities lie)."""
     finish: list[FinishReason | None]
+    step: int = field(default=0, compare=False)
+    """The one they were sampled in."""
 
     def add(self, request_id: int, token: int, sample: int, finish: FinishReason | None) -> None:
         """One more."""
@@ -182,7 +197,7 @@ class Release:
     request_ids: list[int]
 
 
-Action = Admit | RunStep | RunLayer | Forget | Emit | Release
+Action = Admit | RunStep | RunLayer | Enter | Forget | Emit | Release
 
 
 class Brain(Protocol):

@@ -80,7 +80,7 @@ class Asynchronous:
         """Run -> its rows that no later run took yet; those of dropped units are taken."""
         self._flight: _Flight | None = None
         self._runs = 0
-        self._steps = self._prefill_tokens = self._decode_tokens = 0
+        self._prefill_tokens = self._decode_tokens = 0
         self._run_seconds = 0.0
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -138,10 +138,14 @@ class Asynchronous:
         unit = self._units.pop(request_id, None)
         if unit is None:
             return []
-        if unit in self._ready[unit.place]:
-            self._ready[unit.place].remove(unit)
+        self._unready(unit)
         self._pool.drop(request_id)
         return self._taken([unit])
+
+    def _unready(self, unit: Unit) -> None:
+        """Take it out of the queue that it is in, if any."""
+        if unit in self._ready[unit.place]:
+            self._ready[unit.place].remove(unit)
 
     def _arrived(self, run: int, pairs: IntArray, now: float) -> list[Action]:
         """Units whose last part came go into the queue of the next place."""
@@ -174,7 +178,7 @@ class Asynchronous:
             request_id = unit.sequence.request_id
             self._blocks.commit(request_id, unit.sequence.tokens.array, unit.sequence.num_computed)
             del self._units[request_id]
-        emit = Emit([], [], [], [])
+        emit = Emit([], [], [], [], run)
         sampled = [flight.units[index].sequence for index in flight.plan.sampled.tolist()]
         for sample, (sequence, token) in enumerate(zip(sampled, tokens.tolist(), strict=True)):
             if sequence.stage is not Stage.FINISHED:
@@ -189,12 +193,13 @@ class Asynchronous:
         return actions + ([Release([sequence.request_id for sequence in ended])] if ended else [])
 
     def _failed(self, run: int) -> list[Action]:
-        """Every unit of the run begins again."""
+        """Every unit of the run begins again, also where all its parts came before the run broke off."""
         flight = self._land(run)
         ended = []
         for unit in flight.units:
             request_id = unit.sequence.request_id
             del self._units[request_id]
+            self._unready(unit)
             if unit.sequence.stage is Stage.FINISHED:
                 self._batching.free(unit.sequence)
                 ended.append(request_id)
@@ -205,9 +210,10 @@ class Asynchronous:
         return [Forget([run]), *([Release(ended)] if ended else [])]
 
     def _land(self, run: int) -> _Flight:
-        flight, self._flight = self._flight, None
+        flight = self._flight
         if flight is None or flight.plan.step != run:
             raise ValueError(f"run {run} is not the one under way")
+        self._flight = None
         return flight
 
     def _count(self, unit: Unit) -> None:

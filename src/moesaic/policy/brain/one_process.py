@@ -45,12 +45,20 @@ class _Flight:
 
 
 class OneProcess:
-    """A Brain. Whenever no step is under way, nothing runs and nothing waits."""
+    """A Brain. Whenever no step is under way, nothing runs and nothing waits.
 
-    def __init__(self, limits: Limits, blocks: KVBlocks) -> None:
+    Where the experts are remote this is the lockstep schedule: the worker's whole batch, layer after layer.
+    Two steps in flight, each with half of the rows, take turns: one computes while the other waits for its
+    experts (double batching in Expert-as-a-Service).
+    """
+
+    def __init__(self, limits: Limits, blocks: KVBlocks, inflight: int = 1) -> None:
+        """inflight: steps under way at once."""
         self._batching = Batching(limits, blocks)
         self._blocks = blocks
-        self._flight: _Flight | None = None
+        self._inflight = inflight
+        self._flights: dict[int, _Flight] = {}
+        self._begun = 0
         self._steps = 0
         self._prefill_tokens = 0
         self._decode_tokens = 0
@@ -69,9 +77,7 @@ class OneProcess:
                 actions = self._let_go(self._land(step))
             case _:
                 raise ValueError(f"{event} is no event of this brain")
-        if self._flight is None:
-            actions += self._next_step(now)
-        return actions
+        return actions + self._next_steps(now)
 
     def stats(self) -> WorkerStats:
         return WorkerStats(
@@ -88,8 +94,8 @@ class OneProcess:
     # ---- events
 
     def _cancelled(self, request_ids: list[int]) -> list[Action]:
-        """Blocks of a request in the step under way are freed by `_step_done`."""
-        busy = set() if self._flight is None else {s.request_id for s, _ in self._flight.chunks}
+        """Blocks of a request in a step under way are freed by `_step_done`."""
+        busy = self._busy
         released: list[int] = []
         for request_id in request_ids:
             was_running = request_id in self._batching.running
@@ -110,11 +116,10 @@ class OneProcess:
         return actions + self._let_go(flight)
 
     def _land(self, step: int, num_tokens: int | None = None) -> _Flight:
-        """The step under way, which is none from now on. Rows of a failed one are still pending."""
-        flight = self._flight
-        if flight is None or flight.plan.step != step or num_tokens not in (None, len(flight.plan.sampled)):
-            raise ValueError(f"step {step} with {num_tokens} tokens is not the one under way")
-        self._flight = None
+        """A step under way, which is none from now on. Rows of a failed one are still pending."""
+        flight = self._flights.pop(step, None)
+        if flight is None or num_tokens not in (None, len(flight.plan.sampled)):
+            raise ValueError(f"step {step} with {num_tokens} tokens is not under way")
         return flight
 
     def _let_go(self, flight: _Flight) -> list[Action]:
@@ -126,7 +131,7 @@ class OneProcess:
 
     def _append(self, flight: _Flight, tokens: list[int]) -> Emit:
         """Give each sampled sequence its token; those cancelled meanwhile get none."""
-        emit = Emit([], [], [], [])
+        emit = Emit([], [], [], [], flight.plan.step)
         for sample, (index, token) in enumerate(zip(flight.plan.sampled.tolist(), tokens, strict=True)):
             sequence = flight.chunks[index][0]
             if sequence.stage is Stage.FINISHED:
@@ -146,15 +151,43 @@ class OneProcess:
 
     # ---- the next step
 
+    @property
+    def _busy(self) -> set[int]:
+        """Requests with rows in a step under way."""
+        return {s.request_id for flight in self._flights.values() for s, _ in flight.chunks}
+
+    def _next_steps(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        while len(self._flights) < self._inflight:
+            before = len(self._flights)
+            actions += self._next_step(now)
+            if len(self._flights) == before:
+                break
+        return actions
+
+    def _share(self) -> int:
+        """Most rows of a step: of what there is to compute, an equal part for each step in flight."""
+        most = self._batching.limits.max_num_batched_tokens
+        if self._inflight == 1:
+            return most
+        rows = sum(
+            s.num_pending for s in (*self._batching.running.values(), *self._batching.waiting.values())
+        )
+        return max(1, -(-min(rows, most) // self._inflight))
+
     def _next_step(self, now: float) -> list[Action]:
-        schedule = self._batching.schedule(now)
+        schedule = self._batching.schedule(now, self._busy, self._share())
         actions: list[Action] = []
         if schedule.preempted:
             actions.append(Release([sequence.request_id for sequence in schedule.preempted]))
         if schedule.admitted:
             actions.append(admit(schedule.admitted, now))
         if schedule.chunks:
-            plan = step_plan(self._steps, schedule.chunks, self._blocks)
-            self._flight = _Flight(plan, schedule.chunks, now)
-            actions.append(RunStep(plan))
+            actions.append(self._begin(schedule.chunks, now))
         return actions
+
+    def _begin(self, chunks: list[Chunk], now: float) -> RunStep:
+        plan = step_plan(self._begun, chunks, self._blocks)
+        self._flights[self._begun] = _Flight(plan, chunks, now)
+        self._begun += 1
+        return RunStep(plan)

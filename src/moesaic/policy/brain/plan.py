@@ -20,6 +20,8 @@ def step_plan(step: int, chunks: list[Chunk], blocks: KVBlocks) -> StepPlan:
     fit. chunks [(A, 1), (B, 3)] give positions [5, 0, 1, 2], query_starts [0, 1, 4], context_lens [6, 3],
     sampled [0] (only A's newest token is in the step) and logit_rows [0].
     """
+    if not chunks:
+        return _nothing(step)
     sequences = [sequence for sequence, _ in chunks]
     starts = _ints([sequence.num_computed for sequence in sequences])
     counts = _ints([rows for _, rows in chunks])
@@ -39,6 +41,13 @@ def step_plan(step: int, chunks: list[Chunk], blocks: KVBlocks) -> StepPlan:
     request_ids = _ints([sequence.request_id for sequence in sequences])
     epochs = _ints([sequence.epoch for sequence in sequences])
     return StepPlan(step, batch, request_ids, epochs, sampled, scored)
+
+
+def _nothing(step: int) -> StepPlan:
+    """A step without rows, for a worker that takes part in others' steps."""
+    none, starts = _ints([]), _ints([0])
+    batch = TokenBatch(none, none, starts, none, np.zeros((0, 0), dtype=np.int64), none)
+    return StepPlan(step, batch, none, none, none, none)
 
 
 def _ints(values: Ordered[int]) -> IntArray:

@@ -92,7 +92,7 @@ class Service:
         for key in list(self._queues):
             queue = self._queues[key]
             queue.parts = [(call, pairs) for call, pairs in queue.parts if call not in gone]
-            self._tokens[key] = sum(len(pairs) for _, pairs in queue.parts)
+            self._tokens[key] = sum(max(1, len(pairs)) for _, pairs in queue.parts)
             if not queue.parts:
                 del self._queues[key]
         for call in gone:
@@ -103,14 +103,12 @@ class Service:
     ) -> None:
         """A call of `client` for pairs through `experts` [p] of `layer`. Calls are never numbered twice."""
         line = self._line[layer]
-        if not len(experts):
-            return
         self._client[call], self._left[call] = client, len(experts)
         self._waiting[client] = self._waiting.get(client, 0) + 1
         for group, pairs in self._split(experts):
             queue = self._queues.setdefault((line, group), _Queue(since=now))
             queue.parts.append((call, pairs))
-            self._tokens[line, group] += len(pairs)
+            self._tokens[line, group] += max(1, len(pairs))
 
     def next_run(self, now: float) -> Run | None:
         """What to compute now; None: nothing is there, or not enough yet (see `wait`)."""
@@ -151,7 +149,7 @@ class Service:
 
     def _split(self, experts: npt.NDArray[np.integer]) -> list[tuple[int, IntArray]]:
         """Pairs by group, in their order."""
-        if self._groups == 1:
+        if self._groups == 1 or not len(experts):
             return [(0, np.arange(len(experts)))]
         order = np.argsort(experts, kind="stable")
         groups, starts = np.unique(experts[order], return_index=True)

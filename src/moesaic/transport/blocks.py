@@ -1,0 +1,46 @@
+"""Memory that is used again: a page that was touched before costs nothing, a fresh one costs a fault."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+_SMALLEST = 12
+"""log2 of the bytes of the smallest block."""
+
+Block = npt.NDArray[np.uint8]
+
+
+class Blocks:
+    """Blocks of powers of two, at most `keep_bytes` of them idle.
+
+    >>> blocks = Blocks(1 << 20)
+    >>> first = blocks.take(5000)
+    >>> len(first)
+    8192
+    >>> blocks.give_back(first)
+    >>> blocks.take(6000) is first
+    True
+    """
+
+    def __init__(self, keep_bytes: int) -> None:
+        self._keep_bytes = keep_bytes
+        self._idle: dict[int, list[Block]] = {}
+        self._idle_bytes = 0
+
+    def take(self, count: int) -> Block:
+        """At least `count` bytes, whatever they hold."""
+        size = 1 << max(_SMALLEST, (count - 1).bit_length())
+        idle = self._idle.get(size)
+        if not idle:
+            return np.empty(size, np.uint8)
+        self._idle_bytes -= size
+        return idle.pop()
+
+    def give_back(self, block: Block) -> None:
+        """It may be handed out again, to be overwritten."""
+        if self._idle_bytes + len(block) > self._keep_bytes:
+            self._idle.clear()
+            self._idle_bytes = 0
+        self._idle.setdefault(len(block), []).append(block)
+        self._idle_bytes += len(block)

@@ -1,0 +1,33 @@
+"""The worked examples in the docstrings, and memory that is used again."""
+
+from __future__ import annotations
+
+import doctest
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from moesaic.transport import address, blocks, calls, faulty, sockets
+from moesaic.transport.blocks import Blocks
+
+
+@pytest.mark.parametrize("module", [address, blocks, calls, faulty, sockets], ids=lambda one: one.__name__)
+def test_docstrings(module: ModuleType) -> None:
+    done = doctest.testmod(module, extraglobs={"np": np})
+    assert done.attempted > 0 and done.failed == 0
+
+
+def test_idle_blocks_are_limited() -> None:
+    some = Blocks(keep_bytes=3 * 4096)
+    taken = [some.take(1) for _ in range(4)]
+    for block in taken:
+        some.give_back(block)
+    assert some.take(4096) is taken[3]
+    assert not any(some.take(1) is block for block in taken)
+
+
+@pytest.mark.parametrize("count", [0, 1, 4096, 4097, 1 << 20])
+def test_blocks_are_large_enough(count: int) -> None:
+    block = Blocks(1 << 21).take(count)
+    assert len(block) >= count and len(block) & len(block) - 1 == 0
