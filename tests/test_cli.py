@@ -41,7 +41,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f" {command} " in shown for command in ("serve", "run-batch", "bench", "doctor"))
+    assert all(
+        f" {command} " in shown for command in ("serve", "scale", "join", "run-batch", "bench", "doctor")
+    )
 
 
 def test_flags_come_from_the_configs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,6 +73,15 @@ def test_flags_come_from_the_configs(capsys: pytest.CaptureFixture[str]) -> None
         ("serve demo --chat-template nowhere.jinja", "--chat-template: got 'nowhere.jinja'; allowed: a file"),
         ("run-batch -o x --model demo", "--input-file: got nothing"),
         ("run-batch -i nowhere -o x --model demo", "--input-file: got 'nowhere'; allowed: an existing"),
+        ("serve demo --autoscale 1:2", "--expert-servers: got 0; allowed: at least 1 with --autoscale"),
+        ("serve demo --expert-servers 1 --autoscale 3", "--autoscale: got '3'; allowed: MIN:MAX"),
+        ("serve demo --rebalance-interval -1", "--rebalance-interval: got -1.0; allowed: seconds, 0 or more"),
+        ("serve demo --expert-servers 1 --cluster-address x", "give both or none"),
+        ("scale", "--expert-servers or --attention-workers: say how many there shall be"),
+        ("scale --attention-workers 0", "--attention-workers: got 0; allowed: an integer of at least 1"),
+        ("join 127.0.0.1:1", "--secret-file: got nothing"),
+        ("join 127.0.0.1:1 --secret-file nowhere", "--secret-file: nowhere: No such file"),
+        ("join 127.0.0.1:1 --role chef --secret-file x", "--role: got 'chef'; allowed: expert-server"),
         ("bench serve --goodput ttft:5 tpot:x", "--goodput: got 'tpot:x'"),
         ("bench serve --request-rate fast", "--request-rate: got 'fast'; allowed: a number"),
     ],

@@ -20,6 +20,7 @@ from cyclopts import App, CycloptsError, Parameter
 from moesaic import __version__
 from moesaic.batch.options import RunBatch
 from moesaic.bench.options import ServeBench, ThroughputBench
+from moesaic.commands.options import Join, Scale
 from moesaic.commands.usage import one_line
 from moesaic.config import (
     CacheConfig,
@@ -82,6 +83,29 @@ def serve(
 
     worker = WorkerConfig(model, cache, scheduler)
     return command.run(worker, cluster, resolve_server(server), output.json)
+
+
+@app.command
+def scale(
+    *,
+    options: Annotated[Scale, FLAT] = Scale(),
+    output: Annotated[Output, FLAT] = Output(),
+) -> int:
+    """Add or remove expert servers and attention workers of a running server, while it serves."""
+    from moesaic.commands import scale as command
+
+    return command.run(replace(options, api_key=options.api_key or api_key()), output.json)
+
+
+@app.command
+def join(options: Annotated[Join, FLAT], *, output: Annotated[Output, FLAT] = Output()) -> int:
+    """Be an expert server of a running cluster: join HOST:PORT --secret-file FILE.
+
+    Its experts are placed elsewhere when this process ends.
+    """
+    from moesaic.commands import join as command
+
+    return command.run(options, output.json)
 
 
 @app.command

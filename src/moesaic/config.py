@@ -7,6 +7,7 @@ return new values.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -166,6 +167,15 @@ class ClusterConfig:
     """Servers that hold each expert, at least; with 2 no request waits when a server dies."""
     placement: str | None = None
     """File that says which server holds which experts; None: the same number each, by measured load later."""
+    rebalance_interval: float = 60.0
+    """Seconds between two looks at the experts' load, after which some move where that is worth it; 0: never.
+    A placement from a file stays what it is."""
+    autoscale: str | None = None
+    """MIN:MAX expert servers, added and removed by how busy they are; None: only by hand."""
+    cluster_address: str | None = None
+    """tcp:HOST:PORT where expert servers of other machines may join; see `moesaic join`."""
+    cluster_secret_file: str | None = None
+    """File with the secret that they have to know; made, with mode 600, where there is none."""
 
     @property
     def apart(self) -> bool:
@@ -177,8 +187,12 @@ class ClusterConfig:
         _at_least("--expert-servers", self.expert_servers, 0)
         _at_least("--redundant-experts", self.redundant_experts, 0)
         _at_least("--min-replicas", self.min_replicas, 1)
+        if not 0 <= self.rebalance_interval < math.inf:
+            raise ConfigError.field("--rebalance-interval", self.rebalance_interval, "seconds, 0 or more")
+        if (self.cluster_address is None) != (self.cluster_secret_file is None):
+            raise ConfigError("--cluster-address and --cluster-secret-file: give both or none")
         if self.expert_servers == 0:
-            for name in ("redundant_experts", "min_replicas", "placement"):
+            for name in ("redundant_experts", "min_replicas", "placement", "autoscale", "cluster_address"):
                 if getattr(self, name) != getattr(ClusterConfig, name):
                     flag = "--" + name.replace("_", "-")
                     raise ConfigError.field("--expert-servers", 0, f"at least 1 with {flag}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from moesaic import SamplingParams
 from moesaic.cluster.supervisor import Supervisor
@@ -59,6 +60,13 @@ class Cluster:
         assert pid is not None
         return pid
 
+    def until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+        """Look after the engine's messages until `condition` holds."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"it did not happen: {self.supervisor.report()}"
+            self.take(0.02)
+
     def submit(self, prompts: list[list[int]], params: list[SamplingParams]) -> None:
         """Numbered in order, from 0 on."""
         for prompt, one in zip(prompts, params, strict=True):
@@ -69,8 +77,13 @@ class Cluster:
 
     def pump(self, timeout: float) -> None:
         """One message of the workers."""
+        assert self.take(timeout), f"the cluster is silent: {self.supervisor.status()}"
+
+    def take(self, timeout: float) -> bool:
+        """One message of the workers, if one comes."""
         message = self._launched.connection.receive(timeout)
-        assert message is not None, f"the cluster is silent: {self.supervisor.status()}"
+        if message is None:
+            return False
         for output in self._launched.engine.receive(message):  # type: ignore[arg-type]
             tokens, logprobs = self.running.answers[output.request_id]
             tokens += output.token_ids
@@ -78,6 +91,7 @@ class Cluster:
             self.running.times[output.request_id].append(time.monotonic())
             if output.finished:
                 self.running.unfinished.discard(output.request_id)
+        return True
 
     def finish(self, disturb: Callable[[int], None] = lambda tokens: None) -> list[Answer]:
         """Until every request ended; `disturb` is told how many tokens there are, after each message."""
@@ -100,8 +114,9 @@ def cluster(
     schedule: str = "lockstep",
     queue_policy: str = "defrag",
     inflight_batches: int = 1,
+    **more: Any,
 ) -> Iterator[Cluster]:
-    """Serving, until the end of the block."""
+    """Serving, until the end of the block. more: of ClusterConfig."""
     worker = WorkerConfig(
         ModelConfig(model, threads=1, kernels=kernels),  # type: ignore[arg-type]
         CacheConfig(kv_cache_memory="32MiB"),
@@ -118,6 +133,7 @@ def cluster(
         expert_servers=expert_servers,
         min_replicas=min_replicas,
         redundant_experts=redundant_experts,
+        **more,
     )
     with launch(worker, shape, seed=0) as launched:
         yield Cluster(launched)

@@ -19,7 +19,7 @@ def weights(seed: int) -> ExpertWeights:
     return ExpertWeights(make(6, 8), make(6, 8), make(8, 6))
 
 
-def test_an_answer_is_handed_out_once_and_only_for_its_ticket() -> None:
+def test_an_answer_holds_until_it_is_released_and_only_for_its_ticket() -> None:
     layers = {0: weights(0), 3: weights(3)}
     direct = DirectExperts(layers, REFERENCE)
     for layer, rows in ((0, 5), (3, 9), (0, 2)):  # the middle one needs more memory than the first had
@@ -30,4 +30,7 @@ def test_an_answer_is_handed_out_once_and_only_for_its_ticket() -> None:
         answer = direct.poll(ticket)
         assert answer is not None
         torch.testing.assert_close(answer, experts_plain(layers[layer], hidden, ids), rtol=1e-4, atol=1e-5)
+        again = direct.poll(ticket)
+        assert again is not None and again.data_ptr() == answer.data_ptr()
+        direct.release(ticket)
         assert direct.poll(ticket) is None

@@ -14,7 +14,7 @@ from moesaic.core.errors import EngineDeadError
 from moesaic.server.app import create_app
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.run import bind, serve
-from moesaic.server.service import Service
+from moesaic.server.service import Cluster, Service
 from moesaic.tokenizer import Tokenizer
 
 from .fake_worker import FakeWorker, engine_and_worker, make_tokenizer
@@ -87,9 +87,13 @@ def launched(tokenizer: Tokenizer) -> Iterator[Launch]:
         pace: float = 0.0,
         max_body_bytes: int = 2**16,
         default_sampling: dict[str, float] | None = None,
+        cluster: Cluster | None = None,
+        may_change: bool = True,
     ) -> Live:
         front, worker = engine_and_worker(tokenizer, max_waiting=max_waiting, pace=pace)
-        service = Service(front, MODEL, default_sampling or {}, version="1.2.3")
+        service = Service(
+            front, MODEL, default_sampling or {}, version="1.2.3", cluster=cluster, may_change=may_change
+        )
         app = create_app(service, api_key=api_key, max_body_bytes=max_body_bytes)
         listener = bind("127.0.0.1", 0)
         errors: list[BaseException] = []

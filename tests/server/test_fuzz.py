@@ -14,6 +14,7 @@ from schemathesis.schemas import BaseSchema
 from moesaic.tokenizer import Tokenizer
 
 from .conftest import MODEL, Live, launched
+from .fake_cluster import FakeCluster
 
 OPERATIONS = {
     ("POST", "/v1/completions"),
@@ -26,6 +27,8 @@ OPERATIONS = {
     ("GET", "/ping"),
     ("GET", "/metrics"),
     ("GET", "/version"),
+    ("GET", "/v1/fault_tolerance/status"),
+    ("POST", "/scale_elastic_ep"),
 }
 CASES = [
     (method, path, mode)
@@ -38,7 +41,7 @@ CASES = [
 @pytest.fixture(scope="module", params=[None, "s3cret"], ids=["open", "locked"])
 def live(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Iterator[Live]:
     with launched(tokenizer) as launch:
-        yield launch(api_key=request.param)
+        yield launch(api_key=request.param, cluster=FakeCluster())
 
 
 @pytest.fixture(scope="module")

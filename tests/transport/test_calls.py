@@ -204,7 +204,7 @@ def test_both_sides_send_much_at_once(ends: Ends) -> None:
     first = ask(caller, noise(1000), 4, 4_000_000)
     (one,) = incoming(caller, answerer)
     one.answer[:] = noise(16_000_000, 3)
-    one.publish(np.arange(4))
+    one.publish(np.array([3, 2, 1, 0]))
     second = ask(caller, noise(16_000_000, 4), 1, 1)
     rows: list[tuple[Call, IntArray]] = []
     got: list[Incoming] = []
@@ -217,6 +217,19 @@ def test_both_sides_send_much_at_once(ends: Ends) -> None:
     until(step, caller, answerer)
     assert bytes(first.answer) == noise(16_000_000, 3)
     assert bytes(got[0].request) == noise(16_000_000, 4) and got[0].number == second.number
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_than_the_heap_goes_through_it_in_time(kind: str, tmp_path: Path) -> None:
+    with pair(kind, tmp_path, heap_bytes=1 << 16) as (caller, answerer):
+        for turn in range(50):
+            call = ask(caller, noise(8000, turn), 2, 8000)
+            (one,) = incoming(caller, answerer)
+            one.answer[:] = noise(16_000, turn)
+            one.publish(np.array([1, 0]))
+            rows_of(caller, answerer, call, 2)
+            assert bytes(call.answer) == noise(16_000, turn)
+            caller.release(call)
 
 
 def test_a_call_that_is_given_up_is_not_heard_of_again(ends: Ends) -> None:

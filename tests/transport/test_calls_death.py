@@ -168,5 +168,7 @@ def test_rows_that_come_with_the_death_are_reported(tmp_path: Path, monkeypatch:
             look()
 
         monkeypatch.setattr(caller, "_look", die_first)
-        assert receive(caller) == [(call, [0])]
+        while not (news := caller.poll()):
+            pass
+        assert [(found, rows.tolist()) for found, rows in news] == [(call, [0])]
         lost(caller)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import doctest
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+
+from tests.transport.call_pairs import ask, incoming, pair, rows_of
 
 from moesaic.transport import address, blocks, calls, faulty, sockets
 from moesaic.transport.blocks import Blocks
@@ -25,6 +28,19 @@ def test_idle_blocks_are_limited() -> None:
         some.give_back(block)
     assert some.take(4096) is taken[3]
     assert not any(some.take(1) is block for block in taken)
+
+
+def test_a_socket_uses_its_memory_again(tmp_path: Path) -> None:
+    with pair("unix", tmp_path) as (caller, answerer):
+        blocks_seen = []
+        for _ in range(10):
+            call = ask(caller, b"a", 1, 100_000)
+            (one,) = incoming(caller, answerer)
+            one.publish(np.array([0]))
+            rows_of(caller, answerer, call, 1)
+            blocks_seen += [one.answer.obj, call.answer.obj]
+            caller.release(call)
+        assert len({id(block) for block in blocks_seen}) == 2
 
 
 @pytest.mark.parametrize("count", [0, 1, 4096, 4097, 1 << 20])

@@ -268,6 +268,15 @@ def test_more_calls_than_allowed() -> None:
     end.close()
 
 
+def test_more_bytes_than_allowed() -> None:
+    sock, end = stream(StreamAnswerer)
+    for number in range(4):
+        sock.sendall(frame(number=number, row_bytes=HEAP // 4) + b"abcd")
+    assert "damaged" in lost(end)
+    sock.close()
+    end.close()
+
+
 def test_a_client_that_never_reads_its_answers() -> None:
     """Its answers wait at the server up to its heap, then it is dropped."""
     sock, end = stream(StreamAnswerer)

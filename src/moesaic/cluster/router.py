@@ -39,6 +39,8 @@ class _Worker:
     connection: Connection
     info: WorkerInfo
     stats: WorkerStats = field(default_factory=WorkerStats)
+    draining: bool = False
+    """It gets no new requests."""
 
 
 class Router:
@@ -54,7 +56,7 @@ class Router:
         self._past = WorkerStats()
         """Counters of workers that are gone: what was counted stays counted."""
         self.moved_requests = 0
-        """Requests whose worker died, so far."""
+        """Requests whose worker died or left, so far."""
 
     # ---- the engine's side
 
@@ -103,8 +105,24 @@ class Router:
             self._workers[worker] = _Worker(connection, info)
             self._place([key for key, entry in self._entries.items() if entry.worker is None])
 
+    def drain(self, worker: int) -> None:
+        """No new requests for this worker: it is going to leave."""
+        with self._lock:
+            if worker in self._workers:
+                self._workers[worker].draining = True
+
+    def drained(self, worker: int) -> bool:
+        """Whether all of its requests ended."""
+        with self._lock:
+            return all(entry.worker != worker for entry in self._entries.values())
+
+    def stats(self) -> WorkerStats:
+        """Of all workers together, those that are gone included."""
+        with self._lock:
+            return _sum([self._past, *(worker.stats for worker in self._workers.values())])
+
     def leave(self, worker: int) -> None:
-        """A worker is gone: its requests go to others, or wait for one."""
+        """A worker is gone: its requests go to others, or wait for one. What it still says is ignored."""
         with self._lock:
             gone = self._workers.pop(worker, None)
             if gone is None:
@@ -119,6 +137,8 @@ class Router:
     def take(self, worker: int, message: Message) -> None:
         """What a worker says to the engine."""
         with self._lock:
+            if worker not in self._workers:
+                return
             match message:
                 case messages.Tokens():
                     self._count(message)
@@ -131,14 +151,16 @@ class Router:
                     message = messages.Stats(_sum(every))
             self._outbox.put(message)
 
-    def info(self) -> WorkerInfo:
-        """All workers as one."""
-        infos = [worker.info for worker in self._workers.values()]
+    def tell_ready(self) -> None:
+        """Let the engine know all workers as one; without any it goes by what it knows."""
+        with self._lock:
+            infos = [worker.info for worker in self._workers.values()]
         totals = {
             name: sum(getattr(info, name) for info in infos)
             for name in ("num_blocks", "kv_bytes", "max_num_seqs")
         }
-        return replace(infos[0], **totals)
+        if infos:
+            self.tell(messages.Ready(replace(infos[0], **totals)))
 
     def loads(self) -> dict[int, WorkerLoad]:
         """What each worker has, as dispatch sees it."""
@@ -151,13 +173,14 @@ class Router:
         return {
             worker: WorkerLoad(record.info.num_blocks, used[worker], requests[worker])
             for worker, record in self._workers.items()
+            if not record.draining
         }
 
     # ---- inside, with the lock held
 
     def _place(self, request_ids: list[int]) -> None:
         """Give each of these requests to a worker; without any they wait."""
-        if not self._workers:
+        if not self.loads():
             return
         chosen: dict[int, list[_Entry]] = {}
         for request_id in request_ids:

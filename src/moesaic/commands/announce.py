@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.progress import TransferSpeedColumn as SpeedColumn
 from rich.table import Table
 
+from moesaic.commands.processes import as_lines, in_text
 from moesaic.commands.units import in_bytes, in_words
+from moesaic.core.cluster import ClusterStatus
 from moesaic.core.messages import Loading, Message, Ready, WorkerInfo
 
 
@@ -26,7 +28,17 @@ class Announcer:
     The bar goes to stderr, the rest to stdout: a table for people, or one line of JSON.
     """
 
-    def __init__(self, name: str, host: str, port: int, as_json: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        port: int,
+        as_json: bool,
+        cluster: Callable[[], ClusterStatus] | None = None,
+    ) -> None:
+        """cluster: who serves what, where several processes do."""
+        self._cluster = cluster
+        self._announced = False
         self._name = name
         self._host = host
         self._port = port
@@ -61,17 +73,22 @@ class Announcer:
         match message:
             case Loading():
                 self._bar.update(self._task, completed=message.done, total=message.total)
-            case Ready():
+            case Ready() if not self._announced:
+                self._announced = True
                 self._bar.stop()
                 self._announce(message.info)
 
     def _announce(self, info: WorkerInfo) -> None:
         host = f"[{self._host}]" if ":" in self._host else self._host
         url = f"http://{host}:{self._port}"
+        status = None if self._cluster is None else asdict(self._cluster())
         if self._as_json:
-            text = json.dumps(as_record(self._name, url, info))
+            record = as_record(self._name, url, info)
+            text = json.dumps(record if status is None else record | {"cluster": status})
         else:
-            text = f"{as_text(self._name, info)}\n{capacity_line(info)}\nServing {self._name} at {url}"
+            parts = [in_text(as_table(self._name, info)), capacity_line(info)]
+            parts += [] if status is None else as_lines(status)
+            text = "\n".join([*parts, f"Serving {self._name} at {url}"])
         try:
             print(text, flush=True)
         except OSError as error:  # a full disk, a pipe that nobody reads: no reason not to serve
@@ -94,13 +111,6 @@ def as_record(name: str, url: str, info: WorkerInfo) -> dict[str, object]:
     """The same for machines."""
     sizes = {"kv_tokens": info.kv_tokens, "kv_requests": requests_of_maximum_length(info)}
     return {"event": "serving", "model": name, "url": url} | asdict(info) | sizes
-
-
-def as_text(name: str, info: WorkerInfo) -> str:
-    """The table as it looks on stdout."""
-    text = io.StringIO()
-    Console(file=text, force_terminal=sys.stdout.isatty()).print(as_table(name, info))
-    return text.getvalue().rstrip("\n")
 
 
 def as_table(name: str, info: WorkerInfo) -> Table:

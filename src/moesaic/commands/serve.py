@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from ipaddress import ip_address
 from pathlib import Path
 
 from moesaic import __version__
 from moesaic.commands.announce import Announcer
 from moesaic.config import ClusterConfig, ServerConfig, WorkerConfig
+from moesaic.core.cluster import ClusterStatus
 from moesaic.core.errors import EngineDeadError
 from moesaic.core.messages import Message
-from moesaic.launch import launch
+from moesaic.launch import Launched, launch
 from moesaic.server.app import create_app
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.run import bind, serve
@@ -52,11 +54,18 @@ def run(config: WorkerConfig, cluster: ClusterConfig, server: ServerConfig, as_j
         host, port = listener.getsockname()[:2]
         with (
             launch(config, cluster, chat_template=template, max_waiting=server.max_queue) as launched,
-            Announcer(name, host, port, as_json) as announcer,
+            Announcer(name, host, port, as_json, reported(launched)) as announcer,
         ):
             connection = Observed(launched.connection, announcer.observe)
             engine = AsyncEngine(launched.engine, connection, obituary=launched.how_it_ended)
-            service = Service(engine, name, launched.default_sampling, __version__)
+            service = Service(
+                engine,
+                name,
+                launched.default_sampling,
+                __version__,
+                cluster=launched.supervisor,
+                may_change=server.api_key is not None or ip_address(host.partition("%")[0]).is_loopback,
+            )
             app = create_app(service, api_key=server.api_key)
             level = "info" if server.access_log else "warning"
             try:
@@ -64,3 +73,8 @@ def run(config: WorkerConfig, cluster: ClusterConfig, server: ServerConfig, as_j
             except EngineDeadError as error:
                 ended = launched.how_it_ended()
                 raise EngineDeadError(f"{ended}, and the server with it ({error})") from error
+
+
+def reported(launched: Launched) -> Callable[[], ClusterStatus] | None:
+    """How to ask for the processes; None: there is one."""
+    return None if launched.supervisor is None else launched.supervisor.report

@@ -5,6 +5,7 @@
     │   └── CheckpointError a checkpoint is not understood: the key or the tensor is named
     ├── RequestError        one request is wrong (HTTP 400)
     ├── OverloadedError     the queue is full, try again later (HTTP 429)
+    ├── ScalingError        the cluster could not be changed and is as it was (HTTP 409 or 503)
     ├── ConnectionLost      the peer of a transport is gone
     └── EngineDeadError     the worker died: nothing can be served any more (HTTP 503)
 
@@ -46,6 +47,14 @@ class OverloadedError(MoesaicError):
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class ScalingError(MoesaicError):
+    """The cluster could not be changed and is as it was. `conflict`: what was asked contradicts its state."""
+
+    def __init__(self, message: str, conflict: bool = False) -> None:
+        super().__init__(message)
+        self.conflict = conflict
 
 
 class ConnectionLost(MoesaicError):

@@ -152,7 +152,26 @@ class Alive:
     """Sent several times a second from outside the computing loop. Silence means a frozen process."""
 
 
+@dataclass(frozen=True)
+class Settled:
+    """Nothing under way was routed by a directory older than `version`: what only older ones name may go."""
+
+    version: int
+
+
 # ---- supervisor <-> expert server
+
+
+@dataclass(frozen=True)
+class Enlisted:
+    """To a server that joined by hand: what it is to serve."""
+
+    layout: ExpertLayout
+    model: str
+    """The directory of the checkpoint on the supervisor's machine."""
+    kernels: str
+    schedule: str
+    queue_policy: str
 
 
 @dataclass(frozen=True)
@@ -160,18 +179,19 @@ class Hold:
     """Hold exactly these experts, layer -> ids. The first one carries the cluster's secret."""
 
     version: int
-    """Of the placement that this is for."""
+    """Counts these messages; the answer repeats it."""
     experts: dict[int, list[int]]
     secret: bytes = b""
 
 
 @dataclass(frozen=True)
 class Holds:
-    """The server's answer: the experts of that version are in its memory, clients can ask for them."""
+    """The server's answer: it holds what that Hold asked for, clients can ask for it."""
 
     version: int
     address: str
     kernels: str
+    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -184,7 +204,7 @@ class ServerReport:
 
 
 ToWorker = Submit | Cancel | Shutdown | Serving
-ToEngine = Loading | Ready | Admitted | Tokens | PromptLogprobs | Stats | Failed | Layout | Alive
-ToServer = Hold
+ToEngine = Loading | Ready | Admitted | Tokens | PromptLogprobs | Stats | Failed | Layout | Alive | Settled
+ToServer = Hold | Enlisted
 FromServer = Holds | ServerReport
 Message = ToWorker | ToEngine | ToServer | FromServer

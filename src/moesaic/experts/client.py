@@ -54,6 +54,11 @@ class RoutedExperts(Protocol):
         """Who serves the experts from now on."""
         ...
 
+    @property
+    def settled(self) -> int:
+        """No call under way was routed by a directory older than this version; -1: there was none yet."""
+        ...
+
     def wait(self, timeout: float | None, bell: int) -> None:
         """Sleep until rows come in or the file descriptor `bell` is readable, at most `timeout` seconds."""
         ...
@@ -101,6 +106,10 @@ class DirectExperts:
 
     def update(self, directory: Directory, secret: bytes) -> None:
         """Nobody else is asked."""
+
+    @property
+    def settled(self) -> int:
+        return -1
 
     def wait(self, timeout: float | None, bell: int) -> None:
         """Every answer is there at once."""

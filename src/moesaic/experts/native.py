@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -14,12 +15,14 @@ from moesaic.kernels.native import plain
 
 
 class Native:
-    """`Arithmetic` on the compiled kernels."""
+    """`Arithmetic` on the compiled kernels. `take` and `keep` may be called by another thread than `run`."""
 
     def __init__(self, path: Path, layout: ExpertLayout, kernels: str, threads: int, pin: bool) -> None:
         self.name = f"native ({plain.use(None if kernels == 'auto' else kernels)})"
         plain.set_threads(threads, pin)
         self._store = Store(path, layout)
+        self._reading = threading.Lock()
+        """Held while the kernel reads addresses: what lies there must not be dropped."""
         self._width, self._wide = layout.width, layout.dtype == "float32"
 
     @property
@@ -30,7 +33,9 @@ class Native:
         self._store.take(wanted)
 
     def keep(self, wanted: Mapping[int, Iterable[int]]) -> None:
-        self._store.keep(wanted)
+        with self._reading:
+            self._store.keep(wanted)
 
     def run(self, layer: int, hidden: FloatRows, experts: np.ndarray, out: FloatRows) -> None:
-        plain.experts(self._store.table(layer), self._width, self._wide, hidden, experts, out)
+        with self._reading:
+            plain.experts(self._store.table(layer), self._width, self._wide, hidden, experts, out)

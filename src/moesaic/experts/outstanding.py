@@ -14,7 +14,7 @@ from moesaic.experts.client import Ticket
 from moesaic.transport.calls import Call, Caller
 
 
-@dataclass
+@dataclass(eq=False)
 class Submission:
     """Rows whose experts were asked."""
 
@@ -47,6 +47,8 @@ class Sent:
     call: Call
     arrived: npt.NDArray[np.bool_]
     """[p] whether each is there."""
+    version: int
+    """Of the directory that it was routed by."""
 
 
 @dataclass
@@ -68,13 +70,16 @@ class Memory:
     def __init__(self) -> None:
         self._free: list[wire.FloatRows] = []
 
-    def take(self, numbers: int) -> wire.FloatRows:
-        """At least so many."""
-        for index, memory in enumerate(self._free):
-            if len(memory) >= numbers:
-                return self._free.pop(index)
-        self._free.clear()
-        return np.empty(numbers, dtype=np.float32)
+    def take(self, rows: int, width: int) -> tuple[wire.FloatRows, wire.FloatRows]:
+        """Memory to be given back one day, and [rows, width] in it."""
+        numbers = rows * width
+        fitting = next((memory for memory in self._free if len(memory) >= numbers), None)
+        if fitting is None:
+            self._free.clear()
+            fitting = np.empty(numbers, dtype=np.float32)
+        else:
+            self._free = [memory for memory in self._free if memory is not fitting]
+        return fitting, fitting[:numbers].reshape(rows, width)
 
     def give_back(self, memory: wire.FloatRows) -> None:
         """Nobody looks at it any more."""

@@ -20,10 +20,11 @@ from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
 from moesaic.experts.client import Ticket
 from moesaic.experts.connecting import Connector
+from moesaic.experts.entrance import Entrance
 from moesaic.experts.outstanding import End, Memory, Sent, Submission
 from moesaic.policy.replicas import NOBODY, Replicas
 from moesaic.transport.bell import Bell
-from moesaic.transport.calls import Call, Caller
+from moesaic.transport.calls import Caller
 from moesaic.transport.waiting import wait
 
 SPIN = 50e-6
@@ -49,17 +50,14 @@ class RemoteExperts:
         self._layout = layout
         self._tell = tell
         self._everyone = everyone
-        self._knocking: bool | None = None
-        """At the gate of a step: whether with work."""
-        self._let_in = False
-        self._knock: tuple[int, int] | None = None
-        """Server and number of the knock that counts."""
+        self._entrance = Entrance(layout.hidden)
         self._news: list[tuple[Ticket, IntArray]] = []
         self._replicas = replicas
         self._connector = connector
         self._bell = bell
         self._clock = clock
         self._secret = b""
+        self._version = -1
         self._entries: dict[int, ServerEntry] = {}
         self._ends: dict[int, End] = {}
         self._submissions: dict[int, Submission] = {}
@@ -75,8 +73,7 @@ class RemoteExperts:
         self._submitted += 1
         experts = expert_ids.cpu().numpy().reshape(-1)
         rows = hidden.cpu().contiguous().numpy()
-        memory = self._memory.take(len(experts) * rows.shape[1])
-        out = memory[: len(experts) * rows.shape[1]].reshape(len(experts), rows.shape[1])
+        memory, out = self._memory.take(len(experts), rows.shape[1])
         submission = Submission(ticket, layer, rows, experts, expert_ids.shape[1], memory, out, len(experts))
         self._submissions[ticket.number] = submission
         self._send(submission, np.arange(len(experts)))
@@ -109,21 +106,19 @@ class RemoteExperts:
         return torch.from_numpy(submission.out).view(-1, submission.top_k, submission.out.shape[1])
 
     def enter(self, work: bool) -> None:
-        self._knocking = work
-        self._knock = None
+        self._entrance.enter(work)
 
     def entered(self) -> bool:
-        if self._knocking is not None:
+        if self._entrance.waiting:
             self._pump()
-        entered, self._let_in = self._let_in, False
-        return entered
+        return self._entrance.entered()
 
     # ---- the servers
 
     def update(self, directory: Directory, secret: bytes) -> None:
         """Who serves what from now on."""
         known, self._entries = self._entries, {entry.server: entry for entry in directory.servers}
-        self._secret = secret
+        self._secret, self._version = secret, directory.version
         self._replicas.place(directory.experts, self._layout.num_experts)
         for server in set(known) - set(self._entries):
             self._connector.stop(server)
@@ -134,12 +129,18 @@ class RemoteExperts:
             elif server not in known:
                 self._connector.start(entry, secret)
         self._retire()
+        self._pump()
+
+    @property
+    def settled(self) -> int:
+        calls = (sent.version for end in self._ends.values() for sent in end.calls.values())
+        return min(calls, default=self._version)
 
     @property
     def busy(self) -> bool:
         """True while an answer is awaited, or one was not told of."""
-        at_gate = self._knocking is not None or self._let_in
-        return at_gate or bool(self._news) or any(one.missing for one in self._submissions.values())
+        open_ends = self._entrance.waiting or bool(self._news)
+        return open_ends or any(one.missing for one in self._submissions.values())
 
     def wait(self, timeout: float | None, bell: int) -> None:
         """Sleep until an answer, a server, the file descriptor `bell`, or the time when a server is late."""
@@ -182,36 +183,14 @@ class RemoteExperts:
                     if call.number in end.calls:
                         self._receive(end, end.calls[call.number], indices)
                     else:
-                        self._answered(end, call)
+                        self._entrance.answered(end, call)
             except ConnectionLost:
                 self._fail(server)
         for server in self._replicas.late(self._clock()):
             self._replicas.mask(server)
             self._fail(server)
         self._retry()
-        self._knock_at_gate()
-
-    def _knock_at_gate(self) -> None:
-        """At the server that all knock at: the one with the lowest id. Again when that is another one."""
-        gate = min(self._ends, default=None)
-        if self._knocking is None or gate is None or (self._knock is not None and self._knock[0] == gate):
-            return
-        width = self._layout.hidden
-        try:
-            call = self._ends[gate].caller.open(wire.size(0, 0, width, False), 1, 4 * width)
-            if call is not None:
-                wire.knock(call.request, width, self._knocking)
-                self._ends[gate].caller.post(call)
-                self._knock = gate, call.number
-        except ConnectionLost:
-            pass  # `_pump` hears of it too
-
-    def _answered(self, end: End, call: Call) -> None:
-        """A knock was: the last one counts, those before it were without work."""
-        end.caller.release(call)
-        if self._knock == (end.entry.server, call.number):
-            self._knocking = self._knock = None
-            self._let_in = True
+        self._entrance.knock(self._ends)
 
     def _join(self, entry: ServerEntry, caller: Caller) -> None:
         if self._entries.get(entry.server) != entry:
@@ -240,7 +219,7 @@ class RemoteExperts:
     def _send(self, submission: Submission, pairs: IntArray) -> None:
         """Each pair to a server that holds its expert; what nobody can take now waits."""
         servers = self._replicas.route(submission.layer, submission.experts[pairs])
-        for server in np.unique(servers).tolist():
+        for server in set(servers.tolist()):
             mine = pairs[servers == server]
             if server == NOBODY or not self._post(server, submission, mine):
                 submission.unsent.append(mine)
@@ -249,20 +228,18 @@ class RemoteExperts:
 
     def _send_empty(self, submission: Submission) -> None:
         """A call without pairs to every server that got none with."""
-        asked = {
-            server
-            for server, end in self._ends.items()
-            if any(sent.submission is submission for sent in end.calls.values())
-        }
-        for server in set(self._ends) - asked:
-            if self._post(server, submission, np.zeros(0, dtype=np.int64)):
+        for server, end in self._ends.items():
+            asked = any(sent.submission is submission for sent in end.calls.values())
+            if not asked and self._post(server, submission, np.zeros(0, dtype=np.int64)):
                 submission.missing += 1
 
     def _post(self, server: int, submission: Submission, pairs: IntArray) -> bool:
         """False when there is no room for another call to this server, or it is gone."""
-        rows, places = np.unique(pairs // submission.top_k, return_inverse=True)
         hidden, end = submission.hidden, self._ends[server]
-        width = hidden.shape[1]
+        width, row_of = hidden.shape[1], pairs // submission.top_k
+        used = np.zeros(len(hidden), dtype=bool)
+        used[row_of] = True  # each row travels once
+        rows, places = np.flatnonzero(used), (np.cumsum(used) - 1)[row_of]
         try:
             answers = max(1, len(pairs))
             call = end.caller.open(wire.size(len(rows), len(pairs), width, False), answers, 4 * width)
@@ -277,7 +254,7 @@ class RemoteExperts:
             end.caller.post(call)
         except ConnectionLost:
             return False  # `_pump` hears of it too and sends again
-        end.calls[call.number] = Sent(submission, pairs, call, np.zeros(answers, dtype=bool))
+        end.calls[call.number] = Sent(submission, pairs, call, np.zeros(answers, dtype=bool), self._version)
         self._replicas.sent(server, len(pairs), self._clock(), again=submission.attempt > 0)
         self._stats = replace(self._stats, calls=self._stats.calls + 1, pairs=self._stats.pairs + len(pairs))
         return True
@@ -311,9 +288,7 @@ class RemoteExperts:
 
     def _retry(self) -> None:
         stuck, self._stuck = self._stuck, []
-        for submission in stuck:
-            if submission.released:
-                continue
+        for submission in [one for one in stuck if not one.released]:
             unsent, submission.unsent = submission.unsent, []
             self._send(submission, np.concatenate(unsent))
 

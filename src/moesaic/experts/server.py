@@ -145,6 +145,7 @@ class ExpertServer:
         answer = np.frombuffer(incoming.answer, dtype=np.float32).reshape(shape)
         call, self._next_call = self._next_call, self._next_call + 1
         self._calls[call] = _Call(incoming, request, answer, end, len(request.experts))
+        self.served.calls += 1
         if request.work is not None:
             self._open(self._gate.knocked(client, call, request.work))
             return
@@ -174,6 +175,9 @@ class ExpertServer:
                 self._arithmetic.run(run.layer, rows, ids, out)
         except KeyError as missing:
             self._refuse(run, missing)
+            left = [(number, pairs) for number, pairs in run.parts if number in self._calls]
+            if left:
+                self._run(Run(run.layer, left), started)
             return
         begin = 0
         for number, pairs in run.parts:
@@ -199,11 +203,14 @@ class ExpertServer:
             del self._calls[number]
 
     def _refuse(self, run: Run, missing: KeyError) -> None:
-        """A client asked for an expert that is not here: its placement is not ours. It must not wait."""
-        LOG.warning("dropping the clients of layer %d: %s", run.layer, missing.args[0])
-        for end in {id(call.end): call.end for call, _ in self._parts(run)}.values():
-            for client in [client for client, other in self._ends.items() if other is end]:
-                self._forget(client)
+        """Some asked for experts that are not here: their placement is not ours. They must not wait."""
+        held = self._arithmetic.held.get(run.layer, [])
+        parts = self._parts(run)
+        wrong = [call.end for call, pairs in parts if not np.isin(call.request.experts[pairs], held).all()]
+        ends = wrong or [call.end for call, _ in parts]  # all of them, if what is held changed meanwhile
+        for client in [client for client, end in self._ends.items() if end in ends]:
+            LOG.warning("dropping client %d, which asked layer %d: %s", client, run.layer, missing.args[0])
+            self._forget(client)
 
     def _room(self, rows: int) -> wire.FloatRows:
         if len(self._scratch) < rows:

@@ -127,6 +127,8 @@ class Replicas:
         table = self._holders.get(layer)
         if table is None:
             return np.full(len(experts), NOBODY, dtype=np.int64)
+        if table.shape[1] == 1:
+            return self._only_holder(table[experts, 0])
         wanted, counts = np.unique(experts, return_counts=True)
         chosen = np.full(len(table), NOBODY, dtype=np.int64)
         load = {server: float(state.outstanding) for server, state in self._servers.items()}
@@ -138,6 +140,11 @@ class Replicas:
                 chosen[wanted[at]] = best
         servers: IntArray = chosen[experts]
         return servers
+
+    def _only_holder(self, servers: IntArray) -> IntArray:
+        """Without replicas there is nothing to choose."""
+        absent = [server for server in set(servers.tolist()) if server not in self._servers]
+        return np.where(np.isin(servers, absent), NOBODY, servers) if absent else servers
 
     def sent(self, server: int, pairs: int, now: float, again: bool = False) -> None:
         """`pairs` went to `server`; again: they had been sent before."""

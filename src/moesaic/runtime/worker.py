@@ -57,6 +57,7 @@ class Worker:
         self._events: deque[Event] = deque()
         self._stopping = False
         self._last_stats = -STATS_INTERVAL
+        self._settled = -1
 
     def run(self) -> None:
         """Until the engine says so or is gone."""
@@ -76,6 +77,7 @@ class Worker:
         self._collect(0.0 if self._events or self._executor.busy else timeout)
         if not self._events and not self._stopping:
             self._progress(timeout)
+        self._settle()
         if not self._events or self._stopping:
             return False
         event = self._events.popleft()
@@ -101,6 +103,13 @@ class Worker:
             raise
         if not self._events and self._executor.busy and self._experts is not None and self._bell is not None:
             self._experts.wait(timeout, self._bell.fileno())
+
+    def _settle(self) -> None:
+        """Tell once nothing under way was routed by an older directory."""
+        settled = -1 if self._experts is None else self._experts.settled
+        if settled > self._settled:
+            self._settled = settled
+            self._connection.send(messages.Settled(settled))
 
     def _collect(self, timeout: float | None) -> None:
         """Messages into events; a step's end stays behind what arrived while it ran."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fastapi import Depends
 
-from moesaic.server import chat, completions, models, status, tokens
+from moesaic.server import chat, completions, elastic, models, status, tokens
+from moesaic.server.cluster_metrics import ClusterCollector
 from moesaic.server.documentation import Api, bearer
 from moesaic.server.errors import install_handlers
 from moesaic.server.guard import MAX_BODY_BYTES, Guard
@@ -25,8 +26,10 @@ def create_app(service: Service, *, api_key: str | None = None, max_body_bytes: 
     engine = service.engine
     collector = EngineCollector(engine.engine.stats, engine.meter, service.model_name)
     app.state.registry = registry_of(collector)
+    if service.cluster is not None:
+        app.state.registry.register(ClusterCollector(service.cluster, service.model_name))
     key_needed = [] if api_key is None else [Depends(bearer)]
-    for router in (completions.router, chat.router, tokens.router, models.router):
+    for router in (completions.router, chat.router, tokens.router, models.router, elastic.router):
         app.include_router(router, dependencies=key_needed)
     app.include_router(status.router)
     install_handlers(app)

@@ -15,7 +15,9 @@ Responses = dict[int | str, dict[str, Any]]
 _REASONS = {
     400: "The request is wrong; `param` names the field.",
     401: "Wrong or missing API key.",
-    404: "The model is not served.",
+    403: "Changes need an API key, or a server that listens on this machine only.",
+    404: "The model is not served, or what was asked for is not there.",
+    409: "What was asked for contradicts the state of the cluster.",
     413: "The body is too large.",
     429: "The queue is full; try again after `Retry-After` seconds.",
     503: "Not serving: loading, shutting down, or the worker is gone.",

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from moesaic.core.errors import EngineDeadError, MoesaicError, OverloadedError, RequestError
+from moesaic.core.errors import EngineDeadError, MoesaicError, OverloadedError, RequestError, ScalingError
 
 _SHOWN = 80
 """Characters of an offending value that a message repeats."""
@@ -89,6 +89,10 @@ def problem_of(error: Exception) -> Problem:
             return Problem(429, str(error), "rate_limit_error", code="rate_limit_exceeded", headers=headers)
         case NotServingError():
             return Problem(503, str(error), _UNAVAILABLE, code=error.code, headers=_retry(error.retry_after))
+        case ScalingError(conflict=True):
+            return Problem(409, str(error), code="scaling_conflict")
+        case ScalingError():
+            return Problem(503, str(error), _UNAVAILABLE, code="scaling_failed")
         case EngineDeadError():
             return Problem(503, str(error), _UNAVAILABLE, code="engine_dead")
         case RequestValidationError():

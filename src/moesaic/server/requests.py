@@ -171,3 +171,10 @@ class DetokenizeRequest(Body):
 
     model: str | None = None
     tokens: list[TokenId]
+
+
+class ScaleRequest(Body):
+    """POST /scale_elastic_ep: what is absent stays what it is."""
+
+    expert_servers: Annotated[int, Field(ge=1, le=1024)] | None = None
+    attention_workers: Annotated[int, Field(ge=1, le=1024)] | None = None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Request
 
+from moesaic.core.cluster import ClusterLoad, ClusterStatus
 from moesaic.core.errors import ConfigError, RequestError
 from moesaic.core.request import SamplingParams
 from moesaic.server.async_engine import AsyncEngine
@@ -38,6 +40,20 @@ class Tokenizer(Protocol):
     ) -> list[int]: ...
 
 
+class Cluster(Protocol):
+    """What the server asks of the supervisor of several processes. From any thread."""
+
+    def report(self) -> ClusterStatus: ...
+
+    def load(self) -> ClusterLoad | None:
+        """None where no expert server computes."""
+        ...
+
+    def scale(self, expert_servers: int | None = None, attention_workers: int | None = None) -> Future[None]:
+        """Ends when there are so many; raises ConfigError or ScalingError when nothing was changed."""
+        ...
+
+
 @dataclass(frozen=True)
 class Service:
     """One served model."""
@@ -53,6 +69,10 @@ class Service:
     """Wall clock, for `created`."""
     started: float = field(default_factory=time.time)
     """When the model began to be served."""
+    cluster: Cluster | None = None
+    """The processes behind the engine; None: there is one."""
+    may_change: bool = True
+    """Whether clients (with the key, where one is needed) may change the cluster."""
 
     def __post_init__(self) -> None:
         try:

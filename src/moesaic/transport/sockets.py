@@ -84,7 +84,6 @@ class _StreamEnd:
         return self._frames.lost is not None
 
     def arm(self) -> bool:
-        self._frames.flush()
         return self.ready()
 
     def disarm(self) -> None:

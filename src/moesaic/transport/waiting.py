@@ -50,8 +50,6 @@ def _sleep(ends: Sequence[End], poller: select.poll, seconds: float | None) -> b
     try:
         if any(armed):
             return True
-        for end in ends:
-            poller.register(end.fileno(), end.events)  # arming may have sent all or left something
         return bool(poller.poll(None if seconds is None else max(1, round(seconds * 1e3))))
     finally:
         for end in ends:

@@ -1,0 +1,81 @@
+"""When to move experts, and when to have more or fewer servers, by what they had to do of late."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from moesaic.cluster.loads import Loads
+from moesaic.config import ClusterConfig
+from moesaic.core.errors import ConfigError
+from moesaic.core.experts import ExpertLayout
+from moesaic.core.placement import Placement
+from moesaic.policy import balance
+from moesaic.policy.autoscale import Autoscaler, AutoscaleRule
+
+BANDWIDTH = 2**30
+"""Bytes/s at which a server is taken to read weights: a common SSD."""
+HORIZON = 5
+"""The load is taken to stay what it is for so many rebalance intervals."""
+AUTOSCALE_SECONDS = 1.0
+"""Between two looks at the load."""
+WINDOW_SECONDS = 60.0
+"""Of the load that is remembered where nothing is rebalanced."""
+
+Process = tuple[int, int]
+"""A server's number and incarnation."""
+
+
+class Balancing:
+    """Of one cluster, once its layout is known."""
+
+    def __init__(self, layout: ExpertLayout, cluster: ClusterConfig, now: float) -> None:
+        seconds = cluster.rebalance_interval
+        self.layout = layout
+        self.loads = Loads(len(layout.layers), layout.num_experts, seconds or WINDOW_SECONDS)
+        self._cluster = cluster
+        fixed = cluster.placement is not None or not seconds
+        self._next = math.inf if fixed else now + seconds
+        self._autoscaler = autoscaler(cluster)
+        self._looked = now
+        self._busy: Mapping[Process, float] = {}
+
+    def rebalanced(self, now: float, placement: Placement, servers: list[int]) -> Placement | None:
+        """A placement that is worth moving to; None, mostly, and always between two intervals."""
+        if now < self._next or not self.loads.full():
+            return None
+        self._next = now + self._cluster.rebalance_interval
+        load, layers = self.loads.window(), self.layout.layers
+        weights = dict.fromkeys(servers, 1.0)
+        least, redundant = self._cluster.min_replicas, self._cluster.redundant_experts
+        new = balance.place(load, layers, weights, redundant, min(least, len(servers)), placement)
+        moves = balance.moves(placement, new)
+        horizon = HORIZON * self._cluster.rebalance_interval
+        share = balance.gain(load, placement, new, weights)
+        gain = balance.gain_seconds(share, self.loads.utilisation(), horizon)
+        cost = balance.busiest_bytes(moves, self.layout.expert_bytes)
+        return new if moves and balance.worth_moving(gain, cost, BANDWIDTH) else None
+
+    def wanted_servers(self, now: float, waiting: int, busy: Mapping[Process, float], servers: int) -> int:
+        """How many expert servers there should be, of `servers` now.
+
+        waiting: requests that are not computed yet. busy: process -> seconds that it was busy so far.
+        """
+        passed = now - self._looked
+        if self._autoscaler is None or passed < AUTOSCALE_SECONDS:
+            return servers
+        shares = [(seconds - self._busy.get(key, 0.0)) / passed for key, seconds in busy.items()]
+        self._looked, self._busy = now, dict(busy)
+        utilisation = min(1.0, sum(shares) / len(shares)) if shares else 0.0
+        return self._autoscaler.decide(now, waiting, utilisation, 0, servers)
+
+
+def autoscaler(cluster: ClusterConfig) -> Autoscaler | None:
+    """What `cluster` asks for. ConfigError when --autoscale is no MIN:MAX or contradicts --min-replicas."""
+    if cluster.autoscale is None:
+        return None
+    rule = AutoscaleRule.parse(cluster.autoscale)
+    if rule.least < cluster.min_replicas:
+        allowed = f"MIN of at least --min-replicas, {cluster.min_replicas}"
+        raise ConfigError.field("--autoscale", cluster.autoscale, allowed)
+    return Autoscaler(rule)

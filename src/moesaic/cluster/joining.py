@@ -1,0 +1,98 @@
+"""Where servers from other machines join by hand: a socket beside the cluster's own processes.
+
+Whoever knows the cluster's secret gets in; both sides prove it (`transport.authentication`), nothing after
+that is encrypted. A peer that stalls or does not know the secret is dropped with one line in the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.transport import address as addresses
+from moesaic.transport.authentication import Deadline, prove_as_server
+from moesaic.transport.stream import StreamConnection
+
+LOG = logging.getLogger(__name__)
+HANDSHAKE_SECONDS = 10.0
+MAX_PENDING = 16
+"""Handshakes at the same time; who comes then is dropped."""
+
+
+@dataclass
+class RemoteProcess:
+    """A server on another machine: all that is known of it is its connection."""
+
+    connection: StreamConnection
+    peer: str
+
+    @property
+    def pid(self) -> int | None:
+        return None
+
+    def how_it_ended(self) -> str:
+        """For a person, once the connection is lost."""
+        return f"the connection to {self.peer} is lost"
+
+    def kill(self) -> None:
+        """Give it up: it ends when it sees that."""
+        self.connection.close()
+
+    def stop(self) -> None:
+        """The same."""
+        self.connection.close()
+
+
+class Doorway:
+    """Listens at `address`, tcp:HOST:PORT. welcome: called, in a thread of the peer's, with who passed."""
+
+    def __init__(self, address: str, secret: bytes, welcome: Callable[[RemoteProcess], None]) -> None:
+        """Raises ConfigError if it cannot listen there."""
+        self._secret = secret
+        self._welcome = welcome
+        self._free = threading.Semaphore(MAX_PENDING)
+        try:
+            where = addresses.parse(address)
+            if where.path:
+                raise ConfigError.field("address", address, "tcp:HOST:PORT")
+            self._socket, where = addresses.bind(where)
+        except ConfigError as error:
+            raise ConfigError(f"--cluster-address: {error}") from error
+        self.address = str(where)
+        """With the real port."""
+        threading.Thread(target=self._accept, name="joining", daemon=True).start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:
+                return  # closed
+            if not self._free.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
+
+    def _greet(self, sock: socket.socket) -> None:
+        try:
+            addresses.tune(sock)
+            host, port = sock.getpeername()[:2]
+            prove_as_server(sock, self._secret, Deadline(HANDSHAKE_SECONDS))
+        except (OSError, ConnectionLost, ConfigError) as error:
+            LOG.warning("dropped a peer at %s: %s", self.address, error)
+            sock.close()
+            return
+        finally:
+            self._free.release()
+        sock.settimeout(None)
+        self._welcome(RemoteProcess(StreamConnection(sock), f"{host}:{port}"))

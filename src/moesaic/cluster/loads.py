@@ -1,0 +1,102 @@
+"""How much each expert and each server had to do of late, from what servers report."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from moesaic.core.metrics import ExpertServerStats
+from moesaic.core.tokens import IntArray
+from moesaic.policy import balance
+
+INTERVALS = 10
+"""Of one window."""
+
+
+class _Server:
+    """One server's counts. Its reports grow from zero with each of its processes."""
+
+    def __init__(self, layers: int, experts: int, intervals: int) -> None:
+        self.incarnation = -1
+        self.window = balance.LoadWindow(layers, experts, intervals)
+        self.fresh = np.zeros((layers, experts), dtype=np.int64)
+        """[L, E] since the interval began."""
+        self.known = self.fresh
+        """[L, E] the process's report."""
+        self.busy: list[float] = [0.0]
+        """Busy seconds in each interval, the last one under way."""
+        self.busy_seconds = 0.0
+
+
+class Loads:
+    """Of a sliding window of `seconds`, in `INTERVALS` steps."""
+
+    def __init__(self, layers: int, experts: int, seconds: float) -> None:
+        self._shape = layers, experts
+        self._interval = seconds / INTERVALS
+        self._ends: float | None = None
+        self._servers: dict[int, _Server] = {}
+        self.total: IntArray = np.zeros(self._shape, dtype=np.int64)
+        """[L, E] pairs so far, by all servers there ever were."""
+
+    def heard(self, server: int, incarnation: int, stats: ExpertServerStats, load: list[list[int]]) -> None:
+        """A report of a server's process. load: [L][E] pairs since it started; empty: none since the last.
+
+        Example: reports [[5, 0]] and [[8, 1]] of one process, then [[2, 0]] of its successor: 10 and 1 pairs.
+        """
+        record = self._servers.get(server)
+        if record is None:
+            record = self._servers[server] = _Server(*self._shape, INTERVALS)
+        if incarnation != record.incarnation:
+            record.incarnation, record.busy_seconds = incarnation, 0.0
+            record.known = np.zeros(self._shape, dtype=np.int64)
+        record.busy[-1] += stats.busy_seconds - record.busy_seconds
+        record.busy_seconds = stats.busy_seconds
+        if load:
+            pairs = np.array(load, dtype=np.int64)
+            if pairs.shape == self._shape:
+                record.fresh = record.fresh + pairs - record.known
+                self.total = self.total + pairs - record.known
+                record.known = pairs
+
+    def tick(self, now: float, servers: Collection[int]) -> None:
+        """Close the interval when it is over; who is none of `servers` any more is forgotten."""
+        if self._ends is None:
+            self._ends = now + self._interval
+        if now < self._ends:
+            return
+        self._ends = now + self._interval
+        self._servers = {number: self._servers[number] for number in servers if number in self._servers}
+        for record in self._servers.values():
+            record.window.add(record.fresh)
+            record.fresh = np.zeros(self._shape, dtype=np.int64)
+            record.busy = [*record.busy[-INTERVALS:], 0.0]
+
+    def window(self) -> IntArray:
+        """[L, E] pairs in the window."""
+        totals = np.zeros(self._shape, dtype=np.int64)
+        for record in list(self._servers.values()):
+            totals += record.window.totals
+        return totals
+
+    def full(self) -> bool:
+        """Whether the window has been filled once by every server."""
+        windows = [len(record.window) for record in self._servers.values()]
+        return bool(windows) and min(windows) == INTERVALS
+
+    def balancedness(self) -> np.ndarray:
+        """[L] mean / max of what servers did in the window: 1 is perfect."""
+        columns = [record.window.totals.sum(axis=1) for record in list(self._servers.values())]
+        if not columns:
+            return np.ones(self._shape[0])
+        return balance.balancedness(np.stack(columns, axis=1))
+
+    def utilisation(self) -> float:
+        """Mean share of the time in which servers computed, 0 to 1, over the window."""
+        shares = [
+            sum(record.busy[:-1]) / (self._interval * len(record.busy[:-1]))
+            for record in self._servers.values()
+            if len(record.busy) > 1
+        ]
+        return min(1.0, sum(shares) / len(shares)) if shares else 0.0

@@ -1,0 +1,157 @@
+"""The processes of a cluster: starts them, listens to each in a thread of its own, ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from moesaic.cluster.local import spawn_server, spawn_worker
+from moesaic.cluster.member import Member, Process, Role, Stage
+from moesaic.cluster.router import Router
+from moesaic.config import ExpertServerConfig, WorkerConfig
+from moesaic.core import messages
+from moesaic.core.errors import ConnectionLost
+from moesaic.core.experts import ExpertLayout
+
+FROM_SERVER = (messages.Holds, messages.ServerReport, messages.Failed)
+"""All that an expert server has to say."""
+
+
+class Members:
+    """Changed by the supervisor's thread only.
+
+    hear: called in that thread with what a member's process said, or with its ConnectionLost.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerConfig,
+        router: Router,
+        hear: Callable[[Member, messages.Message | ConnectionLost], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.workers: list[Member] = []
+        self.servers: list[Member] = []
+        self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """What the supervisor's thread is to do next; None ends it."""
+        self.past_deaths = 0
+        """Of members that left."""
+        self._worker_config = worker
+        self._router = router
+        self._hear = hear
+        self._clock = clock
+        self._folder = Path(tempfile.mkdtemp(prefix="moesaic-"))
+        self._count = dict.fromkeys(Role, 0)
+        self._ending: list[threading.Thread] = []
+
+    @property
+    def all(self) -> list[Member]:
+        return self.workers + self.servers
+
+    def add(self, role: Role, on_trial: bool = False) -> Member:
+        """A place without a process; `spawn` or `adopt` follows."""
+        member = Member(role, self._count[role], on_trial=on_trial)
+        self._count[role] += 1
+        if role is Role.WORKER:
+            self.workers = [*self.workers, member]
+        else:
+            self.servers = [*self.servers, member]
+        return member
+
+    def spawn_worker(self, member: Member) -> None:
+        """Its next process."""
+        self._listen(member, spawn_worker(self._worker_config))
+
+    def spawn_server(self, member: Member, layout: ExpertLayout) -> None:
+        """Its next process, which waits for a Hold."""
+        model = self._worker_config.model
+        config = ExpertServerConfig(
+            model=model.model,
+            layout=layout,
+            address=f"unix:{self._folder}/server-{member.number}-{member.incarnation + 1}",
+            kernels=model.kernels,
+            device="cpu" if model.device == "auto" else model.device,
+            threads=model.threads or self._threads(),
+            pin_threads=model.pin_threads,
+            schedule=self._worker_config.scheduler.schedule,
+            queue_policy=self._worker_config.scheduler.queue_policy,
+        )
+        self._listen(member, spawn_server(config))
+
+    def adopt(self, member: Member, process: Process, layout: ExpertLayout) -> None:
+        """A server that joined by hand has this place."""
+        member.elsewhere = True
+        model, scheduler = self._worker_config.model, self._worker_config.scheduler
+        enlisted = messages.Enlisted(
+            layout, model.model, model.kernels, scheduler.schedule, scheduler.queue_policy
+        )
+        with contextlib.suppress(ConnectionLost):  # its reader thread tells
+            process.connection.send(enlisted)
+        self._listen(member, process)
+
+    def remove(self, member: Member) -> None:
+        """It leaves: its process is told, and ended in the background. Its requests were moved before."""
+        self.workers = [other for other in self.workers if other is not member]
+        self.servers = [other for other in self.servers if other is not member]
+        self.past_deaths += member.all_deaths
+        child, member.child = member.child, None
+        member.stage, member.incarnation = Stage.STOPPED, member.incarnation + 1
+        if child is not None:
+            thread = threading.Thread(target=_dismiss, args=(child,), name=f"ending {member.name}")
+            self._ending = [other for other in self._ending if other.is_alive()] + [thread]
+            thread.start()
+
+    def stop(self) -> None:
+        """End every process."""
+        for member in self.all:
+            if member.child is not None:
+                member.child.stop()
+        for thread in self._ending:
+            thread.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _threads(self) -> int:
+        """Of each process, when all share this machine's cores."""
+        return max(1, len(os.sched_getaffinity(0)) // len(self.all))
+
+    def _listen(self, member: Member, child: Process) -> None:
+        member.stage, member.incarnation = Stage.STARTING, member.incarnation + 1
+        member.child, member.settled, member.complaint = child, -1, None
+        member.last_seen = self._clock()
+        arguments = (member, member.incarnation, child)
+        threading.Thread(target=self._read, args=arguments, name=member.name, daemon=True).start()
+
+    def _read(self, member: Member, incarnation: int, child: Process) -> None:
+        """A process's reader thread: what requests wait for goes straight on, the rest to the loop."""
+
+        def put(message: messages.Message | ConnectionLost) -> None:
+            self.inbox.put(lambda: self._hear(member, message) if incarnation == member.incarnation else None)
+
+        while True:
+            try:
+                message = child.connection.receive(None)
+            except ConnectionLost as lost:
+                put(lost)
+                return
+            if message is None:
+                continue
+            if member.role is Role.SERVER and not isinstance(message, FROM_SERVER):
+                put(ConnectionLost(f"an expert server said {type(message).__name__}"))
+                return
+            match message:
+                case messages.Tokens() | messages.Admitted() | messages.PromptLogprobs() | messages.Stats():
+                    self._router.take(member.number, message)
+                case _:
+                    put(message)
+
+
+def _dismiss(child: Process) -> None:
+    with contextlib.suppress(ConnectionLost):  # it is gone already
+        child.connection.send(messages.Shutdown())
+    child.stop()

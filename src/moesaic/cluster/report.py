@@ -1,0 +1,50 @@
+"""Snapshots of a cluster for people, admin endpoints and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from moesaic.cluster.member import Member, Role, Stage
+from moesaic.cluster.publishing import union
+from moesaic.core.cluster import LayerReplicas, ProcessStatus
+from moesaic.core.placement import Placement
+
+
+def process_status(member: Member, placement: Placement | None, now: float) -> ProcessStatus:
+    """One process. now: on the clock of `member.last_seen`."""
+    held = union(member.number, (placement,)) if member.role is Role.SERVER else {}
+    child = member.child
+    return ProcessStatus(
+        name=member.name,
+        role=member.role.value,
+        number=member.number,
+        stage=member.stage.value,
+        pid=None if child is None else child.pid,
+        incarnation=member.incarnation,
+        deaths=member.all_deaths,
+        last_failure=member.last_failure,
+        silent_seconds=round(max(0.0, now - member.last_seen), 3),
+        address=member.address,
+        layers=len(held),
+        experts=sum(map(len, held.values())),
+        kernels=member.kernels,
+        threads=member.threads,
+        stats=member.stats,
+    )
+
+
+def layer_replicas(placement: Placement, servers: Collection[Member]) -> list[LayerReplicas]:
+    """Of each layer, counting servers that serve now.
+
+    Example: expert 0 on servers 0 and 1, expert 1 on server 1, which is being restarted: experts have 1 and 0
+    copies; 0 is single, 1 is missing.
+    """
+    alive = [member.number for member in servers if member.stage is Stage.SERVING]
+    found = []
+    for layer in placement.layers:
+        copies = np.isin(placement.table(layer), alive).sum(axis=1)
+        single, missing = np.flatnonzero(copies == 1).tolist(), np.flatnonzero(copies == 0).tolist()
+        found.append(LayerReplicas(layer, int(copies.min()), int(copies.max()), single, missing))
+    return found

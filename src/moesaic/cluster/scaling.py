@@ -1,0 +1,268 @@
+"""Changes of a running cluster, one process at a time, while it serves.
+
+A change is a generator: it does what can be done, yields while it has to wait, and is resumed by the
+supervisor after each event. What can fail comes before anybody routes by the new placement, so that a
+change either happens or leaves everything as it was:
+
+    the newcomer loads its share; the others take what they will have more       a failure: all of it dropped
+    the new placement is published
+    once no call under way was routed by the old one: what is no longer needed is dropped
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Generator, Mapping
+from dataclasses import dataclass, replace
+
+from moesaic.cluster.member import Member, Process, Role, Stage
+from moesaic.cluster.members import Members
+from moesaic.cluster.publishing import Publisher, holding, union
+from moesaic.cluster.router import Router
+from moesaic.config import ClusterConfig
+from moesaic.core.errors import ConfigError, ScalingError
+from moesaic.core.experts import ExpertLayout
+from moesaic.core.placement import Placement
+from moesaic.policy import balance
+
+LOG = logging.getLogger(__name__)
+
+Change = Generator[None, None, None]
+"""Under way; it ends, or raises ScalingError when everything is as it was."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a change may take."""
+
+    loading: float = 900.0
+    """Seconds until a new process serves."""
+    taking: float = 900.0
+    """Seconds until servers have taken in what they get more."""
+    connecting: float = 2.0
+    """Seconds that a new server's clients have to connect before they are given it."""
+    draining: float = 30.0
+    """Seconds that an attention worker has to finish its requests; the rest moves."""
+    nudge: float = 1.0
+    """Seconds between two looks for late answers that nobody waits for."""
+    attempts: int = 3
+    """Deaths of a new process with which it is given up."""
+
+
+class Changes:
+    """Makes the changes of one cluster. load: what balance is to go by, [L, E]."""
+
+    def __init__(
+        self,
+        members: Members,
+        publisher: Publisher,
+        router: Router,
+        cluster: ClusterConfig,
+        load: Callable[[], balance.Load],
+        clock: Callable[[], float],
+        limits: Limits | None = None,
+    ) -> None:
+        self.layout: ExpertLayout | None = None
+        """Known once the first worker told it."""
+        self._members = members
+        self._publisher = publisher
+        self._router = router
+        self._cluster = cluster
+        self._load = load
+        self._clock = clock
+        self._limits = limits or Limits()
+
+    # ---- the changes
+
+    def scale(self, servers: int | None, workers: int | None) -> Change:
+        """As many expert servers and attention workers as that; None: as many as there are.
+
+        When one of the steps fails, those before it are undone.
+        """
+        before, placement = (
+            (len(self._members.servers), len(self._members.workers)),
+            self._publisher.placement,
+        )
+        wanted = before[0] if servers is None else servers, before[1] if workers is None else workers
+        self.check(*wanted)
+        try:
+            yield from self._towards(*wanted)
+        except ScalingError as error:
+            try:
+                yield from self._towards(*before)
+                yield from self._restore(placement)
+            except ScalingError as second:
+                raise ScalingError(f"{error}; going back failed too: {second}") from error
+            raise ScalingError(f"{error}; the cluster is as it was", error.conflict) from error
+
+    def check(self, servers: int, workers: int) -> None:
+        """ScalingError where so many can never be, ConfigError where a number is none."""
+        apart = self._cluster.expert_servers > 0
+        if workers < 1:
+            raise ConfigError.field("attention_workers", workers, "at least 1")
+        if servers < 1 and apart:
+            raise ConfigError.field("expert_servers", servers, "at least 1")
+        if servers > 0 and not apart:
+            raise ScalingError("the attention workers compute the experts; see --expert-servers", True)
+        if apart and servers < self._cluster.min_replicas:
+            least = self._cluster.min_replicas
+            raise ScalingError(f"expert_servers: got {servers}; --min-replicas needs at least {least}", True)
+
+    def add_server(self, process: Process | None = None) -> Change:
+        """A new one takes its share. process: one that joined by hand; None: another of this machine."""
+        numbers = [member.number for member in self._members.servers]
+        member = self._members.add(Role.SERVER, on_trial=True)
+        try:
+            new = self._placed([*numbers, member.number])
+            yield from self._move(new, joining=member, process=process)
+        except ScalingError:
+            self._members.remove(member)
+            self._publisher.publish()
+            raise
+        member.on_trial = False
+
+    def remove_server(self, member: Member, least: int | None = None) -> Change:
+        """The others take over what it serves; then it ends. least: copies, in place of min_replicas."""
+        left = [other.number for other in self._members.servers if other is not member]
+        yield from self._move(self._placed(left, least), leaving=member)
+        self._members.remove(member)
+
+    def add_worker(self) -> Change:
+        """Another attention worker; new requests go to it once it is ready."""
+        member = self._members.add(Role.WORKER, on_trial=True)
+        self._members.spawn_worker(member)
+        try:
+            yield from self._wait(lambda: member.stage is Stage.SERVING, self._limits.loading, [member])
+        except ScalingError:
+            self._members.remove(member)
+            raise
+        member.on_trial = False
+        self._router.tell_ready()
+
+    def remove_worker(self, member: Member) -> Change:
+        """It gets no new requests, finishes its own (or, after a time, others do) and ends."""
+        if member.stage is Stage.SERVING:
+            member.stage = Stage.DRAINING
+        self._router.drain(member.number)
+        end = self._clock() + self._limits.draining
+        while member.child is not None and not self._router.drained(member.number) and self._clock() < end:
+            yield
+        self._router.leave(member.number)
+        self._members.remove(member)
+        self._router.tell_ready()
+
+    def rebalance(self, new: Placement) -> Change:
+        """The same servers, other shares."""
+        yield from self._move(new)
+
+    # ---- their parts
+
+    def _towards(self, servers: int, workers: int) -> Change:
+        """Newcomers first; the last to come are the first to go."""
+        members = self._members
+        while len(members.servers) < servers:
+            yield from self.add_server()
+        while len(members.workers) < workers:
+            yield from self.add_worker()
+        while len(members.workers) > workers:
+            yield from self.remove_worker(members.workers[-1])
+        while len(members.servers) > servers:
+            yield from self.remove_server(members.servers[-1])
+
+    def _restore(self, placement: Placement | None) -> Change:
+        """Who held what before, where the servers are the same."""
+        now, servers = self._publisher.placement, {member.number for member in self._members.servers}
+        if placement is None or now is None or placement.held == now.held:
+            return
+        if set(placement.servers) <= servers:
+            yield from self._move(replace(placement, version=now.version + 1))
+
+    def _placed(self, servers: Collection[int], least: int | None = None) -> Placement:
+        """The placement for these, moving little."""
+        assert self.layout is not None
+        load, layers = self._load(), self.layout.layers
+        weights: Mapping[int, float] = dict.fromkeys(servers, 1.0)
+        replicas = self._cluster.min_replicas if least is None else least
+        previous = self._publisher.placement
+        try:
+            return balance.place(load, layers, weights, self._cluster.redundant_experts, replicas, previous)
+        except ConfigError as error:
+            raise ScalingError(str(error), conflict=True) from error
+
+    def _move(
+        self,
+        new: Placement,
+        joining: Member | None = None,
+        leaving: Member | None = None,
+        process: Process | None = None,
+    ) -> Change:
+        """Take first, publish, drop later."""
+        publisher, old = self._publisher, self._publisher.placement
+        publisher.coming = new
+        takers = [
+            member
+            for member in self._members.servers
+            if member not in (joining, leaving)
+            and union(member.number, (old, new)) != union(member.number, (old,))
+        ]
+        try:
+            if joining is not None:
+                yield from self._join(joining, process)
+            for member in takers:
+                publisher.hold(member)
+            yield from self._wait(lambda: holding(takers), self._limits.taking, takers)
+        except ScalingError:
+            publisher.coming = None
+            for member in takers:
+                publisher.hold(member)
+            raise
+        if leaving is not None and leaving.stage is not Stage.STOPPED:
+            leaving.stage = Stage.DRAINING  # also while it is being restarted: it must not come back
+        publisher.serve(new)
+        published = publisher.version
+        yield from self._settle(published)
+        for member in self._members.servers:
+            if member is not leaving and union(member.number, (old, new)) != union(member.number, (new,)):
+                publisher.hold(member)
+
+    def _settle(self, version: int) -> Change:
+        """Until no worker has anything under way that was routed by a directory before `version`."""
+        again = self._clock() + self._limits.nudge
+        while not self._publisher.settled(version):
+            yield
+            if self._clock() > again:  # a worker without requests looks for late answers when it is told
+                self._publisher.publish()
+                again = self._clock() + self._limits.nudge
+
+    def _join(self, member: Member, process: Process | None) -> Change:
+        """A new server loads, and clients connect to it before they need it."""
+        assert self.layout is not None
+        if process is None:
+            self._members.spawn_server(member, self.layout)
+        else:
+            self._members.adopt(member, process, self.layout)
+        self._publisher.hold(member)
+        yield from self._wait(lambda: holding([member]), self._limits.loading, [member])
+        end = self._clock() + self._limits.connecting
+        while member.stats.clients < self._clients() and self._clock() < end:
+            yield
+
+    def _clients(self) -> int:
+        return sum(member.in_service for member in self._members.workers)
+
+    def _wait(
+        self, done: Callable[[], bool], seconds: float = math.inf, needed: Collection[Member] = ()
+    ) -> Change:
+        """Until `done`. ScalingError when one of `needed` cannot do it, or it takes longer than `seconds`."""
+        end = self._clock() + seconds
+        while not done():
+            for member in needed:
+                if member.complaint is not None:
+                    raise ScalingError(f"{member.name}: {member.complaint}")
+                given_up = member.on_trial and len(member.deaths) >= self._limits.attempts
+                if member.stage is Stage.STOPPED or given_up:
+                    raise ScalingError(f"{member.name} did not come up: {member.last_failure}")
+            if self._clock() > end:
+                raise ScalingError(f"{', '.join(m.name for m in needed)}: not ready after {seconds:.0f} s")
+            yield

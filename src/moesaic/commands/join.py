@@ -1,0 +1,34 @@
+"""`moesaic join`: this process becomes an expert server of a running cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from moesaic.commands.options import Join
+from moesaic.core.messages import Enlisted
+from moesaic.experts.joining import Joining, join
+from moesaic.transport.secret import read_secret
+
+
+def run(options: Join, as_json: bool) -> int:
+    """Serve until the cluster sends this server away, or Ctrl-C ends it."""
+
+    def told(enlisted: Enlisted) -> None:
+        layout = enlisted.layout
+        if as_json:
+            print(
+                json.dumps({"event": "joined", "cluster": options.address, "model": enlisted.model}),
+                flush=True,
+            )
+            return
+        sizes = f"{layout.num_experts} experts in {len(layout.layers)} layers"
+        print(f"Joined {options.address}: {enlisted.model}, {sizes}", flush=True)
+
+    secret = read_secret(Path(options.secret_file), "--secret-file")
+    threads = options.threads or len(os.sched_getaffinity(0))
+    model = None if options.model is None else Path(options.model)
+    listen = None if options.listen is None else f"tcp:{options.listen}"
+    joining = Joining(f"tcp:{options.address}", secret, listen, model, threads, options.kernels)
+    return join(joining, told)

@@ -1,0 +1,111 @@
+"""A cluster as people, admin endpoints and metrics see it: frozen snapshots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moesaic.core.metrics import ExpertServerStats
+from moesaic.core.tokens import IntArray
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """One place in the cluster and the process that has it."""
+
+    name: str
+    """Role and number, such as "expert server 0"."""
+    role: str
+    """"attention worker" or "expert server"."""
+    number: int
+    """Never used for another one of that role."""
+    stage: str
+    """starting, serving, draining, waiting to be restarted, or stopped."""
+    pid: int | None
+    """None: there is none now, or it is on another machine."""
+    incarnation: int
+    """Counts its processes."""
+    deaths: int
+    last_failure: str | None
+    silent_seconds: float
+    """Since its last sign of life."""
+    address: str = ""
+    """Of an expert server: where clients find it."""
+    layers: int = 0
+    """Of which it holds experts."""
+    experts: int = 0
+    """(layer, expert) copies that it holds."""
+    kernels: str = ""
+    threads: int = 0
+    stats: ExpertServerStats = field(default_factory=ExpertServerStats)
+
+
+@dataclass(frozen=True)
+class LayerReplicas:
+    """Copies of a layer's experts on servers that serve now."""
+
+    layer: int
+    least: int
+    """Copies of the expert with the fewest."""
+    most: int
+    single: list[int]
+    """Experts with one copy: they wait when its server dies."""
+    missing: list[int]
+    """Experts without any: they wait now."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A process that ended, or a change that was taken back."""
+
+    time: float
+    """Seconds since 1970."""
+    what: str
+    """One line for a person."""
+
+
+@dataclass(frozen=True)
+class ClusterCounters:
+    """Only grow."""
+
+    process_deaths: int = 0
+    failovers: int = 0
+    """Servers that clients lost or gave up with rows outstanding."""
+    false_failovers: int = 0
+    """Of those, servers that had not died."""
+    resent_pairs: int = 0
+    """(row, expert) pairs that were sent again."""
+    moved_requests: int = 0
+    """Requests that went on with another attention worker."""
+    rebalances: int = 0
+    """Changes of the placement for the sake of balance."""
+
+
+@dataclass(frozen=True)
+class ClusterStatus:
+    """All of it at one moment."""
+
+    directory_version: int
+    placement_version: int | None
+    """None while there is no placement."""
+    change: str | None
+    """What is being changed now, for a person."""
+    processes: list[ProcessStatus]
+    replicas: list[LayerReplicas]
+    failures: list[Failure]
+    """The last ones, oldest first."""
+    counters: ClusterCounters
+    join_address: str | None = None
+    """Where expert servers of other machines may join."""
+
+
+@dataclass(frozen=True)
+class ClusterLoad:
+    """What the experts did."""
+
+    layers: tuple[int, ...]
+    pairs: IntArray
+    """[L, E] (row, expert) pairs computed so far."""
+    balancedness: np.ndarray
+    """[L] mean / max over the servers' pairs of late: 1 is perfect."""

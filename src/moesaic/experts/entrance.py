@@ -1,0 +1,58 @@
+"""A client at the gate of a step that all clients begin together (the barrier schedule)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moesaic.core.errors import ConnectionLost
+from moesaic.experts import wire
+from moesaic.experts.outstanding import End
+from moesaic.transport.calls import Call
+
+
+class Entrance:
+    """Knocks at the server with the lowest id, where all knock, until that lets it in."""
+
+    def __init__(self, hidden: int) -> None:
+        self._hidden = hidden
+        self._work: bool | None = None
+        """What it knocks with; None when it does not want in."""
+        self._knock: tuple[int, int] | None = None
+        """Server and number of the call that counts: a later knock makes the ones before it void."""
+        self._let_in = False
+
+    @property
+    def waiting(self) -> bool:
+        """True from `enter` until `entered` said so."""
+        return self._work is not None or self._let_in
+
+    def enter(self, work: bool) -> None:
+        """Want in, with rows to compute or without. Again when that changes."""
+        self._work, self._knock = work, None
+
+    def entered(self) -> bool:
+        """True once after it was let in."""
+        entered, self._let_in = self._let_in, False
+        return entered
+
+    def knock(self, ends: Mapping[int, End]) -> None:
+        """If nobody has, or another server is the one now."""
+        gate = min(ends, default=None)
+        if self._work is None or gate is None or (self._knock is not None and self._knock[0] == gate):
+            return
+        try:
+            size = wire.size(0, 0, self._hidden, False)
+            call = ends[gate].caller.open(size, 1, 4 * self._hidden)
+            if call is not None:
+                wire.knock(call.request, self._hidden, self._work)
+                ends[gate].caller.post(call)
+                self._knock = gate, call.number
+        except ConnectionLost:
+            pass  # whoever polls this end hears of it too
+
+    def answered(self, end: End, call: Call) -> None:
+        """A call that was a knock came back."""
+        end.caller.release(call)
+        if self._knock == (end.entry.server, call.number):
+            self._work = self._knock = None
+            self._let_in = True

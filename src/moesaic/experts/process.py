@@ -1,0 +1,138 @@
+"""The life of an expert server's process: first Hold, loading, serving, Shutdown."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from pathlib import Path
+
+from moesaic.config import ExpertServerConfig
+from moesaic.core import messages
+from moesaic.core.errors import ConnectionLost, MoesaicError
+from moesaic.core.metrics import ExpertServerStats
+from moesaic.experts.arithmetic import Arithmetic
+from moesaic.experts.server import ExpertServer
+from moesaic.policy.brain.service import Enough, Service
+from moesaic.policy.microqueue import MostTokensFirst, policy_named
+from moesaic.transport.bell import Bell
+from moesaic.transport.listening import Listener
+from moesaic.transport.stream import StreamConnection
+
+REPORT_SECONDS = 0.2
+EVERYBODY = 1 << 62
+"""Pairs that are never there: a run starts when every client's rows are in."""
+BARRIER_SECONDS = 1.0
+"""A client that a run waited for in vain has died or gone elsewhere."""
+
+
+def serve(supervisor: StreamConnection, config: ExpertServerConfig, bell: Bell, secret: bytes = b"") -> int:
+    """Serve until the supervisor says Shutdown; returns the exit code.
+
+    bell: rung at each of its messages. secret: what clients must know; empty: the first Hold says it. Raises
+    ConnectionLost when the supervisor is gone.
+    """
+    first = supervisor.receive(None)
+    if not isinstance(first, messages.Hold):
+        raise ConnectionLost("the supervisor's first word was not Hold")
+    arithmetic = _arithmetic(config)
+    arithmetic.take(first.experts)
+    listener = Listener(config.address, secret or first.secret)
+    rule = Enough(EVERYBODY, BARRIER_SECONDS) if config.schedule == "barrier" else Enough()
+    policy = policy_named(config.queue_policy) if config.schedule == "async" else MostTokensFirst()
+    service = Service(config.layout.layers, policy, rule)
+    server = ExpertServer(config.layout, arithmetic, listener, service, time.monotonic, rule.wait)
+    holding = _Holding(supervisor, arithmetic, listener.address, config.threads)
+    holding.tell(first)
+    stopped = threading.Event()
+    threading.Thread(target=_report, args=(supervisor, server, stopped), daemon=True).start()
+    try:
+        while True:
+            bell.clear()
+            while (message := supervisor.receive(0.0)) is not None:
+                match message:
+                    case messages.Hold():
+                        holding.change(message)
+                    case messages.Shutdown():
+                        return 0
+            server.turn(None, (bell.fileno(),))
+    finally:
+        stopped.set()
+        server.close()
+
+
+def _arithmetic(config: ExpertServerConfig) -> Arithmetic:
+    native = config.device == "cpu" and config.kernels != "reference"
+    if native:
+        try:
+            from moesaic.experts.native import Native
+
+            return Native(
+                Path(config.model), config.layout, config.kernels, config.threads, config.pin_threads
+            )
+        except ImportError:
+            if config.kernels != "auto":
+                raise
+    from moesaic.experts.torched import Torched
+
+    kernels = "reference" if native else config.kernels
+    return Torched(
+        Path(config.model), config.layout, config.device, kernels, config.threads, config.pin_threads
+    )
+
+
+class _Holding:
+    """Takes experts in and drops them, one Hold after the other, in the background: reading weights must not
+    keep clients waiting."""
+
+    def __init__(
+        self, supervisor: StreamConnection, arithmetic: Arithmetic, address: str, threads: int
+    ) -> None:
+        self._supervisor = supervisor
+        self._arithmetic = arithmetic
+        self._address = address
+        self._threads = threads
+        self._wanted: queue.SimpleQueue[messages.Hold] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="holding", daemon=True).start()
+
+    def tell(self, hold: messages.Hold) -> None:
+        """Say that the experts of `hold` are here."""
+        name = self._arithmetic.name
+        self._supervisor.send(messages.Holds(hold.version, self._address, name, self._threads))
+
+    def change(self, hold: messages.Hold) -> None:
+        self._wanted.put(hold)
+
+    def _run(self) -> None:
+        while True:
+            hold = self._wanted.get()
+            try:
+                self._arithmetic.take(hold.experts)
+                self._arithmetic.keep(hold.experts)
+                self.tell(hold)
+            except ConnectionLost:
+                return
+            except MoesaicError as error:
+                self._supervisor.send(messages.Failed(str(error), user_error=True))
+
+
+def _report(supervisor: StreamConnection, server: ExpertServer, stopped: threading.Event) -> None:
+    """Signs of life from a thread of its own: the loop may be in a long run."""
+    reported = -1
+    while not stopped.is_set():
+        served = server.served
+        stats = ExpertServerStats(
+            clients=server.clients,
+            waiting_pairs=server.waiting_pairs,
+            pairs=served.pairs,
+            runs=served.runs,
+            expert_runs=served.expert_runs,
+            busy_seconds=served.busy_seconds,
+        )
+        load = served.load.tolist() if served.pairs != reported else []
+        reported = served.pairs
+        try:
+            supervisor.send(messages.ServerReport(stats, load))
+        except ConnectionLost:
+            return
+        stopped.wait(REPORT_SECONDS)

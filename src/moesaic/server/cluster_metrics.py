@@ -1,0 +1,94 @@
+"""Prometheus metrics of the processes behind the engine, written at scrape time from snapshots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from moesaic.core.cluster import ClusterLoad, ClusterStatus
+from moesaic.server.service import Cluster
+
+MOST_EXPERTS = 2048
+"""(layer, expert) pairs up to which each has a series of its own; of larger models each layer has one."""
+
+Series = Iterable[tuple[tuple[str, ...], float]]
+"""(label values, number)."""
+
+
+class ClusterCollector(Collector):
+    """Turns snapshots of `cluster` into metric families."""
+
+    def __init__(self, cluster: Cluster, model_name: str) -> None:
+        self._cluster = cluster
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        status, load = self._cluster.report(), self._cluster.load()
+        yield from self._processes(status)
+        yield from self._counters(status)
+        if load is not None:
+            yield from self._experts(load)
+
+    def _processes(self, status: ClusterStatus) -> Iterator[GaugeMetricFamily]:
+        up = Counter({process.role: 0 for process in status.processes})
+        up.update(process.role for process in status.processes if process.stage == "serving")
+        counted = [((role,), float(number)) for role, number in up.items()]
+        yield self._gauge("processes_up", "Processes that serve.", counted, "role")
+        waiting = [
+            ((process.name,), float(process.stats.waiting_pairs))
+            for process in status.processes
+            if process.role == "expert server"
+        ]
+        text = "(row, expert) pairs that came in and were not computed yet."
+        yield self._gauge("expert_server_waiting_pairs", text, waiting, "server")
+        if status.placement_version is not None:
+            version: Series = [((), float(status.placement_version))]
+            yield self._gauge("placement_version", "Of who holds which experts.", version)
+
+    def _counters(self, status: ClusterStatus) -> Iterator[CounterMetricFamily]:
+        counters = status.counters
+        for name, text, value in (
+            ("process_deaths", "Processes that ended unasked.", counters.process_deaths),
+            ("failovers", "Servers that clients lost or gave up with rows under way.", counters.failovers),
+            ("false_failovers", "Of those, servers that had not died.", counters.false_failovers),
+            ("resent_pairs", "(row, expert) pairs sent again.", counters.resent_pairs),
+            (
+                "moved_requests",
+                "Requests that went on with another attention worker.",
+                counters.moved_requests,
+            ),
+            ("rebalances", "Changes of the placement for balance.", counters.rebalances),
+        ):
+            yield self._counter(name, text, [((), value)])
+
+    def _experts(self, load: ClusterLoad) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        text = "(row, expert) pairs computed."
+        if load.pairs.size <= MOST_EXPERTS:
+            series: Series = [
+                ((str(layer), str(expert)), float(pairs))
+                for layer, row in zip(load.layers, load.pairs.tolist(), strict=True)
+                for expert, pairs in enumerate(row)
+            ]
+            yield self._counter("expert_pairs", text, series, "layer", "expert")
+        else:
+            totals = load.pairs.sum(axis=1).tolist()
+            series = [((str(layer),), float(n)) for layer, n in zip(load.layers, totals, strict=True)]
+            yield self._counter("expert_pairs", text, series, "layer")
+        text = "Mean over most of the servers' pairs of late, 0 to 1."
+        evenness = zip(load.layers, load.balancedness.tolist(), strict=True)
+        yield self._gauge("expert_balancedness", text, [((str(layer),), x) for layer, x in evenness], "layer")
+
+    def _gauge(self, name: str, text: str, series: Series, *labels: str) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"moesaic:{name}", text, labels=["model_name", *labels])
+        for values, number in series:
+            family.add_metric([self._model_name, *values], number)
+        return family
+
+    def _counter(self, name: str, text: str, series: Series, *labels: str) -> CounterMetricFamily:
+        family = CounterMetricFamily(f"moesaic:{name}", text, labels=["model_name", *labels])
+        for values, number in series:
+            family.add_metric([self._model_name, *values], number)
+        return family

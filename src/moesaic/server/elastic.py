@@ -1,0 +1,54 @@
+"""The processes behind the API: how they are, and how many there should be."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter
+
+from moesaic.core.cluster import ClusterStatus
+from moesaic.core.errors import ConfigError
+from moesaic.server.documentation import errors
+from moesaic.server.errors import Problem
+from moesaic.server.json_body import StrictJsonRoute
+from moesaic.server.requests import ScaleRequest
+from moesaic.server.service import Cluster, Service, Serving
+
+router = APIRouter(route_class=StrictJsonRoute)
+
+
+@router.get("/v1/fault_tolerance/status", responses=errors(401, 404))
+async def status(service: Serving) -> ClusterStatus:
+    """Every process, who holds experts, and what failed."""
+    return _cluster(service).report()
+
+
+@router.post("/scale_elastic_ep", responses=errors(400, 401, 403, 404, 409, 413, 503))
+async def scale(body: ScaleRequest, service: Serving) -> ClusterStatus:
+    """Have another number of expert servers or attention workers; answered once that is so.
+
+    Requests go on meanwhile. When it fails, everything is as it was.
+    """
+    if not service.may_change:
+        raise Problem(
+            403, "changes are off: start the server with --api-key, or on a loopback --host", code="forbidden"
+        )
+    cluster = _cluster(service)
+    if body.expert_servers is None and body.attention_workers is None:
+        raise Problem(400, "the body: expert_servers or attention_workers is needed")
+    service.engine.require_serving()
+    try:
+        await asyncio.wrap_future(cluster.scale(body.expert_servers, body.attention_workers))
+    except ConfigError as error:
+        raise Problem(400, str(error)) from error
+    return cluster.report()
+
+
+def _cluster(service: Service) -> Cluster:
+    if service.cluster is None:
+        raise Problem(
+            404,
+            "one process does everything here; see moesaic serve --attention-workers and --expert-servers",
+            code="no_cluster",
+        )
+    return service.cluster

@@ -1,0 +1,259 @@
+"""The order in which a change happens, step by step, with processes that do only what the test says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from moesaic.cluster.member import Member, Role, Stage
+from moesaic.cluster.members import Members
+from moesaic.cluster.publishing import Publisher, union
+from moesaic.cluster.router import Router
+from moesaic.cluster.scaling import Change, Changes, Limits
+from moesaic.config import ClusterConfig, ModelConfig, WorkerConfig
+from moesaic.core import messages
+from moesaic.core.errors import ConnectionLost, ScalingError
+from moesaic.core.experts import Directory, ExpertLayout
+from moesaic.core.placement import Placement
+from moesaic.policy import balance
+from moesaic.transport.local import LocalConnection, local_pair
+
+LAYOUT = ExpertLayout({0: "a"}, "g", "u", "d", 64, 32, 4, 2, "bfloat16")
+ONE, TWO = {0: [0, 1, 2, 3]}, {0: [0, 1]}
+
+
+@dataclass
+class FakeProcess:
+    connection: LocalConnection
+    far: LocalConnection
+    pid: int | None = 1
+    stopped: bool = False
+
+    def how_it_ended(self) -> str:
+        return "ended"
+
+    def kill(self) -> None:
+        self.stopped = True
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.connection.close()
+
+
+@dataclass
+class Scene:
+    """One attention worker, `count` expert servers that serve, and the change that the test advances."""
+
+    count: int
+    now: float = 0.0
+    processes: dict[str, FakeProcess] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        worker = WorkerConfig(ModelConfig("m"))
+        self.router = Router()
+        self.members = Members(worker, self.router, lambda member, message: None, lambda: self.now)
+        self.publisher = Publisher(self.members, b"s" * 32)
+        settings = ClusterConfig(expert_servers=self.count)
+        load = np.ones((1, 4))
+        limits = Limits(loading=10.0, taking=10.0, connecting=1.0, draining=5.0)
+        clock = lambda: self.now  # noqa: E731
+        self.changes = Changes(
+            self.members, self.publisher, self.router, settings, lambda: load, clock, limits
+        )
+        self.changes.layout = LAYOUT
+        servers = dict.fromkeys(range(self.count), 1.0)
+        self.publisher.placement = balance.place(load, (0,), servers)
+        for role, number in ((Role.WORKER, 1), (Role.SERVER, self.count)):
+            for _ in range(number):
+                member = self.members.add(role)
+                self.members._listen(member, self.process(member.name))
+                if role is Role.SERVER:
+                    self.publisher.hold(member)
+                    self.holds(member)
+                member.stage = Stage.SERVING
+        self.publisher.publish()
+        self.said("attention worker 0")
+
+    def process(self, name: str) -> FakeProcess:
+        process = self.processes[name] = FakeProcess(*local_pair())
+        return process
+
+    def said(self, name: str) -> list[messages.Message]:
+        """What a process was told since the last call."""
+        found = []
+        with contextlib.suppress(ConnectionLost):
+            while (message := self.processes[name].far.receive(0.0)) is not None:
+                found.append(message)
+        return found
+
+    def told_to_hold(self, name: str) -> list[dict[int, list[int]]]:
+        return [message.experts for message in self.said(name) if isinstance(message, messages.Hold)]
+
+    def directories(self) -> list[Directory]:
+        """What the attention worker was told since the last call."""
+        found = self.said("attention worker 0")
+        return [message.directory for message in found if isinstance(message, messages.Serving)]
+
+    def holds(self, member: Member) -> None:
+        """Its answer."""
+        member.holds, member.stage = member.told, Stage.SERVING
+
+    def settle(self) -> None:
+        self.members.workers[0].settled = self.publisher.version
+
+
+@pytest.fixture
+def spawning(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Scene]]:
+    """New servers are fakes of the last scene in the list."""
+    scenes: list[Scene] = []
+
+    def spawn(config: object) -> FakeProcess:
+        return scenes[-1].process(scenes[-1].members.all[-1].name)
+
+    monkeypatch.setattr("moesaic.cluster.members.spawn_server", spawn)
+    yield scenes
+    for scene in scenes:
+        scene.members.stop()
+
+
+def advance(change: Change) -> bool:
+    """False once it is done."""
+    try:
+        next(change)
+    except StopIteration:
+        return False
+    return True
+
+
+def test_a_server_joins_loads_is_known_serves_and_only_then_the_others_drop(spawning: list[Scene]) -> None:
+    scene = Scene(1)
+    spawning.append(scene)
+    scene.said("expert server 0")
+    change = scene.changes.add_server()
+    assert advance(change)
+    [old, new] = scene.members.servers
+    assert [len(held[0]) for held in scene.told_to_hold(new.name)] == [2]
+    assert advance(change) and scene.directories() == [], "nobody hears of it before it has its experts"
+    scene.holds(new)
+    scene.publisher.publish()
+    assert advance(change)
+    [directory] = scene.directories()
+    assert directory.experts == {0: ONE, 1: {}}, "clients connect before they need it"
+    new.stats = type(new.stats)(clients=1)
+    assert advance(change)
+    [directory] = scene.directories()
+    assert sorted(directory.experts[0][0] + directory.experts[1][0]) == [0, 1, 2, 3]
+    assert scene.told_to_hold(old.name) == [], "calls under way still need them"
+    scene.settle()
+    assert not advance(change)
+    assert scene.told_to_hold(old.name) == [directory.experts[0]]
+
+
+def test_a_server_leaves_when_the_others_have_its_experts_and_nobody_asks_it(spawning: list[Scene]) -> None:
+    scene = Scene(2)
+    spawning.append(scene)
+    scene.said("expert server 0")
+    [stays, leaves] = scene.members.servers
+    change = scene.changes.remove_server(leaves)
+    assert advance(change) and advance(change)
+    assert scene.told_to_hold(stays.name) == [ONE]
+    assert scene.directories() == []
+    scene.holds(stays)
+    assert advance(change)
+    [directory] = scene.directories()
+    assert [entry.server for entry in directory.servers] == [0] and directory.experts == {0: ONE}
+    assert leaves.stage is Stage.DRAINING and not scene.processes[leaves.name].stopped
+    scene.settle()
+    assert not advance(change)
+    assert scene.members.servers == [stays]
+    scene.members.stop()
+    assert any(isinstance(message, messages.Shutdown) for message in scene.said(leaves.name))
+
+
+def test_while_it_changes_a_restarted_server_holds_what_both_placements_give_it() -> None:
+    before = Placement(0, 6, {0: {0: [1, 2], 1: [0, 3, 4, 5]}, 3: {0: [0, 1, 2, 3, 4, 5]}})
+    after = Placement(1, 6, {0: {0: [2, 5], 1: [0, 1, 3, 4]}, 3: {1: [0, 1, 2, 3, 4, 5]}})
+    assert union(0, (before, after)) == {0: [1, 2, 5], 3: [0, 1, 2, 3, 4, 5]}
+    assert union(1, (after, None)) == {0: [0, 1, 3, 4], 3: [0, 1, 2, 3, 4, 5]}
+
+
+@pytest.mark.parametrize("how", ["complains", "dies", "takes too long"])
+def test_what_fails_before_it_is_published_is_taken_back(how: str, spawning: list[Scene]) -> None:
+    scene = Scene(2)
+    spawning.append(scene)
+    before = scene.publisher.placement
+    [stays, leaves] = scene.members.servers
+    change = scene.changes.remove_server(leaves)
+    assert advance(change)
+    scene.said(stays.name)
+    if how == "complains":
+        stays.complaint = "tensor is missing"
+    elif how == "dies":
+        stays.stage = Stage.STOPPED
+    else:
+        scene.now = 11.0
+    with pytest.raises(ScalingError, match="expert server 0"):
+        next(change)
+    assert scene.told_to_hold(stays.name) == [TWO], "what it took in vain"
+    assert scene.publisher.placement is before and scene.publisher.coming is None
+    assert scene.directories() == [] and leaves.stage is Stage.SERVING
+
+
+def test_a_newcomer_that_dies_is_no_longer_named(spawning: list[Scene]) -> None:
+    scene = Scene(1)
+    spawning.append(scene)
+    change = scene.changes.add_server()
+    assert advance(change)
+    new = scene.members.servers[-1]
+    new.deaths = [0.0] * 3
+    new.stage = Stage.WAITING
+    with pytest.raises(ScalingError, match="expert server 1 did not come up"):
+        next(change)
+    assert [member.number for member in scene.members.servers] == [0]
+    assert [entry.server for entry in scene.directories()[-1].servers] == [0]
+
+
+def test_a_worker_that_waits_to_be_restarted_holds_nothing_up(spawning: list[Scene]) -> None:
+    scene = Scene(2)
+    spawning.append(scene)
+    [stays, leaves] = scene.members.servers
+    change = scene.changes.remove_server(leaves)
+    assert advance(change)
+    scene.holds(stays)
+    assert advance(change), "the worker has not said that it settled"
+    scene.members.workers[0].stage = Stage.WAITING
+    assert not advance(change)
+
+
+def test_a_server_that_is_being_restarted_can_leave_and_does_not_come_back(spawning: list[Scene]) -> None:
+    scene = Scene(2)
+    spawning.append(scene)
+    [stays, leaves] = scene.members.servers
+    leaves.stage = Stage.STARTING
+    change = scene.changes.remove_server(leaves)
+    assert advance(change)
+    scene.holds(stays)
+    scene.settle()
+    assert advance(change)
+    assert leaves.stage is Stage.DRAINING
+    scene.settle()
+    assert not advance(change)
+    assert scene.members.servers == [stays]
+
+
+def test_a_worker_without_requests_is_asked_again_to_look_for_late_answers(spawning: list[Scene]) -> None:
+    scene = Scene(2)
+    spawning.append(scene)
+    [stays, leaves] = scene.members.servers
+    change = scene.changes.remove_server(leaves)
+    assert advance(change)
+    scene.holds(stays)
+    assert advance(change)
+    scene.directories()
+    for scene.now in (1.1, 1.2, 2.2):
+        assert advance(change)
+    assert len(scene.directories()) == 2, "once a second"

@@ -1,0 +1,111 @@
+"""Many attention workers behind one connection: who gets a request, and what happens when one leaves."""
+
+from __future__ import annotations
+
+from moesaic.cluster.router import Router
+from moesaic.core import messages
+from moesaic.core.messages import Message
+from moesaic.core.metrics import WorkerStats
+from moesaic.core.request import FinishReason, Request, SamplingParams
+from moesaic.transport.local import LocalConnection, local_pair
+from tests.server.fake_worker import info
+
+
+class Workers:
+    """A router and the far ends of its workers."""
+
+    def __init__(self, count: int) -> None:
+        self.router = Router()
+        self.ends: list[LocalConnection] = []
+        for number in range(count):
+            ours, theirs = local_pair()
+            self.ends.append(theirs)
+            self.router.join(number, ours, info())
+
+    def submit(self, *request_ids: int) -> None:
+        params = SamplingParams(max_tokens=8)
+        requests = [Request(number, [1, 2, 3], params, (), 0.0) for number in request_ids]
+        for request in requests:
+            self.router.send(messages.Submit([request]))
+
+    def got(self, worker: int) -> list[tuple[int, list[int]]]:
+        """(request, tokens it has already) that went to a worker since the last call."""
+        found = []
+        while (message := self.ends[worker].receive(0.0)) is not None:
+            if isinstance(message, messages.Submit):
+                generated = message.generated or [[] for _ in message.requests]
+                pairs = zip(message.requests, generated, strict=True)
+                found += [(request.request_id, tokens) for request, tokens in pairs]
+        return found
+
+    def heard(self) -> list[Message]:
+        """What the engine hears."""
+        found = []
+        while (message := self.router.receive(0.0)) is not None:
+            found.append(message)
+        return found
+
+
+def token(request_id: int, value: int, finish: FinishReason | None = None) -> messages.Tokens:
+    return messages.Tokens([request_id], [value], [finish])
+
+
+def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new() -> None:
+    workers = Workers(2)
+    workers.submit(0, 1)
+    assert [workers.got(0), workers.got(1)] == [[(0, [])], [(1, [])]]
+    workers.router.drain(0)
+    workers.submit(2, 3, 4)
+    assert workers.got(0) == [] and len(workers.got(1)) == 3
+    assert not workers.router.drained(0)
+    workers.router.take(0, token(0, 7, FinishReason.LENGTH))
+    assert workers.router.drained(0) and not workers.router.drained(1)
+    workers.router.leave(0)
+    assert workers.router.moved_requests == 0
+
+
+def test_requests_wait_while_the_only_worker_drains() -> None:
+    workers = Workers(1)
+    workers.router.drain(0)
+    workers.submit(0)
+    assert workers.got(0) == []
+    ours, theirs = local_pair()
+    workers.ends.append(theirs)
+    workers.router.join(1, ours, info())
+    assert workers.got(1) == [(0, [])]
+
+
+def test_a_request_moves_with_its_tokens_and_what_the_old_worker_still_says_is_ignored() -> None:
+    workers = Workers(2)
+    workers.submit(0)
+    assert workers.got(0) == [(0, [])]
+    workers.router.take(0, token(0, 7))
+    workers.router.leave(0)
+    assert workers.got(1) == [(0, [7])]
+    workers.heard()
+    for late in (token(0, 8), messages.Admitted([0], [0.0], [0]), messages.Stats(WorkerStats(running=1))):
+        workers.router.take(0, late)
+    assert workers.heard() == []
+    workers.router.take(1, token(0, 8))
+    assert workers.heard() == [token(0, 8)]
+    assert workers.router.moved_requests == 1
+
+
+def test_what_a_worker_counted_stays_counted() -> None:
+    workers = Workers(2)
+    for worker in (0, 1):
+        workers.router.take(worker, messages.Stats(WorkerStats(running=2, steps=10)))
+    workers.router.leave(0)
+    assert workers.router.stats() == WorkerStats(running=2, steps=20)
+
+
+def test_the_engine_hears_what_all_workers_are_together() -> None:
+    workers = Workers(3)
+    workers.router.tell_ready()
+    [ready] = workers.heard()
+    assert isinstance(ready, messages.Ready)
+    assert (ready.info.num_blocks, ready.info.max_num_seqs) == (3 * 64, 3 * 4)
+    for worker in range(3):
+        workers.router.leave(worker)
+    workers.router.tell_ready()
+    assert workers.heard() == []

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moesaic.core.errors import ConnectionLost
+from moesaic.experts import wire
+
+LAYERS, EXPERTS, HIDDEN = 3, 5, 4
+HEADER = struct.Struct("<4sHHIIII")
+
+
+def parse(data: bytes) -> wire.Request:
+    return wire.parse(memoryview(data), LAYERS, EXPERTS, HIDDEN)
+
+
+def header(
+    magic: bytes = b"MOE1",
+    layer: int = 0,
+    flags: int = 0,
+    rows: int = 0,
+    pairs: int = 0,
+    hidden: int = HIDDEN,
+    attempt: int = 0,
+) -> bytes:
+    return HEADER.pack(magic, layer, flags, rows, pairs, hidden, attempt)
+
+
+def written(experts: list[int], rows: list[int], hidden: np.ndarray, partial: bool = False) -> bytearray:
+    """A request of layer 2, second attempt; weights 0, 1, 2, ... when partial."""
+    memory = bytearray(wire.size(len(hidden), len(experts), HIDDEN, partial))
+    request = wire.begin(memoryview(memory), 2, len(hidden), len(experts), HIDDEN, partial, attempt=1)
+    request.experts[:], request.rows[:], request.hidden[:] = experts, rows, hidden
+    if request.weights is not None:
+        request.weights[:] = np.arange(len(experts))
+    return memory
+
+
+def test_worked_example() -> None:
+    """Two rows, three pairs: 24 bytes of header, 3 experts, 3 rows, 8 numbers."""
+    hidden = np.arange(8, dtype=np.float32).reshape(2, 4)
+    data = bytes(written([4, 0, 1], [0, 0, 1], hidden))
+    assert len(data) == 24 + 12 + 12 + 32
+    assert data[:24] == header(layer=2, rows=2, pairs=3, attempt=1)
+    request = parse(data)
+    assert (request.layer, request.attempt, request.weights) == (2, 1, None)
+    assert (request.experts.tolist(), request.rows.tolist()) == ([4, 0, 1], [0, 0, 1])
+    np.testing.assert_array_equal(request.hidden, hidden)
+    assert request.answer_rows == 3
+
+
+def test_a_partial_answer_has_a_row_for_each_row() -> None:
+    data = bytes(written([4, 0, 1], [0, 0, 1], np.zeros((2, 4), np.float32), partial=True))
+    request = parse(data)
+    assert request.weights is not None and request.weights.tolist() == [0, 1, 2]
+    assert request.answer_rows == 2
+
+
+@given(st.data(), st.booleans(), st.integers(1, 6), st.integers(0, 9))
+def test_what_is_written_is_read(data: st.DataObject, partial: bool, rows: int, pairs: int) -> None:
+    experts = data.draw(st.lists(st.integers(0, EXPERTS - 1), min_size=pairs, max_size=pairs))
+    places = data.draw(st.lists(st.integers(0, rows - 1), min_size=pairs, max_size=pairs))
+    bits = data.draw(st.binary(min_size=16 * rows, max_size=16 * rows))
+    hidden = np.frombuffer(bits, dtype=np.float32).reshape(rows, HIDDEN)
+    memory = written(experts, places, hidden, partial)
+    offset = data.draw(st.integers(0, 7), label="an address that no number is aligned to")
+    request = wire.parse(memoryview(bytes(offset) + memory)[offset:], LAYERS, EXPERTS, HIDDEN)
+    assert (request.experts.tolist(), request.rows.tolist()) == (experts, places)
+    assert request.hidden.tobytes() == bits, "not a bit changes, NaN or not"
+
+
+def test_indices_are_copies() -> None:
+    """Memory is shared with the client, who may change after the check what was checked."""
+    memory = written([4, 0, 1], [0, 0, 1], np.zeros((2, 4), np.float32))
+    request = wire.parse(memoryview(memory), LAYERS, EXPERTS, HIDDEN)
+    memory[24:48] = b"\xff" * 24
+    assert (request.experts.tolist(), request.rows.tolist()) == ([4, 0, 1], [0, 0, 1])
+
+
+GOOD = bytes(written([4, 0, 1], [0, 0, 1], np.zeros((2, 4), np.float32)))
+
+
+def changed(at: int, *values: int) -> bytes:
+    """GOOD with other 32-bit numbers from byte `at` on."""
+    return GOOD[:at] + struct.pack(f"<{len(values)}i", *values) + GOOD[at + 4 * len(values) :]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "0 bytes is too short"),
+        (GOOD[:23], "23 bytes is too short"),
+        (GOOD[:-1], "claims 2 rows and 3 pairs"),
+        (GOOD + b"\0", "claims 2 rows and 3 pairs"),
+        (b"MOE2" + GOOD[4:], "damaged header or is meant for another model"),
+        (header(layer=LAYERS), "another model"),
+        (header(flags=4), "damaged header"),
+        (header(flags=0x8001), "damaged header"),
+        (header(flags=2, rows=1) + bytes(16), "a knock claims 1 rows and 0 pairs"),
+        (header(hidden=HIDDEN + 1), "another model"),
+        (header(rows=2**32 - 1), "claims 4294967295 rows"),
+        (header(pairs=2**32 - 1), "claims 0 rows and 4294967295 pairs"),
+        (header(pairs=1) + struct.pack("<ii", 0, 0), "names row 0 to 0 of 0"),
+        (changed(24, 5), "names expert 0 to 5 of 5"),
+        (changed(24, -1), "names expert -1 to 1 of 5"),
+        (changed(36, 2), "names row 0 to 2 of 2"),
+        (changed(36, -(2**31)), "names row -2147483648 to 1 of 2"),
+    ],
+)
+def test_what_is_no_request_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(ConnectionLost, match=message):
+        parse(data)
+
+
+def sound(data: bytes) -> None:
+    """Refused, or a request whose indices can be followed."""
+    try:
+        request = parse(data)
+    except ConnectionLost:
+        return
+    assert request.work is None or not len(request.experts)
+    assert request.layer < LAYERS and request.hidden.shape[1] == HIDDEN
+    assert len(request.experts) == len(request.rows)
+    assert request.weights is None or len(request.weights) == len(request.rows)
+    assert ((request.experts >= 0) & (request.experts < EXPERTS)).all()
+    assert ((request.rows >= 0) & (request.rows < len(request.hidden))).all()
+    assert request.answer_rows >= min(1, len(request.experts))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes(data: bytes) -> None:
+    sound(data)
+
+
+SMALL = st.one_of(st.integers(0, 6), st.integers(0, 2**32 - 1))
+
+
+@given(st.integers(0, 4), st.integers(0, 5), SMALL, SMALL, st.sampled_from([HIDDEN, 0, 5]), st.data())
+def test_any_body_behind_a_header(
+    layer: int, flags: int, rows: int, pairs: int, hidden: int, data: st.DataObject
+) -> None:
+    """Of the length that the header claims, or another one."""
+    length = wire.size(rows, pairs, hidden, flags == 1) - HEADER.size
+    if length > 400 or data.draw(st.booleans(), label="another length"):
+        length = data.draw(st.integers(0, 100))
+    body = data.draw(st.binary(min_size=length, max_size=length))
+    if data.draw(st.booleans(), label="small indices"):
+        body = bytes(byte % 3 if index % 4 == 0 else 0 for index, byte in enumerate(body))
+    sound(header(layer=layer, flags=flags, rows=rows, pairs=pairs, hidden=hidden) + body)
+
+
+@given(st.integers(0, len(GOOD) - 1), st.integers(0, 255))
+def test_any_damaged_byte(at: int, byte: int) -> None:
+    sound(GOOD[:at] + bytes([byte]) + GOOD[at + 1 :])
+
+
+@pytest.mark.parametrize("work", [True, False])
+def test_a_knock_says_whether_there_is_work(work: bool) -> None:
+    memory = bytearray(wire.size(0, 0, HIDDEN, False))
+    wire.knock(memoryview(memory), HIDDEN, work)
+    request = parse(bytes(memory))
+    assert request.work is work and request.answer_rows == 1 and not len(request.experts)
+    assert parse(GOOD).work is None

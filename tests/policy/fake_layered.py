@@ -1,0 +1,301 @@
+"""A worker without a model for brains that run it place by place; experts answer pair by pair, in any order.
+
+Every place has a simulated KV cache of its own, with the hashes of the toy model. A row carries its token
+from place to place: what a merge makes of it is right only when all its parts are in and are its own. So a
+row that goes on too early, with another's parts, through a wrong block or past a forgotten run is seen at
+once, and at the last place the token is the one that `toy_model.alone`, and OneProcess, would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.core.request import Request
+from moesaic.core.tokens import IntArray
+from moesaic.policy.batching import Limits
+from moesaic.policy.brain.actions import (
+    Action,
+    Admit,
+    Arrived,
+    Emit,
+    Event,
+    Forget,
+    LayerDone,
+    PartsArrived,
+    Release,
+    RunLayer,
+    Source,
+    StepDone,
+    StepFailed,
+    StepPlan,
+)
+from moesaic.policy.brain.asynchronous import Asynchronous
+from moesaic.policy.microqueue import QueuePolicy
+
+from .fake_executor import Client, FakeExecutor
+from .toy_model import EMPTY, VOCABULARY, alone, hashes, mix, sample
+
+Row = tuple[int, int, int]
+"""(request id, epoch, position)"""
+
+
+@dataclass
+class Asked:
+    """A run whose experts were asked, until it is forgotten."""
+
+    place: int
+    rows: list[Row]
+    carried: list[int]
+    gated: list[int]
+    """What the experts see of each row."""
+    parts: dict[int, int]
+    """Pair -> its part."""
+    wanted: int
+    """Pairs in all."""
+
+
+def part(gated: int, rank: int) -> int:
+    """What the expert of this rank answers."""
+    return mix(gated, rank) % 1_000_003
+
+
+class FakeLayered(FakeExecutor):
+    """Asynchronous, its simulated caches, its experts, and everybody who asked for something."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        num_blocks: int,
+        block_size: int,
+        prefix_reuse: bool = True,
+        *,
+        policy: QueuePolicy,
+        layers: int = 2,
+        top_k: int = 2,
+    ) -> None:
+        super().__init__(limits, num_blocks, block_size, prefix_reuse)
+        self.layers, self.top_k = layers, top_k
+        self.asynchronous = Asynchronous(limits, self.blocks, policy, layers, top_k)
+        self.brain = self.asynchronous  # type: ignore[assignment]
+        self.caches = [np.full((num_blocks, block_size), -1, dtype=np.int64) for _ in range(layers + 1)]
+        self.action: RunLayer | None = None
+        self.computed: list[int] | None = None
+        """Tokens of the run under way, once its rows are written and its experts asked."""
+        self.asked: dict[int, Asked] = {}
+        self.out: dict[int, list[int]] = {}
+        """Run -> the pairs that its experts did not answer, also after it failed."""
+        self.forgotten: set[int] = set()
+        self.failed: set[int] = set()
+
+    # ---- driving
+
+    def arrive(self, *requests: Request, known: dict[int, int] | None = None) -> list[Action]:
+        """known: request -> how many of its tokens it got from a worker that died."""
+        generated = []
+        for asked in requests:
+            self.clients[asked.request_id] = Client(asked)
+            tokens, _ = alone(asked, self.limits.max_model_len)
+            count = min((known or {}).get(asked.request_id, 0), len(tokens) - 1)
+            self.clients[asked.request_id].generated = tokens[:count]
+            generated.append(tokens[:count])
+        return self.tell(Arrived(list(requests), generated))
+
+    def step(self) -> list[Action]:
+        """End the run under way."""
+        action = self.action
+        assert action is not None
+        tokens = self.compute()
+        self.action = self.under_way = self.computed = None
+        if action.place < self.layers:
+            return self.tell(LayerDone(action.plan.step))
+        self.last = plan = action.plan
+        for request_id, end in zip(plan.request_ids.tolist(), plan.batch.context_lens.tolist(), strict=True):
+            self.clients[request_id].computed = end
+        return self.tell(StepDone(action.plan.step, np.array(tokens, dtype=np.int64)))
+
+    def compute(self) -> list[int]:
+        """Carry out the run under way without saying so: its experts may answer before it ends."""
+        assert self.action is not None
+        if self.computed is None:
+            self.computed = self._compute(self.action)
+        return self.computed
+
+    def fail(self) -> list[Action]:
+        """Break off the run under way, some of its rows written, its experts perhaps asked."""
+        action = self.action
+        assert action is not None
+        plan, cache = action.plan, self.caches[action.place]
+        for table, stop in zip(plan.batch.block_tables, plan.batch.context_lens.tolist(), strict=True):
+            block, offset = divmod(stop - 1, cache.shape[1])
+            cache[table[block], offset] = -1
+        for i in plan.scored.tolist() if action.place == self.layers else []:  # will be scored again
+            scored = self.clients[int(plan.request_ids[i])].scored
+            del scored[scored.index(plan.batch.positions[plan.batch.query_starts[i]]) :]
+        if self.computed is None:
+            self.out.pop(plan.step, None)  # it broke off before its experts were asked
+        self.action = self.under_way = self.computed = None
+        self.failed.add(plan.step)
+        return self.tell(StepFailed(plan.step))
+
+    def answer(self, run: int, pairs: Iterable[int]) -> list[Action]:
+        """Experts answer these pairs of a run, some perhaps not for the first time."""
+        found = list(pairs)
+        self.out[run] = [pair for pair in self.out[run] if pair not in found]
+        if run in self.asked:
+            asked = self.asked[run]
+            for pair in found:
+                row, rank = divmod(pair, self.top_k)
+                asked.parts[pair] = part(asked.gated[row], rank)
+        return self.tell(PartsArrived(run, np.array(found, dtype=np.int64)))
+
+    def open_runs(self) -> list[int]:
+        """Runs with pairs that are out and whose experts were really asked, oldest first."""
+        under_way = None if self.action is None or self.computed is not None else self.action.plan.step
+        return [run for run, pairs in self.out.items() if pairs and run != under_way]
+
+    def turn(self) -> bool:
+        """Something that happens next, the obvious one. False: nothing is under way anywhere."""
+        if self.action is not None:
+            self.step()
+            return True
+        runs = self.open_runs()
+        if runs:
+            self.answer(runs[0], self.out[runs[0]])
+        return bool(runs)
+
+    def drain(self) -> None:
+        """Until idle; every request must end in a bounded number of turns."""
+        work = sum(len(c.request.prompt_token_ids) + self.limits.max_model_len for c in self.clients.values())
+        bound = 50 + 4 * (self.layers + 1) * work * len(self.clients) + len(self.out)
+        while self.turn():
+            bound -= 1
+            assert bound > 0, "no progress"
+
+    def tell(self, event: Event) -> list[Action]:
+        self.now += 0.5
+        actions = self.brain.handle(event, self.now)
+        self.log.append((event, self.now, actions))
+        kinds = [type(action) for action in actions]
+        assert RunLayer not in kinds[:-2] and kinds.count(RunLayer) <= 1
+        assert Emit not in kinds[1:]
+        assert Admit not in kinds or Release not in kinds[kinds.index(Admit) :]
+        for action in actions:
+            self._carry_out(action)
+        under_way = sum(unit.rows for unit in self.asynchronous._units.values())
+        assert under_way <= self.limits.max_num_batched_tokens
+        return actions
+
+    # ---- carrying out
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case RunLayer():
+                self._begin(action)
+            case Forget(runs):
+                for run in runs:
+                    self._forget(run)
+            case _:
+                super()._carry_out(action)
+
+    def _begin(self, action: RunLayer) -> None:
+        assert self.under_way is None and action.plan.step == self.steps
+        assert 0 <= action.place <= self.layers
+        self.steps += 1
+        self.under_way, self.action = action.plan, action
+        self._check_plan(action.plan)
+        assert (action.place == 0) == (not action.sources)
+        rows = _rows_of(action.plan)
+        if action.place == 0:
+            carried = action.plan.batch.token_ids.tolist()
+        else:
+            carried = [value for source in action.sources for value in self._merged(source, action.place)]
+            came = [row for s in action.sources for row in self.asked[s.run].rows[s.start : s.stop]]
+            assert came == rows, "rows come from elsewhere"
+        if action.place < self.layers:
+            pairs = len(rows) * self.top_k
+            self.asked[action.plan.step] = Asked(action.place, rows, carried, [], {}, pairs)
+            self.out[action.plan.step] = list(range(pairs))
+        self.carried = carried
+
+    def _merged(self, source: Source, place: int) -> list[int]:
+        """What the rows carry after their experts: garbage if a part is another row's."""
+        asked = self.asked[source.run]
+        assert asked.place == place - 1 and 0 <= source.start < source.stop <= len(asked.rows)
+        merged = []
+        for row in range(source.start, source.stop):
+            pairs = [row * self.top_k + rank for rank in range(self.top_k)]
+            assert all(pair in asked.parts for pair in pairs), "a row went on without all its parts"
+            right = sum(part(asked.gated[row], rank) for rank in range(self.top_k))
+            merged.append(asked.carried[row] + sum(asked.parts[pair] for pair in pairs) - right)
+        return merged
+
+    def _forget(self, run: int) -> None:
+        assert run not in self.forgotten, f"run {run} is forgotten twice"
+        self.forgotten.add(run)
+        asked = self.asked.pop(run, None)
+        if run not in self.failed:
+            assert asked is not None
+            assert len(asked.parts) == asked.wanted, "late parts would go into memory that is somebody else's"
+
+    def _wanted_rows(self, plan: StepPlan) -> list[int]:
+        """Prompt rows count as scored where there are logits: at the last place."""
+        ids = plan.request_ids[plan.scored].tolist()
+        before = {request_id: len(self.clients[request_id].scored) for request_id in ids}
+        rows = super()._wanted_rows(plan)
+        assert self.action is not None
+        if self.action.place < self.layers:
+            for request_id, count in before.items():
+                del self.clients[request_id].scored[count:]
+        return rows
+
+    # ---- the "model"
+
+    def _compute(self, action: RunLayer) -> list[int]:
+        """Write the run's hashes through the block tables; at the last place, sample."""
+        plan, batch, cache = action.plan, action.plan.batch, self.caches[action.place]
+        last = action.place == self.layers
+        shift = 0 if last else VOCABULARY * (action.place + 1)
+        tokens, gated = [], []
+        for i, request_id in enumerate(plan.request_ids.tolist()):
+            client, table = self.clients[request_id], batch.block_tables[i]
+            first, stop = batch.query_starts[i : i + 2].tolist()
+            end = int(batch.context_lens[i])
+            right = hashes([token + shift for token in client.tokens[:end]])
+            begin = end - (stop - first)
+            assert _read(cache, table, begin) == right[:begin], "the KV cache holds another sequence's values"
+            for row, position in zip(range(first, stop), range(begin, end), strict=True):
+                before = _read(cache, table, position)[-1] if position else EMPTY
+                block, offset = divmod(position, self.blocks.block_size)
+                gated.append(mix(before, self.carried[row] + shift))
+                cache[table[block], offset] = gated[-1]
+            if last and i in plan.sampled:
+                early = len(client.generated) < client.request.params.min_tokens
+                tokens.append(sample(gated[-1], client.request.stop_ids if early else frozenset()))
+        if not last:
+            self.asked[plan.step].gated = gated
+        return tokens
+
+    # ---- the end
+
+    def check_everybody(self) -> None:
+        """After `drain`: as of FakeExecutor; and nothing waits or is kept."""
+        super().check_everybody()
+        brain = self.asynchronous
+        assert not self.asked and not len(brain._pool) and not brain._unread and not brain._units
+        assert not any(brain._ready)
+        assert set(self.out) | self.failed == self.forgotten
+
+
+def _rows_of(plan: StepPlan) -> list[Row]:
+    counts = np.diff(plan.batch.query_starts)
+    owners, epochs = np.repeat(plan.request_ids, counts), np.repeat(plan.epochs, counts)
+    return list(zip(owners.tolist(), epochs.tolist(), plan.batch.positions.tolist(), strict=True))
+
+
+def _read(cache: IntArray, table: IntArray, count: int) -> list[int]:
+    """The first `count` values of a sequence."""
+    values: list[int] = cache[table].reshape(-1)[:count].tolist()
+    return values

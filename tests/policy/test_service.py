@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from moesaic.policy.brain.service import Enough, Run, Service, StartRule
+from moesaic.policy.microqueue import FirstLayerFirst, MostTokensFirst, QueuePolicy
+
+LAYERS = (3, 5)
+EXPERTS = 4
+
+
+def service(
+    groups: int = 1, rule: StartRule | None = None, policy: QueuePolicy | None = None, clients: int = 2
+) -> Service:
+    subject = Service(LAYERS, policy or MostTokensFirst(), rule or Enough(), groups)
+    for client in range(clients):
+        subject.client_joined(client)
+    return subject
+
+
+def ask(subject: Service, call: int, client: int, layer: int, experts: list[int], now: float = 0.0) -> None:
+    subject.arrived(call, client, layer, np.array(experts, dtype=np.int32), now)
+
+
+def parts(run: Run | None) -> list[tuple[int, list[int]]]:
+    return [] if run is None else [(call, pairs.tolist()) for call, pairs in run.parts]
+
+
+# ---- grouping
+
+
+def test_worked_example() -> None:
+    """Two clients ask layer 3, one layer 5: the three calls of layer 3 run together, in order of arrival."""
+    subject = service()
+    ask(subject, 0, 0, 3, [2, 0])
+    ask(subject, 1, 1, 5, [1])
+    ask(subject, 2, 1, 3, [2])
+    ask(subject, 3, 0, 3, [1])
+    assert subject.waiting_pairs == 5
+    run = subject.next_run(0.0)
+    assert run is not None and run.layer == 3
+    assert parts(run) == [(0, [0, 1]), (2, [0]), (3, [0])]
+    assert subject.waiting_pairs == 1
+    run = subject.next_run(0.0)
+    assert run is not None and (run.layer, parts(run)) == (5, [(1, [0])])
+    assert subject.next_run(0.0) is None and subject.waiting_pairs == 0
+
+
+def test_groups_by_expert() -> None:
+    """With a queue for each expert, expert 2's pairs of both clients run together, the others later."""
+    subject = service(groups=EXPERTS)
+    ask(subject, 0, 0, 3, [2, 0, 2])
+    ask(subject, 1, 1, 3, [1, 2])
+    runs = [subject.next_run(0.0) for _ in range(4)]
+    assert [parts(run) for run in runs] == [[(0, [0, 2]), (1, [1])], [(0, [1])], [(1, [0])], []]
+
+
+def test_the_policy_decides_between_queues() -> None:
+    first, most = service(policy=FirstLayerFirst()), service(policy=MostTokensFirst())
+    for subject in (first, most):
+        ask(subject, 0, 0, 3, [1])
+        ask(subject, 1, 1, 5, [1, 2])
+    runs = [subject.next_run(0.0) for subject in (first, most)]
+    assert [run.layer for run in runs if run is not None] == [3, 5]
+
+
+def test_urgency_is_the_oldest_pair_of_a_queue() -> None:
+    subject = service(policy=MostTokensFirst(urgency=1.0))
+    ask(subject, 0, 0, 3, [1], now=0.0)
+    ask(subject, 1, 0, 3, [1], now=5.0)  # joins the queue, which is no younger for it
+    ask(subject, 2, 1, 5, [1, 2, 3], now=4.5)
+    run = subject.next_run(5.0)
+    assert run is not None and (run.layer, parts(run)) == (3, [(0, [0]), (1, [0])])
+
+
+def test_a_call_without_pairs_runs_with_the_others_of_its_layer() -> None:
+    """Its client waits for everybody's rows of the layer, though it has none."""
+    for groups in (1, EXPERTS):
+        subject = service(groups, rule=Enough(pairs=10, wait=9.0))
+        ask(subject, 0, 0, 3, [])
+        assert subject.next_run(0.0) is None
+        ask(subject, 1, 1, 3, [0])
+        assert parts(subject.next_run(0.0)) == [(0, []), (1, [0])]
+
+
+# ---- the start rule
+
+
+def test_enough_is_pairs_or_patience_or_everybody() -> None:
+    rule = Enough(pairs=4, wait=0.5)
+    assert not rule.ready(pairs=3, oldest=0.4, clients=2, waiting=1)
+    assert rule.ready(pairs=4, oldest=0.0, clients=2, waiting=1)
+    assert rule.ready(pairs=1, oldest=0.5, clients=2, waiting=1)
+    assert rule.ready(pairs=1, oldest=0.0, clients=2, waiting=2)
+
+
+def test_a_start_waits_for_the_other_client() -> None:
+    subject = service(rule=Enough(pairs=10, wait=0.5))
+    ask(subject, 0, 0, 3, [1], now=1.0)
+    ask(subject, 1, 0, 3, [2], now=1.2)  # the same client again: the other one has nothing in
+    assert subject.next_run(1.2) is None
+    assert subject.wait(1.2, longest=0.5) == pytest.approx(0.3)
+    ask(subject, 2, 1, 5, [2], now=1.3)
+    assert parts(subject.next_run(1.3)) == [(0, [0]), (1, [0])]
+    assert subject.next_run(1.3) is None, "client 0 has nothing in now"
+    assert parts(subject.next_run(1.8)) == [(2, [0])]
+
+
+def test_there_is_nothing_to_wait_for_without_calls() -> None:
+    subject = service(rule=Enough(pairs=10, wait=0.5))
+    assert subject.wait(0.0, longest=0.5) is None and subject.next_run(1e9) is None
+    ask(subject, 0, 0, 3, [1], now=1.0)
+    assert subject.wait(100.0, longest=0.5) == 0.0
+
+
+def test_a_client_waits_until_its_last_pair_runs() -> None:
+    """In two groups, client 0's call is half done: it still counts as waiting."""
+    subject = service(groups=EXPERTS, rule=Enough(pairs=3, wait=9.0))
+    ask(subject, 0, 0, 3, [0, 1, 1])
+    assert parts(subject.next_run(0.0)) == [(0, [1, 2])]
+    ask(subject, 1, 1, 3, [2])
+    assert parts(subject.next_run(0.0)) == [(0, [0])]
+    assert subject.next_run(0.0) is None, "one pair, and client 0 does not wait"
+
+
+# ---- clients that leave
+
+
+def test_the_calls_of_a_client_that_left_are_not_computed() -> None:
+    subject = service(groups=EXPERTS)
+    ask(subject, 0, 0, 3, [2, 0])
+    ask(subject, 1, 1, 3, [2])
+    subject.client_left(0)
+    assert subject.waiting_pairs == 1
+    assert parts(subject.next_run(0.0)) == [(1, [0])] and subject.next_run(0.0) is None
+
+
+def test_nobody_waits_for_a_client_that_left() -> None:
+    subject = service(rule=Enough(pairs=10, wait=9.0))
+    ask(subject, 0, 0, 3, [1])
+    assert subject.next_run(0.0) is None
+    subject.client_left(1)
+    assert parts(subject.next_run(0.0)) == [(0, [0])]
+
+
+def test_a_client_leaves_in_the_middle_of_its_call() -> None:
+    """One group of call 0 ran: what is left of it is forgotten, and leaving twice changes nothing."""
+    subject = service(groups=EXPERTS)
+    ask(subject, 0, 0, 3, [2, 2, 0])
+    assert parts(subject.next_run(0.0)) == [(0, [0, 1])]
+    subject.client_left(0)
+    subject.client_left(0)
+    assert subject.next_run(0.0) is None and subject.waiting_pairs == 0
+
+
+# ---- any traffic
+
+
+@dataclass
+class Asked:
+    """A call that came in."""
+
+    client: int
+    layer: int
+    experts: list[int]
+    computed: Counter[int] = field(default_factory=Counter)
+
+
+class ServiceMachine(RuleBasedStateMachine):
+    @initialize(
+        groups=st.sampled_from([1, EXPERTS]), pairs=st.integers(1, 6), wait=st.sampled_from([0.0, 2.0])
+    )
+    def start(self, groups: int, pairs: int, wait: float) -> None:
+        self.subject = service(groups, Enough(pairs, wait), clients=0)
+        self.groups, self.longest = groups, wait
+        self.now, self.calls, self.clients = 0.0, dict[int, Asked](), set[int]()
+
+    @rule(client=st.integers(0, 3))
+    def join(self, client: int) -> None:
+        self.clients.add(client)
+        self.subject.client_joined(client)
+
+    @precondition(lambda self: self.clients)
+    @rule(data=st.data(), layer=st.sampled_from(LAYERS))
+    def call(self, data: st.DataObject, layer: int) -> None:
+        client = data.draw(st.sampled_from(sorted(self.clients)))
+        experts = data.draw(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=6))
+        self.calls[len(self.calls)] = Asked(client, layer, experts)
+        ask(self.subject, len(self.calls) - 1, client, layer, experts, self.now)
+
+    @precondition(lambda self: self.clients)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        client = data.draw(st.sampled_from(sorted(self.clients)))
+        self.clients.discard(client)
+        self.subject.client_left(client)
+        for number, asked in self.calls.items():
+            if asked.client == client:
+                self.calls[number] = Asked(client, asked.layer, [])
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 3.0]))
+    def run(self, seconds: float) -> None:
+        self.compute(seconds)
+
+    def compute(self, seconds: float) -> bool:
+        self.now += seconds
+        run = self.subject.next_run(self.now)
+        if run is None:
+            return False
+        assert len(run.parts) == len(dict(run.parts)) > 0
+        together = set()
+        for number, pairs in run.parts:
+            asked = self.calls[number]
+            assert asked.layer == run.layer and asked.client in self.clients
+            asked.computed.update(pairs.tolist())
+            together |= {asked.experts[pair] for pair in pairs.tolist()}
+        assert self.groups == 1 or len(together) == 1
+        return True
+
+    @invariant()
+    def counts_what_waits(self) -> None:
+        if not hasattr(self, "subject"):
+            return
+        left = sum(len(asked.experts) - asked.computed.total() for asked in self.calls.values())
+        assert self.subject.waiting_pairs == left
+        assert (self.subject.wait(self.now, self.longest) is None) == (left == 0)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "subject"):
+            return
+        while self.compute(10.0):
+            pass
+        for asked in self.calls.values():
+            assert asked.computed == Counter(range(len(asked.experts))), "each pair runs once"
+        subject = self.subject
+        assert not subject._queues and not subject._client and not subject._left and not subject._waiting
+
+
+def test_every_pair_of_clients_that_stay_runs_once() -> None:
+    quiet = settings(max_examples=60, stateful_step_count=20, derandomize=True, deadline=None)
+    run_state_machine_as_test(ServiceMachine, settings=quiet)

@@ -1,0 +1,62 @@
+"""A cluster without processes, as the server sees one."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+
+from moesaic.core.cluster import ClusterCounters, ClusterLoad, ClusterStatus, Failure, ProcessStatus
+from moesaic.core.errors import ConfigError, ScalingError
+from moesaic.core.metrics import ExpertServerStats
+from moesaic.core.tokens import IntArray
+
+SERVER, WORKER = "expert server", "attention worker"
+
+
+class FakeCluster:
+    """Scales at once; `failure` is raised instead."""
+
+    def __init__(self, pairs: IntArray | None = None, failure: Exception | None = None) -> None:
+        self.servers, self.workers = 2, 1
+        self.failure = failure
+        self.asked: list[tuple[int | None, int | None]] = []
+        self._pairs = pairs
+
+    def report(self) -> ClusterStatus:
+        roles = [WORKER] * self.workers + [SERVER] * self.servers
+        return ClusterStatus(
+            directory_version=7,
+            placement_version=3,
+            change=None,
+            processes=[self._process(role, number) for number, role in enumerate(roles)],
+            replicas=[],
+            failures=[Failure(1.5, "expert server 0: killed by signal 9")],
+            counters=ClusterCounters(process_deaths=4, failovers=3, false_failovers=1, resent_pairs=99),
+        )
+
+    def _process(self, role: str, number: int) -> ProcessStatus:
+        stats = ExpertServerStats(waiting_pairs=10 * number)
+        stage = "starting" if number == 2 else "serving"
+        return ProcessStatus(f"{role} {number}", role, number, stage, 1, 1, 0, None, 0.0, stats=stats)
+
+    def load(self) -> ClusterLoad | None:
+        if self._pairs is None:
+            return None
+        layers = tuple(range(1, len(self._pairs) + 1))
+        return ClusterLoad(layers, self._pairs, np.full(len(layers), 0.5))
+
+    def scale(self, expert_servers: int | None = None, attention_workers: int | None = None) -> Future[None]:
+        self.asked.append((expert_servers, attention_workers))
+        future: Future[None] = Future()
+        if self.failure is not None:
+            future.set_exception(self.failure)
+        else:
+            self.servers, self.workers = expert_servers or self.servers, attention_workers or self.workers
+            future.set_result(None)
+        return future
+
+
+BUSY = ScalingError("the cluster is being scaled already", conflict=True)
+BROKEN = ScalingError("expert server 3 did not come up; the cluster is as it was")
+WRONG = ConfigError.field("expert_servers", 0, "at least 1")

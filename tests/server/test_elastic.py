@@ -1,0 +1,124 @@
+"""/v1/fault_tolerance/status, /scale_elastic_ep and the metrics of several processes."""
+
+from __future__ import annotations
+
+import httpx
+import numpy as np
+import pytest
+
+from .conftest import Launch, Live
+from .fake_cluster import BROKEN, BUSY, WRONG, FakeCluster
+from .test_status import samples
+
+
+def test_the_status_tells_processes_counters_and_failures(launch: Launch) -> None:
+    status = launch(cluster=FakeCluster()).get("/v1/fault_tolerance/status").json()
+    assert [process["name"] for process in status["processes"]] == [
+        "attention worker 0",
+        "expert server 1",
+        "expert server 2",
+    ]
+    assert (status["directory_version"], status["placement_version"], status["change"]) == (7, 3, None)
+    assert status["counters"]["process_deaths"] == 4
+    assert status["failures"] == [{"time": 1.5, "what": "expert server 0: killed by signal 9"}]
+
+
+def test_scaling_is_answered_with_the_new_status(launch: Launch) -> None:
+    cluster = FakeCluster()
+    live = launch(cluster=cluster)
+    status = live.post("/scale_elastic_ep", expert_servers=4).json()
+    assert sum(process["role"] == "expert server" for process in status["processes"]) == 4
+    live.post("/scale_elastic_ep", attention_workers=2, expert_servers=3)
+    assert cluster.asked == [(4, None), (3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "expert_servers or attention_workers is needed"),
+        ({"expert_servers": 0}, "expert_servers: got 0"),
+        ({"attention_workers": -1}, "attention_workers: got -1"),
+        ({"expert_servers": "3"}, "expert_servers: got '3'"),
+        ({"expert_servers": 2.5}, "expert_servers: got 2.5"),
+        ({"servers": 3}, "servers: not a parameter"),
+    ],
+)
+def test_nonsense_is_refused_by_name(body: dict[str, object], message: str, launch: Launch) -> None:
+    cluster = FakeCluster()
+    answer = launch(cluster=cluster).post("/scale_elastic_ep", **body)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+    assert cluster.asked == []
+
+
+@pytest.mark.parametrize(("failure", "status"), [(BUSY, 409), (BROKEN, 503), (WRONG, 400)])
+def test_a_failed_change_says_why(failure: Exception, status: int, launch: Launch) -> None:
+    answer = launch(cluster=FakeCluster(failure=failure)).post("/scale_elastic_ep", expert_servers=3)
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"] == str(failure)
+
+
+def test_changes_need_the_key(launch: Launch) -> None:
+    cluster = FakeCluster()
+    live = launch(api_key="s3cret", cluster=cluster)
+    for path in ("/scale_elastic_ep", "/v1/fault_tolerance/status"):
+        with httpx.Client(base_url=live.url, trust_env=False) as anybody:
+            ask = anybody.get if path.startswith("/v1") else anybody.post
+            assert ask(path).status_code == 401
+    assert live.post("/scale_elastic_ep", expert_servers=1).status_code == 200
+    assert cluster.asked == [(1, None)]
+
+
+def test_without_a_key_a_public_server_changes_nothing(launch: Launch) -> None:
+    cluster = FakeCluster()
+    live = launch(cluster=cluster, may_change=False)
+    answer = live.post("/scale_elastic_ep", expert_servers=1)
+    assert (answer.status_code, cluster.asked) == (403, [])
+    assert "--api-key" in answer.json()["error"]["message"]
+    assert live.get("/v1/fault_tolerance/status").status_code == 200
+
+
+def test_a_web_page_cannot_change_a_server_on_its_readers_machine(launch: Launch) -> None:
+    """A browser sends text/plain anywhere without asking; JSON it sends only where it is allowed to."""
+    cluster = FakeCluster()
+    with launch(cluster=cluster).http as client:
+        headers = {"Content-Type": "text/plain"}
+        answer = client.post("/scale_elastic_ep", content=b'{"expert_servers": 1}', headers=headers)
+    assert (answer.status_code, cluster.asked) == (400, [])
+
+
+def test_one_process_has_no_such_things(live: Live) -> None:
+    for answer in (
+        live.get("/v1/fault_tolerance/status"),
+        live.post("/scale_elastic_ep", expert_servers=2),
+    ):
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "no_cluster"
+
+
+def test_nothing_is_scaled_while_the_model_loads(launch: Launch) -> None:
+    cluster = FakeCluster()
+    live = launch(cluster=cluster, ready=False)
+    assert live.post("/scale_elastic_ep", expert_servers=2).status_code == 503
+    assert cluster.asked == []
+
+
+def test_metrics_of_processes_and_experts(launch: Launch) -> None:
+    found = samples(launch(cluster=FakeCluster(np.array([[5, 0], [1, 2]]))))
+    assert found["moesaic:processes_up{role=attention worker}"] == 1
+    assert found["moesaic:processes_up{role=expert server}"] == 1, "one of the two is starting"
+    assert found["moesaic:expert_server_waiting_pairs{server=expert server 1}"] == 10
+    assert found["moesaic:placement_version"] == 3
+    assert found["moesaic:process_deaths_total"] == 4
+    assert found["moesaic:failovers_total"] == 3
+    assert found["moesaic:false_failovers_total"] == 1
+    assert found["moesaic:resent_pairs_total"] == 99
+    assert found["moesaic:expert_pairs_total{expert=0,layer=1}"] == 5
+    assert found["moesaic:expert_pairs_total{expert=1,layer=2}"] == 2
+    assert found["moesaic:expert_balancedness{layer=2}"] == 0.5
+
+
+def test_a_model_with_many_experts_has_a_series_for_each_layer(launch: Launch) -> None:
+    found = samples(launch(cluster=FakeCluster(np.ones((9, 256), dtype=np.int64))))
+    assert found["moesaic:expert_pairs_total{layer=9}"] == 256
+    assert not any("expert=" in name for name in found)
