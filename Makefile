@@ -2,13 +2,14 @@
 # make demo    serve the checkpoint inside the package and stream an answer from it
 # make check   what to run before a commit: format, lint, types, architecture, fast tests
 # make test    every test
+# make soak    200 rounds of real clusters whose processes are killed and frozen; every answer is compared
 # make sanitize   the native kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-done
 
-.PHONY: setup demo lint check test sanitize
+.PHONY: setup demo lint check test soak sanitize
 
 setup: $(STAMP)
 
@@ -29,6 +30,9 @@ check: lint
 
 test: $(STAMP)
 	$(BIN)/pytest
+
+soak: $(STAMP)
+	$(BIN)/python -m scripts.soak $(SOAK)
 
 SANITIZED := build/sanitize
 

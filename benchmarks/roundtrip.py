@@ -56,13 +56,19 @@ def serve_calls(options: argparse.Namespace) -> None:
     while True:
         wait(ends, [listener.fileno()], spin=options.spin)
         ends += listener.accepted()
-        try:
-            for end in ends:
-                for call in end.poll():
-                    call.answer[:] = call.request
-                    call.publish(np.arange(call.rows))
-        except ConnectionLost:
-            return
+        ends = [end for end in ends if answered(end)]
+
+
+def answered(end: Answerer) -> bool:
+    """Send back what is there. False if the client is done."""
+    try:
+        for call in end.poll():
+            call.answer[:] = call.request
+            call.publish(np.arange(call.rows))
+    except ConnectionLost:
+        end.close()
+        return False
+    return True
 
 
 def ask_calls(options: argparse.Namespace) -> Round:
@@ -121,7 +127,7 @@ def ask_zmq(options: argparse.Namespace) -> Round:
     return once
 
 
-# ---- gloo: point to point in one process group, clients first
+# ---- gloo: point to point in one process group, clients first; a server takes its clients in turn
 
 
 def join_gloo(options: argparse.Namespace, rank: int) -> Any:
@@ -287,10 +293,7 @@ def main() -> None:
         child(options)
         return
     found = list(results(options))
-    if options.json:
-        print(json.dumps(found))
-    else:
-        show(found, options)
+    print(json.dumps(found)) if options.json else show(found, options)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ LATE_IMPORTS = {
     "models.files": "the hub's library is needed for hub ids only and takes a second to import",
 }
 LONGER_FILES: dict[str, int] = {
-    "config": 340,  # every setting is there, and most of it is their documentation
+    "config": 360,  # every setting in one place
 }
 """Module -> lines, where more than 300 read better; the reason stands beside it."""
 NAMES = ("utils", "util", "common", "helpers", "manager", "misc")

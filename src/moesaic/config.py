@@ -24,6 +24,10 @@ Schedule = Literal["barrier", "lockstep", "async"]
 QueuePolicyName = Literal["defrag", "mtfs", "flfs"]
 KernelName = Literal["auto", "avx512", "avx2", "portable", "reference"]
 
+SMALL_MODEL = 1 << 28
+"""Bytes of weights below which one thread computes: at each of the many small products several threads
+lose more waiting for each other than they gain, above all beside the API's own process."""
+
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -110,6 +114,10 @@ class WorkerConfig:
     """The routed experts are on servers that the supervisor names; else they are computed here."""
     own_server: int | None = None
     """The expert server of this worker's own rank, asked first."""
+    most_threads: int | None = None
+    """Its share of the cores; None: all. `threads`, where it is given, goes before."""
+    cpus: tuple[int, ...] = ()
+    """Cores that this process is kept on; none: any."""
 
     def __post_init__(self) -> None:
         _one_of("--device", self.model.device, get_args(Device))
@@ -150,6 +158,8 @@ class WorkerConfig:
             scheduler=SchedulerConfig(**parts["scheduler"]),
             remote_experts=parts["remote_experts"],
             own_server=parts["own_server"],
+            most_threads=parts["most_threads"],
+            cpus=tuple(parts["cpus"]),
         )
 
 
@@ -176,6 +186,11 @@ class ClusterConfig:
     """tcp:HOST:PORT where expert servers of other machines may join; see `moesaic join`."""
     cluster_secret_file: str | None = None
     """File with the secret that they have to know; made, with mode 600, where there is none."""
+    data_parallel_size: int | None = None
+    """Ranks: as many attention workers, in place of --attention-workers."""
+    enable_expert_parallel: bool = False
+    """With --data-parallel-size: each rank has an expert server beside its attention worker, asked first and
+    sharing its cores, in place of --expert-servers."""
 
     @property
     def apart(self) -> bool:
@@ -183,6 +198,10 @@ class ClusterConfig:
         return self.attention_workers > 1 or self.expert_servers > 0
 
     def __post_init__(self) -> None:
+        if self.data_parallel_size is None and self.enable_expert_parallel:
+            raise ConfigError("--enable-expert-parallel: give the number of ranks as --data-parallel-size")
+        if self.data_parallel_size is not None:
+            self._set_ranks(self.data_parallel_size)
         _at_least("--attention-workers", self.attention_workers, 1)
         _at_least("--expert-servers", self.expert_servers, 0)
         _at_least("--redundant-experts", self.redundant_experts, 0)
@@ -201,6 +220,17 @@ class ClusterConfig:
                 "--min-replicas", self.min_replicas, f"at most --expert-servers, {self.expert_servers}"
             )
 
+    def _set_ranks(self, ranks: int) -> None:
+        """The number of processes follows from the number of ranks."""
+        _at_least("--data-parallel-size", ranks, 1)
+        servers = ranks if self.enable_expert_parallel else self.expert_servers
+        for name, value in (("attention_workers", ranks), ("expert_servers", servers)):
+            given = getattr(self, name)
+            if given not in (value, getattr(ClusterConfig, name)):
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError.field(flag, given, f"{value} with --data-parallel-size {ranks}")
+            object.__setattr__(self, name, value)
+
 
 @dataclass(frozen=True)
 class ExpertServerConfig:
@@ -214,7 +244,8 @@ class ExpertServerConfig:
     kernels: KernelName = "auto"
     device: str = "cpu"
     threads: int = 1
-    pin_threads: bool = False
+    cpus: tuple[int, ...] = ()
+    """Cores that this process is kept on; none: any."""
     schedule: Schedule = "lockstep"
     queue_policy: QueuePolicyName = "defrag"
 

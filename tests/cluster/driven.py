@@ -114,12 +114,13 @@ def cluster(
     schedule: str = "lockstep",
     queue_policy: str = "defrag",
     inflight_batches: int = 1,
+    kv_cache_memory: str = "32MiB",
     **more: Any,
 ) -> Iterator[Cluster]:
     """Serving, until the end of the block. more: of ClusterConfig."""
     worker = WorkerConfig(
         ModelConfig(model, threads=1, kernels=kernels),  # type: ignore[arg-type]
-        CacheConfig(kv_cache_memory="32MiB"),
+        CacheConfig(kv_cache_memory=kv_cache_memory),
         SchedulerConfig(
             max_num_seqs=16,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -70,3 +70,12 @@ def test_the_same_bits_as_in_one_process(shape: dict[str, Any], expected: list[A
     with cluster(**shape) as served:
         served.submit(*workload(8, 24))
         assert served.finish() == expected
+
+
+def test_ranks_ask_their_own_server_first(expected: list[Answer]) -> None:
+    """Two colocated ranks, every expert on both: nothing goes to the other rank."""
+    shape = {"expert_servers": 0, "data_parallel_size": 2, "enable_expert_parallel": True}
+    with cluster(min_replicas=2, **shape) as served:  # type: ignore[arg-type]
+        served.submit(*workload(8, 24))
+        assert served.finish() == expected
+        assert len(served.supervisor.status()) == 4

@@ -51,8 +51,7 @@ def scale(server: Server, *flags: str, key: str = KEY) -> subprocess.CompletedPr
 
 
 def client(server: Server) -> openai.OpenAI:
-    web = httpx.Client(trust_env=False)
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, http_client=web)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
 
 
 class Traffic(threading.Thread):

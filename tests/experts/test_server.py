@@ -132,10 +132,10 @@ def serve(path: Path, layout: ExpertLayout, tmp_path: Path) -> Iterator[Serve]:
         groups: int = 1,
         native: bool = False,
     ) -> Place:
-        arithmetic: Arithmetic = Torched(path, layout, "cpu", "reference", 1, False)
+        arithmetic: Arithmetic = Torched(path, layout, "cpu", "reference", 1)
         if native:
             plain = pytest.importorskip("moesaic.experts.native")
-            arithmetic = plain.Native(path, layout, "auto", 1, False)
+            arithmetic = plain.Native(path, layout, "auto", 1)
         arithmetic.take({0: range(EXPERTS), 2: range(EXPERTS)} if held is None else held)
         listener = Listener(f"unix:{tmp_path}/server", SECRET)
         service = Service(layout.layers, MostTokensFirst(), rule or Enough(), groups)

@@ -8,7 +8,6 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-
 from tests.transport.call_pairs import ask, incoming, pair, rows_of
 
 from moesaic.transport import address, blocks, calls, faulty, sockets

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+from moesaic.cluster.cores import Cores
 from moesaic.cluster.local import spawn_server, spawn_worker
 from moesaic.cluster.member import Member, Process, Role, Stage
 from moesaic.cluster.router import Router
-from moesaic.config import ExpertServerConfig, WorkerConfig
+from moesaic.config import SMALL_MODEL, ExpertServerConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import ExpertLayout
@@ -35,7 +36,11 @@ class Members:
         router: Router,
         hear: Callable[[Member, messages.Message | ConnectionLost], None],
         clock: Callable[[], float],
+        ranks: int | None = None,
     ) -> None:
+        """ranks: of workers and servers that go together in pairs; None: they don't."""
+        self._ranks = ranks
+        self._cores = Cores(worker)
         self.workers: list[Member] = []
         self.servers: list[Member] = []
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -66,10 +71,18 @@ class Members:
 
     def spawn_worker(self, member: Member) -> None:
         """Its next process."""
-        self._listen(member, spawn_worker(self._worker_config))
+        cpus = self._cores.cpus(member, self._ranks)
+        config = replace(
+            self._worker_config,
+            own_server=member.number if self._ranks else None,
+            most_threads=len(cpus) or self._cores.threads(len(self.workers), len(self.all)),
+            cpus=cpus,
+        )
+        self._listen(member, spawn_worker(config))
 
     def spawn_server(self, member: Member, layout: ExpertLayout) -> None:
         """Its next process, which waits for a Hold."""
+        cpus = self._cores.cpus(member, self._ranks)
         model = self._worker_config.model
         config = ExpertServerConfig(
             model=model.model,
@@ -77,8 +90,8 @@ class Members:
             address=f"unix:{self._folder}/server-{member.number}-{member.incarnation + 1}",
             kernels=model.kernels,
             device="cpu" if model.device == "auto" else model.device,
-            threads=model.threads or self._threads(),
-            pin_threads=model.pin_threads,
+            threads=model.threads or len(cpus) or self._server_threads(layout),
+            cpus=cpus,
             schedule=self._worker_config.scheduler.schedule,
             queue_policy=self._worker_config.scheduler.queue_policy,
         )
@@ -116,9 +129,10 @@ class Members:
             thread.join()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _threads(self) -> int:
-        """Of each process, when all share this machine's cores."""
-        return max(1, len(os.sched_getaffinity(0)) // len(self.all))
+    def _server_threads(self, layout: ExpertLayout) -> int:
+        if layout.num_bytes < SMALL_MODEL:
+            return 1
+        return self._cores.threads(len(self.servers), len(self.all))
 
     def _listen(self, member: Member, child: Process) -> None:
         member.stage, member.incarnation = Stage.STARTING, member.incarnation + 1

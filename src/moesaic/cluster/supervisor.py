@@ -57,7 +57,8 @@ class Supervisor:
         file = cluster.cluster_secret_file
         self._secret = secrets.token_bytes(32) if file is None else create_secret(Path(file))
         remote = replace(worker, remote_experts=cluster.expert_servers > 0)
-        self._members = Members(remote, router, self._hear, clock)
+        ranks = cluster.data_parallel_size if cluster.enable_expert_parallel else None
+        self._members = Members(remote, router, self._hear, clock, ranks)
         self._publisher = Publisher(self._members, self._secret)
         self._steering = Steering(self._members, self._publisher, router, cluster, clock, self._note)
         self._failures: deque[Failure] = deque(maxlen=FAILURES)

@@ -17,9 +17,9 @@ from moesaic.kernels.native import plain
 class Native:
     """`Arithmetic` on the compiled kernels. `take` and `keep` may be called by another thread than `run`."""
 
-    def __init__(self, path: Path, layout: ExpertLayout, kernels: str, threads: int, pin: bool) -> None:
+    def __init__(self, path: Path, layout: ExpertLayout, kernels: str, threads: int) -> None:
         self.name = f"native ({plain.use(None if kernels == 'auto' else kernels)})"
-        plain.set_threads(threads, pin)
+        plain.set_threads(threads, pin=False)
         self._store = Store(path, layout)
         self._reading = threading.Lock()
         """Held while the kernel reads addresses: what lies there must not be dropped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -35,6 +36,8 @@ def serve(supervisor: StreamConnection, config: ExpertServerConfig, bell: Bell, 
     first = supervisor.receive(None)
     if not isinstance(first, messages.Hold):
         raise ConnectionLost("the supervisor's first word was not Hold")
+    if config.cpus:
+        os.sched_setaffinity(0, config.cpus)
     arithmetic = _arithmetic(config)
     arithmetic.take(first.experts)
     listener = Listener(config.address, secret or first.secret)
@@ -67,18 +70,14 @@ def _arithmetic(config: ExpertServerConfig) -> Arithmetic:
         try:
             from moesaic.experts.native import Native
 
-            return Native(
-                Path(config.model), config.layout, config.kernels, config.threads, config.pin_threads
-            )
+            return Native(Path(config.model), config.layout, config.kernels, config.threads)
         except ImportError:
             if config.kernels != "auto":
                 raise
     from moesaic.experts.torched import Torched
 
     kernels = "reference" if native else config.kernels
-    return Torched(
-        Path(config.model), config.layout, config.device, kernels, config.threads, config.pin_threads
-    )
+    return Torched(Path(config.model), config.layout, config.device, kernels, config.threads)
 
 
 class _Holding:

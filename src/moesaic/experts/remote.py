@@ -123,10 +123,11 @@ class RemoteExperts:
         for server in set(known) - set(self._entries):
             self._connector.stop(server)
         for server, entry in self._entries.items():
-            if known.get(server, entry) != entry:
+            end = self._ends.get(server)  # also where it had left and still owes answers
+            if (known.get(server, entry) if end is None else end.entry) != entry:
                 self._replicas.replaced(server)
                 self._fail(server)
-            elif server not in known:
+            elif server not in known and end is None:
                 self._connector.start(entry, secret)
         self._retire()
         self._pump()
@@ -193,7 +194,7 @@ class RemoteExperts:
         self._entrance.knock(self._ends)
 
     def _join(self, entry: ServerEntry, caller: Caller) -> None:
-        if self._entries.get(entry.server) != entry:
+        if self._entries.get(entry.server) != entry or entry.server in self._ends:
             caller.close()
             return
         self._ends[entry.server] = End(entry, caller)
@@ -209,7 +210,7 @@ class RemoteExperts:
             submission.out[sent.pairs[new]] = answer[new]
         if self._tell:
             self._news.append((submission.ticket, sent.pairs[new]))
-        self._replicas.answered(end.entry.server, len(new), self._clock())
+        self._replicas.answered(end.entry.server, len(new) if len(sent.pairs) else 0, self._clock())
         if sent.arrived.all():
             del end.calls[sent.call.number]
             end.caller.release(sent.call)

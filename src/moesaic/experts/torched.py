@@ -19,11 +19,9 @@ from moesaic.models import registry
 class Torched:
     """`Arithmetic` on the kernels that `kernels.table` picks for a device."""
 
-    def __init__(
-        self, path: Path, layout: ExpertLayout, device: str, kernels: str, threads: int, pin: bool
-    ) -> None:
+    def __init__(self, path: Path, layout: ExpertLayout, device: str, kernels: str, threads: int) -> None:
         self._kernels = table.pick(device, kernels)
-        self._kernels.set_threads(threads, pin)
+        self._kernels.set_threads(threads, False)
         self.name = self._kernels.name
         self._path, self._layout, self._device = path, layout, device
         none: tuple[torch.Tensor | None, ...] = (None,) * layout.num_experts

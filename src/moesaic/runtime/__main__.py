@@ -35,7 +35,10 @@ def main() -> int:
     # When the engine dies, so does its worker, at once, also in the middle of a step.
     connection = StreamConnection(sock, on_lost=lambda: os._exit(0), on_message=bell.ring)
     try:
-        return _serve(connection, WorkerConfig.from_json(arguments.config), bell)
+        config = WorkerConfig.from_json(arguments.config)
+        if config.cpus:
+            os.sched_setaffinity(0, config.cpus)
+        return _serve(connection, config, bell)
     except ConnectionLost:
         return 0
     except Exception as error:

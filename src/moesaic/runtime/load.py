@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig, parse_bytes
+from moesaic.config import SMALL_MODEL, CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig, parse_bytes
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.messages import Layout, WorkerInfo
@@ -44,9 +44,6 @@ URGENT_SECONDS = 0.1
 """Rows of the asynchronous brain that waited for longer run first, as in the public code of its paper."""
 HEAP_SLACK = 1 << 20
 """Bytes of a connection's shared memory beside its rows."""
-SMALL_MODEL = 1 << 28
-"""Bytes of weights below which one thread computes: at each of the many small products several threads
-lose more waiting for each other than they gain, above all beside the API's own process."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ def build_worker(
     """
     max_model_len = _context_length(config.model)  # before the weights are read: that takes longer
     layout = _tell_layout(config.model, connection) if config.remote_experts else None
-    loaded = load_model(config.model, progress, layout)
+    loaded = load_model(config.model, progress, layout, config.most_threads)
     block_size = config.cache.block_size
     kv_dtype = _kv_dtype(config.cache, loaded)
     num_blocks = _num_blocks(config, loaded, max_model_len, kv_dtype)
@@ -138,9 +135,15 @@ def _remote(config: WorkerConfig, layout: ExpertLayout, clock: Callable[[], floa
 
 
 def load_model(
-    config: ModelConfig, progress: Progress | None = None, elsewhere: ExpertLayout | None = None
+    config: ModelConfig,
+    progress: Progress | None = None,
+    elsewhere: ExpertLayout | None = None,
+    most_threads: int | None = None,
 ) -> Loaded:
-    """Read the checkpoint onto the device that `config` asks for; `elsewhere`: without these experts."""
+    """Read the checkpoint onto the device that `config` asks for; `elsewhere`: without these experts.
+
+    most_threads: this process's share of the cores.
+    """
     keep_freed_memory()
     device = _device(config)
     kernels = table.pick(str(device), config.kernels)
@@ -148,7 +151,7 @@ def load_model(
     with_experts = elsewhere is None
     model = registry.load(path, kernels, str(device), config.dtype, with_experts, progress)
     num_bytes = model.num_bytes + (0 if elsewhere is None else elsewhere.num_bytes)
-    threads = config.threads or (1 if num_bytes < SMALL_MODEL else cores())
+    threads = config.threads or (1 if num_bytes < SMALL_MODEL else most_threads or cores())
     kernels.set_threads(threads, config.pin_threads)
     return Loaded(model, device, model.head.dtype, kernels, threads)
 

@@ -57,6 +57,8 @@ class Worker:
         self._events: deque[Event] = deque()
         self._stopping = False
         self._last_stats = -STATS_INTERVAL
+        self._unreported = False
+        """Something happened since the last snapshot."""
         self._settled = -1
 
     def run(self) -> None:
@@ -79,6 +81,8 @@ class Worker:
             self._progress(timeout)
         self._settle()
         if not self._events or self._stopping:
+            if self._unreported:
+                self._report(self._clock())
             return False
         event = self._events.popleft()
         now = self._clock()
@@ -102,6 +106,8 @@ class Worker:
             self._events += map(StepFailed, self._executor.abandon())
             raise
         if not self._events and self._executor.busy and self._experts is not None and self._bell is not None:
+            if self._unreported:  # a worker that waits for others to begin is busy, perhaps for ever
+                timeout = STATS_INTERVAL if timeout is None else min(timeout, STATS_INTERVAL)
             self._experts.wait(timeout, self._bell.fileno())
 
     def _settle(self) -> None:
@@ -155,6 +161,7 @@ class Worker:
 
     def _report(self, now: float) -> None:
         idle = not self._events and not self._executor.busy
+        self._unreported = True
         if idle or now - self._last_stats >= STATS_INTERVAL:
-            self._last_stats = now
+            self._last_stats, self._unreported = now, False
             self._connection.send(messages.Stats(self.stats()))

@@ -19,6 +19,9 @@ IDLE_SECONDS, PROBE_SECONDS, PROBES = 10, 5, 3
 UNACKNOWLEDGED_SECONDS = 30
 """Bytes sent over TCP that nobody takes for so long end the connection."""
 
+UNIX_BUFFER_BYTES = 1 << 20
+"""Of a Unix socket; the kernel may grant less. TCP sizes its own."""
+
 
 class Address(NamedTuple):
     """`path` for a Unix socket, or `host` and `port` (0: any free one)."""
@@ -68,6 +71,7 @@ def dial(address: Address, timeout: float) -> socket.socket:
         tune(sock)
         return sock
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    tune(sock)
     end = time.monotonic() + timeout
     try:
         while not _connected(sock, address.path):
@@ -91,8 +95,9 @@ def _connected(sock: socket.socket, path: str) -> bool:
 
 
 def tune(sock: socket.socket) -> None:
-    """Small frames leave at once, and a host that vanished is found out."""
+    """Small frames leave at once, large ones with few wake-ups, and a host that vanished is found out."""
     if sock.family == socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -62,7 +62,9 @@ nb::list Client::poll() {
         Slot& slot = slots_[index];
         const Descriptor& descriptor = memory.slot(index);
         uint64_t count = descriptor.published.load(std::memory_order_acquire);
-        if (count < slot.out.count() || count > slot.extent.rows) throw Broken("the server published rows that are none");
+        if (count < slot.out.count() || count > slot.extent.rows) {
+            throw Broken("the server published rows that are none");
+        }
         if (count > slot.out.count()) {
             nb::object indices = read(slot, count);
             if (slot.state != State::kAbandoned) news.append(nb::make_tuple(slot.call, indices));

@@ -25,7 +25,9 @@ Mapping::Mapping(int descriptor) {
     // Without the seal its owner could cut it off, and reading beyond its end kills. Only tmpfs has seals
     // and never runs out of reserved pages as hugetlbfs does.
     int seals = fcntl(descriptor, F_GET_SEALS);
-    if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) throw nb::value_error("the memory is not sealed against shrinking");
+    if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
+        throw nb::value_error("the memory is not sealed against shrinking");
+    }
     struct statfs system;
     struct stat file;
     if (fstatfs(descriptor, &system) != 0 || fstat(descriptor, &file) != 0) fail();

@@ -1,0 +1,1 @@
+"""Seeded rounds of real clusters under traffic with real faults; answers are compared with one process."""

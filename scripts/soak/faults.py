@@ -1,0 +1,115 @@
+"""Kills and freezes processes of a running cluster while they have work."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from scripts.soak.plan import KILL, SERVER, Fault
+from tests.cluster.driven import Cluster
+
+from moesaic.cluster.router import Router
+from moesaic.core.cluster import ProcessStatus
+
+PATIENCE = 2.0
+"""Seconds of waiting for the chosen process to have work; then another one may be chosen."""
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A fault that happened."""
+
+    fault: Fault
+    victim: str
+    time: float
+    """On the clock of the tokens' times."""
+    alone: bool
+    """Every other process served."""
+
+
+class Saboteur:
+    """Carries out one fault after the other. `look` is told the time and how many tokens there are."""
+
+    def __init__(self, served: Cluster, router: Router, faults: Iterable[Fault]) -> None:
+        self.strikes: list[Strike] = []
+        self._served = served
+        self._router = router
+        self._left = deque(faults)
+        self._frozen: list[tuple[float, int]] = []
+        """When each goes on, and its process id."""
+        self._base = 0
+        self._chosen: tuple[ProcessStatus, float] | None = None
+        """As it was when it was chosen, and until when it may be idle."""
+
+    @property
+    def done(self) -> bool:
+        return not self._left and not self._frozen
+
+    def look(self, tokens: int, now: float) -> None:
+        """Do what is due."""
+        for due, pid in self._frozen:
+            if now >= due:
+                _signal(pid, signal.SIGCONT)
+        self._frozen = [(due, pid) for due, pid in self._frozen if now < due]
+        if not self._left or tokens < self._base + self._left[0].after:
+            return
+        victim = self._victim(self._left[0], now)
+        if victim is not None:
+            self._strike(victim, tokens, now)
+
+    def stop(self) -> None:
+        """Let every frozen process go on."""
+        for _, pid in self._frozen:
+            _signal(pid, signal.SIGCONT)
+        self._frozen = []
+
+    def _strike(self, victim: ProcessStatus, tokens: int, now: float) -> None:
+        """Carry out the next fault."""
+        fault, alone = self._left.popleft(), self._healthy()
+        assert victim.pid is not None
+        number = signal.SIGKILL if fault.kind == KILL else signal.SIGSTOP
+        self._chosen, self._base = None, tokens
+        if _signal(victim.pid, number):
+            self.strikes.append(Strike(fault, victim.name, now, alone))
+            if fault.kind != KILL:
+                self._frozen.append((now + fault.seconds, victim.pid))
+
+    def _victim(self, fault: Fault, now: float) -> ProcessStatus | None:
+        """The process to strike now: it serves, and it was seen at work since it was chosen."""
+        if fault.healed and not self._healthy():
+            self._chosen = None
+            return None
+        serving = [one for one in self._served.supervisor.status() if self._fit(one, fault)]
+        same = [one for one in serving if self._chosen and _same(one, self._chosen[0])]
+        if not same or self._chosen is None or now > self._chosen[1]:
+            self._chosen = None
+            if serving:
+                self._chosen = serving[int(fault.choice * len(serving))], now + PATIENCE
+            return None
+        [victim], before = same, self._chosen[0]
+        if fault.role == SERVER:
+            return victim if victim.stats.pairs > before.stats.pairs else None
+        return None if self._router.drained(victim.number) else victim
+
+    def _healthy(self) -> bool:
+        return not self._frozen and all(one.stage == "serving" for one in self._served.supervisor.status())
+
+    def _fit(self, one: ProcessStatus, fault: Fault) -> bool:
+        frozen = [pid for _, pid in self._frozen]
+        return one.role == fault.role and one.stage == "serving" and one.pid not in frozen
+
+
+def _same(one: ProcessStatus, other: ProcessStatus) -> bool:
+    return (one.name, one.incarnation) == (other.name, other.incarnation)
+
+
+def _signal(pid: int, number: signal.Signals) -> bool:
+    """False when the process has ended."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True

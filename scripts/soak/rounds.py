@@ -1,0 +1,216 @@
+"""One round: a cluster, traffic, faults, and what is left of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from unittest.mock import patch
+
+from scripts.soak.answers import difference, spanning_gap
+from scripts.soak.faults import Saboteur, Strike
+from scripts.soak.leaks import Leaks, holdings, left_over
+from scripts.soak.plan import Order, Plan, Shape, orders, pool
+from tests.cluster.driven import Answer, Cluster, cluster
+
+from moesaic.cluster import local
+from moesaic.cluster.local import ChildProcess
+from moesaic.cluster.router import Router
+from moesaic.config import ExpertServerConfig
+from moesaic.core.cluster import ClusterCounters
+from moesaic.core.errors import MoesaicError
+
+FROZEN_SECONDS = 2.0
+"""In place of the supervisor's own, so that a freeze of 3 s shows what it does then."""
+SILENCE = 40.0
+"""Seconds without a token after which a round is given up."""
+OVERLAP = 4.0
+"""Seconds between two faults within which a pause may be of both."""
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A fault, and the longest pause of a stream that it fell into."""
+
+    kind: str
+    role: str
+    victim: str
+    min_replicas: int
+    seconds: float
+    alone: bool
+    """No other fault was near."""
+
+
+@dataclass
+class Outcome:
+    """What came of a round."""
+
+    seed: str
+    shape: str
+    requests: int = 0
+    completed: int = 0
+    cancelled: int = 0
+    tokens: int = 0
+    """Compared."""
+    different: list[str] = field(default_factory=list)
+    pauses: list[Pause] = field(default_factory=list)
+    longest_gap: float = 0.0
+    """Between two tokens of one stream, seconds."""
+    counters: ClusterCounters = field(default_factory=ClusterCounters)
+    leaks: Leaks = field(default_factory=lambda: Leaks({}))
+    error: str | None = None
+    """Why it broke off."""
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        return not (self.different or self.leaks or self.error)
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+class Traffic:
+    """Keeps requests under way until the faults happened, and compares every answer."""
+
+    def __init__(self, served: Cluster, plan: Plan, expected: list[Answer], outcome: Outcome) -> None:
+        self._served, self._plan, self._outcome, self._expected = served, plan, outcome, expected
+        self._exact = plan.shape.kernels != "reference"
+        self._pool = pool(greedy=not self._exact)
+        self._orders = orders(plan.seed, len(expected))
+        self._open: dict[int, Order] = {}
+
+    def run(self, saboteur: Saboteur) -> None:
+        """Until every fault happened and every request ended. AssertionError when nothing moves any more."""
+        tokens, moved = -1, time.monotonic()
+        while self._more(saboteur) or self._open:
+            while self._more(saboteur) and len(self._open) < self._plan.together:
+                self._submit()
+            self._served.take(0.02)
+            now = time.monotonic()
+            saboteur.look(self._served.running.tokens, now)
+            self._collect()
+            if self._served.running.tokens > tokens:
+                tokens, moved = self._served.running.tokens, now
+            assert now - moved < SILENCE, f"no token for {SILENCE:.0f} s: {self._served.supervisor.report()}"
+
+    def _more(self, saboteur: Saboteur) -> bool:
+        """Whether requests are still sent."""
+        return not saboteur.done or self._outcome.requests < self._plan.requests
+
+    def _submit(self) -> None:
+        order = next(self._orders)
+        prompt, params = self._pool[order.number]
+        number = len(self._served.running.answers)
+        self._served.submit([prompt], [replace(params, max_tokens=order.max_tokens)])
+        self._open[number] = order
+        self._outcome.requests += 1
+
+    def _collect(self) -> None:
+        """Cancel what is due, compare what ended."""
+        running = self._served.running
+        for number, order in list(self._open.items()):
+            cut = order.cancel_after is not None and len(running.answers[number][0]) >= order.cancel_after
+            if number in running.unfinished and not cut:
+                continue
+            finished = number not in running.unfinished
+            if not finished:
+                self._served._launched.engine.cancel(number)
+                running.unfinished.discard(number)
+            del self._open[number]
+            self._compare(number, order, finished)
+
+    def _compare(self, number: int, order: Order, finished: bool) -> None:
+        got, outcome = self._served.running.answers[number], self._outcome
+        outcome.completed += finished
+        outcome.cancelled += not finished
+        outcome.tokens += len(got[0])
+        length = order.max_tokens if finished else None
+        wrong = difference(self._expected[order.number], got, length, self._exact)
+        if wrong is not None:
+            outcome.different.append(f"request {number} (number {order.number} of the pool): {wrong}")
+
+
+def run_round(plan: Plan, expected: Mapping[str, list[Answer]], folder: Path) -> Outcome:
+    """expected: by kernels, what `answers.alone` says. folder: for temporary files, and empty."""
+    outcome = Outcome(plan.seed, plan.shape.name)
+    before, started = holdings(folder), time.monotonic()
+    try:
+        with _cluster(plan.shape) as served:
+            _drive(served, plan, expected[plan.shape.kernels], outcome)
+    except (AssertionError, MoesaicError, OSError) as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+    outcome.leaks = Leaks(outcome.leaks.found | left_over(before, folder).found)
+    outcome.seconds = time.monotonic() - started
+    return outcome
+
+
+def _drive(served: Cluster, plan: Plan, expected: list[Answer], outcome: Outcome) -> None:
+    router = served._launched.connection
+    assert isinstance(router, Router)
+    saboteur = Saboteur(served, router, plan.faults)
+    try:
+        Traffic(served, plan, expected, outcome).run(saboteur)
+    finally:
+        saboteur.stop()
+        times = served.running.times.values()
+        outcome.pauses = _pauses(saboteur.strikes, list(times), plan.shape.min_replicas)
+        outcome.longest_gap = max((b - a for one in times for a, b in pairwise(one)), default=0.0)
+        outcome.counters = served.supervisor.report().counters
+    outcome.leaks = Leaks({"KV blocks": _blocks(served, router)})
+
+
+def _blocks(served: Cluster, router: Router) -> list[str]:
+    """Of workers without requests: none must be in use."""
+
+    def idle() -> bool:
+        stats = router.stats()
+        return (stats.running, stats.waiting, stats.blocks.used) == (0, 0, 0)
+
+    deadline = time.monotonic() + 5.0
+    while not idle() and time.monotonic() < deadline:
+        served.take(0.02)
+    blocks = router.stats().blocks
+    if idle() and blocks.free + blocks.cached == blocks.total:
+        return []
+    return [f"{router.stats()}"]
+
+
+def _pauses(strikes: list[Strike], times: list[list[float]], min_replicas: int) -> list[Pause]:
+    found = []
+    for strike in strikes:
+        near = [other for other in strikes if other is not strike and abs(other.time - strike.time) < OVERLAP]
+        seconds = max((spanning_gap(one, strike.time) for one in times), default=0.0)
+        fault = strike.fault
+        found.append(Pause(fault.kind, fault.role, strike.victim, min_replicas, seconds, not near))
+    return found
+
+
+@contextmanager
+def _cluster(shape: Shape) -> Iterator[Cluster]:
+    with (
+        patch("moesaic.cluster.supervisor.FROZEN_SECONDS", FROZEN_SECONDS),
+        patch(
+            "moesaic.cluster.members.spawn_server",
+            _over_tcp if shape.transport == "stream" else local.spawn_server,
+        ),
+        cluster(
+            schedule=shape.schedule,
+            inflight_batches=shape.inflight_batches,
+            queue_policy=shape.queue_policy,
+            attention_workers=shape.attention_workers,
+            expert_servers=shape.expert_servers,
+            min_replicas=shape.min_replicas,
+            max_num_batched_tokens=shape.chunk,
+            kernels=shape.kernels,
+        ) as served,
+    ):
+        yield served
+
+
+def _over_tcp(config: ExpertServerConfig) -> ChildProcess:
+    """A server that clients reach through TCP: there they use sockets in place of shared memory."""
+    return local.spawn_server(replace(config, address="tcp:127.0.0.1:0"))

@@ -1,0 +1,39 @@
+"""Who of a cluster's processes on this machine gets which of its cores."""
+
+from __future__ import annotations
+
+import os
+
+from moesaic.cluster.member import Member, Role
+from moesaic.config import WorkerConfig
+
+
+class Cores:
+    """The cores that this process may use, for all of its children together."""
+
+    def __init__(self, worker: WorkerConfig) -> None:
+        self._cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+        self._pinned = worker.model.pin_threads
+        scheduler = worker.scheduler
+        self._in_turn = scheduler.schedule != "async" and scheduler.inflight_batches == 1
+
+    def threads(self, alike: int, together: int) -> int:
+        """Of a process that has `alike` processes of its role beside it, and `together` of any.
+
+        Where a worker does nothing while it waits for its experts, workers and servers compute in turn: each
+        role has all the cores. Threads that wait sleep.
+        """
+        return max(1, len(self._cores) // max(1, alike if self._in_turn else together))
+
+    def cpus(self, member: Member, ranks: int | None) -> tuple[int, ...]:
+        """Where --pin-threads keeps a process: a rank's two share its part of the cores; without ranks all
+        workers share them among each other, and so do all servers. Empty: anywhere.
+        """
+        if not self._pinned:
+            return ()
+        if ranks is None:
+            offset = 0 if member.role is Role.WORKER else len(self._cores) // 2
+            return (self._cores[(member.number + offset) % len(self._cores)],)
+        each = max(1, len(self._cores) // ranks)
+        first = member.number * each % len(self._cores)
+        return tuple(self._cores[first : first + each])

@@ -1,0 +1,257 @@
+"""The client of expert servers, with servers and connections that the test turns by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moesaic.core.errors import ConnectionLost
+from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
+from moesaic.experts.client import Ticket
+from moesaic.experts.remote import RemoteExperts
+from moesaic.experts.server import ExpertServer
+from moesaic.experts.wire import FloatRows
+from moesaic.policy.brain.service import Enough, Service
+from moesaic.policy.microqueue import MostTokensFirst
+from moesaic.policy.replicas import Patience, Replicas
+from moesaic.transport.bell import Bell
+from moesaic.transport.calls import Caller
+from moesaic.transport.listening import Listener, connect
+
+SECRET = b"a secret of the tests"
+EXPERTS, HIDDEN = 4, 3
+LAYOUT = ExpertLayout({0: "a", 1: "b"}, "gate", "up", "down", HIDDEN, 2, EXPERTS, 2, "float32")
+PATIENCE = 60.0
+"""Seconds after which something hangs."""
+EVERYTHING = {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]}
+
+
+class Scaling:
+    """An Arithmetic: expert e of layer l multiplies by 10 l + e + 1."""
+
+    name = "scaling"
+    held = EVERYTHING
+
+    def take(self, wanted: object) -> None: ...
+
+    def keep(self, wanted: object) -> None: ...
+
+    def run(self, layer: int, hidden: FloatRows, experts: np.ndarray, out: FloatRows) -> None:
+        out[:] = hidden * (10 * layer + experts[:, None] + 1)
+
+
+class Dialling:
+    """A Connector without threads: what was started stands when the client looks."""
+
+    def __init__(self) -> None:
+        self.wanted: list[ServerEntry] = []
+        self.stopped: list[int] = []
+        self.kept: list[tuple[ServerEntry, Caller]] = []
+
+    def start(self, entry: ServerEntry, secret: bytes) -> None:
+        self.wanted.append(entry)
+
+    def stop(self, server: int) -> None:
+        self.stopped.append(server)
+        self.wanted = [entry for entry in self.wanted if entry.server != server]
+
+    def dial(self) -> None:
+        """The connections stand now, except to the dead; the client does not know yet."""
+        wanted, self.wanted = self.wanted, []
+        for entry in wanted:
+            with contextlib.suppress(ConnectionLost):
+                self.kept.append((entry, connect(entry.address, SECRET, "shm", 1 << 20)))
+
+    def made(self) -> list[tuple[ServerEntry, Caller]]:
+        self.dial()
+        kept, self.kept = self.kept, []
+        return kept
+
+
+class Cluster:
+    """Two servers that hold everything, and a client."""
+
+    def __init__(self, folder: Path, everyone: bool = False) -> None:
+        self.servers = [
+            ExpertServer(
+                LAYOUT,
+                Scaling(),
+                Listener(f"unix:{folder}/{number}", SECRET),
+                Service(LAYOUT.layers, MostTokensFirst(), Enough()),
+                time.monotonic,
+            )
+            for number in range(2)
+        ]
+        self.entries = [ServerEntry(number, 1, f"unix:{folder}/{number}") for number in range(2)]
+        self.connector = Dialling()
+        self.replicas = Replicas(Patience(unknown=1e9, floor=1e9))
+        self.version = 0
+        bell = Bell()
+        self.client = RemoteExperts(
+            LAYOUT,
+            self.replicas,
+            self.connector,  # type: ignore[arg-type]
+            bell,
+            time.monotonic,
+            everyone=everyone,
+        )
+
+    def publish(self, *servers: int, names: list[ServerEntry] | None = None) -> None:
+        """These servers, from now on."""
+        self.version += 1
+        entries = [self.entries[server] for server in servers] if names is None else names
+        held = dict.fromkeys(servers, EVERYTHING)
+        self.client.update(Directory(self.version, entries, held), SECRET)
+
+    def submit(self, layer: int = 0, rows: int = 3) -> tuple[Ticket, torch.Tensor]:
+        """And what must come back."""
+        hidden = torch.arange(rows * HIDDEN, dtype=torch.float32).reshape(rows, HIDDEN)
+        ids = torch.tensor([[row % EXPERTS, (row + 1) % EXPERTS] for row in range(rows)])
+        wanted = hidden[:, None] * (10 * layer + ids[:, :, None] + 1)
+        return self.client.submit(layer, hidden, ids), wanted
+
+    def turn(self, *servers: int) -> None:
+        for server in servers:
+            self.servers[server].turn(0.001)
+
+    def until(self, done: Callable[[], object], *servers: int) -> None:
+        """Turn servers until something is so."""
+        end = time.monotonic() + PATIENCE
+        while not done():
+            assert time.monotonic() < end, "nothing happened"
+            self.turn(*servers)
+
+    def rows(self, ticket: Ticket, *servers: int) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+
+        def done() -> bool:
+            answer = self.client.poll(ticket)
+            found.extend([] if answer is None else [answer])
+            return bool(found)
+
+        self.until(done, *servers)
+        return found[0]
+
+    def close(self) -> None:
+        self.client.close()
+        for server in self.servers:
+            server.close()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
+    yield made
+    made.close()
+
+
+def test_rows_of_both_servers_are_put_at_their_pairs(cluster: Cluster) -> None:
+    cluster.publish(0, 1)
+    first, second = cluster.submit(), cluster.submit(1, rows=5)
+    for ticket, wanted in (second, first):
+        torch.testing.assert_close(cluster.rows(ticket, 0, 1), wanted, rtol=0, atol=0)
+        cluster.client.release(ticket)
+    assert all(server.served.pairs > 0 for server in cluster.servers)
+    assert not cluster.client.busy and cluster.client.stats().resent_pairs == 0
+
+
+def test_pairs_wait_for_the_first_server(cluster: Cluster) -> None:
+    ticket, wanted = cluster.submit()
+    assert cluster.client.busy and cluster.client.poll(ticket) is None
+    cluster.publish(1)
+    torch.testing.assert_close(cluster.rows(ticket, 1), wanted, rtol=0, atol=0)
+
+
+def test_a_dead_servers_pairs_go_to_the_other_one(cluster: Cluster) -> None:
+    cluster.publish(0, 1)
+    cluster.until(lambda: cluster.servers[0].clients and cluster.servers[1].clients, 0, 1)
+    cluster.client.arrivals()
+    ticket, wanted = cluster.submit()
+    cluster.servers[0].close()
+    torch.testing.assert_close(cluster.rows(ticket, 1), wanted, rtol=0, atol=0)
+    stats = cluster.client.stats()
+    assert stats.failovers == 1 and stats.resent_pairs > 0 and stats.false_failovers == 0
+
+
+def test_a_server_that_leaves_answers_what_it_was_asked(cluster: Cluster) -> None:
+    cluster.publish(0)
+    cluster.client.arrivals()
+    ticket, wanted = cluster.submit()
+    cluster.publish(1)
+    torch.testing.assert_close(cluster.rows(ticket, 0, 1), wanted, rtol=0, atol=0)
+    cluster.until(lambda: cluster.servers[0].clients == 0, 0)
+    assert cluster.client.stats().failovers == 0
+
+
+def test_a_server_that_comes_back_before_it_has_left_loses_nothing(cluster: Cluster) -> None:
+    """Its connection still stands, with a call on it."""
+    cluster.publish(0)
+    cluster.client.arrivals()
+    ticket, wanted = cluster.submit()
+    cluster.publish(1)
+    cluster.publish(0)
+    cluster.client.arrivals()
+    torch.testing.assert_close(cluster.rows(ticket, 0, 1), wanted, rtol=0, atol=0)
+    assert cluster.servers[0].clients == 1
+
+
+def test_a_successor_of_a_server_that_had_not_left(cluster: Cluster) -> None:
+    """The call on the old connection goes to the new process."""
+    cluster.publish(0)
+    cluster.client.arrivals()
+    ticket, wanted = cluster.submit()
+    cluster.publish()
+    cluster.publish(0, names=[ServerEntry(0, 2, cluster.entries[1].address)])
+    torch.testing.assert_close(cluster.rows(ticket, 1), wanted, rtol=0, atol=0)
+
+
+def test_a_second_connection_to_one_server_is_closed(cluster: Cluster) -> None:
+    """Both stood before the client looked: it must not lose what it asks on the first."""
+    cluster.publish(0)
+    cluster.connector.dial()
+    cluster.connector.start(cluster.entries[0], SECRET)
+    cluster.client.arrivals()
+    ticket, wanted = cluster.submit()
+    torch.testing.assert_close(cluster.rows(ticket, 0), wanted, rtol=0, atol=0)
+    cluster.until(lambda: cluster.servers[0].clients == 1, 0)
+
+
+def test_a_directory_that_names_a_server_twice(cluster: Cluster) -> None:
+    """The later line counts."""
+    entry = cluster.entries[0]
+    cluster.publish(0, names=[ServerEntry(0, 0, "unix:/nowhere"), entry])
+    ticket, wanted = cluster.submit()
+    torch.testing.assert_close(cluster.rows(ticket, 0), wanted, rtol=0, atol=0)
+
+
+def test_released_before_the_rows_came(cluster: Cluster) -> None:
+    """Late rows go into memory that nobody else has."""
+    cluster.publish(0)
+    cluster.client.arrivals()
+    ticket, _ = cluster.submit()
+    cluster.client.release(ticket)
+    other, wanted = cluster.submit(1)
+    torch.testing.assert_close(cluster.rows(other, 0), wanted, rtol=0, atol=0)
+    assert not cluster.client.busy
+
+
+def test_a_call_without_pairs_is_no_work(tmp_path: Path) -> None:
+    """With `everyone`, a server that is asked for nothing owes nothing, before its answer and after."""
+    cluster = Cluster(tmp_path, everyone=True)
+    try:
+        cluster.publish(0, 1)
+        cluster.client.arrivals()
+        hidden, ids = torch.ones(1, HIDDEN), torch.zeros((1, 2), dtype=torch.int64)
+        ticket = cluster.client.submit(0, hidden, ids)
+        assert cluster.rows(ticket, 0, 1).tolist() == [[[1.0] * HIDDEN] * 2]
+        assert [server.served.calls for server in cluster.servers] == [1, 1]
+        outstanding = [state.outstanding for state in cluster.replicas._servers.values()]
+        assert outstanding == [0, 0]
+    finally:
+        cluster.close()
