@@ -3,7 +3,7 @@
 # make check   what to run before a commit: format, lint, types, architecture, fast tests
 # make test    every test
 # make soak    200 rounds of real clusters whose processes are killed and frozen; every answer is compared
-# make sanitize   the native kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
+# make sanitize   the tests of the native code under AddressSanitizer and UndefinedBehaviorSanitizer
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -13,7 +13,7 @@ STAMP := .venv/.setup-done
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt scripts/setup CMakeLists.txt $(wildcard src/moesaic/kernels/native/csrc/*)
+$(STAMP): pyproject.toml constraints.txt scripts/setup CMakeLists.txt $(wildcard src/moesaic/kernels/native/csrc/* src/moesaic/transport/csrc/*)
 	PYTHON="$(PYTHON)" scripts/setup
 	@touch $@
 
@@ -43,4 +43,5 @@ sanitize: $(STAMP)
 	cp scripts/sanitized.py $(SANITIZED)/sitecustomize.py
 	PYTHONPATH=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so):$$(gcc -print-file-name=libubsan.so)" \
-		$(BIN)/pytest -p no:cacheprovider -m "not slow" tests/kernels tests/models/test_native.py tests/test_llm_bits.py
+		$(BIN)/pytest -p no:cacheprovider -m "not slow" tests/kernels tests/models/test_native.py tests/test_llm_bits.py \
+		tests/transport

@@ -1,9 +1,11 @@
 """Write a random checkpoint of a published shape, to measure speed with.
 
     python benchmarks/make_checkpoint.py qwen3-moe-0.96b DIR
+    python benchmarks/make_checkpoint.py qwen3-moe-0.1b DIR --skew alternating --share 0.75
 
 Weights are bf16, normal with a standard deviation of 0.02, from a fixed seed, one shard a layer. The
-texts that it writes mean nothing; its routing is close to uniform.
+texts that it writes mean nothing; its routing is close to uniform. With --skew, that share of the pairs
+goes to one half of the experts in each layer; `skew.py` says how, and what was reached is counted.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import skew
 import torch
 from safetensors.torch import save_file
 
@@ -42,6 +45,36 @@ SHAPES: dict[str, dict[str, object]] = {
         "intermediate_size": 384,
         "norm_topk_prob": True,
     },
+    "qwen3-moe-0.1b": COMMON
+    | {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 512,
+        "vocab_size": 4096,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 8,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 256,
+        "intermediate_size": 256,
+        "norm_topk_prob": True,
+    },
+    "qwen3-moe-0.01b": COMMON
+    | {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 256,
+        "vocab_size": 1024,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 4,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+        "intermediate_size": 128,
+        "norm_topk_prob": True,
+    },
     "mixtral-0.75b": COMMON
     | {
         "model_type": "mixtral",
@@ -55,9 +88,15 @@ SHAPES: dict[str, dict[str, object]] = {
 Shape = dict[str, tuple[int, ...]]
 
 
-def attention_shapes(prefix: str, normed: bool) -> Shape:
+def number(name: str, *keys: str) -> int:
+    """The first of these settings that the shape has."""
+    return next(int(str(SHAPES[name][key])) for key in keys if key in SHAPES[name])
+
+
+def attention_shapes(name: str, prefix: str) -> Shape:
     """Tensors of one layer outside the experts."""
-    heads, kv, width, hidden = 16, 4, 64, 1024
+    heads, kv = number(name, "num_attention_heads"), number(name, "num_key_value_heads")
+    width, hidden = number(name, "head_dim"), number(name, "hidden_size")
     shapes: Shape = {
         f"{prefix}.self_attn.q_proj.weight": (heads * width, hidden),
         f"{prefix}.self_attn.k_proj.weight": (kv * width, hidden),
@@ -66,51 +105,52 @@ def attention_shapes(prefix: str, normed: bool) -> Shape:
         f"{prefix}.input_layernorm.weight": (hidden,),
         f"{prefix}.post_attention_layernorm.weight": (hidden,),
     }
-    if normed:
-        shapes |= {f"{prefix}.self_attn.{name}_norm.weight": (width,) for name in ("q", "k")}
+    if name.startswith("qwen3"):
+        shapes |= {f"{prefix}.self_attn.{which}_norm.weight": (width,) for which in ("q", "k")}
     return shapes
 
 
 def layer_shapes(name: str, layer: int) -> Shape:
     prefix = f"model.layers.{layer}"
-    if name.startswith("qwen3"):
-        experts, width, where = 64, 384, f"{prefix}.mlp"
-        words = ("gate_proj", "up_proj", "down_proj")
-    else:
-        experts, width, where = 8, 3584, f"{prefix}.block_sparse_moe"
-        words = ("w1", "w3", "w2")
-    shapes = attention_shapes(prefix, normed=name.startswith("qwen3"))
-    shapes[f"{where}.gate.weight"] = (experts, 1024)
+    qwen = name.startswith("qwen3")
+    where = f"{prefix}.mlp" if qwen else f"{prefix}.block_sparse_moe"
+    words = ("gate_proj", "up_proj", "down_proj") if qwen else ("w1", "w3", "w2")
+    experts, hidden = number(name, "num_experts", "num_local_experts"), number(name, "hidden_size")
+    width = number(name, "moe_intermediate_size", "intermediate_size")
+    shapes = attention_shapes(name, prefix)
+    shapes[f"{where}.gate.weight"] = (experts, hidden)
     for expert in range(experts):
-        for word, shape in zip(words, ((width, 1024), (width, 1024), (1024, width)), strict=True):
+        for word, shape in zip(words, ((width, hidden), (width, hidden), (hidden, width)), strict=True):
             shapes[f"{where}.experts.{expert}.{word}.weight"] = shape
     return shapes
 
 
 def shards(name: str) -> Iterator[Shape]:
-    config = SHAPES[name]
-    vocab, hidden = 16384, 1024
+    vocab, hidden = number(name, "vocab_size"), number(name, "hidden_size")
     yield {
         "model.embed_tokens.weight": (vocab, hidden),
         "lm_head.weight": (vocab, hidden),
         "model.norm.weight": (hidden,),
     }
-    for layer in range(int(str(config["num_hidden_layers"]))):
+    for layer in range(number(name, "num_hidden_layers")):
         yield layer_shapes(name, layer)
 
 
-def write(name: str, path: Path) -> None:
+def write(name: str, path: Path, pattern: str | None = None, share: float = 0.75) -> None:
+    """A checkpoint in `path`. pattern, share: of `skew.py`; None: close to uniform."""
     path.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     weight_map: dict[str, str] = {}
     total = 0
-    for number, shapes in enumerate(shards(name)):
+    for shard, shapes in enumerate(shards(name)):
         tensors = {}
         for tensor, shape in shapes.items():
             norm = len(shape) == 1
             values = torch.ones(shape) if norm else torch.randn(shape, generator=generator) * 0.02
+            if pattern is not None:
+                skew.reserve(tensor, values)
             tensors[tensor] = values.to(torch.bfloat16)
-        file = f"model-{number:05d}.safetensors"
+        file = f"model-{shard:05d}.safetensors"
         save_file(tensors, path / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
         total += sum(tensor.nbytes for tensor in tensors.values())
@@ -118,11 +158,19 @@ def write(name: str, path: Path) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     (path / "config.json").write_text(json.dumps(SHAPES[name] | {"torch_dtype": "bfloat16"}, indent=2))
     byte_tokenizer(path, ["<end>"])
+    if pattern is not None:
+        skew.calibrate(path, pattern, share)
+        reached = skew.report(path, pattern)
+        for where in ("prompts", "answers"):
+            shares = " ".join(f"{one:.2f}" for one in reached[where].values())
+            print(f"{pattern}: share of the hot half in {where}, layer by layer: {shares}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("name", choices=sorted(SHAPES))
     parser.add_argument("path", type=Path)
+    parser.add_argument("--skew", choices=skew.PATTERNS)
+    parser.add_argument("--share", type=float, default=0.75, help="of the pairs, on the hot half")
     arguments = parser.parse_args()
-    write(arguments.name, arguments.path)
+    write(arguments.name, arguments.path, arguments.skew, arguments.share)

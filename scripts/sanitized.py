@@ -1,9 +1,11 @@
-"""As sitecustomize.py beside a sanitized build: the installed package then loads that extension."""
+"""As sitecustomize.py beside a sanitized build: the installed package then loads those extensions."""
 
 import sys
 from pathlib import Path
 
-NAME = "moesaic.kernels.native._native"
+NAMES = ("moesaic.kernels.native._native", "moesaic.transport._shm")
 for finder in sys.meta_path:
-    if NAME in getattr(finder, "known_wheel_files", ()):
-        finder.known_wheel_files[NAME] = str(next(Path(__file__).resolve().parent.glob("_native*.so")))
+    for name in NAMES:
+        if name in getattr(finder, "known_wheel_files", ()):
+            file = f"{name.rpartition('.')[2]}*.so"
+            finder.known_wheel_files[name] = str(next(Path(__file__).resolve().parent.glob(file)))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from unittest.mock import patch
 
@@ -27,8 +27,6 @@ FROZEN_SECONDS = 2.0
 """In place of the supervisor's own, so that a freeze of 3 s shows what it does then."""
 SILENCE = 40.0
 """Seconds without a token after which a round is given up."""
-OVERLAP = 4.0
-"""Seconds between two faults within which a pause may be of both."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Pause:
     min_replicas: int
     seconds: float
     alone: bool
-    """No other fault was near."""
+    """No other process was dead or frozen when it happened, nor before the pause ended."""
 
 
 @dataclass
@@ -181,11 +179,11 @@ def _blocks(served: Cluster, router: Router) -> list[str]:
 
 def _pauses(strikes: list[Strike], times: list[list[float]], min_replicas: int) -> list[Pause]:
     found = []
-    for strike in strikes:
-        near = [other for other in strikes if other is not strike and abs(other.time - strike.time) < OVERLAP]
+    for strike, after in zip_longest(strikes, strikes[1:]):
         seconds = max((spanning_gap(one, strike.time) for one in times), default=0.0)
+        alone = strike.alone and (after is None or after.time > strike.time + seconds)
         fault = strike.fault
-        found.append(Pause(fault.kind, fault.role, strike.victim, min_replicas, seconds, not near))
+        found.append(Pause(fault.kind, fault.role, strike.victim, min_replicas, seconds, alone))
     return found
 
 

@@ -115,11 +115,12 @@ def cluster(
     queue_policy: str = "defrag",
     inflight_batches: int = 1,
     kv_cache_memory: str = "32MiB",
+    threads: int | None = 1,
     **more: Any,
 ) -> Iterator[Cluster]:
     """Serving, until the end of the block. more: of ClusterConfig."""
     worker = WorkerConfig(
-        ModelConfig(model, threads=1, kernels=kernels),  # type: ignore[arg-type]
+        ModelConfig(model, threads=threads, kernels=kernels),  # type: ignore[arg-type]
         CacheConfig(kv_cache_memory=kv_cache_memory),
         SchedulerConfig(
             max_num_seqs=16,

@@ -154,6 +154,7 @@ def moved(served: Cluster) -> bool:
     return report.counters.rebalances > 0 and report.change is None
 
 
+@pytest.mark.slow
 def test_a_skewed_load_moves_experts_during_traffic(
     expected: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_identity import alone, workload
 
 TOKENS = 64
+FAST = (("expert server 0", "lockstep", 0), ("attention worker 0", "async", 0))
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +35,16 @@ class Once:
             os.kill(self.served.pid(self.name), self.number)
 
 
-@pytest.mark.parametrize("round_", range(2))
-@pytest.mark.parametrize("schedule", ["lockstep", "async"])
-@pytest.mark.parametrize("victim", ["expert server 0", "expert server 1", "attention worker 0"])
+SLOW = pytest.mark.slow
+KILLS = [
+    pytest.param(victim, schedule, round_, marks=() if (victim, schedule, round_) in FAST else SLOW)
+    for victim in ("expert server 0", "expert server 1", "attention worker 0")
+    for schedule in ("lockstep", "async", "barrier")
+    for round_ in range(2)
+]
+
+
+@pytest.mark.parametrize(("victim", "schedule", "round_"), KILLS)
 def test_a_killed_process_costs_a_pause(
     victim: str, schedule: str, round_: int, expected: list[Answer]
 ) -> None:
@@ -48,6 +56,7 @@ def test_a_killed_process_costs_a_pause(
         assert kill.done
 
 
+@SLOW
 @pytest.mark.parametrize("schedule", ["lockstep", "async"])
 def test_without_replicas_tokens_wait_for_the_restart(schedule: str, expected: list[Answer]) -> None:
     with cluster(attention_workers=1, expert_servers=2, schedule=schedule) as served:
@@ -56,7 +65,7 @@ def test_without_replicas_tokens_wait_for_the_restart(schedule: str, expected: l
         assert [member.incarnation for member in served.supervisor.status()] == [1, 1, 2]
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", "async"])
+@pytest.mark.parametrize("schedule", ["lockstep", pytest.param("async", marks=SLOW)])
 def test_a_frozen_server_is_gone_around_and_comes_back(schedule: str, expected: list[Answer]) -> None:
     with cluster(attention_workers=2, expert_servers=2, min_replicas=2, schedule=schedule) as served:
         served.submit(*workload(6, TOKENS))
@@ -71,6 +80,7 @@ def test_a_frozen_server_is_gone_around_and_comes_back(schedule: str, expected: 
         assert [member.deaths for member in served.supervisor.status()] == [0, 0, 0, 0]
 
 
+@SLOW
 def test_a_frozen_server_without_replicas_is_replaced(
     expected: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,12 +92,14 @@ def test_a_frozen_server_without_replicas_is_replaced(
         assert (frozen.incarnation, frozen.deaths) == (2, 1)
 
 
+@SLOW
 def test_the_only_attention_worker_is_killed(expected: list[Answer]) -> None:
     with cluster(attention_workers=1, expert_servers=1) as served:
         served.submit(*workload(6, TOKENS))
         assert served.finish(Once(served, "attention worker 0", signal.SIGKILL, 100)) == expected
 
 
+@SLOW
 def test_a_process_that_keeps_dying_ends_the_service_with_a_message() -> None:
     with cluster(attention_workers=1, expert_servers=1) as served:
         for _ in range(6):
@@ -104,6 +116,7 @@ def test_a_process_that_keeps_dying_ends_the_service_with_a_message() -> None:
         assert "killed by signal 9" in served.supervisor.how_it_ended()
 
 
+@SLOW
 def test_no_process_outlives_the_block() -> None:
     with cluster(attention_workers=2, expert_servers=2) as served:
         pids = [member.pid for member in served.supervisor.status()]

@@ -65,13 +65,21 @@ def expected() -> list[Answer]:
     return alone(*workload(8, 24))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+FAST = ("1 worker, 3 servers", "barrier, 2 and 2", "async mtfs, 2 workers, 3 servers")
+EVERY_SHAPE = [
+    shape if shape.id in FAST else pytest.param(*shape.values, id=shape.id, marks=pytest.mark.slow)
+    for shape in SHAPES
+]
+
+
+@pytest.mark.parametrize("shape", EVERY_SHAPE)
 def test_the_same_bits_as_in_one_process(shape: dict[str, Any], expected: list[Answer]) -> None:
     with cluster(**shape) as served:
         served.submit(*workload(8, 24))
         assert served.finish() == expected
 
 
+@pytest.mark.slow
 def test_ranks_ask_their_own_server_first(expected: list[Answer]) -> None:
     """Two colocated ranks, every expert on both: nothing goes to the other rank."""
     shape = {"expert_servers": 0, "data_parallel_size": 2, "enable_expert_parallel": True}

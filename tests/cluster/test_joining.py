@@ -57,6 +57,7 @@ def newcomer(served: Cluster) -> ProcessStatus | None:
     return found[0] if found and served.supervisor.report().change is None else None
 
 
+@pytest.mark.slow
 def test_a_server_joins_during_traffic_and_its_death_costs_a_pause(
     expected: list[Answer], door: dict[str, Any]
 ) -> None:
@@ -76,6 +77,7 @@ def test_a_server_joins_during_traffic_and_its_death_costs_a_pause(
         assert report.counters.process_deaths == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_is_sent_away_ends(expected: list[Answer], door: dict[str, Any]) -> None:
     flags = ("--listen", "127.0.0.2:0")
     with cluster(**door) as served, joiner(served, door["cluster_secret_file"], *flags) as process:
@@ -91,6 +93,7 @@ def test_a_server_that_is_sent_away_ends(expected: list[Answer], door: dict[str,
         assert served.supervisor.report().counters.failovers == 0
 
 
+@pytest.mark.slow
 def test_who_does_not_know_the_secret_stays_outside(door: dict[str, Any], tmp_path: Path) -> None:
     other = tmp_path / "other"
     create_secret(other)
@@ -100,6 +103,7 @@ def test_who_does_not_know_the_secret_stays_outside(door: dict[str, Any], tmp_pa
         assert len(served.supervisor.status()) == 2
 
 
+@pytest.mark.slow
 def test_without_the_checkpoint_nothing_changes(door: dict[str, Any], tmp_path: Path) -> None:
     flags = ("--model", str(tmp_path / "nowhere"))
     with cluster(**door) as served, joiner(served, door["cluster_secret_file"], *flags) as process:

@@ -68,6 +68,7 @@ def test_servers_come_and_go_during_traffic(schedule: str, expected: list[Answer
         assert (counters.failovers, counters.moved_requests, counters.process_deaths) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_every_expert_keeps_its_copies(expected: list[Answer]) -> None:
     with cluster(attention_workers=1, expert_servers=3, min_replicas=2) as served:
         traffic = Traffic(served)
@@ -80,6 +81,7 @@ def test_every_expert_keeps_its_copies(expected: list[Answer]) -> None:
         assert served.supervisor.report().counters.failovers == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_attention_workers_come_and_go_during_traffic(schedule: str, expected: list[Answer]) -> None:
     with cluster(attention_workers=1, expert_servers=1, schedule=schedule) as served:
@@ -93,6 +95,7 @@ def test_attention_workers_come_and_go_during_traffic(schedule: str, expected: l
         assert served.supervisor.report().counters.moved_requests == 0
 
 
+@pytest.mark.slow
 def test_requests_of_a_worker_that_takes_too_long_to_drain_move(
     expected: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +112,7 @@ def test_requests_of_a_worker_that_takes_too_long_to_drain_move(
         assert served.supervisor.report().counters.moved_requests > 0
 
 
+@pytest.mark.slow
 def test_a_newcomer_that_keeps_dying_leaves_everything_as_it_was(expected: list[Answer]) -> None:
     with cluster(attention_workers=1, expert_servers=2) as served:
         before = served.supervisor.placement

@@ -1,4 +1,4 @@
-"""A short soak: seeded rounds of real clusters whose processes are killed and frozen; and the soak's own parts."""
+"""A short soak: seeded rounds of real clusters whose processes are killed and frozen; and its own parts."""
 
 from __future__ import annotations
 

@@ -40,8 +40,12 @@ EVERY_MESSAGE: list[messages.Message] = [
     messages.Serving(Directory(3, [ServerEntry(0, 2, "unix:/a")], {0: {1: [5, 6]}}), b"\0secret"),
     messages.Layout(ExpertLayout({1: "a.1"}, "g", "u", "d", 8, 4, 16, 2, "bfloat16")),
     messages.Alive(),
+    messages.Settled(4),
+    messages.Enlisted(
+        ExpertLayout({0: "a.0"}, "g", "u", "d", 8, 4, 16, 2, "float32"), "m", "auto", "async", "defrag"
+    ),
     messages.Hold(2, {1: [0, 3]}, b"secret"),
-    messages.Holds(2, "tcp:127.0.0.1:80", "native"),
+    messages.Holds(2, "tcp:127.0.0.1:80", "native", 1),
     messages.ServerReport(ExpertServerStats(clients=1), [[1, 2]]),
     messages.Loading(3, 10),
     messages.Ready(INFO),

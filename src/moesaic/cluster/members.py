@@ -75,7 +75,7 @@ class Members:
         config = replace(
             self._worker_config,
             own_server=member.number if self._ranks else None,
-            most_threads=len(cpus) or self._cores.threads(len(self.workers), len(self.all)),
+            most_threads=len(cpus) or self._cores.threads(len(self.workers)),
             cpus=cpus,
         )
         self._listen(member, spawn_worker(config))
@@ -132,7 +132,7 @@ class Members:
     def _server_threads(self, layout: ExpertLayout) -> int:
         if layout.num_bytes < SMALL_MODEL:
             return 1
-        return self._cores.threads(len(self.servers), len(self.all))
+        return self._cores.threads(len(self.servers))
 
     def _listen(self, member: Member, child: Process) -> None:
         member.stage, member.incarnation = Stage.STARTING, member.incarnation + 1

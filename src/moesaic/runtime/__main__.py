@@ -74,9 +74,10 @@ def _serve(connection: StreamConnection, config: WorkerConfig, bell: Bell) -> in
 
 def _live(connection: StreamConnection) -> None:
     """Signs of life from a thread of its own: a step may take long."""
-    while True:
-        connection.send(messages.Alive())
-        time.sleep(ALIVE_SECONDS)
+    with contextlib.suppress(ConnectionLost):  # the reading thread ends this process
+        while True:
+            connection.send(messages.Alive())
+            time.sleep(ALIVE_SECONDS)
 
 
 if __name__ == "__main__":
