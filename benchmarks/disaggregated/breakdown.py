@@ -18,12 +18,13 @@ import json
 import os
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moesaic.experts import native, process, remote, server
+from moesaic.experts import native, remote, server
+from moesaic.policy.brain import service
 from moesaic.transport.stream import StreamConnection
 
 FOLDER = "MOESAIC_BREAKDOWN"
@@ -36,8 +37,8 @@ class Stopwatch:
     """Exclusive CPU seconds by stage, of the thread that starts it first."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
-        self.layers: Counter[int] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.layers: dict[int, float] = defaultdict(float)
         """CPU seconds of execution by layer."""
         self.runs = 0
         """Batches that were executed, at one layer each."""
@@ -114,8 +115,8 @@ def watch_server() -> None:
     watch.wrap(server.ExpertServer, "_collect", "pre-processing")
     watch.wrap(server.ExpertServer, "_run", "pre-processing")
     watch.wrap(server.ExpertServer, "_answer", "post-processing")
-    watch.wrap(process.Service, "next_run", "schedule")
-    watch.wrap(process.Service, "arrived", "schedule")
+    watch.wrap(service.Service, "next_run", "schedule")
+    watch.wrap(service.Service, "arrived", "schedule")
     watch.wrap(native.Native, "run", "execution")
     watch.wrap(server, "wait", "waiting")
     watch.by_layer(server.ExpertServer, "_run", lambda _, run, started: int(run.layer))
@@ -123,7 +124,10 @@ def watch_server() -> None:
 
 
 def watch_worker() -> None:
-    """Put stopwatches into the attention worker of this process."""
+    """Put stopwatches into the attention worker of this process. Only that imports torch."""
+    from moesaic.kernels import batch
+    from moesaic.models import block
+    from moesaic.policy import kvblocks
     from moesaic.policy.brain import asynchronous, barrier, one_process
     from moesaic.runtime import executor, forward, layered, worker
 
@@ -135,8 +139,8 @@ def watch_worker() -> None:
     for module in (one_process, asynchronous):
         watch.wrap(module, "step_plan", "page table")
     for name in ("allocate", "commit", "free"):
-        watch.wrap(one_process.KVBlocks, name, "page table")
-    watch.wrap(forward.AttentionBatch, "build", "page table")
+        watch.wrap(kvblocks.KVBlocks, name, "page table")
+    watch.wrap(batch.AttentionBatch, "build", "page table")
     watch.wrap(forward.Walk, "advance", "pre-processing")
     watch.wrap(layered.Layered, "run", "pre-processing")
     watch.wrap(remote.RemoteExperts, "_pump", "pre-processing")
@@ -144,7 +148,7 @@ def watch_worker() -> None:
         watch.by_layer(module, "to_gate", lambda block, layer, *rest: int(layer))
         watch.wrap(module, "to_gate", "execution")
     for name in ("dense", "merge"):
-        watch.wrap(layered.Block, name, "execution")
+        watch.wrap(block.Block, name, "execution")
     watch.wrap(remote.RemoteExperts, "submit", "post-processing")
     watch.wrap(remote.RemoteExperts, "wait", "waiting")
     watch.wrap(executor.Executor, "_finish", "sampling")

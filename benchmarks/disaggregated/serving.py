@@ -26,7 +26,8 @@ from moesaic.launch import Launched, launch
 from moesaic.models import files, registry
 
 SETTLE = 0.3
-"""Seconds after a run until every process has reported it."""
+"""Seconds without news after which every process has reported what it did."""
+LONGEST_SETTLE = 3.0
 PATIENCE = 120.0
 """Seconds without a message after which a cluster counts as broken."""
 
@@ -163,7 +164,7 @@ class Served:
         return Run(sum(map(len, prompts)), times)
 
     def counters(self) -> Counters:
-        """As every process last reported; wait `SETTLE` seconds after a run."""
+        """As every process last reported."""
         supervisor = self.launched.supervisor
         processes = [] if supervisor is None else supervisor.status()
         servers = tuple(one.stats for one in processes if one.role == "expert server")
@@ -175,12 +176,20 @@ class Served:
         """A run, and what it took of every process. Seconds are those of the run alone."""
         before = self.counters()
         run = self.run(prompts, new)
-        settled = time.monotonic() + SETTLE
-        while time.monotonic() < settled:
-            self.take(0.05)
-        after = self.counters()
+        after = self.settled()
         ended = max(one[-1] for one in run.times)
         return run, spent(before, Counters(after.worker, after.servers, before.time + ended))
+
+    def settled(self) -> Counters:
+        """Once nothing of them changes any more."""
+        last, since = self.counters(), time.monotonic()
+        deadline = since + LONGEST_SETTLE
+        while time.monotonic() < min(since + SETTLE, deadline):
+            self.take(0.05)
+            now = self.counters()
+            if (now.worker, now.servers) != (last.worker, last.servers):
+                last, since = now, time.monotonic()
+        return last
 
     def pid(self, name: str) -> int:
         """Of a process by the supervisor's name for it, such as "expert server 0"."""

@@ -116,11 +116,12 @@ def cluster(
     inflight_batches: int = 1,
     kv_cache_memory: str = "32MiB",
     threads: int | None = 1,
+    max_model_len: int | None = None,
     **more: Any,
 ) -> Iterator[Cluster]:
     """Serving, until the end of the block. more: of ClusterConfig."""
     worker = WorkerConfig(
-        ModelConfig(model, threads=threads, kernels=kernels),  # type: ignore[arg-type]
+        ModelConfig(model, threads=threads, kernels=kernels, max_model_len=max_model_len),  # type: ignore[arg-type]
         CacheConfig(kv_cache_memory=kv_cache_memory),
         SchedulerConfig(
             max_num_seqs=16,

@@ -26,6 +26,11 @@ class Entrance:
         """True from `enter` until `entered` said so."""
         return self._work is not None or self._let_in
 
+    @property
+    def idle(self) -> bool:
+        """True while it waits without rows: for requests, not for experts."""
+        return self._work is False
+
     def enter(self, work: bool) -> None:
         """Want in, with rows to compute or without. Again when that changes."""
         self._work, self._knock = work, None

@@ -15,7 +15,7 @@ from moesaic.core.metrics import ExpertServerStats
 from moesaic.experts.arithmetic import Arithmetic
 from moesaic.experts.server import ExpertServer
 from moesaic.policy.brain.service import Enough, Service
-from moesaic.policy.microqueue import MostTokensFirst, policy_named
+from moesaic.policy.microqueue import policy_named
 from moesaic.transport.bell import Bell
 from moesaic.transport.listening import Listener
 from moesaic.transport.stream import StreamConnection
@@ -25,6 +25,9 @@ EVERYBODY = 1 << 62
 """Pairs that are never there: a run starts when every client's rows are in."""
 BARRIER_SECONDS = 1.0
 """A client that a run waited for in vain has died or gone elsewhere."""
+_POLICIES = {"lockstep": "mtfs", "barrier": "flfs"}
+"""What runs next by schedule; async: as set. With a barrier, clients that came out of step at a death would
+stay so if the fuller queue ran first: who is behind goes first, and meets the others at their layer."""
 
 
 def serve(supervisor: StreamConnection, config: ExpertServerConfig, bell: Bell, secret: bytes = b"") -> int:
@@ -41,8 +44,7 @@ def serve(supervisor: StreamConnection, config: ExpertServerConfig, bell: Bell, 
     arithmetic = _arithmetic(config)
     arithmetic.take(first.experts)
     listener = Listener(config.address, secret or first.secret)
-    rule = Enough(EVERYBODY, BARRIER_SECONDS) if config.schedule == "barrier" else Enough()
-    policy = policy_named(config.queue_policy) if config.schedule == "async" else MostTokensFirst()
+    rule, policy = _start_rule(config), policy_named(_POLICIES.get(config.schedule, config.queue_policy))
     service = Service(config.layout.layers, policy, rule)
     server = ExpertServer(config.layout, arithmetic, listener, service, time.monotonic, rule.wait)
     holding = _Holding(supervisor, arithmetic, listener.address, config.threads)
@@ -62,6 +64,10 @@ def serve(supervisor: StreamConnection, config: ExpertServerConfig, bell: Bell, 
     finally:
         stopped.set()
         server.close()
+
+
+def _start_rule(config: ExpertServerConfig) -> Enough:
+    return Enough(EVERYBODY, BARRIER_SECONDS) if config.schedule == "barrier" else Enough()
 
 
 def _arithmetic(config: ExpertServerConfig) -> Arithmetic:

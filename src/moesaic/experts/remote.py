@@ -152,8 +152,8 @@ class RemoteExperts:
             limits.append(max(0.001, deadline - started))
         ends = [end.caller for end in self._ends.values()]
         wait(ends, (bell, self._bell.fileno()), min(limits, default=None), SPIN)
-        seconds = self._stats.waiting_seconds + self._clock() - started
-        self._stats = replace(self._stats, waiting_seconds=seconds)
+        waited = 0.0 if self._entrance.idle else self._clock() - started
+        self._stats = replace(self._stats, waiting_seconds=self._stats.waiting_seconds + waited)
 
     def stats(self) -> ExpertStats:
         seen = self._replicas.stats

@@ -123,7 +123,6 @@ class ExpertServer:
     def _accept(self) -> None:
         for end in self._listener.accepted():
             self._ends[self._next_client] = end
-            self._service.client_joined(self._next_client)
             self._gate.joined(self._next_client)
             self._next_client += 1
 
@@ -149,6 +148,7 @@ class ExpertServer:
         if request.work is not None:
             self._open(self._gate.knocked(client, call, request.work))
             return
+        self._service.client_joined(client)  # not before: in the middle of others' step it has no rows
         self._service.arrived(call, client, request.layer, request.experts, self._clock())
 
     def _forget(self, client: int) -> None:

@@ -82,6 +82,7 @@ class Service:
         return int(self._tokens.sum())
 
     def client_joined(self, client: int) -> None:
+        """Starts wait for it, until one had to begin without it. Again: nothing."""
         self._clients.add(client)
 
     def client_left(self, client: int) -> None:
@@ -122,6 +123,7 @@ class Service:
             return None
         queue = self._queues.pop(chosen)
         self._tokens[chosen] = 0
+        self._clients.intersection_update(self._waiting)
         for call, pairs in queue.parts:
             self._served(call, len(pairs))
         return Run(self._layers[chosen[0]], queue.parts)
