@@ -1,4 +1,4 @@
-"""`one`: an attention worker and an expert server of one thread each, against one process of two threads."""
+"""`one`: an attention worker and an expert server on the cores of one process with two threads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         engines = [stack.enter_context(serving(ALONE, arguments.model, 2))]
         pair = ClusterConfig(expert_servers=1, rebalance_interval=0)
         for name, settings in SCHEDULES.items():
-            engines.append(stack.enter_context(serving(name, arguments.model, 1, pair, **settings)))
+            engines.append(stack.enter_context(serving(name, arguments.model, arguments.threads, pair, **settings)))
         total = (1 + arguments.rounds * len(arguments.concurrency)) * len(engines)
         task = progress.add_task("measuring", total=total)
         for engine in engines:  # the first run of each is for warmth
@@ -59,7 +59,7 @@ def one_run(engine: Served, arguments: argparse.Namespace, concurrency: int, new
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title="one attention worker + one expert server against one process, two threads in all")
+    table = Table(title="one attention worker + one expert server against one process, on two cores")
     for column in ("reqs", "served by", "prefill tok/s", "ratio", "decode tok/s", "ratio"):
         table.add_column(column, justify="left" if column == "served by" else "right")
     table.add_column("worker waits", justify="right")
@@ -83,6 +83,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--threads", type=int, default=2, help="of the worker and of the server, each")
     parser.add_argument("--prompt-len", type=int, default=64)
     parser.add_argument("--gen-len", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
