@@ -29,7 +29,7 @@ check: lint
 	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile
 
 test: $(STAMP)
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 soak: $(STAMP)
 	$(BIN)/python -m scripts.soak $(SOAK)

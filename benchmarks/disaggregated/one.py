@@ -28,7 +28,9 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         engines = [stack.enter_context(serving(ALONE, arguments.model, 2))]
         pair = ClusterConfig(expert_servers=1, rebalance_interval=0)
         for name, settings in SCHEDULES.items():
-            engines.append(stack.enter_context(serving(name, arguments.model, arguments.threads, pair, **settings)))
+            engines.append(
+                stack.enter_context(serving(name, arguments.model, arguments.threads, pair, **settings))
+            )
         total = (1 + arguments.rounds * len(arguments.concurrency)) * len(engines)
         task = progress.add_task("measuring", total=total)
         for engine in engines:  # the first run of each is for warmth

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 from disaggregated import breakdown, kill, queues
@@ -117,7 +117,7 @@ def test_marks_on_an_axis_are_round_numbers(span: float, count: int, size: float
 
 def test_a_picture_is_an_svg_with_a_path_for_each_line() -> None:
     lines = [Line("a < b", [(-1.0, 0.0), (0.0, 4.0), (1.0, 2.0)]), Line("c", [(-1.0, 1.0), (1.0, 1.0)])]
-    root = ElementTree.fromstring(draw(lines, "title", "seconds", "tokens/s", mark=0.0))
+    root = ET.fromstring(draw(lines, "title", "seconds", "tokens/s", mark=0.0))
     paths = [one for one in root.iter("{http://www.w3.org/2000/svg}path") if "line" in one.get("class", "")]
     assert len(paths) == 4  # each line, and its sample beside its name
     assert paths[0].get("d", "").count("L") == 2

@@ -113,8 +113,13 @@ class Service:
 
     def next_run(self, now: float) -> Run | None:
         """What to compute now; None: nothing is there, or not enough yet (see `wait`)."""
-        if not self._queues or not self._rule.ready(*self._state(now)):
+        if not self._queues:
             return None
+        pairs, oldest, clients, waiting = self._state(now)
+        if not self._rule.ready(pairs, oldest, clients, waiting):
+            return None
+        if not self._rule.ready(pairs, 0.0, clients, waiting):  # it waited in vain: not again at each layer
+            self._clients.intersection_update(self._waiting)
         waited = np.zeros(self._tokens.shape)
         for key, queue in self._queues.items():
             waited[key] = now - queue.since
@@ -123,9 +128,8 @@ class Service:
             return None
         queue = self._queues.pop(chosen)
         self._tokens[chosen] = 0
-        self._clients.intersection_update(self._waiting)
-        for call, pairs in queue.parts:
-            self._served(call, len(pairs))
+        for call, mine in queue.parts:
+            self._served(call, len(mine))
         return Run(self._layers[chosen[0]], queue.parts)
 
     def wait(self, now: float, longest: float) -> float | None:
