@@ -58,7 +58,7 @@ def test_the_first_half_of_the_experts_is_on_server_0(tmp_path: Path) -> None:
 
 
 def test_a_barrier_waits_at_each_layer_for_the_busiest() -> None:
-    nothing = {"seconds": {}, "layers": {}}
+    nothing: dict[str, dict[str, float]] = {"seconds": {}, "layers": {}}
     alternating = [{"layers": {0: 3.0, 1: 1.0}}, {"layers": {0: 1.0, 1: 3.0}}]
     assert breakdown.bound([nothing, nothing], alternating) == (6.0, 4.0)
     working = [
@@ -99,7 +99,7 @@ def test_a_stopwatch_counts_each_moment_in_the_innermost_stage(monkeypatch: pyte
             spend(5.0)
             return name
 
-    monkeypatch.setattr(breakdown.time, "thread_time", lambda: now)
+    monkeypatch.setattr("disaggregated.breakdown.time.thread_time", lambda: now)
     watch = breakdown.Stopwatch()
     watch.by_layer(Work, "inner", lambda self: 7)
     for name in ("outer", "inner", "build"):
@@ -149,9 +149,8 @@ def test_what_is_kept_is_of_the_same_rounds_control() -> None:
 
 
 def test_rates_are_those_of_the_second_half() -> None:
-    watched = queues.Watched(
-        [0.0, 1.0, 2.0, 3.0], [0, 9, 10, 20], [0, 1, 4, 10], [0, 1, 2, 6], [0] * 4, [8] * 4
-    )
+    arrived, ended, running = [0, 9, 10, 20], [0, 1, 4, 10], [0, 1, 2, 6]
+    watched = queues.Watched([0.0, 1.0, 2.0, 3.0], arrived, ended, running, [0] * 4, [8] * 4)
     found = queues.evaluate(watched, [0.1, 0.2], 7.0)
     assert (found["input_per_s"], found["output_per_s"], found["open_at_end"]) == (10.0, 6.0, 10)
     assert (found["running"], found["waiting_pairs"], found["itl_p50"]) == (4.0, 8.0, 0.2)

@@ -17,8 +17,9 @@ class Entrance:
         self._hidden = hidden
         self._work: bool | None = None
         """What it knocks with; None when it does not want in."""
-        self._knock: tuple[int, int] | None = None
-        """Server and number of the call that counts: a later knock makes the ones before it void."""
+        self._knock: tuple[End, int] | None = None
+        """Connection and number of the call that counts: a later knock makes the ones before it void. A server
+        that was started again has another connection, and knows nothing of a knock at the one before."""
         self._let_in = False
 
     @property
@@ -42,15 +43,15 @@ class Entrance:
 
     def knock(self, ends: Mapping[int, End]) -> None:
         """If nobody has, or another server is the one now."""
-        gate = min(ends, default=None)
-        if self._work is None or gate is None or (self._knock is not None and self._knock[0] == gate):
+        gate = ends[min(ends)] if ends else None
+        if self._work is None or gate is None or (self._knock is not None and self._knock[0] is gate):
             return
         try:
             size = wire.size(0, 0, self._hidden, False)
-            call = ends[gate].caller.open(size, 1, 4 * self._hidden)
+            call = gate.caller.open(size, 1, 4 * self._hidden)
             if call is not None:
                 wire.knock(call.request, self._hidden, self._work)
-                ends[gate].caller.post(call)
+                gate.caller.post(call)
                 self._knock = gate, call.number
         except ConnectionLost:
             pass  # whoever polls this end hears of it too
@@ -58,6 +59,6 @@ class Entrance:
     def answered(self, end: End, call: Call) -> None:
         """A call that was a knock came back."""
         end.caller.release(call)
-        if self._knock == (end.entry.server, call.number):
+        if self._knock is not None and self._knock[0] is end and self._knock[1] == call.number:
             self._work = self._knock = None
             self._let_in = True

@@ -123,6 +123,7 @@ class ExpertServer:
     def _accept(self) -> None:
         for end in self._listener.accepted():
             self._ends[self._next_client] = end
+            self._service.client_joined(self._next_client)
             self._gate.joined(self._next_client)
             self._next_client += 1
 
@@ -148,7 +149,7 @@ class ExpertServer:
         if request.work is not None:
             self._open(self._gate.knocked(client, call, request.work))
             return
-        self._service.client_joined(client)  # not before: in the middle of others' step it has no rows
+        self._service.client_joined(client)  # again, if a run began without it
         self._service.arrived(call, client, request.layer, request.experts, self._clock())
 
     def _forget(self, client: int) -> None:
