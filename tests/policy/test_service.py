@@ -253,3 +253,15 @@ class ServiceMachine(RuleBasedStateMachine):
 def test_every_pair_of_clients_that_stay_runs_once() -> None:
     quiet = settings(max_examples=60, stateful_step_count=20, derandomize=True, deadline=None)
     run_state_machine_as_test(ServiceMachine, settings=quiet)
+
+
+def test_a_client_that_was_waited_for_in_vain_is_not_waited_for_at_the_next_layer() -> None:
+    subject = service(rule=Enough(pairs=99, wait=1.0))
+    ask(subject, 0, 0, 3, [1], now=0.0)
+    assert subject.next_run(0.5) is None
+    assert parts(subject.next_run(1.0)) == [(0, [0])]
+    ask(subject, 1, 0, 5, [1], now=1.0)
+    assert parts(subject.next_run(1.0)) == [(1, [0])], "client 1 has not come back"
+    subject.client_joined(1)
+    ask(subject, 2, 1, 3, [1], now=2.0)
+    assert subject.next_run(2.0) is None, "now there are two again"

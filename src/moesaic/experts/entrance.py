@@ -18,8 +18,8 @@ class Entrance:
         self._work: bool | None = None
         """What it knocks with; None when it does not want in."""
         self._knock: tuple[End, int] | None = None
-        """Connection and number of the call that counts: a later knock makes the ones before it void. A server
-        that was started again has another connection, and knows nothing of a knock at the one before."""
+        """Connection and number of the call that counts: a later knock makes those before it void. A server
+        that was started again has another connection; it knows nothing of a knock at the one before."""
         self._let_in = False
 
     @property
