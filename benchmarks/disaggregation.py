@@ -5,8 +5,8 @@
     python benchmarks/disaggregation.py kill demo --svg kill.svg  tokens/s while an expert server is killed
     python benchmarks/disaggregation.py queues demo               arrivals near saturation, by queue policy
 
-Shown are medians of interleaved rounds: what is compared takes turns, and stays loaded meanwhile. Each process
-of a cluster has one thread, in `one` --threads. --quick is for a look at whether it works. Checkpoints come
+Shown are medians of interleaved rounds: what is compared takes turns, and stays loaded meanwhile. Every
+process of a cluster has one thread, in `one` --threads. --quick: a look at whether it works. Checkpoints come
 from `make_checkpoint.py`; `colocated` writes its own.
 """
 
