@@ -43,6 +43,7 @@ def test_json_carries_every_setting() -> None:
         CacheConfig("1GiB", "float16", 32, enable_prefix_caching=False),
         SchedulerConfig(7, 99, schedule="async", queue_policy="mtfs"),
         remote_experts=True,
+        supervised=True,
         own_server=3,
         most_threads=2,
         cpus=(0, 1),

@@ -112,6 +112,8 @@ class WorkerConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
     remote_experts: bool = False
     """The routed experts are on servers that the supervisor names; else they are computed here."""
+    supervised: bool = False
+    """A supervisor waits for signs of life, also while there is nothing to do."""
     own_server: int | None = None
     """The expert server of this worker's own rank, asked first."""
     most_threads: int | None = None
@@ -157,6 +159,7 @@ class WorkerConfig:
             cache=CacheConfig(**parts["cache"]),
             scheduler=SchedulerConfig(**parts["scheduler"]),
             remote_experts=parts["remote_experts"],
+            supervised=parts["supervised"],
             own_server=parts["own_server"],
             most_threads=parts["most_threads"],
             cpus=tuple(parts["cpus"]),

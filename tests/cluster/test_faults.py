@@ -10,6 +10,7 @@ import time
 import pytest
 
 from moesaic import SamplingParams
+from moesaic.cluster.supervisor import FROZEN_SECONDS
 from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_identity import alone, workload
 
@@ -93,6 +94,16 @@ def test_a_frozen_server_without_replicas_is_replaced(
 
 
 @SLOW
+@pytest.mark.slow
+@pytest.mark.parametrize("expert_servers", [0, 1])
+def test_processes_without_work_are_left_alone(expert_servers: int) -> None:
+    with cluster(attention_workers=2, expert_servers=expert_servers) as served:
+        end = time.monotonic() + FROZEN_SECONDS + 2
+        while time.monotonic() < end:
+            served.take(0.1)
+        assert [member.deaths for member in served.supervisor.status()] == [0] * (2 + expert_servers)
+
+
 def test_the_only_attention_worker_is_killed(expected: list[Answer]) -> None:
     with cluster(attention_workers=1, expert_servers=1) as served:
         served.submit(*workload(6, TOKENS))

@@ -56,9 +56,9 @@ class Supervisor:
         self._rule = RestartRule()
         file = cluster.cluster_secret_file
         self._secret = secrets.token_bytes(32) if file is None else create_secret(Path(file))
-        remote = replace(worker, remote_experts=cluster.expert_servers > 0)
+        member = replace(worker, remote_experts=cluster.expert_servers > 0, supervised=True)
         ranks = cluster.data_parallel_size if cluster.enable_expert_parallel else None
-        self._members = Members(remote, router, self._hear, clock, ranks)
+        self._members = Members(member, router, self._hear, clock, ranks)
         self._publisher = Publisher(self._members, self._secret)
         self._steering = Steering(self._members, self._publisher, router, cluster, clock, self._note)
         self._failures: deque[Failure] = deque(maxlen=FAILURES)
@@ -204,10 +204,11 @@ class Supervisor:
             self._publisher.publish()
 
     def _tick(self, now: float) -> None:
+        heard_all = self._members.inbox.empty()  # else this thread was held up, and not the silent process
         for member in self._members.all:
             if member.stage is Stage.WAITING and now >= member.restart_at and self._ended is None:
                 self._spawn(member)
-            silent = now - member.last_seen > FROZEN_SECONDS
+            silent = heard_all and now - member.last_seen > FROZEN_SECONDS
             if member.in_service and silent and member.child is not None:
                 self._note(f"{member.name} shows no sign of life: killing it")
                 member.child.kill()

@@ -66,7 +66,7 @@ def _serve(connection: StreamConnection, config: WorkerConfig, bell: Bell) -> in
         connection.send(messages.Failed(str(error), user_error=True))
         return 2
     connection.send(messages.Ready(info))
-    if config.remote_experts:
+    if config.supervised:
         threading.Thread(target=_live, args=(connection,), name="alive", daemon=True).start()
     worker.run()
     return 0
