@@ -10,6 +10,7 @@ BIN := .venv/bin
 STAMP := .venv/.setup-done
 
 .PHONY: setup demo lint check test soak sanitize
+unexport PYTHONDONTWRITEBYTECODE  # tests that start processes would compile everything each time
 
 setup: $(STAMP)
 

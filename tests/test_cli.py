@@ -156,6 +156,7 @@ def test_serve_says_what_it_chose_and_ends_on_sigterm() -> None:
         assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_serve_as_json_with_a_key_and_the_death_of_its_worker() -> None:
     with server("--json", MOESAIC_API_KEY="secret") as process:
         served = json.loads(process.stdout.readline())
@@ -171,6 +172,7 @@ def test_serve_as_json_with_a_key_and_the_death_of_its_worker() -> None:
         assert process.returncode == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stdout", [">/dev/full", "| true", ">&-"])
 def test_serve_serves_when_nobody_can_read_what_it_says(stdout: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -201,6 +203,7 @@ def post_when_up(url: str, body: dict[str, object]) -> dict[str, Any]:
     raise AssertionError("no server")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stdout", "says"),
     [(">/dev/full", "moesaic: cannot write: No space left on device\n"), (">&-", "")],
@@ -213,6 +216,7 @@ def test_an_answer_that_cannot_be_written_is_no_traceback(stdout: str, says: str
     assert process.returncode == (1 if says else 0)
 
 
+@pytest.mark.slow
 def test_a_pipe_that_nobody_reads_is_no_traceback() -> None:
     command = [sys.executable, "-m", "moesaic", "doctor", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -230,6 +234,7 @@ def worker_of(pid: int) -> int:
     return int(children[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

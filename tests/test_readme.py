@@ -55,6 +55,7 @@ def test_the_commands_that_end_by_themselves_run(tmp_path: Path) -> None:
             assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [body for language, body in BLOCKS if language == "python"])
 def test_its_python_runs(source: str) -> None:
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=100)

@@ -97,6 +97,7 @@ async def all_streams(url: str, prompts: list[str], leaving: list[int | None]) -
         return await asyncio.gather(*jobs)
 
 
+@pytest.mark.slow
 def test_64_streams_with_random_cancellations_leave_no_block_behind(server: Server) -> None:
     rng = random.Random(0)
     words = ["def", "class", "return", "the", "number", "of", "apples", "import", "value", "packages", "file"]

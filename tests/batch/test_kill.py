@@ -71,6 +71,7 @@ def test_sigkill_costs_only_what_was_in_flight(files):
     one_result_each(files[1], ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_at_once_and_says_how_to_go_on(files, signum):
     ids = write_input(files[0], 40)
@@ -85,6 +86,7 @@ def test_a_signal_stops_at_once_and_says_how_to_go_on(files, signum):
     one_result_each(files[1], ids)
 
 
+@pytest.mark.slow
 def test_a_file_size_limit_is_a_full_disk(files):
     ids = write_input(files[0], 40)
     code, _, err = finish(files, max_file_bytes=4000)
@@ -110,6 +112,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(place)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_whole_lines(files, small_disk):
     ids = write_input(files[0], 40, size=3000)
     output = small_disk / "out.jsonl"
@@ -125,6 +128,7 @@ def test_a_full_disk_leaves_whole_lines(files, small_disk):
     one_result_each(files[1], ids)
 
 
+@pytest.mark.slow
 def test_a_second_run_on_the_same_output_is_refused(files):
     write_input(files[0], 40)
     first = start(files, delay=0.5)

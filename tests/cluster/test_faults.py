@@ -66,7 +66,8 @@ def test_without_replicas_tokens_wait_for_the_restart(schedule: str, expected: l
         assert [member.incarnation for member in served.supervisor.status()] == [1, 1, 2]
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", pytest.param("async", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["lockstep", "async"])
 def test_a_frozen_server_is_gone_around_and_comes_back(schedule: str, expected: list[Answer]) -> None:
     with cluster(attention_workers=2, expert_servers=2, min_replicas=2, schedule=schedule) as served:
         served.submit(*workload(6, TOKENS))
@@ -104,6 +105,7 @@ def test_processes_without_work_are_left_alone(expert_servers: int) -> None:
         assert [member.deaths for member in served.supervisor.status()] == [0] * (2 + expert_servers)
 
 
+@pytest.mark.slow
 def test_the_only_attention_worker_is_killed(expected: list[Answer]) -> None:
     with cluster(attention_workers=1, expert_servers=1) as served:
         served.submit(*workload(6, TOKENS))

@@ -139,6 +139,7 @@ def test_a_newcomer_that_keeps_dying_leaves_everything_as_it_was(expected: list[
         assert served.supervisor.placement.held == before.held
 
 
+@pytest.mark.slow
 def test_a_worker_that_keeps_dying_leaves_everything_as_it_was() -> None:
     with cluster(attention_workers=1, expert_servers=1) as served:
         future = served.supervisor.scale(attention_workers=2)
@@ -156,6 +157,7 @@ def test_a_worker_that_keeps_dying_leaves_everything_as_it_was() -> None:
         assert names(served) == ["attention worker 0", "expert server 0"]
 
 
+@pytest.mark.slow
 def test_a_server_killed_while_another_joins_comes_back(expected: list[Answer]) -> None:
     with cluster(attention_workers=1, expert_servers=2, min_replicas=2) as served:
         served.submit(*workload(COUNT, TOKENS))
@@ -187,6 +189,7 @@ def test_what_can_never_be_is_refused_and_changes_nothing() -> None:
         first.result(60)
 
 
+@pytest.mark.slow
 def test_workers_that_do_everything_can_be_scaled_too(expected: list[Answer]) -> None:
     with cluster(attention_workers=2, expert_servers=0) as served:
         with pytest.raises(ScalingError, match="--expert-servers"):

@@ -81,6 +81,7 @@ def test_a_killed_worker_is_noticed_at_once(worker: ChildProcess) -> None:
     assert worker.how_it_ended() == f"worker process {worker.pid} killed by signal 9"
 
 
+@pytest.mark.slow
 def test_a_setting_that_does_not_fit_is_told_in_one_line() -> None:
     worker = spawn_worker(WorkerConfig(ModelConfig("demo", threads=1), CacheConfig(kv_cache_memory="1KiB")))
     failed = until(worker, messages.Failed)
@@ -102,6 +103,7 @@ raise SystemExit(main())
 """
 
 
+@pytest.mark.slow
 def test_a_bug_in_a_step_reaches_the_log_and_the_engine() -> None:
     ours, theirs = stream_pair()
     command = [sys.executable, "-c", BROKEN, "--connection-fd", str(theirs.fileno())]
@@ -138,6 +140,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_worker_dies_with_its_parent_in_the_middle_of_a_request() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

@@ -102,6 +102,7 @@ def test_sigterm_finishes_what_is_in_flight_and_refuses_the_rest(served: Served)
     assert served.process.wait(5) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", ["0.05"], indirect=True)
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_stops_at_once(served: Served, second: signal.Signals) -> None:
@@ -119,6 +120,7 @@ def test_a_second_signal_stops_at_once(served: Served, second: signal.Signals) -
     assert "Traceback" not in served.process.stderr.read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", ["0"], indirect=True)
 def test_a_client_that_stalls_does_not_keep_a_drained_server(served: Served) -> None:
     served.wait_ready()

@@ -344,6 +344,7 @@ def test_memory_outlives_its_ends(ends: Ends) -> None:
     assert kept.tobytes() == b"last" and theirs.tobytes() == b"question"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_stays_behind(kind: str, tmp_path: Path) -> None:
     before = descriptors()
@@ -356,6 +357,7 @@ def test_nothing_stays_behind(kind: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_waiting_costs_next_to_nothing(ends: Ends) -> None:
     started = time.process_time()
     assert not wait(ends, timeout=1.0)

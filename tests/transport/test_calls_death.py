@@ -103,6 +103,7 @@ def test_no_wake_up_is_lost(kind: str, tmp_path: Path) -> None:
         caller.close()
 
 
+@pytest.mark.slow
 @KINDS
 def test_a_killed_client_leaves_nothing_at_the_server(kind: str, tmp_path: Path) -> None:
     transport = "shm" if kind in ("shm", "faulty") else "stream"

@@ -25,6 +25,7 @@ from moesaic.transport.listening import Listener, connect
 
 Peer = Callable[[socket.socket], object]
 HEAP = 1 << 20
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(params=["unix", "tcp"])
