@@ -33,8 +33,11 @@ class Ticket:
 class RoutedExperts(Protocol):
     """Asynchronous by contract: other work may run between the two calls."""
 
-    def submit(self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor) -> Ticket:
-        """Ask for the experts of `layer`. hidden: [n, h] float32; expert_ids: [n, k] int64, logical."""
+    def submit(
+        self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor, out: torch.Tensor | None = None
+    ) -> Ticket:
+        """Ask for the experts of `layer`. hidden: [n, h] float32; expert_ids: [n, k] int64, logical; out:
+        [n, k, h] float32, where the answer is wanted, if that matters."""
         ...
 
     def poll(self, ticket: Ticket) -> torch.Tensor | None:
@@ -87,10 +90,12 @@ class DirectExperts:
         """Of the largest answer so far. Fresh memory for each would be paged in anew by the system, which
         took a fifth of the time of a prefill."""
 
-    def submit(self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor) -> Ticket:
+    def submit(
+        self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor, out: torch.Tensor | None = None
+    ) -> Ticket:
         ticket = Ticket(self._submitted)
         self._submitted += 1
-        out = self._room(hidden, expert_ids)
+        out = self._room(hidden, expert_ids) if out is None else out
         self._answer = (ticket, self._kernels.experts(self._weights[layer], hidden, expert_ids, out))
         return ticket
 

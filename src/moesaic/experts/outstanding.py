@@ -25,8 +25,8 @@ class Submission:
     experts: IntArray
     """[n * k] the expert of each pair."""
     top_k: int
-    memory: wire.FloatRows
-    """Of the answer and whatever it was large enough for before."""
+    memory: wire.FloatRows | None
+    """Of the answer and whatever it was large enough for before; None: it belongs to who asked."""
     out: wire.FloatRows
     """[n * k, h] in it"""
     missing: int
@@ -70,8 +70,12 @@ class Memory:
     def __init__(self) -> None:
         self._free: list[wire.FloatRows] = []
 
-    def take(self, rows: int, width: int) -> tuple[wire.FloatRows, wire.FloatRows]:
-        """Memory to be given back one day, and [rows, width] in it."""
+    def take(
+        self, rows: int, width: int, wanted: wire.FloatRows | None = None
+    ) -> tuple[wire.FloatRows | None, wire.FloatRows]:
+        """Memory to be given back one day, and [rows, width] in it. wanted: that, which the asker keeps."""
+        if wanted is not None:
+            return None, wanted
         numbers = rows * width
         fitting = next((memory for memory in self._free if len(memory) >= numbers), None)
         if fitting is None:
@@ -81,6 +85,7 @@ class Memory:
             self._free = [memory for memory in self._free if memory is not fitting]
         return fitting, fitting[:numbers].reshape(rows, width)
 
-    def give_back(self, memory: wire.FloatRows) -> None:
+    def give_back(self, memory: wire.FloatRows | None) -> None:
         """Nobody looks at it any more."""
-        self._free.append(memory)
+        if memory is not None:
+            self._free.append(memory)

@@ -68,13 +68,16 @@ class RemoteExperts:
 
     # ---- RoutedExperts
 
-    def submit(self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor) -> Ticket:
+    def submit(
+        self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor, out: torch.Tensor | None = None
+    ) -> Ticket:
         ticket = Ticket(self._submitted)
         self._submitted += 1
         experts = expert_ids.cpu().numpy().reshape(-1)
         rows = hidden.cpu().contiguous().numpy()
-        memory, out = self._memory.take(len(experts), rows.shape[1])
-        submission = Submission(ticket, layer, rows, experts, expert_ids.shape[1], memory, out, len(experts))
+        wanted = None if out is None else out.numpy().reshape(len(experts), rows.shape[1])
+        memory, into = self._memory.take(len(experts), rows.shape[1], wanted)
+        submission = Submission(ticket, layer, rows, experts, expert_ids.shape[1], memory, into, len(experts))
         self._submissions[ticket.number] = submission
         self._send(submission, np.arange(len(experts)))
         if self._everyone:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -74,16 +74,24 @@ class Experts(Protocol):
     ) -> torch.Tensor: ...
 
 
-class Recording(Protocol):
+Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+class Recording(Protocol[Result_co]):
     """A step that was run once and can be run again on what then lies in its inputs."""
 
     @property
-    def result(self) -> torch.Tensor: ...
-    def run(self) -> torch.Tensor: ...
+    def result(self) -> Result_co: ...
+    def run(self) -> Result_co: ...
 
 
-Recorder = Callable[[Callable[[], torch.Tensor]], Recording]
-"""Runs a step and records it."""
+class Recorder(Protocol):
+    def __call__(self, step: Callable[[], Result]) -> Recording[Result]:
+        """Runs a step and records it."""
+        ...
+
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 Biases = Sequence[torch.Tensor | None]
 

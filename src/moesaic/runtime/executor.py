@@ -24,9 +24,10 @@ from moesaic.policy.brain.actions import (
     StepDone,
     StepPlan,
 )
-from moesaic.runtime.forward import Forward, Walk
+from moesaic.runtime.forward import Forward
 from moesaic.runtime.layered import Layered
 from moesaic.runtime.sampler import Sampler, token_logprobs
+from moesaic.runtime.walk import Walk
 from moesaic.transport.base import Connection
 
 SCORED_SLICE = 128

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from moesaic.core.tokens import TokenBatch
-from moesaic.experts.client import RoutedExperts, Ticket
+from moesaic.experts.client import RoutedExperts
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Recorder, Recording
 from moesaic.kvcache.paged import PagedKV
 from moesaic.models.block import Block, Gated
 from moesaic.models.model import Model
+from moesaic.runtime.walk import Ask, Stages, Walk
 
-Stages = Generator[Ticket, torch.Tensor, torch.Tensor]
-"""Yields the ticket it waits for, is sent the answer, returns hidden states."""
 RECORDED_ROWS = 64
 """Decode steps of more rows are not recorded: Python's share of their time is small."""
 
@@ -25,8 +24,8 @@ RECORDED_ROWS = 64
 class Forward:
     """Walks the stages: operation by operation, or, for decode steps, by replaying a recorded walk.
 
-    A recording holds the native operations of this process and nothing else: record only where the experts
-    are answered by a direct call.
+    A recording holds the native operations of this process and nothing else. Where the experts are answered
+    by a direct call that is the whole step; else it stops at each question and at each answer.
     """
 
     def __init__(
@@ -37,17 +36,21 @@ class Forward:
         block_size: int,
         device: torch.device,
         recorded_blocks: int = 0,
+        apart: bool = False,
     ) -> None:
-        """recorded_blocks: KV blocks of the longest sequence, to record decode steps for; 0: never record."""
+        """recorded_blocks: KV blocks of the longest sequence, to record decode steps for; 0: never record.
+        apart: the experts are not answered by a direct call.
+        """
         self._model = model
         self._experts = experts
         self._kv = kv
         self._block_size = block_size
         self._device = device
         self._width = recorded_blocks
-        make = model.kernels.recorder if recorded_blocks else None
-        self._recorder: Recorder | None = None if make is None else make()
-        self._decodes: dict[int, _Decode] = {}
+        self._apart = apart
+        self._make_recorder = model.kernels.recorder if recorded_blocks else None
+        self._free: list[_Recorded] = []
+        """Those that no step under way uses: two steps must not share memory."""
 
     def begin(self, batch: TokenBatch) -> Walk:
         """Start a step. `Walk.advance` goes on with it whenever the experts have answered."""
@@ -55,8 +58,9 @@ class Forward:
         if not rows:
             return Walk(self._experts, self._only_experts())
         decode = rows == batch.num_sequences == len(batch.logit_rows)
-        if self._recorder is not None and decode and rows <= RECORDED_ROWS:
-            return Walk(self._experts, _done(self._replay(batch, self._recorder)))
+        if self._make_recorder is not None and decode and rows <= RECORDED_ROWS:
+            recorded = self._free.pop() if self._free else _Recorded(self._make_recorder())
+            return Walk(self._experts, self._recorded(batch, recorded))
         return Walk(self._experts, self._last_rows(batch))
 
     def _only_experts(self) -> Stages:
@@ -64,9 +68,8 @@ class Forward:
         hidden = torch.zeros((0, self._model.spec.hidden_size), device=self._device)
         ids = torch.zeros((0, self._model.spec.top_k), dtype=torch.int64, device=self._device)
         for layer in self._model.spec.moe_layers:
-            ticket = self._experts.submit(layer, hidden, ids)
-            yield ticket
-            self._experts.release(ticket)
+            yield Ask(layer, hidden, ids)
+            yield None
         return hidden
 
     def _last_rows(self, batch: TokenBatch) -> Stages:
@@ -77,33 +80,47 @@ class Forward:
         return hidden[torch.from_numpy(batch.logit_rows).to(self._device)]
 
     def _walk(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch) -> Stages:
-        """Every stage of every block. Yields where it needs an answer; returns hidden states [n, h]."""
+        """Every stage of every block. Returns hidden states [n, h]."""
         hidden = self._model.embed(token_ids)
         for layer, block in enumerate(self._model.blocks):
             gated = to_gate(block, layer, hidden, positions, attention, self._kv)
             if gated.expert_ids is None:
                 hidden = block.merge(gated, block.dense(gated.normed), None)
                 continue
-            ticket = self._experts.submit(layer, gated.normed, gated.expert_ids)
+            yield Ask(layer, gated.normed, gated.expert_ids)
             dense = block.dense(gated.normed)
-            answer = yield ticket
+            answer = yield None
             hidden = block.merge(gated, dense, answer)
-            self._experts.release(ticket)
         return hidden
 
-    def _replay(self, batch: TokenBatch, recorder: Recorder) -> torch.Tensor:
+    def _recorded(self, batch: TokenBatch, recorded: _Recorded) -> Stages:
         """A decode step. The first one of its size is recorded."""
-        decode = self._decodes.get(batch.num_rows)
-        if decode is not None:
-            decode.fill(batch)
-            return decode.recording.run()
+        decode = recorded.decodes.get(batch.num_rows)
+        if decode is None:
+            hidden = yield from self._record(batch, recorded)
+        else:
+            hidden = yield from decode.replay(batch)
+        self._free.append(recorded)  # not where the step broke off: late answers may be written there
+        return hidden
+
+    def _record(self, batch: TokenBatch, recorded: _Recorded) -> Stages:
         attention = AttentionBatch.of_decode(batch, self._block_size, self._width)
         inputs = attention.batch
         token_ids, positions = torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions)
-        walk = Walk(self._experts, self._walk(token_ids, positions, attention))
-        recording = recorder(walk.finish)
-        self._decodes[batch.num_rows] = _Decode(attention, recording)
-        return recording.result
+        stages = self._walk(token_ids, positions, attention)
+        if not self._apart:
+            stages = _in_one(Walk(self._experts, stages))
+        spec = self._model.spec
+        out = torch.empty(batch.num_rows, spec.top_k, spec.hidden_size) if self._apart else None
+        parts: list[Recording[_Item]] = []
+        answer: torch.Tensor | None = None
+        while True:
+            parts.append(recorded.recorder(partial(_next, stages, answer, out)))
+            item = parts[-1].result
+            if isinstance(item, torch.Tensor):
+                recorded.decodes[batch.num_rows] = _Decode(attention, parts)
+                return item
+            answer = yield item
 
 
 def to_gate(
@@ -121,45 +138,24 @@ def to_gate(
     return block.gate(hidden, block.output_projection(attended))
 
 
-class Walk:
-    """A step under way: suspended where it waits for experts, so that another may run meanwhile."""
+_Item = Ask | torch.Tensor | None
+"""What stages yield, or in the end return."""
 
-    def __init__(self, experts: RoutedExperts, stages: Stages) -> None:
-        self._experts = experts
-        self._stages = stages
-        self._ticket: Ticket | None = None
 
-    def advance(self) -> torch.Tensor | None:
-        """Go on as far as answers are there. Returns hidden states [m, h] of the batch's logit_rows after the
-        last block, before the final norm, once; None: it waits for experts. The keys and values of all rows
-        are in the cache then, and the result holds until the next step."""
-        try:
-            if self._ticket is None:
-                self._ticket = next(self._stages)
-            while (answer := self._experts.poll(self._ticket)) is not None:
-                self._ticket = self._stages.send(answer)
-        except StopIteration as end:
-            hidden: torch.Tensor = end.value
-            return hidden
-        return None
-
-    @property
-    def ready(self) -> bool:
-        """Whether `advance` would get any further."""
-        return self._ticket is None or self._experts.poll(self._ticket) is not None
-
-    def finish(self) -> torch.Tensor:
-        """`advance` to the end, where experts answer at once."""
-        hidden = self.advance()
-        if hidden is None:
-            raise RuntimeError("this step waits for experts")
+def _next(stages: Stages, answer: torch.Tensor | None, out: torch.Tensor | None) -> _Item:
+    """The next item of `stages`, all of whose questions are answered in `out`."""
+    try:
+        ask = stages.send(answer)
+    except StopIteration as end:
+        hidden: torch.Tensor = end.value
         return hidden
+    return None if ask is None else replace(ask, out=out)
 
 
-def _done(hidden: torch.Tensor) -> Stages:
-    """A walk that is over."""
+def _in_one(walk: Walk) -> Stages:
+    """A walk that needs to wait for nobody, as stages that ask nothing."""
     yield from ()
-    return hidden
+    return walk.finish()
 
 
 @dataclass(frozen=True)
@@ -167,9 +163,21 @@ class _Decode:
     """A recorded decode step and the arrays it reads."""
 
     attention: AttentionBatch
-    recording: Recording
+    parts: list[Recording[_Item]]
+    """From one question or answer to the next; the last one's result are hidden states."""
 
-    def fill(self, batch: TokenBatch) -> None:
+    def replay(self, batch: TokenBatch) -> Stages:
+        """The same operations on the rows of `batch`."""
+        self._fill(batch)
+        for part in self.parts[:-1]:
+            item = part.run()
+            assert not isinstance(item, torch.Tensor)
+            yield item
+        hidden = self.parts[-1].run()
+        assert isinstance(hidden, torch.Tensor)
+        return hidden
+
+    def _fill(self, batch: TokenBatch) -> None:
         """Put another step's rows where the recording reads."""
         inputs = self.attention.batch
         np.copyto(inputs.token_ids, batch.token_ids)
@@ -177,3 +185,11 @@ class _Decode:
         np.copyto(inputs.context_lens, batch.context_lens)
         inputs.block_tables[:, : batch.block_tables.shape[1]] = batch.block_tables
         self.attention.fill_slots()
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """Decode steps, by rows, that share their memory: one runs at a time."""
+
+    recorder: Recorder
+    decodes: dict[int, _Decode] = field(default_factory=dict)

@@ -82,13 +82,14 @@ def build_worker(
     limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_model_len)
     blocks = KVBlocks(num_blocks, block_size, config.cache.enable_prefix_caching)
     experts: RoutedExperts = DirectExperts(loaded.model.experts, loaded.kernels)
-    recorded = 0 if config.model.enforce_eager or layout else -(-max_model_len // block_size)
+    recorded = 0 if config.model.enforce_eager else -(-max_model_len // block_size)
     layered: Layered | None = None
     if layout is not None:
         experts = remote = _remote(config, layout, clock)
         layered = Layered(loaded.model, remote, kv, block_size, loaded.device)
     brain = _brain(scheduler, limits, blocks, layout)
-    forward = Forward(loaded.model, experts, kv, block_size, loaded.device, recorded)
+    apart = layout is not None
+    forward = Forward(loaded.model, experts, kv, block_size, loaded.device, recorded, apart)
     executor = Executor(loaded.model, forward, loaded.device, connection, experts, layered)
     worker = Worker(connection, brain, executor, clock, journal, experts, bell)
     return worker, _describe(loaded, layout, scheduler, max_model_len, block_size, num_blocks, kv_dtype)

@@ -7,7 +7,7 @@ has no Python between them: the inputs lie in the same memory each time, and so 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,10 +38,13 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-class Recording:
+Result = TypeVar("Result")
+
+
+class Recording(Generic[Result]):
     """One recorded step."""
 
-    def __init__(self, step: Callable[[], torch.Tensor], arena: Arena) -> None:
+    def __init__(self, step: Callable[[], Result], arena: Arena) -> None:
         """Runs `step` once; its result is then in `result`. Raises RuntimeError if it computes with torch."""
         self._tape = _native.Tape()
         MEMORY.arena, MEMORY.kept = arena, []
@@ -54,7 +57,7 @@ class Recording:
             self._kept = MEMORY.kept
             MEMORY.arena, MEMORY.kept = None, []
 
-    def run(self) -> torch.Tensor:
+    def run(self) -> Result:
         """The result for what lies in the step's inputs now. It holds until the next run."""
         absent = self._tape.run()
         if absent != _native.ALL_HELD:
