@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
+from moesaic.experts.arithmetic import Part
 from moesaic.experts.client import Ticket
 from moesaic.experts.remote import RemoteExperts
 from moesaic.experts.server import ExpertServer
-from moesaic.experts.wire import FloatRows
 from moesaic.policy.brain.service import Enough, Service
 from moesaic.policy.microqueue import MostTokensFirst
 from moesaic.policy.replicas import Patience, Replicas
@@ -42,20 +41,23 @@ class Scaling:
 
     def keep(self, wanted: object) -> None: ...
 
-    def run(self, layer: int, hidden: FloatRows, experts: np.ndarray, out: FloatRows) -> None:
-        out[:] = hidden * (10 * layer + experts[:, None] + 1)
+    def run(self, layer: int, parts: Sequence[Part]) -> None:
+        for part in parts:
+            part.out[part.lines] = part.hidden[part.rows] * (10 * layer + part.experts[:, None] + 1)
 
 
 class Dialling:
     """A Connector without threads: what was started stands when the client looks."""
 
-    def __init__(self) -> None:
+    def __init__(self, bell: Bell) -> None:
+        self.bell = bell
         self.wanted: list[ServerEntry] = []
         self.stopped: list[int] = []
         self.kept: list[tuple[ServerEntry, Caller]] = []
 
     def start(self, entry: ServerEntry, secret: bytes) -> None:
         self.wanted.append(entry)
+        self.bell.ring()
 
     def stop(self, server: int) -> None:
         self.stopped.append(server)
@@ -89,10 +91,10 @@ class Cluster:
             for number in range(2)
         ]
         self.entries = [ServerEntry(number, 1, f"unix:{folder}/{number}") for number in range(2)]
-        self.connector = Dialling()
+        bell = Bell()
+        self.connector = Dialling(bell)
         self.replicas = Replicas(Patience(unknown=1e9, floor=1e9))
         self.version = 0
-        bell = Bell()
         self.client = RemoteExperts(
             LAYOUT,
             self.replicas,

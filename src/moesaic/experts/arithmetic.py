@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
+from moesaic.core.tokens import IntArray
+from moesaic.experts.wire import FloatRows, Index
 
-from moesaic.experts.wire import FloatRows
+
+@dataclass(frozen=True)
+class Part:
+    """Pairs of one call. The arrays are read and written where they lie, such as the client's memory."""
+
+    hidden: FloatRows
+    """[m, h]"""
+    rows: Index
+    """[p] row of each pair."""
+    experts: Index
+    """[p]"""
+    out: FloatRows
+    """[q, h]"""
+    lines: IntArray
+    """[p] line of `out` that each pair's answer goes to."""
 
 
 class Arithmetic(Protocol):
@@ -31,9 +47,9 @@ class Arithmetic(Protocol):
         """Drop every other one."""
         ...
 
-    def run(self, layer: int, hidden: FloatRows, experts: np.ndarray, out: FloatRows) -> None:
-        """Row i of hidden [n, h] through expert experts[i] (int64), unweighted, into out [n, h].
+    def run(self, layer: int, parts: Sequence[Part]) -> None:
+        """All pairs of all parts as one batch, unweighted.
 
-        Raises KeyError for an expert that is not held.
+        Raises KeyError for an expert that is not held; nothing is written then.
         """
         ...

@@ -62,8 +62,11 @@ class RoutedExperts(Protocol):
         """No call under way was routed by a directory older than this version; -1: there was none yet."""
         ...
 
-    def wait(self, timeout: float | None, bell: int) -> None:
-        """Sleep until rows come in or the file descriptor `bell` is readable, at most `timeout` seconds."""
+    def wait(self, timeout: float | None, bell: int) -> bool:
+        """Sleep until rows come in or the file descriptor `bell` is readable, at most `timeout` seconds.
+
+        False when the time was over.
+        """
         ...
 
     def enter(self, work: bool) -> None:
@@ -116,8 +119,9 @@ class DirectExperts:
     def settled(self) -> int:
         return -1
 
-    def wait(self, timeout: float | None, bell: int) -> None:
+    def wait(self, timeout: float | None, bell: int) -> bool:
         """Every answer is there at once."""
+        return True
 
     def enter(self, work: bool) -> None:
         """There is nobody to wait for."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from moesaic.core.experts import ExpertLayout
+from moesaic.core.tokens import IntArray
+from moesaic.experts.arithmetic import Part
 from moesaic.experts.store import Store
 from moesaic.experts.wire import FloatRows
 from moesaic.kernels.native import plain
@@ -23,7 +25,7 @@ class Native:
         self._store = Store(path, layout)
         self._reading = threading.Lock()
         """Held while the kernel reads addresses: what lies there must not be dropped."""
-        self._width, self._wide = layout.width, layout.dtype == "float32"
+        self._size, self._wide = (layout.hidden, layout.width), layout.dtype == "float32"
 
     @property
     def held(self) -> dict[int, list[int]]:
@@ -36,6 +38,23 @@ class Native:
         with self._reading:
             self._store.keep(wanted)
 
-    def run(self, layer: int, hidden: FloatRows, experts: np.ndarray, out: FloatRows) -> None:
+    def run(self, layer: int, parts: Sequence[Part]) -> None:
+        rows, row_of, out = [], [], []
+        begin = 0
+        for part in parts:
+            row_of.append(part.rows.astype(np.int64) + begin)
+            rows.append(_addresses(part.hidden, np.arange(len(part.hidden))))
+            out.append(_addresses(part.out, part.lines))
+            begin += len(part.hidden)
+        experts = np.concatenate([part.experts for part in parts]).astype(np.int64)
+        scattered = plain.Scattered(np.concatenate(rows), np.concatenate(row_of), np.concatenate(out))
         with self._reading:
-            plain.experts(self._store.table(layer), self._width, self._wide, hidden, experts, out)
+            plain.experts(self._store.table(layer), self._size, self._wide, scattered, experts)
+
+
+def _addresses(array: FloatRows, lines: IntArray) -> plain.Addresses:
+    """Of these lines [n] of a dense array [m, h]."""
+    if not array.flags.c_contiguous or array.dtype != np.float32:
+        raise ValueError("rows are dense float32")
+    found: plain.Addresses = (lines * array.strides[0] + array.__array_interface__["data"][0]).view(np.uint64)
+    return found

@@ -37,18 +37,53 @@ class Submission:
     released: bool = False
     """Nobody waits for it any more."""
 
+    def rows_of(self, pairs: IntArray) -> tuple[wire.FloatRows, IntArray]:
+        """The rows [m, h] that these pairs need, each once, and which of them each pair needs [p]."""
+        row_of = pairs // self.top_k
+        if len(pairs) == len(self.experts):
+            return self.hidden, row_of
+        used = np.zeros(len(self.hidden), dtype=bool)
+        used[row_of] = True
+        places: IntArray = (np.cumsum(used) - 1)[row_of]
+        return self.hidden[used], places
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False, slots=True)
 class Sent:
     """A call under way: which pairs of which submission it asks for."""
 
     submission: Submission
     pairs: IntArray
+    """[p] ascending; none in an empty call, whose answer is one row that means nothing."""
     call: Call
-    arrived: npt.NDArray[np.bool_]
-    """[p] whether each is there."""
+    left: int
+    """Rows of the answer that are not there yet."""
     version: int
     """Of the directory that it was routed by."""
+    _arrived: npt.NDArray[np.bool_] | None = None
+    """[p] whether each is there, once some are."""
+
+    def receive(self, indices: IntArray) -> IntArray:
+        """Put these rows of the answer, which are there now, in their places. Returns their pairs."""
+        answer = np.frombuffer(self.call.answer, dtype=np.float32).reshape(len(self.pairs), -1)
+        out = self.submission.out
+        if len(indices) == len(self.pairs):  # all at once
+            if len(out) == len(answer):
+                out[:] = answer
+            else:
+                out[self.pairs] = answer
+            return self.pairs
+        if self._arrived is None:
+            self._arrived = np.zeros(len(self.pairs), dtype=bool)
+        self._arrived[indices] = True
+        pairs = self.pairs[indices]
+        out[pairs] = answer[indices]
+        return pairs
+
+    @property
+    def missing(self) -> IntArray:
+        """The pairs that are not there yet, of a call that is under way."""
+        return self.pairs if self._arrived is None else self.pairs[~self._arrived]
 
 
 @dataclass
@@ -61,7 +96,7 @@ class End:
 
     @property
     def outstanding(self) -> int:
-        return sum(len(sent.pairs) - int(sent.arrived.sum()) for sent in self.calls.values())
+        return sum(sent.left for sent in self.calls.values() if len(sent.pairs))
 
 
 class Memory:

@@ -8,7 +8,6 @@ Pairs that nobody can take now wait for a server that can.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -64,7 +63,8 @@ class RemoteExperts:
         self._submitted = 0
         self._memory = Memory()
         self._stuck: list[Submission] = []
-        self._stats = ExpertStats()
+        self._calls = self._pairs = 0
+        self._waited = 0.0
 
     # ---- RoutedExperts
 
@@ -146,7 +146,7 @@ class RemoteExperts:
         open_ends = self._entrance.waiting or bool(self._news)
         return open_ends or any(one.missing for one in self._submissions.values())
 
-    def wait(self, timeout: float | None, bell: int) -> None:
+    def wait(self, timeout: float | None, bell: int) -> bool:
         """Sleep until an answer, a server, the file descriptor `bell`, or the time when a server is late."""
         started = self._clock()
         deadline = self._replicas.next_deadline()
@@ -154,18 +154,14 @@ class RemoteExperts:
         if deadline is not None:
             limits.append(max(0.001, deadline - started))
         ends = [end.caller for end in self._ends.values()]
-        wait(ends, (bell, self._bell.fileno()), min(limits, default=None), SPIN)
-        waited = 0.0 if self._entrance.idle else self._clock() - started
-        self._stats = replace(self._stats, waiting_seconds=self._stats.waiting_seconds + waited)
+        news = wait(ends, (bell, self._bell.fileno()), min(limits, default=None), SPIN)
+        if not self._entrance.idle:
+            self._waited += self._clock() - started
+        return news
 
     def stats(self) -> ExpertStats:
-        seen = self._replicas.stats
-        return replace(
-            self._stats,
-            resent_pairs=seen.resent_pairs,
-            failovers=seen.failovers,
-            false_failovers=seen.false_failovers,
-        )
+        failures = vars(self._replicas.stats)
+        return ExpertStats(self._calls, self._pairs, waiting_seconds=self._waited, **failures)
 
     def close(self) -> None:
         for server in list(self._entries):
@@ -178,9 +174,10 @@ class RemoteExperts:
 
     def _pump(self) -> None:
         """Everything that can be done without waiting."""
-        self._bell.clear()
-        for entry, caller in self._connector.made():
-            self._join(entry, caller)
+        if self._bell.rung:
+            self._bell.clear()
+            for entry, caller in self._connector.made():
+                self._join(entry, caller)
         for server, end in list(self._ends.items()):
             try:
                 for call, indices in end.caller.poll():
@@ -204,17 +201,14 @@ class RemoteExperts:
         self._replicas.joined(entry.server)
 
     def _receive(self, end: End, sent: Sent, indices: IntArray) -> None:
-        new = indices[~sent.arrived[indices]]
-        sent.arrived[new] = True
         submission = sent.submission
-        submission.missing -= len(new)
-        if len(sent.pairs):
-            answer = np.frombuffer(sent.call.answer, dtype=np.float32).reshape(len(sent.pairs), -1)
-            submission.out[sent.pairs[new]] = answer[new]
+        submission.missing -= len(indices)
+        sent.left -= len(indices)
+        pairs = sent.receive(indices) if len(sent.pairs) else sent.pairs
         if self._tell:
-            self._news.append((submission.ticket, sent.pairs[new]))
-        self._replicas.answered(end.entry.server, len(new) if len(sent.pairs) else 0, self._clock())
-        if sent.arrived.all():
+            self._news.append((submission.ticket, pairs))
+        self._replicas.answered(end.entry.server, len(pairs), self._clock())
+        if not sent.left:
             del end.calls[sent.call.number]
             end.caller.release(sent.call)
             if end.entry.server not in self._entries:
@@ -223,8 +217,9 @@ class RemoteExperts:
     def _send(self, submission: Submission, pairs: IntArray) -> None:
         """Each pair to a server that holds its expert; what nobody can take now waits."""
         servers = self._replicas.route(submission.layer, submission.experts[pairs])
-        for server in set(servers.tolist()):
-            mine = pairs[servers == server]
+        asked = set(servers.tolist())
+        for server in asked:
+            mine = pairs if len(asked) == 1 else pairs[servers == server]
             if server == NOBODY or not self._post(server, submission, mine):
                 submission.unsent.append(mine)
         if submission.unsent and submission not in self._stuck:
@@ -239,28 +234,27 @@ class RemoteExperts:
 
     def _post(self, server: int, submission: Submission, pairs: IntArray) -> bool:
         """False when there is no room for another call to this server, or it is gone."""
-        hidden, end = submission.hidden, self._ends[server]
-        width, row_of = hidden.shape[1], pairs // submission.top_k
-        used = np.zeros(len(hidden), dtype=bool)
-        used[row_of] = True  # each row travels once
-        rows, places = np.flatnonzero(used), (np.cumsum(used) - 1)[row_of]
+        end = self._ends[server]
+        hidden, row_of = submission.rows_of(pairs)
+        count, width = hidden.shape
+        answers = max(1, len(pairs))
         try:
-            answers = max(1, len(pairs))
-            call = end.caller.open(wire.size(len(rows), len(pairs), width, False), answers, 4 * width)
+            call = end.caller.open(wire.size(count, len(pairs), width, False), answers, 4 * width)
             if call is None:
                 return False
             request = wire.begin(
-                call.request, submission.layer, len(rows), len(pairs), width, attempt=submission.attempt
+                call.request, submission.layer, count, len(pairs), width, attempt=submission.attempt
             )
             request.experts[:] = submission.experts[pairs]
-            request.rows[:] = places
-            np.take(hidden, rows, axis=0, out=request.hidden)
+            request.rows[:] = row_of
+            request.hidden[:] = hidden
             end.caller.post(call)
         except ConnectionLost:
             return False  # `_pump` hears of it too and sends again
-        end.calls[call.number] = Sent(submission, pairs, call, np.zeros(answers, dtype=bool), self._version)
+        end.calls[call.number] = Sent(submission, pairs, call, answers, self._version)
         self._replicas.sent(server, len(pairs), self._clock(), again=submission.attempt > 0)
-        self._stats = replace(self._stats, calls=self._stats.calls + 1, pairs=self._stats.pairs + len(pairs))
+        self._calls += 1
+        self._pairs += len(pairs)
         return True
 
     def _fail(self, server: int) -> None:
@@ -279,7 +273,7 @@ class RemoteExperts:
                 sent.submission.missing -= 1  # nobody waits at that server any more
                 continue
             sent.submission.attempt += 1
-            self._send(sent.submission, sent.pairs[~sent.arrived])
+            self._send(sent.submission, sent.missing)
 
     def _drop(self, server: int) -> list[Sent]:
         """Close the connection; its calls that lack answers."""
@@ -294,7 +288,7 @@ class RemoteExperts:
         stuck, self._stuck = self._stuck, []
         for submission in [one for one in stuck if not one.released]:
             unsent, submission.unsent = submission.unsent, []
-            self._send(submission, np.concatenate(unsent))
+            self._send(submission, np.sort(np.concatenate(unsent)))
 
     def _retire(self) -> None:
         """Close connections to servers that are no longer listed, once they owe nothing."""

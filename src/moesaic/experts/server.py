@@ -17,7 +17,7 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
-from moesaic.experts.arithmetic import Arithmetic
+from moesaic.experts.arithmetic import Arithmetic, Part
 from moesaic.policy.brain.service import Run, Service
 from moesaic.policy.gate import Gate
 from moesaic.transport.calls import Answerer, Incoming
@@ -84,7 +84,6 @@ class ExpertServer:
         self._next_call = 0
         self._line = {layer: line for line, layer in enumerate(layout.layers)}
         self._num_layers = max(layout.layers, default=0) + 1
-        self._scratch: wire.FloatRows = np.zeros((0, layout.hidden), dtype=np.float32)
         shape = (len(layout.layers), layout.num_experts)
         self.served = Served(load=np.zeros(shape, dtype=np.int64))
 
@@ -162,41 +161,41 @@ class ExpertServer:
     def _open(self, calls: list[int]) -> None:
         """Answer those that knocked: all begin a step."""
         for number in calls:
-            self._answer(number, NONE, self._scratch[:0])
+            self._answer(number, NONE, self._calls[number].answer)
 
     def _run(self, run: Run, started: float) -> None:
         """Compute the parts of `run` as one batch and publish each in its call."""
-        hidden = [call.request.hidden[call.request.rows[pairs]] for call, pairs in self._parts(run)]
-        experts = [call.request.experts[pairs] for call, pairs in self._parts(run)]
-        rows = np.concatenate(hidden) if len(hidden) > 1 else hidden[0]
-        ids = np.concatenate(experts).astype(np.int64)
-        out = self._room(len(ids))
+        calls = self._parts(run)
+        parts = [self._part(call, pairs) for call, pairs in calls]
         try:
-            if len(ids):
-                self._arithmetic.run(run.layer, rows, ids, out)
+            if any(len(part.experts) for part in parts):
+                self._arithmetic.run(run.layer, parts)
         except KeyError as missing:
             self._refuse(run, missing)
             left = [(number, pairs) for number, pairs in run.parts if number in self._calls]
             if left:
                 self._run(Run(run.layer, left), started)
             return
-        begin = 0
-        for number, pairs in run.parts:
-            self._answer(number, pairs, out[begin : begin + len(pairs)])
-            begin += len(pairs)
+        for (number, pairs), part in zip(run.parts, parts, strict=True):
+            self._answer(number, pairs, part.out)
+        ids = np.concatenate([part.experts for part in parts])
         self._count(run.layer, ids, self._clock() - started)
+
+    def _part(self, call: _Call, pairs: IntArray) -> Part:
+        """Answers go straight into the client's memory; those that are to be summed up first do not."""
+        request = call.request
+        if request.weights is None:
+            return Part(request.hidden, request.rows[pairs], request.experts[pairs], call.answer, pairs)
+        rows = np.empty((len(pairs), self._layout.hidden), dtype=np.float32)
+        return Part(request.hidden, request.rows[pairs], request.experts[pairs], rows, np.arange(len(pairs)))
 
     def _parts(self, run: Run) -> list[tuple[_Call, IntArray]]:
         return [(self._calls[number], pairs) for number, pairs in run.parts]
 
     def _answer(self, number: int, pairs: IntArray, rows: wire.FloatRows) -> None:
-        """Write `rows` where the client reads them. A call whose last pair this was is done with."""
+        """Tell the client what it may read. A call whose last pair this was is done with."""
         call = self._calls[number]
-        if call.request.weights is not None:
-            published = _weighted(call, rows)
-        else:
-            call.answer[pairs] = rows
-            published = pairs
+        published = pairs if call.request.weights is None else _weighted(call, rows)
         call.left -= len(pairs)
         empty = not len(call.request.experts)
         call.incoming.publish(np.zeros(1, dtype=np.int64) if empty else published)
@@ -212,11 +211,6 @@ class ExpertServer:
         for client in [client for client, end in self._ends.items() if end in ends]:
             LOG.warning("dropping client %d, which asked layer %d: %s", client, run.layer, missing.args[0])
             self._forget(client)
-
-    def _room(self, rows: int) -> wire.FloatRows:
-        if len(self._scratch) < rows:
-            self._scratch = np.empty((rows, self._layout.hidden), dtype=np.float32)
-        return self._scratch[:rows]
 
     def _count(self, layer: int, ids: IntArray, seconds: float) -> None:
         counts = np.bincount(ids, minlength=self._layout.num_experts)

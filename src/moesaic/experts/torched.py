@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from moesaic.core.experts import ExpertLayout
-from moesaic.experts.wire import FloatRows
+from moesaic.experts.arithmetic import Part
 from moesaic.kernels import table
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models import registry
@@ -54,10 +54,14 @@ class Torched:
             )
             self._weights[layer] = replace(weights, gate=gate, up=up, down=down)
 
-    def run(self, layer: int, hidden: FloatRows, experts: np.ndarray, out: FloatRows) -> None:
-        # A view of a message may be read-only, which torch warns of; it is only read.
-        rows = torch.from_numpy(np.array(hidden)).to(self._device)
+    def run(self, layer: int, parts: Sequence[Part]) -> None:
+        rows = np.concatenate([part.hidden[part.rows] for part in parts])
+        experts = np.concatenate([part.experts for part in parts]).astype(np.int64)
+        hidden = torch.from_numpy(rows).to(self._device)
         ids = torch.from_numpy(experts).to(self._device)[:, None]
         with torch.inference_mode():
-            answer = self._kernels.experts(self._weights[layer], rows, ids)
-        out[:] = answer[:, 0].cpu().numpy()
+            answer = self._kernels.experts(self._weights[layer], hidden, ids)[:, 0].cpu().numpy()
+        begin = 0
+        for part in parts:
+            part.out[part.lines] = answer[begin : begin + len(part.lines)]
+            begin += len(part.lines)

@@ -89,8 +89,8 @@ class Executor:
         if self._experts.entered():
             done.append(Entered())
         self._advance(done)
-        while any(walk.ready for _, walk in self._walks.values()):  # its answer came with another's
-            self._advance(done)
+        while len(self._walks) > 1 and any(walk.ready for _, walk in self._walks.values()):
+            self._advance(done)  # its answer came with another's
         return done
 
     def _advance(self, done: list[Event]) -> None:

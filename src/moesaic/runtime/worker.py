@@ -99,16 +99,21 @@ class Worker:
         return stats if self._experts is None else replace(stats, experts=self._experts.stats())
 
     def _progress(self, timeout: float | None) -> None:
-        """The steps under way as far as they get; where they wait for experts, so does the worker."""
-        try:
-            self._events += self._executor.progress()
-        except BaseException:
-            self._events += map(StepFailed, self._executor.abandon())
-            raise
-        if not self._events and self._executor.busy and self._experts is not None and self._bell is not None:
-            if self._unreported:  # a worker that waits for others to begin is busy, perhaps for ever
-                timeout = STATS_INTERVAL if timeout is None else min(timeout, STATS_INTERVAL)
-            self._experts.wait(timeout, self._bell.fileno())
+        """The steps under way as far as they get; where they wait for experts, so does the worker, until
+        something happened or a message is there."""
+        limit = timeout
+        if self._unreported:  # a worker that waits for others to begin is busy, perhaps for ever
+            limit = STATS_INTERVAL if timeout is None else min(timeout, STATS_INTERVAL)
+        news = True
+        while news:
+            try:
+                self._events += self._executor.progress()
+            except BaseException:
+                self._events += map(StepFailed, self._executor.abandon())
+                raise
+            if self._events or not self._executor.busy or self._experts is None or self._bell is None:
+                return
+            news = self._experts.wait(limit, self._bell.fileno()) and not self._bell.rung
 
     def _settle(self) -> None:
         """Tell once nothing under way was routed by an older directory."""

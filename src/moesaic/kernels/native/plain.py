@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from moesaic.kernels.native import _native
-
-FloatRows = npt.NDArray[np.float32]
 
 
 def use(name: str | None = None) -> str:
@@ -25,32 +25,49 @@ def set_threads(threads: int, pin: bool) -> None:
     _native.set_threads(threads, pin)
 
 
+Addresses = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """Rows and answers that lie anywhere. Whoever makes one vouches for the addresses."""
+
+    rows: Addresses
+    """[n] of float32 [h] each."""
+    row_of: npt.NDArray[np.int64]
+    """[p] 0 to n - 1"""
+    out: Addresses
+    """[p] of float32 [h] each."""
+
+
 def experts(
-    table: npt.NDArray[np.uint64],
-    width: int,
+    table: Addresses,
+    size: tuple[int, int],
     wide: bool,
-    hidden: FloatRows,
+    where: Scattered,
     expert_ids: npt.NDArray[np.int64],
-    out: FloatRows,
 ) -> None:
-    """Row i of hidden [n, h] through expert expert_ids[i], unweighted, into out [n, h].
+    """Pair i: row where.row_of[i] through expert expert_ids[i], unweighted, to where.out[i].
 
     table [3, E]: addresses of gate [w, h], up [w, h] and down [h, w] of each expert, 0 where it is not held;
-    wide: stored in float32, else bf16. Raises KeyError for an expert that is not held, ValueError for arrays
-    that do not fit.
+    size: (h, w); wide: stored in float32, else bf16. Raises KeyError for an expert that is not held, and
+    nothing is written then; ValueError for arrays that do not fit.
     """
-    n, size = hidden.shape
-    fits = out.shape == hidden.shape and expert_ids.shape == (n,) and table.shape[0] == 3
-    dense = all(array.flags.c_contiguous for array in (table, hidden, expert_ids, out))
-    kinds = [array.dtype for array in (table, hidden, expert_ids, out)]
-    if not fits or not dense or kinds != [np.uint64, np.float32, np.int64, np.float32]:
-        raise ValueError(f"hidden {hidden.shape}, ids {expert_ids.shape} and out {out.shape} do not fit")
-    if n == 0:
+    arrays = (where.rows, where.row_of, where.out, expert_ids, table)
+    kinds = [array.dtype for array in arrays]
+    pairs = len(expert_ids)
+    if kinds != [np.uint64, np.int64, np.uint64, np.int64, np.uint64] or table.shape[0] != 3:
+        raise ValueError(f"arrays of {', '.join(map(str, kinds))} do not fit")
+    if not len(where.row_of) == len(where.out) == pairs or not all(one.flags.c_contiguous for one in arrays):
+        raise ValueError(f"{len(where.row_of)} rows, {len(where.out)} answers, {pairs} experts do not fit")
+    if pairs == 0:
         return
+    if not 0 <= int(where.row_of.min()) <= int(where.row_of.max()) < len(where.rows):
+        raise ValueError(f"rows {where.row_of.min()} to {where.row_of.max()} of {len(where.rows)}")
     gate, up, down = (int(table.ctypes.data) + line * table.strides[0] for line in range(3))
-    absent = _native.experts(
-        hidden.ctypes.data, expert_ids.ctypes.data, gate, up, down, out.ctypes.data, n, 1, size, width,
-        table.shape[1], wide,
-    )  # fmt: skip
+    rows, row_of, out, ids = (int(one.ctypes.data) for one in arrays[:4])
+    absent = _native.scattered_experts(
+        rows, row_of, ids, gate, up, down, out, len(where.rows), pairs, *size, table.shape[1], wide
+    )
     if absent != _native.ALL_HELD:
         raise KeyError(f"expert {int(expert_ids[absent])} is not held here")

@@ -29,7 +29,7 @@ struct Band {  // neighbouring strips of columns: one task
 // Pairs in the order of their experts (stable): fills `pairs` and `groups`. The first pair whose expert is
 // not held, or no expert, is returned; else kAllHeld.
 inline int64_t group_by_expert(const moesaic::Experts& job, Array<int64_t>& pairs, Array<Group>& groups) {
-    int64_t total = job.n * job.top_k;
+    int64_t total = job.pairs();
     Array<int64_t> next(job.experts + 1);
     for (int64_t e = 0; e <= job.experts; e++) next[e] = 0;
     for (int64_t i = 0; i < total; i++) {
@@ -84,7 +84,7 @@ void inner_strip(const moesaic::Experts& job, const Group& group, int64_t begin,
     for (int64_t first = group.begin; first < group.end; first += PANEL) {
         const float* x[PANEL];
         int64_t n = std::min(PANEL, group.end - first);
-        for (int64_t i = 0; i < n; i++) x[i] = hidden + pairs[first + i] / job.top_k * width;
+        for (int64_t i = 0; i < n; i++) x[i] = hidden + job.row_of(pairs[first + i]) * width;
         bool last = first + n == group.end;
         multiply<T>(x, n, gate, job.h, columns, job.h, left, INNER_COLUMNS, first == group.begin ? up : nullptr);
         multiply<T>(x, n, up, job.h, columns, job.h, right, INNER_COLUMNS, last ? next : nullptr);
@@ -112,14 +112,28 @@ void down_strip(const moesaic::Experts& job, const Group& group, int64_t begin, 
         multiply<T>(x, n, down, job.w, columns, job.w, sums, DOWN_COLUMNS,
                     first + n == group.end ? next : nullptr);
         for (int64_t i = 0; i < n; i++) {
-            std::memcpy(job.out + pairs[first + i] * job.h + begin, sums + i * DOWN_COLUMNS, size_t(columns) * 4);
+            std::memcpy(job.out_of(pairs[first + i]) + begin, sums + i * DOWN_COLUMNS, size_t(columns) * 4);
         }
     }
 }
 
+// The rows as `multiply` wants them, one after another.
+template <class T>
+const float* packed_rows(const moesaic::Experts& job) {
+    if (!job.apart.rows) return packed<T>(job.hidden, job.n, job.h, kRows);
+    int64_t width = padded(job.h);
+    float* out = scratch(kRows, job.n * width);
+    parallel_rows(job.n, width, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            pack<T>(reinterpret_cast<const float*>(job.apart.rows[row]), job.h, out + row * width);
+        }
+    });
+    return out;
+}
+
 template <class T>
 int64_t experts_of(const moesaic::Experts& job) {
-    int64_t total = job.n * job.top_k, most = std::min(total, job.experts);
+    int64_t total = job.pairs(), most = std::min(total, job.experts);
     Array<int64_t> pairs(total);
     Array<Group> groups(most);
     int64_t absent = group_by_expert(job, pairs, groups);
@@ -130,7 +144,7 @@ int64_t experts_of(const moesaic::Experts& job) {
     Array<Band> bands(groups.size * (inner_bands + (job.h + down_columns - 1) / down_columns));
     order_bands(job, inner_columns, down_columns, groups, bands);
     for (int64_t g = 0; g < groups.size; g++) groups[g].missing = inner_bands;
-    const float* hidden = packed<T>(job.hidden, job.n, job.h, kRows);
+    const float* hidden = packed_rows<T>(job);
     float* inner = scratch(kInner, total * padded(job.w));
     parallel(bands.size, 3 * total * job.h * job.w, [&](int64_t task, int) {
         Band band = bands[task];

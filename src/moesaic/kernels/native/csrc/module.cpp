@@ -107,6 +107,14 @@ int64_t experts(Address hidden, Address ids, Address gate, Address up, Address d
                            at<uint64_t>(down), at<float>(out), n, top_k, h, w, experts, wide});
 }
 
+int64_t scattered_experts(Address rows, Address row_of, Address ids, Address gate, Address up, Address down,
+                          Address out, int64_t n, int64_t pairs, int64_t h, int64_t w, int64_t experts, bool wide) {
+    Experts job{nullptr,        at<int64_t>(ids), at<uint64_t>(gate), at<uint64_t>(up), at<uint64_t>(down), nullptr, n,
+                /*top_k=*/0,    h,                w,                  experts,          wide};
+    job.apart = {at<uint64_t>(rows), at<int64_t>(row_of), at<uint64_t>(out), pairs};
+    return perform(active->experts, job);
+}
+
 void gated_mlp(Address rows, Address gate, Address up, Address down, Address out, int64_t n, int64_t h, int64_t w,
                bool wide) {
     perform(active->gated_mlp,
@@ -202,6 +210,7 @@ NB_MODULE(_native, m) {
     m.def("linear3", linear3);
     m.def("head_linear", head_linear);
     m.def("experts", experts);
+    m.def("scattered_experts", scattered_experts);
     m.def("gated_mlp", gated_mlp);
     m.def("attention", attention);
     m.def("store", store);

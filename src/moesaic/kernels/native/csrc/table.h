@@ -34,6 +34,13 @@ struct HeadLinear {
     bool wide;
 };
 
+struct Scattered {  // rows and answers that lie anywhere: those of a server's clients
+    const uint64_t* rows;   // [n] addresses of [h]; null: the rows are not scattered
+    const int64_t* row_of;  // [pairs]
+    const uint64_t* out;    // [pairs] addresses of [h]
+    int64_t pairs;
+};
+
 struct Experts {
     const float* hidden;  // [n, h]
     const int64_t* ids;   // [n, top_k]
@@ -43,6 +50,13 @@ struct Experts {
     float* out;            // [n, top_k, h]
     int64_t n, top_k, h, w, experts;
     bool wide;
+    Scattered apart = {};  // in place of hidden, top_k and out
+
+    int64_t pairs() const { return apart.rows ? apart.pairs : n * top_k; }
+    int64_t row_of(int64_t pair) const { return apart.rows ? apart.row_of[pair] : pair / top_k; }
+    float* out_of(int64_t pair) const {
+        return apart.rows ? reinterpret_cast<float*>(apart.out[pair]) : out + pair * h;
+    }
 };
 
 struct GatedMlp {
