@@ -20,12 +20,14 @@ class Counting(DirectExperts):
 
     numbers_read = bytes_read = 0
 
-    def submit(self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor) -> Ticket:
+    def submit(
+        self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor, out: torch.Tensor | None = None
+    ) -> Ticket:
         weights: ExpertWeights = self._weights[layer]
         for expert in torch.unique(expert_ids).tolist():
             Counting.numbers_read += sum(tensor.numel() for tensor in weights.of(expert))
             Counting.bytes_read += sum(tensor.nbytes for tensor in weights.of(expert))
-        return super().submit(layer, hidden, expert_ids)
+        return super().submit(layer, hidden, expert_ids, out)
 
 
 class Stopwatch:

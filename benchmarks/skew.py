@@ -97,7 +97,9 @@ class _Calibrating(DirectExperts):
     checkpoint: Checkpoint
     found: dict[int, float]
 
-    def submit(self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor) -> Ticket:
+    def submit(
+        self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor, out: torch.Tensor | None = None
+    ) -> Ticket:
         gate = _gate(self.checkpoint, layer)
         rows = hidden.numpy()
         t, k = direction(self.pattern, layer, len(gate)), expert_ids.shape[1]
@@ -105,7 +107,7 @@ class _Calibrating(DirectExperts):
         if layer not in self.found:
             self.found[layer] = solve(logits, x0, t, k, self.share)
         ids = top_k(logits, x0, self.found[layer], t, k)
-        return super().submit(layer, hidden, torch.from_numpy(ids.astype(np.int64)))
+        return super().submit(layer, hidden, torch.from_numpy(ids.astype(np.int64)), out)
 
 
 class _Counting(DirectExperts):
@@ -113,10 +115,12 @@ class _Counting(DirectExperts):
 
     pairs: dict[int, np.ndarray]
 
-    def submit(self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor) -> Ticket:
+    def submit(
+        self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor, out: torch.Tensor | None = None
+    ) -> Ticket:
         counts = np.bincount(expert_ids.numpy().reshape(-1), minlength=self._weights[layer].num_experts)
         self.pairs[layer] = self.pairs.get(layer, 0) + counts
-        return super().submit(layer, hidden, expert_ids)
+        return super().submit(layer, hidden, expert_ids, out)
 
 
 def calibrate(path: Path, pattern: str, share: float) -> None:

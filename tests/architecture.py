@@ -179,11 +179,12 @@ def late_imports(modules: Sequence[Module], allowed: Iterable[str]) -> list[str]
     ]
 
 
-def broad_excepts(modules: Sequence[Module]) -> list[str]:
-    """Handlers of everything that do not raise."""
+def broad_excepts(modules: Sequence[Module], allowed: Iterable[str]) -> list[str]:
+    """Handlers of everything that do not raise, outside the modules in `allowed`."""
     return [
         f"{module.name}:{node.lineno} swallows every exception: name what is expected, or raise again"
         for module in modules
+        if not within(module.inner, allowed)
         for node in ast.walk(module.tree)
         if isinstance(node, ast.ExceptHandler) and _is_broad(node.type) and not _raises(node)
     ]

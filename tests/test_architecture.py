@@ -28,19 +28,23 @@ EDGES: dict[str, tuple[str, ...]] = {
     "models": ("core", "kernels"),
     "kvcache": ("core", "kernels", "models.spec"),  # the spec says how wide a token's keys and values are
     "transport": ("core",),
+    "trace": ("core",),
     "collectives": ("core", "transport", "policy.shuffle"),
     # a server reads its own weights and decides what runs next; a client decides who is asked
     "experts": (
         *("config", "core", "kernels", "models", "policy.brain.service", "policy.microqueue"),
-        *("policy.gate", "policy.replicas", "transport"),
+        *("policy.gate", "policy.replicas", "trace", "transport"),
     ),
     "offload": ("core", "kernels", "kvcache", "models", "policy"),
     # programs
     "runtime": (
         *("config", "core", "experts.client", "experts.connecting", "experts.remote", "kernels", "kvcache"),
-        *("models", "offload", "policy", "transport"),
+        *("models", "offload", "policy", "trace", "transport"),
     ),
-    "cluster": ("config", "core", "policy.autoscale", "policy.balance", "policy.dispatch", "transport"),
+    "cluster": (
+        *("config", "core", "policy.autoscale", "policy.balance", "policy.dispatch", "trace.parts"),
+        "transport",
+    ),
     "sim": ("core", "cost", "policy"),
     "tokenizer": ("core",),
     "engine": ("core", "tokenizer", "transport.base"),  # workers are known through a transport only
@@ -52,7 +56,10 @@ EDGES: dict[str, tuple[str, ...]] = {
     "config": ("core",),
     "testing": ("core", "tokenizer"),
     # these join the rest: an engine and its worker, here or in another process, and the command line
-    "launch": ("cluster", "config", "core", "engine", "models.files", "tokenizer", "transport.base"),
+    "launch": (
+        *("cluster", "config", "core", "engine", "models.files", "tokenizer", "trace.parts"),
+        "transport.base",
+    ),
     "llm": ("config", "core", "engine", "models.files", "runtime", "tokenizer", "transport.local"),
     "__main__": ("cli",),
     "cli": ("", "batch.options", "bench.options", "commands", "config", "core"),
@@ -97,8 +104,11 @@ LATE_IMPORTS = {
     "experts.process": "a server on the native kernels never imports torch, one on the reference has to",
     "models.files": "the hub's library is needed for hub ids only and takes a second to import",
 }
+BROAD_EXCEPTS = {
+    "cluster.failures": "a bug in one thing that the supervisor does must not end its watch over the rest",
+}
 LONGER_FILES: dict[str, int] = {
-    "config": 360,  # every setting in one place
+    "config": 380,  # every setting in one place
 }
 """Module -> lines, where more than 300 read better; the reason stands beside it."""
 NAMES = ("utils", "util", "common", "helpers", "manager", "misc")
@@ -109,7 +119,7 @@ RULES: dict[str, Callable[[list[Module]], list[str]]] = {
     "nouns, prices and decisions are pure": lambda m: rules.impure(m, PURE_ROOMS, IMPURE),
     "no import cycles": rules.cycles,
     "function-level imports only where listed": lambda m: rules.late_imports(m, LATE_IMPORTS),
-    "no broad except that does not raise": rules.broad_excepts,
+    "no broad except that does not raise": lambda m: rules.broad_excepts(m, BROAD_EXCEPTS),
     "no global statement": rules.globals_written,
     "the environment is read in config only": lambda m: rules.environment_readers(m, "config"),
     "every function has a return type": rules.untyped,

@@ -47,6 +47,7 @@ def test_json_carries_every_setting() -> None:
         own_server=3,
         most_threads=2,
         cpus=(0, 1),
+        transport="socket",
     )
     for part in (full.model, full.cache, full.scheduler):
         blank = dataclasses.replace(WorkerConfig(ModelConfig("x")))

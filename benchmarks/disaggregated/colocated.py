@@ -69,7 +69,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             with ExitStack() as stack:
                 engines = []
                 for name in arguments.schedule:
-                    opened = _ranks(name, str(model), placement)
+                    opened = _ranks(name, str(model), placement, arguments)
                     engines.append(stack.enter_context(opened))
                     progress.advance(task)
                 found["rows"] += _rounds(engines, routing, arguments, lambda: progress.advance(task))
@@ -82,12 +82,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextmanager
-def _ranks(name: str, model: str, placement: Path) -> Iterator[Served]:
+def _ranks(name: str, model: str, placement: Path, arguments: argparse.Namespace) -> Iterator[Served]:
     shape = ClusterConfig(
         attention_workers=2, expert_servers=2, placement=str(placement), rebalance_interval=0
     )
     cores = sorted(os.sched_getaffinity(0))
-    with serving(name, model, 1, shape, max_num_seqs=64, **SCHEDULES[name]) as served:
+    seats = max(64, max(arguments.concurrency) // 2)
+    with serving(name, model, 1, shape, max_num_seqs=seats, **SCHEDULES[name]) as served:
         served.pin(cores)
         yield served
 
@@ -142,7 +143,11 @@ def _breakdowns(
     """One run of each schedule with stopwatches in the processes."""
     found = []
     for name in arguments.schedule:
-        with temporary() as folder, _stopwatches(Path(folder)), _ranks(name, model, placement) as served:
+        with (
+            temporary() as folder,
+            _stopwatches(Path(folder)),
+            _ranks(name, model, placement, arguments) as served,
+        ):
             workers, servers = (
                 [served.pid(f"{role} {number}") for number in (0, 1)]
                 for role in ("attention worker", "expert server")

@@ -28,6 +28,7 @@ from moesaic.config import (
     ModelConfig,
     SchedulerConfig,
     ServerConfig,
+    TraceConfig,
     WorkerConfig,
     api_key,
     resolve_server,
@@ -73,6 +74,7 @@ def serve(
     scheduler: Annotated[SchedulerConfig, FLAT] = SchedulerConfig(),
     cluster: Annotated[ClusterConfig, FLAT] = ClusterConfig(),
     server: Annotated[ServerConfig, FLAT] = ServerConfig(),
+    tracing: Annotated[TraceConfig, FLAT] = TraceConfig(),
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
     """Serve a model over an OpenAI-compatible HTTP API.
@@ -81,7 +83,7 @@ def serve(
     """
     from moesaic.commands import serve as command
 
-    worker = WorkerConfig(model, cache, scheduler)
+    worker = WorkerConfig(model, cache, scheduler, trace=tracing.trace)
     return command.run(worker, cluster, resolve_server(server), output.json)
 
 
@@ -115,6 +117,7 @@ def run_batch(
     model: Annotated[ModelConfig, FLAT],
     cache: Annotated[CacheConfig, FLAT] = CacheConfig(),
     scheduler: Annotated[SchedulerConfig, FLAT] = SchedulerConfig(),
+    tracing: Annotated[TraceConfig, FLAT] = TraceConfig(),
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
     """Answer a file of OpenAI batch lines: run-batch -i in.jsonl -o out.jsonl --model MODEL.
@@ -123,7 +126,8 @@ def run_batch(
     """
     from moesaic.commands import run_batch as command
 
-    return command.run(options, WorkerConfig(model, cache, scheduler), output.json)
+    worker = WorkerConfig(model, cache, scheduler, trace=tracing.trace)
+    return command.run(options, worker, output.json)
 
 
 @bench.command(name="serve")

@@ -23,6 +23,9 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Schedule = Literal["barrier", "lockstep", "async"]
 QueuePolicyName = Literal["defrag", "mtfs", "flfs"]
 KernelName = Literal["auto", "avx512", "avx2", "portable", "reference"]
+HostTransport = Literal["shm", "socket"]
+"""Between processes of one host."""
+Transport = Literal["auto", HostTransport]
 
 SMALL_MODEL = 1 << 28
 """Bytes of weights below which one thread computes: at each of the many small products several threads
@@ -120,6 +123,11 @@ class WorkerConfig:
     """Its share of the cores; None: all. `threads`, where it is given, goes before."""
     cpus: tuple[int, ...] = ()
     """Cores that this process is kept on; none: any."""
+    transport: HostTransport = "shm"
+    """To the expert servers of this host."""
+    trace: str | None = None
+    """File for a trace of what is done when: of all processes together where this config starts them, and
+    its part of that in each process. None: nothing is written down."""
 
     def __post_init__(self) -> None:
         _one_of("--device", self.model.device, get_args(Device))
@@ -163,6 +171,8 @@ class WorkerConfig:
             own_server=parts["own_server"],
             most_threads=parts["most_threads"],
             cpus=tuple(parts["cpus"]),
+            transport=parts["transport"],
+            trace=parts["trace"],
         )
 
 
@@ -185,6 +195,9 @@ class ClusterConfig:
     A placement from a file stays what it is."""
     autoscale: str | None = None
     """MIN:MAX expert servers, added and removed by how busy they are; None: only by hand."""
+    transport: Transport = "auto"
+    """Between attention workers and expert servers of this host: shm, memory that they share; socket, a Unix
+    socket; auto: shm where this installation can. Servers of other hosts are reached through TCP."""
     cluster_address: str | None = None
     """tcp:HOST:PORT where expert servers of other machines may join; see `moesaic join`."""
     cluster_secret_file: str | None = None
@@ -211,10 +224,14 @@ class ClusterConfig:
         _at_least("--min-replicas", self.min_replicas, 1)
         if not 0 <= self.rebalance_interval < math.inf:
             raise ConfigError.field("--rebalance-interval", self.rebalance_interval, "seconds, 0 or more")
+        _one_of("--transport", self.transport, get_args(Transport))
+        if self.transport == "shm" and self.cluster_address is not None:
+            raise ConfigError.field("--transport", "shm", "auto, socket with --cluster-address")
         if (self.cluster_address is None) != (self.cluster_secret_file is None):
             raise ConfigError("--cluster-address and --cluster-secret-file: give both or none")
         if self.expert_servers == 0:
-            for name in ("redundant_experts", "min_replicas", "placement", "autoscale", "cluster_address"):
+            names = ("redundant_experts", "min_replicas", "placement", "autoscale", "transport")
+            for name in (*names, "cluster_address"):
                 if getattr(self, name) != getattr(ClusterConfig, name):
                     flag = "--" + name.replace("_", "-")
                     raise ConfigError.field("--expert-servers", 0, f"at least 1 with {flag}")
@@ -251,6 +268,8 @@ class ExpertServerConfig:
     """Cores that this process is kept on; none: any."""
     schedule: Schedule = "lockstep"
     queue_policy: QueuePolicyName = "defrag"
+    trace: str | None = None
+    """File for its part of a trace; None: nothing is written down."""
 
     def to_json(self) -> str:
         """For the command line of its process."""
@@ -263,6 +282,15 @@ class ExpertServerConfig:
         layout = parts.pop("layout")
         prefixes = {int(layer): prefix for layer, prefix in layout.pop("prefixes").items()}
         return cls(layout=ExpertLayout(prefixes=prefixes, **layout), **parts)
+
+
+@dataclass(frozen=True)
+class TraceConfig:
+    """What is written down of a run."""
+
+    trace: str | None = None
+    """File for a trace of all processes, a row each: steps, layers, batch sizes, waits. It is there when the
+    run has ended and opens at https://ui.perfetto.dev."""
 
 
 @dataclass(frozen=True)

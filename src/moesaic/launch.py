@@ -17,6 +17,7 @@ from moesaic.config import ClusterConfig, WorkerConfig
 from moesaic.engine import Engine
 from moesaic.models import files
 from moesaic.tokenizer import Tokenizer
+from moesaic.trace.parts import collecting, part_of
 from moesaic.transport.base import Connection
 
 
@@ -47,16 +48,18 @@ def launch(
     """Start `config`'s worker, or the processes of `cluster`; they end with the block.
 
     chat_template, max_waiting: see Tokenizer and Engine. seed: of the seeds that requests get, None for
-    another one each time. Raises ConfigError for what shows before the weights are read.
+    another one each time. A trace, if `config` asks for one, is whole after the block. Raises ConfigError for
+    what shows before the weights are read.
     """
     path = files.resolve(config.model.model, config.model.revision)
     defaults = files.generation_defaults(path)
     tokenizer = Tokenizer(path, chat_template)
     here = replace(config, model=replace(config.model, model=str(path), revision=None))
     with ExitStack() as stack:
+        stack.enter_context(collecting(config.trace))
         supervisor: Supervisor | None = None
         if cluster is None or not cluster.apart:
-            worker = spawn_worker(here)
+            worker = spawn_worker(replace(here, trace=part_of(config.trace, "attention worker 0")))
             stack.callback(worker.stop)
             connection: Connection = worker.connection
             how_it_ended = worker.how_it_ended

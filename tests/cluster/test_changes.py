@@ -203,6 +203,23 @@ def test_what_fails_before_it_is_published_is_taken_back(how: str, spawning: lis
     assert scene.directories() == [] and leaves.stage is Stage.SERVING
 
 
+def test_a_newcomer_that_cannot_be_started_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(1)
+    before = scene.publisher.placement
+
+    def spawn(config: object) -> FakeProcess:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("moesaic.cluster.members.spawn_server", spawn)
+    monkeypatch.setattr("moesaic.cluster.members.spawn_worker", spawn)
+    for servers, workers in ((2, 1), (1, 2)):
+        with pytest.raises(ScalingError, match="temporarily unavailable; the cluster is as it was"):
+            next(scene.changes.scale(servers, workers))
+    assert (len(scene.members.workers), len(scene.members.servers)) == (1, 1)
+    assert scene.publisher.placement is before and scene.publisher.coming is None
+    scene.members.stop()
+
+
 def test_a_newcomer_that_dies_is_no_longer_named(spawning: list[Scene]) -> None:
     scene = Scene(1)
     spawning.append(scene)

@@ -81,6 +81,7 @@ def test_what_serves_is_told_at_the_start(server: Server) -> None:
     assert [process["name"] for process in told["processes"]] == [
         *("attention worker 0", "attention worker 1", "expert server 0", "expert server 1")
     ]
+    assert (told["transport"], told["watched"]) == ("shm", True)
     servers = told["processes"][2:]
     assert all(process["experts"] == 24 * process["layers"] > 0 for process in servers)
     assert all(process["threads"] == 1 and process["kernels"] for process in servers)

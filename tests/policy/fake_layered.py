@@ -33,6 +33,7 @@ from moesaic.policy.brain.actions import (
     StepPlan,
 )
 from moesaic.policy.brain.asynchronous import Asynchronous
+from moesaic.policy.brain.ready import Gather
 from moesaic.policy.microqueue import QueuePolicy
 
 from .fake_executor import Client, FakeExecutor
@@ -75,10 +76,11 @@ class FakeLayered(FakeExecutor):
         policy: QueuePolicy,
         layers: int = 2,
         top_k: int = 2,
+        gather: Gather | None = None,
     ) -> None:
         super().__init__(limits, num_blocks, block_size, prefix_reuse)
         self.layers, self.top_k = layers, top_k
-        self.asynchronous = Asynchronous(limits, self.blocks, policy, layers, top_k)
+        self.asynchronous = Asynchronous(limits, self.blocks, policy, layers, top_k, gather)
         self.brain = self.asynchronous  # type: ignore[assignment]
         self.caches = [np.full((num_blocks, block_size), -1, dtype=np.int64) for _ in range(layers + 1)]
         self.action: RunLayer | None = None
@@ -149,7 +151,7 @@ class FakeLayered(FakeExecutor):
             for pair in found:
                 row, rank = divmod(pair, self.top_k)
                 asked.parts[pair] = part(asked.gated[row], rank)
-        return self.tell(PartsArrived(run, np.array(found, dtype=np.int64)))
+        return self.tell(PartsArrived([(run, np.array(found, dtype=np.int64))]))
 
     def open_runs(self) -> list[int]:
         """Runs with pairs that are out and whose experts were really asked, oldest first."""
@@ -285,7 +287,7 @@ class FakeLayered(FakeExecutor):
         super().check_everybody()
         brain = self.asynchronous
         assert not self.asked and not len(brain._pool) and not brain._unread and not brain._units
-        assert not any(brain._ready)
+        assert not brain._ready.tokens.any() and not brain._rows
         assert set(self.out) | self.failed == self.forgotten
 
 

@@ -22,6 +22,7 @@ from moesaic.policy.brain.actions import (
     StepFailed,
 )
 from moesaic.policy.brain.asynchronous import Asynchronous
+from moesaic.policy.brain.ready import Gather
 from moesaic.policy.brain.unit import joined
 from moesaic.policy.kvblocks import KVBlocks
 from moesaic.policy.microqueue import POLICIES, Defrag, MostTokensFirst, policy_named
@@ -432,6 +433,39 @@ def test_the_policy_sees_rows_and_how_long_the_oldest_waits() -> None:
     subject.step()
     assert spy.seen == [([3, 0, 0], [0.0, 0.0, 0.0]), ([2, 3, 0], [0.0, 0.5, 0.0])]
     assert subject.action is not None and subject.action.place == 1
+
+
+def test_rows_wait_for_others_while_answers_are_out() -> None:
+    """Four units under way; the parts of one are in: with share 0.5 it waits for a second one."""
+    for share, goes in ((0.0, True), (0.25, True), (0.5, False)):
+        subject = FakeLayered(Limits(4, 16, 64), 32, 4, policy=Defrag(), top_k=1, gather=Gather(share))
+        subject.arrive(*(request(number, [number]) for number in range(4)))
+        subject.step()
+        subject.answer(0, [2])
+        assert (subject.action is not None) == goes
+        if not goes:
+            subject.answer(0, [0])
+            assert subject.action is not None and subject.action.plan.batch.num_rows == 2
+        subject.drain()
+        subject.check_everybody()
+
+
+def test_nobody_waits_for_a_cancelled_request() -> None:
+    subject = FakeLayered(Limits(4, 16, 64), 32, 4, policy=Defrag(), top_k=1, gather=Gather(1.0))
+    subject.arrive(request(0, [1]), request(1, [2]))
+    subject.step()
+    subject.answer(0, [0])
+    assert subject.action is None
+    subject.cancel(1)
+    assert subject.action is not None and subject.action.plan.request_ids.tolist() == [0]
+
+
+def test_a_chunk_and_decodes_go_on_without_each_other() -> None:
+    """A chunk has most of the rows, decodes are most of the units: neither waits for the other."""
+    gather = Gather(0.5)
+    assert gather.enough(rows=512, units=1, all_rows=516, all_units=5)
+    assert gather.enough(rows=4, units=4, all_rows=516, all_units=5)
+    assert not gather.enough(rows=1, units=1, all_rows=516, all_units=5)
 
 
 def test_replay_gives_the_same_actions() -> None:

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 
 from moesaic.policy.batching import Limits
 from moesaic.policy.brain.asynchronous import Asynchronous
+from moesaic.policy.brain.ready import Gather
 from moesaic.policy.kvblocks import KVBlocks
 from moesaic.policy.microqueue import Defrag, DefragWithHistory, QueuePolicy, policy_named
 
@@ -52,6 +53,7 @@ class AsynchronousMachine(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         layers=st.integers(1, 4),
         top_k=st.sampled_from([1, 2, 6, 8]),
+        share=st.sampled_from([0.0, 0.4, 1.0]),
     )
     def start(
         self,
@@ -65,11 +67,14 @@ class AsynchronousMachine(RuleBasedStateMachine):
         policy: Callable[[], QueuePolicy],
         layers: int,
         top_k: int,
+        share: float,
     ) -> None:
         self.limits = Limits(seats, seats + extra_rows, max_len, chunk)
         self.pool = (-(-max_len // size) + extra_blocks, size, reuse)
-        self.policy, self.model = policy, (layers, top_k)
-        self.executor = FakeLayered(self.limits, *self.pool, policy=policy(), layers=layers, top_k=top_k)
+        self.policy, self.model = policy, (layers, top_k, Gather(share))
+        self.executor = FakeLayered(
+            self.limits, *self.pool, policy=policy(), layers=layers, top_k=top_k, gather=Gather(share)
+        )
 
     @rule(shapes=st.lists(SHAPES, min_size=1, max_size=4), known=st.sampled_from([0, 0, 0, 2, 9]))
     def arrive(self, shapes: list[dict[str, Any]], known: int) -> None:

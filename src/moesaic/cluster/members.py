@@ -19,6 +19,7 @@ from moesaic.config import SMALL_MODEL, ExpertServerConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import ExpertLayout
+from moesaic.trace.parts import part_of
 
 FROM_SERVER = (messages.Holds, messages.ServerReport, messages.Failed)
 """All that an expert server has to say."""
@@ -45,6 +46,8 @@ class Members:
         self.servers: list[Member] = []
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """What the supervisor's thread is to do next; None ends it."""
+        self.watched = True
+        """Whether there is a thread that does it; else requests go on alone."""
         self.past_deaths = 0
         """Of members that left."""
         self._worker_config = worker
@@ -77,6 +80,7 @@ class Members:
             own_server=member.number if self._ranks else None,
             most_threads=len(cpus) or self._cores.threads(len(self.workers)),
             cpus=cpus,
+            trace=self._part(member),
         )
         self._listen(member, spawn_worker(config))
 
@@ -94,6 +98,7 @@ class Members:
             cpus=cpus,
             schedule=self._worker_config.scheduler.schedule,
             queue_policy=self._worker_config.scheduler.queue_policy,
+            trace=self._part(member),
         )
         self._listen(member, spawn_server(config))
 
@@ -129,6 +134,10 @@ class Members:
             thread.join()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def _part(self, member: Member) -> str | None:
+        """Where its next process writes its part of the trace."""
+        return part_of(self._worker_config.trace, member.name, member.incarnation + 1)
+
     def _server_threads(self, layout: ExpertLayout) -> int:
         if layout.num_bytes < SMALL_MODEL:
             return 1
@@ -145,12 +154,16 @@ class Members:
         """A process's reader thread: what requests wait for goes straight on, the rest to the loop."""
 
         def put(message: messages.Message | ConnectionLost) -> None:
+            if not self.watched:
+                return
             self.inbox.put(lambda: self._hear(member, message) if incarnation == member.incarnation else None)
 
         while True:
             try:
                 message = child.connection.receive(None)
             except ConnectionLost as lost:
+                if member.role is Role.WORKER:
+                    self._leave(member)
                 put(lost)
                 return
             if message is None:
@@ -163,6 +176,12 @@ class Members:
                     self._router.take(member.number, message)
                 case _:
                     put(message)
+
+    def _leave(self, member: Member) -> None:
+        """Its requests go to other workers, also while the supervisor is busy or gone."""
+        self._router.leave(member.number)
+        if not self.watched and not self._router.serves:
+            self._router.fail(f"{member.name} was the last one, and nobody restarts it")
 
 
 def _dismiss(child: Process) -> None:

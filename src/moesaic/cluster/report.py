@@ -7,8 +7,10 @@ from collections.abc import Collection
 import numpy as np
 
 from moesaic.cluster.member import Member, Role, Stage
+from moesaic.cluster.members import Members
 from moesaic.cluster.publishing import union
-from moesaic.core.cluster import LayerReplicas, ProcessStatus
+from moesaic.cluster.router import Router
+from moesaic.core.cluster import ClusterCounters, LayerReplicas, ProcessStatus
 from moesaic.core.placement import Placement
 
 
@@ -32,6 +34,19 @@ def process_status(member: Member, placement: Placement | None, now: float) -> P
         kernels=member.kernels,
         threads=member.threads,
         stats=member.stats,
+    )
+
+
+def counters(members: Members, router: Router, rebalances: int) -> ClusterCounters:
+    """All that was counted since the start."""
+    experts = router.stats().experts
+    return ClusterCounters(
+        process_deaths=members.past_deaths + sum(member.all_deaths for member in members.all),
+        failovers=experts.failovers,
+        false_failovers=experts.false_failovers,
+        resent_pairs=experts.resent_pairs,
+        moved_requests=router.moved_requests,
+        rebalances=rebalances,
     )
 
 

@@ -116,6 +116,12 @@ class Router:
         with self._lock:
             return all(entry.worker != worker for entry in self._entries.values())
 
+    @property
+    def serves(self) -> bool:
+        """Whether there is a worker."""
+        with self._lock:
+            return bool(self._workers)
+
     def stats(self) -> WorkerStats:
         """Of all workers together, those that are gone included."""
         with self._lock:

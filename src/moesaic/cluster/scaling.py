@@ -88,13 +88,14 @@ class Changes:
         self.check(*wanted)
         try:
             yield from self._towards(*wanted)
-        except ScalingError as error:
+        except Exception as error:
+            conflict = isinstance(error, ScalingError) and error.conflict
             try:
                 yield from self._towards(*before)
                 yield from self._restore(placement)
-            except ScalingError as second:
+            except Exception as second:
                 raise ScalingError(f"{error}; going back failed too: {second}") from error
-            raise ScalingError(f"{error}; the cluster is as it was", error.conflict) from error
+            raise ScalingError(f"{error}; the cluster is as it was", conflict) from error
 
     def check(self, servers: int, workers: int) -> None:
         """ScalingError where so many can never be, ConfigError where a number is none."""
@@ -116,7 +117,7 @@ class Changes:
         try:
             new = self._placed([*numbers, member.number])
             yield from self._move(new, joining=member, process=process)
-        except ScalingError:
+        except Exception:
             self._members.remove(member)
             self._publisher.publish()
             raise
@@ -131,10 +132,10 @@ class Changes:
     def add_worker(self) -> Change:
         """Another attention worker; new requests go to it once it is ready."""
         member = self._members.add(Role.WORKER, on_trial=True)
-        self._members.spawn_worker(member)
         try:
+            self._members.spawn_worker(member)
             yield from self._wait(lambda: member.stage is Stage.SERVING, self._limits.loading, [member])
-        except ScalingError:
+        except Exception:
             self._members.remove(member)
             raise
         member.on_trial = False
@@ -212,7 +213,7 @@ class Changes:
             for member in takers:
                 publisher.hold(member)
             yield from self._wait(lambda: holding(takers), self._limits.taking, takers)
-        except ScalingError:
+        except Exception:
             publisher.coming = None
             for member in takers:
                 publisher.hold(member)

@@ -127,12 +127,18 @@ class Steering:
             self._note(f"{self._now.what}: {error}")
             self._quiet_until = now + RETRY_SECONDS
             self._end(self._now, error)
+        except Exception as error:
+            self._quiet_until = now + RETRY_SECONDS
+            self._end(self._now, ScalingError(f"{self._now.what} broke off: {type(error).__name__}: {error}"))
+            raise
 
-    def stop(self) -> None:
+    def stop(self, why: str) -> None:
         """Nothing will be changed any more."""
-        for wanted in [self._now, *self._queue]:
+        open_changes, self._now = [self._now, *self._queue], None
+        self._queue.clear()
+        for wanted in open_changes:
             if wanted is not None and wanted.future is not None:
-                wanted.future.set_exception(ScalingError("the cluster was stopped"))
+                wanted.future.set_exception(ScalingError(why))
 
     # ---- inside
 

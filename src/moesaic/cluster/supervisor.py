@@ -3,44 +3,45 @@
 One thread owns all of it; a reader thread for each process hands it what that process says. Nothing that
 requests need passes through here: clients and servers meet by themselves, and a client decides alone that a
 server is gone (`policy.replicas`). The supervisor heals, and changes what is there (`cluster.scaling`).
+
+An exception that nobody expected costs what it broke into: it is logged and remembered, and the rest is
+watched as before. Should the thread end all the same, requests go on, and what dies then stays dead.
 """
 
 from __future__ import annotations
 
-import logging
 import queue
 import secrets
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from moesaic.cluster.failures import Failures
 from moesaic.cluster.joining import Doorway, RemoteProcess
 from moesaic.cluster.member import Member, RestartRule, Role, Stage
 from moesaic.cluster.members import Members
+from moesaic.cluster.nearby import host_transport
 from moesaic.cluster.placing import first_placement
 from moesaic.cluster.publishing import Publisher
-from moesaic.cluster.report import layer_replicas, process_status
+from moesaic.cluster.report import counters, layer_replicas, process_status
 from moesaic.cluster.router import Router
 from moesaic.cluster.steering import Steering
 from moesaic.config import ClusterConfig, WorkerConfig
 from moesaic.core import messages
-from moesaic.core.cluster import ClusterCounters, ClusterLoad, ClusterStatus, Failure, ProcessStatus
-from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.core.cluster import ClusterLoad, ClusterStatus, ProcessStatus
+from moesaic.core.errors import ConfigError, ConnectionLost, ScalingError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.placement import Placement
 from moesaic.transport.secret import create_secret
 
-LOG = logging.getLogger(__name__)
 TICK = 0.1
 """Seconds between two looks at the clock."""
 FROZEN_SECONDS = 5.0
 """Without a sign of life: the process is killed, then started again."""
-FAILURES = 50
-"""The last ones are remembered."""
+NOBODY_WATCHES = "nobody watches the processes any more"
 
 
 class Supervisor:
@@ -56,12 +57,15 @@ class Supervisor:
         self._rule = RestartRule()
         file = cluster.cluster_secret_file
         self._secret = secrets.token_bytes(32) if file is None else create_secret(Path(file))
-        member = replace(worker, remote_experts=cluster.expert_servers > 0, supervised=True)
+        apart, transport = cluster.expert_servers > 0, host_transport(cluster.transport)
+        self._transport = transport if apart else None
+        member = replace(worker, remote_experts=apart, supervised=True, transport=transport)
         ranks = cluster.data_parallel_size if cluster.enable_expert_parallel else None
         self._members = Members(member, router, self._hear, clock, ranks)
         self._publisher = Publisher(self._members, self._secret)
+        self._failures = Failures()
+        self._note = self._failures.note
         self._steering = Steering(self._members, self._publisher, router, cluster, clock, self._note)
-        self._failures: deque[Failure] = deque(maxlen=FAILURES)
         self._announced = False
         self._ended: str | None = None
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
@@ -84,8 +88,9 @@ class Supervisor:
     def stop(self) -> None:
         """End every process."""
         self._members.inbox.put(None)
-        self._thread.join()
-        self._steering.stop()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._steering.stop("the cluster was stopped")
         if self._doorway is not None:
             self._doorway.close()
         self._members.stop()
@@ -99,12 +104,15 @@ class Supervisor:
         """
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
-        self._members.inbox.put(lambda: self._steering.scale(expert_servers, attention_workers, future))
+        if self._members.watched:
+            self._members.inbox.put(lambda: self._steering.scale(expert_servers, attention_workers, future))
+        else:
+            future.set_exception(ScalingError(NOBODY_WATCHES))
         return future
 
     def how_it_ended(self) -> str:
         """For a person, once the router's connection is lost."""
-        return self._ended or "the cluster was stopped"
+        return self._ended or ("the cluster was stopped" if self._members.watched else NOBODY_WATCHES)
 
     def status(self) -> list[ProcessStatus]:
         """Every process: the attention workers, then the expert servers."""
@@ -113,25 +121,18 @@ class Supervisor:
 
     def report(self) -> ClusterStatus:
         """All that there is to know."""
-        placement, experts = self.placement, self._router.stats().experts
-        members = self._members
-        counters = ClusterCounters(
-            process_deaths=members.past_deaths + sum(member.all_deaths for member in members.all),
-            failovers=experts.failovers,
-            false_failovers=experts.false_failovers,
-            resent_pairs=experts.resent_pairs,
-            moved_requests=self._router.moved_requests,
-            rebalances=self._steering.rebalances,
-        )
+        placement, members = self.placement, self._members
         return ClusterStatus(
             directory_version=self._publisher.version,
             placement_version=None if placement is None else placement.version,
             change=self._steering.under_way,
             processes=self.status(),
             replicas=[] if placement is None else layer_replicas(placement, members.servers),
-            failures=list(self._failures),
-            counters=counters,
+            failures=self._failures.all(),
+            counters=counters(members, self._router, self._steering.rebalances),
             join_address=None if self._doorway is None else self._doorway.address,
+            transport=self._transport,
+            watched=members.watched,
         )
 
     def load(self) -> ClusterLoad | None:
@@ -150,6 +151,17 @@ class Supervisor:
     # ---- the loop
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            self._members.watched = False
+            self._steering.stop(NOBODY_WATCHES)
+            self._note(f"the supervisor ended, {NOBODY_WATCHES}: {type(error).__name__}: {error}")
+            if not (self._announced and self._router.serves):
+                self._end(NOBODY_WATCHES)
+            raise
+
+    def _loop(self) -> None:
         while True:
             try:
                 action = self._members.inbox.get(timeout=TICK)
@@ -157,11 +169,17 @@ class Supervisor:
                 action = _nothing
             if action is None:
                 return
-            action()
+            self._survive(action)
             now = self._clock()
             self._tick(now)
             if self._announced and self._ended is None:
-                self._steering.advance(now)
+                self._survive(partial(self._steering.advance, now))
+
+    def _survive(self, action: Callable[[], None]) -> None:
+        """Do it. What fails before everything serves ends the service: the start would hang."""
+        failure = self._failures.survive(action)
+        if failure is not None and not self._announced:
+            self._end(failure)
 
     def _hear(self, member: Member, message: messages.Message | ConnectionLost) -> None:
         member.last_seen = self._clock()
@@ -206,13 +224,16 @@ class Supervisor:
     def _tick(self, now: float) -> None:
         heard_all = self._members.inbox.empty()  # else this thread was held up, and not the silent process
         for member in self._members.all:
-            if member.stage is Stage.WAITING and now >= member.restart_at and self._ended is None:
-                self._spawn(member)
-            silent = heard_all and now - member.last_seen > FROZEN_SECONDS
-            if member.in_service and silent and member.child is not None:
-                self._note(f"{member.name} shows no sign of life: killing it")
-                member.child.kill()
-                member.last_seen = now
+            self._survive(partial(self._look_after, member, heard_all, now))
+
+    def _look_after(self, member: Member, heard_all: bool, now: float) -> None:
+        if member.stage is Stage.WAITING and now >= member.restart_at and self._ended is None:
+            self._spawn(member)
+        silent = heard_all and now - member.last_seen > FROZEN_SECONDS
+        if member.in_service and silent and member.child is not None:
+            self._note(f"{member.name} shows no sign of life: killing it")
+            member.child.kill()
+            member.last_seen = now
 
     def _announce(self) -> None:
         """Once everything serves: the engine may submit."""
@@ -222,11 +243,15 @@ class Supervisor:
 
     def _welcome(self, process: RemoteProcess) -> None:
         """In a thread of the doorway's."""
+        if not self._members.watched:
+            process.stop()
         self._members.inbox.put(lambda: self._steering.join(process))
 
-    def _note(self, what: str) -> None:
-        LOG.warning("%s", what)
-        self._failures.append(Failure(time.time(), what))
+    def _end(self, why: str) -> None:
+        """Nothing can be served any more."""
+        if self._ended is None:
+            self._ended = why
+            self._router.fail(why)
 
     # ---- processes
 
@@ -248,9 +273,8 @@ class Supervisor:
         again = member.died(how, self._clock(), self._rule)
         if member.role is Role.WORKER:
             self._router.leave(member.number)
-        if self._ended is None and not expected and not (again and self._announced):
-            self._ended = how if again else f"{member.name} keeps dying, the last time so: {how}"
-            self._router.fail(self._ended)
+        if not expected and not (again and self._announced):
+            self._end(how if again else f"{member.name} keeps dying, the last time so: {how}")
 
     def _lay_out(self, layout: ExpertLayout) -> None:
         """The first layout decides the placement and starts the servers."""

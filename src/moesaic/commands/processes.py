@@ -12,6 +12,8 @@ from rich.table import Table
 
 Status = Mapping[str, Any]
 """A ClusterStatus as JSON has it."""
+WAYS = {"shm": "shared memory", "socket": "Unix sockets"}
+"""`--transport`, for people."""
 
 
 def as_lines(status: Status) -> list[str]:
@@ -21,8 +23,14 @@ def as_lines(status: Status) -> list[str]:
     missing = sum(len(layer["missing"]) for layer in status["replicas"])
     if single:
         lines.append(f"{single} experts have one copy; with --min-replicas 2 none waits when its server dies")
+    if status["transport"]:
+        lines.append(
+            f"attention workers reach the expert servers of this host by {WAYS[status['transport']]}"
+        )
     if status["join_address"]:
         lines.append(f"expert servers of other machines join at {status['join_address']}")
+    if not status["watched"]:
+        lines.append("nobody watches the processes any more: what dies now stays dead")
     if missing:
         lines.append(f"{missing} experts have no copy now: their tokens wait")
     return lines

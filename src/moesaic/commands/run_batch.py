@@ -7,12 +7,14 @@ from rich.console import Console
 from moesaic.batch import run as batch
 from moesaic.batch.options import RunBatch
 from moesaic.batch.show import print_summary
+from moesaic.commands.tracing import announced
 from moesaic.config import WorkerConfig
 
 
 def run(options: RunBatch, worker: WorkerConfig, as_json: bool) -> int:
     """Do what is missing of the output; returns the exit code."""
-    summary = batch.run(options, worker)
+    with announced(worker.trace):
+        summary = batch.run(options, worker)
     if as_json:
         print(summary.to_json())
     else:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from moesaic import __version__
 from moesaic.commands.announce import Announcer
+from moesaic.commands.tracing import announced
 from moesaic.config import ClusterConfig, ServerConfig, WorkerConfig
 from moesaic.core.cluster import ClusterStatus
 from moesaic.core.errors import EngineDeadError
@@ -50,7 +51,7 @@ def run(config: WorkerConfig, cluster: ClusterConfig, server: ServerConfig, as_j
     """Serve until a signal or the worker's death ends it. Returns the exit code."""
     name = server.served_model_name or config.model.model
     template = Path(server.chat_template) if server.chat_template else None
-    with closing(bind(server.host, server.port)) as listener:
+    with closing(bind(server.host, server.port)) as listener, announced(config.trace):
         host, port = listener.getsockname()[:2]
         with (
             launch(config, cluster, chat_template=template, max_waiting=server.max_queue) as launched,

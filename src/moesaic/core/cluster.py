@@ -98,6 +98,11 @@ class ClusterStatus:
     counters: ClusterCounters
     join_address: str | None = None
     """Where expert servers of other machines may join."""
+    transport: str | None = None
+    """To the expert servers of this host: shm or socket. None: there are none."""
+    watched: bool = True
+    """False once the supervisor itself has failed: requests go on, but what dies stays dead, and what is told
+    of the processes is as old as that."""
 
 
 @dataclass(frozen=True)

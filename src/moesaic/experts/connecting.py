@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 
+from moesaic.config import HostTransport
 from moesaic.core.errors import MoesaicError
 from moesaic.core.experts import ServerEntry
 from moesaic.transport.bell import Bell
@@ -14,16 +15,16 @@ from moesaic.transport.listening import connect
 
 LOG = logging.getLogger(__name__)
 RETRY_SECONDS = 0.2
-SHM = "shm"
-STREAM = "stream"
 
 
 class Connector:
-    """Tries until it is told to stop. `kind` is for servers on this host: shm, or stream (sockets)."""
+    """Tries until it is told to stop."""
 
-    def __init__(self, heap_bytes: int, bell: Bell, kind: str = SHM) -> None:
-        """heap_bytes: of shared memory for each connection. bell: rung when a connection stands."""
-        self._kind = kind
+    def __init__(self, heap_bytes: int, bell: Bell, transport: HostTransport = "shm") -> None:
+        """heap_bytes: of each connection's open calls. bell: rung when a connection stands. transport: to
+        servers with a Unix address; those with a TCP address are on other hosts.
+        """
+        self._transport = transport
         self._heap_bytes = heap_bytes
         self._bell = bell
         self._made: deque[tuple[ServerEntry, Caller]] = deque()
@@ -50,7 +51,8 @@ class Connector:
         return found
 
     def _connect(self, entry: ServerEntry, secret: bytes, stopped: threading.Event) -> None:
-        kind = self._kind if entry.address.startswith("unix:") else STREAM
+        shared = self._transport == "shm" and entry.address.startswith("unix:")
+        kind = "shm" if shared else "stream"
         while not stopped.is_set():
             try:
                 caller = connect(entry.address, secret, kind, heap_bytes=self._heap_bytes)

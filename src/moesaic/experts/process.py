@@ -14,8 +14,10 @@ from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import ExpertServerStats
 from moesaic.experts.arithmetic import Arithmetic
 from moesaic.experts.server import ExpertServer
+from moesaic.experts.traced import TracedArithmetic, TracedService
 from moesaic.policy.brain.service import Enough, Service
 from moesaic.policy.microqueue import policy_named
+from moesaic.trace.track import Track
 from moesaic.transport.bell import Bell
 from moesaic.transport.listening import Listener
 from moesaic.transport.stream import StreamConnection
@@ -46,6 +48,10 @@ def serve(supervisor: StreamConnection, config: ExpertServerConfig, bell: Bell, 
     listener = Listener(config.address, secret or first.secret)
     rule, policy = _start_rule(config), policy_named(_POLICIES.get(config.schedule, config.queue_policy))
     service = Service(config.layout.layers, policy, rule)
+    if config.trace is not None:
+        track = Track(Path(config.trace), time.monotonic)
+        service = traced = TracedService(track, config.layout.layers, policy, rule)
+        arithmetic = TracedArithmetic(arithmetic, traced, track)
     server = ExpertServer(config.layout, arithmetic, listener, service, time.monotonic, rule.wait)
     holding = _Holding(supervisor, arithmetic, listener.address, config.threads)
     holding.tell(first)

@@ -214,5 +214,6 @@ def _native_threads(threads: int, pin: bool) -> None:
 
 
 def _recorder() -> Recorder:
+    recording.prepare()
     arena = memory.Arena()
     return lambda step: recording.Recording(step, arena)

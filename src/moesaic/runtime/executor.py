@@ -83,9 +83,10 @@ class Executor:
 
     def progress(self) -> list[Event]:
         """Go on with every step under way as far as the experts have answered; what happened."""
-        done, self._done = self._done, []
-        if self._layered is not None:
+        done: list[Event] = []
+        if self._layered is not None:  # before a run's end: the next one should take them along
             done += self._layered.arrived()
+        done, self._done = done + self._done, []
         if self._experts.entered():
             done.append(Entered())
         self._advance(done)

@@ -49,7 +49,7 @@ class Forward:
         self._width = recorded_blocks
         self._apart = apart
         self._make_recorder = model.kernels.recorder if recorded_blocks else None
-        self._free: list[_Recorded] = []
+        self._free = [_Recorded(self._make_recorder())] if self._make_recorder else []
         """Those that no step under way uses: two steps must not share memory."""
 
     def begin(self, batch: TokenBatch) -> Walk:

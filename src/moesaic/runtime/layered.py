@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -65,12 +64,12 @@ class Layered:
             hidden = block.merge(gated, block.dense(gated.normed), None)
         return hidden[torch.from_numpy(batch.logit_rows).to(self._device)]
 
-    def arrived(self) -> Iterator[PartsArrived]:
-        """What the experts answered since the last call."""
-        for ticket, pairs in self._experts.arrivals():
-            run = self._run_of.get(ticket.number)
-            if run is not None:
-                yield PartsArrived(run, pairs)
+    def arrived(self) -> list[PartsArrived]:
+        """What the experts answered since the last call: one event, so that the brain sees all of it before
+        it chooses."""
+        news = [(self._run_of.get(ticket.number), pairs) for ticket, pairs in self._experts.arrivals()]
+        parts = [(run, pairs) for run, pairs in news if run is not None]
+        return [PartsArrived(parts)] if parts else []
 
     def forget(self, runs: list[int]) -> None:
         """Nobody needs these runs any more. Runs that broke off before they asked are unknown."""

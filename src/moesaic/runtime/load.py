@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -24,9 +25,11 @@ from moesaic.policy.brain.actions import Brain
 from moesaic.policy.brain.asynchronous import Asynchronous
 from moesaic.policy.brain.barrier import Barrier
 from moesaic.policy.brain.one_process import OneProcess
+from moesaic.policy.brain.ready import Gather
 from moesaic.policy.kvblocks import KVBlocks
 from moesaic.policy.microqueue import policy_named
 from moesaic.policy.replicas import Replicas
+from moesaic.runtime import traced
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.forward import Forward
 from moesaic.runtime.layered import Layered
@@ -42,6 +45,8 @@ AUTO_SHARE_CUDA = 0.9
 
 URGENT_SECONDS = 0.1
 """Rows of the asynchronous brain that waited for longer run first, as in the public code of its paper."""
+GATHER_SHARE = 0.3
+"""Of a worker's rows under way, before some go on without the rest: measured, see docs/measurements.md."""
 HEAP_SLACK = 1 << 20
 """Bytes of a connection's shared memory beside its rows."""
 
@@ -82,15 +87,19 @@ def build_worker(
     limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_model_len)
     blocks = KVBlocks(num_blocks, block_size, config.cache.enable_prefix_caching)
     experts: RoutedExperts = DirectExperts(loaded.model.experts, loaded.kernels)
+    trace = traced.timeline(config.trace, clock)
     recorded = 0 if config.model.enforce_eager else -(-max_model_len // block_size)
     layered: Layered | None = None
     if layout is not None:
-        experts = remote = _remote(config, layout, clock)
+        experts = remote = _remote(config, layout, clock, trace)
         layered = Layered(loaded.model, remote, kv, block_size, loaded.device)
     brain = _brain(scheduler, limits, blocks, layout)
     apart = layout is not None
     forward = Forward(loaded.model, experts, kv, block_size, loaded.device, recorded, apart)
-    executor = Executor(loaded.model, forward, loaded.device, connection, experts, layered)
+    make: Callable[..., Executor] = Executor
+    if trace is not None:
+        brain, make = traced.TracedBrain(brain, trace), partial(traced.TracedExecutor, trace)
+    executor = make(loaded.model, forward, loaded.device, connection, experts, layered)
     worker = Worker(connection, brain, executor, clock, journal, experts, bell)
     return worker, _describe(loaded, layout, scheduler, max_model_len, block_size, num_blocks, kv_dtype)
 
@@ -105,7 +114,8 @@ def _brain(
     if layout is None:
         raise ConfigError.field("--schedule", scheduler.schedule, "lockstep without --expert-servers")
     policy = policy_named(scheduler.queue_policy, urgency=URGENT_SECONDS)
-    return Asynchronous(limits, blocks, policy, len(layout.layers), layout.top_k)
+    places, top_k, gather = len(layout.layers), layout.top_k, Gather(GATHER_SHARE)
+    return Asynchronous(limits, blocks, policy, places, top_k, gather)
 
 
 def _tell_layout(config: ModelConfig, connection: Connection) -> ExpertLayout:
@@ -117,14 +127,19 @@ def _tell_layout(config: ModelConfig, connection: Connection) -> ExpertLayout:
     return layout
 
 
-def _remote(config: WorkerConfig, layout: ExpertLayout, clock: Callable[[], float]) -> RemoteExperts:
+def _remote(
+    config: WorkerConfig, layout: ExpertLayout, clock: Callable[[], float], trace: traced.Timeline | None
+) -> RemoteExperts:
     """The servers' client. Shared memory holds two of the largest steps on each connection."""
     rows = config.scheduler.max_num_batched_tokens
     heap = HEAP_SLACK + 2 * 4 * rows * (layout.hidden + layout.top_k * (layout.hidden + 2))
     bell = Bell()
-    connector = Connector(heap, bell)
+    connector = Connector(heap, bell, config.transport)
     schedule = config.scheduler.schedule
-    return RemoteExperts(
+    make: Callable[..., RemoteExperts] = RemoteExperts
+    if trace is not None:
+        make = partial(traced.TracedRemote, trace)
+    return make(
         layout,
         Replicas(own=config.own_server),
         connector,

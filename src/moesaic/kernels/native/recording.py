@@ -30,6 +30,12 @@ class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return answer
 
 
+def prepare() -> None:
+    """Have torch load what it loads at the first recording: a second that no request should wait for."""
+    with _OnlyViews():  # type: ignore[no-untyped-call]
+        torch.empty(1).view(1)
+
+
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -64,10 +64,10 @@ class LayerDone:
 
 @dataclass(frozen=True)
 class PartsArrived:
-    """Experts answered: these (row, rank) pairs of a layer run are there."""
+    """Experts answered: these (row, rank) pairs of layer runs are there."""
 
-    run: int
-    pairs: IntArray
+    parts: list[tuple[int, IntArray]]
+    """(run, its pairs)"""
 
 
 @dataclass(frozen=True)

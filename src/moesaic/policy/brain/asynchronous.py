@@ -42,6 +42,7 @@ from moesaic.policy.brain.actions import (
     StepPlan,
 )
 from moesaic.policy.brain.plan import admit, step_plan
+from moesaic.policy.brain.ready import Gather, Ready
 from moesaic.policy.brain.unit import Unit, joined
 from moesaic.policy.kvblocks import KVBlocks
 from moesaic.policy.microqueue import QueuePolicy
@@ -63,7 +64,13 @@ class Asynchronous:
     """A Brain. One run at a time; it waits only when no unit is ready anywhere."""
 
     def __init__(
-        self, limits: Limits, blocks: KVBlocks, policy: QueuePolicy, routed_layers: int, top_k: int
+        self,
+        limits: Limits,
+        blocks: KVBlocks,
+        policy: QueuePolicy,
+        routed_layers: int,
+        top_k: int,
+        gather: Gather | None = None,
     ) -> None:
         """routed_layers: layers with experts; there is one place more."""
         self._limits = limits
@@ -73,9 +80,12 @@ class Asynchronous:
         self._places = routed_layers + 1
         self._top_k = top_k
         self._pool = TokenPool()
-        self._ready: list[list[Unit]] = [[] for _ in range(self._places)]
+        self._gather = gather or Gather()
+        self._ready = Ready(self._places)
         self._units: dict[int, Unit] = {}
         """Of each request that has one."""
+        self._rows = 0
+        """Of all units."""
         self._unread: dict[int, int] = {}
         """Run -> its rows that no later run took yet; those of dropped units are taken."""
         self._flight: _Flight | None = None
@@ -90,8 +100,8 @@ class Asynchronous:
                 actions: list[Action] = []
             case Cancelled(request_ids):
                 actions = self._cancelled(request_ids)
-            case PartsArrived(run, pairs):
-                actions = self._arrived(run, pairs, now)
+            case PartsArrived(parts):
+                actions = self._arrived(parts, now)
             case LayerDone(run):
                 actions = self._layer_done(run, now)
             case StepDone(run, tokens):
@@ -135,26 +145,26 @@ class Asynchronous:
 
     def _drop(self, request_id: int) -> list[Action]:
         """Take the request's unit from wherever it waits."""
-        unit = self._units.pop(request_id, None)
-        if unit is None:
+        if request_id not in self._units:
             return []
-        self._unready(unit)
+        unit = self._end(request_id)
         self._pool.drop(request_id)
         return self._taken([unit])
 
-    def _unready(self, unit: Unit) -> None:
-        """Take it out of the queue that it is in, if any."""
-        if unit in self._ready[unit.place]:
-            self._ready[unit.place].remove(unit)
+    def _end(self, request_id: int) -> Unit:
+        """The request has no unit any more."""
+        unit = self._units.pop(request_id)
+        self._rows -= unit.rows
+        self._ready.discard(unit)
+        return unit
 
-    def _arrived(self, run: int, pairs: IntArray, now: float) -> list[Action]:
+    def _arrived(self, parts: list[tuple[int, IntArray]], now: float) -> list[Action]:
         """Units whose last part came go into the queue of the next place."""
-        complete = self._pool.arrived(run, pairs)
-        for request_id in [] if complete is None else complete.request_ids.tolist():
-            unit = self._units[request_id]
-            unit.since = now
-            self._ready[unit.place].append(unit)
-        return self._forget([run])
+        for run, pairs in parts:
+            complete = self._pool.arrived(run, pairs)
+            for request_id in [] if complete is None else complete.request_ids.tolist():
+                self._ready.add(self._units[request_id], now)
+        return self._forget([run for run, _ in parts])
 
     def _layer_done(self, run: int, now: float) -> list[Action]:
         """Its units wait for experts now; those that were cancelled meanwhile are dropped."""
@@ -177,7 +187,7 @@ class Asynchronous:
             unit.sequence.advance(unit.rows)
             request_id = unit.sequence.request_id
             self._blocks.commit(request_id, unit.sequence.tokens.array, unit.sequence.num_computed)
-            del self._units[request_id]
+            self._end(request_id)
         emit = Emit([], [], [], [], run)
         sampled = [flight.units[index].sequence for index in flight.plan.sampled.tolist()]
         for sample, (sequence, token) in enumerate(zip(sampled, tokens.tolist(), strict=True)):
@@ -198,8 +208,7 @@ class Asynchronous:
         ended = []
         for unit in flight.units:
             request_id = unit.sequence.request_id
-            del self._units[request_id]
-            self._unready(unit)
+            self._end(request_id)
             if unit.sequence.stage is Stage.FINISHED:
                 self._batching.free(unit.sequence)
                 ended.append(request_id)
@@ -226,13 +235,14 @@ class Asynchronous:
 
     def _fill(self, now: float) -> list[Action]:
         """Requests without a unit get one: their next token's row, or a chunk of their prompt."""
-        room = self._limits.max_num_batched_tokens - sum(unit.rows for unit in self._units.values())
+        room = self._limits.max_num_batched_tokens - self._rows
         if room <= 0:
             return []
         schedule = self._batching.schedule(now, self._units.keys(), room)
         for sequence, rows in schedule.chunks:
-            unit = self._units[sequence.request_id] = Unit(sequence, rows, since=now)
-            self._ready[0].append(unit)
+            unit = self._units[sequence.request_id] = Unit(sequence, rows)
+            self._rows += rows
+            self._ready.add(unit, now)
         actions: list[Action] = []
         if schedule.preempted:
             actions.append(Release([sequence.request_id for sequence in schedule.preempted]))
@@ -242,15 +252,18 @@ class Asynchronous:
 
     def _next_run(self, now: float) -> list[Action]:
         """All units that are ready at the place that the policy picks."""
-        tokens = np.array([[sum(unit.rows for unit in queue)] for queue in self._ready])
+        tokens = self._ready.tokens
         if not tokens.any():
             return []
-        waited = np.array([[max((now - unit.since for unit in queue), default=0.0)] for queue in self._ready])
-        chosen = self._policy.choose(tokens, waited)
+        chosen = self._policy.choose(tokens, self._ready.waited(now))
         if chosen is None:
             return []
         place = chosen[0]
-        units, self._ready[place] = self._ready[place], []
+        rows, count = int(tokens[place, 0]), self._ready.units(place)
+        answers_out = int(tokens.sum()) < self._rows
+        if answers_out and not self._gather.enough(rows, count, self._rows, len(self._units)):
+            return []
+        units = self._ready.take(place)
         run, self._runs = self._runs, self._runs + 1
         plan = step_plan(run, [(unit.sequence, unit.rows) for unit in units], self._blocks)
         self._flight = _Flight(plan, place, units, now)

@@ -19,7 +19,7 @@ class Unit:
     source: Source | None = None
     """Where its rows are; None before place 0."""
     since: float = 0.0
-    """When it became ready."""
+    """When it became ready, the last time."""
 
 
 def joined(sources: list[Source]) -> list[Source]:

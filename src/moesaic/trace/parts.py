@@ -1,0 +1,109 @@
+"""Where each process writes its part of a trace, and how the parts become one file.
+
+While the run lasts FILE.parts holds a file for each process; each of them opens in Perfetto too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moesaic.core.errors import ConfigError
+
+LOG = logging.getLogger(__name__)
+ROLES = ("attention worker", "expert server")
+"""Their rows come in this order."""
+MOST = 1 << 16
+"""Processes of a role that keep it."""
+
+
+def part_of(trace: str | None, process: str, incarnation: int = 1) -> str | None:
+    """Where a process writes its part of the trace `trace`; None: there is no trace.
+
+    Example: "t.json", "expert server 0", 2 -> "t.json.parts/expert-server-0.2.json"
+    """
+    if trace is None:
+        return None
+    return str(folder_of(Path(trace)) / f"{process.replace(' ', '-')}.{incarnation}.json")
+
+
+def process_of(part: Path) -> str:
+    """Whose part this is. Example: t.json.parts/expert-server-0.2.json -> "expert server 0"."""
+    return part.name.partition(".")[0].replace("-", " ")
+
+
+def order_of(process: str) -> int:
+    """Where its row stands: by role, then by number. Example: "attention worker 1" -> 1."""
+    role, _, number = process.rpartition(" ")
+    return MOST * ROLES.index(role) + int(number)
+
+
+def folder_of(file: Path) -> Path:
+    """Of the parts of the trace `file`."""
+    return file.with_name(f"{file.name}.parts")
+
+
+@contextmanager
+def collecting(trace: str | None) -> Iterator[None]:
+    """The processes of the block write parts of `trace`; when it and they have ended, that file has them all.
+
+    None: there is no trace. Raises ConfigError, before the block, when the file cannot be written.
+    """
+    if trace is None:
+        yield
+        return
+    file = Path(trace)
+    _prepare(trace, file)
+    try:
+        yield
+    finally:
+        try:
+            join(file)
+        except OSError as error:
+            LOG.warning("%s: %s; the parts of the trace are in %s", file, error.strerror, folder_of(file))
+
+
+def join(file: Path) -> None:
+    """All parts of the trace `file` in it, as one JSON object; then the parts are removed.
+
+    Where no process came to write one, the file is left as it was.
+    """
+    parts = sorted(folder_of(file).glob("*.json"))
+    if parts:
+        _write(file, parts)
+    for part in parts:
+        part.unlink()
+    folder_of(file).rmdir()
+
+
+def events(part: Path) -> Iterator[str]:
+    """The events of a part, each as JSON. A last one that was not written to its end is left out."""
+    with part.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("},\n"):
+                yield line.strip().removesuffix(",")
+
+
+def _write(file: Path, parts: list[Path]) -> None:
+    with file.open("w", encoding="utf-8") as joined:
+        joined.write('{"displayTimeUnit":"ms","traceEvents":[')
+        comma = "\n"
+        for part in parts:
+            for event in events(part):
+                joined.write(comma + event)
+                comma = ",\n"
+        joined.write("\n]}\n")
+
+
+def _prepare(trace: str, file: Path) -> None:
+    """An empty folder for parts; what a run that was killed left there is removed."""
+    try:
+        file.open("a").close()
+        folder = folder_of(file)
+        folder.mkdir(exist_ok=True)
+        for left in folder.glob("*.json"):
+            left.unlink()
+    except OSError as error:
+        raise ConfigError.field("--trace", trace, f"a file to write into ({error.strerror})") from error

@@ -1,0 +1,109 @@
+"""One process's part of a trace: a row of spans, in a file that outlives the process.
+
+Events are lines of Chrome's trace event format. They are written into mapped memory of the file, and so are
+in it whatever becomes of the process: there is no buffer to flush, and SIGKILL costs the line that it cuts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from moesaic.core.errors import ConfigError
+from moesaic.trace.parts import order_of, process_of
+
+LOG = logging.getLogger(__name__)
+WINDOW = 1 << 20
+"""Bytes of the file that are mapped at a time, some 8000 events."""
+
+
+class Track:
+    """A row of the trace. Used by one thread; spans may lie in each other, the outer one written first.
+
+    A full disk ends the row, not the process.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        """path: from `parts.part_of`. clock: seconds, monotonic, the same for all processes of a host.
+        Raises ConfigError when the file cannot be written."""
+        self.now = clock
+        self._path = path
+        self._process = process_of(path)
+        self._ids = {"pid": os.getppid(), "tid": os.getpid()}
+        self._size = self._at = 0
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._window: mmap.mmap | None = self._next_window()
+        except OSError as error:
+            raise ConfigError.field(
+                "--trace", str(path), f"a file to write into ({error.strerror})"
+            ) from error
+        self._write(b"[\n")
+        self._name_row()
+
+    def span(self, name: str, begin: float, end: float, **arguments: object) -> None:
+        """Something took from `begin` to `end`, seconds.
+
+        Whole microseconds, both rounded down: spans that lie in each other or one after another still do.
+        Example: span("layer 3", 1.0000019, 1.0000051, rows=8) is at 1000001, of length 4.
+        """
+        start = int(begin * 1e6)
+        self._event("X", name, ts=start, dur=int(end * 1e6) - start, args=arguments)
+
+    def count(self, what: str, value: int) -> None:
+        """There are so many of something from now on; a row of its own below the others."""
+        self._event("C", f"{self._process}: {what}", ts=int(self.now() * 1e6), args={what: value})
+
+    def close(self) -> None:
+        """Give the file back; nothing more is written. A process that ends needs no close."""
+        if self._window is not None:
+            self._window.close()
+            self._window = None
+        os.close(self._file)
+
+    def _name_row(self) -> None:
+        """For the viewer the launcher is a process and the others are its threads: rows below each other."""
+        self._event("M", "process_name", args={"name": "moesaic"})
+        self._event("M", "thread_name", args={"name": self._process})
+        self._event("M", "thread_sort_index", args={"sort_index": order_of(self._process)})
+
+    def _event(self, kind: str, name: str, **fields: object) -> None:
+        if self._window is None:
+            return
+        event = {"ph": kind, "name": name, **self._ids, **fields}
+        self._write(json.dumps(event, separators=(",", ":")).encode() + b",\n")
+
+    def _write(self, line: bytes) -> None:
+        if self._at + len(line) > WINDOW:
+            self._turn()
+        window = self._window
+        if window is not None:
+            end = self._at + len(line)
+            window[self._at : end - 1] = line[:-1]
+            window[end - 1] = line[-1]  # a line with its end is whole
+            self._at = end
+
+    def _turn(self) -> None:
+        """Go on in the next window."""
+        old, self._window = self._window, None
+        if old is not None:
+            old.close()
+        try:
+            self._window = self._next_window()
+        except OSError as error:
+            LOG.warning("%s: %s; the trace of this process ends here", self._path, error.strerror)
+
+    def _next_window(self) -> mmap.mmap:
+        """Written before it is mapped: memory that the disk has no room for would kill the process."""
+        blank = memoryview(b" " * WINDOW)
+        written = 0
+        while written < WINDOW:
+            written += os.pwrite(self._file, blank[written:], self._size + written)
+        window = mmap.mmap(self._file, WINDOW, offset=self._size)
+        self._size += WINDOW
+        self._at = 0
+        return window

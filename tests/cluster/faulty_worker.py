@@ -1,0 +1,57 @@
+"""`python -m tests.cluster.faulty_worker`: an attention worker whose ways to the expert servers are bad."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from unittest.mock import patch
+
+from moesaic.cluster import local
+from moesaic.config import WorkerConfig
+from moesaic.core.experts import ServerEntry
+from moesaic.experts.connecting import Connector
+from moesaic.runtime.__main__ import main
+from moesaic.transport.calls import Caller
+from moesaic.transport.faulty import Faults, FaultyCaller
+
+FAULTS = "FAULTS_OF_A_TEST"
+"""Environment variable with the fields of Faults as JSON, and `seed`."""
+
+
+@contextmanager
+def faulty(faults: Faults, seed: int) -> Iterator[None]:
+    """Attention workers that are started inside have `faults`, each connection by a seed of its own."""
+
+    def worker(config: WorkerConfig) -> local.ChildProcess:
+        return local._spawn("tests.cluster.faulty_worker", config.to_json(), "worker process")
+
+    root = str(Path(__file__).parent.parent.parent)
+    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    told = json.dumps(asdict(faults) | {"seed": seed})
+    with (
+        patch.dict(os.environ, {FAULTS: told, "PYTHONPATH": paths}),
+        patch("moesaic.cluster.members.spawn_worker", worker),
+    ):
+        yield
+
+
+def spoil(faults: Faults, seed: int) -> None:
+    """Every connection of this process from now on."""
+    numbers = count(1_000 * seed)
+    made = Connector.made
+
+    def spoiled(self: Connector) -> list[tuple[ServerEntry, Caller]]:
+        return [(entry, FaultyCaller(caller, faults, next(numbers))) for entry, caller in made(self)]
+
+    Connector.made = spoiled  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    told = json.loads(os.environ[FAULTS])
+    spoil(seed=told.pop("seed"), faults=Faults(**told))
+    raise SystemExit(main())

@@ -1,0 +1,47 @@
+"""What nobody expected is told once and ends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from moesaic.cluster.failures import MOST, Failures
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def action() -> None:
+        raise error
+
+    return action
+
+
+def test_what_fails_again_and_again_is_noted_once() -> None:
+    failures = Failures()
+    for _ in range(3):
+        assert failures.survive(raising(KeyError(7))) == "the supervisor: KeyError: 7"
+    assert failures.survive(lambda: None) is None
+    assert [failure.what for failure in failures.all()] == ["the supervisor: KeyError: 7"]
+    failures.note("expert server 0: killed")
+    failures.survive(raising(KeyError(7)))
+    assert len(failures.all()) == 3, "something else happened in between"
+
+
+def test_the_log_has_the_traceback_and_people_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    failures = Failures()
+    failures.survive(raising(ValueError("first\nsecond")))
+    assert [failure.what for failure in failures.all()] == ["the supervisor: ValueError: first"]
+    [record] = caplog.records
+    assert record.exc_info is not None and record.exc_info[0] is ValueError
+
+
+def test_an_end_is_an_end() -> None:
+    with pytest.raises(SystemExit):
+        Failures().survive(raising(SystemExit()))
+
+
+def test_the_last_ones_are_kept() -> None:
+    failures = Failures()
+    for number in range(MOST + 2):
+        failures.note(str(number))
+    assert [failure.what for failure in failures.all()] == [str(number) for number in range(2, MOST + 2)]
