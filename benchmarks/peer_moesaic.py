@@ -60,14 +60,14 @@ def run(llm: LLM, stopwatch: Stopwatch, prompts: list[list[int]], new: int) -> A
 def reads_per_step(llm: LLM, stopwatch: Stopwatch, prompts: list[list[int]], new: int) -> Answer:
     """Mean weights that one decode step reads, as numbers and in bytes, counted from the real routing."""
     forward, model = llm._worker._executor._forward, llm._worker._executor._model
-    experts, recorder = forward._experts, forward._recorder
+    experts, recorder = forward._experts, forward._make_recorder
     forward._experts = Counting(model.experts, model.kernels)
-    forward._recorder = None  # recorded steps do not pass through Python
+    forward._make_recorder = None  # recorded steps do not pass through Python
     Counting.numbers_read = Counting.bytes_read = 0
     run(llm, stopwatch, prompts, 1)
     prefill_numbers, prefill_bytes = Counting.numbers_read, Counting.bytes_read
     run(llm, stopwatch, prompts, new)
-    forward._experts, forward._recorder = experts, recorder
+    forward._experts, forward._make_recorder = experts, recorder
     numbers = (Counting.numbers_read - 2 * prefill_numbers) / (new - 1)
     read = (Counting.bytes_read - 2 * prefill_bytes) / (new - 1)
     unread = [t for w in model.experts.values() for e in w.held for t in w.of(e)]

@@ -52,7 +52,7 @@ FACTORS: dict[str, dict[str, Any]] = {
         "faulty": {},  # see `badly`
     },
 }
-FAULTS = Faults(delay=0.3, reorder=True, cut_after=30)
+FAULTS = Faults(delay=0.3, duplicate=0.2, reorder=True, cut_after=30)
 """Those that no replica is needed for."""
 DROPPING = replace(FAULTS, drop_request=0.02, drop=0.001)
 """What got lost is asked for again, of another server; at a barrier nobody can know that it got lost."""

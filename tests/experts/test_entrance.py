@@ -99,3 +99,13 @@ def test_a_gate_that_dies_is_tried_again() -> None:
     asked.dead = False
     entrance.knock({0: gate})
     assert len(asked.posted) == 1
+
+
+def test_an_answer_that_is_told_twice_is_released_once() -> None:
+    gate, asked = end()
+    entrance = Entrance(HIDDEN)
+    entrance.enter(True)
+    entrance.knock({0: gate})
+    for _ in range(2):
+        entrance.answered(gate, asked.posted[0])
+    assert asked.released == [0]

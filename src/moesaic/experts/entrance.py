@@ -53,11 +53,15 @@ class Entrance:
                 wire.knock(call.request, self._hidden, self._work)
                 gate.caller.post(call)
                 self._knock = gate, call.number
+                gate.knocks.add(call.number)
         except ConnectionLost:
             pass  # whoever polls this end hears of it too
 
     def answered(self, end: End, call: Call) -> None:
-        """A call that was a knock came back."""
+        """A call that is no request came back. One that is no knock either is over: it was told twice."""
+        if call.number not in end.knocks:
+            return
+        end.knocks.discard(call.number)
         end.caller.release(call)
         if self._knock is not None and self._knock[0] is end and self._knock[1] == call.number:
             self._work = self._knock = None

@@ -63,22 +63,26 @@ class Sent:
     _arrived: npt.NDArray[np.bool_] | None = None
     """[p] whether each is there, once some are."""
 
-    def receive(self, indices: IntArray) -> IntArray:
-        """Put these rows of the answer, which are there now, in their places. Returns their pairs."""
-        answer = np.frombuffer(self.call.answer, dtype=np.float32).reshape(len(self.pairs), -1)
-        out = self.submission.out
-        if len(indices) == len(self.pairs):  # all at once
-            if len(out) == len(answer):
-                out[:] = answer
-            else:
-                out[self.pairs] = answer
-            return self.pairs
+    def receive(self, indices: IntArray) -> tuple[IntArray, int]:
+        """Put these rows of the answer, which are there now, in their places.
+
+        Returns their pairs, and how many rows are there for the first time: a transport may repeat itself.
+        """
+        rows = max(1, len(self.pairs))
         if self._arrived is None:
-            self._arrived = np.zeros(len(self.pairs), dtype=bool)
+            self._arrived = np.zeros(rows, dtype=bool)
         self._arrived[indices] = True
+        before, self.left = self.left, rows - int(np.count_nonzero(self._arrived))
+        if not len(self.pairs):
+            return self.pairs, before - self.left
+        answer = np.frombuffer(self.call.answer, dtype=np.float32).reshape(rows, -1)
+        out, fresh = self.submission.out, before - self.left
+        if fresh == rows == len(out):  # the usual case: one server answers everything at once
+            out[:] = answer
+            return self.pairs, fresh
         pairs = self.pairs[indices]
         out[pairs] = answer[indices]
-        return pairs
+        return pairs, fresh
 
     @property
     def missing(self) -> IntArray:
@@ -93,6 +97,8 @@ class End:
     entry: ServerEntry
     caller: Caller
     calls: dict[int, Sent] = field(default_factory=dict)
+    knocks: set[int] = field(default_factory=set)
+    """Numbers of the calls that are knocks."""
 
     @property
     def outstanding(self) -> int:

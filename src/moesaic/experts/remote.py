@@ -202,12 +202,11 @@ class RemoteExperts:
 
     def _receive(self, end: End, sent: Sent, indices: IntArray) -> None:
         submission = sent.submission
-        submission.missing -= len(indices)
-        sent.left -= len(indices)
-        pairs = sent.receive(indices) if len(sent.pairs) else sent.pairs
+        pairs, fresh = sent.receive(indices)
+        submission.missing -= fresh
         if self._tell:
             self._news.append((submission.ticket, pairs))
-        self._replicas.answered(end.entry.server, len(pairs), self._clock())
+        self._replicas.answered(end.entry.server, fresh if len(sent.pairs) else 0, self._clock())
         if not sent.left:
             del end.calls[sent.call.number]
             end.caller.release(sent.call)
