@@ -15,7 +15,7 @@ from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_identity import alone, workload
 
 TOKENS = 64
-FAST = (("expert server 0", "lockstep", 0), ("attention worker 0", "async", 0))
+FAST = (("expert server 0", "lockstep", 0),)
 
 
 @pytest.fixture(scope="module")

@@ -171,6 +171,7 @@ def test_a_server_killed_while_another_joins_comes_back(expected: list[Answer]) 
         assert copies(served) == {2}
 
 
+@pytest.mark.slow
 def test_what_can_never_be_is_refused_and_changes_nothing() -> None:
     with cluster(attention_workers=1, expert_servers=2, min_replicas=2) as served:
         version = served.supervisor.report().directory_version

@@ -81,6 +81,7 @@ def status_over_http(served: Cluster) -> Any:
     return asyncio.run(get())
 
 
+@SLOW
 def test_a_bug_in_one_action_does_not_end_the_watch(expected: list[Answer]) -> None:
     with cluster(attention_workers=1, expert_servers=2, min_replicas=2) as served:
         served.submit(*workload(COUNT, TOKENS))
@@ -91,10 +92,11 @@ def test_a_bug_in_one_action_does_not_end_the_watch(expected: list[Answer]) -> N
         assert failures(served)[0] == "the supervisor: KeyError: 'a bug'"
 
 
-SCHEDULES = ["lockstep", *(pytest.param(name, marks=SLOW) for name in ("async", "barrier"))]
+SCHEDULES = ["lockstep", "async", "barrier"]
 
 
 @DYING
+@SLOW
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_requests_go_on_when_nobody_watches(schedule: str, expected: list[Answer]) -> None:
     with cluster(attention_workers=2, expert_servers=2, min_replicas=2, schedule=schedule) as served:
@@ -113,6 +115,7 @@ def test_requests_go_on_when_nobody_watches(schedule: str, expected: list[Answer
             os.kill(pid, 0)
 
 
+@SLOW
 @DYING
 def test_that_nobody_watches_is_told() -> None:
     with cluster() as served:
