@@ -61,7 +61,7 @@ class _Flight:
 
 
 class Asynchronous:
-    """A Brain. One run at a time; it waits only when no unit is ready anywhere."""
+    """A Brain. One run at a time; it waits when no unit is ready anywhere, or too few are (see Gather)."""
 
     def __init__(
         self,
