@@ -1,0 +1,288 @@
+"""What is known of a model's routing: which experts which tokens chose, and its file.
+
+A profile counts over all tokens that were looked at, and keeps the routes of whole requests as a sample, as
+many as its maker had memory for: what a count cannot say (several layers of one token, the tokens of one
+request) is read from those.
+
+The file is a NumPy archive (`.npz`) without pickled objects; arrays of layer i have names that end in i.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.errors import ConfigError
+from moesaic.core.tokens import IntArray
+
+SCHEMA = 1
+NO_TOPIC = -1
+
+SmallArray = npt.NDArray[np.int16]
+TokenArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How often each token id chose each expert of one layer: a sparse [V, E] matrix, row after row."""
+
+    starts: IntArray
+    """[V + 1] the entries of token id v are starts[v] : starts[v + 1]."""
+    experts: SmallArray
+    """[m] ascending inside a row."""
+    counts: TokenArray
+    """[m] 1 or more."""
+
+    @classmethod
+    def of(cls, tokens: npt.NDArray[Any], experts: npt.NDArray[Any], vocab_size: int, size: int) -> Counts:
+        """Count pairs: tokens [t] and their experts [t, k] of one layer, which has `size` experts.
+
+        Example: tokens [5, 5], experts [[1, 0], [1, 2]] -> token 5 has experts 0, 1, 2 with counts 1, 2, 1.
+        """
+        keys = tokens.astype(np.int64)[:, None] * size + experts
+        found, counts = np.unique(keys, return_counts=True)
+        starts = np.searchsorted(found, np.arange(vocab_size + 1, dtype=np.int64) * size)
+        return cls(starts.astype(np.int64), (found % size).astype(np.int16), counts.astype(np.int32))
+
+    def __add__(self, other: Counts) -> Counts:
+        """Both together. They have the same V; experts that only one knows are fine."""
+        size = 1 + max((int(part.experts.max()) for part in (self, other) if len(part.experts)), default=0)
+        keys = np.concatenate([part.tokens * size + part.experts for part in (self, other)])
+        found, places = np.unique(keys, return_inverse=True)
+        weights = np.concatenate([self.counts, other.counts])
+        counts = np.bincount(places, weights=weights, minlength=len(found)).astype(np.int32)
+        starts = np.searchsorted(found, np.arange(len(self.starts), dtype=np.int64) * size)
+        return Counts(starts.astype(np.int64), (found % size).astype(np.int16), counts)
+
+    @cached_property
+    def tokens(self) -> IntArray:
+        """[m] the token id of each entry."""
+        return np.repeat(np.arange(len(self.starts) - 1, dtype=np.int64), np.diff(self.starts))
+
+    @cached_property
+    def known(self) -> IntArray:
+        """Token ids with an entry, ascending."""
+        return np.flatnonzero(np.diff(self.starts)).astype(np.int64)
+
+    def loads(self, num_experts: int) -> IntArray:
+        """[E] (token, expert) pairs of each expert."""
+        return np.bincount(self.experts, weights=self.counts, minlength=num_experts).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The experts of every token of some requests, request after request."""
+
+    tokens: TokenArray
+    """[t] token ids."""
+    starts: IntArray
+    """[r + 1] request i has tokens starts[i] : starts[i + 1]."""
+    prompts: IntArray
+    """[r] how many of those are its prompt's; the others were generated."""
+    topics: SmallArray
+    """[r] index into the profile's topics; NO_TOPIC: not said."""
+    experts: SmallArray
+    """[t, layers, k] logical ids, best first."""
+
+    @property
+    def requests(self) -> int:
+        return len(self.prompts)
+
+    @cached_property
+    def owners(self) -> IntArray:
+        """[t] the request of each token."""
+        return np.repeat(np.arange(self.requests, dtype=np.int64), np.diff(self.starts))
+
+    def of(self, requests: Sequence[int] | IntArray) -> Routes:
+        """Some requests of these, in the order given."""
+        chosen = np.asarray(requests, dtype=np.int64)
+        lengths = np.diff(self.starts)[chosen]
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        rows = np.repeat(self.starts[chosen] - starts[:-1], lengths) + np.arange(starts[-1])
+        return Routes(
+            self.tokens[rows], starts, self.prompts[chosen], self.topics[chosen], self.experts[rows]
+        )
+
+    def split(self, share: float, seed: int) -> tuple[Routes, Routes]:
+        """A random `share` of the requests (one at least, rounded), and all others, each in their order."""
+        order = np.random.default_rng(seed).permutation(self.requests)
+        cut = max(1, round(share * self.requests))
+        return self.of(np.sort(order[:cut])), self.of(np.sort(order[cut:]))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Routing statistics of one model."""
+
+    model: str
+    """Its fingerprint, as in a placement."""
+    vocab_size: int
+    num_experts: int
+    top_k: int
+    layers: tuple[int, ...]
+    """Numbers of the layers with routed experts, ascending; arrays below count them from 0."""
+    counts: tuple[Counts, ...]
+    """One for each of these layers."""
+    transitions: IntArray
+    """[layers - 1, E, E] tokens that chose expert e in layer i and expert f in layer i + 1."""
+    routes: Routes
+    """A sample; without requests where none was kept."""
+    topics: tuple[str, ...] = ()
+    """Names of the requests' topics."""
+    nearest: TokenArray | None = None
+    """[V] the token id in whose place each one is looked up: itself, or for tokens that the profile never saw
+    the nearest known one in embedding space (cosine). None: not computed."""
+
+    @classmethod
+    def of_routes(
+        cls,
+        model: str,
+        vocab_size: int,
+        num_experts: int,
+        layers: Sequence[int],
+        routes: Routes,
+        topics: Sequence[str] = (),
+        nearest: TokenArray | None = None,
+    ) -> Profile:
+        """Count what `routes` say, and keep them all."""
+        experts = routes.experts
+        counts = tuple(
+            Counts.of(routes.tokens, experts[:, i], vocab_size, num_experts) for i in range(len(layers))
+        )
+        return cls(
+            model=model,
+            vocab_size=vocab_size,
+            num_experts=num_experts,
+            top_k=experts.shape[2],
+            layers=tuple(layers),
+            counts=counts,
+            transitions=transitions(experts, num_experts),
+            routes=routes,
+            topics=tuple(topics),
+            nearest=nearest,
+        )
+
+    @cached_property
+    def loads(self) -> IntArray:
+        """[layers, E] (token, expert) pairs of each expert."""
+        return np.stack([counts.loads(self.num_experts) for counts in self.counts])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were looked at."""
+        return int(self.loads[0].sum()) // self.top_k if self.counts else 0
+
+    def of(self, routes: Routes) -> Profile:
+        """The same model's profile made of these routes alone: one half of a split, say."""
+        made = Profile.of_routes(
+            self.model, self.vocab_size, self.num_experts, self.layers, routes, self.topics
+        )
+        return replace(made, nearest=self.nearest)
+
+    def check(self, fingerprint: str, file: str) -> None:
+        """Raises ConfigError if it was made for another model."""
+        if self.model != fingerprint:
+            raise ConfigError.field(f"{file}: model", self.model, f"this model's, {fingerprint!r}")
+
+    # ---- the file
+
+    def save(self, path: Path) -> None:
+        """Write it, whole or not at all."""
+        arrays: dict[str, Any] = {
+            "schema": SCHEMA,
+            "model": self.model,
+            "sizes": [self.vocab_size, self.num_experts, self.top_k],
+            "layers": self.layers,
+            "transitions": self.transitions,
+            "topics": np.array(self.topics, dtype=np.str_),
+        }
+        if self.nearest is not None:
+            arrays["nearest"] = self.nearest
+        for i, counts in enumerate(self.counts):
+            arrays |= {f"{field.name}_{i}": getattr(counts, field.name) for field in fields(Counts)}
+        arrays |= {f"routes_{field.name}": getattr(self.routes, field.name) for field in fields(Routes)}
+        unfinished = path.with_name(path.name + ".tmp")
+        with unfinished.open("wb") as file:
+            np.savez_compressed(file, **arrays)
+        unfinished.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read what `save` wrote. Raises ConfigError: one line naming the file and what is wrong with it."""
+        try:
+            with np.load(path, allow_pickle=False) as archive:
+                found = {name: archive[name] for name in archive.files}
+            profile = cls._of_arrays(found)
+            _check(profile)
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror or 'not a profile'}") from error
+        except KeyError as error:
+            raise ConfigError(f"{path}: not a profile: it has no {error.args[0]!r}") from error
+        except (ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+            raise ConfigError(f"{path}: not a profile: {error}") from error
+        return profile
+
+    @classmethod
+    def _of_arrays(cls, found: dict[str, npt.NDArray[Any]]) -> Profile:
+        if int(found["schema"]) != SCHEMA:
+            raise ValueError(f"schema {found['schema']}, this version reads {SCHEMA}")
+        vocab_size, num_experts, top_k = found["sizes"].tolist()
+        layers = tuple(found["layers"].tolist())
+        return cls(
+            model=str(found["model"]),
+            vocab_size=vocab_size,
+            num_experts=num_experts,
+            top_k=top_k,
+            layers=layers,
+            counts=tuple(
+                Counts(**{field.name: found[f"{field.name}_{i}"] for field in fields(Counts)})
+                for i in range(len(layers))
+            ),
+            transitions=found["transitions"],
+            routes=Routes(**{field.name: found[f"routes_{field.name}"] for field in fields(Routes)}),
+            topics=tuple(found["topics"].tolist()),
+            nearest=found.get("nearest"),
+        )
+
+
+def transitions(experts: SmallArray, num_experts: int) -> IntArray:
+    """[t, layers, k] experts -> [layers - 1, E, E] pairs of choices in adjacent layers."""
+    layers = experts.shape[1]
+    found = np.zeros((max(0, layers - 1), num_experts, num_experts), dtype=np.int64)
+    for layer in range(layers - 1):
+        here = experts[:, layer].astype(np.int64)
+        pairs = (here[:, :, None] * num_experts + experts[:, layer + 1][:, None, :]).reshape(-1)
+        found[layer] = np.bincount(pairs, minlength=num_experts**2).reshape(num_experts, num_experts)
+    return found
+
+
+def _check(profile: Profile) -> None:
+    """Raises ValueError where arrays do not fit each other: what reads them need not look again."""
+    size, routes = profile.num_experts, profile.routes
+    tokens, layers, k = routes.experts.shape
+    fits = (
+        all(len(part.starts) == profile.vocab_size + 1 for part in profile.counts)
+        and all(part.starts[-1] == len(part.experts) == len(part.counts) for part in profile.counts)
+        and all((np.diff(part.starts) >= 0).all() and part.starts[0] == 0 for part in profile.counts)
+        and (layers, k) == (len(profile.layers), profile.top_k)
+        and profile.transitions.shape == (max(0, layers - 1), size, size)
+        and len(routes.starts) == len(routes.prompts) + 1 == len(routes.topics) + 1
+        and routes.starts[0] == 0
+        and routes.starts[-1] == tokens == len(routes.tokens)
+        and (np.diff(routes.starts) >= routes.prompts).all()
+        and (profile.nearest is None or profile.nearest.shape == (profile.vocab_size,))
+    )
+    ids: list[tuple[npt.NDArray[Any], int]] = [(routes.experts, size), (routes.tokens, profile.vocab_size)]
+    ids += [(part.experts, size) for part in profile.counts]
+    ids += [(routes.topics + 1, len(profile.topics) + 1)]
+    if profile.nearest is not None:
+        ids.append((profile.nearest, profile.vocab_size))
+    if not fits or any(part.size and not 0 <= part.min() <= part.max() < most for part, most in ids):
+        raise ValueError("its arrays do not fit each other")
