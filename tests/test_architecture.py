@@ -75,6 +75,7 @@ TORCH_ROOMS = ("kernels", "models", "kvcache", "runtime", "experts", "offload")
 HOMES: dict[str, tuple[str, ...]] = {
     "numpy": tuple(room for room in EDGES if room not in ("cli", "commands", "config", "")),
     "scipy": ("policy.planner", "policy.cocluster"),
+    "pymetis": ("policy.cocluster.metis",),
     "torch": (*TORCH_ROOMS, "commands.machine"),  # doctor asks torch which GPUs it sees
     "triton": ("kernels.triton",),
     "safetensors": ("models.checkpoint",),
