@@ -22,10 +22,10 @@ from moesaic.policy.brain.actions import (
     StepFailed,
 )
 from moesaic.policy.brain.asynchronous import Asynchronous
-from moesaic.policy.brain.ready import Gather
+from moesaic.policy.brain.ready import Gather, Ready
 from moesaic.policy.brain.unit import joined
 from moesaic.policy.kvblocks import KVBlocks
-from moesaic.policy.microqueue import POLICIES, Defrag, MostTokensFirst, policy_named
+from moesaic.policy.microqueue import POLICIES, Defrag, FirstLayerFirst, MostTokensFirst, policy_named
 
 from .fake_executor import FakeExecutor
 from .fake_layered import FakeLayered
@@ -462,10 +462,24 @@ def test_nobody_waits_for_a_cancelled_request() -> None:
 
 def test_a_chunk_and_decodes_go_on_without_each_other() -> None:
     """A chunk has most of the rows, decodes are most of the units: neither waits for the other."""
-    gather = Gather(0.5)
-    assert gather.enough(rows=512, units=1, all_rows=516, all_units=5)
-    assert gather.enough(rows=4, units=4, all_rows=516, all_units=5)
-    assert not gather.enough(rows=1, units=1, all_rows=516, all_units=5)
+    ready = Ready(3)
+    ready.tokens[:, 0], ready.units[:, 0] = [512, 4, 1], [1, 4, 1]
+    assert Gather(0.5).enough(ready, all_rows=516, all_units=5)[:, 0].tolist() == [True, True, False]
+
+
+def test_too_few_rows_hold_up_no_others() -> None:
+    """Six units, share 0.5: flfs would take the one that waits at the first gate, where three go on later."""
+    subject = FakeLayered(Limits(8, 16, 64), 32, 4, policy=FirstLayerFirst(), top_k=1, gather=Gather(0.5))
+    subject.arrive(*(request(number, [number]) for number in range(6)))
+    subject.step()
+    subject.answer(0, [1, 2, 3])
+    subject.answer(0, [0])
+    subject.step()
+    assert subject.action is None
+    subject.answer(1, [0, 1, 2])
+    assert subject.action is not None and subject.action.plan.request_ids.tolist() == [1, 2, 3]
+    subject.drain()
+    subject.check_everybody()
 
 
 def test_replay_gives_the_same_actions() -> None:

@@ -62,10 +62,20 @@ class Checkpoint:
             )
         self._claimed.add(name)
 
-    def tensor(self, name: str, *shape: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
-        """A tensor of exactly this shape. Memory-mapped when stored as `dtype` and wanted on the CPU."""
+    def tensor(
+        self,
+        name: str,
+        *shape: int,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        part: tuple[slice, ...] = (),
+    ) -> torch.Tensor:
+        """A tensor of exactly this shape, or the `part` of it that these slices leave.
+
+        Memory-mapped when stored as `dtype` and wanted on the CPU, unless the part is some of its columns.
+        """
         self.claim(name, *shape)
-        stored: torch.Tensor = self._open(self._shard[name]).get_tensor(name)
+        stored: torch.Tensor = self._open(self._shard[name]).get_tensor(name)[part].contiguous()
         tensor = stored.to(device=device, dtype=dtype)
         if tensor.data_ptr() == stored.data_ptr():
             _page_in(stored)

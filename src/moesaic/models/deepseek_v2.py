@@ -58,6 +58,7 @@ class Config:
             top_k=self.top_k,
             expert_width=self.expert_width,
             max_position=max(self.max_position, self.rope.reach),
+            heads=sizes.heads,
             kv=KVLayout(1, sizes.rank + sizes.turned, sizes.rank, value_in_key=True),
             sliding_windows=(None,) * self.num_layers,
         )

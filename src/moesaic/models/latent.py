@@ -7,7 +7,7 @@ prefill and decode alike, so both do the same arithmetic.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +15,7 @@ from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Kernels
 from moesaic.models.block import Projected
 from moesaic.models.layers import Projection
-from moesaic.models.loading import Loader
+from moesaic.models.loading import Loader, columns_of
 from moesaic.models.rope import RopeTable
 
 NORM_EPSILON = 1e-6
@@ -108,20 +108,26 @@ class LatentAttention:
 
 
 def latent_attention(loader: Loader, name: str, sizes: LatentSizes, rope: RopeTable) -> LatentAttention:
-    """The tensors under `name`."""
-    rank, both = sizes.query_rank, sizes.heads * (sizes.plain + sizes.turned)
+    """The tensors under `name`: the heads of the loader's shard, and the whole latent, which all heads share."""
+    heads, width, lifted = (
+        loader.shard.heads(sizes.heads),
+        sizes.plain + sizes.turned,
+        sizes.plain + sizes.value,
+    )
+    rank, both, asking = sizes.query_rank, sizes.heads * width, columns_of(heads, width)
     if rank is None:
-        down, norm, query = None, None, loader.projection(f"{name}.q_proj", both, sizes.hidden)
+        down, norm = None, None
+        query = loader.input_projection(f"{name}.q_proj", both, sizes.hidden, asking)
     else:
         down = loader.projection(f"{name}.q_a_proj", rank, sizes.hidden, sizes.bias)
         norm = loader.exact(f"{name}.q_a_layernorm.weight", rank)
-        query = loader.projection(f"{name}.q_b_proj", both, rank)
-    up = loader.matrix(f"{name}.kv_b_proj", sizes.heads * (sizes.plain + sizes.value), sizes.rank)
-    key_up, value_up = up.view(sizes.heads, -1, sizes.rank).tensor_split([sizes.plain], dim=1)
+        query = loader.input_projection(f"{name}.q_b_proj", both, rank, asking)
+    up = loader.matrix(f"{name}.kv_b_proj", sizes.heads * lifted, sizes.rank, columns_of(heads, lifted))
+    key_up, value_up = up.view(len(heads), -1, sizes.rank).tensor_split([sizes.plain], dim=1)
     return LatentAttention(
         kernels=loader.kernels,
         rope=rope,
-        sizes=sizes,
+        sizes=replace(sizes, heads=len(heads)),
         query_down=down,
         query_norm=norm,
         query=query,
@@ -131,5 +137,11 @@ def latent_attention(loader: Loader, name: str, sizes: LatentSizes, rope: RopeTa
         latent_norm=loader.exact(f"{name}.kv_a_layernorm.weight", sizes.rank),
         key_up=key_up,
         value_up=value_up.transpose(1, 2),
-        out=loader.projection(f"{name}.o_proj", sizes.hidden, sizes.heads * sizes.value, sizes.bias),
+        out=loader.output_projection(
+            f"{name}.o_proj",
+            sizes.hidden,
+            sizes.heads * sizes.value,
+            columns_of(heads, sizes.value),
+            sizes.bias,
+        ),
     )

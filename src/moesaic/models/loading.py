@@ -14,6 +14,7 @@ from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.config import Fields
 from moesaic.models.layers import GatedMLP, GroupedQueryAttention, Projection
 from moesaic.models.rope import RopeTable
+from moesaic.models.shard import WHOLE, Shard
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,14 @@ class Loader:
     device: str
     dtype: torch.dtype
     """Of matrices; vectors and gates are always float32."""
+    shard: Shard = WHOLE
+    """Whose heads are read."""
 
-    def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """`name`.weight [rows, columns]."""
-        return self.checkpoint.tensor(f"{name}.weight", rows, columns, dtype=self.dtype, device=self.device)
+    def matrix(self, name: str, rows: int, columns: int, *part: slice) -> torch.Tensor:
+        """`name`.weight [rows, columns], or a part of it."""
+        return self.checkpoint.tensor(
+            f"{name}.weight", rows, columns, dtype=self.dtype, device=self.device, part=part
+        )
 
     def exact(self, name: str, *shape: int) -> torch.Tensor:
         """`name`, a full tensor name, in float32."""
@@ -36,8 +41,25 @@ class Loader:
 
     def projection(self, name: str, rows: int, columns: int, bias: bool = False) -> Projection:
         """`name`.weight, with `name`.bias when the config says so."""
+        return self.input_projection(name, rows, columns, slice(None), bias)
+
+    def input_projection(
+        self, name: str, rows: int, columns: int, kept: slice, bias: bool = False
+    ) -> Projection:
+        """The `kept` rows of `name`.weight [rows, columns] and of `name`.bias: what leads to some heads."""
+        vector = self.exact(f"{name}.bias", rows)[kept] if bias else None
+        return Projection(self.matrix(name, rows, columns, kept), vector)
+
+    def output_projection(
+        self, name: str, rows: int, columns: int, kept: slice, bias: bool = False
+    ) -> Projection:
+        """The `kept` columns of `name`.weight [rows, columns]: what leads from some heads.
+
+        Its results of all ranks add up to the whole one's; the bias is rank 0's, so that it counts once.
+        """
         vector = self.exact(f"{name}.bias", rows) if bias else None
-        return Projection(self.matrix(name, rows, columns), vector)
+        part = self.matrix(name, rows, columns, slice(None), kept)
+        return Projection(part, vector if self.shard.rank == 0 else None)
 
     def mlp(self, name: str, hidden: int, width: int) -> GatedMLP:
         """gate_proj, up_proj and down_proj under `name`."""
@@ -75,20 +97,27 @@ def read_heads(fields: Fields, epsilon: float, normed: bool = False) -> Heads:
     return Heads(hidden, query, key, width, fields.flag("attention_bias", False), normed, epsilon)
 
 
+def columns_of(heads: range, width: int) -> slice:
+    """Where these heads of `width` numbers each lie in a row of all heads."""
+    return slice(heads.start * width, heads.stop * width)
+
+
 def grouped_query_attention(
     loader: Loader, name: str, sizes: Heads, rope: RopeTable, sliding_window: int | None
 ) -> GroupedQueryAttention:
-    """q_proj, k_proj, v_proj and o_proj (and q_norm, k_norm) under `name`."""
+    """q_proj, k_proj, v_proj and o_proj (and q_norm, k_norm) under `name`: the heads of the loader's shard."""
     hidden, bias = sizes.hidden, sizes.bias
     wide, narrow = sizes.query * sizes.width, sizes.key * sizes.width
+    asking = columns_of(loader.shard.heads(sizes.query), sizes.width)
+    asked = columns_of(loader.shard.kv_heads(sizes.key), sizes.width)
     return GroupedQueryAttention(
         kernels=loader.kernels,
         rope=rope,
         head_width=sizes.width,
-        query=loader.projection(f"{name}.q_proj", wide, hidden, bias),
-        key=loader.projection(f"{name}.k_proj", narrow, hidden, bias),
-        value=loader.projection(f"{name}.v_proj", narrow, hidden, bias),
-        out=loader.projection(f"{name}.o_proj", hidden, wide, bias),
+        query=loader.input_projection(f"{name}.q_proj", wide, hidden, asking, bias),
+        key=loader.input_projection(f"{name}.k_proj", narrow, hidden, asked, bias),
+        value=loader.input_projection(f"{name}.v_proj", narrow, hidden, asked, bias),
+        out=loader.output_projection(f"{name}.o_proj", hidden, wide, asking, bias),
         sliding_window=sliding_window,
         query_norm=loader.exact(f"{name}.q_norm.weight", sizes.width) if sizes.normed else None,
         key_norm=loader.exact(f"{name}.k_norm.weight", sizes.width) if sizes.normed else None,

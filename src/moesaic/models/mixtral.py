@@ -48,6 +48,7 @@ class Config:
             top_k=self.top_k,
             expert_width=self.expert_width,
             max_position=max(self.max_position, self.rope.reach),
+            heads=self.heads.query,
             kv=KVLayout(self.heads.key, self.heads.width, self.heads.width),
             sliding_windows=(self.window,) * self.num_layers,
         )

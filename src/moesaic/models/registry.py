@@ -18,6 +18,7 @@ from moesaic.models.checkpoint import Checkpoint, Progress
 from moesaic.models.files import read_json
 from moesaic.models.loading import ExpertNames, Loader, claim_experts, experts
 from moesaic.models.model import Model
+from moesaic.models.shard import WHOLE, Shard
 from moesaic.models.spec import ModelSpec
 
 
@@ -50,10 +51,13 @@ MODELS: Mapping[str, ModelFile] = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def read_spec(path: Path) -> ModelSpec:
-    """The sizes of the model in `path`, from its config.json alone."""
+def read_spec(path: Path, shard: Shard = WHOLE) -> ModelSpec:
+    """The sizes of the model in `path`, or of one rank's part of it, from its config.json alone.
+
+    Raises ConfigError for a shard that does not fit the model.
+    """
     config: Config = _parse(path)[1]
-    return config.spec
+    return shard.spec(config.spec)
 
 
 def load(
@@ -63,18 +67,21 @@ def load(
     dtype: str = "auto",
     with_experts: bool = True,
     progress: Progress | None = None,
+    shard: Shard = WHOLE,
 ) -> Model:
-    """The model in a directory, or all but its routed experts.
+    """The model in a directory, or all but its routed experts, with all its attention heads or a rank's.
 
     dtype: of the matrices; "auto" is the checkpoint's own type, or float32 on a CPU whose kernels would have
     to widen it at each use.
-    progress: is told bytes read and bytes in all, tensor after tensor. Raises CheckpointError, naming
-    it, for a key or a tensor that is missing or not understood.
+    progress: is told bytes read and bytes in all, tensor after tensor.
+    shard: with more than one rank, `output_projection` of each is a partial sum, and the spec's heads are the
+    rank's own. Raises ConfigError for one that does not fit the model, and CheckpointError, naming it, for a
+    key or a tensor that is missing or not understood.
     """
     file, config = _parse(path)
-    spec: ModelSpec = config.spec
+    spec = shard.spec(config.spec)
     checkpoint = Checkpoint(path, progress)
-    loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint, kernels))
+    loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint, kernels), shard)
     embedding = loader.matrix("model.embed_tokens", spec.vocab_size, spec.hidden_size)
     model = Model(
         spec=spec,

@@ -25,7 +25,7 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The sizes of a model."""
+    """The sizes of a model; its heads are those of one rank where they are dealt out (models/shard.py)."""
 
     model_type: str
     num_layers: int
@@ -41,6 +41,8 @@ class ModelSpec:
     """Inner width of a routed expert."""
     max_position: int
     """Context length in tokens."""
+    heads: int
+    """Query heads of the attention."""
     kv: KVLayout
     sliding_windows: tuple[int | None, ...]
     """Per layer: tokens that a row sees, itself among them; None sees all."""

@@ -251,18 +251,14 @@ class Asynchronous:
         return actions
 
     def _next_run(self, now: float) -> list[Action]:
-        """All units that are ready at the place that the policy picks."""
+        """All units that are ready at the place that the policy picks among those with enough of them."""
         tokens = self._ready.tokens
-        if not tokens.any():
-            return []
-        chosen = self._policy.choose(tokens, self._ready.waited(now))
+        if tokens.sum() < self._rows:  # others are still with the experts
+            tokens = tokens * self._gather.enough(self._ready, self._rows, len(self._units))
+        chosen = self._policy.choose(tokens, self._ready.waited(now)) if tokens.any() else None
         if chosen is None:
             return []
         place = chosen[0]
-        rows, count = int(tokens[place, 0]), self._ready.units(place)
-        answers_out = int(tokens.sum()) < self._rows
-        if answers_out and not self._gather.enough(rows, count, self._rows, len(self._units)):
-            return []
         units = self._ready.take(place)
         run, self._runs = self._runs, self._runs + 1
         plan = step_plan(run, [(unit.sequence, unit.rows) for unit in units], self._blocks)
