@@ -3,11 +3,14 @@
     python benchmarks/roundtrip.py                          one client, one server
     python benchmarks/roundtrip.py --shape 2+2 --json       two clients, two servers
     pip install pyzmq                                       adds the lines of ZeroMQ
+    pip install --no-deps nixl nixl-cu12                    adds those of NIXL
 
 The tensor is [B, 1, 7168] in bf16, B * 14336 bytes, as in Expert-as-a-Service, section 5.5: each client sends
 it to every server, each of which sends it back at once, and a round is over when all of them have answered.
-A client copies its tensor into what the transport sends from; the answer stays where the transport puts it.
-Every process is one of its own. With more processes than cores nobody spins.
+Ours copy the tensor into what they send from, the others send it from where it lies; the answer stays where
+the transport puts it. Every process is one of its own. With more processes than cores nobody spins; NIXL,
+which has nothing to block on, yields between two looks. All clients begin their rounds at the same moment
+and make --rounds of them, or as many as --seconds allow.
 """
 
 from __future__ import annotations
@@ -21,27 +24,28 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from roundtrip_peers import ASK, ENVIRONMENT, INSTALL, NEEDS, ROW_BYTES, SERVE, Round, random_bytes, say
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.transport.calls import Answerer, Caller
 from moesaic.transport.listening import Listener, connect
 from moesaic.transport.waiting import wait
 
-ROW_BYTES = 7168 * 2
-TRANSPORTS = ("shm", "unix", "tcp", "zmq-ipc", "zmq-tcp", "gloo")
-NEEDS = {"zmq-ipc": "zmq", "zmq-tcp": "zmq", "gloo": "torch"}
-INSTALL = {"zmq": "pip install pyzmq", "torch": "pip install torch"}
+TRANSPORTS = ("shm", "unix", "tcp", "zmq-ipc", "zmq-tcp", "gloo", "nixl", "nixl-flag")
 SPIN_SECONDS = 1e-3
-
-Round = Callable[[], None]
+WARMUP_SHARE = 0.25
+"""Of --seconds: the most that the rounds before those that count may take."""
+PATIENCE = 60.0
+"""Seconds beyond --seconds after which a measurement counts as stuck."""
 
 
 # ---- ours
@@ -74,7 +78,7 @@ def answered(end: Answerer) -> bool:
 def ask_calls(options: argparse.Namespace) -> Round:
     kind = "shm" if options.transport == "shm" else "stream"
     callers = [connect(where, options.secret.encode(), kind) for where in options.servers]
-    tensor = np.random.default_rng(0).integers(0, 256, options.batch * ROW_BYTES, np.uint8)
+    tensor = random_bytes(options)
 
     def once() -> None:
         open_calls = [(caller, ask(caller)) for caller in callers]
@@ -95,80 +99,6 @@ def ask_calls(options: argparse.Namespace) -> Round:
     return once
 
 
-# ---- ZeroMQ: a router at the server, a dealer for each connection, no copies where it offers that
-
-
-def serve_zmq(options: argparse.Namespace) -> None:
-    import zmq
-
-    ipc = options.transport == "zmq-ipc"
-    socket = zmq.Context().socket(zmq.ROUTER)
-    socket.bind(f"ipc://{options.folder}/{options.index}" if ipc else "tcp://127.0.0.1:*")
-    say(socket.get_string(zmq.LAST_ENDPOINT))
-    while True:
-        socket.send_multipart(socket.recv_multipart(copy=False), copy=False)
-
-
-def ask_zmq(options: argparse.Namespace) -> Round:
-    import zmq
-
-    context = zmq.Context()
-    sockets = [context.socket(zmq.DEALER) for _ in options.servers]
-    for socket, where in zip(sockets, options.servers, strict=True):
-        socket.connect(where)
-    tensor = np.random.default_rng(0).integers(0, 256, options.batch * ROW_BYTES, np.uint8)
-
-    def once() -> None:
-        for socket in sockets:
-            socket.send(tensor, copy=False)
-        for socket in sockets:
-            assert len(socket.recv(copy=False).buffer) == len(tensor)
-
-    return once
-
-
-# ---- gloo: point to point in one process group, clients first; a server takes its clients in turn
-
-
-def join_gloo(options: argparse.Namespace, rank: int) -> Any:
-    from torch import distributed
-
-    world = options.clients + options.num_servers
-    store = f"file://{options.folder}/gloo"
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-    return distributed
-
-
-def serve_gloo(options: argparse.Namespace) -> None:
-    import torch
-
-    say("gloo")
-    distributed = join_gloo(options, options.clients + options.index)
-    tensors = [torch.empty(options.batch, 1, 7168, dtype=torch.bfloat16) for _ in range(options.clients)]
-    for _ in range(options.warmup + options.rounds):
-        for client, tensor in enumerate(tensors):
-            distributed.recv(tensor, client)
-            distributed.send(tensor, client)
-    distributed.barrier()
-
-
-def ask_gloo(options: argparse.Namespace) -> Round:
-    import torch
-
-    distributed = join_gloo(options, options.index)
-    tensor = torch.randn(options.batch, 1, 7168).bfloat16()
-    servers = range(options.clients, options.clients + options.num_servers)
-    answers = [torch.empty_like(tensor) for _ in servers]
-
-    def once() -> None:
-        works = [distributed.isend(tensor, server) for server in servers]
-        works += [distributed.irecv(into, server) for into, server in zip(answers, servers, strict=True)]
-        for work in works:
-            work.wait()
-
-    return once
-
-
 # ---- processes
 
 
@@ -176,56 +106,86 @@ def family(transport: str) -> str:
     return "calls" if transport in ("shm", "unix", "tcp") else transport.split("-")[0]
 
 
-def say(text: str) -> None:
-    print(text, flush=True)
-
-
 def child(options: argparse.Namespace) -> None:
+    kind = family(options.transport)
     if options.child == "server":
-        return {"calls": serve_calls, "zmq": serve_zmq, "gloo": serve_gloo}[family(options.transport)](
-            options
-        )
-    once = {"calls": ask_calls, "zmq": ask_zmq, "gloo": ask_gloo}[family(options.transport)](options)
-    times = []
-    for turn in range(options.warmup + options.rounds):
-        started = time.perf_counter()
-        once()
-        if turn >= options.warmup:
-            times.append(time.perf_counter() - started)
-    if family(options.transport) == "gloo":
-        from torch import distributed
+        end_with_parent()
+        return (SERVE | {"calls": serve_calls})[kind](options)
+    once = (ASK | {"calls": ask_calls})[kind](options)
+    timed(once, options.warmup, options.seconds * WARMUP_SHARE)
+    say("ready")
+    sys.stdin.readline()
+    parent = end_with_parent()
+    say(json.dumps(timed(once, options.rounds, options.seconds)))
+    return parent.join()  # whoever left now would end gloo's group for the others
 
-        distributed.barrier()
-    return say(json.dumps(times))
+
+def timed(once: Round, most: int, seconds: float) -> list[float]:
+    """Seconds of each round: `most` rounds, or those that begin within `seconds`."""
+    times: list[float] = []
+    started = now = time.perf_counter()
+    while len(times) < most and now - started < seconds:
+        before = time.perf_counter()
+        once()
+        now = time.perf_counter()
+        times.append(now - before)
+    return times
+
+
+def end_with_parent() -> threading.Thread:
+    """End this process when the parent closes its standard input or dies."""
+
+    def wait_for_it() -> None:
+        sys.stdin.read()
+        os._exit(0)
+
+    thread = threading.Thread(target=wait_for_it, daemon=True)
+    thread.start()
+    return thread
 
 
 def start(options: argparse.Namespace, role: str, index: int, more: list[str]) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, "--child", role, "--index", str(index), *more]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     errors = None if options.debug else subprocess.DEVNULL
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+    pipe = subprocess.PIPE
+    environment = os.environ | ENVIRONMENT
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=environment)
 
 
-def measure(options: argparse.Namespace, transport: str, batch: int) -> list[float]:
-    """Seconds of every round of every client."""
+def measure(options: argparse.Namespace, transport: str, batch: int) -> list[list[float]]:
+    """Seconds of every round, for each client."""
     clients, servers = shape(options.shape)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as processes:
         common = ["--transport", transport, "--batch", str(batch), "--folder", folder, "--spin"]
         common += [str(spin(options)), "--rounds", str(options.rounds), "--warmup", str(options.warmup)]
         common += ["--clients", str(clients), "--num-servers", str(servers), "--secret", options.secret]
+        common += ["--seconds", str(options.seconds)]
 
         def started(role: str, count: int, more: list[str]) -> Iterator[subprocess.Popen[str]]:
             for index in range(count):
                 one = processes.enter_context(start(options, role, index, common + more))
+                limit = threading.Timer(2 * options.seconds + PATIENCE, one.kill)
+                limit.start()
                 processes.callback(one.kill)
+                processes.callback(limit.cancel)
                 yield one
 
-        where = [one.stdout.readline().strip() for one in started("server", servers, []) if one.stdout]
+        where = [heard(one) for one in started("server", servers, [])]
         asking = list(started("client", clients, ["--servers", *where]))
-        found = [json.loads(one.communicate()[0] or "[]") for one in asking]
+        if not all(heard(one) == "ready" for one in asking):
+            raise SystemExit(f"{transport}: a client failed or got stuck; --debug shows its errors")
+        for one in asking:
+            print("go", file=one.stdin, flush=True)
+        found = [json.loads(heard(one) or "[]") for one in asking]
         if not all(found):
-            raise SystemExit(f"{transport}: a client failed; --debug shows its errors")
-        return list(itertools.chain.from_iterable(found))
+            raise SystemExit(f"{transport}: a client failed or got stuck; --debug shows its errors")
+        return found
+
+
+def heard(process: subprocess.Popen[str]) -> str:
+    """Its next line; nothing if it ended."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -246,12 +206,13 @@ def results(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             print(f"{transport}: left out; {INSTALL[needed]}", file=sys.stderr)
             continue
         for batch in options.batch:
-            times = np.array(measure(options, transport, batch)) * 1e6
-            p50, p99 = np.percentile(times, [50, 99]).round(1).tolist()
+            times = measure(options, transport, batch)
+            p50, p99 = (np.percentile(np.concatenate(times), [50, 99]) * 1e6).round(1).tolist()
             yield {
                 "transport": transport,
                 "shape": options.shape,
                 "batch": batch,
+                "rounds": min(map(len, times)),
                 "p50_us": p50,
                 "p99_us": p99,
             }
@@ -259,12 +220,20 @@ def results(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def show(found: list[dict[str, Any]], options: argparse.Namespace) -> None:
     table = Table(title=f"round trip of [B, 1, 7168] bf16, {options.shape} processes: p50 / p99 in us")
+    if any(row["rounds"] < options.rounds for row in found):
+        table.caption = f"(n): n rounds, as --seconds {options.seconds:g} ended them"
     table.add_column("transport")
     for batch in options.batch:
         table.add_column(f"B = {batch}", justify="right")
     for transport, rows in itertools.groupby(found, key=lambda row: row["transport"]):
-        table.add_row(transport, *[f"{row['p50_us']:,.0f} / {row['p99_us']:,.0f}" for row in rows])
-    Console().print(table)
+        table.add_row(transport, *[cell(row, options.rounds) for row in rows])
+    Console(width=max(100, Console().width)).print(table)
+
+
+def cell(row: dict[str, Any], rounds: int) -> str:
+    """Example: "3,749 / 9,530 (412)" if there were fewer rounds than asked for."""
+    few = f" ({row['rounds']})" if row["rounds"] < rounds else ""
+    return f"{row['p50_us']:,.0f} / {row['p99_us']:,.0f}{few}"
 
 
 def arguments() -> argparse.Namespace:
@@ -273,7 +242,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--transport", nargs=None if one else "+", choices=TRANSPORTS, default=TRANSPORTS)
     parser.add_argument("--batch", nargs=None if one else "+", type=int, default=[1, 16, 128, 512])
     parser.add_argument("--shape", default="1+1", help="clients + servers, such as 2+2 or 1+3")
-    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=1000, help="of each client")
+    parser.add_argument("--seconds", type=float, default=2.0, help="the most that the rounds may take")
     parser.add_argument("--warmup", type=int, default=50)
     parser.add_argument("--spin", type=float, help="seconds that a process looks before it sleeps")
     parser.add_argument("--json", action="store_true")

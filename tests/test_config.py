@@ -41,7 +41,7 @@ def test_json_carries_every_setting() -> None:
             enforce_eager=True,
         ),
         CacheConfig("1GiB", "float16", 32, enable_prefix_caching=False),
-        SchedulerConfig(7, 99, schedule="async", queue_policy="mtfs"),
+        SchedulerConfig(7, 99, schedule="async", queue_policy="mtfs", combine="partial"),
         remote_experts=True,
         supervised=True,
         own_server=3,

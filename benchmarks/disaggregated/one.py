@@ -16,6 +16,7 @@ from moesaic.config import ClusterConfig
 SCHEDULES: dict[str, dict[str, Any]] = {
     "lockstep 1": {"schedule": "lockstep"},
     "lockstep 2": {"schedule": "lockstep", "inflight_batches": 2},
+    "lockstep 1, partial": {"schedule": "lockstep", "combine": "partial"},
     "async": {"schedule": "async"},
 }
 ALONE = "one process"

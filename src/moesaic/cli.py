@@ -21,6 +21,7 @@ from moesaic import __version__
 from moesaic.batch.options import RunBatch
 from moesaic.bench.options import ServeBench, ThroughputBench
 from moesaic.commands.options import Join, Scale
+from moesaic.commands.profile_options import ShowProfile
 from moesaic.commands.usage import one_line
 from moesaic.config import (
     CacheConfig,
@@ -34,6 +35,8 @@ from moesaic.config import (
     resolve_server,
 )
 from moesaic.core.errors import ConfigError, MoesaicError
+from moesaic.profiling.options import ProfileOptions
+from moesaic.trace.options import RecordConfig
 
 FLAT = Parameter(name="*")
 """The fields of a config become flags without a prefix."""
@@ -64,6 +67,12 @@ bench = App(
     default_parameter=Parameter(consume_multiple=True),  # --goodput ttft:500 tpot:50
 )
 app.command(bench)
+profile = App(
+    name="profile",
+    help="Record which experts tokens choose, and show what that says.",
+    default_parameter=Parameter(consume_multiple=True, negative_iterable=()),  # --prompts a.jsonl b.jsonl
+)
+app.command(profile)
 
 
 @app.command
@@ -75,6 +84,7 @@ def serve(
     cluster: Annotated[ClusterConfig, FLAT] = ClusterConfig(),
     server: Annotated[ServerConfig, FLAT] = ServerConfig(),
     tracing: Annotated[TraceConfig, FLAT] = TraceConfig(),
+    record: Annotated[RecordConfig, FLAT] = RecordConfig(),
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
     """Serve a model over an OpenAI-compatible HTTP API.
@@ -84,7 +94,7 @@ def serve(
     from moesaic.commands import serve as command
 
     worker = WorkerConfig(model, cache, scheduler, trace=tracing.trace)
-    return command.run(worker, cluster, resolve_server(server), output.json)
+    return command.run(worker, cluster, resolve_server(server), record, output.json)
 
 
 @app.command
@@ -128,6 +138,33 @@ def run_batch(
 
     worker = WorkerConfig(model, cache, scheduler, trace=tracing.trace)
     return command.run(options, worker, output.json)
+
+
+@profile.default
+def profile_model(
+    model: Annotated[ModelConfig, FLAT],
+    *,
+    options: Annotated[ProfileOptions, FLAT],
+    output: Annotated[Output, FLAT] = Output(),
+) -> int:
+    """Run prompts through a model in this process and record which experts their tokens choose:
+    profile MODEL --prompts FILE -o profile.npz.
+    """
+    from moesaic.commands import profile as command
+
+    return command.run(options, model, output.json)
+
+
+@profile.command(name="show")
+def profile_show(
+    options: Annotated[ShowProfile, FLAT],
+    *,
+    output: Annotated[Output, FLAT] = Output(),
+) -> int:
+    """Print how skewed and how predictable a model's routing is."""
+    from moesaic.commands import profile_show as command
+
+    return command.show(options, output.json)
 
 
 @bench.command(name="serve")

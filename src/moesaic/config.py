@@ -22,6 +22,9 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Schedule = Literal["barrier", "lockstep", "async"]
 QueuePolicyName = Literal["defrag", "mtfs", "flfs"]
+Combine = Literal["exact", "partial"]
+Form = Literal["deepspeed", "all-reduce", "reduce-scatter", "shuffled"]
+Align = Literal["move", "variable"]
 KernelName = Literal["auto", "avx512", "avx2", "portable", "reference"]
 HostTransport = Literal["shm", "socket"]
 """Between processes of one host."""
@@ -104,6 +107,22 @@ class SchedulerConfig:
     queue_policy: QueuePolicyName = "defrag"
     """With --schedule async: which layer's waiting rows run next: defrag (Algorithm 1 of the paper), mtfs
     (most tokens first) or flfs (first layer first)."""
+    combine: Combine = "exact"
+    """What expert servers answer: exact, a row for each expert, which gives the bits of one process; partial,
+    one weighted sum for each token and server: fewer bytes, equal up to rounding."""
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """The processes that are one attention worker together; see ClusterConfig for what they do."""
+
+    size: int = 1
+    expert_ranks: int = 1
+    """Neighbouring ranks that share each expert."""
+    form: Form | None = None
+    """None: shuffled where the placement comes with tables, else reduce-scatter."""
+    align: Align = "move"
+    placement: str | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +132,7 @@ class WorkerConfig:
     model: ModelConfig
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    group: GroupConfig = GroupConfig()
     remote_experts: bool = False
     """The routed experts are on servers that the supervisor names; else they are computed here."""
     supervised: bool = False
@@ -128,6 +148,10 @@ class WorkerConfig:
     trace: str | None = None
     """File for a trace of what is done when: of all processes together where this config starts them, and
     its part of that in each process. None: nothing is written down."""
+    record: str | None = None
+    """The same for the experts that rows choose; see `trace.routing`."""
+    record_share: float = 1.0
+    """Of the requests, how many are in it."""
 
     def __post_init__(self) -> None:
         _one_of("--device", self.model.device, get_args(Device))
@@ -140,6 +164,7 @@ class WorkerConfig:
             allowed = "lockstep with --inflight-batches 2"
             raise ConfigError.field("--schedule", self.scheduler.schedule, allowed)
         _one_of("--schedule", self.scheduler.schedule, get_args(Schedule))
+        _one_of("--combine", self.scheduler.combine, get_args(Combine))
         _one_of("--queue-policy", self.scheduler.queue_policy, get_args(QueuePolicyName))
         _at_least("--max-num-seqs", self.scheduler.max_num_seqs, 1)
         _at_least("--max-num-batched-tokens", self.scheduler.max_num_batched_tokens, 1)
@@ -162,18 +187,9 @@ class WorkerConfig:
     def from_json(cls, text: str) -> WorkerConfig:
         """The inverse of `to_json`."""
         parts = json.loads(text)
-        return cls(
-            model=ModelConfig(**parts["model"]),
-            cache=CacheConfig(**parts["cache"]),
-            scheduler=SchedulerConfig(**parts["scheduler"]),
-            remote_experts=parts["remote_experts"],
-            supervised=parts["supervised"],
-            own_server=parts["own_server"],
-            most_threads=parts["most_threads"],
-            cpus=tuple(parts["cpus"]),
-            transport=parts["transport"],
-            trace=parts["trace"],
-        )
+        model, cache = ModelConfig(**parts.pop("model")), CacheConfig(**parts.pop("cache"))
+        scheduler, cpus = SchedulerConfig(**parts.pop("scheduler")), tuple(parts.pop("cpus"))
+        return cls(model, cache, scheduler, GroupConfig(**parts.pop("group")), cpus=cpus, **parts)
 
 
 @dataclass(frozen=True)
@@ -202,6 +218,16 @@ class ClusterConfig:
     """tcp:HOST:PORT where expert servers of other machines may join; see `moesaic join`."""
     cluster_secret_file: str | None = None
     """File with the secret that they have to know; made, with mode 600, where there is none."""
+    tensor_parallel_size: int = 1
+    """Ranks of each attention worker: processes that share its attention heads and its experts."""
+    expert_tensor_parallel_size: int = 1
+    """Neighbouring ranks that hold a part of each expert's width, in place of whole experts."""
+    moe_collectives: Form | None = None
+    """How the ranks meet between attention and experts: deepspeed (all-reduce, all-to-all twice, all-gather),
+    all-reduce (no token travels), reduce-scatter, or shuffled (a row is scattered to where its experts are
+    expected; Speculative MoE). None: shuffled where the placement has tables, else reduce-scatter."""
+    shuffle_align: Align = "move"
+    """Of shuffled rows: move, equal shards, the least sure rows give way; variable, shards of any size."""
     data_parallel_size: int | None = None
     """Ranks: as many attention workers, in place of --attention-workers."""
     enable_expert_parallel: bool = False
@@ -211,7 +237,14 @@ class ClusterConfig:
     @property
     def apart(self) -> bool:
         """Whether there is more than one worker that does everything."""
-        return self.attention_workers > 1 or self.expert_servers > 0
+        return self.attention_workers > 1 or self.expert_servers > 0 or self.tensor_parallel_size > 1
+
+    @property
+    def group(self) -> GroupConfig:
+        """Of each attention worker."""
+        size, shared = self.tensor_parallel_size, self.expert_tensor_parallel_size
+        placement = self.placement if size > 1 else None
+        return GroupConfig(size, shared, self.moe_collectives, self.shuffle_align, placement)
 
     def __post_init__(self) -> None:
         if self.data_parallel_size is None and self.enable_expert_parallel:
@@ -229,9 +262,10 @@ class ClusterConfig:
             raise ConfigError.field("--transport", "shm", "auto, socket with --cluster-address")
         if (self.cluster_address is None) != (self.cluster_secret_file is None):
             raise ConfigError("--cluster-address and --cluster-secret-file: give both or none")
+        self._check_group()
         if self.expert_servers == 0:
-            names = ("redundant_experts", "min_replicas", "placement", "autoscale", "transport")
-            for name in (*names, "cluster_address"):
+            names = ["redundant_experts", "min_replicas", "autoscale", "transport", "cluster_address"]
+            for name in names if self.tensor_parallel_size > 1 else ["placement", *names]:
                 if getattr(self, name) != getattr(ClusterConfig, name):
                     flag = "--" + name.replace("_", "-")
                     raise ConfigError.field("--expert-servers", 0, f"at least 1 with {flag}")
@@ -239,6 +273,22 @@ class ClusterConfig:
             raise ConfigError.field(
                 "--min-replicas", self.min_replicas, f"at most --expert-servers, {self.expert_servers}"
             )
+
+    def _check_group(self) -> None:
+        size, shared = self.tensor_parallel_size, self.expert_tensor_parallel_size
+        _at_least("--tensor-parallel-size", size, 1)
+        if shared < 1 or size % shared:
+            divisors = ", ".join(str(one) for one in range(1, size + 1) if size % one == 0)
+            raise ConfigError.field(
+                "--expert-tensor-parallel-size", shared, f"{divisors}, what divides {size}"
+            )
+        if self.moe_collectives is not None:
+            _one_of("--moe-collectives", self.moe_collectives, get_args(Form))
+            if size == 1:
+                raise ConfigError.field("--tensor-parallel-size", 1, "at least 2 with --moe-collectives")
+        _one_of("--shuffle-align", self.shuffle_align, get_args(Align))
+        if size > 1 and self.expert_servers > 0:
+            raise ConfigError.field("--expert-servers", self.expert_servers, "0 with --tensor-parallel-size")
 
     def _set_ranks(self, ranks: int) -> None:
         """The number of processes follows from the number of ranks."""

@@ -13,11 +13,13 @@ from typing import Any
 from moesaic.cluster.local import spawn_worker
 from moesaic.cluster.router import Router
 from moesaic.cluster.supervisor import Supervisor
-from moesaic.config import ClusterConfig, WorkerConfig
+from moesaic.config import ClusterConfig, GroupConfig, WorkerConfig
 from moesaic.engine import Engine
 from moesaic.models import files
 from moesaic.tokenizer import Tokenizer
+from moesaic.trace.options import RecordConfig
 from moesaic.trace.parts import collecting, part_of
+from moesaic.trace.routing import recording
 from moesaic.transport.base import Connection
 
 
@@ -44,22 +46,31 @@ def launch(
     chat_template: Path | None = None,
     max_waiting: int | None = None,
     seed: int | None = None,
+    record: RecordConfig = RecordConfig(),
 ) -> Iterator[Launched]:
     """Start `config`'s worker, or the processes of `cluster`; they end with the block.
 
     chat_template, max_waiting: see Tokenizer and Engine. seed: of the seeds that requests get, None for
-    another one each time. A trace, if `config` asks for one, is whole after the block. Raises ConfigError for
-    what shows before the weights are read.
+    another one each time. A trace, if `config` asks for one, is whole after the block, and so is the profile
+    of `record`. Raises ConfigError for what shows before the weights are read.
     """
     path = files.resolve(config.model.model, config.model.revision)
     defaults = files.generation_defaults(path)
     tokenizer = Tokenizer(path, chat_template)
-    here = replace(config, model=replace(config.model, model=str(path), revision=None))
+    here = replace(
+        config,
+        model=replace(config.model, model=str(path), revision=None),
+        group=GroupConfig() if cluster is None else cluster.group,
+        record=record.record_routing,
+        record_share=record.record_routing_share,
+    )
     with ExitStack() as stack:
         stack.enter_context(collecting(config.trace))
+        stack.enter_context(recording(record))
         supervisor: Supervisor | None = None
         if cluster is None or not cluster.apart:
-            worker = spawn_worker(replace(here, trace=part_of(config.trace, "attention worker 0")))
+            trace, rows = (part_of(file, "attention worker 0") for file in (here.trace, here.record))
+            worker = spawn_worker(replace(here, trace=trace, record=rows))
             stack.callback(worker.stop)
             connection: Connection = worker.connection
             how_it_ended = worker.how_it_ended

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any
 
-from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.errors import ConfigError, EngineDeadError, RequestError
 from moesaic.core.messages import Ready
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import RequestOutput, SamplingParams
+from moesaic.core.routing import RowSink
 from moesaic.engine import Engine
 from moesaic.models import files
 from moesaic.runtime.load import build_worker
@@ -54,6 +55,13 @@ class _Batch:
     """Outputs that nobody took yet: another call's iterator may have made them."""
 
 
+GROUP_SETTINGS = (
+    *("tensor_parallel_size", "expert_tensor_parallel_size", "moe_collectives", "shuffle_align"),
+    "placement",
+)
+"""Settings of ClusterConfig that a single worker has too: it may be a group of processes."""
+
+
 class LLM:
     """A model in this process.
 
@@ -66,15 +74,24 @@ class LLM:
     """
 
     def __init__(
-        self, model: str, *, seed: int | None = None, journal: Journal | None = None, **settings: Any
+        self,
+        model: str,
+        *,
+        seed: int | None = None,
+        journal: Journal | None = None,
+        routing: RowSink | None = None,
+        **settings: Any,
     ) -> None:
+        """routing: takes the experts of all rows, see `core.routing`."""
         config = _worker_config(model, settings)
         path = files.resolve(model, config.model.revision)
         tokenizer = Tokenizer(path)
         self._defaults = files.generation_defaults(path)
         ours, theirs = local_pair()
         self._connection = ours
-        self._worker, self.info = build_worker(config, theirs, time.monotonic, journal=journal)
+        self._worker, self.info = build_worker(
+            config, theirs, time.monotonic, journal=journal, routing=routing
+        )
         self._batches: dict[int, _Batch] = {}
         self._engine = Engine(
             ours,
@@ -185,7 +202,8 @@ def _worker_config(model: str, settings: Mapping[str, Any]) -> WorkerConfig:
     def names(kind: type) -> set[str]:
         return {field.name for field in fields(kind)}
 
-    known = (names(ModelConfig) | names(CacheConfig) | names(SchedulerConfig)) - {"model"}
+    kinds = (ModelConfig, CacheConfig, SchedulerConfig)
+    known = {*GROUP_SETTINGS}.union(*map(names, kinds)) - {"model"}
     for name, value in settings.items():
         if name not in known:
             raise ConfigError(f"{name}={value!r}: no such setting; allowed: {', '.join(sorted(known))}")
@@ -197,6 +215,7 @@ def _worker_config(model: str, settings: Mapping[str, Any]) -> WorkerConfig:
         ModelConfig(model, **chosen(ModelConfig)),
         CacheConfig(**chosen(CacheConfig)),
         SchedulerConfig(**chosen(SchedulerConfig)),
+        ClusterConfig(**{name: settings[name] for name in GROUP_SETTINGS if name in settings}).group,
     )
 
 

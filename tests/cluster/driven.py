@@ -114,6 +114,7 @@ def cluster(
     schedule: str = "lockstep",
     queue_policy: str = "defrag",
     inflight_batches: int = 1,
+    combine: str = "exact",
     kv_cache_memory: str = "32MiB",
     threads: int | None = 1,
     max_model_len: int | None = None,
@@ -129,6 +130,7 @@ def cluster(
             schedule=schedule,  # type: ignore[arg-type]
             inflight_batches=inflight_batches,
             queue_policy=queue_policy,  # type: ignore[arg-type]
+            combine=combine,  # type: ignore[arg-type]
         ),
     )
     shape = ClusterConfig(

@@ -45,6 +45,7 @@ FACTORS: dict[str, dict[str, Any]] = {
     },
     "chunks": {"of 16": {"max_num_batched_tokens": 16}, "whole": {"max_num_batched_tokens": 512}},
     "cache": {"large": False, "of one request": True},
+    "combine": {"exact": {}, "partial": {"combine": "partial"}},
     "kernels": {"native": "auto", "torch": "reference"},
     "transport": {
         "shm": {"transport": "shm"},
@@ -56,7 +57,7 @@ FAULTS = Faults(delay=0.3, duplicate=0.2, reorder=True, cut_after=30)
 """Those that no replica is needed for."""
 DROPPING = replace(FAULTS, drop_request=0.02, drop=0.001)
 """What got lost is asked for again, of another server; at a barrier nobody can know that it got lost."""
-LOSING = ("qwen3, k 8", "defrag", "2 and 2, twice", "of 16", "large", "native", "faulty")
+LOSING = ("qwen3, k 8", "defrag", "2 and 2, twice", "of 16", "large", "exact", "native", "faulty")
 """Beside the cover: rows of single tokens that get lost."""
 
 
@@ -106,7 +107,7 @@ def badly(transport: str, faults: Faults) -> AbstractContextManager[None]:
 
 @pytest.mark.parametrize("case", [*cover(), LOSING], ids=", ".join)
 def test_the_bits_of_one_process(case: tuple[str, ...], checkpoints: dict[str, Path]) -> None:
-    name, schedule, processes, chunks, cache, kernels, transport = case
+    name, schedule, processes, chunks, cache, combine, kernels, transport = case
     path, picked = str(checkpoints[name]), FACTORS["kernels"][kernels]
     model = LLM(path, threads=1, max_model_len=LONGEST, kernels=picked, kv_cache_memory="8MiB")
     expected: list[Answer] = []
@@ -115,7 +116,7 @@ def test_the_bits_of_one_process(case: tuple[str, ...], checkpoints: dict[str, P
         expected.append((output.token_ids, [entry.logprob for entry in output.logprobs or [] if entry]))
     blocks = LONGEST // model.info.block_size if FACTORS["cache"][cache] else model.info.num_blocks
     settings = FACTORS["schedule"][schedule] | FACTORS["processes"][processes] | FACTORS["chunks"][chunks]
-    settings |= FACTORS["transport"][transport]
+    settings |= FACTORS["transport"][transport] | FACTORS["combine"][combine]
     memory = f"{blocks * model.info.kv_bytes // model.info.num_blocks}B"
     dropping = "min_replicas" in settings and schedule != "barrier"
     with (
@@ -128,5 +129,7 @@ def test_the_bits_of_one_process(case: tuple[str, ...], checkpoints: dict[str, P
     assert counted.process_deaths == 0
     assert counted.resent_pairs > 0 or not (dropping and transport == "faulty")
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
-    if kernels == "native":  # torch's sums depend on the rows beside
+    if (kernels, combine) == ("native", "exact"):  # torch's sums depend on the rows beside
         assert found == expected
+    for (_, one), (_, other) in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)

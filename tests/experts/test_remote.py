@@ -6,7 +6,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.experts.arithmetic import Part
 from moesaic.experts.client import Ticket
+from moesaic.experts.outstanding import Submission, Summed
 from moesaic.experts.remote import RemoteExperts
 from moesaic.experts.server import ExpertServer
 from moesaic.policy.brain.service import Enough, Service
@@ -118,6 +121,14 @@ class Cluster:
         wanted = hidden[:, None] * (10 * layer + ids[:, :, None] + 1)
         return self.client.submit(layer, hidden, ids), wanted
 
+    def submit_summed(self, rows: int = 3) -> tuple[Ticket, torch.Tensor]:
+        """Weights differ from pair to pair; what comes back must sum up to this."""
+        hidden = torch.arange(rows * HIDDEN, dtype=torch.float32).reshape(rows, HIDDEN) / 8
+        ids = torch.tensor([[row % EXPERTS, (row + 1) % EXPERTS] for row in range(rows)])
+        weights = (torch.arange(2 * rows, dtype=torch.float32) + 1).reshape(rows, 2) / 4
+        wanted = (weights[:, :, None] * hidden[:, None] * (ids[:, :, None] + 1)).sum(1)
+        return self.client.submit(0, hidden, ids, weights=weights), wanted
+
     def turn(self, *servers: int) -> None:
         for server in servers:
             self.servers[server].turn(0.001)
@@ -161,6 +172,48 @@ def test_rows_of_both_servers_are_put_at_their_pairs(cluster: Cluster) -> None:
         cluster.client.release(ticket)
     assert all(server.served.pairs > 0 for server in cluster.servers)
     assert not cluster.client.busy and cluster.client.stats().resent_pairs == 0
+
+
+def test_partial_sums_stand_at_their_first_pair(cluster: Cluster) -> None:
+    """One server has both pairs of a row: one sum and zeros. Two have one each: a sum each."""
+    cluster.publish(1)
+    ticket, wanted = cluster.submit_summed()
+    found = cluster.rows(ticket, 1)
+    torch.testing.assert_close(found[:, 0], wanted, rtol=0, atol=0)
+    assert not found[:, 1].any()
+    cluster.client.release(ticket)
+    cluster.publish(0, 1)
+    for rows in range(1, 8):
+        ticket, wanted = cluster.submit_summed(rows)
+        torch.testing.assert_close(cluster.rows(ticket, 0, 1).sum(1), wanted, rtol=0, atol=0)
+        cluster.client.release(ticket)
+    assert all(server.served.pairs > 0 for server in cluster.servers) and not cluster.client.busy
+
+
+def test_partial_sums_survive_a_death(cluster: Cluster) -> None:
+    cluster.publish(0, 1)
+    cluster.until(lambda: cluster.servers[0].clients and cluster.servers[1].clients, 0, 1)
+    cluster.client.arrivals()
+    ticket, wanted = cluster.submit_summed(6)
+    cluster.servers[0].close()
+    torch.testing.assert_close(cluster.rows(ticket, 1).sum(1), wanted, rtol=0, atol=0)
+    assert cluster.client.stats().resent_pairs > 0 and not cluster.client.busy
+
+
+def test_a_sum_may_come_alone_and_twice() -> None:
+    """Pairs 0 and 1 are row 0's, pairs 3 and 4 rows 1's and 2's: three sums."""
+    hidden, scores = np.ones((3, 1), np.float32), np.ones(6, np.float32)
+    out = np.full((6, 1), 9, np.float32)
+    submission = Submission(Ticket(0), 0, hidden, np.zeros(6, np.int64), scores, 2, None, out)
+    call = SimpleNamespace(answer=np.array([5, 6, 7], np.float32).tobytes())
+    sent = Summed(submission, np.array([0, 1, 3, 4]), call, 1)  # type: ignore[arg-type]
+    pairs, fresh = sent.receive(np.array([2]))
+    assert (pairs.tolist(), fresh, sent.left, sent.missing.tolist()) == ([4], 1, 3, [0, 1, 3])
+    pairs, fresh = sent.receive(np.array([0, 2]))
+    assert (pairs.tolist(), fresh, sent.left) == ([0, 1, 4], 2, 1)
+    pairs, fresh = sent.receive(np.array([1]))
+    assert (pairs.tolist(), fresh, sent.left) == ([3], 1, 0)
+    assert out[:, 0].tolist() == [5, 0, 9, 6, 7, 9]
 
 
 def test_pairs_wait_for_the_first_server(cluster: Cluster) -> None:

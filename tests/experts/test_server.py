@@ -227,8 +227,12 @@ def test_pairs_of_a_call_may_come_one_by_one(
         assert client.found[call.number] == [0, 2, 1, 3]
 
 
-def test_a_partial_answer_is_the_weighted_sum(serve: Serve, path: Path, layout: ExpertLayout) -> None:
-    place = serve()
+@pytest.mark.parametrize("groups", [1, EXPERTS])
+def test_a_partial_answer_is_the_weighted_sum(
+    serve: Serve, path: Path, layout: ExpertLayout, groups: int
+) -> None:
+    """Also where its pairs are computed one by one."""
+    place = serve(groups=groups)
     client = place.join()
     hidden = noise(3, layout.hidden)
     experts, rows = [3, 0, 2], [0, 2, 0]

@@ -81,6 +81,7 @@ class Members:
             most_threads=len(cpus) or self._cores.threads(len(self.workers)),
             cpus=cpus,
             trace=self._part(member),
+            record=part_of(self._worker_config.record, member.name, member.incarnation + 1),
         )
         self._listen(member, spawn_worker(config))
 

@@ -19,6 +19,7 @@ from moesaic.server.app import create_app
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.run import bind, serve
 from moesaic.server.service import Service
+from moesaic.trace.options import RecordConfig
 from moesaic.transport.base import Connection
 
 
@@ -47,14 +48,22 @@ class Observed:
         self._connection.close()
 
 
-def run(config: WorkerConfig, cluster: ClusterConfig, server: ServerConfig, as_json: bool) -> int:
+def run(
+    config: WorkerConfig, cluster: ClusterConfig, server: ServerConfig, record: RecordConfig, as_json: bool
+) -> int:
     """Serve until a signal or the worker's death ends it. Returns the exit code."""
     name = server.served_model_name or config.model.model
     template = Path(server.chat_template) if server.chat_template else None
-    with closing(bind(server.host, server.port)) as listener, announced(config.trace):
+    with (
+        closing(bind(server.host, server.port)) as listener,
+        announced(config.trace),
+        announced(record.record_routing, "the routing is in {0}: look at it with moesaic profile show {0}"),
+    ):
         host, port = listener.getsockname()[:2]
         with (
-            launch(config, cluster, chat_template=template, max_waiting=server.max_queue) as launched,
+            launch(
+                config, cluster, chat_template=template, max_waiting=server.max_queue, record=record
+            ) as launched,
             Announcer(name, host, port, as_json, reported(launched)) as announcer,
         ):
             connection = Observed(launched.connection, announcer.observe)

@@ -9,7 +9,9 @@ from pathlib import Path
 
 
 @contextmanager
-def announced(trace: str | None) -> Iterator[None]:
+def announced(
+    trace: str | None, said: str = "the trace is in {}: open it at https://ui.perfetto.dev"
+) -> Iterator[None]:
     """Say on stderr, when the block has ended, where the trace of its run is and what opens it.
 
     Nothing is said where no trace was wanted, or none was written: a setting kept the run from beginning.
@@ -19,7 +21,7 @@ def announced(trace: str | None) -> Iterator[None]:
         yield
     finally:
         if _state(trace) not in (None, before):
-            print(f"moesaic: the trace is in {trace}: open it at https://ui.perfetto.dev", file=sys.stderr)
+            print(f"moesaic: {said.format(trace)}", file=sys.stderr)
 
 
 def _state(trace: str | None) -> tuple[int, int] | None:

@@ -26,11 +26,13 @@ class Clusters:
     """[layers, V] the rank on which a token of that id is best off in that layer."""
     confidence: npt.NDArray[np.float32]
     """[layers, V] 0 to 1: how sure that is; 0 for tokens that the profile never saw."""
+    notes: tuple[str, ...] = ()
+    """What its user should be told of how it was found, a line each: a limit that was hit, say."""
 
-    def placement(self, layers: tuple[int, ...], model: str) -> Placement:
-        """Where the experts live, as a file has it. layers: their numbers in the model."""
+    def placement(self, layers: tuple[int, ...], model: str, tables: str = "") -> Placement:
+        """Where the experts live, as a file has it. layers: their numbers in the model. tables: beside it."""
         held = {
             layer: {rank: np.flatnonzero(row == rank).tolist() for rank in range(self.ranks)}
             for layer, row in zip(layers, self.experts, strict=True)
         }
-        return Placement(0, self.experts.shape[1], held, model)
+        return Placement(0, self.experts.shape[1], held, model, tables)

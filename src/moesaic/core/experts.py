@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from moesaic.core.placement import fingerprint
+
+
+def model_name(layers: Sequence[int], num_experts: int, hidden: int, width: int) -> str:
+    """What files about a model's experts say they are for: placements and profiles; see `fingerprint`."""
+    return fingerprint("moe", layers, num_experts, hidden, width)
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,11 @@ class ExpertLayout:
     def layers(self) -> tuple[int, ...]:
         """Layers with routed experts, ascending."""
         return tuple(sorted(self.prefixes))
+
+    @property
+    def fingerprint(self) -> str:
+        """What placements and profiles of these experts say they are for."""
+        return model_name(self.layers, self.num_experts, self.hidden, self.width)
 
     @property
     def parameters(self) -> int:

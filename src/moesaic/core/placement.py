@@ -6,7 +6,7 @@ server, so they need not be 0 to n - 1: servers join and leave. Each may hold an
 
 The file is JSON:
 
-    {"schema": 1, "model": "mixtral-6b1f0c2d9a3e", "version": 4, "num_experts": 4,
+    {"schema": 1, "model": "moe-6b1f0c2d9a3e", "version": 4, "num_experts": 4, "tables": "tables.npz",
      "layers": {"0": {"0": [0, 1, 2], "7": [2, 3]}, "1": {"0": [0, 1], "7": [2, 3]}}}
 
 where expert 2 of layer 0 has a copy on server 0 and another one on server 7.
@@ -21,6 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,9 +63,11 @@ class Placement:
     """Layer -> server -> its experts, all in ascending order; who holds nothing of a layer is not named."""
     model: str = ""
     """Fingerprint of the model it was made for."""
+    tables: str = ""
+    """File of the Tables made with it, beside its own; empty: there are none."""
 
     def __post_init__(self) -> None:
-        """Sorts `held`. Raises ConfigError naming what is out of range or there twice."""
+        """Sorts `held`. Raises ConfigError for what is out of range or there twice."""
         _whole("version", self.version, 0)
         _whole("num_experts", self.num_experts, 1, _MOST_EXPERTS)
         held = {
@@ -114,6 +117,18 @@ class Placement:
             for layer in share.tolist():
                 held[layer] = {server: mine.tolist() for server, mine in zip(group, ranges, strict=True)}
         return cls(0, num_experts, held, model)
+
+    @classmethod
+    def read(cls, file: str, servers: int) -> Placement:
+        """From a file, for servers 0 to `servers` - 1. Raises ConfigError: one line naming the place."""
+        try:
+            placement = cls.from_json(Path(file).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{FLAG}: {file}: {getattr(error, 'strerror', None) or error}") from error
+        strangers = set(placement.servers) - set(range(servers))
+        if strangers:
+            raise ConfigError.field(FLAG, f"server {min(strangers)}", f"0 to {servers - 1}")
+        return placement
 
     # ---- questions
 
@@ -184,7 +199,8 @@ class Placement:
 
     def to_json(self) -> str:
         """The file's text: one line a layer, so that versions can be compared with diff."""
-        head = {"schema": SCHEMA, "model": self.model, "version": self.version}
+        head: dict[str, Any] = {"schema": SCHEMA, "model": self.model, "version": self.version}
+        head |= {"tables": self.tables} if self.tables else {}
         fields = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
         rows = [f'  "{layer}": {json.dumps(by_server)}' for layer, by_server in self.held.items()]
         fields += [f'"num_experts": {self.num_experts}', '"layers": {\n' + ",\n".join(rows) + "\n}"]
@@ -202,17 +218,20 @@ class Placement:
             raise ConfigError(f"{FLAG}: not JSON: {error}") from error
         data = _object("the file", data)
         _whole("schema", data.get("schema"), SCHEMA, SCHEMA)
-        if set(data) != _FIELDS:
-            raise ConfigError.field(f"{FLAG}: fields", sorted(data), ", ".join(sorted(_FIELDS)))
-        if not isinstance(data["model"], str):
-            raise ConfigError.field(f"{FLAG}: model", data["model"], "a string")
+        if set(data) not in (_FIELDS, _FIELDS | {"tables"}):
+            allowed = f"{', '.join(sorted(_FIELDS))}, and tables"
+            raise ConfigError.field(f"{FLAG}: fields", sorted(data), allowed)
+        for name in ("model", "tables"):
+            if not isinstance(data.get(name, ""), str):
+                raise ConfigError.field(f"{FLAG}: {name}", data[name], "a string")
         _whole("version", data["version"], 0)
         _whole("num_experts", data["num_experts"], 1, _MOST_EXPERTS)
         held = {
             _id("layers", layer): _servers(f"layer {layer}", by_server)
             for layer, by_server in _object("layers", data["layers"]).items()
         }
-        placement = cls(data["version"], data["num_experts"], held, data["model"])
+        tables = data.get("tables", "")
+        placement = cls(data["version"], data["num_experts"], held, data["model"], tables)
         placement.check(placement.model, placement.layers, placement.num_experts)
         return placement
 

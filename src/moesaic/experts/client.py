@@ -34,14 +34,22 @@ class RoutedExperts(Protocol):
     """Asynchronous by contract: other work may run between the two calls."""
 
     def submit(
-        self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        expert_ids: torch.Tensor,
+        out: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
     ) -> Ticket:
         """Ask for the experts of `layer`. hidden: [n, h] float32; expert_ids: [n, k] int64, logical; out:
-        [n, k, h] float32, where the answer is wanted, if that matters."""
+        [n, k, h] float32, where the answer is wanted, if that matters. weights: [n, k] float32, if partial
+        sums are wanted: of a row's pairs that one server answers the first is their weighted sum, the others
+        are zeros."""
         ...
 
     def poll(self, ticket: Ticket) -> torch.Tensor | None:
-        """rows [n, k, h] float32, unweighted, that hold until `release`; None while some are missing."""
+        """rows [n, k, h] float32, unweighted unless partial sums were asked for, that hold until `release`;
+        None while some are missing."""
         ...
 
     def release(self, ticket: Ticket) -> None:
@@ -94,8 +102,15 @@ class DirectExperts:
         took a fifth of the time of a prefill."""
 
     def submit(
-        self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        expert_ids: torch.Tensor,
+        out: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
     ) -> Ticket:
+        if weights is not None:
+            raise ValueError("a direct call has no bytes to save: partial sums are for servers")
         ticket = Ticket(self._submitted)
         self._submitted += 1
         out = self._room(hidden, expert_ids) if out is None else out

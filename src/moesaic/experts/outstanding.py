@@ -24,18 +24,27 @@ class Submission:
     """[n, h]"""
     experts: IntArray
     """[n * k] the expert of each pair."""
+    scores: wire.FloatRows | None
+    """[n * k] the gate weight of each pair, where partial sums are wanted."""
     top_k: int
     memory: wire.FloatRows | None
     """Of the answer and whatever it was large enough for before; None: it belongs to who asked."""
     out: wire.FloatRows
     """[n * k, h] in it"""
-    missing: int
+    missing: int = field(init=False)
     """Pairs that are not there yet, and empty calls that were not answered."""
     unsent: list[IntArray] = field(default_factory=list)
     """Pairs that nobody could take."""
     attempt: int = 0
     released: bool = False
     """Nobody waits for it any more."""
+
+    def __post_init__(self) -> None:
+        self.missing = len(self.experts)
+
+    def scores_of(self, pairs: IntArray) -> wire.FloatRows | None:
+        """[p]"""
+        return None if self.scores is None else self.scores[pairs]
 
     def rows_of(self, pairs: IntArray) -> tuple[wire.FloatRows, IntArray]:
         """The rows [m, h] that these pairs need, each once, and which of them each pair needs [p]."""
@@ -56,38 +65,66 @@ class Sent:
     pairs: IntArray
     """[p] ascending; none in an empty call, whose answer is one row that means nothing."""
     call: Call
-    left: int
-    """Rows of the answer that are not there yet."""
     version: int
     """Of the directory that it was routed by."""
+    left: int = field(init=False)
+    """Pairs that are not there yet; 1 for the answer to an empty call."""
     _arrived: npt.NDArray[np.bool_] | None = None
     """[p] whether each is there, once some are."""
+
+    def __post_init__(self) -> None:
+        self.left = max(1, len(self.pairs))
+
+    @property
+    def _answer(self) -> wire.FloatRows:
+        """[rows, h]"""
+        width = self.submission.out.shape[1]
+        return np.frombuffer(self.call.answer, dtype=np.float32).reshape(-1, width)
 
     def receive(self, indices: IntArray) -> tuple[IntArray, int]:
         """Put these rows of the answer, which are there now, in their places.
 
-        Returns their pairs, and how many rows are there for the first time: a transport may repeat itself.
+        Returns their pairs, and how many of them are there for the first time: a transport may repeat itself.
         """
-        rows = max(1, len(self.pairs))
-        if self._arrived is None:
-            self._arrived = np.zeros(rows, dtype=bool)
-        self._arrived[indices] = True
-        before, self.left = self.left, rows - int(np.count_nonzero(self._arrived))
+        fresh = self._mark(indices)
         if not len(self.pairs):
-            return self.pairs, before - self.left
-        answer = np.frombuffer(self.call.answer, dtype=np.float32).reshape(rows, -1)
-        out, fresh = self.submission.out, before - self.left
-        if fresh == rows == len(out):  # the usual case: one server answers everything at once
-            out[:] = answer
+            return self.pairs, fresh
+        out = self.submission.out
+        if fresh == len(self.pairs) == len(out):  # the usual case: one server answers everything at once
+            out[:] = self._answer
             return self.pairs, fresh
         pairs = self.pairs[indices]
-        out[pairs] = answer[indices]
+        out[pairs] = self._answer[indices]
         return pairs, fresh
+
+    def _mark(self, places: IntArray) -> int:
+        """These of the pairs are there; how many of them were not before."""
+        if self._arrived is None:
+            self._arrived = np.zeros(self.left, dtype=bool)
+        self._arrived[places] = True
+        before, self.left = self.left, int(np.count_nonzero(~self._arrived))
+        return before - self.left
 
     @property
     def missing(self) -> IntArray:
         """The pairs that are not there yet, of a call that is under way."""
         return self.pairs if self._arrived is None else self.pairs[~self._arrived]
+
+
+class Summed(Sent):
+    """A call whose answer has the partial sum of each row's pairs."""
+
+    def receive(self, indices: IntArray) -> tuple[IntArray, int]:
+        """A sum stands at the first of its pairs, zeros at the others."""
+        _, first, row_of = np.unique(
+            self.pairs // self.submission.top_k, return_index=True, return_inverse=True
+        )
+        told = np.flatnonzero(np.isin(row_of, indices))
+        pairs, fresh = self.pairs[told], self._mark(told)
+        out = self.submission.out
+        out[pairs] = 0
+        out[self.pairs[first[indices]]] = self._answer[indices]
+        return pairs, fresh
 
 
 @dataclass

@@ -20,7 +20,7 @@ from moesaic.experts import wire
 from moesaic.experts.client import Ticket
 from moesaic.experts.connecting import Connector
 from moesaic.experts.entrance import Entrance
-from moesaic.experts.outstanding import End, Memory, Sent, Submission
+from moesaic.experts.outstanding import End, Memory, Sent, Submission, Summed
 from moesaic.policy.replicas import NOBODY, Replicas
 from moesaic.transport.bell import Bell
 from moesaic.transport.calls import Caller
@@ -69,7 +69,12 @@ class RemoteExperts:
     # ---- RoutedExperts
 
     def submit(
-        self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        expert_ids: torch.Tensor,
+        out: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
     ) -> Ticket:
         ticket = Ticket(self._submitted)
         self._submitted += 1
@@ -77,7 +82,8 @@ class RemoteExperts:
         rows = hidden.cpu().contiguous().numpy()
         wanted = None if out is None else out.numpy().reshape(len(experts), rows.shape[1])
         memory, into = self._memory.take(len(experts), rows.shape[1], wanted)
-        submission = Submission(ticket, layer, rows, experts, expert_ids.shape[1], memory, into, len(experts))
+        scores = None if weights is None else weights.cpu().numpy().reshape(-1)
+        submission = Submission(ticket, layer, rows, experts, scores, expert_ids.shape[1], memory, into)
         self._submissions[ticket.number] = submission
         self._send(submission, np.arange(len(experts)))
         if self._everyone:
@@ -170,8 +176,6 @@ class RemoteExperts:
             end.caller.close()
         self._ends.clear()
 
-    # ---- inside
-
     def _pump(self) -> None:
         """Everything that can be done without waiting."""
         if self._bell.rung:
@@ -236,21 +240,20 @@ class RemoteExperts:
         end = self._ends[server]
         hidden, row_of = submission.rows_of(pairs)
         count, width = hidden.shape
-        answers = max(1, len(pairs))
+        partial = submission.scores is not None
+        answers = max(1, count if partial else len(pairs))
         try:
-            call = end.caller.open(wire.size(count, len(pairs), width, False), answers, 4 * width)
+            call = end.caller.open(wire.size(count, len(pairs), width, partial), answers, 4 * width)
             if call is None:
                 return False
-            request = wire.begin(
-                call.request, submission.layer, count, len(pairs), width, attempt=submission.attempt
-            )
-            request.experts[:] = submission.experts[pairs]
-            request.rows[:] = row_of
-            request.hidden[:] = hidden
+            layer, attempt = submission.layer, submission.attempt
+            request = wire.begin(call.request, layer, count, len(pairs), width, partial, attempt)
+            request.fill(submission.experts[pairs], row_of, submission.scores_of(pairs), hidden)
             end.caller.post(call)
         except ConnectionLost:
             return False  # `_pump` hears of it too and sends again
-        end.calls[call.number] = Sent(submission, pairs, call, answers, self._version)
+        made = Summed if partial and len(pairs) else Sent
+        end.calls[call.number] = made(submission, pairs, call, self._version)
         self._replicas.sent(server, len(pairs), self._clock(), again=submission.attempt > 0)
         self._calls += 1
         self._pairs += len(pairs)

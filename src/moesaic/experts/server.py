@@ -54,6 +54,8 @@ class _Call:
     answer: wire.FloatRows
     """[p, h], or [m, h] when partial."""
     end: Answerer
+    rows: wire.FloatRows
+    """[p, h] what the kernel writes: the answer itself, or what it is summed up from."""
     left: int
     """Pairs that were not computed yet."""
 
@@ -143,7 +145,9 @@ class ExpertServer:
             raise ConnectionLost(f"a request for layer {request.layer} has an answer of another size")
         answer = np.frombuffer(incoming.answer, dtype=np.float32).reshape(shape)
         call, self._next_call = self._next_call, self._next_call + 1
-        self._calls[call] = _Call(incoming, request, answer, end, len(request.experts))
+        pairs = len(request.experts)
+        rows = answer if request.weights is None else np.empty((pairs, layout.hidden), dtype=np.float32)
+        self._calls[call] = _Call(incoming, request, answer, end, rows, pairs)
         self.served.calls += 1
         if request.work is not None:
             self._open(self._gate.knocked(client, call, request.work))
@@ -161,7 +165,7 @@ class ExpertServer:
     def _open(self, calls: list[int]) -> None:
         """Answer those that knocked: all begin a step."""
         for number in calls:
-            self._answer(number, NONE, self._calls[number].answer)
+            self._answer(number, NONE)
 
     def _run(self, run: Run, started: float) -> None:
         """Compute the parts of `run` as one batch and publish each in its call."""
@@ -176,29 +180,28 @@ class ExpertServer:
             if left:
                 self._run(Run(run.layer, left), started)
             return
-        for (number, pairs), part in zip(run.parts, parts, strict=True):
-            self._answer(number, pairs, part.out)
+        for number, pairs in run.parts:
+            self._answer(number, pairs)
         ids = np.concatenate([part.experts for part in parts])
         self._count(run.layer, ids, self._clock() - started)
 
     def _part(self, call: _Call, pairs: IntArray) -> Part:
-        """Answers go straight into the client's memory; those that are to be summed up first do not."""
         request = call.request
-        if request.weights is None:
-            return Part(request.hidden, request.rows[pairs], request.experts[pairs], call.answer, pairs)
-        rows = np.empty((len(pairs), self._layout.hidden), dtype=np.float32)
-        return Part(request.hidden, request.rows[pairs], request.experts[pairs], rows, np.arange(len(pairs)))
+        return Part(request.hidden, request.rows[pairs], request.experts[pairs], call.rows, pairs)
 
     def _parts(self, run: Run) -> list[tuple[_Call, IntArray]]:
         return [(self._calls[number], pairs) for number, pairs in run.parts]
 
-    def _answer(self, number: int, pairs: IntArray, rows: wire.FloatRows) -> None:
+    def _answer(self, number: int, pairs: IntArray) -> None:
         """Tell the client what it may read. A call whose last pair this was is done with."""
         call = self._calls[number]
-        published = pairs if call.request.weights is None else _weighted(call, rows)
         call.left -= len(pairs)
-        empty = not len(call.request.experts)
-        call.incoming.publish(np.zeros(1, dtype=np.int64) if empty else published)
+        if not len(call.request.experts):
+            call.incoming.publish(np.zeros(1, dtype=np.int64))
+        elif call.request.weights is None:
+            call.incoming.publish(pairs)
+        elif not call.left:
+            call.incoming.publish(_weighted(call))
         if not call.left:
             del self._calls[number]
 
@@ -221,10 +224,14 @@ class ExpertServer:
         self.served.busy_seconds += seconds
 
 
-def _weighted(call: _Call, rows: wire.FloatRows) -> IntArray:
-    """The score-weighted sums of Expert-as-a-Service: all pairs of a call at once, in their order."""
-    request = call.request
-    assert request.weights is not None
+def _weighted(call: _Call) -> IntArray:
+    """The score-weighted sums of Expert-as-a-Service: the first pair of every row, then every second one."""
+    rows, weights = call.request.rows, call.request.weights
+    assert weights is not None
+    order = np.argsort(rows, kind="stable")
+    before = np.arange(len(rows)) - np.searchsorted(rows[order], rows[order])  # pairs of the same row
     call.answer[:] = 0
-    np.add.at(call.answer, request.rows, request.weights[:, None] * rows)
+    for turn in range(int(before.max()) + 1):
+        these = order[before == turn]
+        call.answer[rows[these]] += weights[these, None] * call.rows[these]
     return np.arange(len(call.answer))

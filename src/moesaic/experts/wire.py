@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.errors import ConnectionLost
+from moesaic.core.tokens import IntArray
 
 FloatRows = npt.NDArray[np.float32]
 Index = npt.NDArray[np.int32]
@@ -47,6 +48,14 @@ class Request:
 
     work: bool | None = None
     """Of a knock: whether the sender has rows to compute. None for every other request."""
+
+    def fill(self, experts: IntArray, rows: IntArray, weights: FloatRows | None, hidden: FloatRows) -> None:
+        """Write what is asked, of a request that `begin` made."""
+        self.experts[:] = experts
+        self.rows[:] = rows
+        if self.weights is not None:
+            self.weights[:] = weights
+        self.hidden[:] = hidden
 
     @property
     def answer_rows(self) -> int:

@@ -108,13 +108,10 @@ class LatentAttention:
 
 
 def latent_attention(loader: Loader, name: str, sizes: LatentSizes, rope: RopeTable) -> LatentAttention:
-    """The tensors under `name`: the heads of the loader's shard, and the whole latent, which all heads share."""
-    heads, width, lifted = (
-        loader.shard.heads(sizes.heads),
-        sizes.plain + sizes.turned,
-        sizes.plain + sizes.value,
-    )
-    rank, both, asking = sizes.query_rank, sizes.heads * width, columns_of(heads, width)
+    """The tensors under `name`: the heads of the loader's shard, and the latent that all heads share."""
+    heads, width, lifted = sizes.heads, sizes.plain + sizes.turned, sizes.plain + sizes.value
+    rank, both, local = sizes.query_rank, heads * width, loader.shard.heads(heads)
+    asking, answering = columns_of(local, width), columns_of(local, sizes.value)
     if rank is None:
         down, norm = None, None
         query = loader.input_projection(f"{name}.q_proj", both, sizes.hidden, asking)
@@ -122,12 +119,12 @@ def latent_attention(loader: Loader, name: str, sizes: LatentSizes, rope: RopeTa
         down = loader.projection(f"{name}.q_a_proj", rank, sizes.hidden, sizes.bias)
         norm = loader.exact(f"{name}.q_a_layernorm.weight", rank)
         query = loader.input_projection(f"{name}.q_b_proj", both, rank, asking)
-    up = loader.matrix(f"{name}.kv_b_proj", sizes.heads * lifted, sizes.rank, columns_of(heads, lifted))
-    key_up, value_up = up.view(len(heads), -1, sizes.rank).tensor_split([sizes.plain], dim=1)
+    up = loader.matrix(f"{name}.kv_b_proj", heads * lifted, sizes.rank, columns_of(local, lifted))
+    key_up, value_up = up.view(len(local), -1, sizes.rank).tensor_split([sizes.plain], dim=1)
     return LatentAttention(
         kernels=loader.kernels,
         rope=rope,
-        sizes=replace(sizes, heads=len(heads)),
+        sizes=replace(sizes, heads=len(local)),
         query_down=down,
         query_norm=norm,
         query=query,
@@ -138,10 +135,6 @@ def latent_attention(loader: Loader, name: str, sizes: LatentSizes, rope: RopeTa
         key_up=key_up,
         value_up=value_up.transpose(1, 2),
         out=loader.output_projection(
-            f"{name}.o_proj",
-            sizes.hidden,
-            sizes.heads * sizes.value,
-            columns_of(heads, sizes.value),
-            sizes.bias,
+            f"{name}.o_proj", sizes.hidden, heads * sizes.value, answering, sizes.bias
         ),
     )

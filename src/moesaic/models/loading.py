@@ -105,7 +105,7 @@ def columns_of(heads: range, width: int) -> slice:
 def grouped_query_attention(
     loader: Loader, name: str, sizes: Heads, rope: RopeTable, sliding_window: int | None
 ) -> GroupedQueryAttention:
-    """q_proj, k_proj, v_proj and o_proj (and q_norm, k_norm) under `name`: the heads of the loader's shard."""
+    """q_proj, k_proj, v_proj and o_proj (and q_norm, k_norm) under `name`, of the heads of the shard."""
     hidden, bias = sizes.hidden, sizes.bias
     wide, narrow = sizes.query * sizes.width, sizes.key * sizes.width
     asking = columns_of(loader.shard.heads(sizes.query), sizes.width)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moesaic.core.experts import model_name
+from moesaic.core.routing import RoutedModel
+
 
 @dataclass(frozen=True)
 class KVLayout:
@@ -46,3 +49,9 @@ class ModelSpec:
     kv: KVLayout
     sliding_windows: tuple[int | None, ...]
     """Per layer: tokens that a row sees, itself among them; None sees all."""
+
+    @property
+    def routed(self) -> RoutedModel:
+        """What its routing is recorded as."""
+        name = model_name(self.moe_layers, self.num_experts, self.hidden_size, self.expert_width)
+        return RoutedModel(name, self.vocab_size, self.num_experts, self.top_k, self.moe_layers)

@@ -24,10 +24,10 @@ from moesaic.policy.brain.actions import (
     StepDone,
     StepPlan,
 )
-from moesaic.runtime.forward import Forward
 from moesaic.runtime.layered import Layered
+from moesaic.runtime.recorder import Recorder
 from moesaic.runtime.sampler import Sampler, token_logprobs
-from moesaic.runtime.walk import Walk
+from moesaic.runtime.walk import Steps, Walk
 from moesaic.transport.base import Connection
 
 SCORED_SLICE = 128
@@ -40,13 +40,14 @@ class Executor:
     def __init__(
         self,
         model: Model,
-        forward: Forward,
+        forward: Steps,
         device: torch.device,
         connection: Connection,
         experts: RoutedExperts,
         layered: Layered | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        """layered: for brains that run the model place by place."""
+        """layered: for brains that run the model place by place. recorder: of the rows' routing."""
         self._model = model
         self._forward = forward
         self._device = device
@@ -54,6 +55,7 @@ class Executor:
         self._sampler = Sampler(model.spec.vocab_size)
         self._experts = experts
         self._layered = layered
+        self._recorder = recorder
         self._done: list[Event] = []
         """Happened and not told."""
         self._walks: dict[int, tuple[StepPlan, Walk]] = {}
@@ -80,6 +82,8 @@ class Executor:
             case Release():
                 for request_id in action.request_ids:
                     self._sampler.release(request_id)
+                if self._recorder is not None:
+                    self._recorder.release(action)
 
     def progress(self) -> list[Event]:
         """Go on with every step under way as far as the experts have answered; what happened."""
@@ -99,6 +103,8 @@ class Executor:
             with torch.inference_mode():
                 hidden = walk.advance()
                 if hidden is not None:
+                    if self._recorder is not None:
+                        self._recorder.step(plan, walk.chosen)
                     done.append(self._finish(plan, hidden))
                     del self._walks[step]
 
@@ -119,12 +125,18 @@ class Executor:
             hidden = self._layered.run(action)
             if hidden is None:
                 self._done.append(LayerDone(action.plan.step))
+                if self._recorder is not None:
+                    self._recorder.layer(action.plan, action.place, self._layered.chosen(action.plan.step))
             else:
+                if self._recorder is not None:
+                    self._recorder.through(action.plan)
                 self._done.append(self._finish(action.plan, hidden))
 
     def _admit(self, action: Admit) -> None:
         for request, generated in zip(action.requests, action.generated, strict=True):
             self._sampler.admit(request, generated)
+        if self._recorder is not None:
+            self._recorder.admit(action)
         first = [index for index, epoch in enumerate(action.epochs) if epoch == 0]
         if first:
             self._connection.send(

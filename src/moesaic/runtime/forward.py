@@ -15,7 +15,7 @@ from moesaic.kernels.table import Recorder, Recording
 from moesaic.kvcache.paged import PagedKV
 from moesaic.models.block import Block, Gated
 from moesaic.models.model import Model
-from moesaic.runtime.walk import Ask, Stages, Walk
+from moesaic.runtime.walk import Ask, Combine, Stages, Walk
 
 RECORDED_ROWS = 64
 """Decode steps of more rows are not recorded: Python's share of their time is small."""
@@ -36,10 +36,10 @@ class Forward:
         block_size: int,
         device: torch.device,
         recorded_blocks: int = 0,
-        apart: bool = False,
+        combine: Combine | None = None,
     ) -> None:
         """recorded_blocks: KV blocks of the longest sequence, to record decode steps for; 0: never record.
-        apart: the experts are not answered by a direct call.
+        combine: of experts that are not answered by a direct call; None: they are.
         """
         self._model = model
         self._experts = experts
@@ -47,7 +47,8 @@ class Forward:
         self._block_size = block_size
         self._device = device
         self._width = recorded_blocks
-        self._apart = apart
+        self._apart = combine is not None
+        self._combine = combine or Combine(False, 0, 0, device)
         self._make_recorder = model.kernels.recorder if recorded_blocks else None
         self._free = [_Recorded(self._make_recorder())] if self._make_recorder else []
         """Those that no step under way uses: two steps must not share memory."""
@@ -57,11 +58,12 @@ class Forward:
         rows = batch.num_rows
         if not rows:
             return Walk(self._experts, self._only_experts())
+        chosen: list[torch.Tensor] = []
         decode = rows == batch.num_sequences == len(batch.logit_rows)
         if self._make_recorder is not None and decode and rows <= RECORDED_ROWS:
             recorded = self._free.pop() if self._free else _Recorded(self._make_recorder())
-            return Walk(self._experts, self._recorded(batch, recorded))
-        return Walk(self._experts, self._last_rows(batch))
+            return Walk(self._experts, self._recorded(batch, recorded, chosen), chosen)
+        return Walk(self._experts, self._last_rows(batch, chosen), chosen)
 
     def _only_experts(self) -> Stages:
         """A step without rows: whoever waits for everybody's rows at each layer waits for these too."""
@@ -72,34 +74,43 @@ class Forward:
             yield None
         return hidden
 
-    def _last_rows(self, batch: TokenBatch) -> Stages:
+    def _last_rows(self, batch: TokenBatch, chosen: list[torch.Tensor]) -> Stages:
         attention = AttentionBatch.build(batch, self._block_size, self._device)
         positions = torch.from_numpy(batch.positions).to(self._device)
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)
-        hidden = yield from self._walk(token_ids, positions, attention)
+        hidden = yield from self._walk(token_ids, positions, attention, chosen)
         return hidden[torch.from_numpy(batch.logit_rows).to(self._device)]
 
-    def _walk(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch) -> Stages:
-        """Every stage of every block. Returns hidden states [n, h]."""
+    def _walk(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        chosen: list[torch.Tensor],
+    ) -> Stages:
+        """Every stage of every block. Returns hidden states [n, h]; chosen: gets each layer's expert ids."""
         hidden = self._model.embed(token_ids)
         for layer, block in enumerate(self._model.blocks):
             gated = to_gate(block, layer, hidden, positions, attention, self._kv)
             if gated.expert_ids is None:
                 hidden = block.merge(gated, block.dense(gated.normed), None)
                 continue
-            yield Ask(layer, gated.normed, gated.expert_ids)
+            chosen.append(gated.expert_ids)  # in a recording: from now on nothing else is written there
+            ask, gated = self._combine.ask(layer, gated)
+            yield ask
             dense = block.dense(gated.normed)
             answer = yield None
             hidden = block.merge(gated, dense, answer)
         return hidden
 
-    def _recorded(self, batch: TokenBatch, recorded: _Recorded) -> Stages:
+    def _recorded(self, batch: TokenBatch, recorded: _Recorded, chosen: list[torch.Tensor]) -> Stages:
         """A decode step. The first one of its size is recorded."""
         decode = recorded.decodes.get(batch.num_rows)
         if decode is None:
             hidden = yield from self._record(batch, recorded)
         else:
             hidden = yield from decode.replay(batch)
+        chosen += recorded.decodes[batch.num_rows].chosen
         self._free.append(recorded)  # not where the step broke off: late answers may be written there
         return hidden
 
@@ -107,7 +118,8 @@ class Forward:
         attention = AttentionBatch.of_decode(batch, self._block_size, self._width)
         inputs = attention.batch
         token_ids, positions = torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions)
-        stages = self._walk(token_ids, positions, attention)
+        chosen: list[torch.Tensor] = []
+        stages = self._walk(token_ids, positions, attention, chosen)
         if not self._apart:
             stages = _in_one(Walk(self._experts, stages))
         spec = self._model.spec
@@ -118,7 +130,7 @@ class Forward:
             parts.append(recorded.recorder(partial(_next, stages, answer, out)))
             item = parts[-1].result
             if isinstance(item, torch.Tensor):
-                recorded.decodes[batch.num_rows] = _Decode(attention, parts)
+                recorded.decodes[batch.num_rows] = _Decode(attention, parts, chosen)
                 return item
             answer = yield item
 
@@ -132,10 +144,22 @@ def to_gate(
     kv: PagedKV,
 ) -> Gated:
     """The stages of a block up to its gate; the rows' keys and values are in the cache then."""
+    return block.gate(hidden, to_partial(block, layer, hidden, positions, attention, kv))
+
+
+def to_partial(
+    block: Block,
+    layer: int,
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    attention: AttentionBatch,
+    kv: PagedKV,
+) -> torch.Tensor:
+    """The stages of a block up to its output projection [n, h]: a partial sum where heads are dealt out."""
     rows = block.pre_attention(hidden, positions)
     kv.write(layer, rows.key, rows.value, attention.slots)
     attended = block.attention(rows.query, kv.keys(layer), kv.values(layer), attention)
-    return block.gate(hidden, block.output_projection(attended))
+    return block.output_projection(attended)
 
 
 _Item = Ask | torch.Tensor | None
@@ -165,6 +189,8 @@ class _Decode:
     attention: AttentionBatch
     parts: list[Recording[_Item]]
     """From one question or answer to the next; the last one's result are hidden states."""
+    chosen: list[torch.Tensor]
+    """[n, k] expert ids, layer after layer."""
 
     def replay(self, batch: TokenBatch) -> Stages:
         """The same operations on the rows of `batch`."""

@@ -14,6 +14,7 @@ from moesaic.models.block import Block, Gated
 from moesaic.models.model import Model
 from moesaic.policy.brain.actions import PartsArrived, RunLayer, Source
 from moesaic.runtime.forward import to_gate
+from moesaic.runtime.walk import Combine
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,20 @@ class Layered:
     """Keeps the rows of every run until the brain forgets it."""
 
     def __init__(
-        self, model: Model, experts: RemoteExperts, kv: PagedKV, block_size: int, device: torch.device
+        self,
+        model: Model,
+        experts: RemoteExperts,
+        kv: PagedKV,
+        block_size: int,
+        device: torch.device,
+        combine: Combine,
     ) -> None:
         self._model = model
         self._experts = experts
         self._kv = kv
         self._block_size = block_size
         self._device = device
+        self._combine = combine
         self._runs: dict[int, _Asked] = {}
         self._run_of: dict[int, int] = {}
         """Ticket -> run."""
@@ -56,13 +64,20 @@ class Layered:
             block = self._model.blocks[layer]
             gated = to_gate(block, layer, hidden, positions, attention, self._kv)
             if gated.expert_ids is not None:
-                ticket = self._experts.submit(layer, gated.normed, gated.expert_ids)
+                ask, gated = self._combine.ask(layer, gated)
+                ticket = self._experts.submit(layer, ask.hidden, ask.expert_ids, weights=ask.weights)
                 self._run_of[ticket.number] = action.plan.step
                 dense = block.dense(gated.normed)
                 self._runs[action.plan.step] = _Asked(block, gated, dense, ticket)
                 return None
             hidden = block.merge(gated, block.dense(gated.normed), None)
         return hidden[torch.from_numpy(batch.logit_rows).to(self._device)]
+
+    def chosen(self, run: int) -> torch.Tensor:
+        """[n, k] the expert ids of a run's rows, at the layer whose experts it asked."""
+        chosen = self._runs[run].gated.expert_ids
+        assert chosen is not None
+        return chosen
 
     def arrived(self) -> list[PartsArrived]:
         """What the experts answered since the last call: one event, so that the brain sees all of it before

@@ -163,6 +163,7 @@ class _TracedWalk(Walk):
 
     def __init__(self, walk: Walk, plan: StepPlan, timeline: Timeline) -> None:
         self._walk = walk
+        self.chosen = walk.chosen
         self._plan = plan
         self._timeline = timeline
         self._begun = False
@@ -206,10 +207,15 @@ class TracedRemote(RemoteExperts):
         """It has rows and waits for others to begin with them."""
 
     def submit(
-        self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        expert_ids: torch.Tensor,
+        out: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
     ) -> Ticket:
         begin = self._track.now()
-        ticket = super().submit(layer, hidden, expert_ids, out)
+        ticket = super().submit(layer, hidden, expert_ids, out, weights)
         self._open[ticket.number] = _Question(layer, expert_ids.numel())
         self._timeline.dispatched(layer, expert_ids.numel(), begin)
         self._count()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
+from moesaic.core.tokens import TokenBatch
 from moesaic.experts.client import RoutedExperts, Ticket
+from moesaic.models.block import Gated
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,28 @@ class Ask:
     hidden: torch.Tensor
     expert_ids: torch.Tensor
     out: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+
+
+class Combine:
+    """How a row's answers become one: the two values of --combine.
+
+    exact: the servers answer pair by pair, and the merge weighs them in the order of the ranks, as one
+    process does. partial: each server weighs and sums what it has of a row (Expert-as-a-Service, section 4),
+    which is fewer bytes and equal up to rounding; the merge adds the sums.
+    """
+
+    def __init__(self, partial: bool, rows: int, top_k: int, device: torch.device) -> None:
+        """rows: of the largest step."""
+        self._ones = torch.ones(rows, top_k, device=device) if partial else None
+
+    def ask(self, layer: int, gated: Gated) -> tuple[Ask, Gated]:
+        """The question, and what its answer is merged with."""
+        assert gated.expert_ids is not None and gated.weights is not None
+        if self._ones is None:
+            return Ask(layer, gated.normed, gated.expert_ids), gated
+        ask = Ask(layer, gated.normed, gated.expert_ids, weights=gated.weights)
+        return ask, replace(gated, weights=self._ones[: len(gated.weights)])
 
 
 Stages = Generator[Ask | None, torch.Tensor | None, torch.Tensor]
@@ -27,7 +52,12 @@ Stages = Generator[Ask | None, torch.Tensor | None, torch.Tensor]
 class Walk:
     """Stages that are suspended while experts compute, so that another walk may go on meanwhile."""
 
-    def __init__(self, experts: RoutedExperts, stages: Stages) -> None:
+    def __init__(
+        self, experts: RoutedExperts, stages: Stages, chosen: list[torch.Tensor] | None = None
+    ) -> None:
+        """chosen: where the stages put the expert ids of their rows."""
+        self.chosen = [] if chosen is None else chosen
+        """At the end, until the next step: [n, k] expert ids of all rows, layer after layer."""
         self._experts = experts
         self._stages = stages
         self._ticket: Ticket | None = None
@@ -55,7 +85,9 @@ class Walk:
                     self._experts.release(used)
             self._waits = ask is None
             if ask is not None:
-                self._ticket = self._experts.submit(ask.layer, ask.hidden, ask.expert_ids, ask.out)
+                self._ticket = self._experts.submit(
+                    ask.layer, ask.hidden, ask.expert_ids, ask.out, ask.weights
+                )
 
     @property
     def ready(self) -> bool:
@@ -68,3 +100,11 @@ class Walk:
         if hidden is None:
             raise RuntimeError("this step waits for experts")
         return hidden
+
+
+class Steps(Protocol):
+    """What begins the steps of a worker: one process, or a group of them."""
+
+    def begin(self, batch: TokenBatch) -> Walk:
+        """Start a step. `Walk.advance` goes on with it whenever the experts have answered."""
+        ...

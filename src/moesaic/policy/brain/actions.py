@@ -195,6 +195,8 @@ class Release:
     """
 
     request_ids: list[int]
+    preempted: bool = field(default=False, compare=False)
+    """They come again, unless they are cancelled meanwhile."""
 
 
 Action = Admit | RunStep | RunLayer | Enter | Forget | Emit | Release

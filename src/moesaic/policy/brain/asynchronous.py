@@ -245,7 +245,7 @@ class Asynchronous:
             self._ready.add(unit, now)
         actions: list[Action] = []
         if schedule.preempted:
-            actions.append(Release([sequence.request_id for sequence in schedule.preempted]))
+            actions.append(Release([sequence.request_id for sequence in schedule.preempted], preempted=True))
         if schedule.admitted:
             actions.append(admit(schedule.admitted, now))
         return actions

@@ -179,7 +179,7 @@ class OneProcess:
         schedule = self._batching.schedule(now, self._busy, self._share())
         actions: list[Action] = []
         if schedule.preempted:
-            actions.append(Release([sequence.request_id for sequence in schedule.preempted]))
+            actions.append(Release([sequence.request_id for sequence in schedule.preempted], preempted=True))
         if schedule.admitted:
             actions.append(admit(schedule.admitted, now))
         if schedule.chunks:

@@ -1,8 +1,11 @@
-// The Python module: the two ends of a shared segment. ../shm.py connects them and watches over the socket.
+// The Python module: the two ends of a shared segment (../shm.py connects them and watches over the socket),
+// and the ends of a group of peers (../shared_peers.py).
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
 
 #include "client.h"
+#include "peers.h"
 #include "server.h"
 
 namespace nb = nanobind;
@@ -59,4 +62,17 @@ NB_MODULE(_shm, m) {
         .def("arm", &Server::arm)
         .def("disarm", &Server::disarm)
         .def("close", &Server::close);
+    m.attr("PEERS") = kPeers;
+    nb::class_<Peers>(m, "Peers")
+        .def(nb::init<nb::object, uint64_t, uint64_t>(), "mapping"_a, "rank"_a, "size"_a)
+        .def_prop_ro("capacity", &Peers::capacity)
+        .def("open", &Peers::open, "sizes"_a)
+        .def("open_for_all", &Peers::open_for_all, "count"_a)
+        .def("post", &Peers::post)
+        .def("wait", &Peers::wait, "seconds"_a)
+        .def("arm", &Peers::arm)
+        .def("disarm", &Peers::disarm)
+        .def("missing", &Peers::missing)
+        .def("take", &Peers::take)
+        .def("close", &Peers::close);
 }

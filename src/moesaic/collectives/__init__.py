@@ -1,0 +1,1 @@
+"""Moving token sets among the ranks of a group, every payload byte counted."""

@@ -1,0 +1,111 @@
+"""An all-to-all-v in one packet: the rows for one rank with what that rank needs to know about them.
+
+    rows, width of the metadata, width of a row     3 int64
+    row numbers at the sender                       int32 [m]
+    logical experts, and their gate weights         int32 [m, k], float32 [m, k]
+    activations, from the next multiple of 64       float32 [m, h]
+
+A row goes once to a rank, however many of its experts are there (Speculative MoE, section 4.3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.errors import ConnectionLost
+from moesaic.core.tokens import IntArray
+
+FloatArray = npt.NDArray[np.float32]
+Int32Array = npt.NDArray[np.int32]
+
+NONE = -1
+"""In place of an expert that is not at the receiver."""
+_HEADER, _ALIGN = 24, 64
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """Some rows of a batch for one rank. They are gathered on their way into the transport."""
+
+    hidden: FloatArray
+    """[n, h] the whole batch."""
+    rows: IntArray
+    """[m] which rows go."""
+    experts: Int32Array
+    """[m, k] logical ids, NONE where the expert is elsewhere."""
+    weights: FloatArray
+    """[m, k] of the gate."""
+
+
+@dataclass(frozen=True)
+class Packet:
+    """The same where it arrives."""
+
+    hidden: FloatArray
+    """[m, h]"""
+    rows: Int32Array
+    """[m] row numbers in the sender's batch."""
+    experts: Int32Array
+    """[m, k]"""
+    weights: FloatArray
+    """[m, k]"""
+
+    @property
+    def pairs(self) -> tuple[IntArray, Int32Array]:
+        """[p] row of `hidden` and [p] expert of each (row, expert) pair that is here, row after row."""
+        row, rank = np.nonzero(self.experts != NONE)
+        return row, self.experts[row, rank]
+
+
+def local_packet(outgoing: Outgoing) -> Packet:
+    """What a rank sends to itself."""
+    rows = outgoing.rows
+    return Packet(outgoing.hidden[rows], rows.astype(np.int32), outgoing.experts, outgoing.weights)
+
+
+def metadata_bytes(rows: int, top_k: int) -> int:
+    """Of a packet, all but the activations."""
+    return -(-(_HEADER + 4 * rows + 8 * rows * top_k) // _ALIGN) * _ALIGN
+
+
+def packet_bytes(outgoing: Outgoing) -> int:
+    """All of it."""
+    rows, top_k = outgoing.experts.shape
+    activations: int = 4 * rows * outgoing.hidden.shape[1]
+    return metadata_bytes(rows, top_k) + activations
+
+
+def write_packet(outgoing: Outgoing, into: memoryview) -> None:
+    """`into` has `packet_bytes`."""
+    rows, top_k = outgoing.experts.shape
+    width = outgoing.hidden.shape[1]
+    np.frombuffer(into, np.int64, 3)[:] = rows, top_k, width
+    parts = _parts(into, rows, top_k, width)
+    parts.rows[:] = outgoing.rows
+    parts.experts[:] = outgoing.experts
+    parts.weights[:] = outgoing.weights
+    np.take(outgoing.hidden, outgoing.rows, axis=0, out=parts.hidden, mode="clip")
+
+
+def read_packet(received: memoryview) -> Packet:
+    """Views of what arrived. Raises ConnectionLost if it is no packet."""
+    if len(received) < _HEADER:
+        raise ConnectionLost(f"a rank sent {len(received)} bytes, which is no packet")
+    rows, top_k, width = np.frombuffer(received, np.int64, 3).tolist()
+    fits = min(rows, top_k, width) >= 0
+    if not fits or len(received) != metadata_bytes(rows, top_k) + 4 * rows * width:
+        raise ConnectionLost(f"a rank sent {len(received)} bytes for {rows} rows of {width} numbers")
+    return _parts(received, rows, top_k, width)
+
+
+def _parts(memory: memoryview, rows: int, top_k: int, width: int) -> Packet:
+    pairs, at = rows * top_k, _HEADER
+    numbers = np.frombuffer(memory, np.int32, rows, at)
+    experts = np.frombuffer(memory, np.int32, pairs, at + 4 * rows).reshape(rows, top_k)
+    weights = np.frombuffer(memory, np.float32, pairs, at + 4 * rows + 4 * pairs).reshape(rows, top_k)
+    start = metadata_bytes(rows, top_k)
+    hidden = np.frombuffer(memory[start:], np.float32, rows * width).reshape(rows, width)
+    return Packet(hidden, numbers, experts, weights)

@@ -1,0 +1,79 @@
+"""A batch's way to the ranks of its experts and back, over a Group's all-to-all-v."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.collectives.group import Group
+from moesaic.collectives.packets import NONE, FloatArray, Outgoing, Packet
+from moesaic.core.tokens import IntArray
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where the (row, expert) pairs of n rows go.
+
+    Two rows, two experts each: row 0 to rank 1 with both, row 1 to ranks 0 and 1. Rank 1 gets either row
+    once:
+
+    >>> route = Route(np.array([[4, 6], [1, 7]]), np.array([[1, 1], [0, 1]]))
+    >>> route.rows(1), route.experts(1).tolist()
+    (array([0, 1]), [[4, 6], [-1, 7]])
+    """
+
+    expert_ids: IntArray
+    """[n, k] logical."""
+    owners: IntArray
+    """[n, k] rank of the expert, or of the copy of it that was chosen."""
+
+    def rows(self, rank: int) -> IntArray:
+        """[m] rows with an expert there, ascending."""
+        return np.flatnonzero((self.owners == rank).any(axis=1))
+
+    def pairs(self, rank: int) -> tuple[IntArray, IntArray]:
+        """[p] row and [p] top-k rank of each pair that goes there, row after row: as in `Packet.pairs`."""
+        row, chosen = np.nonzero(self.owners == rank)
+        return row, chosen
+
+    def experts(self, rank: int) -> npt.NDArray[np.int32]:
+        """[m, k] what those rows ask for there."""
+        rows = self.rows(rank)
+        there = self.owners[rows] == rank
+        return np.where(there, self.expert_ids[rows], NONE).astype(np.int32)
+
+
+def dispatch(group: Group, route: Route, hidden: FloatArray, weights: FloatArray) -> list[Packet]:
+    """hidden [n, h] and gate weights [n, k] to the ranks of their experts: [ranks] what came from each."""
+    outgoing = []
+    for rank in range(group.size):
+        rows = route.rows(rank)
+        outgoing.append(Outgoing(hidden, rows, route.experts(rank), weights[rows]))
+    return group.all_to_all_v(outgoing)
+
+
+def combine_pairs(group: Group, route: Route, answers: Sequence[FloatArray]) -> FloatArray:
+    """Unweighted expert rows, one per pair: answers[r] [p, h] for `Packet.pairs` of rank r -> [n, k, h].
+
+    A merge in top-k order then gives the bits of one process, whatever the placement.
+    """
+    pairs = [route.pairs(rank) for rank in range(group.size)]
+    out = np.empty((*route.owners.shape, answers[0].shape[1]), np.float32)
+    for place, part in zip(pairs, group.answer(answers, [len(row) for row, _ in pairs]), strict=True):
+        out[place] = part
+    return out
+
+
+def combine_sums(group: Group, route: Route, answers: Sequence[FloatArray]) -> FloatArray:
+    """One weighted sum per row and rank: answers[r] [m, h] for the rows of rank r's packet -> [n, h].
+
+    Fewer bytes than pairs; added up in the order of the ranks, so equal to one process up to rounding.
+    """
+    rows = [route.rows(rank) for rank in range(group.size)]
+    out = np.zeros((len(route.owners), answers[0].shape[1]), np.float32)
+    for place, part in zip(rows, group.answer(answers, list(map(len, rows))), strict=True):
+        out[place] += part
+    return out

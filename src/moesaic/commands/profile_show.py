@@ -1,0 +1,177 @@
+"""`moesaic profile show`: how skewed and how predictable a model's routing is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
+
+from moesaic.commands import routing_picture
+from moesaic.commands.profile_options import ShowProfile
+from moesaic.core.errors import ConfigError
+from moesaic.core.profile import Profile, Routes
+from moesaic.policy.routing_prediction import LAYERS_BACK, Prediction, examine
+from moesaic.policy.routing_statistics import (
+    DISTANCES,
+    LayerStatistics,
+    Quartiles,
+    Statistics,
+    describe,
+    map_together,
+    sample,
+)
+
+
+def show(options: ShowProfile, as_json: bool = False) -> int:
+    """Print the statistics and, where asked, draw them; returns the exit code.
+
+    Raises ConfigError for a file that is no profile or counts nothing, and for a picture that cannot be
+    written.
+    """
+    profile = Profile.load(options.file)
+    if not profile.tokens:
+        raise ConfigError(f"{options.file}: this profile counts no tokens")
+    with Console(stderr=True).status("counting"):
+        routes = sample(profile.routes, options.tokens, options.seed)
+        statistics = describe(profile, routes)
+        ranks = min(options.ranks, profile.num_experts)
+        prediction = examine(profile, routes, options.profile_share, ranks, options.seed)
+    if options.plot is not None:
+        _draw(options, profile, routes, statistics, prediction)
+    if as_json:
+        print(json.dumps(report(statistics, prediction)))
+    else:
+        _print(statistics, prediction)
+    return 0
+
+
+def report(statistics: Statistics, prediction: Prediction | None) -> dict[str, object]:
+    """What `--json` prints: the fields of both, with null for what is infinite."""
+    found = asdict(statistics)
+    for layer in found["layers"]:
+        if layer["max_over_median"] == float("inf"):
+            layer["max_over_median"] = None
+    return found | {"distances": DISTANCES, "prediction": prediction and asdict(prediction)}
+
+
+def _draw(
+    options: ShowProfile,
+    profile: Profile,
+    routes: Routes,
+    statistics: Statistics,
+    prediction: Prediction | None,
+) -> None:
+    assert options.plot is not None
+    middle = len(profile.layers) // 2
+    pairs = map_together(routes, middle, profile.num_experts)
+    try:
+        options.plot.write_text(routing_picture.draw(statistics, prediction, pairs, middle), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--plot: cannot write {options.plot}: {error.strerror}") from error
+
+
+# ---- for people
+
+
+def _print(statistics: Statistics, prediction: Prediction | None) -> None:
+    console = Console(highlight=False)
+    console.print(_facts(statistics, prediction))
+    console.print(_concentration(statistics.layers))
+    console.print(_company(statistics.layers))
+    console.print(_repeats(statistics.layers))
+    if prediction is None:
+        console.print("nothing is predicted: that takes two recorded requests")
+        return
+    console.print(_experts(prediction))
+    console.print(_ranks(prediction))
+
+
+def _facts(statistics: Statistics, prediction: Prediction | None) -> Table:
+    rows = {
+        "model": statistics.model,
+        "tokens": f"{statistics.tokens:,}, with {statistics.token_ids:,} of {statistics.vocab_size:,} ids",
+        "experts": f"{statistics.top_k} of {statistics.num_experts} a layer, {len(statistics.layers)} layers",
+        "requests": f"{statistics.requests:,} looked at",
+    }
+    if prediction is not None:
+        asked, learned = prediction.asked_requests, prediction.learned_requests
+        rows["held out"] = f"{asked:,} requests, predicted from the other {learned:,}"
+    found = statistics.requests_map
+    if found is not None and found.neighbours is not None and found.neighbours_by_chance is not None:
+        chance = f"{found.neighbours_by_chance:.1%} by chance"
+        rows["topics"] = f"a request's nearest one has the same topic in {found.neighbours:.1%}, {chance}"
+    shown = Table(show_header=False, box=None)
+    for name, value in rows.items():
+        shown.add_row(name, escape(value))
+    return shown
+
+
+def _concentration(layers: Sequence[LayerStatistics]) -> Group:
+    shown = _table("layer", "F1", "top-k hotness", "hottest other", "kurtosis")
+    for layer in layers:
+        shares = [_three(part, ".3f") for part in (layer.f1, layer.top_hotness, layer.rest_hotness)]
+        shown.add_row(str(layer.layer), *shares, _three(layer.kurtosis, ".1f"))
+    return _titled("Concentration of single tokens: p25/p50/p75", shown)
+
+
+def _company(layers: Sequence[LayerStatistics]) -> Group:
+    shown = _table("layer", "max / mean", "max / median", "partners", "by chance")
+    for layer in layers:
+        skew = (f"{layer.loads[0]:.2f}", f"{layer.max_over_median:.2f}")
+        shown.add_row(str(layer.layer), *skew, f"{layer.partners:.1%}", f"{layer.partners_by_chance:.1%}")
+    return _titled("Skew of the load, and experts chosen together with their commonest partners", shown)
+
+
+def _repeats(layers: Sequence[LayerStatistics]) -> Group:
+    distances = DISTANCES[: len(layers[0].repeated)]
+    shown = _table("layer", "by chance", *map(str, distances))
+    rows = [(str(layer.layer), [layer.repeated_by_chance, *layer.repeated]) for layer in layers]
+    return _titled("Experts that a token so many before in the request chose, too", _with_mean(shown, rows))
+
+
+def _experts(prediction: Prediction) -> Group:
+    shown = _table("layer", "precision", "F1", "hits", *(f"by {back}" for back in range(LAYERS_BACK + 1)))
+    rows = [
+        (str(part.layer), [part.static.precision, part.static.f1, part.static.hits, *part.look_back])
+        for part in prediction.layers
+    ]
+    title = f"Experts predicted: a token id's static top-k; looking back by 0 to {LAYERS_BACK} layers"
+    return _titled(title, _with_mean(shown, rows))
+
+
+def _ranks(prediction: Prediction) -> Group:
+    shown = _table("layer", "busiest", "token", "2-gram", "both", "most")
+    rows = [(str(part.layer), list(asdict(part.ranks).values())) for part in prediction.layers]
+    title = f"Local pairs on the predicted rank: {prediction.ranks} ranks, vanilla placement"
+    return _titled(title, _with_mean(shown, rows))
+
+
+def _with_mean(shown: Table, rows: Sequence[tuple[str, Sequence[float]]]) -> Table:
+    """Percentages, and below them their means over the layers that have them."""
+    longest = max(len(values) for _, values in rows)
+    for name, values in rows:
+        shown.add_row(name, *(f"{value:.1%}" for value in values))
+    columns = [[values[i] for _, values in rows if i < len(values)] for i in range(longest)]
+    shown.add_section()
+    shown.add_row("mean", *(f"{sum(column) / len(column):.1%}" for column in columns))
+    return shown
+
+
+def _three(quartiles: Quartiles, how: str) -> str:
+    return "/".join(format(value, how) for value in (quartiles.p25, quartiles.p50, quartiles.p75))
+
+
+def _table(*columns: str) -> Table:
+    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in columns:
+        shown.add_column(name, justify="right")
+    return shown
+
+
+def _titled(title: str, shown: Table) -> Group:
+    return Group(f"[bold]{title}[/]", shown)

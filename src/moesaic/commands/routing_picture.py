@@ -1,0 +1,103 @@
+"""The statistics of a profile as one page of charts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from moesaic.commands.panels import Line, Panel, dots, heat, lines, page
+from moesaic.policy.routing_prediction import LayerPrediction, Prediction
+from moesaic.policy.routing_statistics import DISTANCES, LayerStatistics, Statistics
+
+
+def draw(
+    statistics: Statistics, prediction: Prediction | None, pairs: Sequence[Sequence[float]], middle: int
+) -> str:
+    """An SVG. pairs: [E, E] experts chosen together in the layer at index `middle`."""
+    layers = statistics.layers
+    number = layers[middle].layer
+    title = f"{statistics.model}: {statistics.tokens:,} tokens, {statistics.requests:,} requests"
+    shown = sorted({0, middle, len(layers) - 1})
+    skew = [Line(f"layer {layers[i].layer}", list(enumerate(layers[i].loads, 1))) for i in shown]
+    panels = [
+        lines("Load of the experts, busiest first", "expert", "of the mean", skew),
+        _by_layer(layers, "Concentration of single tokens (medians)", "share", _CONCENTRATION),
+        _by_layer(layers, "Kurtosis of a token's counts", "kurtosis", _KURTOSIS),
+        heat(f"Experts chosen together, layer {number}", "expert", "expert", pairs),
+        _repeats(statistics),
+        _topics(statistics),
+    ]
+    if prediction is not None:
+        panels += [_look_back(prediction), _ranks(prediction)]
+    return page(title, panels)
+
+
+_CONCENTRATION: dict[str, Callable[[LayerStatistics], float]] = {
+    "F1": lambda layer: layer.f1.p50,
+    "top-k hotness": lambda layer: layer.top_hotness.p50,
+    "hottest other": lambda layer: layer.rest_hotness.p50,
+}
+_KURTOSIS: dict[str, Callable[[LayerStatistics], float]] = {
+    "p25": lambda layer: layer.kurtosis.p25,
+    "p50": lambda layer: layer.kurtosis.p50,
+    "p75": lambda layer: layer.kurtosis.p75,
+}
+_RANKS: dict[str, Callable[[LayerPrediction], float]] = {
+    "busiest": lambda layer: layer.ranks.guess,
+    "token": lambda layer: layer.ranks.token,
+    "2-gram": lambda layer: layer.ranks.two_gram,
+    "both": lambda layer: layer.ranks.both,
+    "most": lambda layer: layer.ranks.most,
+}
+
+
+def _by_layer(
+    layers: Sequence[LayerStatistics],
+    title: str,
+    up: str,
+    values: dict[str, Callable[[LayerStatistics], float]],
+) -> Panel:
+    drawn = [Line(name, [(layer.layer, of(layer)) for layer in layers]) for name, of in values.items()]
+    return lines(title, "layer", up, drawn)
+
+
+def _repeats(statistics: Statistics) -> Panel:
+    layers = statistics.layers
+    distances = DISTANCES[: len(layers[0].repeated)]
+    means = [sum(layer.repeated[i] for layer in layers) / len(layers) for i in range(len(distances))]
+    chance = sum(layer.repeated_by_chance for layer in layers) / len(layers)
+    drawn = [
+        Line("as found", list(zip(distances, means, strict=True))),
+        Line("by chance", [(distance, chance) for distance in distances]),
+    ]
+    return lines("Experts that an earlier token chose, too", "tokens earlier", "share", drawn)
+
+
+def _topics(statistics: Statistics) -> Panel:
+    found = statistics.requests_map
+    groups: dict[int, list[tuple[float, float]]] = {}
+    if found is not None:
+        for point, topic in zip(found.points, found.topics, strict=True):
+            groups.setdefault(topic, []).append(point)
+    names = dict(enumerate(statistics.topics))
+    drawn = [Line(names.get(topic, "no topic"), groups[topic]) for topic in sorted(groups)]
+    return dots("Requests by their experts", drawn)
+
+
+def _look_back(prediction: Prediction) -> Panel:
+    layers = prediction.layers
+    drawn = [
+        Line(
+            f"{back} back",
+            [(layer.layer, layer.look_back[back]) for layer in layers if back < len(layer.look_back)],
+        )
+        for back in (0, 1, 2, 5)
+    ]
+    return lines("Experts predicted from earlier layers", "layer", "share right", drawn)
+
+
+def _ranks(prediction: Prediction) -> Panel:
+    drawn = [
+        Line(name, [(layer.layer, of(layer)) for layer in prediction.layers]) for name, of in _RANKS.items()
+    ]
+    title = f"Local pairs on the predicted rank ({prediction.ranks} ranks)"
+    return lines(title, "layer", "share", drawn)

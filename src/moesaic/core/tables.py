@@ -1,0 +1,141 @@
+"""What serving needs beside a placement: tables that say where a token belongs, from its id or its past.
+
+Speculative MoE and Sem-MoE look these up and compute nothing else. Two bytes an entry keep them in megabytes:
+102,400 token ids and 60 layers are 12 MB of ranks and as much of confidence.
+
+Layers are counted from 0 over those with routed experts. The file is a NumPy archive (`.npz`) without pickled
+objects.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.errors import ConfigError
+from moesaic.core.placement import Placement
+from moesaic.core.profile import SmallArray
+
+SCHEMA = 1
+
+HalfArray = npt.NDArray[np.float16]
+ScoreArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Made of one profile for one placement. A confidence is the share, 0 to 1, of a token's experts that are
+    expected on the rank beside it, so confidences of both tables can be compared."""
+
+    model: str
+    """Its fingerprint, as in a placement."""
+    layers: tuple[int, ...]
+    """Numbers of the layers with routed experts, ascending."""
+    experts: SmallArray
+    """[layers, E] the rank of each logical expert."""
+    scores: ScoreArray
+    """[V, ranks] (token, expert) pairs of one token that are expected on each rank, over all layers: what
+    Algorithm 2 of Sem-MoE sums over a prompt. A row sums to layers * k."""
+    labels: SmallArray
+    """[V, layers] table T: the rank of each token id."""
+    confidence: HalfArray
+    """[V, layers]"""
+    after: SmallArray
+    """[layers, ranks * ranks] table A: the rank of a token that was on rank i two layers ago and on rank j
+    one layer ago, at i * ranks + j."""
+    after_confidence: HalfArray
+    """[layers, ranks * ranks]; 0 in the first two layers, where no token has such a past."""
+
+    @property
+    def ranks(self) -> int:
+        return int(self.scores.shape[1])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.scores.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tables in memory."""
+        return sum(getattr(self, name).nbytes for name in _ARRAYS)
+
+    def request_scores(self, prompt: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """[ranks] expected local pairs of a whole prompt on each rank (Sem-MoE, Algorithm 2, line 3)."""
+        found: npt.NDArray[np.float64] = self.scores[np.asarray(prompt, dtype=np.int64)].sum(
+            axis=0, dtype=np.float64
+        )
+        return found
+
+    def check(self, placement: Placement, file: str) -> None:
+        """Raises ConfigError if it was made for another model, or for experts that live elsewhere.
+
+        Copies of an expert on other ranks do no harm.
+        """
+        if self.model != placement.model:
+            raise ConfigError.field(f"{file}: model", self.model, f"the placement's, {placement.model!r}")
+        if placement.num_experts != self.experts.shape[1]:
+            allowed = f"the placement's, {placement.num_experts}"
+            raise ConfigError.field(f"{file}: experts", self.experts.shape[1], allowed)
+        for layer, ranks in zip(self.layers, self.experts.tolist(), strict=True):
+            for expert, rank in enumerate(ranks):
+                holders = placement.holders(layer, expert)
+                if rank not in holders:
+                    name = f"{file}: rank of expert {expert} in layer {layer}"
+                    raise ConfigError.field(name, rank, f"the placement's, {', '.join(map(str, holders))}")
+
+    # ---- the file
+
+    def save(self, path: Path) -> None:
+        """Write it, whole or not at all."""
+        arrays: dict[str, Any] = {name: getattr(self, name) for name in _ARRAYS}
+        unfinished = path.with_name(path.name + ".tmp")
+        with unfinished.open("wb") as file:
+            np.savez_compressed(file, schema=SCHEMA, model=self.model, layers=self.layers, **arrays)
+        unfinished.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Tables:
+        """Read what `save` wrote. Raises ConfigError: one line naming the file and what is wrong with it."""
+        try:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+                found = {name: archive[name] for name in archive.files}
+            if int(found["schema"]) != SCHEMA:
+                raise ValueError(f"schema {found['schema']}, this version reads {SCHEMA}")
+            tables = cls(
+                model=str(found["model"]),
+                layers=tuple(found["layers"].tolist()),
+                **{name: found[name] for name in _ARRAYS},
+            )
+            _check(tables)
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror or 'not tables of tokens'}") from error
+        except KeyError as error:
+            raise ConfigError(f"{path}: not tables of tokens: it has no {error.args[0]!r}") from error
+        except (ValueError, TypeError, EOFError, IndexError, zipfile.BadZipFile) as error:
+            raise ConfigError(f"{path}: not tables of tokens: {error}") from error
+        return tables
+
+
+_ARRAYS = [field.name for field in fields(Tables) if field.name not in ("model", "layers")]
+
+
+def _check(tables: Tables) -> None:
+    """Raises ValueError where arrays do not fit each other: what reads them need not look again."""
+    vocab_size, ranks = tables.scores.shape
+    layers = len(tables.layers)
+    fits = (
+        tables.experts.ndim == 2
+        and len(tables.experts) == layers
+        and tables.labels.shape == tables.confidence.shape == (vocab_size, layers)
+        and tables.after.shape == tables.after_confidence.shape == (layers, ranks * ranks)
+    )
+    for part in (tables.experts, tables.labels, tables.after):
+        fits = fits and (not part.size or bool(0 <= part.min() <= part.max() < ranks))
+    if not fits or not np.isfinite(tables.scores).all():
+        raise ValueError("its arrays do not fit each other")

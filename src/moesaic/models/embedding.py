@@ -1,0 +1,58 @@
+"""Which tokens are alike: neighbours in a checkpoint's own embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moesaic.core.profile import TokenArray
+from moesaic.models.checkpoint import Checkpoint
+from moesaic.models.registry import read_spec
+
+CHUNK = 1 << 24
+"""Most products [rows, known] in memory at a time."""
+FloatRows = npt.NDArray[np.float32]
+
+
+def nearest_known(
+    path: Path, known: TokenArray, progress: Callable[[int, int], None] | None = None
+) -> TokenArray:
+    """[V] for each token of the checkpoint in `path` the nearest of `known` [m], by cosine.
+
+    known: ascending, one at least; they are their own nearest, and of equally near ones the lowest is taken.
+    progress: is told tokens done and in all. Raises CheckpointError when the embedding cannot be read.
+    """
+    spec = read_spec(path)
+    shape = spec.vocab_size, spec.hidden_size
+    name, checkpoint = "model.embed_tokens.weight", Checkpoint(path)
+    return nearest(checkpoint.tensor(name, *shape, dtype=checkpoint.dtype(name)), known, progress)
+
+
+def nearest(
+    embedding: torch.Tensor, known: TokenArray, progress: Callable[[int, int], None] | None = None
+) -> TokenArray:
+    """See nearest_known. embedding: [V, h].
+
+    Example: rows (1, 0), (0, 2), (3, 1) with the first two known -> 0, 1, 0.
+    """
+    targets = _rows(embedding, known)
+    targets /= np.maximum(np.linalg.norm(targets, axis=1, keepdims=True), 1e-12)
+    found = np.arange(len(embedding), dtype=np.int32)
+    others = np.setdiff1d(found, known)
+    step = max(1, CHUNK // len(known))
+    for start in range(0, len(others), step):
+        chunk = others[start : start + step]
+        found[chunk] = known[(_rows(embedding, chunk) @ targets.T).argmax(axis=1)]
+        if progress is not None:
+            progress(min(start + step, len(others)), len(others))
+    return found
+
+
+def _rows(embedding: torch.Tensor, tokens: TokenArray) -> FloatRows:
+    """[n, h] in float32."""
+    rows: FloatRows = embedding[torch.from_numpy(tokens.astype(np.int64))].float().numpy()
+    return rows

@@ -1,0 +1,29 @@
+"""How often two experts serve the same tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from scipy.sparse import csr_array
+
+from moesaic.core.profile import Counts
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def coactivation(counts: Counts, num_experts: int, top_k: int) -> FloatArray:
+    """[E, E] sum over token ids v of c[v, e] * c[v, f] / n[v], where v was seen n[v] times; symmetric.
+
+    These are the tokens expected to choose both e and f if choices depended on the token id alone: what
+    placement by token id can use. It is also the product of two experts' count vectors, each id weighted so
+    that frequent ones count as often as they occur.
+
+    Example: one id seen twice, expert 0 chosen twice and expert 1 once -> [[2, 1], [1, 0.5]].
+    """
+    shape = (len(counts.starts) - 1, num_experts)
+    matrix = csr_array((counts.counts.astype(np.float64), counts.experts, counts.starts), shape=shape)
+    seen = np.maximum(matrix.sum(axis=1) / top_k, 1.0)
+    weights = np.repeat(1.0 / np.sqrt(seen), np.diff(counts.starts))
+    matrix.data *= weights
+    found: FloatArray = (matrix.T @ matrix).toarray()
+    return found

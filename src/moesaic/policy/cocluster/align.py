@@ -1,0 +1,153 @@
+"""Number the clusters of all layers alike: a request lives on one rank, so rank 3 has to mean one topic.
+
+A solver finds the clusters of each layer alone, and their numbers there mean nothing. With attention-DP the
+papers' request scheduler (Semantic Parallelism, Algorithm 2) gives a request one rank for all layers, so what
+counts is the sum over layers of its choices on that rank; the text does not say how numbers come to agree.
+
+Here layer i gives every request (without sampled requests every token id) the shares x_i [R] of its choices
+by cluster, minus their mean over all requests. Two clusters of two layers overlap by the covariance of
+their shares, weighted by choices. Without the mean, hot clusters would only find each other, which balanced
+dispatch gains nothing from. The sum of all layers' overlaps is raised layer after layer, each time by the
+best one-to-one numbering given the others' (the Hungarian method), until a sweep over all layers changes
+nothing. That is a local optimum, so it starts from several layers and keeps the best.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linear_sum_assignment
+
+from moesaic.core.profile import Profile, SmallArray
+from moesaic.core.tokens import IntArray
+
+FloatArray = npt.NDArray[np.float64]
+
+STARTS = 8
+"""Layers to start from, evenly spread."""
+REQUESTS_PER_RANK = 4
+"""With fewer sampled requests than this a rank, token ids say more."""
+MOST = 16384
+"""Requests, or the most frequent token ids, that are looked at: bounds memory."""
+EXACT = 1e-9
+"""A gain of less, relatively, is rounding."""
+
+
+def align(profile: Profile, experts_per_layer: npt.NDArray[np.integer], ranks: int) -> SmallArray:
+    """The same clusters, numbered so that a number means the same in all layers: ranks [layers, E].
+
+    experts_per_layer: [layers, E] ranks from 0. Layer 0 keeps its numbers. Never worse than what is given.
+
+    Example: two layers with experts 0, 1 | 2, 3, where every request that chooses 0 and 1 in layer 0 chooses
+    2 and 3 in layer 1: [[0, 0, 1, 1], [0, 0, 1, 1]] -> [[0, 0, 1, 1], [1, 1, 0, 0]].
+    """
+    given = np.asarray(experts_per_layer, dtype=np.int64)
+    layers = len(given)
+    if not layers:
+        return given.astype(np.int16)
+    overlap = overlaps(profile, given, ranks)
+    starts = np.unique(np.linspace(0, layers - 1, min(layers, STARTS)).astype(np.int64)).tolist()
+    options = [_swept(overlap, np.tile(np.arange(ranks), (layers, 1)))]
+    options += [_swept(overlap, _begun(overlap, start)) for start in starts]
+    numbers = max(options, key=lambda option: round(agreement(overlap, option), 9))
+    numbers = np.argsort(numbers[0])[numbers]
+    return np.take_along_axis(numbers, given, axis=1).astype(np.int16)
+
+
+def overlaps(profile: Profile, experts: IntArray, ranks: int) -> FloatArray:
+    """[layers, R, layers, R] covariance of the shares of two layers' clusters; its trace is 1, if not 0."""
+    layers = len(experts)
+    by_request = profile.routes.requests >= REQUESTS_PER_RANK * ranks
+    known = np.arange(0) if by_request else _frequent(profile)
+    shares = [
+        _request_choices(profile, layer, experts[layer], ranks)
+        if by_request
+        else _token_choices(profile, layer, experts[layer], ranks)[known]
+        for layer in range(layers)
+    ]
+    rows = np.stack([_centred(choices) for choices in shares], axis=1).reshape(-1, layers * ranks)
+    gram = (rows.T @ rows).astype(np.float64)
+    gram /= np.trace(gram) or 1.0
+    return gram.reshape(layers, ranks, layers, ranks)
+
+
+def agreement(overlap: FloatArray, numbers: IntArray) -> float:
+    """Sum of the overlaps [layers, R, layers, R] of all pairs of clusters that have the same number.
+
+    numbers: [layers, R] of each layer's clusters.
+    """
+    layers, ranks = numbers.shape
+    chosen = _one_hot(numbers).reshape(layers * ranks, ranks)
+    return float(np.sum(chosen * (overlap.reshape(layers * ranks, -1) @ chosen)))
+
+
+def _frequent(profile: Profile) -> IntArray:
+    """The most frequent token ids, in ascending order."""
+    first = profile.counts[0]
+    seen = np.bincount(first.tokens, weights=first.counts, minlength=profile.vocab_size)
+    return np.sort(np.argsort(-seen, kind="stable")[: min(MOST, np.count_nonzero(seen))])
+
+
+def _request_choices(profile: Profile, layer: int, experts: IntArray, ranks: int) -> FloatArray:
+    """[requests, R] choices of each request in each cluster of a layer."""
+    routes = profile.routes
+    requests = min(MOST, routes.requests)
+    tokens = int(routes.starts[requests])
+    keys = routes.owners[:tokens, None] * ranks + experts[routes.experts[:tokens, layer]]
+    found = np.bincount(keys.ravel(), minlength=requests * ranks).astype(np.float64)
+    return found.reshape(requests, ranks)
+
+
+def _token_choices(profile: Profile, layer: int, experts: IntArray, ranks: int) -> FloatArray:
+    """[V, R] choices of each token id in each cluster of a layer."""
+    counts = profile.counts[layer]
+    keys = counts.tokens * ranks + experts[counts.experts]
+    found = np.bincount(keys, weights=counts.counts, minlength=profile.vocab_size * ranks)
+    return found.reshape(-1, ranks)
+
+
+def _centred(choices: FloatArray) -> npt.NDArray[np.float32]:
+    """Choices [n, R] -> shares minus the mean over all, times the root of the row's choices."""
+    size = choices.sum(axis=1, keepdims=True)
+    mean = choices.sum(axis=0) / max(1.0, size.sum())
+    shares = choices / np.maximum(size, 1.0)
+    centred: npt.NDArray[np.float32] = ((shares - mean) * np.sqrt(size)).astype(np.float32)
+    return centred
+
+
+def _one_hot(numbers: IntArray) -> FloatArray:
+    """[..., R] -> [..., R, R]: 1 at (cluster, its number)."""
+    return np.eye(numbers.shape[-1])[numbers]
+
+
+def _begun(overlap: FloatArray, start: int) -> IntArray:
+    """Numbers [layers, R]: layer `start` keeps its own, each next one follows those before it.
+
+    Layer 0 comes after the last one.
+    """
+    layers, ranks = overlap.shape[:2]
+    numbers = np.tile(np.arange(ranks), (layers, 1))
+    chosen = np.zeros((layers, ranks, ranks))
+    for layer in np.roll(np.arange(layers), -start).tolist():
+        if layer != start:
+            gain = overlap[layer].reshape(ranks, -1) @ chosen.reshape(-1, ranks)
+            numbers[layer] = linear_sum_assignment(gain, maximize=True)[1]
+        chosen[layer] = _one_hot(numbers[layer])
+    return numbers
+
+
+def _swept(overlap: FloatArray, numbers: IntArray) -> IntArray:
+    """Numbers [layers, R] that no renumbering of one layer makes better."""
+    layers, ranks = numbers.shape
+    numbers, chosen = numbers.copy(), _one_hot(numbers)
+    changed = True
+    while changed:
+        changed = False
+        for layer in range(layers):
+            chosen[layer] = 0.0
+            gain = overlap[layer].reshape(ranks, -1) @ chosen.reshape(-1, ranks)
+            cluster, best = linear_sum_assignment(gain, maximize=True)
+            if gain[cluster, best].sum() - gain[cluster, numbers[layer]].sum() > EXACT:
+                numbers[layer], changed = best, True
+            chosen[layer] = _one_hot(numbers[layer])
+    return numbers

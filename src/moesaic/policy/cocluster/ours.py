@@ -1,0 +1,256 @@
+"""Our own co-clustering: exact exchanges of experts under an annealing schedule, with a cap on a rank's load.
+
+The objective of a layer is what a user measures, on tokens that are yet to come: every token id goes to the rank
+where most of its choices are, and the sum over token ids of the choices there is as large as can be. Others
+solve a stand-in (pairs of experts that are chosen together, distances to a centroid) or alternate between tokens
+and experts, which ends where no single side gains. Here two experts of two ranks are exchanged, and the gain is
+that of the objective itself, tokens choosing anew:
+
+ 1. *Frequent token ids count each for itself*; of the rarer ones a sample stands for all, each by its weight
+    over its likelihood of being drawn, so that no assignment is favoured.
+ 2. *A token id that was seen n times counts n / (n + prior) of its choices.* Its shares are known that well
+    (the posterior mean under a Dirichlet prior of `prior` occurrences whose mean is the layer's load, which
+    balanced ranks share alike): one occurrence is concentrated on few experts by chance, and worth little.
+ 3. *Annealing* (Kirkpatrick et al. 1983) from random assignments: an expert, another rank and a few of its
+    experts are drawn, and one of these exchanges, or none, is taken by the heat bath. Several runs, best taken.
+ 4. *Polishing*: on more token ids, for each expert the best exchange that gains, until there is none.
+
+*Balance* is a cap, not a weight: what a rank carries above `most` times the mean load costs `price` choices
+each. A cap means the same in every model, a weight (theta in Speculative MoE, never given) does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.clusters import Clusters
+from moesaic.core.profile import Counts, Profile
+from moesaic.core.tokens import IntArray
+from moesaic.policy.cocluster.align import align
+from moesaic.policy.cocluster.solver import Progress, rooms
+from moesaic.policy.cocluster.tokens import labelled
+
+FloatArray = npt.NDArray[np.float64]
+RowArray = npt.NDArray[np.float32]
+
+EXACT = 1e-6
+"""A gain of less, relative to all choices, is rounding."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """Settings."""
+
+    most: float = 1.05
+    """Largest load of a rank over the mean load, in the profile. Looser is more local."""
+    price: float = 2.0
+    """Choices that one choice above that costs."""
+    prior: float = 2.0
+    """Occurrences of a token id at which half of its counts is believed."""
+    heads: int = 2048
+    """Most frequent token ids that count each for itself while annealing."""
+    sample: int = 1024
+    """Rarer ones that stand for the rest."""
+    runs: int = 3
+    steps: int = 24_000
+    """Of one run."""
+    width: int = 4
+    """Exchanges that a step looks at."""
+    hot: float = 3e-3
+    cold: float = 1e-4
+    """First and last temperature, in shares of all choices."""
+    polish: int = 8192
+    """Token ids, heads and sample together, that the last exchanges are judged by."""
+
+
+def solve(
+    profile: Profile,
+    ranks: int,
+    seed: int = 0,
+    progress: Progress | None = None,
+    search: Search | None = None,
+) -> Clusters:
+    """Cluster each layer, then number the clusters of all layers alike. Raises ConfigError: bad `ranks`."""
+    rooms(profile.num_experts, ranks)
+    layers = len(profile.counts)
+    found = np.zeros((layers, profile.num_experts), dtype=np.int64)
+    for layer, counts in enumerate(profile.counts):
+        rng = np.random.default_rng((seed, layer))
+        found[layer] = place(counts, profile.num_experts, ranks, rng, search or Search())
+        if progress is not None:
+            progress(layer + 1, layers)
+    return labelled(profile, align(profile, found, ranks))
+
+
+def place(counts: Counts, num_experts: int, ranks: int, rng: np.random.Generator, search: Search) -> IntArray:
+    """Ranks [E] of one layer's experts.
+
+    Example: token ids that choose experts 0 and 2, and as many that choose 1 and 3: 0 and 2 share a rank.
+    """
+    labels = np.repeat(np.arange(ranks), rooms(num_experts, ranks))
+    if ranks in (1, num_experts) or not len(counts.experts):
+        return labels
+    rows = dense(counts, num_experts)
+    loads = rows.sum(axis=0, dtype=np.float64)
+    rows = believed(rows, search.prior)
+    small = _Layer.of(chosen(rows, search.heads, search.sample, rng), loads, ranks, search)
+    large = _Layer.of(chosen(rows, search.polish // 2, search.polish // 2, rng), loads, ranks, search)
+    runs = [anneal(small, rng.permutation(labels), rng, search) for _ in range(search.runs)]
+    return max((polish(large, run) for run in runs), key=large.value)
+
+
+# ---- which tokens, and what they count
+
+
+def dense(counts: Counts, num_experts: int) -> RowArray:
+    """[t, E] choices of each token id that was seen, in ascending order of ids."""
+    found = np.zeros((len(counts.known), num_experts), dtype=np.float32)
+    found[np.searchsorted(counts.known, counts.tokens), counts.experts] = counts.counts
+    return found
+
+
+def believed(rows: RowArray, prior: float) -> RowArray:
+    """Counts [t, E], each row times n / (n + prior), n its sum over the mean sum of a row seen once.
+
+    Choices are k an occurrence; n is counted in the smallest row's, which is one occurrence.
+    Example: rows [[2, 0], [3, 3]], prior 1: n is 1 and 3, the rows become [[1, 0], [2.25, 2.25]].
+    """
+    size = rows.sum(axis=1, keepdims=True)
+    seen = size / size.min()
+    weighted: RowArray = rows * (seen / (seen + prior))
+    return weighted
+
+
+def chosen(rows: RowArray, heads: int, sample: int, rng: np.random.Generator) -> RowArray:
+    """[E, m] the heaviest `heads` rows and a sample of the others, each as heavy as all that it stands for.
+
+    The sample is systematic: a row of weight w is drawn w / step times on average, and weighs `step` then.
+    """
+    size = rows.sum(axis=1, dtype=np.float64)
+    order = np.argsort(-size, kind="stable")
+    first, rest = order[:heads], order[heads:]
+    if len(rest) <= sample:
+        return np.ascontiguousarray(rows[order].T)
+    step = size[rest].sum() / sample
+    marks = (np.arange(sample) + rng.random()) * step
+    drawn = rest[np.searchsorted(size[rest].cumsum(), marks).clip(max=len(rest) - 1)]
+    scaled = rows[drawn] * (step / size[drawn])[:, None].astype(np.float32)
+    return np.ascontiguousarray(np.concatenate([rows[first], scaled]).T)
+
+
+# ---- exchanges
+
+
+@dataclass(frozen=True)
+class _Layer:
+    rows: RowArray
+    """[E, m] choices of each token."""
+    loads: FloatArray
+    """[E] all choices of the layer, scaled to the sum of `rows`."""
+    cap: float
+    """Load of a rank above which it pays."""
+    ranks: int
+    price: float
+
+    @classmethod
+    def of(cls, rows: RowArray, loads: FloatArray, ranks: int, search: Search) -> _Layer:
+        total = float(rows.sum(dtype=np.float64))
+        return cls(rows, loads * (total / loads.sum()), search.most * total / ranks, ranks, search.price)
+
+    def value(self, labels: IntArray) -> float:
+        """Choices on the tokens' best ranks, minus what overloaded ranks pay."""
+        state = _State(self, labels)
+        return state.local - self.price * float(np.maximum(state.carried - self.cap, 0.0).sum())
+
+
+class _State:
+    """An assignment under exchanges."""
+
+    def __init__(self, layer: _Layer, labels: IntArray) -> None:
+        self.layer = layer
+        self.labels = labels.copy()
+        """[E]"""
+        self.choices = np.stack([layer.rows[labels == rank].sum(axis=0) for rank in range(layer.ranks)])
+        """[R, m] choices of each token on each rank."""
+        self.carried = np.bincount(labels, weights=layer.loads, minlength=layer.ranks)
+        """[R] loads."""
+        self.local = self._local()
+
+    def _local(self) -> float:
+        return float(self.choices.max(axis=0).sum(dtype=np.float64))
+
+    def gains(self, expert: int, others: IntArray) -> FloatArray:
+        """[n] what exchanging `expert` with each of `others`, all on one other rank, adds to the value."""
+        layer, here, there = self.layer, self.labels[expert], self.labels[others[0]]
+        given = layer.rows[others]
+        best = np.subtract(self.choices[there] + layer.rows[expert], given)
+        given += self.choices[here] - layer.rows[expert]
+        np.maximum(best, given, out=best)
+        if layer.ranks > 2:
+            np.maximum(best, np.delete(self.choices, (here, there), axis=0).max(axis=0), out=best)
+        more = layer.loads[others] - layer.loads[expert]
+        gains: FloatArray = best.sum(axis=1, dtype=np.float64) - self.local
+        return gains - layer.price * (self._over(here, more) + self._over(there, -more))
+
+    def _over(self, rank: int, more: FloatArray) -> FloatArray:
+        """[n] how much further above the cap `more` load takes a rank."""
+        excess = self.carried[rank] - self.layer.cap
+        change: FloatArray = np.maximum(excess + more, 0.0) - max(excess, 0.0)
+        return change
+
+    def exchange(self, one: int, other: int) -> None:
+        rows, loads = self.layer.rows, self.layer.loads
+        here, there = self.labels[one], self.labels[other]
+        moved = rows[one] - rows[other]
+        self.choices[here] -= moved
+        self.choices[there] += moved
+        self.carried[here] -= loads[one] - loads[other]
+        self.carried[there] += loads[one] - loads[other]
+        self.labels[one], self.labels[other] = there, here
+        self.local = self._local()
+
+
+def anneal(layer: _Layer, labels: IntArray, rng: np.random.Generator, search: Search) -> IntArray:
+    """The best assignment [E] that a run from `labels` came through."""
+    state, value = _State(layer, labels), layer.value(labels)
+    best, best_value = state.labels.copy(), value
+    total, last = float(layer.loads.sum()), max(1, search.steps - 1)
+    experts = rng.integers(len(labels), size=search.steps).tolist()
+    heights = rng.random(search.steps)
+    for step, expert in enumerate(experts):
+        heat = total * search.hot * (search.cold / search.hot) ** (step / last)
+        there = (state.labels[expert] + rng.integers(1, layer.ranks)) % layer.ranks
+        others = rng.permutation(np.flatnonzero(state.labels == there))[: search.width]
+        gains = state.gains(expert, others)
+        likely = np.exp((np.append(gains, 0.0) - max(0.0, gains.max())) / heat).cumsum()
+        taken = int(np.searchsorted(likely, heights[step] * likely[-1], side="right"))
+        if taken < len(others):
+            state.exchange(expert, int(others[taken]))
+            value += float(gains[taken])
+            if value > best_value:
+                best, best_value = state.labels.copy(), value
+    return best
+
+
+def polish(layer: _Layer, labels: IntArray) -> IntArray:
+    """`labels` [E] after exchanges that each gain, until none does."""
+    state = _State(layer, labels)
+    least = EXACT * float(layer.loads.sum())
+    idle, expert = 0, 0
+    while idle < len(labels):
+        best, other = least, -1
+        for rank in range(layer.ranks):
+            others = np.flatnonzero(state.labels == rank)
+            if rank != state.labels[expert]:
+                gains = state.gains(expert, others)
+                if gains.max() > best:
+                    best, other = float(gains.max()), int(others[gains.argmax()])
+        idle += 1
+        if other >= 0:
+            state.exchange(expert, other)
+            idle = 0
+        expert = (expert + 1) % len(labels)
+    return state.labels

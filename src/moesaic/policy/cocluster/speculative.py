@@ -1,0 +1,178 @@
+"""Speculative MoE's co-clustering (Algorithm 1): the cross-entropy method over labels of experts and tokens.
+
+A matrix p [E, R] says how likely each expert is on each rank. Every step draws K assignments, scores each by
+the choices that stay on their token's rank, and moves p towards the best 20 %. In a draw
+
+ 1. experts come one after the other, in random order, each by its p over the ranks that have room left;
+ 2. tokens come by frequency, heaviest first; a rank that carries 1.1 times the mean load is closed to others.
+
+Where the text is silent or doesn't carry:
+
+ - *Tokens follow the experts of their draw.* As printed, each token has a p of its own and is drawn apart from the
+   experts: 100,000 labels that say nothing about each other drown what one expert's move is worth, and the best
+   20 % are the luckiest. Here p of a token is the share of its choices on each rank, summed over p of the
+   experts, and in a draw it goes to the open rank where most of its choices are. Its confidence is that share.
+ - *It starts from a good point.* The uniform p of the text is the same under any renumbering of the ranks: the
+   first elites disagree about numbers, not about clusters, and average out. We start from pairs of experts that
+   tokens choose together, exchanged until no exchange gains, and let p stray from there.
+ - *The best draw so far counts among the elite*, so the result is never worse than any draw.
+ - K, the number of steps and the smoothing of p are not given; ours are below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.clusters import Clusters
+from moesaic.core.profile import Counts, Profile
+from moesaic.core.tokens import IntArray
+from moesaic.policy.cocluster.align import align
+from moesaic.policy.cocluster.solver import Progress, rooms
+from moesaic.policy.cocluster.swaps import Affinity, swapped
+from moesaic.policy.cocluster.tokens import labelled
+
+FloatArray = npt.NDArray[np.float64]
+RowArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Search:
+    """Settings of the cross-entropy method."""
+
+    samples: int = 64
+    """K, assignments drawn in each step."""
+    steps: int = 40
+    elite: float = 0.2
+    """rho, the share of the draws that p moves towards (the paper's)."""
+    slack: float = 1.1
+    """f, the load over the mean at which a rank takes no more tokens (the paper's)."""
+    smoothing: float = 0.5
+    """How far p moves in a step: 1 forgets what it was."""
+    stray: float = 0.1
+    """Probability that is spread over all ranks in the start."""
+    restarts: int = 16
+    """Random starts of the exchanges, of which the best one is the start."""
+    balance: float = 0.5
+    """What the squares of the ranks' loads, 1 when all are alike, cost there; pairs on one rank are worth 0 to 1."""
+    heads: int = 4096
+    """Token ids that count each for itself; rarer ones with the same favourite expert count together."""
+    blocks: int = 50
+    """How often a rank's load is looked at while it fills."""
+
+
+def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Clusters:
+    """Cluster each layer by cross-entropy, then number them alike. Raises ConfigError: `ranks` not in 1 .. E."""
+    rooms(profile.num_experts, ranks)
+    layers = len(profile.counts)
+    found = np.zeros((layers, profile.num_experts), dtype=np.int64)
+    for layer, counts in enumerate(profile.counts):
+        rng = np.random.default_rng((seed, layer))
+        found[layer] = search(dense(counts, profile.num_experts), ranks, rng, Search())
+        if progress is not None:
+            progress(layer + 1, layers)
+    return labelled(profile, align(profile, found, ranks))
+
+
+def search(rows: RowArray, ranks: int, rng: np.random.Generator, settings: Search) -> IntArray:
+    """Ranks [E] of a layer's experts. rows: [tokens, E] choices.
+
+    Example: tokens that choose experts 0 and 2, and tokens that choose 1 and 3: 0 and 2 share a rank.
+    """
+    room = rooms(rows.shape[1], ranks)
+    tokens = _heads(rows, settings.heads)
+    best = _start(tokens, room, rng, settings)
+    best_score = float(scores(tokens, best[None], ranks, settings)[0])
+    p = (1 - settings.stray) * np.eye(ranks)[best] + settings.stray / ranks
+    elite = max(1, round(settings.elite * settings.samples))
+    for _ in range(settings.steps):
+        drawn = draw(p, room, settings.samples, rng)
+        score = scores(tokens, drawn, ranks, settings)
+        order = np.argsort(-score, kind="stable")[:elite]
+        if score[order[0]] > best_score:
+            best, best_score = drawn[order[0]], float(score[order[0]])
+        chosen = np.concatenate([drawn[order], best[None]])
+        p += settings.smoothing * (np.eye(ranks)[chosen].mean(axis=0) - p)
+    return best
+
+
+def draw(p: FloatArray, room: IntArray, samples: int, rng: np.random.Generator) -> IntArray:
+    """Ranks [samples, E], each rank exactly as often as it has room. p: [E, R] likelihoods."""
+    experts = len(p)
+    left = np.tile(room, (samples, 1))
+    found = np.empty((samples, experts), dtype=np.int64)
+    each = np.arange(samples)
+    for expert in rng.permutation(experts).tolist():
+        weight = np.where(left > 0, p[expert] + 1e-12, 0.0).cumsum(axis=1)
+        rank = (weight <= rng.random((samples, 1)) * weight[:, -1:]).sum(axis=1)
+        found[:, expert] = rank
+        left[each, rank] -= 1
+    return found
+
+
+def scores(tokens: RowArray, experts: IntArray, ranks: int, settings: Search) -> FloatArray:
+    """[K] choices that stay on their token's rank. tokens: [t, E], heaviest first; experts: ranks [K, E].
+
+    Example: tokens [[3, 1], [3, 0]] and experts [[0, 1]]: the first token fills rank 0 (4 of a mean of 3.5,
+    and 1.1 * 3.5 is the most), the second finds rank 1 alone open: 3 + 0.
+    """
+    samples = len(experts)
+    held = np.eye(ranks, dtype=np.float32)[experts].transpose(1, 0, 2).reshape(-1, samples * ranks)
+    size = tokens.sum(axis=1, dtype=np.float64)
+    most = settings.slack * size.sum() / ranks
+    carried, local = np.zeros(samples * ranks), np.zeros(samples)
+    first = np.arange(samples) * ranks
+    for block in _blocks(size, size.sum() / ranks / settings.blocks):
+        there = (tokens[block] @ held).reshape(-1, samples, ranks)
+        there[:, carried.reshape(samples, ranks) >= most] = -1.0
+        rank = there.argmax(axis=2)
+        local += np.take_along_axis(there, rank[:, :, None], axis=2)[:, :, 0].sum(axis=0)
+        weights = np.repeat(size[block], samples)
+        carried += np.bincount((first + rank).ravel(), weights=weights, minlength=samples * ranks)
+    return local
+
+
+def _blocks(size: FloatArray, load: float) -> list[slice]:
+    """Consecutive items whose sizes sum to `load` at most, or single ones."""
+    number = (
+        np.floor((size.cumsum() - size) / load).astype(np.int64) if load else np.zeros(len(size), np.int64)
+    )
+    starts = np.flatnonzero(np.diff(number, prepend=-1)).tolist()
+    return [slice(start, end) for start, end in zip(starts, [*starts[1:], len(size)], strict=True)]
+
+
+def dense(counts: Counts, num_experts: int) -> RowArray:
+    """[tokens, E] choices of each token id that was seen, in ascending order of ids."""
+    row = np.cumsum(np.diff(counts.starts) > 0)[counts.tokens] - 1
+    found = np.zeros((len(counts.known), num_experts), dtype=np.float32)
+    found[row, counts.experts] = counts.counts
+    return found
+
+
+def _heads(rows: RowArray, most: int) -> RowArray:
+    """The heaviest `most` rows, and the others summed by their favourite expert; heaviest first."""
+    order = np.argsort(-rows.sum(axis=1), kind="stable")
+    heads, tail = rows[order[:most]], rows[order[most:]]
+    favourite = np.eye(rows.shape[1], dtype=np.float32)[tail.argmax(axis=1)]
+    summed = favourite.T @ tail
+    tokens = np.concatenate([heads, summed[summed.any(axis=1)]])
+    return tokens[np.argsort(-tokens.sum(axis=1), kind="stable")]
+
+
+def _start(tokens: RowArray, room: IntArray, rng: np.random.Generator, settings: Search) -> IntArray:
+    """Ranks [E]: experts that the same tokens choose, apart where their rank's load grows too large."""
+    size = tokens.sum(axis=1, keepdims=True)
+    pairs = (tokens / np.maximum(size, 1)).T.astype(np.float64) @ tokens
+    loads = tokens.sum(axis=0, dtype=np.float64) / max(1.0, float(size.sum()))
+    ranks = len(room)
+    affinity = Affinity(
+        pairs=2 * pairs / (pairs.sum() or 1.0),
+        ranks=np.zeros((len(loads), ranks)),
+        loads=loads * np.sqrt(settings.balance * ranks),
+    )
+    slots = np.repeat(np.arange(ranks), room)
+    most = 100 * len(loads)
+    options = [swapped(affinity, rng.permutation(slots), rng, most) for _ in range(settings.restarts)]
+    return options[int(scores(tokens, np.array(options), ranks, settings).argmax())]

@@ -1,0 +1,78 @@
+"""Prompts and their topics, from files of many shapes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from moesaic.core.errors import ConfigError
+
+TEXTS = ("prompt", "question", "text", "turns")
+"""Fields that hold a prompt; the first one that is there counts."""
+TOPICS = ("topic", "category", "domain")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    text: str | list[int]
+    """Or its token ids."""
+    topic: str
+
+
+def read(files: Sequence[Path], most: int | None = None) -> list[Prompt]:
+    """The first `most` prompts of each file. Raises ConfigError naming the line that is none.
+
+    Example: a.jsonl with {"question": "1 + 1?"} -> Prompt("1 + 1?", "a").
+    """
+    found: list[Prompt] = []
+    for file in files:
+        mine = list(islice(_prompts(file, len(files) == 1), most))
+        if not mine:
+            raise ConfigError.field("--prompts", str(file), "a file with at least one prompt")
+        found += mine
+    return found
+
+
+def _prompts(file: Path, own_topics: bool) -> Iterator[Prompt]:
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                if file.suffix == ".jsonl":
+                    yield _of_json(line, f"--prompts: {file}, line {number}", file.stem, own_topics)
+                else:
+                    yield Prompt(line.rstrip("\r\n"), file.stem)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompts: {file}: not UTF-8: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"--prompts: {file}: {error.strerror}") from error
+
+
+def _of_json(line: str, where: str, stem: str, own_topics: bool) -> Prompt:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where}: got {type(found).__name__}; allowed: an object")
+    topic = next((str(found[name]) for name in TOPICS if found.get(name)), stem) if own_topics else stem
+    return Prompt(_text(found, where), topic)
+
+
+def _text(found: dict[str, Any], where: str) -> str | list[int]:
+    name = next((name for name in TEXTS if name in found), None)
+    if name is None:
+        raise ConfigError(f"{where}: has none of {', '.join(TEXTS)}")
+    text = found[name]
+    if name == "turns" and isinstance(text, list) and text:
+        text = text[0]
+    if isinstance(text, str) and text:
+        return text
+    if name == "prompt" and isinstance(text, list) and text and all(type(token) is int for token in text):
+        return text
+    raise ConfigError(f"{where}: {name}: got {str(text)[:40]!r}; allowed: text that is not empty")

@@ -1,0 +1,169 @@
+"""Prompts through the engine in this process; the experts of their rows become a profile."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from moesaic.config import ModelConfig
+from moesaic.core.errors import ConfigError
+from moesaic.core.profile import Profile
+from moesaic.core.routing import Assembly, RoutedModel, Rows
+from moesaic.core.tally import Tally
+from moesaic.llm import LLM
+from moesaic.models import files
+from moesaic.models.embedding import nearest_known
+from moesaic.models.registry import read_spec
+from moesaic.profiling.options import ProfileOptions
+from moesaic.profiling.prompts import Prompt, read
+
+AT_ONCE = 256
+"""Prompts handed to the engine together."""
+OPEN_SHARE = 0.25
+"""Of the memory: rows of prompts that are not through."""
+
+Show = Callable[[str, int, int], None]
+"""What is being done, tokens done, tokens in all."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """How `moesaic profile` ended."""
+
+    model: str
+    output: str
+    prompts: int
+    topics: int
+    layers: int
+    num_experts: int
+    top_k: int
+    prompt_tokens: int
+    """That were recorded."""
+    generated_tokens: int
+    seconds: float
+    """Of the engine."""
+    shortened: int
+    """Prompts that were longer than the model's context."""
+    routes_kept: int
+    """Prompts whose routes are in the file."""
+    not_counted: int
+    """Prompts that --max-memory had no room for, not even for their counts."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return (self.prompt_tokens + self.generated_tokens) / self.seconds if self.seconds > 0 else 0.0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self) | {"tokens_per_second": self.tokens_per_second})
+
+
+class Gatherer:
+    """A RowSink that counts requests as they end. Request i of the engine is prompt i."""
+
+    def __init__(
+        self, model: RoutedModel, options: ProfileOptions, topics: Sequence[int], show: Callable[[int], None]
+    ) -> None:
+        """topics: of each prompt. show: is told the rows so far."""
+        waiting = int(OPEN_SHARE * options.most_bytes)
+        self.tally = Tally(model, options.most_bytes - waiting, options.seed)
+        self.assembly = Assembly(model, waiting)
+        self.prompt_tokens = 0
+        self._topics = np.array(topics, dtype=np.int16)
+        self._show = show
+        self._rows = 0
+
+    def __call__(self, rows: Rows) -> None:
+        self.assembly.add(rows)
+        self._rows += int(np.count_nonzero(rows["position"] >= 0))
+        self._show(self._rows)
+        if self.assembly.full:
+            self.fold()
+
+    def fold(self) -> None:
+        """Count what ended."""
+        prompts, routes = self.assembly.take()
+        self.prompt_tokens += int(routes.prompts.sum())
+        self.tally.add(replace(routes, topics=self._topics[prompts]))
+
+
+def run(
+    options: ProfileOptions,
+    model: ModelConfig,
+    show: Show,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Report:
+    """Load the model, run the prompts, write the profile."""
+    prompts = read(options.prompts, options.max_prompts)
+    path = files.resolve(model.model, model.revision)
+    routed = read_spec(path).routed
+    if not routed.layers:
+        raise ConfigError.field("model", model.model, "one with routed experts")
+    names = list(dict.fromkeys(prompt.topic for prompt in prompts))
+    total = 0
+    gatherer = Gatherer(
+        routed,
+        options,
+        [names.index(prompt.topic) for prompt in prompts],
+        lambda done: show("tokens", min(done, total), total),
+    )
+    show("loading", 0, 0)
+    llm = LLM(model.model, seed=options.seed, routing=gatherer, **_settings(model))
+    tokens, shortened = _encoded(llm, prompts, options.max_tokens)
+    total = sum(map(len, tokens)) + len(tokens) * options.max_tokens
+    begun = clock()
+    params = replace(llm.default_sampling, max_tokens=options.max_tokens + 1)  # the last one is not computed
+    for start in range(0, len(tokens), AT_ONCE):
+        llm.generate(tokens[start : start + AT_ONCE], params)
+        gatherer.fold()
+    seconds = clock() - begun
+    tally = gatherer.tally
+    near = nearest_known(path, tally.known, lambda done, all_: show("nearest tokens", done, all_))
+    profile = tally.profile(names, near)
+    show("writing", 0, 0)
+    _save(profile, options)
+    return Report(
+        model=model.model,
+        output=str(options.output_file),
+        prompts=len(prompts),
+        topics=len(names),
+        layers=len(routed.layers),
+        num_experts=routed.num_experts,
+        top_k=routed.top_k,
+        prompt_tokens=gatherer.prompt_tokens,
+        generated_tokens=tally.tokens - gatherer.prompt_tokens,
+        seconds=seconds,
+        shortened=shortened,
+        routes_kept=profile.routes.requests,
+        not_counted=len(prompts) - tally.requests,
+    )
+
+
+def _encoded(llm: LLM, prompts: Sequence[Prompt], max_tokens: int) -> tuple[list[list[int]], int]:
+    """Token ids of each prompt, cut to what the context holds, and how many were cut."""
+    most = llm.info.max_model_len - max_tokens - 1
+    if most < 1:
+        raise ConfigError.field("--max-tokens", max_tokens, f"at most {llm.info.max_model_len - 2}")
+    encoded = [
+        llm.tokenizer.encode(prompt.text) if isinstance(prompt.text, str) else prompt.text
+        for prompt in prompts
+    ]
+    return [tokens[:most] for tokens in encoded], sum(len(tokens) > most for tokens in encoded)
+
+
+def _settings(model: ModelConfig) -> dict[str, Any]:
+    """As keyword arguments of `LLM`. What the prefix cache spares would not be recorded."""
+    chosen = {name: value for name, value in asdict(model).items() if name != "model"}
+    return chosen | {"enable_prefix_caching": False}
+
+
+def _save(profile: Profile, options: ProfileOptions) -> None:
+    try:
+        profile.save(options.output_file)
+    except OSError as error:
+        allowed = f"a file to write into ({error.strerror})"
+        raise ConfigError.field("--output-file", str(options.output_file), allowed) from error

@@ -1,0 +1,116 @@
+"""A model in memory, and how much KV cache fits beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moesaic.config import SMALL_MODEL, CacheConfig, ModelConfig, WorkerConfig, parse_bytes
+from moesaic.core.errors import ConfigError
+from moesaic.core.experts import ExpertLayout
+from moesaic.kernels import table
+from moesaic.kvcache.paged import bytes_per_token
+from moesaic.models import files, registry
+from moesaic.models.checkpoint import Progress
+from moesaic.models.model import Model
+from moesaic.models.shard import WHOLE, Shard
+from moesaic.runtime.machine import available_memory, cores, keep_freed_memory
+
+AUTO_SHARE = 0.4
+"""Of the memory left after the weights, the most that `--kv-cache-memory auto` takes on a CPU."""
+AUTO_SHARE_CUDA = 0.9
+"""The same on a GPU, whose memory is the engine's alone."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in memory and what was chosen for it."""
+
+    model: Model
+    device: torch.device
+    dtype: torch.dtype
+    kernels: table.Kernels
+    threads: int
+
+
+def load_model(
+    config: ModelConfig,
+    progress: Progress | None = None,
+    elsewhere: ExpertLayout | None = None,
+    most_threads: int | None = None,
+    shard: Shard = WHOLE,
+) -> Loaded:
+    """Read the checkpoint onto the device that `config` asks for; `elsewhere`: without these experts.
+
+    most_threads: this process's share of the cores. shard: the attention heads that are read.
+    """
+    keep_freed_memory()
+    device = device_of(config)
+    kernels = table.pick(str(device), config.kernels)
+    path = files.resolve(config.model, config.revision)
+    with_experts = elsewhere is None
+    model = registry.load(path, kernels, str(device), config.dtype, with_experts, progress, shard)
+    num_bytes = model.num_bytes + (0 if elsewhere is None else elsewhere.num_bytes)
+    threads = config.threads or (1 if num_bytes < SMALL_MODEL else most_threads or cores())
+    kernels.set_threads(threads, config.pin_threads)
+    return Loaded(model, device, model.head.dtype, kernels, threads)
+
+
+def device_of(config: ModelConfig) -> torch.device:
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ConfigError.field("--device", "cuda", "cpu (this machine or this build of torch has no CUDA)")
+    cuda = config.device == "cuda" or (config.device == "auto" and available)
+    return torch.device("cuda" if cuda else "cpu")
+
+
+def kv_type(config: CacheConfig, loaded: Loaded) -> torch.dtype:
+    if config.kv_cache_dtype == "auto":
+        return torch.float32 if loaded.device.type == "cpu" else loaded.dtype
+    dtype = registry.DTYPES[config.kv_cache_dtype]
+    if dtype not in loaded.kernels.allowed:
+        allowed = ", ".join(name for name, one in registry.DTYPES.items() if one in loaded.kernels.allowed)
+        raise ConfigError.field(
+            "--kv-cache-dtype", config.kv_cache_dtype, f"auto, {allowed} with {loaded.kernels.name} kernels"
+        )
+    return dtype
+
+
+def context_length(config: ModelConfig) -> int:
+    limit = registry.read_spec(files.resolve(config.model, config.revision)).max_position
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise ConfigError.field("--max-model-len", config.max_model_len, f"at most {limit}, the model's own")
+    return config.max_model_len
+
+
+def num_blocks_of(config: WorkerConfig, loaded: Loaded, max_model_len: int, kv_dtype: torch.dtype) -> int:
+    """Blocks that the KV cache gets. ConfigError if not one request of the maximum length fits."""
+    spec, block_size = loaded.model.spec, config.cache.block_size
+    block_bytes = block_size * bytes_per_token(spec.kv, spec.num_layers, kv_dtype)
+    per_request = -(-max_model_len // block_size)
+    if config.cache.kv_cache_memory == "auto":
+        budget = _free_memory(loaded.device) // config.group.size
+        num_blocks = min(budget // block_bytes, per_request * config.scheduler.max_num_seqs)
+    else:
+        budget = parse_bytes("--kv-cache-memory", config.cache.kv_cache_memory) // config.group.size
+        num_blocks = budget // block_bytes
+    if num_blocks < per_request:
+        holds = max(0, num_blocks) * block_size
+        shorter = f", or a --max-model-len of at most {holds}" if holds > 1 else ""
+        raise ConfigError(
+            f"--kv-cache-memory: {config.cache.kv_cache_memory} ({budget / 2**20:.0f} MiB) holds "
+            f"{holds} tokens, less than one request of the maximum length {max_model_len}; allowed: at least "
+            f"{per_request * block_bytes / 2**20:.1f} MiB{shorter}"
+        )
+    return int(num_blocks)
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that an automatic KV cache may take on `device`."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * AUTO_SHARE_CUDA)
+    return int(available_memory() * AUTO_SHARE)

@@ -1,0 +1,1 @@
+"""One attention worker as a group of processes: heads split over its ranks, experts spread over them."""

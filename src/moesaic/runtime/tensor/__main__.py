@@ -1,0 +1,50 @@
+"""`python -m moesaic.runtime.tensor`: a rank of a tensor-parallel group but the first, which starts it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+
+from moesaic.collectives.one_shot import OneShotGroup
+from moesaic.config import WorkerConfig
+from moesaic.core.errors import ConnectionLost, MoesaicError
+from moesaic.runtime.tensor.crew import READY_SECONDS
+from moesaic.runtime.tensor.load import follower
+from moesaic.transport.gathering import gather
+
+
+def main() -> int:
+    """Follow the first rank until it is gone. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="moesaic.runtime.tensor", description=__doc__)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--socket", required=True, help="where the group meets")
+    parser.add_argument("--config", required=True, help="settings as JSON")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine decides when its workers end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    secret = bytes.fromhex(sys.stdin.readline())
+    threading.Thread(target=_end_with_the_first, name="watching the first rank", daemon=True).start()
+    config = WorkerConfig.from_json(arguments.config)
+    if config.cpus:
+        os.sched_setaffinity(0, config.cpus)
+    try:
+        peers = gather(arguments.socket, secret, arguments.rank, config.group.size, seconds=READY_SECONDS)
+        follower(config, OneShotGroup(peers)).follow()
+    except ConnectionLost:
+        return 0
+    except MoesaicError as error:
+        sys.stderr.write(f"moesaic: rank {arguments.rank}: {error}\n")
+        return 2
+    return 0
+
+
+def _end_with_the_first() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

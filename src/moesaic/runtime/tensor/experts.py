@@ -1,0 +1,116 @@
+"""The routed experts of a group: each rank holds some, and asks the others for the rest.
+
+With `expert_ranks` t above 1 (expert tensor parallelism, the hybrid that both papers use for Mixtral) an
+expert is cut along its width over t neighbouring ranks: a row goes to all of them, and their answers, partial
+sums of the down projection, are added up in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from moesaic.collectives.group import Group
+from moesaic.collectives.packets import FloatArray, Packet
+from moesaic.collectives.routing import Route, combine_pairs, dispatch
+from moesaic.core.tokens import IntArray
+from moesaic.kernels.table import Kernels
+from moesaic.kernels.weights import ExpertWeights
+from moesaic.models.block import Gated
+
+
+class GroupExperts:
+    """One rank's part of them, and the way to the others."""
+
+    def __init__(
+        self,
+        group: Group,
+        kernels: Kernels,
+        weights: Mapping[int, ExpertWeights],
+        owners: Mapping[int, IntArray],
+        expert_ranks: int = 1,
+    ) -> None:
+        """weights: layer -> what is held here, cut to this rank's part of the width. owners: layer -> [E] the
+        first of the ranks that hold each expert."""
+        self._group, self._kernels = group, kernels
+        self._weights, self._owners, self._ranks = weights, owners, expert_ranks
+        self.local_pairs = self.pairs = 0
+        """(row, expert) pairs of the rows that were gated here; of those, the ones whose expert is here."""
+
+    def rows(self, layer: int, gated: Gated) -> torch.Tensor:
+        """[m, k, h] unweighted rows of the rows that this rank gated: all-to-all there and back."""
+        assert gated.expert_ids is not None and gated.weights is not None
+        ids, weights = gated.expert_ids.numpy(), gated.weights.numpy()
+        route = self._route(layer, ids)
+        self._count(layer, ids)
+        hidden = gated.normed.numpy()
+        packets = dispatch(self._group, route, hidden, np.repeat(weights, self._ranks, axis=1))
+        rows = combine_pairs(self._group, route, self._answers(layer, packets, hidden.shape[1]))
+        if self._ranks > 1:
+            rows = _added(rows.reshape(*ids.shape, self._ranks, hidden.shape[1]))
+        return torch.from_numpy(rows)
+
+    def share(self, layer: int, gated: Gated) -> torch.Tensor:
+        """[n, h] what the experts here contribute to all rows: weighted sums, zeros where there are none."""
+        assert gated.expert_ids is not None and gated.weights is not None
+        ids = gated.expert_ids.numpy()
+        here = self._here(layer, ids)
+        row, rank = np.nonzero(here)
+        rows = torch.zeros(*ids.shape, gated.normed.shape[1])
+        if len(row):
+            rows[row, rank] = self._compute(layer, gated.normed[torch.from_numpy(row)], ids[row, rank])
+        none = torch.zeros_like(gated.normed)
+        return self._kernels.merge(none, None, rows, gated.weights)
+
+    def _here(self, layer: int, ids: IntArray) -> np.ndarray:
+        """Whether each expert (or this rank's part of it) is held on this rank."""
+        first = self._owners[layer][ids]
+        here: np.ndarray = (first <= self._group.rank) & (self._group.rank < first + self._ranks)
+        return here
+
+    def _count(self, layer: int, ids: IntArray) -> None:
+        self.pairs += ids.size
+        self.local_pairs += int(np.count_nonzero(self._here(layer, ids)))
+
+    def _route(self, layer: int, ids: IntArray) -> Route:
+        """Each pair to the `expert_ranks` ranks that hold its expert, one after another."""
+        parts = np.arange(self._ranks)
+        owners = (self._owners[layer][ids][:, :, None] + parts).reshape(len(ids), ids.shape[1] * self._ranks)
+        return Route(np.repeat(ids, self._ranks, axis=1), owners)
+
+    def _answers(self, layer: int, packets: Sequence[Packet], width: int) -> list[FloatArray]:
+        """[p, h] for the pairs of each packet, all computed as one batch."""
+        pairs = [packet.pairs for packet in packets]
+        hidden = np.concatenate([packet.hidden[row] for packet, (row, _) in zip(packets, pairs, strict=True)])
+        ids = np.concatenate([experts for _, experts in pairs]).astype(np.int64)
+        if not len(ids):
+            return [np.zeros((0, width), np.float32) for _ in packets]
+        found = self._compute(layer, torch.from_numpy(hidden), ids).numpy()
+        return np.split(found, np.cumsum([len(row) for row, _ in pairs])[:-1])
+
+    def _compute(self, layer: int, hidden: torch.Tensor, ids: IntArray) -> torch.Tensor:
+        """hidden [p, h] and one expert each -> [p, h]."""
+        return self._kernels.experts(self._weights[layer], hidden, torch.from_numpy(ids)[:, None])[:, 0]
+
+
+def cut(weights: ExpertWeights, part: int, parts: int) -> ExpertWeights:
+    """One of `parts` of the width of every expert that is held: rows of gate and up, columns of down."""
+
+    def rows(one: torch.Tensor | None) -> torch.Tensor | None:
+        return None if one is None else one.tensor_split(parts, dim=0)[part]
+
+    def columns(one: torch.Tensor | None) -> torch.Tensor | None:
+        return None if one is None else one.tensor_split(parts, dim=1)[part].contiguous()
+
+    gate, up, down = weights.gate, weights.up, weights.down
+    return ExpertWeights(tuple(map(rows, gate)), tuple(map(rows, up)), tuple(map(columns, down)))
+
+
+def _added(parts: FloatArray) -> FloatArray:
+    """[m, k, t, h] -> [m, k, h], in the order of the ranks."""
+    total = parts[:, :, 0].copy()
+    for part in range(1, parts.shape[2]):
+        total += parts[:, :, part]
+    return total

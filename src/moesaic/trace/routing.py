@@ -1,0 +1,230 @@
+"""Where attention workers write what their tokens chose, and how that becomes a profile while they serve.
+
+For a profile FILE, each worker writes into the folder FILE.parts
+
+    attention-worker-0.1.json           its model
+    attention-worker-0.1.000000.rows    records of `core.routing`, then .000001.rows and so on
+
+and the process that started the workers collects: a file of rows that was read to its end is removed. Rows
+lie in memory that the file is mapped to: a worker that is killed leaves all that it wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moesaic.core.errors import ConfigError
+from moesaic.core.routing import Assembly, RoutedModel, Rows
+from moesaic.core.tally import Tally
+from moesaic.trace.options import RecordConfig
+from moesaic.trace.parts import folder_of
+
+LOG = logging.getLogger(__name__)
+WINDOW = 1 << 22
+"""Bytes of a file of rows."""
+INTERVAL = 60.0
+"""Seconds between two versions of the profile."""
+OPEN_SHARE = 0.25
+"""Of the memory: rows of requests that did not end yet."""
+PARTS = 40
+"""Bits of a request's id; above them is the number of the part that it comes from."""
+
+
+class RowFile:
+    """A RowSink: the files of one worker. A full disk ends the recording, not the worker."""
+
+    def __init__(self, part: Path, model: RoutedModel) -> None:
+        """part: the .json, see `parts.part_of`. Raises ConfigError when it cannot be written."""
+        self._part = part
+        self._kind = model.row
+        self._capacity = _capacity(model)
+        self._number = -1
+        self._at = 0
+        self._window: Rows | None = None
+        try:
+            self._turn()
+            unfinished = part.with_suffix(".tmp")
+            unfinished.write_text(json.dumps(asdict(model)), encoding="utf-8")
+            unfinished.replace(part)
+        except OSError as error:
+            raise ConfigError.field(
+                "--record-routing", str(part), f"a file to write into ({error.strerror})"
+            ) from error
+
+    def __call__(self, rows: Rows) -> None:
+        while len(rows) and self._window is not None:
+            fitting = rows[: self._capacity - self._at]
+            into = self._window[self._at : self._at + len(fitting)]
+            for name in self._kind.names or ():  # the request last: with it a record is whole
+                into[name] = fitting[name]
+            self._at += len(fitting)
+            rows = rows[len(fitting) :]
+            if self._at == self._capacity:
+                self._go_on()
+
+    def _go_on(self) -> None:
+        try:
+            self._turn()
+        except OSError as error:
+            self._window = None
+            LOG.warning("%s: %s; this worker's routing ends here", self._part, error.strerror)
+
+    def _turn(self) -> None:
+        """The next file. Written before it is mapped: memory that the disk lacks would kill the process."""
+        self._number, self._at, self._window = self._number + 1, 0, None
+        path = _rows_of(self._part, self._number)
+        blank = memoryview(bytes(self._capacity * self._kind.itemsize))
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            written = 0
+            while written < len(blank):
+                written += os.write(file, blank[written:])
+        finally:
+            os.close(file)
+        mapped = np.memmap(path, self._kind, mode="r+", shape=(self._capacity,))
+        self._window = np.asarray(mapped)  # each look at a memmap itself costs microseconds
+
+
+@dataclass
+class _Part:
+    """How far a worker's files were read."""
+
+    path: Path
+    number: int
+    """Of the part, from 0."""
+    file: int = 0
+    at: int = 0
+
+
+class Collector:
+    """Reads what workers write and makes a profile of it. Used by one thread at a time."""
+
+    def __init__(self, file: Path, most_bytes: int) -> None:
+        self._file = file
+        self._most = most_bytes
+        self._parts: dict[Path, _Part] = {}
+        self._model: RoutedModel | None = None
+        self._assembly: Assembly | None = None
+        self._tally: Tally | None = None
+        self._saved = 0
+
+    def collect(self) -> None:
+        """All that was written so far."""
+        for path in sorted(folder_of(self._file).glob("*.json")):
+            part = self._parts.setdefault(path, _Part(path, len(self._parts)))
+            model = self._model = self._model or _read_model(path)
+            self._assembly = self._assembly or Assembly(model, int(OPEN_SHARE * self._most))
+            self._tally = self._tally or Tally(model, self._most - int(OPEN_SHARE * self._most))
+            for rows in _unread(part, model):
+                rows["request"] += part.number << PARTS
+                self._assembly.add(rows)
+                if self._assembly.full:
+                    self._tally.add(self._assembly.take()[1])
+        if self._assembly is not None and self._tally is not None:
+            self._tally.add(self._assembly.take()[1])
+
+    def save(self, last: bool = False) -> None:
+        """Write the profile if there is anything new. last: compress it."""
+        tally = self._tally
+        if tally is not None and tally.requests and (last or tally.requests > self._saved):
+            tally.profile().save(self._file, compress=last)
+            self._saved = tally.requests
+        if last and tally is not None and tally.left_out:
+            LOG.warning("--record-routing-memory was full: %d requests were not counted", tally.left_out)
+
+
+@contextmanager
+def recording(config: RecordConfig, interval: float = INTERVAL) -> Iterator[None]:
+    """The workers of the block write rows; a thread brings the profile up to date, and so does the end.
+
+    interval: seconds. Raises ConfigError, before the block, when the file cannot be written.
+    """
+    if config.record_routing is None:
+        yield
+        return
+    file = Path(config.record_routing)
+    _prepare(file)
+    collector, over = Collector(file, config.most_bytes), threading.Event()
+    thread = threading.Thread(target=_keep_up, args=(collector, over, interval), name="routing", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        try:
+            collector.collect()
+            collector.save(last=True)
+            _clear(folder_of(file))
+            folder_of(file).rmdir()
+            if not file.stat().st_size:  # no request was recorded
+                file.unlink()
+        except OSError as error:
+            LOG.warning("%s: %s; what was recorded is in %s", file, error.strerror, folder_of(file))
+
+
+def _keep_up(collector: Collector, over: threading.Event, interval: float) -> None:
+    while not over.wait(interval):
+        try:
+            collector.collect()
+            collector.save()
+        except OSError as error:
+            LOG.warning("--record-routing: %s", error)
+
+
+def _capacity(model: RoutedModel) -> int:
+    """Records of a file."""
+    return max(1, WINDOW // model.row.itemsize)
+
+
+def _rows_of(part: Path, number: int) -> Path:
+    """Example: p.npz.parts/attention-worker-0.1.json, 2 -> p.npz.parts/attention-worker-0.1.000002.rows"""
+    return part.with_suffix(f".{number:06}.rows")
+
+
+def _read_model(part: Path) -> RoutedModel:
+    found = json.loads(part.read_text(encoding="utf-8"))
+    return RoutedModel(**found | {"layers": tuple(found["layers"])})
+
+
+def _unread(part: _Part, model: RoutedModel) -> Iterator[Rows]:
+    """New rows of a part, file after file."""
+    path = _rows_of(part.path, part.file)
+    while path.is_file():
+        rows = np.fromfile(path, model.row, offset=part.at * model.row.itemsize)
+        blank = np.flatnonzero(rows["request"] == 0)
+        rows = rows[: blank[0] if len(blank) else None]
+        part.at += len(rows)
+        yield rows
+        if part.at < _capacity(model):  # the worker has not gone on to the next one
+            return
+        path.unlink()
+        part.file, part.at = part.file + 1, 0
+        path = _rows_of(part.path, part.file)
+
+
+def _prepare(file: Path) -> None:
+    """An empty folder for parts; what a run that was killed left there is removed."""
+    try:
+        file.open("ab").close()
+        folder = folder_of(file)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _clear(folder)
+    except OSError as error:
+        allowed = f"a file to write into ({error.strerror})"
+        raise ConfigError.field("--record-routing", str(file), allowed) from error
+
+
+def _clear(folder: Path) -> None:
+    for pattern in ("*.json", "*.rows", "*.tmp"):
+        for left in folder.glob(pattern):
+            left.unlink()

@@ -1,0 +1,172 @@
+"""How the processes of a group find each other: rank 0 listens on a Unix socket, the others join it.
+
+    a rank -> rank 0: the handshake of authentication.py, then rank and size
+    rank 0 -> a rank, once all are there: one byte, with the descriptors of the memory and of a socket to
+                      each rank from 1 on but its own, in their order
+
+The connection to rank 0 stays as the socket between the two. Nothing is left in the file system.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.transport import _shm
+from moesaic.transport import address as addresses
+from moesaic.transport.authentication import (
+    Deadline,
+    Terms,
+    check_secret,
+    check_terms,
+    prove_as_client,
+    prove_as_server,
+    read_exactly,
+)
+from moesaic.transport.peers import HALF_BYTES
+from moesaic.transport.shared_peers import MAX_PEERS, SharedPeers
+from moesaic.transport.shm import make_segment
+
+_log = logging.getLogger(__name__)
+
+GATHER_SECONDS = 60.0
+"""For all of a group to be there."""
+HANDSHAKE_SECONDS = 10.0
+_PLACE = struct.Struct("<II")
+_OK = b"+"
+_RETRY_SECONDS = 0.01
+
+
+def gather(
+    path: str,
+    secret: bytes,
+    rank: int,
+    size: int,
+    capacity: int = HALF_BYTES,
+    seconds: float = GATHER_SECONDS,
+) -> SharedPeers:
+    """This rank's end of a group of `size` processes, once all of them have called this.
+
+    path: of rank 0's Unix socket. capacity: bytes that a rank can send in one round; the same for all.
+    Raises ConfigError for what can never work, ConnectionLost if not all are there after `seconds`.
+    """
+    if not 1 <= size <= MAX_PEERS:
+        raise ConfigError.field("size", size, f"1 to {MAX_PEERS} ranks on one host")
+    if not 0 <= rank < size:
+        raise ConfigError.field("rank", rank, f"0 to {size - 1}")
+    terms, deadline = Terms("shm", capacity), Deadline(seconds)
+    check_secret(secret)
+    check_terms(terms)
+    try:
+        return (_host if rank == 0 else _join)(path, secret, (rank, size), terms, deadline)
+    except OSError as error:
+        raise ConnectionLost(f"rank {rank} of {size} found no group at {path}: {error}") from None
+
+
+def _host(path: str, secret: bytes, place: tuple[int, int], terms: Terms, deadline: Deadline) -> SharedPeers:
+    _, size = place
+    mapping, memory = make_segment(2 * size * terms.heap_bytes)
+    sockets: dict[int, socket.socket] = {}
+    listening, _ = addresses.bind(addresses.Address(path=path))
+    try:
+        peers = _shm.Peers(mapping, 0, size)  # writes the header before the others look
+        while len(sockets) < size - 1:
+            deadline.apply(listening)
+            sock, _ = listening.accept()
+            rank = _welcome(sock, secret, size, terms, sockets.keys())
+            if rank is not None:
+                sockets[rank] = sock
+        peers.close()
+        _hand_out(sockets, memory)
+        return SharedPeers(mapping, 0, sockets)
+    except BaseException:
+        for sock in sockets.values():
+            sock.close()
+        raise
+    finally:
+        listening.close()
+        Path(path).unlink(missing_ok=True)
+        os.close(memory)
+
+
+def _welcome(
+    sock: socket.socket, secret: bytes, size: int, terms: Terms, taken: Collection[int]
+) -> int | None:
+    """The rank of who connected; None, and one line in the log, for somebody else."""
+    deadline = Deadline(HANDSHAKE_SECONDS)
+    try:
+        found = prove_as_server(sock, secret, deadline)
+        rank, theirs = _PLACE.unpack(read_exactly(sock, _PLACE.size, deadline))
+        if found != terms or theirs != size or not 1 <= rank < size or rank in taken:
+            raise ConnectionLost(
+                f"rank {rank} of {theirs} with {found.heap_bytes} bytes is none of this group"
+            )
+    except (OSError, ConnectionLost, ConfigError) as error:
+        _log.warning("dropped a peer: %s", error)
+        sock.close()
+        return None
+    return int(rank)
+
+
+def _hand_out(sockets: dict[int, socket.socket], memory: int) -> None:
+    """To each rank the memory and its sockets to the others."""
+    ends: dict[int, dict[int, socket.socket]] = {rank: {} for rank in sockets}
+    try:
+        for low in sorted(sockets):
+            for high in sorted(sockets):
+                if low < high:
+                    ends[low][high], ends[high][low] = socket.socketpair()
+        for rank, sock in sockets.items():
+            others = [ends[rank][other].fileno() for other in sorted(ends[rank])]
+            sock.settimeout(HANDSHAKE_SECONDS)
+            socket.send_fds(sock, [_OK], [memory, *others])
+    finally:
+        for pairs in ends.values():
+            for end in pairs.values():
+                end.close()
+
+
+def _join(path: str, secret: bytes, place: tuple[int, int], terms: Terms, deadline: Deadline) -> SharedPeers:
+    rank, size = place
+    sock = _dial(path, deadline)
+    sockets, memory = {0: sock}, -1
+    try:
+        prove_as_client(sock, secret, terms, deadline)
+        sock.sendall(_PLACE.pack(rank, size))
+        deadline.apply(sock)
+        data, descriptors, _, _ = socket.recv_fds(sock, len(_OK), size, socket.MSG_CMSG_CLOEXEC)
+        if data != _OK or len(descriptors) != size - 1:
+            raise ConnectionLost(f"rank 0 did not take rank {rank} of {size} into the group at {path}")
+        memory, others = descriptors[0], [other for other in range(1, size) if other != rank]
+        for other, descriptor in zip(others, descriptors[1:], strict=True):
+            sockets[other] = socket.socket(fileno=descriptor)
+        return SharedPeers(_shm.Mapping(memory), rank, sockets)
+    except BaseException:
+        for each in sockets.values():
+            each.close()
+        raise
+    finally:
+        if memory >= 0:
+            os.close(memory)
+
+
+def _dial(path: str, deadline: Deadline) -> socket.socket:
+    """A connection to rank 0, which may listen a little later."""
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            deadline.apply(sock)
+            sock.connect(path)
+            return sock
+        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
+            sock.close()
+            time.sleep(_RETRY_SECONDS)
+        except OSError:
+            sock.close()
+            raise

@@ -1,0 +1,132 @@
+"""Rounds among the processes of one host, through memory that all of them map. csrc/peers.h has the layout.
+
+A round costs no system call while everybody is awake. Who waits looks for a moment, then sleeps on its
+sockets: there is one between any two ranks, whose end tells a death, and on which the rank that completes a
+round sends one byte to each that sleeps.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Mapping, Sequence
+
+from moesaic.core.errors import ConnectionLost
+from moesaic.transport import _shm
+from moesaic.transport.peers import refuse
+from moesaic.transport.waiting import SPIN_SECONDS
+
+MAX_PEERS = _shm.PEERS
+
+
+class SharedPeers:
+    """A Peers on `mapping`, made by rank 0's side with `shm.make_segment`.
+
+    sockets: rank -> the socket to it; owned from now on. spin: seconds to look before sleeping. Raises
+    ConnectionLost if the memory is not this group's.
+    """
+
+    def __init__(
+        self,
+        mapping: _shm.Mapping,
+        rank: int,
+        sockets: Mapping[int, socket.socket],
+        spin: float = SPIN_SECONDS,
+    ) -> None:
+        self.rank, self.size, self.sent = rank, len(sockets) + 1, 0
+        try:
+            self._core = _shm.Peers(mapping, rank, self.size)
+        except (_shm.Broken, ValueError) as error:
+            raise ConnectionLost(f"the group's memory was refused: {error}") from None
+        self._spin, self._opened, self._lost = spin, 0, ""
+        self._sockets = dict(sockets)
+        self._ranks = {sock.fileno(): peer for peer, sock in sockets.items()}
+        self._gone: set[int] = set()
+        self._poller = select.poll()
+        for sock in sockets.values():
+            sock.setblocking(False)
+            self._poller.register(sock, select.POLLIN)
+
+    def open(self, sizes: Sequence[int]) -> list[memoryview]:
+        self._check()
+        try:
+            views = self._core.open(sizes)
+        except ValueError:
+            raise refuse(sum(sizes), self._core.capacity) from None
+        self._opened = sum(sizes) - sizes[self.rank]
+        return views
+
+    def open_for_all(self, count: int) -> memoryview:
+        self._check()
+        try:
+            view = self._core.open_for_all(count)
+        except ValueError:
+            raise refuse(count, self._core.capacity) from None
+        self._opened = count * (self.size - 1)
+        return view
+
+    def exchange(self) -> list[memoryview]:
+        self._check()
+        for rank in self._core.post():
+            self._ring(rank)
+        self.sent += self._opened
+        try:
+            while not self._core.wait(self._spin):
+                self._sleep()
+            return self._core.take()
+        except _shm.Broken as error:
+            raise ConnectionLost(self._end(str(error))) from None
+        except BaseException:  # a round that one rank breaks off is over for all
+            self._end("a round was broken off")
+            raise
+
+    def close(self) -> None:
+        self._lost = self._lost or "this end of the group is closed"
+        self._core.close()
+        for sock in self._sockets.values():
+            sock.close()
+
+    def _sleep(self) -> None:
+        """Until the round is complete or somebody is gone. May end too early."""
+        self._look_for_death()
+        try:
+            if not self._core.arm():
+                for descriptor, _ in self._poller.poll():
+                    self._hear(descriptor)
+        finally:
+            self._core.disarm()
+
+    def _hear(self, descriptor: int) -> None:
+        """Take the rings from a socket, or see that it has ended."""
+        rank = self._ranks[descriptor]
+        try:
+            if self._sockets[rank].recv(4096):
+                return
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            pass  # reset: as gone as closed
+        self._gone.add(rank)
+        self._poller.unregister(descriptor)
+
+    def _look_for_death(self) -> None:
+        """Raises ConnectionLost if a rank is gone that has not posted. What was posted by then counts."""
+        gone = self._gone.intersection(self._core.missing())
+        if gone:
+            raise ConnectionLost(self._end(f"rank {min(gone)} of the group is gone"))
+
+    def _ring(self, rank: int) -> None:
+        try:
+            self._sockets[rank].send(b"!", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError:
+            pass  # full of rings: it wakes anyway; closed: whoever reads that socket finds out
+
+    def _end(self, why: str) -> str:
+        """The group is over, for this reason or for the first one."""
+        self._lost = self._lost or why
+        self.close()
+        return self._lost
+
+    def _check(self) -> None:
+        if self._lost:
+            raise ConnectionLost(self._lost)

@@ -1,0 +1,204 @@
+"""`moesaic profile` as a person types it."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from moesaic import LLM, cli
+from moesaic.commands.profile import progress
+from moesaic.core.profile import Profile
+from moesaic.models import files
+from moesaic.models.registry import read_spec
+
+TEXTS = {
+    "code": ["def add(a, b):\n    return a + b", "for i in range(10):", "import numpy as np"],
+    "prose": ["Once upon a time there was a king.", "The weather", "It was raining, and nobody came."],
+}
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> list[str]:
+    """A file for each topic."""
+    made = []
+    for topic, texts in TEXTS.items():
+        path = tmp_path / f"{topic}.jsonl"
+        path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+        made.append(str(path))
+    return made
+
+
+def profile(*flags: str) -> int:
+    return cli.main(["profile", "demo", "--threads", "1", *flags])
+
+
+def test_prompts_become_a_profile(
+    prompts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "p.npz"
+    assert profile("--prompts", *prompts, "-o", str(out), "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    made = Profile.load(out)
+    tokenizer = LLM("demo", threads=1).tokenizer
+    encoded = [tokenizer.encode(text) for texts in TEXTS.values() for text in texts]
+    spans = zip(made.routes.starts.tolist(), made.routes.starts[1:].tolist(), strict=False)
+    assert [made.routes.tokens[a:b].tolist() for a, b in spans] == encoded
+    assert made.routes.prompts.tolist() == [len(tokens) for tokens in encoded]
+    assert [made.topics[topic] for topic in made.routes.topics] == ["code"] * 3 + ["prose"] * 3
+    assert made.model == read_spec(files.resolve("demo")).routed.model
+    assert (made.vocab_size, made.num_experts, made.top_k, made.layers) == (4096, 24, 4, tuple(range(6)))
+    assert made.tokens == report["prompt_tokens"] == sum(map(len, encoded))
+    known = np.unique(np.concatenate(encoded))
+    assert made.nearest is not None
+    assert (made.nearest[known] == known).all() and set(made.nearest.tolist()) == set(known.tolist())
+    assert (report["prompts"], report["topics"], report["routes_kept"]) == (6, 2, 6)
+    assert (report["generated_tokens"], report["shortened"], report["not_counted"]) == (0, 0, 0)
+
+
+def test_generated_tokens_and_the_table(
+    prompts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Memory for counts only, a short context."""
+    out = tmp_path / "p.npz"
+    flags = ("--max-tokens", "5", "--max-model-len", "12", "--max-prompts", "2", "--max-memory", "400KB")
+    assert profile("--prompts", *prompts, "-o", str(out), *flags) == 0
+    shown = capsys.readouterr().out
+    made = Profile.load(out)
+    lengths, total = made.routes.prompts, np.diff(made.routes.starts)
+    assert made.routes.requests == 4
+    assert (lengths <= 6).all() and (total <= lengths + 5).all() and (total > lengths).any()
+    assert f"{lengths.sum()} / {(total - lengths).sum()}" in shown
+    for line in ("6, 24, 4", "4 / 2", "prompts with routes kept", "cut to the context length"):
+        assert line in shown
+
+
+def test_the_same_command_gives_the_same_profile(prompts: list[str], tmp_path: Path) -> None:
+    made = []
+    for name in ("a.npz", "b.npz"):
+        assert profile("--prompts", prompts[0], "-o", str(tmp_path / name), "--max-tokens", "3") == 0
+        made.append(Profile.load(tmp_path / name))
+    assert (made[0].routes.tokens == made[1].routes.tokens).all()
+    assert (made[0].routes.experts == made[1].routes.experts).all()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("-o x.npz", "--prompts: got nothing"),
+        ("--prompts nowhere.jsonl -o x.npz", "--prompts: got 'nowhere.jsonl'; allowed: an existing"),
+        ("--prompts {} ", "--output-file: got nothing"),
+        (
+            "--prompts {} -o no/such/folder/x.npz",
+            "--output-file: got 'no/such/folder/x.npz'; allowed: a file",
+        ),
+        ("--prompts {} -o x.npz --max-tokens -1", "--max-tokens: got -1; allowed: an integer of at least 0"),
+        ("--prompts {} -o x.npz --max-prompts 0", "--max-prompts: got 0; allowed: an integer of at least 1"),
+        ("--prompts {} -o x.npz --max-memory much", "--max-memory: got 'much'; allowed: a positive size"),
+        ("--prompts {} -o x.npz --max-tokens 5000", "--max-tokens: got 5000; allowed: at most 2046"),
+    ],
+)
+def test_mistakes_are_one_line(
+    prompts: list[str],
+    tmp_path: Path,
+    flags: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert profile(*flags.format(prompts[0]).split()) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err
+    assert not (tmp_path / "x.npz").exists()
+
+
+def test_progress_where_nobody_sees_a_bar() -> None:
+    now = [0.0]
+    written = io.StringIO()
+    console = Console(file=written, width=200)
+    with progress(console, lambda: now[0]) as show:
+        show("loading", 0, 0)
+        show("tokens", 0, 1000)
+        for now[0], done in ((10.0, 100), (40.0, 400), (50.0, 500), (80.0, 800)):
+            show("tokens", done, 1000)
+    assert written.getvalue().splitlines() == [
+        "tokens: 400/1000, 10 tok/s, 60 s left",
+        "tokens: 800/1000, 10 tok/s, 20 s left",
+    ]
+
+
+def test_progress_as_a_bar() -> None:
+    written = io.StringIO()
+    console = Console(file=written, width=100, force_terminal=True)
+    now = [0.0]
+    with progress(console, lambda: now[0]) as show:
+        show("tokens", 0, 1000)
+        now[0] = 10.0
+        show("tokens", 500, 1000)
+    shown = written.getvalue()
+    assert "tokens" in shown and "50 tok/s" in shown
+
+
+def test_help_names_both_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["profile", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--prompts" in shown and "--max-memory" in shown and " show " in shown
+    assert "--empty-prompts" not in shown
+    assert cli.main(["profile", "show", "--help"]) == 0
+    assert "FILE" in capsys.readouterr().out
+
+
+def test_the_statistics_of_what_was_recorded(
+    prompts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "p.npz"
+    assert profile("--prompts", *prompts, "-o", str(out)) == 0
+    capsys.readouterr()
+    assert cli.main(["profile", "show", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["topics"] == ["code", "prose"]
+
+
+@pytest.mark.slow
+def test_what_is_served_is_recorded(tmp_path: Path) -> None:
+    out = tmp_path / "live.npz"
+    flags = ("--port", "0", "--threads", "1", "--max-model-len", "256", "--attention-workers", "2")
+    record = ("--record-routing", str(out), "--record-routing-share", "1")
+    command = [sys.executable, "-m", "moesaic", "serve", "demo", *flags, *record]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        line = next(line for line in process.stdout if line.startswith("Serving "))
+        [url] = re.findall(r"http\S+", line)
+        for count in (3, 5):
+            body = {"model": "demo", "prompt": [7] * 20, "max_tokens": count, "ignore_eos": True}
+            request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
+            request.add_header("Content-Type", "application/json")
+            urllib.request.urlopen(request, timeout=60).close()
+        process.send_signal(signal.SIGTERM)
+        err = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+        process.communicate()
+    assert err == f"moesaic: the routing is in {out}: look at it with moesaic profile show {out}\n"
+    made = Profile.load(out)
+    assert sorted(np.diff(made.routes.starts).tolist())[-1] in (22, 24)
+    assert set(np.diff(made.routes.starts) - made.routes.prompts) == {2, 4}
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_live_profile_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "nowhere" / "p.npz"
+    assert cli.main(["serve", "demo", "--port", "0", "--record-routing", str(file)]) == 2
+    told = f"--record-routing: got '{file}'; allowed: a file to write into (No such file or directory)\n"
+    assert capsys.readouterr().err == f"moesaic: {told}"

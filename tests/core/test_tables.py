@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moesaic.core.errors import ConfigError
+from moesaic.core.placement import Placement
+from moesaic.core.tables import SCHEMA, Tables
+
+
+def tables() -> Tables:
+    """Three token ids, layers 1 and 2 of two experts, two ranks, k = 1."""
+    return Tables(
+        model="toy-1",
+        layers=(1, 2),
+        experts=np.array([[0, 1], [1, 0]], dtype=np.int16),
+        scores=np.array([[2, 0], [0.5, 1.5], [1, 1]], dtype=np.float32),
+        labels=np.array([[0, 0], [1, 1], [0, 1]], dtype=np.int16),
+        confidence=np.array([[1, 1], [0.75, 0.75], [0.5, 0.5]], dtype=np.float16),
+        after=np.array([[0, 0, 0, 0], [0, 1, 0, 1]], dtype=np.int16),
+        after_confidence=np.zeros((2, 4), dtype=np.float16),
+    )
+
+
+PLACEMENT = Placement(0, 2, {1: {0: [0], 1: [1]}, 2: {0: [1], 1: [0]}}, "toy-1")
+
+
+def test_worked_example() -> None:
+    made = tables()
+    assert (made.ranks, made.vocab_size) == (2, 3)
+    assert made.request_scores([0, 1, 1]).tolist() == [3.0, 3.0]
+    assert made.request_scores([]).tolist() == [0.0, 0.0]
+    assert made.nbytes == 8 + 24 + 12 + 12 + 16 + 16
+
+
+def test_a_long_prompt_is_summed_exactly() -> None:
+    """In float32 2^24 + 1 is 2^24."""
+    made = replace(tables(), scores=np.array([[2.0**24, 0], [1, 1], [0, 0]], dtype=np.float32))
+    assert made.request_scores([0, 1, 1, 1]).tolist() == [2.0**24 + 3, 3.0]
+
+
+def test_megabytes_for_the_largest_models() -> None:
+    """DeepSeek-V2's size, on 8 ranks: the paper's 11.7 MiB of labels, as much of confidence, and scores."""
+    vocab_size, layers, ranks = 102_400, 60, 8
+    made = Tables(
+        "deepseek_v2",
+        tuple(range(layers)),
+        np.zeros((layers, 160), dtype=np.int16),
+        np.zeros((vocab_size, ranks), dtype=np.float32),
+        np.zeros((vocab_size, layers), dtype=np.int16),
+        np.zeros((vocab_size, layers), dtype=np.float16),
+        np.zeros((layers, ranks**2), dtype=np.int16),
+        np.zeros((layers, ranks**2), dtype=np.float16),
+    )
+    assert made.labels.nbytes / 2**20 == pytest.approx(11.72, abs=0.01)
+    assert made.nbytes < 27 * 2**20
+
+
+def test_file(tmp_path: Path) -> None:
+    made = tables()
+    made.save(tmp_path / "t.npz")
+    read = Tables.load(tmp_path / "t.npz")
+    assert (read.model, read.layers) == ("toy-1", (1, 2))
+    for name in ("experts", "scores", "labels", "confidence", "after", "after_confidence"):
+        one, other = getattr(made, name), getattr(read, name)
+        assert one.dtype == other.dtype and np.array_equal(one, other), name
+    assert [path.name for path in tmp_path.iterdir()] == ["t.npz"]
+
+
+def test_placement_fits() -> None:
+    tables().check(PLACEMENT, "t.npz")
+    copies = {1: {0: [0, 1], 1: [0, 1]}, 2: {0: [1], 1: [0, 1]}}
+    tables().check(Placement(3, 2, copies, "toy-1"), "t.npz")
+
+
+@pytest.mark.parametrize(
+    ("placement", "words"),
+    [
+        (Placement(0, 2, PLACEMENT.held, "toy-2"), "t.npz: model: got 'toy-1'; .*'toy-2'"),
+        (Placement(0, 3, PLACEMENT.held, "toy-1"), "t.npz: experts: got 2; .*3"),
+        (
+            Placement(0, 2, {1: {0: [0], 1: [1]}, 2: {0: [0], 1: [1]}}, "toy-1"),
+            "rank of expert 0 in layer 2: got 1; allowed: the placement's, 0$",
+        ),
+    ],
+)
+def test_placement_of_something_else(placement: Placement, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        tables().check(placement, "t.npz")
+
+
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"schema": SCHEMA + 1}, "schema 2, this version reads 1"),
+    ({"labels": None}, "it has no 'labels'"),
+    ({"labels": np.full((3, 2), 2, dtype=np.int16)}, "do not fit"),
+    ({"labels": np.full((3, 2), -1, dtype=np.int16)}, "do not fit"),
+    ({"labels": np.zeros((2, 2), dtype=np.int16)}, "do not fit"),
+    ({"confidence": np.zeros((3, 3), dtype=np.float16)}, "do not fit"),
+    ({"after": np.zeros((2, 9), dtype=np.int16)}, "do not fit"),
+    ({"after_confidence": np.zeros((1, 4), dtype=np.float16)}, "do not fit"),
+    ({"experts": np.zeros((3, 2), dtype=np.int16)}, "do not fit"),
+    ({"layers": 1}, "not tables of tokens"),
+    ({"scores": np.zeros(3, dtype=np.float32)}, "not tables of tokens"),
+    ({"scores": np.full((3, 2), np.nan, dtype=np.float32)}, "do not fit"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), CHANGES)
+def test_damaged_file(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    path = tmp_path / "t.npz"
+    tables().save(path)
+    with np.load(path) as archive:
+        arrays = {name: archive[name] for name in archive.files} | change
+    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
+    with pytest.raises(ConfigError, match=words) as caught:
+        Tables.load(path)
+    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+
+
+def test_no_file_or_another_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        Tables.load(tmp_path / "missing.npz")
+    for content in (b"", b"PK\x03\x04 not a zip", b"hello"):
+        (tmp_path / "t.npz").write_bytes(content)
+        with pytest.raises(ConfigError, match="not tables of tokens"):
+            Tables.load(tmp_path / "t.npz")
+
+
+def test_half_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "t.npz"
+    tables().save(path)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ConfigError, match="not tables of tokens"):
+        Tables.load(path)

@@ -1,0 +1,1 @@
+"""Solvers that place experts and tokens together."""

@@ -1,0 +1,195 @@
+"""Rows on their way from workers to a profile, without their processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moesaic.core.errors import ConfigError
+from moesaic.core.profile import Profile
+from moesaic.core.routing import RoutedModel, Rows, ending
+from moesaic.trace import routing
+from moesaic.trace.options import RecordConfig
+from moesaic.trace.parts import folder_of, part_of
+from moesaic.trace.routing import Collector, RowFile, recording
+
+MODEL = RoutedModel("moe-x", 100, 9, 2, (1, 3))
+
+
+def rows(request: int, *positions: int) -> Rows:
+    made = np.zeros(len(positions), MODEL.row)
+    made["request"], made["position"], made["token"] = request + 1, positions, positions
+    made["experts"] = [[0, 1], [1, 2]]
+    return made
+
+
+def whole(request: int, length: int) -> Rows:
+    """A request from beginning to end."""
+    return np.concatenate([rows(request, *range(length)), ending(MODEL, request, length)])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "p.npz"
+    folder_of(path).mkdir()
+    return path
+
+
+def worker(file: Path, number: int = 0, incarnation: int = 1) -> RowFile:
+    part = part_of(str(file), f"attention worker {number}", incarnation)
+    assert part is not None
+    return RowFile(Path(part), MODEL)
+
+
+def tokens(file: Path) -> list[int]:
+    return sorted(np.diff(Profile.load(file).routes.starts).tolist())
+
+
+def test_two_workers_become_one_profile(file: Path) -> None:
+    """Their requests have ids of one engine: after a death the same id comes from both."""
+    first, second = worker(file, 0), worker(file, 1)
+    collector = Collector(file, 1 << 20)
+    first(whole(0, 3))
+    first(rows(5, *range(8)))
+    second(whole(1, 4))
+    collector.collect()
+    collector.save()
+    assert tokens(file) == [3, 4]
+    second(whole(5, 6))
+    collector.collect()
+    collector.save(last=True)
+    assert tokens(file) == [3, 4, 6]
+    profile = Profile.load(file)
+    assert (profile.model, profile.layers, profile.num_experts) == ("moe-x", (1, 3), 9)
+    assert profile.tokens == 13
+
+
+def test_files_that_were_read_are_removed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "WINDOW", 10 * MODEL.row.itemsize)
+    sink, collector = worker(file), Collector(file, 1 << 20)
+    for request in range(7):
+        sink(whole(request, 6))  # with their ends 49 records: four files and most of a fifth
+        if request == 3:
+            collector.collect()
+    assert len(list(folder_of(file).glob("*.rows"))) == 3
+    collector.collect()
+    assert [path.name for path in folder_of(file).glob("*.rows")] == ["attention-worker-0.1.000004.rows"]
+    collector.save()
+    assert tokens(file) == [6] * 7
+
+
+def test_more_rows_than_a_file_holds_at_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "WINDOW", 10 * MODEL.row.itemsize)
+    sink, collector = worker(file), Collector(file, 1 << 20)
+    sink(whole(0, 34))
+    collector.collect()
+    collector.save()
+    assert tokens(file) == [34]
+
+
+def test_a_file_that_is_being_made_is_left_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "WINDOW", 10 * MODEL.row.itemsize)
+    sink, collector = worker(file), Collector(file, 1 << 20)
+    sink(rows(0, *range(10)))
+    following = folder_of(file) / "attention-worker-0.1.000001.rows"
+    made = following.read_bytes()
+    os.truncate(following, 3)
+    collector.collect()
+    following.write_bytes(made)
+    assert following.is_file()
+    sink._window = np.asarray(np.memmap(following, MODEL.row, mode="r+"))
+    sink(ending(MODEL, 0, 10))
+    collector.collect()
+    collector.save()
+    assert tokens(file) == [10]
+
+
+def test_nothing_new_is_not_written_again(file: Path) -> None:
+    sink, collector = worker(file), Collector(file, 1 << 20)
+    sink(whole(0, 3))
+    collector.collect()
+    collector.save()
+    before = file.stat().st_mtime_ns
+    collector.collect()
+    collector.save()
+    assert file.stat().st_mtime_ns == before
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_worker(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(routing, "WINDOW", 10 * MODEL.row.itemsize)
+    sink = worker(file)
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr(os, "write", full)
+        sink(whole(0, 25))
+    assert "No space left on device; this worker's routing ends here" in caplog.text
+    sink(whole(1, 25))
+    collector = Collector(file, 1 << 20)
+    collector.collect()
+    collector.save()
+    assert not file.is_file()
+
+
+def test_the_profile_is_brought_up_to_date_and_at_last_whole(tmp_path: Path) -> None:
+    file = tmp_path / "p.npz"
+    file.write_bytes(b"of the last run")
+    with recording(RecordConfig(str(file), 1.0), interval=0.05):
+        assert folder_of(file).stat().st_mode & 0o777 == 0o700
+        sink = worker(file)
+        sink(whole(0, 3))
+        until = time.monotonic() + 30
+        while file.read_bytes() == b"of the last run":
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert tokens(file) == [3]
+        sink(whole(1, 4))
+        sink(rows(2, 0))  # never ends
+    assert tokens(file) == [3, 4]
+    assert [path.name for path in tmp_path.iterdir()] == ["p.npz"]
+
+
+def test_where_nothing_was_recorded_there_is_no_file(tmp_path: Path) -> None:
+    with recording(RecordConfig(str(tmp_path / "p.npz"))):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    with recording(RecordConfig()):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_run_left_is_cleared(file: Path) -> None:
+    worker(file)(whole(0, 3))
+    with recording(RecordConfig(str(file))):
+        assert list(folder_of(file).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"record_routing_share": 0.0}, "--record-routing-share: got 0.0; allowed: a number above 0"),
+        ({"record_routing_share": 1.5}, "--record-routing-share: got 1.5; allowed: a number above 0"),
+        ({"record_routing_memory": "much"}, "--record-routing-memory: got 'much'; allowed: a positive size"),
+    ],
+)
+def test_bad_settings(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        RecordConfig("p.npz", **settings)  # type: ignore[arg-type]
+    assert message in str(raised.value)
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"--record-routing: got .*allowed: a file to write into"),
+        recording(RecordConfig(str(tmp_path / "nowhere" / "p.npz"))),
+    ):
+        raise AssertionError("it began")
