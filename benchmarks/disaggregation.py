@@ -3,7 +3,7 @@
     python benchmarks/disaggregation.py one /tmp/qwen             a worker and a server against one process
     python benchmarks/disaggregation.py colocated                 two ranks, by schedule and skew
     python benchmarks/disaggregation.py kill demo --svg kill.svg  tokens/s while an expert server is killed
-    python benchmarks/disaggregation.py queues demo               arrivals near saturation, by queue policy
+    python benchmarks/disaggregation.py queues demo --svg q.svg   arrivals near saturation, by queue policy
 
 Shown are medians of interleaved rounds: what is compared takes turns, and stays loaded meanwhile. Every
 process of a cluster has one thread, in `one` --threads. --quick: a look at whether it works. Checkpoints come
@@ -45,7 +45,7 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2))
     if getattr(arguments, "svg", None):
-        Path(arguments.svg).write_text(kill.picture(found, arguments))
+        Path(arguments.svg).write_text(part.picture(found, arguments))
 
 
 if __name__ == "__main__":

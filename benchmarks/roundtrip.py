@@ -227,7 +227,7 @@ def show(found: list[dict[str, Any]], options: argparse.Namespace) -> None:
         table.add_column(f"B = {batch}", justify="right")
     for transport, rows in itertools.groupby(found, key=lambda row: row["transport"]):
         table.add_row(transport, *[cell(row, options.rounds) for row in rows])
-    Console(width=max(100, Console().width)).print(table)
+    Console(width=max(120, Console().width)).print(table)
 
 
 def cell(row: dict[str, Any], rounds: int) -> str:

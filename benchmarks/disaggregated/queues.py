@@ -1,4 +1,4 @@
-"""`queues`: requests arrive near saturation; input and output rate and queues over time, by queue policy."""
+"""`queues`: requests arrive near saturation; rates, and queues by layer over time, by queue policy."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from disaggregated.serving import Served, percentile, random_prompts, serving
+from disaggregated import depths, heatmap
+from disaggregated.serving import Served, layout_of, percentile, random_prompts, serving, temporary
 from moesaic.config import ClusterConfig
 
 POLICIES = ("defrag", "mtfs", "flfs")
@@ -36,12 +38,17 @@ class Watched:
     """Requests that no step has taken up."""
     waiting_pairs: list[int] = field(default_factory=list)
     """At all expert servers."""
+    depths: list[list[float]] = field(default_factory=list)
+    """[each SAMPLE seconds][place] rows that wait in the attention workers; the last place is the sampler."""
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each policy and round. All policies get the same arrivals."""
     rows = []
+    names = [*(str(layer) for layer in layout_of(arguments.model).layers), "sampler"]
     with ExitStack() as stack, Progress(console=Console(stderr=True)) as progress:
+        folder = Path(stack.enter_context(temporary()))
+        stack.enter_context(depths.sampled(folder))
         shape = ClusterConfig(
             attention_workers=arguments.attention_workers,
             expert_servers=arguments.expert_servers,
@@ -61,8 +68,9 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         rate = arguments.rate or arguments.load * statistics.median(rates)
         for turn in range(arguments.rounds):
             for engine in engines:
-                watched, gaps = one_run(engine, arguments, rate, turn)
-                rows.append({"policy": engine.name, "round": turn} | evaluate(watched, gaps, rate))
+                watched, gaps = one_run(engine, arguments, rate, turn, folder)
+                row = {"policy": engine.name, "round": turn, "places": names}
+                rows.append(row | evaluate(watched, gaps, rate))
                 progress.advance(task)
     return rows
 
@@ -75,9 +83,12 @@ def _saturation(engine: Served, arguments: argparse.Namespace) -> float:
 
 
 def one_run(
-    engine: Served, arguments: argparse.Namespace, rate: float, seed: int
+    engine: Served, arguments: argparse.Namespace, rate: float, seed: int, folder: Path
 ) -> tuple[Watched, list[float]]:
-    """Poisson arrivals for `arguments.seconds`. Returns the looks, and the gaps between tokens, ascending."""
+    """Poisson arrivals for `arguments.seconds`. Returns the looks, and the gaps between tokens, ascending.
+
+    folder: where the attention workers write how deep their queues are.
+    """
     rng = random.Random(seed)
     prompts = iter(random_prompts(100_000, arguments.prompt_len, 1000, seed))
     engine.times.clear()
@@ -96,6 +107,9 @@ def one_run(
     engine.open.clear()
     gaps = sorted(b - a for one in engine.times.values() for a, b in pairwise(one))
     _drain(engine)
+    workers = [engine.pid(f"attention worker {number}") for number in range(arguments.attention_workers)]
+    samples = [depths.read(folder, worker) for worker in workers]
+    watched.depths = depths.binned(samples, started, arguments.seconds, SAMPLE)
     return watched, gaps
 
 
@@ -119,6 +133,8 @@ def evaluate(watched: Watched, gaps: list[float], rate: float) -> dict[str, Any]
     """Rates over the second half, when the queues are filled; requests/s."""
     half = len(watched.seconds) // 2
     span = watched.seconds[-1] - watched.seconds[half]
+    late = watched.depths[len(watched.depths) // 2 :]
+    by_place = [statistics.fmean(column) for column in zip(*late, strict=True)]
 
     def over_time(counts: list[int]) -> float:
         return (counts[-1] - counts[half]) / span
@@ -131,6 +147,8 @@ def evaluate(watched: Watched, gaps: list[float], rate: float) -> dict[str, Any]
         "running": statistics.fmean(watched.running[half:]),
         "waiting": statistics.fmean(watched.waiting[half:]),
         "waiting_pairs": statistics.fmean(watched.waiting_pairs[half:]),
+        "waiting_rows": sum(by_place),
+        "waiting_rows_by_place": by_place,
         "itl_p50": percentile(gaps, 0.5),
         "itl_p99": percentile(gaps, 0.99),
         "over_time": vars(watched),
@@ -139,7 +157,15 @@ def evaluate(watched: Watched, gaps: list[float], rate: float) -> dict[str, Any]
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     table = Table(title="Poisson arrivals near saturation, second half of each run, medians of the rounds")
-    columns = ("input req/s", "output req/s", "open at end", "running", "waiting", "pairs waiting")
+    columns = (
+        "input req/s",
+        "output req/s",
+        "open at end",
+        "running",
+        "waiting",
+        "rows ready",
+        "pairs waiting",
+    )
     table.add_column("policy")
     for column in (*columns, "ITL p50 ms", "p99 ms"):
         table.add_column(column, justify="right")
@@ -159,10 +185,25 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
                 f"{middle['output_per_s']:.2f}",
                 f"{middle['open_at_end']:.0f}",
             ),
-            *(f"{middle['running']:.1f}", f"{middle['waiting']:.1f}", f"{middle['waiting_pairs']:.0f}"),
+            *(f"{middle['running']:.1f}", f"{middle['waiting']:.1f}"),
+            *(f"{middle['waiting_rows']:.1f}", f"{middle['waiting_pairs']:.0f}"),
             *(f"{1e3 * middle['itl_p50']:.0f}", f"{1e3 * middle['itl_p99']:.0f}"),
         )
     console.print(table)
+
+
+def picture(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
+    """How many rows wait at each place over the last round, a panel for each policy."""
+    last = [row for row in rows if row["round"] == rows[-1]["round"]]
+    panels = [
+        heatmap.Panel(
+            f"{row['policy']}: {row['input_per_s']:.1f} requests/s in, {row['output_per_s']:.1f} out",
+            row["over_time"]["depths"],
+        )
+        for row in last
+    ]
+    title = "rows that wait in the attention workers, by layer"
+    return heatmap.draw(panels, last[0]["places"], arguments.seconds, title, "seconds", "rows")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -175,6 +216,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-len", type=int, default=16)
     parser.add_argument("--gen-len", type=int, default=24, help="mean; lengths are uniform from 1 on")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--svg", help="draw the queues by layer over time into this file")
 
 
 def quick(arguments: argparse.Namespace) -> None:

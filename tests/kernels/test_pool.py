@@ -137,3 +137,21 @@ while any(thread.is_alive() for thread in several):
         kernels.set_threads(count, False)
 assert not wrong
 """)
+
+
+def test_attention_may_come_before_the_number_of_threads_is_set() -> None:
+    """Work too small for two threads asks for memory of one and for no pool."""
+    script = """
+import torch
+from tests.kernels.paged import cache, tokens
+from moesaic.kernels import table
+from moesaic.kernels.batch import AttentionBatch
+
+batch = AttentionBatch.build(tokens([1], [5], block_size=8), 8)
+query, keys, values = torch.randn(1, 2, 16), cache(8, 2, 16), cache(8, 2, 16)
+found = table.pick("cpu").paged_attention(query, keys, values, batch, 0.3, None)
+wanted = table.pick("cpu", "reference").paged_attention(query, keys, values, batch, 0.3, None)
+torch.testing.assert_close(found, wanted)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr or done.returncode

@@ -117,7 +117,8 @@ def _centred(choices: FloatArray) -> npt.NDArray[np.float32]:
 
 def _one_hot(numbers: IntArray) -> FloatArray:
     """[..., R] -> [..., R, R]: 1 at (cluster, its number)."""
-    return np.eye(numbers.shape[-1])[numbers]
+    found: FloatArray = np.eye(numbers.shape[-1])[numbers]
+    return found
 
 
 def _begun(overlap: FloatArray, start: int) -> IntArray:

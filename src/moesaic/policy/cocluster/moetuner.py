@@ -16,7 +16,7 @@ layer's map given its neighbours' is a bottleneck assignment, which bisection an
 exactly: each in turn takes its best one, among equals the one with the fewest moves between ranks, until the
 maximum over all layers and then the sum sink no further.
 
-A search ends after a number of nodes, which is the same on every machine; a limit in seconds stands behind it.
+A search ends after a number of nodes, which is the same on every machine; a limit in seconds stands behind.
 Where that leaves no answer, or a worse one than packing by load finds, packing's is taken; `notes` names the
 layers whose loads were not shown to be within the gap.
 """

@@ -2,7 +2,7 @@
 
  1. Requests are clustered by the experts they choose.
  2. Experts of each layer, heaviest first, go to the rank with the best score that has room: experts there
-    that the same tokens choose, requests there that choose it, minus the rank's load. Then pairs are exchanged.
+    that the same tokens choose, requests there that choose it, minus the rank's load. Then pairs swap.
  3. Requests, longest first, go to the rank with the best score that has room: requests there that are alike,
     experts there that it chooses, over all layers.
  4. 2 and 3 are repeated; the round with the least load of the fullest rank plus remote choices is kept.

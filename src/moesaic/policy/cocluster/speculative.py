@@ -8,15 +8,17 @@ the choices that stay on their token's rank, and moves p towards the best 20 %. 
 
 Where the text is silent or doesn't carry:
 
- - *Tokens follow the experts of their draw.* As printed, each token has a p of its own and is drawn apart from the
-   experts: 100,000 labels that say nothing about each other drown what one expert's move is worth, and the best
-   20 % are the luckiest. Here p of a token is the share of its choices on each rank, summed over p of the
-   experts, and in a draw it goes to the open rank where most of its choices are. Its confidence is that share.
- - *It starts from a good point.* The uniform p of the text is the same under any renumbering of the ranks: the
-   first elites disagree about numbers, not about clusters, and average out. We start from pairs of experts that
-   tokens choose together, exchanged until no exchange gains, and let p stray from there.
- - *The best draw so far counts among the elite*, so the result is never worse than any draw.
- - K, the number of steps and the smoothing of p are not given; ours are below.
+ - *Tokens follow the experts of their draw.* As printed each token has a p of its own and is drawn apart from
+   the experts. 100,000 labels that say nothing about each other drown what one expert's move is worth: the
+   elite are the luckiest, and p of the tokens drifts. Here p of a token is the share of its choices on each
+   rank, which is the sum of p over the experts it chooses; in a draw it goes to the open rank with most of its
+   choices. Its label is where that share is largest, its confidence is the share.
+ - *It starts from a good point.* A uniform p, as printed, is the same under any renumbering of the ranks, so
+   draws first have to agree on numbers, and it settles too early. We start from experts that the same tokens
+   choose, exchanged in pairs until none gains, and let p stray from there.
+ - *The best draw so far is always among the elite*, so the answer is the best that was drawn.
+ - K, the number of steps and the smoothing of p are not given; ours are in `Search`. It ends early once p is
+   settled.
 """
 
 from __future__ import annotations
@@ -56,15 +58,17 @@ class Search:
     restarts: int = 16
     """Random starts of the exchanges, of which the best one is the start."""
     balance: float = 0.5
-    """What the squares of the ranks' loads, 1 when all are alike, cost there; pairs on one rank are worth 0 to 1."""
-    heads: int = 4096
+    """What the mean square of the ranks' loads costs there; pairs on one rank are worth 0 to 1."""
+    settled: float = 0.95
+    """Likelihood of every expert's likeliest rank at which it ends."""
+    heads: int = 2048
     """Token ids that count each for itself; rarer ones with the same favourite expert count together."""
-    blocks: int = 50
+    blocks: int = 20
     """How often a rank's load is looked at while it fills."""
 
 
 def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Clusters:
-    """Cluster each layer by cross-entropy, then number them alike. Raises ConfigError: `ranks` not in 1 .. E."""
+    """Each layer alone, then numbered alike. Raises ConfigError where `ranks` is not in 1 .. experts."""
     rooms(profile.num_experts, ranks)
     layers = len(profile.counts)
     found = np.zeros((layers, profile.num_experts), dtype=np.int64)
@@ -95,6 +99,8 @@ def search(rows: RowArray, ranks: int, rng: np.random.Generator, settings: Searc
             best, best_score = drawn[order[0]], float(score[order[0]])
         chosen = np.concatenate([drawn[order], best[None]])
         p += settings.smoothing * (np.eye(ranks)[chosen].mean(axis=0) - p)
+        if p.max(axis=1).min() > settings.settled:
+            break
     return best
 
 

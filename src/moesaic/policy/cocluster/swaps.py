@@ -32,7 +32,7 @@ class Affinity:
     """[E] load of an expert; a rank's load costs its square."""
 
     def value(self, labels: IntArray) -> float:
-        """Sum of the pairs on one rank and of each expert's worth there, minus squares of the ranks' loads."""
+        """Pairs on one rank, plus each expert's worth on its rank, minus squares of the ranks' loads."""
         same = labels[:, None] == labels
         pairs = (self.pairs * same).sum() - np.diagonal(self.pairs).sum()
         carried = np.bincount(labels, weights=self.loads, minlength=self.ranks.shape[1])

@@ -230,6 +230,9 @@ void configure(int threads, bool pin) {
 
 float* scratch(Slot slot, int64_t floats) { return memories[slot].room(floats); }
 
-float* worker_scratch(int worker, int64_t floats) { return worker_memories[size_t(worker)].room(floats); }
+float* worker_scratch(int worker, int64_t floats) {
+    if (worker_memories.empty()) pool();  // small work runs without asking for the pool
+    return worker_memories[size_t(worker)].room(floats);
+}
 
 }  // namespace moesaic

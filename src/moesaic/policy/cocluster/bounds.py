@@ -1,0 +1,252 @@
+"""How local placement can get at all: the optimum of small layers, an upper bound of large ones.
+
+Both are about given counts, each token id on its best rank, and placements that give each rank E / R experts,
+give or take one. On other tokens the rate is lower for every placement, so the bound holds there as well for
+whoever places by these counts and falls short of it further.
+
+`exact` is an integer program (HiGHS). Its linear relaxation says nothing, since it may put 1 / R of everything
+everywhere, so it is for a dozen experts and a few hundred token ids.
+
+`upper_bound` is a semidefinite relaxation, solved from its dual side. Let x_r in {0, 1}^E be the experts of rank r,
+s = E / R of them (where R doesn't divide E, experts that nobody chooses fill up), and U = sum_r x_r x_r', which
+is 1 where two experts share a rank. A token with choices w has max_r w . x_r local ones, and for any t, any c > 0
+and any l >= 0
+
+    w . x_r  <=  t + (w + l - t / s) . x_r  <=  t + c / 2 + z' U z / (2 c),    z = w + l - t / s,
+
+with equality at the best ones where U is a placement. Summed over tokens that is a constant plus <C, U>. Of all
+U two things are kept, that its eigenvalues are s, once along (1 .. 1), and R - 1 others of at most s (the
+relaxation of Donath and Hoffman 1973), and that its rows have a 1 on the diagonal and s - 1 more at most 1 each,
+and a matrix of multipliers Y splits <C, U> between the two:
+
+    <C - Y, U>  <=  s / E * sum(C - Y) + s * (R - 1 largest eigenvalues across (1 .. 1))
+    <Y, U>      <=  sum_e Y_ee + the s - 1 largest others of row e.
+
+Any t, c, l, Y give a bound, so it needs no convergence to be true; ADMM makes it small. With a cap on the ranks' loads
+(as `ours` has) a multiplier b_e >= 0 for each expert adds b_e * (cap - sum_f load_f U_ef).
+
+How loose it is: exact optima of small layers with noise lie up to 5 % below it, and at 64 experts the best
+placements that we know lie 2 to 10 % below it. Which part of that is the bound's, nobody knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import block_array, csr_array, eye_array, kron
+
+from moesaic.core.profile import Counts, Profile
+from moesaic.core.tokens import IntArray
+from moesaic.policy.cocluster.ours import chosen, dense
+from moesaic.policy.cocluster.solver import rooms
+
+FloatArray = npt.NDArray[np.float64]
+
+SAMPLE = 1024
+"""Frequent token ids, and as many rarer ones, by which U and the multipliers are found."""
+CHUNK = 8192
+"""Token ids at a time where all are summed up: bounds memory."""
+TINY = 1e-12
+BALANCE, GROWTH = 10.0, 1.5
+"""ADMM's penalty changes by this factor where one residual is so many times the other."""
+
+
+def exact(counts: Counts, num_experts: int, ranks: int) -> tuple[float, IntArray]:
+    """The best local activation rate of a small layer, and ranks [E] that reach it.
+
+    Raises ConfigError where `ranks` is not in 1 .. num_experts.
+    Example: token ids that choose experts 0 and 2 or 1 and 3, on 2 ranks -> 1.0, (0, 1, 0, 1).
+    """
+    room = rooms(num_experts, ranks)
+    rows = dense(counts, num_experts).astype(np.float64)
+    tokens, size = len(rows), rows.sum(axis=1)
+    if not tokens:
+        return 1.0, np.repeat(np.arange(ranks), room)
+    # variables: x [E, R] expert on rank, y [t, R] token on rank, z [t, R] its local choices there
+    width = np.array([num_experts, tokens, tokens]) * ranks
+    each = eye_array(ranks)
+    z_is_chosen = [None, kron(csr_array(-np.diag(size)), each), eye_array(tokens * ranks)]
+    z_is_there = [kron(csr_array(-rows), each), None, eye_array(tokens * ranks)]
+    one_rank = [kron(eye_array(num_experts), np.ones((1, ranks))), None, None]
+    one_each = [None, kron(eye_array(tokens), np.ones((1, ranks))), None]
+    held = [kron(np.ones((1, num_experts)), each), None, None]
+    blocks = block_array([z_is_chosen, z_is_there, one_rank, one_each, held], format="csr")
+    low = [np.full(2 * tokens * ranks, -np.inf), np.ones(num_experts + tokens), np.full(ranks, room.min())]
+    high = [np.zeros(2 * tokens * ranks), np.ones(num_experts + tokens), np.full(ranks, room.max())]
+    most = np.ones(width.sum())
+    most[: width[0]] = np.tril(np.ones((num_experts, ranks))).ravel()  # expert e on ranks 0 .. e: no mirrors
+    most[width[:2].sum() :] = np.inf
+    found = milp(
+        np.repeat([0.0, 0.0, -1.0], width),
+        constraints=LinearConstraint(blocks, np.concatenate(low), np.concatenate(high)),
+        integrality=np.repeat([1, 0, 0], width),
+        bounds=Bounds(0.0, most),
+        options={"mip_rel_gap": 0.0},
+    )
+    labels = found.x[: width[0]].reshape(num_experts, ranks).argmax(axis=1)
+    return float(-found.fun / size.sum()), labels
+
+
+def upper_bound(
+    profile: Profile,
+    ranks: int,
+    rounds: int = 100,
+    most: float | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> FloatArray:
+    """[layers] no placement's token-level local activation rate on the profile's own counts is above.
+
+    rounds: more take longer and bring it down. most: for placements whose ranks carry at most so many times the
+    mean load; None: for all placements. Raises ConfigError where `ranks` is not in 1 .. experts.
+    """
+    rooms(profile.num_experts, ranks)
+    found = np.ones(len(profile.counts))
+    for layer, counts in enumerate(profile.counts):
+        if ranks > 1 and len(counts.experts):
+            found[layer] = bound(dense(counts, profile.num_experts).astype(np.float64), ranks, rounds, most)
+        if progress is not None:
+            progress(layer + 1, len(found))
+    return found
+
+
+def bound(rows: FloatArray, ranks: int, rounds: int, most: float | None = None) -> float:
+    """The same for one layer's counts [t, E]."""
+    rows = np.pad(rows, ((0, 0), (0, -rows.shape[1] % ranks)))
+    rows /= rows.sum()
+    size = rows.shape[1] // ranks
+    simple = float(np.sort(rows, axis=1)[:, -size:].sum())  # each token's own best experts, all on one rank
+    if size == 1:
+        return simple
+    relaxed = _Relaxation(rows.sum(axis=0), ranks, np.inf if most is None else most / ranks)
+    some = chosen(rows.astype(np.float32), SAMPLE, SAMPLE, np.random.default_rng(0)).T.astype(np.float64)
+    for _ in range(rounds):
+        relaxed.step(_Tokens.of(some, relaxed.shared, ranks, steps=8).pairs())
+    constant, pairs = 0.0, np.zeros_like(relaxed.shared)
+    for start in range(0, len(rows), CHUNK):
+        part = rows[start : start + CHUNK]
+        tokens = _Tokens.of(part, relaxed.shared, ranks, steps=30)
+        constant += tokens.constant()
+        pairs += tokens.pairs()
+    least = min(relaxed.step(pairs) for _ in range(rounds))
+    return min(simple, constant + least, 1.0)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """t, c and l of each token."""
+
+    shifted: FloatArray
+    """[t, E] z"""
+    floor: FloatArray
+    """[t] t"""
+    spread: FloatArray
+    """[t] c"""
+
+    @classmethod
+    def of(cls, rows: FloatArray, shared: FloatArray, ranks: int, steps: int) -> _Tokens:
+        """At U = shared the best t and c, and l after some steps of projected gradient."""
+        size = rows.shape[1] / ranks
+        raised = rows
+        for step in range(steps + 1):
+            there = raised @ shared
+            total = raised.sum(axis=1)
+            mean = total / ranks
+            variance = np.maximum((there * raised).sum(axis=1) - total * mean, TINY * total**2)
+            floor = mean - np.sqrt(variance / (ranks * (ranks - 1)))
+            if step < steps:
+                raised = np.maximum(rows, raised - (there - floor[:, None]) / size)
+        spread = np.sqrt(ranks * (floor - mean) ** 2 + variance)
+        return cls(raised - (floor / size)[:, None], floor, spread)
+
+    def constant(self) -> float:
+        return float((self.floor + self.spread / 2).sum())
+
+    def pairs(self) -> FloatArray:
+        """[E, E] C, by which U is weighed."""
+        scaled = self.shifted / np.sqrt(2 * self.spread)[:, None]
+        found: FloatArray = scaled.T @ scaled
+        return found
+
+
+class _Relaxation:
+    """U and its multipliers, under ADMM."""
+
+    def __init__(self, loads: FloatArray, ranks: int, cap: float) -> None:
+        experts = len(loads)
+        self.ranks, self.size = ranks, experts // ranks
+        self.loads = loads / np.linalg.norm(loads)
+        self.cap = cap / float(np.linalg.norm(loads))
+        even = (self.size - 1) / (experts - 1)
+        self.shared = np.full((experts, experts), even) + (1 - even) * np.eye(experts)
+        """[E, E] U as its eigenvalues allow; its rows sum up to s."""
+        self.boxed = self.shared.copy()
+        """[E, E] U as its entries allow."""
+        self.split = np.zeros((experts, experts))
+        """[E, E] Y"""
+        self.paid = np.zeros(experts)
+        """[E] b"""
+        self.weight = 0.0
+        """ADMM's penalty."""
+
+    def step(self, pairs: FloatArray) -> float:
+        """A bound of <pairs, U> by the multipliers as they are; then better ones."""
+        fined = np.outer(self.paid, self.loads)
+        left = pairs - self.split - (fined + fined.T) / 2
+        values, vectors = _across(left)
+        found = self.size / len(left) * float(left.sum()) + self.size * float(values[1 - self.ranks :].sum())
+        found += _row_by_row(self.split, self.size)
+        if np.isfinite(self.cap):
+            found += float(self.paid.sum()) * self.cap
+        self._improve(left)
+        return found
+
+    def _improve(self, left: FloatArray) -> None:
+        if not self.weight:
+            self.weight = self.ranks**2 / 4 * float(np.abs(left - np.diag(np.diag(left))).mean())
+        before = self.boxed
+        self.shared = _nearest(self.boxed + left / self.weight, self.size, self.ranks)
+        self.boxed = np.clip(self.shared + self.split / self.weight, 0.0, 1.0)
+        np.fill_diagonal(self.boxed, 1.0)
+        self.split += self.weight * (self.shared - self.boxed)
+        if np.isfinite(self.cap):
+            over = self.shared @ self.loads - self.cap
+            self.paid = np.maximum(0.0, self.paid + self.weight / 2 * over)
+        apart = float(np.linalg.norm(self.shared - self.boxed))
+        moved = float(np.linalg.norm(self.boxed - before))
+        if apart > BALANCE * moved:
+            self.weight *= GROWTH
+        elif moved > BALANCE * apart:
+            self.weight /= GROWTH
+
+
+def _across(matrix: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Eigenvalues, ascending, and vectors of a symmetric matrix across (1 .. 1), and one 0 for along it."""
+    centred = matrix - matrix.mean(axis=0)
+    centred -= centred.mean(axis=1)[:, None]
+    values, vectors = np.linalg.eigh((centred + centred.T) / 2)
+    return values, vectors
+
+
+def _nearest(matrix: FloatArray, size: int, ranks: int) -> FloatArray:
+    """[E, E] what is nearest to it among all with eigenvalue s along (1 .. 1), others in 0 .. s, trace E."""
+    values, vectors = _across(matrix)
+    low, high = float(values.min()) - size, float(values.max())
+    for _ in range(60):
+        middle = (low + high) / 2
+        enough = np.clip(values - middle, 0.0, size).sum() > size * (ranks - 1)
+        low, high = (middle, high) if enough else (low, middle)
+    found: FloatArray = (vectors * np.clip(values - low, 0.0, size)) @ vectors.T
+    found -= found.mean(axis=0)
+    found -= found.mean(axis=1)[:, None]
+    return found + size / len(matrix)
+
+
+def _row_by_row(split: FloatArray, size: int) -> float:
+    """The diagonal and the size - 1 largest others of each row, summed up."""
+    others = split.copy()
+    np.fill_diagonal(others, -np.inf)
+    return float(np.trace(split) + np.sort(others, axis=1)[:, 1 - size :].sum())
