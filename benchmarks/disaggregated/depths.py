@@ -1,7 +1,8 @@
-"""How many rows wait at each place of an asynchronous worker, over time: sampled in the worker's own process.
+"""How many rows wait at each place of an asynchronous worker, over time: measured in the worker's own process.
 
-A thread looks at the brain's queues every SAMPLE_SECONDS and appends a line to a file. It reads the counts
-that the brain keeps anyway, so the loop is not touched. `sampled_worker` is the program of a worker with it.
+Whenever the brain hears of an event, the time since the last one counts for the rows that waited meanwhile; a
+thread writes down the means since its last look, every SAMPLE_SECONDS. (A thread that only looked at the queues
+would see them at the moments when the loop lets go of the interpreter, and at no others.)
 """
 
 from __future__ import annotations
@@ -11,48 +12,84 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 from unittest.mock import patch
 
+import numpy as np
+
 from moesaic.cluster import local
 from moesaic.config import WorkerConfig
+from moesaic.policy.brain.actions import Action, Event
 from moesaic.policy.brain.asynchronous import Asynchronous
+from moesaic.policy.microqueue import FloatArray
 
 FOLDER = "MOESAIC_DEPTHS"
 """Environment variable: where each worker writes what it saw."""
 SAMPLE_SECONDS = 0.05
 
-Sample = tuple[float, list[int]]
-"""A moment on the monotonic clock, which all processes of a machine share, and the rows of each place."""
+Sample = tuple[float, list[float]]
+"""A moment on the monotonic clock, which all processes of a machine share, and the rows of each place then."""
 
 
 # ---- in the worker
 
 
+class Watched:
+    """How deep the queues of one brain are. One thread tells it of changes, another one asks."""
+
+    def __init__(self, brain: Asynchronous, now: float) -> None:
+        self._ready = brain._ready
+        self._seen: tuple[FloatArray, float] = (np.zeros(len(self._ready.tokens)), now)
+        """Row-seconds of each place, and up to when they are counted. Replaced whole, for the thread that asks."""
+        self._asked = self._seen
+
+    def before_change(self, now: float) -> None:
+        """The queues are about to change."""
+        self._seen = self._counted(now)
+
+    def ask(self, now: float) -> Sample:
+        """Means since the last call, and the middle of that time."""
+        area, since = self._asked
+        self._asked = self._counted(now)
+        means = (self._asked[0] - area) / max(now - since, 1e-9)
+        return (since + now) / 2, [round(float(mean), 3) for mean in means]
+
+    def _counted(self, now: float) -> tuple[FloatArray, float]:
+        area, since = self._seen
+        return area + self._ready.tokens[:, 0] * (now - since), now
+
+
 def watch_worker() -> None:
-    """Sample every asynchronous brain that this process makes from now on."""
-    make = Asynchronous.__init__
+    """Watch every asynchronous brain that this process makes from now on."""
+    make, handle = Asynchronous.__init__, Asynchronous.handle
+    watches: dict[Asynchronous, Watched] = {}
 
     @functools.wraps(make)
-    def watched(brain: Asynchronous, *arguments: Any, **more: Any) -> None:
+    def made(brain: Asynchronous, *arguments: Any, **more: Any) -> None:
         make(brain, *arguments, **more)
-        file = file_of(Path(os.environ[FOLDER]), os.getpid())
-        start(file, lambda: brain._ready.tokens[:, 0].tolist())
+        watches[brain] = Watched(brain, time.monotonic())
+        start(file_of(Path(os.environ[FOLDER]), os.getpid()), watches[brain])
 
-    Asynchronous.__init__ = watched  # type: ignore[method-assign]
+    @functools.wraps(handle)
+    def handled(brain: Asynchronous, event: Event, now: float) -> list[Action]:
+        watches[brain].before_change(time.monotonic())
+        return handle(brain, event, now)
+
+    Asynchronous.__init__ = made  # type: ignore[method-assign]
+    Asynchronous.handle = handled  # type: ignore[method-assign]
 
 
-def start(file: Path, look: Callable[[], list[int]]) -> None:
-    """Append what `look` returns, every SAMPLE_SECONDS, until the process ends."""
+def start(file: Path, watched: Watched) -> None:
+    """Append what there is, every SAMPLE_SECONDS, until the process ends."""
 
     def sample() -> None:
         with file.open("a") as lines:
             while True:
-                write(lines, (time.monotonic(), look()))
                 time.sleep(SAMPLE_SECONDS)
+                write(lines, watched.ask(time.monotonic()))
 
     threading.Thread(target=sample, name="depths", daemon=True).start()
 
@@ -101,7 +138,7 @@ def binned(
     places = max(len(rows) for samples in workers for _, rows in samples)
     total = [[0.0] * places for _ in range(count)]
     for samples in workers:
-        seen: list[list[list[int]]] = [[] for _ in range(count)]
+        seen: list[list[list[float]]] = [[] for _ in range(count)]
         for moment, rows in samples:
             number = int((moment - begin) // width)
             if 0 <= number < count:

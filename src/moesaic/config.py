@@ -25,6 +25,7 @@ QueuePolicyName = Literal["defrag", "mtfs", "flfs"]
 Combine = Literal["exact", "partial"]
 Form = Literal["deepspeed", "all-reduce", "reduce-scatter", "shuffled"]
 Align = Literal["move", "variable"]
+DispatchName = Literal["affinity", "least-loaded", "round-robin"]
 KernelName = Literal["auto", "avx512", "avx2", "portable", "reference"]
 HostTransport = Literal["shm", "socket"]
 """Between processes of one host."""
@@ -233,6 +234,10 @@ class ClusterConfig:
     enable_expert_parallel: bool = False
     """With --data-parallel-size: each rank has an expert server beside its attention worker, asked first and
     sharing its cores, in place of --expert-servers."""
+    dispatch: DispatchName | None = None
+    """Which attention worker gets a request: affinity, beside the experts that its prompt should use, by the
+    placement's tables (Sem-MoE); least-loaded, most free KV blocks; round-robin. None: affinity where ranks
+    have servers beside them and the placement has tables, else least-loaded."""
 
     @property
     def apart(self) -> bool:
@@ -263,6 +268,10 @@ class ClusterConfig:
         if (self.cluster_address is None) != (self.cluster_secret_file is None):
             raise ConfigError("--cluster-address and --cluster-secret-file: give both or none")
         self._check_group()
+        if self.dispatch is not None:
+            _one_of("--dispatch", self.dispatch, get_args(DispatchName))
+            if not self.apart:
+                raise ConfigError.field("--attention-workers", 1, "at least 2 with --dispatch")
         if self.expert_servers == 0:
             names = ["redundant_experts", "min_replicas", "autoscale", "transport", "cluster_address"]
             for name in names if self.tensor_parallel_size > 1 else ["placement", *names]:

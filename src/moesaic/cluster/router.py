@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
 
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import Message, WorkerInfo
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import Request
-from moesaic.policy.dispatch import WorkerLoad, least_loaded
+from moesaic.policy.dispatch import Dispatch, WorkerLoad, least_loaded
 from moesaic.transport.base import Connection
-
-Dispatch = Callable[[Mapping[int, WorkerLoad]], int]
 
 
 @dataclass
@@ -47,7 +45,8 @@ class Router:
     """A `Connection` to all workers together. Thread-safe."""
 
     def __init__(self, dispatch: Dispatch = least_loaded) -> None:
-        self._dispatch = dispatch
+        self.dispatch = dispatch
+        """Which worker a request goes to, and again after its worker died. Asked with the lock held."""
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[Message | ConnectionLost] = queue.SimpleQueue()
         self._lost: ConnectionLost | None = None
@@ -191,7 +190,8 @@ class Router:
         chosen: dict[int, list[_Entry]] = {}
         for request_id in request_ids:
             entry = self._entries[request_id]
-            entry.worker = self._dispatch(self.loads())
+            known = [*entry.request.prompt_token_ids, *entry.tokens]
+            entry.worker = self.dispatch(self.loads(), known)
             chosen.setdefault(entry.worker, []).append(entry)
         for worker, entries in chosen.items():
             generated = [list(entry.tokens) for entry in entries]
@@ -253,6 +253,8 @@ def _sum(records: list[WorkerStats]) -> WorkerStats:
         first = parts[0]
         if isinstance(first, int | float):
             return sum(parts)  # type: ignore[arg-type]
+        if isinstance(first, tuple):  # one number a layer, or none yet
+            return tuple(map(sum, zip_longest(*parts, fillvalue=0)))  # type: ignore[call-overload]
         names = [one.name for one in fields(first)]  # type: ignore[arg-type]
         return type(first)(**{name: add([getattr(part, name) for part in parts]) for name in names})
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from moesaic.cluster.dispatching import dispatch_of
 from moesaic.cluster.failures import Failures
 from moesaic.cluster.joining import Doorway, RemoteProcess
 from moesaic.cluster.member import Member, RestartRule, Role, Stage
@@ -26,7 +27,7 @@ from moesaic.cluster.members import Members
 from moesaic.cluster.nearby import host_transport
 from moesaic.cluster.placing import first_placement
 from moesaic.cluster.publishing import Publisher
-from moesaic.cluster.report import counters, layer_replicas, process_status
+from moesaic.cluster.report import counters, layer_locality, layer_replicas, process_status
 from moesaic.cluster.router import Router
 from moesaic.cluster.steering import Steering
 from moesaic.config import ClusterConfig, WorkerConfig
@@ -53,6 +54,7 @@ class Supervisor:
         """Raises ConfigError for settings of `cluster` that cannot be carried out."""
         self._cluster = cluster
         self._router = router
+        self._dispatch, router.dispatch = dispatch_of(cluster)
         self._clock = clock
         self._rule = RestartRule()
         file = cluster.cluster_secret_file
@@ -132,6 +134,8 @@ class Supervisor:
             counters=counters(members, self._router, self._steering.rebalances),
             join_address=None if self._doorway is None else self._doorway.address,
             transport=self._transport,
+            dispatch=self._dispatch,
+            locality=layer_locality(placement, self._router.stats().experts),
             watched=members.watched,
         )
 

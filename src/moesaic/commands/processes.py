@@ -27,6 +27,7 @@ def as_lines(status: Status) -> list[str]:
         lines.append(
             f"attention workers reach the expert servers of this host by {WAYS[status['transport']]}"
         )
+    lines.append(f"requests are dispatched by {status['dispatch']}")
     if status["join_address"]:
         lines.append(f"expert servers of other machines join at {status['join_address']}")
     if not status["watched"]:

@@ -56,6 +56,19 @@ class LayerReplicas:
 
 
 @dataclass(frozen=True)
+class LayerLocality:
+    """What attention workers beside an expert server asked it for."""
+
+    layer: int
+    pairs: int
+    """(row, expert) pairs that they sent so far, those sent again included."""
+    local_pairs: int
+    """Of those, pairs for the server of the worker's own rank."""
+    local_activation_rate: float
+    """local_pairs / pairs; 0 while there are none."""
+
+
+@dataclass(frozen=True)
 class Failure:
     """A process that ended, or a change that was taken back."""
 
@@ -100,6 +113,10 @@ class ClusterStatus:
     """Where expert servers of other machines may join."""
     transport: str | None = None
     """To the expert servers of this host: shm or socket. None: there are none."""
+    dispatch: str = "least-loaded"
+    """How requests find their attention worker."""
+    locality: list[LayerLocality] = field(default_factory=list)
+    """Of each layer with routed experts; empty where workers have no server beside them."""
     watched: bool = True
     """False once the supervisor itself has failed: requests go on, but what dies stays dead, and what is told
     of the processes is as old as that."""

@@ -23,6 +23,27 @@ class BlockStats:
 
 
 @dataclass(frozen=True)
+class GroupStats:
+    """The first rank of a worker that is a group of processes. Bytes: what it sent to other ranks."""
+
+    all_reduce_bytes: int = 0
+    reduce_scatter_bytes: int = 0
+    all_gather_bytes: int = 0
+    all_to_all_bytes: int = 0
+    """Activations there, and answers back."""
+    metadata_bytes: int = 0
+    """What goes with the activations, and what ranks tell each other about rows."""
+    pairs: int = 0
+    """(row, expert) pairs of the rows that were gated on this rank."""
+    local_pairs: int = 0
+    """Of those, pairs whose expert is on this rank too."""
+    shuffled_rows: int = 0
+    """Rows of the whole group that were scattered by forecast."""
+    kept_rows: int = 0
+    """Of those, rows that went where they were expected to be best off; the others had to make room."""
+
+
+@dataclass(frozen=True)
 class ExpertStats:
     """An attention worker's dealings with expert servers."""
 
@@ -36,6 +57,12 @@ class ExpertStats:
     """Of those, servers that had not died."""
     waiting_seconds: float = 0.0
     """Time with nothing to do but wait for experts."""
+    layer_pairs: tuple[int, ...] = ()
+    """`pairs` of each layer with routed experts, in their order."""
+    local_pairs: tuple[int, ...] = ()
+    """Of those, pairs sent to the server of the worker's own rank; none where workers have no such server."""
+    group: GroupStats = GroupStats()
+    """Of a worker that is a group of processes."""
 
 
 @dataclass(frozen=True)

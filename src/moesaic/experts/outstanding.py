@@ -8,9 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.experts import ServerEntry
+from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
 from moesaic.experts.client import Ticket
+from moesaic.policy.replicas import ReplicaStats
 from moesaic.transport.calls import Call, Caller
 
 
@@ -140,6 +142,35 @@ class End:
     @property
     def outstanding(self) -> int:
         return sum(sent.left for sent in self.calls.values() if len(sent.pairs))
+
+
+class Posted:
+    """What was sent so far."""
+
+    def __init__(self, layers: tuple[int, ...], own: int | None) -> None:
+        """layers: with routed experts. own: the server of this client's own rank."""
+        self._own = own
+        self._calls = 0
+        self._pairs = dict.fromkeys(layers, 0)
+        self._local = dict.fromkeys(layers, 0)
+
+    def add(self, layer: int, server: int, pairs: int) -> None:
+        """A call with so many (row, expert) pairs went to `server`."""
+        self._calls += 1
+        self._pairs[layer] += pairs
+        if server == self._own:
+            self._local[layer] += pairs
+
+    def stats(self, waiting_seconds: float, failures: ReplicaStats) -> ExpertStats:
+        """A snapshot of all that a client counts."""
+        return ExpertStats(
+            calls=self._calls,
+            pairs=sum(self._pairs.values()),
+            waiting_seconds=waiting_seconds,
+            layer_pairs=tuple(self._pairs.values()),
+            local_pairs=() if self._own is None else tuple(self._local.values()),
+            **vars(failures),
+        )
 
 
 class Memory:

@@ -20,7 +20,7 @@ from moesaic.experts import wire
 from moesaic.experts.client import Ticket
 from moesaic.experts.connecting import Connector
 from moesaic.experts.entrance import Entrance
-from moesaic.experts.outstanding import End, Memory, Sent, Submission, Summed
+from moesaic.experts.outstanding import End, Memory, Posted, Sent, Submission, Summed
 from moesaic.policy.replicas import NOBODY, Replicas
 from moesaic.transport.bell import Bell
 from moesaic.transport.calls import Caller
@@ -63,7 +63,7 @@ class RemoteExperts:
         self._submitted = 0
         self._memory = Memory()
         self._stuck: list[Submission] = []
-        self._calls = self._pairs = 0
+        self._posted = Posted(layout.layers, replicas.own)
         self._waited = 0.0
 
     # ---- RoutedExperts
@@ -166,8 +166,7 @@ class RemoteExperts:
         return news
 
     def stats(self) -> ExpertStats:
-        failures = vars(self._replicas.stats)
-        return ExpertStats(self._calls, self._pairs, waiting_seconds=self._waited, **failures)
+        return self._posted.stats(self._waited, self._replicas.stats)
 
     def close(self) -> None:
         for server in list(self._entries):
@@ -255,8 +254,7 @@ class RemoteExperts:
         made = Summed if partial and len(pairs) else Sent
         end.calls[call.number] = made(submission, pairs, call, self._version)
         self._replicas.sent(server, len(pairs), self._clock(), again=submission.attempt > 0)
-        self._calls += 1
-        self._pairs += len(pairs)
+        self._posted.add(layer, server, len(pairs))
         return True
 
     def _fail(self, server: int) -> None:

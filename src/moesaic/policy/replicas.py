@@ -66,9 +66,9 @@ class Replicas:
     """A client's table of servers. Pure: connections are made and dropped by its owner."""
 
     def __init__(self, patience: Patience | None = None, own: int | None = None) -> None:
-        """own: the server of this client's own rank."""
         self._patience = patience or Patience()
-        self._own = own
+        self.own = own
+        """The server of this client's own rank."""
         self._servers: dict[int, _Server] = {}
         self._holders: dict[int, IntArray] = {}
         self._masked: set[int] = set()
@@ -135,7 +135,7 @@ class Replicas:
         for at in np.argsort(-counts, kind="stable").tolist():
             holders = [server for server in table[wanted[at]].tolist() if server in load]
             if holders:
-                best = min(holders, key=lambda server: (server != self._own, load[server], server))
+                best = min(holders, key=lambda server: (server != self.own, load[server], server))
                 load[best] += int(counts[at])
                 chosen[wanted[at]] = best
         servers: IntArray = chosen[experts]

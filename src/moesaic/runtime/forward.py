@@ -15,7 +15,7 @@ from moesaic.kernels.table import Recorder, Recording
 from moesaic.kvcache.paged import PagedKV
 from moesaic.models.block import Block, Gated
 from moesaic.models.model import Model
-from moesaic.runtime.walk import Ask, Combine, Stages, Walk
+from moesaic.runtime.walk import Ask, Chosen, Combine, Stages, Walk
 
 RECORDED_ROWS = 64
 """Decode steps of more rows are not recorded: Python's share of their time is small."""
@@ -58,7 +58,7 @@ class Forward:
         rows = batch.num_rows
         if not rows:
             return Walk(self._experts, self._only_experts())
-        chosen: list[torch.Tensor] = []
+        chosen: Chosen = []
         decode = rows == batch.num_sequences == len(batch.logit_rows)
         if self._make_recorder is not None and decode and rows <= RECORDED_ROWS:
             recorded = self._free.pop() if self._free else _Recorded(self._make_recorder())
@@ -74,7 +74,7 @@ class Forward:
             yield None
         return hidden
 
-    def _last_rows(self, batch: TokenBatch, chosen: list[torch.Tensor]) -> Stages:
+    def _last_rows(self, batch: TokenBatch, chosen: Chosen) -> Stages:
         attention = AttentionBatch.build(batch, self._block_size, self._device)
         positions = torch.from_numpy(batch.positions).to(self._device)
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)
@@ -86,7 +86,7 @@ class Forward:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionBatch,
-        chosen: list[torch.Tensor],
+        chosen: Chosen,
     ) -> Stages:
         """Every stage of every block. Returns hidden states [n, h]; chosen: gets each layer's expert ids."""
         hidden = self._model.embed(token_ids)
@@ -103,7 +103,7 @@ class Forward:
             hidden = block.merge(gated, dense, answer)
         return hidden
 
-    def _recorded(self, batch: TokenBatch, recorded: _Recorded, chosen: list[torch.Tensor]) -> Stages:
+    def _recorded(self, batch: TokenBatch, recorded: _Recorded, chosen: Chosen) -> Stages:
         """A decode step. The first one of its size is recorded."""
         decode = recorded.decodes.get(batch.num_rows)
         if decode is None:
@@ -118,8 +118,8 @@ class Forward:
         attention = AttentionBatch.of_decode(batch, self._block_size, self._width)
         inputs = attention.batch
         token_ids, positions = torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions)
-        chosen: list[torch.Tensor] = []
-        stages = self._walk(token_ids, positions, attention, chosen)
+        gates: list[torch.Tensor] = []
+        stages = self._walk(token_ids, positions, attention, gates)
         if not self._apart:
             stages = _in_one(Walk(self._experts, stages))
         spec = self._model.spec
@@ -130,7 +130,7 @@ class Forward:
             parts.append(recorded.recorder(partial(_next, stages, answer, out)))
             item = parts[-1].result
             if isinstance(item, torch.Tensor):
-                recorded.decodes[batch.num_rows] = _Decode(attention, parts, chosen)
+                recorded.decodes[batch.num_rows] = _Decode(attention, parts, [ids.numpy() for ids in gates])
                 return item
             answer = yield item
 
@@ -189,7 +189,7 @@ class _Decode:
     attention: AttentionBatch
     parts: list[Recording[_Item]]
     """From one question or answer to the next; the last one's result are hidden states."""
-    chosen: list[torch.Tensor]
+    chosen: Chosen
     """[n, k] expert ids, layer after layer."""
 
     def replay(self, batch: TokenBatch) -> Stages:

@@ -117,9 +117,8 @@ def _build_group(
     forward.crew = crew
     limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_model_len)
     blocks = KVBlocks(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
-    experts = DirectExperts({}, loaded.kernels)
-    executor = Executor(loaded.model, forward, loaded.device, connection, experts)
-    worker = Worker(connection, OneProcess(limits, blocks), executor, clock, journal, experts, bell)
+    executor = Executor(loaded.model, forward, loaded.device, connection, forward.experts)
+    worker = Worker(connection, OneProcess(limits, blocks), executor, clock, journal, forward.experts, bell)
     block_size = config.cache.block_size
     return worker, _describe(loaded, None, scheduler, max_model_len, block_size, num_blocks, kv_dtype)
 

@@ -60,7 +60,7 @@ class Recorder:
         if mine:
             rows = [row for _, start, stop in mine for row in range(start, stop)]
             ids = torch.stack(list(chosen)).cpu().numpy()
-            self._write(plan, mine, rows, ids[:, rows].swapaxes(0, 1))
+            self._write(plan, mine, rows, ids.take(rows, axis=1).swapaxes(0, 1))
 
     def layer(self, plan: StepPlan, place: int, chosen: torch.Tensor) -> None:
         """A run came to the gate of the place-th layer with experts. chosen: [n, k] of its rows."""
@@ -81,9 +81,12 @@ class Recorder:
         """Recorded requests of the step, each with the start and stop of its rows."""
         if not self._prompts:
             return []
-        starts = plan.batch.query_starts.tolist()
-        requests = zip(plan.request_ids.tolist(), starts, starts[1:], strict=False)
-        return [one for one in requests if one[0] in self._prompts]
+        recorded, starts = self._prompts, plan.batch.query_starts
+        return [
+            (request, int(starts[i]), int(starts[i + 1]))
+            for i, request in enumerate(plan.request_ids.tolist())
+            if request in recorded
+        ]
 
     def _write(
         self,
@@ -95,8 +98,8 @@ class Recorder:
         """rows: of the step, those of `requests`; experts: [n, layers, k]."""
         made = np.empty(len(rows), self._model.row)
         made["experts"] = experts
-        made["token"] = plan.batch.token_ids[rows]
-        made["position"] = plan.batch.positions[rows]
+        made["token"] = plan.batch.token_ids.take(rows)
+        made["position"] = plan.batch.positions.take(rows)
         made["request"] = [request + 1 for request, start, stop in requests for _ in range(start, stop)]
         self._sink(made)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from moesaic.core.cluster import ClusterLoad, ClusterStatus
+from moesaic.core.cluster import ClusterLoad, ClusterStatus, LayerLocality
 from moesaic.server.service import Cluster
 
 MOST_EXPERTS = 2048
@@ -29,6 +29,8 @@ class ClusterCollector(Collector):
         status, load = self._cluster.report(), self._cluster.load()
         yield from self._processes(status)
         yield from self._counters(status)
+        if status.locality:
+            yield from self._locality(status.locality)
         if load is not None:
             yield from self._experts(load)
 
@@ -63,6 +65,14 @@ class ClusterCollector(Collector):
             ("rebalances", "Changes of the placement for balance.", counters.rebalances),
         ):
             yield self._counter(name, text, [((), value)])
+
+    def _locality(self, layers: Sequence[LayerLocality]) -> Iterator[CounterMetricFamily]:
+        """Local activation rate: the second over the first."""
+        text = "(row, expert) pairs that attention workers sent."
+        yield self._counter("sent_pairs", text, [((str(one.layer),), one.pairs) for one in layers], "layer")
+        text = "Of those, pairs for the expert server of the worker's own rank."
+        local: Series = [((str(one.layer),), one.local_pairs) for one in layers]
+        yield self._counter("local_activation_pairs", text, local, "layer")
 
     def _experts(self, load: ClusterLoad) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         text = "(row, expert) pairs computed."

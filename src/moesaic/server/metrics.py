@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from moesaic.core import messages
-from moesaic.core.metrics import BlockStats
+from moesaic.core.metrics import BlockStats, GroupStats
 from moesaic.core.request import FinishReason, RequestOutput
 from moesaic.engine import EngineStats
 
@@ -182,6 +182,7 @@ class EngineCollector(Collector):
         yield self._counter("prompt_tokens", "Prompt tokens processed.", meter.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", meter.generation_tokens)
         yield self._successes()
+        yield from self._group(worker.experts.group)
         itl = meter.inter_token_latency
         yield self._histogram("time_to_first_token", "Arrival to first token.", meter.time_to_first_token)
         yield self._histogram("inter_token_latency", "Time between two tokens of a request.", itl)
@@ -197,6 +198,21 @@ class EngineCollector(Collector):
         for state in ("free", "cached", "used"):
             family.add_metric([self._model_name, state], getattr(blocks, state))
         return family
+
+    def _group(self, group: GroupStats) -> Iterator[CounterMetricFamily]:
+        """Of a worker that is a group of processes; zeros elsewhere."""
+        text = "Bytes that the first rank of a tensor-parallel worker sent to the others."
+        family = CounterMetricFamily("moesaic:collective_bytes", text, labels=["model_name", "collective"])
+        for kind in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "metadata"):
+            family.add_metric([self._model_name, kind], getattr(group, f"{kind}_bytes"))
+        yield family
+        for name, counted in (
+            ("group_pairs", "(row, expert) pairs gated on the first rank of a tensor-parallel worker."),
+            ("group_local_pairs", "Of those, pairs whose expert is on that rank."),
+            ("group_shuffled_rows", "Rows that were scattered to where their experts were expected."),
+            ("group_kept_rows", "Of those, rows that did not have to make room for others."),
+        ):
+            yield self._counter(name, counted, getattr(group, name.removeprefix("group_")))
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"moesaic:{name}", text, labels=["model_name"])

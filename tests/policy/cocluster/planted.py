@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from moesaic.core.profile import Profile, Routes, SmallArray
+from moesaic.core.profile import Profile, Routes
 from moesaic.core.tokens import IntArray
 
 
-def profile_of(experts: SmallArray, starts: list[int], tokens: IntArray, vocab_size: int, size: int) -> Profile:
+def profile_of(
+    experts: npt.NDArray[np.integer], starts: list[int], tokens: IntArray, vocab_size: int, size: int
+) -> Profile:
     """Requests with experts [t, layers, k]."""
     requests = len(starts) - 1
     routes = Routes(

@@ -102,8 +102,8 @@ def _token_choices(profile: Profile, layer: int, experts: IntArray, ranks: int) 
     """[V, R] choices of each token id in each cluster of a layer."""
     counts = profile.counts[layer]
     keys = counts.tokens * ranks + experts[counts.experts]
-    found = np.bincount(keys, weights=counts.counts, minlength=profile.vocab_size * ranks)
-    return found.reshape(-1, ranks)
+    found = np.bincount(keys, weights=counts.counts.astype(np.float64), minlength=profile.vocab_size * ranks)
+    return found.astype(np.float64).reshape(-1, ranks)
 
 
 def _centred(choices: FloatArray) -> npt.NDArray[np.float32]:

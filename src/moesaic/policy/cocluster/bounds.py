@@ -51,6 +51,7 @@ SAMPLE = 1024
 CHUNK = 8192
 """Token ids at a time where all are summed up: bounds memory."""
 TINY = 1e-12
+START = 30.0
 BALANCE, GROWTH = 10.0, 1.5
 """ADMM's penalty changes by this factor where one residual is so many times the other."""
 
@@ -123,12 +124,15 @@ def bound(rows: FloatArray, ranks: int, rounds: int, most: float | None = None) 
         return simple
     relaxed = _Relaxation(rows.sum(axis=0), ranks, np.inf if most is None else most / ranks)
     some = chosen(rows.astype(np.float32), SAMPLE, SAMPLE, np.random.default_rng(0)).T.astype(np.float64)
+    raised = some
     for _ in range(rounds):
-        relaxed.step(_Tokens.of(some, relaxed.shared, ranks, steps=8).pairs())
+        tokens = _Tokens.of(some, raised, relaxed.shared, ranks, steps=2)
+        raised = tokens.raised
+        relaxed.step(tokens.pairs())
     constant, pairs = 0.0, np.zeros_like(relaxed.shared)
     for start in range(0, len(rows), CHUNK):
         part = rows[start : start + CHUNK]
-        tokens = _Tokens.of(part, relaxed.shared, ranks, steps=30)
+        tokens = _Tokens.of(part, part, relaxed.shared, ranks, steps=30)
         constant += tokens.constant()
         pairs += tokens.pairs()
     least = min(relaxed.step(pairs) for _ in range(rounds))
@@ -139,18 +143,21 @@ def bound(rows: FloatArray, ranks: int, rounds: int, most: float | None = None) 
 class _Tokens:
     """t, c and l of each token."""
 
-    shifted: FloatArray
-    """[t, E] z"""
+    raised: FloatArray
+    """[t, E] w + l"""
     floor: FloatArray
     """[t] t"""
     spread: FloatArray
     """[t] c"""
+    size: float
+    """s"""
 
     @classmethod
-    def of(cls, rows: FloatArray, shared: FloatArray, ranks: int, steps: int) -> _Tokens:
-        """At U = shared the best t and c, and l after some steps of projected gradient."""
+    def of(
+        cls, rows: FloatArray, raised: FloatArray, shared: FloatArray, ranks: int, steps: int
+    ) -> _Tokens:
+        """At U = shared the best t and c, and l after some steps of projected gradient from raised - rows."""
         size = rows.shape[1] / ranks
-        raised = rows
         for step in range(steps + 1):
             there = raised @ shared
             total = raised.sum(axis=1)
@@ -160,14 +167,15 @@ class _Tokens:
             if step < steps:
                 raised = np.maximum(rows, raised - (there - floor[:, None]) / size)
         spread = np.sqrt(ranks * (floor - mean) ** 2 + variance)
-        return cls(raised - (floor / size)[:, None], floor, spread)
+        return cls(raised, floor, spread, size)
 
     def constant(self) -> float:
         return float((self.floor + self.spread / 2).sum())
 
     def pairs(self) -> FloatArray:
         """[E, E] C, by which U is weighed."""
-        scaled = self.shifted / np.sqrt(2 * self.spread)[:, None]
+        shifted = self.raised - (self.floor / self.size)[:, None]
+        scaled = shifted / np.sqrt(2 * self.spread)[:, None]
         found: FloatArray = scaled.T @ scaled
         return found
 
@@ -206,7 +214,7 @@ class _Relaxation:
 
     def _improve(self, left: FloatArray) -> None:
         if not self.weight:
-            self.weight = self.ranks**2 / 4 * float(np.abs(left - np.diag(np.diag(left))).mean())
+            self.weight = START * float(np.abs(left - np.diag(np.diag(left))).mean())
         before = self.boxed
         self.shared = _nearest(self.boxed + left / self.weight, self.size, self.ranks)
         self.boxed = np.clip(self.shared + self.split / self.weight, 0.0, 1.0)

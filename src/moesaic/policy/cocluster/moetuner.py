@@ -52,21 +52,28 @@ class Limits:
     """The re-implementation's; only a machine that is very slow for its layers gets there."""
 
 
-def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Clusters:
+def solve(
+    profile: Profile,
+    ranks: int,
+    seed: int = 0,
+    progress: Progress | None = None,
+    limits: Limits | None = None,
+) -> Clusters:
     """Raises ConfigError where `ranks` is not in 1 .. experts. Nothing is random: `seed` is unused."""
     room = rooms(profile.num_experts, ranks)
     layers = len(profile.layers)
+    limits = limits or Limits()
     clusters = np.zeros((layers, profile.num_experts), dtype=np.int64)
     unproven = []
     for layer, load in enumerate(profile.loads):
-        clusters[layer], proven = balanced(load, room, Limits())
+        clusters[layer], proven = balanced(load, room, limits)
         if not proven:
             unproven.append(profile.layers[layer])
         if progress is not None:
             progress(layer + 1, layers)
     numbers = mapped(traffic(profile.transitions, clusters, ranks))
     experts = np.take_along_axis(numbers, clusters, axis=1)
-    return replace(labelled(profile, experts.astype(np.int16)), notes=_notes(unproven, Limits()))
+    return replace(labelled(profile, experts.astype(np.int16)), notes=_notes(unproven, limits))
 
 
 def _notes(layers: list[int], limits: Limits) -> tuple[str, ...]:

@@ -76,10 +76,17 @@ class Scene:
         return len(self.room)
 
 
-def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Clusters:
+def solve(
+    profile: Profile,
+    ranks: int,
+    seed: int = 0,
+    progress: Progress | None = None,
+    weights: Weights | None = None,
+) -> Clusters:
     """Experts and requests in turns. Raises ConfigError where `ranks` is not in 1 .. experts."""
-    scene = made(profile, rooms(profile.num_experts, ranks), Weights())
-    experts = alternated(scene, np.random.default_rng(seed), Weights(), progress)
+    weights = weights or Weights()
+    scene = made(profile, rooms(profile.num_experts, ranks), weights)
+    experts = alternated(scene, np.random.default_rng(seed), weights, progress)
     return labelled(profile, align(profile, experts, ranks))
 
 
@@ -152,9 +159,11 @@ def _token_rows(profile: Profile, most: int) -> RowArray:
 def gathered(scene: Scene, rng: np.random.Generator, rounds: int = 10) -> IntArray:
     """Ranks [r] by what requests choose alone: k-means on the sphere with equal sizes (line 44)."""
     unit = _unit(scene)
+    labels = np.zeros(len(unit), dtype=np.int64)
+    if not len(unit):
+        return labels
     first = rng.permutation(len(unit))[: scene.ranks]
     centres = unit[np.resize(first, scene.ranks)]
-    labels = np.zeros(len(unit), dtype=np.int64)
     for _ in range(rounds):
         labels = _filled(unit @ centres.T, scene.ranks)
         centres = np.eye(scene.ranks, dtype=np.float32)[labels].T @ unit
@@ -186,11 +195,16 @@ def rooms_of_requests(requests: int, ranks: int) -> IntArray:
     return requests // ranks + (np.arange(ranks) < requests % ranks).astype(np.int64)
 
 
+def _flat(scene: Scene) -> RowArray:
+    """[r, layers * E] choices of each request."""
+    return scene.rows.reshape(len(scene.rows), scene.loads.size)
+
+
 def _unit(scene: Scene) -> RowArray:
     """[r, layers * E] shares minus their mean, of length 1 or 0."""
-    flat = scene.rows.reshape(len(scene.rows), -1)
+    flat = _flat(scene)
     shares = flat / np.maximum(flat.sum(axis=1, keepdims=True), 1.0)
-    shares -= shares.mean(axis=0)
+    shares -= shares.sum(axis=0) / max(1, len(shares))
     unit: RowArray = shares / np.maximum(np.linalg.norm(shares, axis=1, keepdims=True), 1e-12)
     return unit
 
@@ -211,7 +225,7 @@ def _filled(score: RowArray, ranks: int) -> IntArray:
 def _local(scene: Scene, experts: IntArray) -> FloatArray:
     """[r, R] choices of each request that each rank serves, over all layers."""
     held = np.eye(scene.ranks, dtype=np.float32)[experts].reshape(-1, scene.ranks)
-    return (scene.rows.reshape(len(scene.rows), -1) @ held).astype(np.float64)
+    return (_flat(scene) @ held).astype(np.float64)
 
 
 # ---- experts

@@ -11,7 +11,7 @@ Where the text is silent or doesn't carry:
  - *Tokens follow the experts of their draw.* As printed each token has a p of its own and is drawn apart from
    the experts. 100,000 labels that say nothing about each other drown what one expert's move is worth: the
    elite are the luckiest, and p of the tokens drifts. Here p of a token is the share of its choices on each
-   rank, which is the sum of p over the experts it chooses; in a draw it goes to the open rank with most of its
+   rank, which sums up p of the experts it chooses; in a draw it goes to the open rank with most of its
    choices. Its label is where that share is largest, its confidence is the share.
  - *It starts from a good point.* A uniform p, as printed, is the same under any renumbering of the ranks, so
    draws first have to agree on numbers, and it settles too early. We start from experts that the same tokens
@@ -24,6 +24,7 @@ Where the text is silent or doesn't carry:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -67,20 +68,26 @@ class Search:
     """How often a rank's load is looked at while it fills."""
 
 
-def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Clusters:
+def solve(
+    profile: Profile,
+    ranks: int,
+    seed: int = 0,
+    progress: Progress | None = None,
+    search: Search | None = None,
+) -> Clusters:
     """Each layer alone, then numbered alike. Raises ConfigError where `ranks` is not in 1 .. experts."""
     rooms(profile.num_experts, ranks)
     layers = len(profile.counts)
     found = np.zeros((layers, profile.num_experts), dtype=np.int64)
     for layer, counts in enumerate(profile.counts):
         rng = np.random.default_rng((seed, layer))
-        found[layer] = search(dense(counts, profile.num_experts), ranks, rng, Search())
+        found[layer] = searched(dense(counts, profile.num_experts), ranks, rng, search or Search())
         if progress is not None:
             progress(layer + 1, layers)
     return labelled(profile, align(profile, found, ranks))
 
 
-def search(rows: RowArray, ranks: int, rng: np.random.Generator, settings: Search) -> IntArray:
+def searched(rows: RowArray, ranks: int, rng: np.random.Generator, settings: Search) -> IntArray:
     """Ranks [E] of a layer's experts. rows: [tokens, E] choices.
 
     Example: tokens that choose experts 0 and 2, and tokens that choose 1 and 3: 0 and 2 share a rank.
@@ -141,12 +148,13 @@ def scores(tokens: RowArray, experts: IntArray, ranks: int, settings: Search) ->
 
 
 def _blocks(size: FloatArray, load: float) -> list[slice]:
-    """Consecutive items whose sizes sum to `load` at most, or single ones."""
-    number = (
-        np.floor((size.cumsum() - size) / load).astype(np.int64) if load else np.zeros(len(size), np.int64)
-    )
-    starts = np.flatnonzero(np.diff(number, prepend=-1)).tolist()
-    return [slice(start, end) for start, end in zip(starts, [*starts[1:], len(size)], strict=True)]
+    """Consecutive items, a new block wherever the sum of the sizes before passes a multiple of `load`.
+
+    Example: sizes 5 1 1 1 1, load 2 -> 5 | 1 | 1 1 | 1.
+    """
+    number = np.floor((size.cumsum() - size) / (load or 1.0))
+    ends = [*(np.flatnonzero(np.diff(number)) + 1).tolist(), len(size)]
+    return [slice(start, end) for start, end in pairwise([0, *ends])]
 
 
 def dense(counts: Counts, num_experts: int) -> RowArray:

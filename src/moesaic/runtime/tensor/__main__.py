@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
 import threading
+import time
 
 from moesaic.collectives.one_shot import OneShotGroup
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConnectionLost, MoesaicError
-from moesaic.runtime.tensor.crew import READY_SECONDS
+from moesaic.runtime.tensor.crew import ALIVE_SECONDS, READY_SECONDS
 from moesaic.runtime.tensor.load import follower
 from moesaic.transport.gathering import gather
 
@@ -26,7 +28,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine decides when its workers end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     secret = bytes.fromhex(sys.stdin.readline())
-    threading.Thread(target=_end_with_the_first, name="watching the first rank", daemon=True).start()
+    for task in (_end_with_the_first, _live):
+        threading.Thread(target=task, daemon=True).start()
     config = WorkerConfig.from_json(arguments.config)
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
@@ -39,6 +42,14 @@ def main() -> int:
         sys.stderr.write(f"moesaic: rank {arguments.rank}: {error}\n")
         return 2
     return 0
+
+
+def _live() -> None:
+    """Signs of life from a thread of its own: a step may take long."""
+    with contextlib.suppress(BrokenPipeError):  # the other thread ends this process
+        while True:
+            os.write(sys.stdout.fileno(), b".")
+            time.sleep(ALIVE_SECONDS)
 
 
 def _end_with_the_first() -> None:

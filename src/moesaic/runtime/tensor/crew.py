@@ -1,17 +1,20 @@
 """The processes of a group: the first rank starts the others, and they end with it.
 
 A group lives and dies as one. A rank that dies ends the group's rounds for the first one, whose process then
-ends; when that dies, the others see the end of their standard input, in the middle of a step too. Whoever
-watches the first one starts another group.
+ends; when that dies, the others see the end of their standard input, in the middle of a step too. A rank that
+gives no sign of life on its standard output is killed. Whoever watches the first one starts another group.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import select
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +24,10 @@ from moesaic.collectives.one_shot import OneShotGroup
 from moesaic.config import WorkerConfig, worker_environment
 from moesaic.transport.gathering import gather
 
+ALIVE_SECONDS = 0.2
+"""Between two signs of life."""
+FROZEN_SECONDS = 5.0
+"""Without one."""
 END_SECONDS = 5.0
 READY_SECONDS = 120.0
 """For the processes of a group to start and find each other; weights are read later."""
@@ -37,6 +44,8 @@ class Crew:
         self._path = str(Path(self._folder.name) / "socket")
         processes = [self._start(config, rank) for rank in range(1, self.size)]
         self._ending = weakref.finalize(self, _end, processes)
+        for process in processes:
+            threading.Thread(target=_watch, args=(process,), name="watching a rank", daemon=True).start()
 
     def gather(self) -> Group:
         """This rank's end of the group, once all are there. Raises ConnectionLost if they are not."""
@@ -61,6 +70,7 @@ class Crew:
         process = subprocess.Popen(
             [*command, "--config", of_rank(config, rank).to_json()],
             stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             env=worker_environment(),
             process_group=0,
         )
@@ -68,6 +78,15 @@ class Crew:
         process.stdin.write(self._secret.hex().encode() + b"\n")
         process.stdin.flush()
         return process
+
+
+def _watch(process: subprocess.Popen[bytes]) -> None:
+    """Until it ends. The first sign comes when Python has loaded the program."""
+    assert process.stdout is not None
+    with process.stdout as signs:
+        while os.read(signs.fileno(), 4096):
+            if not select.select([signs], [], [], FROZEN_SECONDS)[0]:
+                process.kill()
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:

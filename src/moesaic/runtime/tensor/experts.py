@@ -19,6 +19,7 @@ from moesaic.core.tokens import IntArray
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.block import Gated
+from moesaic.runtime.tensor.counted import Counted
 
 
 class GroupExperts:
@@ -30,14 +31,14 @@ class GroupExperts:
         kernels: Kernels,
         weights: Mapping[int, ExpertWeights],
         owners: Mapping[int, IntArray],
+        counted: Counted,
         expert_ranks: int = 1,
     ) -> None:
         """weights: layer -> what is held here, cut to this rank's part of the width. owners: layer -> [E] the
         first of the ranks that hold each expert."""
         self._group, self._kernels = group, kernels
         self._weights, self._owners, self._ranks = weights, owners, expert_ranks
-        self.local_pairs = self.pairs = 0
-        """(row, expert) pairs of the rows that were gated here; of those, the ones whose expert is here."""
+        self._counted = counted
 
     def rows(self, layer: int, gated: Gated) -> torch.Tensor:
         """[m, k, h] unweighted rows of the rows that this rank gated: all-to-all there and back."""
@@ -71,8 +72,8 @@ class GroupExperts:
         return here
 
     def _count(self, layer: int, ids: IntArray) -> None:
-        self.pairs += ids.size
-        self.local_pairs += int(np.count_nonzero(self._here(layer, ids)))
+        self._counted.pairs += ids.size
+        self._counted.local_pairs += int(np.count_nonzero(self._here(layer, ids)))
 
     def _route(self, layer: int, ids: IntArray) -> Route:
         """Each pair to the `expert_ranks` ranks that hold its expert, one after another."""

@@ -12,13 +12,19 @@ from moesaic.core.tables import Tables
 from moesaic.core.tokens import IntArray
 from moesaic.policy import predict
 from moesaic.policy.shuffle import Align, Shuffle, plan
+from moesaic.runtime.tensor.counted import Counted
 
 
 class Forecast:
     """Of the rows of one step. All ranks make the same one: they know the same."""
 
     def __init__(
-        self, group: Group, tables: Tables | None, align: Align = "move", expert_ranks: int = 1
+        self,
+        group: Group,
+        counted: Counted,
+        tables: Tables | None = None,
+        align: Align = "move",
+        expert_ranks: int = 1,
     ) -> None:
         """tables: None: nothing is expected, rows are scattered in the batch's order. expert_ranks: that
         share an expert; rows that are expected there take turns among them."""
@@ -29,8 +35,7 @@ class Forecast:
         self._tokens: IntArray = np.zeros(0, dtype=np.int64)
         self._past: list[IntArray] = []
         """Ranks of the rows in the last routed layers, two at most."""
-        self.kept = self.rows = 0
-        """Rows that were scattered; of those, the ones that went where they were expected to be best off."""
+        self._counted = counted
 
     def begin(self, token_ids: IntArray) -> None:
         """Another step, of these rows [n]."""
@@ -46,7 +51,8 @@ class Forecast:
         ranks, sure = predict.predict(self._tables, self._index[layer], self._tokens, history)
         ranks = ranks * self._expert_ranks + np.arange(count) % self._expert_ranks
         found = plan(ranks, sure, self._group.size, self._align)
-        self.rows, self.kept = self.rows + count, self.kept + found.kept
+        self._counted.shuffled_rows += count
+        self._counted.kept_rows += found.kept
         return found
 
     def learn(self, layer: int, expert_ids: npt.NDArray[Any], shuffle: Shuffle) -> None:

@@ -1,6 +1,6 @@
 """How the ranks of a group meet between attention and experts: four forms behind one switch.
 
-Attention leaves each rank with a partial sum [n, h] of every row; after a block each rank has the hidden state
+Attention leaves each rank with a partial sum [n, h] of every row; after a block each has the hidden state
 [n, h] of every row. Between the two
 
     deepspeed        all-reduce, each rank keeps its share of the rows, all-to-all to the experts and back,

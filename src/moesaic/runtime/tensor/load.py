@@ -21,6 +21,7 @@ from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.shard import Shard
 from moesaic.runtime.loaded import Loaded, device_of, kv_type, load_model
+from moesaic.runtime.tensor.counted import Counted
 from moesaic.runtime.tensor.experts import GroupExperts, cut
 from moesaic.runtime.tensor.forecast import Forecast
 from moesaic.runtime.tensor.forms import AllReduce, DeepSpeed, Form, Scattered
@@ -78,10 +79,11 @@ def join(config: WorkerConfig, group: Group, loaded: Loaded, num_blocks: int) ->
     path = files.resolve(config.model.model, config.model.revision)
     layout = registry.expert_layout(path, loaded.kernels, "cpu", config.model.dtype)
     owners = {layer: one * chosen.expert_ranks for layer, one in owners_of(chosen, layout).items()}
-    experts = GroupExperts(group, loaded.kernels, model.experts, owners, chosen.expert_ranks)
+    counted = Counted()
+    experts = GroupExperts(group, loaded.kernels, model.experts, owners, counted, chosen.expert_ranks)
     size, dtype = config.cache.block_size, kv_type(config.cache, loaded)
     kv = PagedKV(model.spec.kv, model.spec.num_layers, num_blocks, size, dtype, loaded.device, loaded.kernels)
-    return Sharded(model, kv, size, group, form_of(config.group, group, experts))
+    return Sharded(model, kv, size, group, form_of(chosen, group, experts, counted), counted)
 
 
 def follower(config: WorkerConfig, group: Group) -> Sharded:
@@ -113,7 +115,7 @@ def equal_owners(layers: tuple[int, ...], num_experts: int, units: int) -> Mappi
     return dict.fromkeys(layers, np.repeat(np.arange(units), counts))
 
 
-def form_of(config: GroupConfig, group: Group, experts: GroupExperts) -> Form:
+def form_of(config: GroupConfig, group: Group, experts: GroupExperts, counted: Counted) -> Form:
     """The one that --moe-collectives names. Raises ConfigError for `shuffled` without tables."""
     match config.form:
         case "deepspeed":
@@ -121,11 +123,11 @@ def form_of(config: GroupConfig, group: Group, experts: GroupExperts) -> Form:
         case "all-reduce":
             return AllReduce(group, experts)
         case "reduce-scatter":
-            return Scattered(group, experts, Forecast(group, None))
+            return Scattered(group, experts, Forecast(group, counted))
     tables = _tables(config)
     if config.form == "shuffled" and tables is None:
         raise ConfigError.field("--placement", config.placement, "a file with tables, for shuffled rows")
-    return Scattered(group, experts, Forecast(group, tables, config.align, config.expert_ranks))
+    return Scattered(group, experts, Forecast(group, counted, tables, config.align, config.expert_ranks))
 
 
 def _tables(config: GroupConfig) -> Tables | None:

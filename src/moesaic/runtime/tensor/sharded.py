@@ -9,32 +9,58 @@ from __future__ import annotations
 import torch
 
 from moesaic.collectives.group import Group
+from moesaic.core.metrics import ExpertStats, GroupStats
 from moesaic.core.tokens import TokenBatch
 from moesaic.experts.client import DirectExperts
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.table import Kernels
 from moesaic.kvcache.paged import PagedKV
 from moesaic.models.model import Model
 from moesaic.runtime.forward import to_partial
+from moesaic.runtime.tensor.counted import Counted
 from moesaic.runtime.tensor.crew import Crew
 from moesaic.runtime.tensor.forms import Form, dense_feed_forward
 from moesaic.runtime.tensor.steps import pack, unpack
 from moesaic.runtime.walk import Stages, Walk
 
 
+class InGroup(DirectExperts):
+    """Steps ask nobody: the experts are inside the form. What remains is what was counted."""
+
+    def __init__(self, kernels: Kernels, group: Group, counted: Counted) -> None:
+        super().__init__({}, kernels)
+        self._group, self._counted = group, counted
+
+    def stats(self) -> ExpertStats:
+        traffic, counted = self._group.traffic, self._counted
+        return ExpertStats(
+            group=GroupStats(
+                all_reduce_bytes=traffic.all_reduce,
+                reduce_scatter_bytes=traffic.reduce_scatter,
+                all_gather_bytes=traffic.all_gather,
+                all_to_all_bytes=traffic.all_to_all,
+                metadata_bytes=traffic.metadata,
+                **vars(counted),
+            )
+        )
+
+
 class Sharded:
     """What Forward is for one process."""
 
-    def __init__(self, model: Model, kv: PagedKV, block_size: int, group: Group, form: Form) -> None:
+    def __init__(
+        self, model: Model, kv: PagedKV, block_size: int, group: Group, form: Form, counted: Counted
+    ) -> None:
         self.crew: Crew | None = None
         """The other ranks' processes, of the first rank."""
         self._model, self._kv, self._block_size = model, kv, block_size
         self._group, self._form = group, form
-        self._nobody = DirectExperts({}, model.kernels)
+        self.experts = InGroup(model.kernels, group, counted)
 
     def begin(self, batch: TokenBatch) -> Walk:
         """On the first rank: start a step on all of them."""
         self._group.announce(pack(batch))
-        return Walk(self._nobody, self._stages(batch))
+        return Walk(self.experts, self._stages(batch))
 
     def follow(self) -> None:
         """On the others: compute what the first one begins, until it is gone. Raises ConnectionLost then."""

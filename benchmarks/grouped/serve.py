@@ -1,0 +1,3 @@
+"""stub"""
+def add(parser): pass
+def quick(a): pass
