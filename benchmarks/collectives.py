@@ -1,13 +1,13 @@
 """What the collectives of attention under tensor parallelism cost, alone and in a served model.
 
-    python benchmarks/collectives.py latency                 each collective beside gloo's, by rows and local share
-    python benchmarks/collectives.py ablation profile.npz    an exchange without one of its four savings each
-    python benchmarks/collectives.py serve /tmp/qwen         the four forms against one process
+    python benchmarks/collectives.py latency               each collective, by rows and local share; gloo's
+    python benchmarks/collectives.py ablation profile.npz  an exchange, without one of its four savings each
+    python benchmarks/collectives.py serve /tmp/qwen       the four forms against one process
 
 Every rank is a process of its own with one thread. What is compared takes turns: in `latency` and `ablation`
-the same processes do all of it, in `serve` all engines stay loaded. Times are those of the slowest rank, bytes
-what the transport counted. --quick: a look at whether it works. Profiles come from `moesaic profile` or from
-`routings.py`, checkpoints from `make_checkpoint.py`.
+the same processes do all of it, in `serve` all engines stay loaded. Times are those of the slowest rank,
+bytes what the transport counted. --quick: a look at whether it works. Profiles come from `moesaic profile` or
+from `routings.py`, checkpoints from `make_checkpoint.py`.
 """
 
 from __future__ import annotations

@@ -70,6 +70,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "commands": (
         *("", "batch", "bench", "client", "config", "core", "experts.joining", "kernels.table", "launch"),
+        *("policy.cocluster", "policy.held_out", "policy.locality", "policy.redundancy"),
         *("policy.routing_prediction", "policy.routing_statistics", "profiling", "runtime.machine", "server"),
         *("trace.options", "transport.base", "transport.secret"),
     ),

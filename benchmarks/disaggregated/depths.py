@@ -1,13 +1,13 @@
-"""How many rows wait at each place of an asynchronous worker, over time: measured in the worker's own process.
+"""How many rows wait at each place of an asynchronous worker, over time: measured in the worker's process.
 
-Whenever the brain hears of an event, the time since the last one counts for the rows that waited meanwhile; a
-thread writes down the means since its last look, every SAMPLE_SECONDS. (A thread that only looked at the queues
-would see them at the moments when the loop lets go of the interpreter, and at no others.)
+Whenever the brain hears of an event, the time since the last one counts for the rows that waited meanwhile;
+a thread writes down the means since its last look, every SAMPLE_SECONDS. (A thread that only looked at the
+queues would see them when the loop lets go of the interpreter, and at no other moments.) `sampled_worker` is
+the program of a worker with this in it.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import threading
@@ -31,7 +31,7 @@ FOLDER = "MOESAIC_DEPTHS"
 SAMPLE_SECONDS = 0.05
 
 Sample = tuple[float, list[float]]
-"""A moment on the monotonic clock, which all processes of a machine share, and the rows of each place then."""
+"""A moment on the monotonic clock, which all processes of a machine share, and the rows of each place."""
 
 
 # ---- in the worker
@@ -43,7 +43,7 @@ class Watched:
     def __init__(self, brain: Asynchronous, now: float) -> None:
         self._ready = brain._ready
         self._seen: tuple[FloatArray, float] = (np.zeros(len(self._ready.tokens)), now)
-        """Row-seconds of each place, and up to when they are counted. Replaced whole, for the thread that asks."""
+        """Row-seconds of each place, and up to when. Replaced as one, for the thread that asks."""
         self._asked = self._seen
 
     def before_change(self, now: float) -> None:
@@ -67,19 +67,17 @@ def watch_worker() -> None:
     make, handle = Asynchronous.__init__, Asynchronous.handle
     watches: dict[Asynchronous, Watched] = {}
 
-    @functools.wraps(make)
     def made(brain: Asynchronous, *arguments: Any, **more: Any) -> None:
         make(brain, *arguments, **more)
         watches[brain] = Watched(brain, time.monotonic())
         start(file_of(Path(os.environ[FOLDER]), os.getpid()), watches[brain])
 
-    @functools.wraps(handle)
     def handled(brain: Asynchronous, event: Event, now: float) -> list[Action]:
         watches[brain].before_change(time.monotonic())
         return handle(brain, event, now)
 
-    Asynchronous.__init__ = made  # type: ignore[method-assign]
-    Asynchronous.handle = handled  # type: ignore[method-assign]
+    Asynchronous.__init__ = made  # type: ignore[assignment, method-assign]
+    Asynchronous.handle = handled  # type: ignore[assignment, method-assign]
 
 
 def start(file: Path, watched: Watched) -> None:

@@ -13,11 +13,11 @@ from html import escape
 
 from disaggregated.picture import DARK, LEFT, LIGHT, TOP, WIDTH, step
 
-PANEL, GAP, FOOT = 132, 30, 44
-"""Heights in pixels: of a panel, above it for its name, and of the time axis."""
-BARS, SPACE = 92, 12
+PANEL, ROW, GAP, FOOT = 132, 3, 30, 44
+"""Heights in pixels: of a panel, about; of a row at least; above a panel for its name; of the time axis."""
+BARS, SPACE = 76, 12
 """Widths in pixels: of the means, and between them and the panel."""
-WIDE = WIDTH - LEFT - SPACE - BARS - 12
+WIDE = WIDTH - LEFT - SPACE - BARS - 40
 LEVELS = 7
 """Colours at most."""
 
@@ -49,52 +49,56 @@ def draw(
     """places: their names, from the bottom. seconds: of all moments. unit: of the depths."""
     bounds = thresholds(max(depth for panel in panels for row in panel.depths for depth in row))
     widest = max(mean for panel in panels for mean in panel.means())
-    height = TOP + len(panels) * (PANEL + GAP) + FOOT - GAP
+    tall = max(ROW, round(PANEL / len(places)))  # whole pixels, or seams would show between rows
+    height = TOP + len(panels) * (tall * len(places) + GAP) + FOOT - GAP
     parts = [f'<text class="title" x="{LEFT}" y="20">{escape(title)}</text>']
     parts += _legend(bounds, unit)
     for number, panel in enumerate(panels):
-        top = TOP + GAP / 2 + number * (PANEL + GAP)
-        parts += [*_panel(panel, top, bounds, places), *_bars(panel.means(), top, widest)]
+        top = TOP + GAP // 2 + number * (tall * len(places) + GAP)
+        parts += [*_panel(panel, top, tall, bounds, places), *_bars(panel.means(), top, tall, widest)]
     parts += _time(seconds, height - FOOT + GAP / 2, across)
-    x = LEFT + WIDE + SPACE
-    parts.append(f'<text x="{x}" y="{height - FOOT + GAP / 2 + 16:.1f}">mean of each row,</text>')
-    parts.append(f'<text x="{x}" y="{height - FOOT + GAP / 2 + 31:.1f}">at most {widest:.2g}</text>')
     box = f"0 0 {WIDTH} {height + GAP / 2:g}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" role="img">'
     return "\n".join([head, f"<title>{escape(title)}</title>", _style(len(bounds)), *parts, "</svg>\n"])
 
 
-def _panel(panel: Panel, top: float, bounds: list[float], places: Sequence[str]) -> Iterator[str]:
+def _panel(panel: Panel, top: int, tall: int, bounds: list[float], places: Sequence[str]) -> Iterator[str]:
     """One path for each colour; neighbours in time of one colour are one rectangle."""
-    wide, tall = WIDE / len(panel.depths), PANEL / len(places)
+    wide, bottom = WIDE / len(panel.depths), top + tall * len(places)
     paths: dict[int, list[str]] = {}
     for place in range(len(places)):
-        y = top + PANEL - (place + 1) * tall
+        y = bottom - (place + 1) * tall
         levels = [bisect_right(bounds, moment[place]) for moment in panel.depths]
         begin = 0
         for end in range(1, len(levels) + 1):
             if end == len(levels) or levels[end] != levels[begin]:
-                shape = f"M{LEFT + begin * wide:.1f},{y:.1f}h{(end - begin) * wide:.1f}v{tall:.1f}"
+                shape = f"M{LEFT + begin * wide:.1f},{y}h{(end - begin) * wide:.1f}v{tall}"
                 paths.setdefault(levels[begin], []).append(f"{shape}h{(begin - end) * wide:.1f}z")
                 begin = end
-    yield f'<text x="{LEFT}" y="{top - 5:.1f}">{escape(panel.name)}</text>'
+    yield f'<text x="{LEFT}" y="{top - 7}">{escape(panel.name)}</text>'
+    yield f'<text class="y" x="{LEFT - 6}" y="{top - 7}">layer</text>'
     for level, shapes in sorted(paths.items()):
         if level:
-            yield f'<path class="l{level}" d="{"".join(shapes)}"/>'
-    yield f'<path class="frame" d="M{LEFT},{top:.1f}h{WIDE}v{PANEL}h-{WIDE}z"/>'
+            yield f'<path class="depth l{level}" d="{"".join(shapes)}"/>'
+    yield f'<path class="frame" d="M{LEFT},{top}h{WIDE}V{bottom}h-{WIDE}z"/>'
     named = max(1, math.ceil(14 / tall))  # so that names do not touch
     for place, name in enumerate(places):
         if place == len(places) - 1 or (place % named == 0 and place + named < len(places)):
-            y = top + PANEL - (place + 0.5) * tall
-            yield f'<text class="y" x="{LEFT - 6}" y="{y + 4:.1f}">{escape(name)}</text>'
+            middle = bottom - (place + 0.5) * tall
+            yield f'<text class="y" x="{LEFT - 6}" y="{middle + 4:.1f}">{escape(name)}</text>'
 
 
-def _bars(means: list[float], top: float, widest: float) -> Iterator[str]:
-    tall, left = PANEL / len(means), LEFT + WIDE + SPACE
+def _bars(means: list[float], top: int, tall: int, widest: float) -> Iterator[str]:
+    """As long as their shares of the widest, with numbers where there is room; above, all together."""
+    left = LEFT + WIDE + SPACE
     shapes = []
+    yield f'<text x="{left}" y="{top - 7}">mean: {sum(means):.1f} in all</text>'
     for place, mean in enumerate(means):
-        y = top + PANEL - (place + 0.9) * tall
-        shapes.append(f"M{left},{y:.1f}h{BARS * mean / max(widest, 1e-9):.1f}v{0.8 * tall:.1f}H{left}z")
+        y = top + (len(means) - place - 0.9) * tall
+        long = BARS * mean / max(widest, 1e-9)
+        shapes.append(f"M{left},{y:.1f}h{long:.1f}v{0.8 * tall:.1f}H{left}z")
+        if tall >= 14:
+            yield f'<text x="{left + long + 4:.1f}" y="{y + 0.4 * tall + 4:.1f}">{mean:.1f}</text>'
     yield f'<path class="bar" d="{"".join(shapes)}"/>'
 
 
@@ -122,7 +126,8 @@ def _style(levels: int) -> str:
     return f"""<style>
 text {{ font: 12px sans-serif; fill: #1f2328 }} .title {{ font-size: 14px }}
 .x {{ text-anchor: middle }} .y {{ text-anchor: end }}
-path {{ fill: {LIGHT[0]} }} .frame {{ fill: none; stroke: #8888; stroke-width: 0.5 }}
+path {{ fill: {LIGHT[0]} }} .depth {{ shape-rendering: crispEdges }}
+.frame {{ fill: none; stroke: #8888; stroke-width: 0.5 }}
 .edge {{ stroke: #8888; stroke-width: 0.5 }} .bar {{ fill-opacity: 0.5 }} {depth}
 @media (prefers-color-scheme: dark) {{ text {{ fill: #e6edf3 }} path {{ fill: {DARK[0]} }} }}
 </style>"""

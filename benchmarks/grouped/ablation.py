@@ -1,6 +1,6 @@
 """`ablation`: bytes and milliseconds of one exchange, without shuffle, placement, de-duplication, one packet.
 
-Rows and their experts are a profile's: its solver and tables have seen a fifth of the requests, rows are drawn
+Rows and their experts are a profile's: solver and tables have seen a fifth of the requests, rows are drawn
 from the others. A step takes a batch through all layers. The experts between take no time; planning a
 shuffle, and telling each other where rows were, does.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import routings
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from grouped import processes
@@ -28,6 +28,7 @@ from moesaic.core.profile import Profile, Routes
 from moesaic.core.tables import Tables
 from moesaic.policy import predict
 from moesaic.policy.cocluster import SOLVERS
+from moesaic.runtime.tensor.counted import Counted
 from moesaic.runtime.tensor.forecast import Forecast
 from moesaic.transport.peers import Peers
 
@@ -89,8 +90,9 @@ class Steps:
         def answer(packet: Packet) -> Any:
             return scratch[: int(np.count_nonzero(packet.experts >= 0))]
 
-        forecast = Forecast(group, chosen if variant.shuffle else None)
-        self._exchange = Exchange(peers, group, variant, forecast, chosen.experts.astype(np.int64), answer)
+        forecast = Forecast(group, Counted(), chosen if variant.shuffle else None)
+        owners = chosen.experts.astype(np.int64)
+        self._exchange = Exchange(peers, group, variant, forecast, owners, answer, lambda hidden, *_: hidden)
         self._weights = np.full((len(tokens), experts.shape[2]), 1 / experts.shape[2], np.float32)
         self._rows = np.ones((len(tokens), hidden), np.float32)
 
@@ -143,7 +145,9 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     with Progress(console=Console(stderr=True)) as progress:
         for size in arguments.ranks:
-            task = {name: getattr(arguments, name) for name in ("rows", "rounds", "seconds", "batches", "hidden")}
+            task = {
+                name: getattr(arguments, name) for name in ("rows", "rounds", "seconds", "batches", "hidden")
+            }
             with task_folder({"kind": "ablation", **task}) as folder:
                 bar = progress.add_task(f"placing on {size} ranks", total=None)
                 write(profile.of(train), test, folder, size, arguments, _advance(progress, bar))
@@ -156,7 +160,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def _advance(progress: Progress, bar: Any) -> Callable[[int, int], None]:
+def _advance(progress: Progress, bar: TaskID) -> Callable[[int, int], None]:
     return lambda done, total: progress.update(bar, completed=done, total=total)
 
 
@@ -202,7 +206,15 @@ def show(found: list[dict[str, Any]], console: Console) -> None:
         table = Table(title=f"{size} ranks: one feed-forward exchange; bytes of a row, of all ranks together")
         table.add_column("rows", justify="right")
         table.add_column("")
-        for column in ("local share", "all-to-all", "payload", "of all four", "metadata", "ms", "of all four"):
+        for column in (
+            "local share",
+            "all-to-all",
+            "payload",
+            "of all four",
+            "metadata",
+            "ms",
+            "of all four",
+        ):
             table.add_column(column, justify="right")
         these = [row for row in found if row["ranks"] == size]
         for row in these:

@@ -1,7 +1,7 @@
 """One feed-forward exchange of the shuffled form, and the same without some of what it saves.
 
-reduce-scatter, rows to their experts, answers back, all-gather. What is taken away lives here alone: a row for
-each pair in place of one for each rank, and a round for the metadata before that of the activations.
+reduce-scatter, rows to their experts, answers back, all-gather. What takes a saving away lives here alone: a
+row for each pair in place of one for each rank, and a round for the metadata before that of the activations.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from moesaic.transport.peers import Peers
 
 Answer = Callable[[Packet], FloatArray]
 """A packet -> [p, h] for its pairs."""
+Merge = Callable[[FloatArray, FloatArray, FloatArray], FloatArray]
+"""Rows [m, h], weights [m, k] and answers [m, k, h] -> [m, h]."""
 
 
 @dataclass(frozen=True)
@@ -50,22 +52,31 @@ class Exchange:
     """Of one rank."""
 
     def __init__(
-        self, peers: Peers, group: Group, variant: Variant, forecast: Forecast, owners: IntArray, answer: Answer
+        self,
+        peers: Peers,
+        group: Group,
+        variant: Variant,
+        forecast: Forecast,
+        owners: IntArray,
+        answer: Answer,
+        merge: Merge,
     ) -> None:
         """group: over `peers`. owners: [layers, E] ranks of the experts."""
         self._peers, self._group, self._variant = peers, group, variant
-        self._forecast, self._owners, self._answer = forecast, owners, answer
+        self._forecast, self._owners = forecast, owners
+        self._answer, self._merge = answer, merge
         self.local_pairs = self.pairs = 0
 
     def begin(self, token_ids: IntArray) -> None:
         """Another step, of these rows [n]."""
         self._forecast.begin(token_ids)
 
-    def layer(self, number: int, index: int, experts: IntArray, weights: FloatArray, rows: FloatArray) -> FloatArray:
+    def layer(
+        self, number: int, index: int, experts: IntArray, weights: FloatArray, rows: FloatArray
+    ) -> FloatArray:
         """A layer by its number in the model and its index over those with routed experts.
 
-        experts, weights: [n, k] of the whole batch. rows: [n, h] this rank's addends. Returns [n, h], each
-        row the sum of the addends weighted by the answers' weights.
+        experts, weights: [n, k] of the whole batch. rows: [n, h] this rank's addends. Returns [n, h], merged.
         """
         shuffle = self._forecast.shuffle(number)
         mine = shuffle.order[shuffle.starts[self._group.rank] : shuffle.starts[self._group.rank + 1]]
@@ -75,7 +86,7 @@ class Exchange:
         self.local_pairs += int((route.owners == self._group.rank).sum())
         packets = self._dispatch(route, hidden, weights[mine])
         pairs = combine_pairs(self._group, route, [self._answer(packet) for packet in packets])
-        merged = np.einsum("nk,nkh->nh", weights[mine], pairs)
+        merged = self._merge(hidden, weights[mine], pairs)
         out = self._group.all_gather(merged, shuffle.order)
         self._forecast.learn(number, route.expert_ids, shuffle)
         return out

@@ -7,13 +7,13 @@ each rank; an answer for each pair back, put in its place. The experts between t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from grouped import processes, routes
@@ -139,14 +139,16 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             task |= {name: getattr(arguments, name) for name in ("top_k", "experts", "seed")}
             base = number * len(arguments.rows)
             with task_folder(task) as folder:
-                ranks = processes.run(
-                    folder, size, lambda done, _, base=base: progress.update(bar, completed=base + done)
-                )
+                ranks = processes.run(folder, size, _advance(progress, bar, base))
             for rows, each in zip(arguments.rows, zip(*ranks, strict=True), strict=True):
                 found += [{"ranks": size, "hidden": hidden, "rows": rows, **row} for row in _rows(each)]
         progress.update(bar, completed=len(shapes) * len(arguments.rows))
     _add_forms(found, arguments)
     return found
+
+
+def _advance(progress: Progress, bar: TaskID, base: int) -> Callable[[int, int], None]:
+    return lambda done, _: progress.update(bar, completed=base + done)
 
 
 def _rows(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -164,7 +166,7 @@ def _rows(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _add_forms(found: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    """Beside the bytes that were counted, those of the closed forms; and the share that rows this few allow."""
+    """Beside the bytes that were counted, those of the closed forms; and the local share that was reached."""
     for row in found:
         size, hidden, rows = row["ranks"], row["hidden"], row["rows"]
         forms = routes.closed_forms(rows, hidden, size)
@@ -191,7 +193,7 @@ def show(found: list[dict[str, Any]], console: Console) -> None:
 def _table(title: str, names: Sequence[str]) -> Table:
     table = Table(title=title)
     table.add_column("rows", justify="right")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name in names:
         table.add_column(name, justify="right")
     return table
@@ -199,7 +201,9 @@ def _table(title: str, names: Sequence[str]) -> Table:
 
 def _times(shape: str, names: Sequence[str], by: dict[tuple[int, str], dict[str, Any]]) -> Table:
     table = _table(f"{shape}: p50 / p99 in us", names)
-    table.caption = "of all-reduce: p50 of ours over that of our all-reduce of the same rows"
+    table.caption = (
+        "of all-reduce: our p50 over that of our all-reduce. Few pairs only come near a local share"
+    )
     for rows in dict.fromkeys(rows for rows, _ in by):
         base = by[rows, "all-reduce"]["p50_us"]
         table.add_row(str(rows), "ours", *(_cell(by[rows, name]) for name in names))
@@ -213,12 +217,14 @@ def _times(shape: str, names: Sequence[str], by: dict[tuple[int, str], dict[str,
 
 def _bytes(shape: str, names: Sequence[str], by: dict[tuple[int, str], dict[str, Any]]) -> Table:
     table = _table(f"{shape}: payload bytes per rank, there and back", names)
-    table.caption = "closed form of an all-to-all: a row for each other rank, and one back for each pair there"
+    table.caption = (
+        "closed form of an all-to-all: a row for each other rank, and one back for each pair there"
+    )
     for rows in dict.fromkeys(rows for rows, _ in by):
         for label, key in (
             ("counted", "payload_bytes"),
             ("closed form", "closed_form"),
-            ("a row for each pair", "without_deduplication"),
+            ("not de-duplicated", "without_deduplication"),
             ("metadata", "metadata_bytes"),
         ):
             cells = (f"{by[rows, name][key]:,.0f}" if key in by[rows, name] else "" for name in names)
@@ -239,7 +245,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=1000, help="calls of each operation")
-    parser.add_argument("--seconds", type=float, default=5.0, help="the most that those of one may take")
+    parser.add_argument("--seconds", type=float, default=3.0, help="the most that those of one may take")
     parser.add_argument("--seed", type=int, default=0, help="of the routes")
     parser.add_argument("--no-gloo", action="store_true")
 

@@ -41,7 +41,7 @@ class Drawn:
 
 
 def draw(rows: int, top_k: int, num_experts: int, ranks: int, share: float, seed: int) -> Drawn:
-    """`rows` in equal shards, experts in equal consecutive ranges, the nearest number of local pairs to `share`.
+    """`rows` in equal shards, experts in equal consecutive ranges, local pairs nearest to `share`.
 
     Which pairs are local is drawn evenly over all of them, and so are the experts of a row's local and remote
     pairs. num_experts: divisible by `ranks`, at least top_k on each.
@@ -51,9 +51,8 @@ def draw(rows: int, top_k: int, num_experts: int, ranks: int, share: float, seed
     rng = np.random.default_rng(seed)
     each = num_experts // ranks
     homes = np.repeat(np.arange(ranks), equal_sizes(rows, ranks))
-    local = np.zeros(rows * top_k, dtype=np.bool_)
-    local[rng.permutation(rows * top_k)[: round(share * rows * top_k)]] = True
-    local = local.reshape(rows, top_k)
+    wanted = np.arange(rows * top_k) < round(share * rows * top_k)
+    local = rng.permutation(wanted).reshape(rows, top_k)
     experts = np.empty((rows, top_k), dtype=np.int64)
     for row, home in enumerate(homes):
         mine = np.arange(home * each, (home + 1) * each)
@@ -74,7 +73,9 @@ def closed_forms(rows: int, hidden: int, ranks: int) -> dict[str, float]:
 
 
 def all_to_all(drawn: Drawn, hidden: int, ranks: int, once: bool = True) -> float:
-    """Payload bytes per rank, there and back: a row to each other rank once (or once for each pair), and a row
-    back for each pair. Without `once` this is 2 k (1 - l) B S / G."""
+    """Payload bytes per rank: a row once to each other rank with experts of it, and one back for each pair.
+
+    Without `once` a row goes there for each pair, too: 2 k (1 - l) B S / G.
+    """
     there = drawn.remote_ranks if once else drawn.remote_pairs
     return (there + drawn.remote_pairs) * hidden * FLOAT / ranks

@@ -21,6 +21,7 @@ from moesaic import __version__
 from moesaic.batch.options import RunBatch
 from moesaic.bench.options import ServeBench, ThroughputBench
 from moesaic.commands.options import Join, Scale
+from moesaic.commands.place_options import Place
 from moesaic.commands.profile_options import ShowProfile
 from moesaic.commands.usage import one_line
 from moesaic.config import (
@@ -165,6 +166,21 @@ def profile_show(
     from moesaic.commands import profile_show as command
 
     return command.show(options, output.json)
+
+
+@app.command
+def place(
+    options: Annotated[Place, FLAT],
+    *,
+    output: Annotated[Output, FLAT] = Output(),
+) -> int:
+    """Solve for a placement of experts on ranks: place profile.npz --ranks 8 -o placement.json.
+
+    It is measured first, on requests that the solver does not see. moesaic serve --placement reads it.
+    """
+    from moesaic.commands import place as command
+
+    return command.run(options, output.json)
 
 
 @bench.command(name="serve")

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from moesaic import LLM, cli
-from moesaic.commands.profile import progress
+from moesaic.commands.progress import progress
 from moesaic.core.profile import Profile
 from moesaic.models import files
 from moesaic.models.registry import read_spec
@@ -104,6 +104,7 @@ def test_the_same_command_gives_the_same_profile(prompts: list[str], tmp_path: P
         ("--prompts {} -o x.npz --max-tokens -1", "--max-tokens: got -1; allowed: an integer of at least 0"),
         ("--prompts {} -o x.npz --max-prompts 0", "--max-prompts: got 0; allowed: an integer of at least 1"),
         ("--prompts {} -o x.npz --max-memory much", "--max-memory: got 'much'; allowed: a positive size"),
+        ("--prompts {} -o x.npz --max-memory 99KB", "--max-memory: got '99KB'; allowed: more"),
         ("--prompts {} -o x.npz --max-tokens 5000", "--max-tokens: got 5000; allowed: at most 2046"),
     ],
 )

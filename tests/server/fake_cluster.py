@@ -6,7 +6,14 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from moesaic.core.cluster import ClusterCounters, ClusterLoad, ClusterStatus, Failure, ProcessStatus
+from moesaic.core.cluster import (
+    ClusterCounters,
+    ClusterLoad,
+    ClusterStatus,
+    Failure,
+    LayerLocality,
+    ProcessStatus,
+)
 from moesaic.core.errors import ConfigError, ScalingError
 from moesaic.core.metrics import ExpertServerStats
 from moesaic.core.tokens import IntArray
@@ -33,6 +40,8 @@ class FakeCluster:
             replicas=[],
             failures=[Failure(1.5, "expert server 0: killed by signal 9")],
             counters=ClusterCounters(process_deaths=4, failovers=3, false_failovers=1, resent_pairs=99),
+            dispatch="affinity",
+            locality=[LayerLocality(1, 40, 30, 0.75), LayerLocality(2, 40, 10, 0.25)],
         )
 
     def _process(self, role: str, number: int) -> ProcessStatus:

@@ -116,6 +116,9 @@ def test_metrics_of_processes_and_experts(launch: Launch) -> None:
     assert found["moesaic:expert_pairs_total{expert=0,layer=1}"] == 5
     assert found["moesaic:expert_pairs_total{expert=1,layer=2}"] == 2
     assert found["moesaic:expert_balancedness{layer=2}"] == 0.5
+    assert found["moesaic:sent_pairs_total{layer=1}"] == 40
+    assert found["moesaic:local_activation_pairs_total{layer=1}"] == 30
+    assert found["moesaic:local_activation_pairs_total{layer=2}"] == 10
 
 
 def test_a_model_with_many_experts_has_a_series_for_each_layer(launch: Launch) -> None:

@@ -119,14 +119,16 @@ def as_table(name: str, info: WorkerInfo) -> Table:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     experts = f"{info.num_experts} experts, {info.top_k} per token"
+    each = "" if info.ranks == 1 else f" on each of {info.ranks} ranks"
     rows = {
         "model": name,
         "type": f"{info.model_type}, {info.num_layers} layers, {experts}",
-        "parameters": f"{in_words(info.num_parameters)}, {in_bytes(info.weight_bytes)}",
+        "parameters": f"{in_words(info.num_parameters)}, {in_bytes(info.weight_bytes)}" + each,
         "device": info.device,
         "kernels": info.kernels,
         "dtype": f"{info.dtype}, KV cache {info.kv_dtype}",
-        "threads": str(info.threads),
+        "threads": str(info.threads) + each,
+        **({"collectives": info.collectives} if info.ranks > 1 else {}),
         "context length": f"{info.max_model_len} tokens",
         "batch": f"{info.max_num_seqs} requests, {info.max_num_batched_tokens} tokens a step",
         "KV cache": in_bytes(info.kv_bytes),

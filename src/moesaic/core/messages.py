@@ -67,7 +67,9 @@ class WorkerInfo:
     dtype: str
     threads: int
     num_parameters: int
+    """Of a group of processes: what its first rank holds."""
     weight_bytes: int
+    """The same."""
     num_layers: int
     num_experts: int
     top_k: int
@@ -80,6 +82,10 @@ class WorkerInfo:
     kv_dtype: str
     max_num_seqs: int
     max_num_batched_tokens: int
+    ranks: int = 1
+    """Processes that are this worker together."""
+    collectives: str = ""
+    """How they meet between attention and experts."""
 
     @property
     def kv_tokens(self) -> int:

@@ -141,6 +141,8 @@ class Profile:
     nearest: TokenArray | None = None
     """[V] the token id in whose place each one is looked up: itself, or for tokens that the profile never saw
     the nearest known one in embedding space (cosine). None: not computed."""
+    hidden: int = 0
+    """Numbers of a row that an expert takes in and gives back; 0: not known."""
 
     @classmethod
     def of_routes(
@@ -186,7 +188,7 @@ class Profile:
         made = Profile.of_routes(
             self.model, self.vocab_size, self.num_experts, self.layers, routes, self.topics
         )
-        return replace(made, nearest=self.nearest)
+        return replace(made, nearest=self.nearest, hidden=self.hidden)
 
     def check(self, fingerprint: str, file: str) -> None:
         """Raises ConfigError if it was made for another model."""
@@ -202,6 +204,7 @@ class Profile:
             "model": self.model,
             "sizes": [self.vocab_size, self.num_experts, self.top_k],
             "layers": self.layers,
+            "hidden": self.hidden,
             "transitions": self.transitions,
             "topics": np.array(self.topics, dtype=np.str_),
         }
@@ -251,6 +254,7 @@ class Profile:
             routes=Routes(**{field.name: found[f"routes_{field.name}"] for field in fields(Routes)}),
             topics=tuple(found["topics"].tolist()),
             nearest=found.get("nearest"),
+            hidden=int(found.get("hidden", 0)),
         )
 
 

@@ -37,6 +37,8 @@ class RoutedModel:
     top_k: int
     layers: tuple[int, ...]
     """Numbers of the layers with routed experts, ascending."""
+    hidden: int = 0
+    """Numbers of a row between layers; 0: not known."""
 
     @cached_property
     def row(self) -> np.dtype[np.void]:

@@ -41,7 +41,7 @@ class Tables:
     """[layers, E] the rank of each logical expert."""
     scores: ScoreArray
     """[V, ranks] (token, expert) pairs of one token that are expected on each rank, over all layers: what
-    Algorithm 2 of Sem-MoE sums over a prompt. A row sums to layers * k."""
+    Algorithm 2 of Sem-MoE sums over a prompt. A row sums to layers * k, to more where experts have copies."""
     labels: SmallArray
     """[V, layers] table T: the rank of each token id."""
     confidence: HalfArray
@@ -66,10 +66,12 @@ class Tables:
         return sum(getattr(self, name).nbytes for name in _ARRAYS)
 
     def request_scores(self, prompt: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-        """[ranks] expected local pairs of a whole prompt on each rank (Sem-MoE, Algorithm 2, line 3)."""
-        found: npt.NDArray[np.float64] = self.scores[np.asarray(prompt, dtype=np.int64)].sum(
-            axis=0, dtype=np.float64
-        )
+        """[ranks] expected local pairs of a whole prompt on each rank (Sem-MoE, Algorithm 2, line 3).
+
+        Ids beyond the tables' vocabulary count nothing.
+        """
+        ids = np.asarray(prompt, dtype=np.int64)
+        found: npt.NDArray[np.float64] = self.scores[ids[ids < self.vocab_size]].sum(axis=0, dtype=np.float64)
         return found
 
     def check(self, placement: Placement, file: str) -> None:

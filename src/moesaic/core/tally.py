@@ -80,6 +80,7 @@ class Tally:
             routes=joined(model, kept),
             topics=tuple(topics),
             nearest=nearest,
+            hidden=model.hidden,
         )
 
     @property

@@ -54,4 +54,5 @@ class ModelSpec:
     def routed(self) -> RoutedModel:
         """What its routing is recorded as."""
         name = model_name(self.moe_layers, self.num_experts, self.hidden_size, self.expert_width)
-        return RoutedModel(name, self.vocab_size, self.num_experts, self.top_k, self.moe_layers)
+        sizes = self.vocab_size, self.num_experts, self.top_k
+        return RoutedModel(name, *sizes, self.moe_layers, self.hidden_size)

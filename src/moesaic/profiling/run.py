@@ -68,9 +68,12 @@ class Gatherer:
     def __init__(
         self, model: RoutedModel, options: ProfileOptions, topics: Sequence[int], show: Callable[[int], None]
     ) -> None:
-        """topics: of each prompt. show: is told the rows so far."""
+        """topics: of each prompt. show: is told the rows so far. Raises ConfigError for too little memory."""
         waiting = int(OPEN_SHARE * options.most_bytes)
         self.tally = Tally(model, options.most_bytes - waiting, options.seed)
+        if self.tally.full:
+            allowed = "more: the empty counts of this model need it"
+            raise ConfigError.field("--max-memory", options.max_memory, allowed)
         self.assembly = Assembly(model, waiting)
         self.prompt_tokens = 0
         self._topics = np.array(topics, dtype=np.int16)
@@ -116,10 +119,7 @@ def run(
     tokens, shortened = _encoded(llm, prompts, options.max_tokens)
     total = sum(map(len, tokens)) + len(tokens) * options.max_tokens
     begun = clock()
-    params = replace(llm.default_sampling, max_tokens=options.max_tokens + 1)  # the last one is not computed
-    for start in range(0, len(tokens), AT_ONCE):
-        llm.generate(tokens[start : start + AT_ONCE], params)
-        gatherer.fold()
+    _feed(llm, tokens, options.max_tokens, gatherer)
     seconds = clock() - begun
     tally = gatherer.tally
     near = nearest_known(path, tally.known, lambda done, all_: show("nearest tokens", done, all_))
@@ -153,6 +153,14 @@ def _encoded(llm: LLM, prompts: Sequence[Prompt], max_tokens: int) -> tuple[list
         for prompt in prompts
     ]
     return [tokens[:most] for tokens in encoded], sum(len(tokens) > most for tokens in encoded)
+
+
+def _feed(llm: LLM, tokens: list[list[int]], max_tokens: int, gatherer: Gatherer) -> None:
+    """All prompts through the engine."""
+    params = replace(llm.default_sampling, max_tokens=max_tokens + 1)  # the last one is not computed
+    for start in range(0, len(tokens), AT_ONCE):
+        llm.generate(tokens[start : start + AT_ONCE], params)
+        gatherer.fold()
 
 
 def _settings(model: ModelConfig) -> dict[str, Any]:

@@ -118,8 +118,8 @@ class Forward:
         attention = AttentionBatch.of_decode(batch, self._block_size, self._width)
         inputs = attention.batch
         token_ids, positions = torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions)
-        gates: list[torch.Tensor] = []
-        stages = self._walk(token_ids, positions, attention, gates)
+        chosen: Chosen = []
+        stages = self._walk(token_ids, positions, attention, chosen)
         if not self._apart:
             stages = _in_one(Walk(self._experts, stages))
         spec = self._model.spec
@@ -130,7 +130,8 @@ class Forward:
             parts.append(recorded.recorder(partial(_next, stages, answer, out)))
             item = parts[-1].result
             if isinstance(item, torch.Tensor):
-                recorded.decodes[batch.num_rows] = _Decode(attention, parts, [ids.numpy() for ids in gates])
+                where: Chosen = [np.asarray(ids) for ids in chosen]
+                recorded.decodes[batch.num_rows] = _Decode(attention, parts, where)
                 return item
             answer = yield item
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -120,7 +121,9 @@ def _build_group(
     executor = Executor(loaded.model, forward, loaded.device, connection, forward.experts)
     worker = Worker(connection, OneProcess(limits, blocks), executor, clock, journal, forward.experts, bell)
     block_size = config.cache.block_size
-    return worker, _describe(loaded, None, scheduler, max_model_len, block_size, num_blocks, kv_dtype)
+    info = _describe(loaded, None, scheduler, max_model_len, block_size, num_blocks, kv_dtype)
+    kv_bytes = group.size * info.kv_bytes
+    return worker, replace(info, ranks=group.size, collectives=forward.form.name, kv_bytes=kv_bytes)
 
 
 def _brain(

@@ -18,6 +18,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.routing import RoutedModel, RowSink, draw, ending
 from moesaic.models.spec import ModelSpec
 from moesaic.policy.brain.actions import Admit, Release, StepPlan
+from moesaic.runtime.walk import Chosen
 from moesaic.trace.routing import RowFile
 
 SEED = 1
@@ -54,13 +55,14 @@ class Recorder:
             if request in self._prompts and not action.preempted:
                 self._sink(ending(self._model, request, self._prompts.pop(request)))
 
-    def step(self, plan: StepPlan, chosen: Sequence[torch.Tensor]) -> None:
+    def step(self, plan: StepPlan, chosen: Chosen) -> None:
         """A step is through. chosen: [n, k] expert ids of its rows, layer after layer."""
         mine = self._mine(plan)
         if mine:
             rows = [row for _, start, stop in mine for row in range(start, stop)]
-            ids = torch.stack(list(chosen)).cpu().numpy()
-            self._write(plan, mine, rows, ids.take(rows, axis=1).swapaxes(0, 1))
+            ids = [one.cpu().numpy() if isinstance(one, torch.Tensor) else one for one in chosen]
+            experts = np.concatenate(ids, axis=1).take(rows, axis=0)
+            self._write(plan, mine, rows, experts.reshape(len(rows), -1, self._model.top_k))
 
     def layer(self, plan: StepPlan, place: int, chosen: torch.Tensor) -> None:
         """A run came to the gate of the place-th layer with experts. chosen: [n, k] of its rows."""

@@ -8,8 +8,7 @@ from typing import Protocol
 
 import torch
 
-from moesaic.core.tokens import TokenBatch
-from moesaic.core.tokens import IntArray
+from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.experts.client import RoutedExperts, Ticket
 from moesaic.models.block import Gated
 
@@ -46,8 +45,8 @@ class Combine:
         return ask, replace(gated, weights=self._ones[: len(gated.weights)])
 
 
-Chosen = list[torch.Tensor] | list[IntArray]
-"""[n, k] expert ids of a step's rows, layer after layer; as arrays where a recording writes them each time."""
+Chosen = list[torch.Tensor | IntArray]
+"""[n, k] expert ids of a step's rows, layer after layer; arrays where a recording writes them each time."""
 
 Stages = Generator[Ask | None, torch.Tensor | None, torch.Tensor]
 """Yields what it asks, and then None where it needs the answer, which it is sent; returns hidden states."""
@@ -56,9 +55,7 @@ Stages = Generator[Ask | None, torch.Tensor | None, torch.Tensor]
 class Walk:
     """Stages that are suspended while experts compute, so that another walk may go on meanwhile."""
 
-    def __init__(
-        self, experts: RoutedExperts, stages: Stages, chosen: Chosen | None = None
-    ) -> None:
+    def __init__(self, experts: RoutedExperts, stages: Stages, chosen: Chosen | None = None) -> None:
         """chosen: where the stages put the expert ids of their rows."""
         self.chosen: Chosen = [] if chosen is None else chosen
         """At the end, until the next step: [n, k] expert ids of all rows, layer after layer."""

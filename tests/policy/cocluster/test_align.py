@@ -66,16 +66,19 @@ def test_clusters_stay_and_agree_no_less(seed: int) -> None:
 
 
 def test_agreement_is_the_covariance_of_requests() -> None:
-    """Counted pair by pair of layers, request by request."""
-    profile = noise(3, size=6, layers=3, k=2, requests=16)
+    """Counted request by request; the first eight are three times as long as the others."""
+    even = noise(3, size=6, layers=3, k=2, requests=16)
+    routes = replace(even.routes, starts=np.cumsum([0, *[12] * 8, *[4] * 8]))
+    profile = even.of(routes)
     experts, ranks = shuffled(3, 3, 6, 3), 3
+    size = np.diff(routes.starts)[:, None, None] * 2.0
     shares = np.zeros((16, 3, ranks))
     for token, request in enumerate(profile.routes.owners):
         for layer in range(3):
             for expert in profile.routes.experts[token, layer]:
-                shares[request, layer, experts[layer, expert]] += 1 / 16
-    shares -= shares.mean(axis=0)
-    everything = sum((shares[:, i] * shares[:, j]).sum() for i in range(3) for j in range(3))
+                shares[request, layer, experts[layer, expert]] += 1
+    shares = (shares / size - shares.sum(axis=0) / size.sum()) * np.sqrt(size)
+    everything = (shares.sum(axis=1) ** 2).sum()
     assert aligned_agreement(profile, experts, ranks) == pytest.approx(everything / (shares**2).sum())
 
 

@@ -83,8 +83,8 @@ def test_a_layer_that_nobody_used(solver: str) -> None:
 
 def affinity_of(seed: int, size: int, ranks: int) -> Affinity:
     rng = np.random.default_rng(seed)
-    half = rng.random((size, size))
-    pairs: FloatArray = np.maximum(half, half.T)
+    half = np.triu(rng.random((size, size)))
+    pairs: FloatArray = np.add(half, half.T, dtype=np.float64)
     return Affinity(pairs, rng.random((size, ranks)), rng.random(size))
 
 
@@ -284,6 +284,21 @@ def test_more_rounds_cost_no_more(seed: int) -> None:
         assert costs[0] >= costs[1] - 1e-9 and costs[1] >= costs[2] - 1e-9
 
 
+def test_exchanges_follow_the_greedy_pass() -> None:
+    """Greedily 1 joins 0, as nothing speaks against it, before its companion 3 comes."""
+    pairs = np.zeros((1, 4, 4))
+    pairs[0, 0, 3] = pairs[0, 3, 0] = 0.5
+    rows = np.full((4, 1, 4), 1, dtype=np.float32)
+    scene = sem_moe.Scene(rows, pairs, np.array([[0.4, 0.3, 0.2, 0.1]]), np.array([2, 2]))
+    requests, rng = np.array([0, 0, 1, 1]), np.random.default_rng(0)
+    greedy = sem_moe.placed(scene, 0, requests, rng, sem_moe.Weights(load=0.0, swaps=0))
+    assert same_clusters(greedy, np.array([0, 0, 1, 1]))
+    best = sem_moe.placed(scene, 0, requests, rng, sem_moe.Weights(load=0.0))
+    assert same_clusters(best, np.array([0, 1, 1, 0]))
+    loads = sem_moe.placed(scene, 0, requests, rng, sem_moe.Weights(experts=0.0, load=9.0, swaps=0))
+    assert same_clusters(loads, np.array([0, 1, 1, 0]))
+
+
 def test_load_weighs() -> None:
     """Experts 0 and 1 are hot and go together; a high price on load parts them."""
     pairs = np.zeros((1, 4, 4))
@@ -325,6 +340,12 @@ def test_packing_answers_when_the_limit_passes() -> None:
     assert proven and moetuner.deviation(HARD, better, 4) < moetuner.deviation(HARD, found, 4)
 
 
+def test_an_answer_need_not_be_proven() -> None:
+    load = np.random.default_rng(0).integers(10**6, 2 * 10**6, 32)
+    found, proven = moetuner.balanced(load, rooms(32, 8), moetuner.Limits(gap=0.0, nodes=1))
+    assert not proven and np.bincount(found).tolist() == [4] * 8
+
+
 def test_a_limit_that_passed_is_said() -> None:
     profile = noise(0, 12, layers=2, k=2)
     found = moetuner.solve(profile, 4, limits=moetuner.Limits(gap=0.0, seconds=0.0))
@@ -360,23 +381,22 @@ def test_mapped_worked_example() -> None:
     assert moetuner.mapped(np.zeros((0, 3, 3))).tolist() == [[0, 1, 2]]
 
 
+def heaviest(moves: FloatArray, numbers: IntArray) -> tuple[float, float]:
+    """The most that moves between two ranks in any pair of layers; what moves in all."""
+    found = [
+        [step[c, d] for c, d in product(range(3), repeat=2) if here[c] != there[d]]
+        for step, here, there in zip(moves, numbers, numbers[1:], strict=False)
+    ]
+    return max(map(max, found)), sum(map(sum, found))
+
+
 @pytest.mark.parametrize("seed", range(8))
-def test_no_other_map_of_a_layer_moves_less(seed: int) -> None:
-    """Two layers: the best of all. More: no worse than before, and near the best."""
-    rng = np.random.default_rng(seed)
-    moves = rng.dirichlet(np.full(9, 0.5), 2).reshape(2, 3, 3)
+def test_no_other_map_has_a_lower_maximum(seed: int) -> None:
+    """Against all maps of three layers, and for two layers the fewest moves among the equal ones."""
+    moves = np.random.default_rng(seed).dirichlet(np.full(9, 0.5), 2).reshape(2, 3, 3)
     maps = [np.array(order) for order in permutations(range(3))]
     own = np.arange(3)
-    two = min(moetuner.heaviest(moves[:1], np.stack([own, a])) for a in maps)
-    assert moetuner.heaviest(moves[:1], moetuner.mapped(moves[:1])) == two
-    three = min(moetuner.heaviest(moves, np.stack([own, a, b])) for a, b in product(maps, maps))
-    found = moetuner.heaviest(moves, moetuner.mapped(moves))
-    assert found[0] <= moetuner.heaviest(moves, np.tile(own, (3, 1)))[0]
-    assert found[0] <= 1.5 * three[0]
-
-
-def test_heaviest_worked_example() -> None:
-    """0.2 moves from rank 0 to 1; what stays on its rank is free."""
-    moves = np.array([[[0.7, 0.2], [0.1, 0.0]]])
-    assert moetuner.heaviest(moves, np.array([[0, 1], [0, 1]])) == (0.2, 0.3)
-    assert moetuner.heaviest(moves, np.array([[0, 1], [1, 0]])) == (0.7, 0.7)
+    two = min(heaviest(moves[:1], np.stack([own, a])) for a in maps)
+    assert heaviest(moves[:1], moetuner.mapped(moves[:1])) == pytest.approx(two)
+    three = min(heaviest(moves, np.stack([own, a, b]))[0] for a, b in product(maps, maps))
+    assert heaviest(moves, moetuner.mapped(moves))[0] == three

@@ -51,7 +51,7 @@ SAMPLE = 1024
 CHUNK = 8192
 """Token ids at a time where all are summed up: bounds memory."""
 TINY = 1e-12
-START = 30.0
+START, LEAST = 30.0, 3.0
 BALANCE, GROWTH = 10.0, 1.5
 """ADMM's penalty changes by this factor where one residual is so many times the other."""
 
@@ -124,19 +124,24 @@ def bound(rows: FloatArray, ranks: int, rounds: int, most: float | None = None) 
         return simple
     relaxed = _Relaxation(rows.sum(axis=0), ranks, np.inf if most is None else most / ranks)
     some = chosen(rows.astype(np.float32), SAMPLE, SAMPLE, np.random.default_rng(0)).T.astype(np.float64)
-    raised = some
-    for _ in range(rounds):
-        tokens = _Tokens.of(some, raised, relaxed.shared, ranks, steps=2)
-        raised = tokens.raised
-        relaxed.step(tokens.pairs())
-    constant, pairs = 0.0, np.zeros_like(relaxed.shared)
-    for start in range(0, len(rows), CHUNK):
-        part = rows[start : start + CHUNK]
-        tokens = _Tokens.of(part, part, relaxed.shared, ranks, steps=30)
-        constant += tokens.constant()
-        pairs += tokens.pairs()
-    least = min(relaxed.step(pairs) for _ in range(rounds))
-    return min(simple, constant + least, 1.0)
+    _descended(relaxed, some, rounds, 2)
+    least = _descended(relaxed, rows, max(1, rounds // 8), 8)
+    return min(simple, least, 1.0)
+
+
+def _descended(relaxed: _Relaxation, rows: FloatArray, rounds: int, steps: int) -> float:
+    """The least bound of some rounds. steps: of l in the first round, 2 in the others."""
+    least, raised = np.inf, rows.copy()
+    for turn in range(rounds):
+        constant, pairs = 0.0, np.zeros_like(relaxed.shared)
+        for start in range(0, len(rows), CHUNK):
+            part = slice(start, start + CHUNK)
+            tokens = _Tokens.of(rows[part], raised[part], relaxed.shared, relaxed.ranks, 2 if turn else steps)
+            raised[part] = tokens.raised
+            constant += tokens.constant()
+            pairs += tokens.pairs()
+        least = min(least, constant + relaxed.step(pairs))
+    return least
 
 
 @dataclass(frozen=True)
@@ -153,9 +158,7 @@ class _Tokens:
     """s"""
 
     @classmethod
-    def of(
-        cls, rows: FloatArray, raised: FloatArray, shared: FloatArray, ranks: int, steps: int
-    ) -> _Tokens:
+    def of(cls, rows: FloatArray, raised: FloatArray, shared: FloatArray, ranks: int, steps: int) -> _Tokens:
         """At U = shared the best t and c, and l after some steps of projected gradient from raised - rows."""
         size = rows.shape[1] / ranks
         for step in range(steps + 1):
@@ -197,7 +200,7 @@ class _Relaxation:
         """[E, E] Y"""
         self.paid = np.zeros(experts)
         """[E] b"""
-        self.weight = 0.0
+        self.weight = self.least = 0.0
         """ADMM's penalty."""
 
     def step(self, pairs: FloatArray) -> float:
@@ -215,6 +218,7 @@ class _Relaxation:
     def _improve(self, left: FloatArray) -> None:
         if not self.weight:
             self.weight = START * float(np.abs(left - np.diag(np.diag(left))).mean())
+            self.least = self.weight / LEAST
         before = self.boxed
         self.shared = _nearest(self.boxed + left / self.weight, self.size, self.ranks)
         self.boxed = np.clip(self.shared + self.split / self.weight, 0.0, 1.0)
@@ -227,7 +231,7 @@ class _Relaxation:
         moved = float(np.linalg.norm(self.boxed - before))
         if apart > BALANCE * moved:
             self.weight *= GROWTH
-        elif moved > BALANCE * apart:
+        elif moved > BALANCE * apart and self.weight > self.least:
             self.weight /= GROWTH
 
 

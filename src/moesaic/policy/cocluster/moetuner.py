@@ -11,10 +11,9 @@ Gaps are relative to the objective, and a deviation's lower bound is 0 or close 
 counts the layer's load in, so that a gap of 2.5 % (the paper's) is one of 2.5 % of the load. Its ranks are
 alike, which is said to the solver: the heaviest expert is on rank 0, the next one on 0 or 1, and so on.
 
-As one program for all layers the second has R^4 products for each pair of layers, far too many for HiGHS. One
-layer's map given its neighbours' is a bottleneck assignment, which bisection and the Hungarian method solve
-exactly: each in turn takes its best one, among equals the one with the fewest moves between ranks, until the
-maximum over all layers and then the sum sink no further.
+In the second, links being alike, what moves between two layers depends only on how the one is numbered relative
+to the other: layer after layer is best for all. Each is a bottleneck assignment, which bisection and the
+Hungarian method solve exactly; among equals the one with the fewest moves between ranks in all is taken.
 
 A search ends after a number of nodes, which is the same on every machine; a limit in seconds stands behind.
 Where that leaves no answer, or a worse one than packing by load finds, packing's is taken; `notes` names the
@@ -163,47 +162,21 @@ def mapped(traffic: FloatArray) -> IntArray:
 
     Example: all that leaves clusters 0, 1 goes to clusters 1, 0 of the next layer -> [[0, 1], [1, 0]].
     """
-    layers, ranks = len(traffic) + 1, traffic.shape[1]
-    numbers = np.tile(np.arange(ranks), (layers, 1))
-    for layer in range(1, layers):
-        numbers[layer] = bottleneck(*_costs(traffic[:layer], numbers, layer))
-    if layers == 1:
-        return numbers
-    least = heaviest(traffic, numbers)
-    while True:
-        options = numbers.copy()
-        for layer in range(1, layers):
-            options[layer] = bottleneck(*_costs(traffic, options, layer))
-        found = heaviest(traffic, options)
-        if found >= least:
-            return numbers
-        numbers, least = options, found
+    numbers = np.tile(np.arange(traffic.shape[1]), (len(traffic) + 1, 1))
+    for layer, step in enumerate(traffic):
+        numbers[layer + 1] = bottleneck(*_costs(step[np.argsort(numbers[layer])]))
+    return numbers
 
 
-def heaviest(traffic: FloatArray, numbers: IntArray) -> tuple[float, float]:
-    """Most choices that move between two ranks in any pair of layers, and all that do, rounded."""
-    moves = np.stack([_on_ranks(step, *numbers[i : i + 2]) for i, step in enumerate(traffic)])
-    moves[:, np.arange(moves.shape[1]), np.arange(moves.shape[1])] = 0.0
-    return round(float(moves.max()), 9), round(float(moves.sum()), 9)
+def _costs(moves: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """[R, R] (cluster, its rank): the most that comes from one other rank, and all that does.
 
-
-def _on_ranks(step: FloatArray, here: IntArray, there: IntArray) -> FloatArray:
-    """Traffic [R, R] between clusters -> between their ranks."""
-    found = np.empty_like(step)
-    found[np.ix_(here, there)] = step
-    return found
-
-
-def _costs(traffic: FloatArray, numbers: IntArray, layer: int) -> tuple[FloatArray, FloatArray]:
-    """[R, R] (cluster, rank): most of what the cluster exchanges with one other rank, and with all."""
-    ranks = numbers.shape[1]
-    own = np.arange(ranks)
-    steps = [_on_ranks(traffic[layer - 1], numbers[layer - 1], own).T]
-    if layer < len(traffic):
-        steps.append(_on_ranks(traffic[layer], own, numbers[layer + 1]))
-    exchanged = np.stack(steps)
-    others = np.where(np.eye(ranks, dtype=np.bool_)[:, None, None, :], 0.0, exchanged)
-    return others.max(axis=(1, 3)).T, others.sum(axis=(1, 3)).T
+    moves: [R, R] from the ranks of one layer to the clusters of the next.
+    """
+    ranks = np.arange(len(moves))
+    others = np.tile(moves.T[:, None, :], (1, len(moves), 1))
+    others[:, ranks, ranks] = 0.0
+    return others.max(axis=2), others.sum(axis=2)
 
 
 def bottleneck(most: FloatArray, total: FloatArray) -> IntArray:

@@ -37,6 +37,11 @@ class Forecast:
         """Ranks of the rows in the last routed layers, two at most."""
         self._counted = counted
 
+    @property
+    def name(self) -> str:
+        """Of the form that it makes."""
+        return "reduce-scatter" if self._tables is None else f"shuffled ({self._align})"
+
     def begin(self, token_ids: IntArray) -> None:
         """Another step, of these rows [n]."""
         self._tokens, self._past = token_ids, []

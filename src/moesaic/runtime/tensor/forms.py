@@ -31,6 +31,11 @@ from moesaic.runtime.tensor.forecast import Forecast
 class Form(Protocol):
     """One of the four, on one rank."""
 
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
+
     def begin(self, token_ids: IntArray) -> None:
         """A step of these rows [n] begins."""
         ...
@@ -57,6 +62,8 @@ def dense_feed_forward(
 class DeepSpeed:
     """`deepspeed`: every rank has every row's sum, and drops the rows of the others."""
 
+    name = "deepspeed"
+
     def __init__(self, group: Group, experts: GroupExperts) -> None:
         self._group, self._experts = group, experts
 
@@ -76,6 +83,8 @@ class DeepSpeed:
 
 class AllReduce:
     """`all-reduce`: no token travels; every rank gates every row and computes what it has the experts for."""
+
+    name = "all-reduce"
 
     def __init__(self, group: Group, experts: GroupExperts) -> None:
         self._group, self._experts = group, experts
@@ -97,6 +106,10 @@ class Scattered:
 
     def __init__(self, group: Group, experts: GroupExperts, forecast: Forecast) -> None:
         self._group, self._experts, self._forecast = group, experts, forecast
+
+    @property
+    def name(self) -> str:
+        return self._forecast.name
 
     def begin(self, token_ids: IntArray) -> None:
         self._forecast.begin(token_ids)

@@ -54,7 +54,7 @@ class Sharded:
         self.crew: Crew | None = None
         """The other ranks' processes, of the first rank."""
         self._model, self._kv, self._block_size = model, kv, block_size
-        self._group, self._form = group, form
+        self._group, self.form = group, form
         self.experts = InGroup(model.kernels, group, counted)
 
     def begin(self, batch: TokenBatch) -> Walk:
@@ -77,11 +77,11 @@ class Sharded:
         attention = AttentionBatch.build(batch, self._block_size, torch.device("cpu"))
         positions = torch.from_numpy(batch.positions)
         hidden = self._model.embed(torch.from_numpy(batch.token_ids))
-        self._form.begin(batch.token_ids)
+        self.form.begin(batch.token_ids)
         for layer, block in enumerate(self._model.blocks):
             partial = to_partial(block, layer, hidden, positions, attention, self._kv)
             if block.routed:
-                hidden = self._form.feed_forward(layer, block, hidden, partial)
+                hidden = self.form.feed_forward(layer, block, hidden, partial)
             else:
                 hidden = dense_feed_forward(self._group, block, hidden, partial)
         return hidden

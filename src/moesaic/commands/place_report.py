@@ -1,0 +1,185 @@
+"""What `moesaic place` found, for people and for machines."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from moesaic.commands.place_options import Place
+from moesaic.commands.processes import in_text
+from moesaic.core.profile import Profile, Routes
+from moesaic.policy.held_out import Measured
+from moesaic.policy.locality import Locality
+
+NUMBER_BYTES = 4
+"""Of one number of a row on its way: float32."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A solver on requests that it did not see."""
+
+    solver: str
+    seconds: float
+    """To solve."""
+    found: Measured
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What is in the files."""
+
+    solver: str
+    file: Path
+    tables: Path
+    seconds: float
+    """To solve on all that was counted."""
+    tables_bytes: int
+    """In memory."""
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All of it."""
+
+    options: Place
+    profile: Profile
+    learned_requests: int
+    held_out: Routes
+    unseen: float
+    """Share of the held-out tokens with an id that no solver saw."""
+    trials: Sequence[Trial]
+    skipped: Sequence[str]
+    """Solvers that could not run, a line each."""
+    written: Written | None
+
+
+# ---- for machines
+
+
+def as_json(report: Report) -> str:
+    """One line. Bytes are null where the profile does not say how long a row is."""
+    profile, options, written = report.profile, report.options, report.written
+    found: dict[str, Any] = {
+        "profile": str(options.file),
+        "model": profile.model,
+        "ranks": options.ranks,
+        "redundant_experts": options.redundant_experts,
+        "seed": options.seed,
+        "learned_requests": report.learned_requests,
+        "held_out_requests": report.held_out.requests,
+        "held_out_tokens": len(report.held_out.tokens),
+        "unseen_tokens": report.unseen,
+        "solvers": [_trial(trial, profile.hidden) for trial in report.trials],
+        "skipped": list(report.skipped),
+        "written": None,
+    }
+    if written is not None:
+        paths = {"placement": str(written.file), "tables": str(written.tables)}
+        rest = {"seconds": written.seconds, "tables_bytes": written.tables_bytes, "notes": written.notes}
+        found["written"] = {"solver": written.solver, **paths, **rest}
+    return json.dumps(found)
+
+
+def _trial(trial: Trial, hidden: int) -> dict[str, Any]:
+    levels = {"token": trial.found.token, "request": trial.found.request}
+    return {
+        "solver": trial.solver,
+        "seconds": trial.seconds,
+        **{f"{name}_level": _level(level, hidden) for name, level in levels.items()},
+        "notes": trial.notes,
+    }
+
+
+def _level(level: Locality, hidden: int) -> dict[str, Any]:
+    skew = level.max_over_median
+    rows = {
+        "pairs": level.remote_bytes(1, 1),
+        "deduplicated": level.remote_bytes(1, 1, deduplicate=True),
+        "partial": level.remote_bytes(1, 1, deduplicate=True, partial=True),
+    }
+    row_bytes = hidden * NUMBER_BYTES
+    return {
+        "local_activation_rate": level.rate,
+        "local_activation_rate_of_layers": level.activation.tolist(),
+        "balancedness": level.balancedness,
+        "max_over_median": skew if math.isfinite(skew) else None,
+        "remote_rows_per_token": rows,
+        "remote_bytes_per_token": {name: n * row_bytes for name, n in rows.items()} if hidden else None,
+    }
+
+
+# ---- for people
+
+
+def as_text(report: Report) -> str:
+    """A table of what was measured, and what was written."""
+    lines = [in_text(_facts(report)), "", in_text(_table(report))]
+    lines += [f"{trial.solver}: {note}" for trial in report.trials for note in trial.notes]
+    lines += report.skipped
+    written = report.written
+    if written is None:
+        lines.append("nothing was written: that takes --solver and -o")
+    else:
+        lines += [f"{written.solver}, on everything: {note}" for note in written.notes]
+        lines.append(f"wrote {written.file} and {written.tables.name}")
+        how = f"{written.solver} on everything that the profile counts, {written.seconds:.1f} s"
+        lines.append(f"they were solved by {how}; the table is of placements solved on a share")
+    return "\n".join(lines)
+
+
+def _facts(report: Report) -> Table:
+    profile, options = report.profile, report.options
+    copies = f", {options.redundant_experts} more copies a layer" if options.redundant_experts else ""
+    held_out = f"{report.held_out.requests:,} requests, {len(report.held_out.tokens):,} tokens"
+    rows = {
+        "model": profile.model,
+        "ranks": f"{options.ranks}, {profile.num_experts} experts in {len(profile.layers)} layers{copies}",
+        "solved on": f"{report.learned_requests:,} requests",
+        "measured on": f"{held_out}, {report.unseen:.1%} of them unseen ids",
+        "remote": _unit(profile),
+    }
+    shown = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in rows.items():
+        shown.add_row(name, value)
+    return shown
+
+
+def _unit(profile: Profile) -> str:
+    what = "sent to other ranks and back for a token, all layers"
+    return f"{'bytes' if profile.hidden else 'rows'} {what}; dedup.: once to a rank"
+
+
+def _table(report: Report) -> Table:
+    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    shown.add_column("solver")
+    shown.add_column("level")
+    for name in ("local", "mean/max", "max/median", "remote", "dedup.", "solved in"):
+        shown.add_column(name, justify="right")
+    for trial in report.trials:
+        first = True
+        for name, level in (("token", trial.found.token), ("request", trial.found.request)):
+            seconds = f"{trial.seconds:.1f} s" if first else ""
+            shown.add_row(trial.solver if first else "", name, *_cells(level, report.profile.hidden), seconds)
+            first = False
+    return shown
+
+
+def _cells(level: Locality, hidden: int) -> list[str]:
+    sizes = (hidden, NUMBER_BYTES) if hidden else (1, 1)
+    remote = [level.remote_bytes(*sizes, deduplicate=once) for once in (False, True)]
+    return [
+        f"{level.rate:.1%}",
+        f"{level.balancedness:.2f}",
+        f"{level.max_over_median:.2f}",
+        *(f"{number:,.0f}" if hidden else f"{number:,.1f}" for number in remote),
+    ]

@@ -1,0 +1,160 @@
+"""Placements from files in colocated ranks: the bits stay what they are, what is local is counted."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moesaic import LLM
+from moesaic.cluster.report import layer_locality
+from moesaic.commands.place import save
+from moesaic.core.clusters import Clusters
+from moesaic.core.metrics import ExpertStats
+from moesaic.core.placement import Placement
+from moesaic.core.profile import Profile, Routes
+from moesaic.core.routing import Assembly
+from moesaic.models import files, registry
+from moesaic.policy import redundancy
+from moesaic.policy.cocluster import SOLVERS, ours
+from moesaic.policy.cocluster.tokens import labelled
+from moesaic.policy.locality import homes_in, hosts
+from tests.cluster.driven import Answer, Cluster, cluster
+from tests.cluster.test_identity import workload
+
+RANKS: dict[str, Any] = {"expert_servers": 0, "data_parallel_size": 2, "enable_expert_parallel": True}
+QUICK = partial(ours.solve, search=ours.Search(steps=1000, runs=1))
+COUNT, TOKENS = 8, 24
+
+
+class Alone:
+    """The workload in one process: its answers, and the experts of all rows."""
+
+    def __init__(self) -> None:
+        spec = registry.read_spec(files.resolve("demo", None)).routed
+        assembly = Assembly(spec, 1 << 30)
+        model = LLM("demo", threads=1, kv_cache_memory="64MiB", routing=assembly.add)
+        self.answers: list[Answer] = []
+        for completion in model.generate(*workload(COUNT, TOKENS)):
+            [output] = completion.outputs
+            logprobs = [entry.logprob for entry in output.logprobs or [] if entry]
+            self.answers.append((output.token_ids, logprobs))
+        self.routes: Routes = assembly.take()[1]
+        self.profile = Profile.of_routes(
+            spec.model, spec.vocab_size, spec.num_experts, spec.layers, self.routes
+        )
+
+
+@pytest.fixture(scope="module")
+def alone() -> Alone:
+    return Alone()
+
+
+def shuffled(profile: Profile, seed: int) -> Clusters:
+    """Experts on two ranks at random, as many on each."""
+    rng = np.random.default_rng(seed)
+    row = np.arange(profile.num_experts) % 2
+    experts = np.stack([rng.permutation(row) for _ in profile.layers]).astype(np.int16)
+    return labelled(profile, experts)
+
+
+def write(folder: Path, profile: Profile, clusters: Clusters, copies: int = 0) -> str:
+    """The placement's file, its tables beside it."""
+    placement = redundancy.place(profile, clusters, copies, "placement.tables.npz")
+    save(placement, redundancy.tables_of(profile, clusters, placement), folder / "placement.json")
+    return str(folder / "placement.json")
+
+
+def pairs_of(served: Cluster) -> list[tuple[int, int]]:
+    """Of each layer: sent, and of those to the own rank."""
+    return [(one.pairs, one.local_pairs) for one in served.supervisor.report().locality]
+
+
+def test_what_is_counted_as_local_is_what_the_routes_say(alone: Alone, tmp_path: Path) -> None:
+    """A random placement, some experts on both ranks, requests on one rank after the other."""
+    file = write(tmp_path, alone.profile, shuffled(alone.profile, 0), copies=3)
+    routes = alone.routes
+    own = np.broadcast_to((routes.owners % 2)[:, None], routes.experts.shape[:2]).astype(np.int16)
+    homes = homes_in(Placement.read(file, 2), alone.profile.layers)
+    local = (hosts(routes.experts, homes, own) == own[:, :, None]).sum(axis=(0, 2)).tolist()
+    sent = len(routes.tokens) * alone.profile.top_k
+    expected = [(sent, count) for count in local]
+    assert all(0.3 * sent < count < 0.8 * sent for count in local) and len(set(local)) > 1
+    with cluster(placement=file, dispatch="round-robin", **RANKS) as served:
+        served.submit(*workload(COUNT, TOKENS))
+        assert served.finish() == alone.answers
+        served.until(lambda: pairs_of(served) == expected, seconds=20.0)
+        report = served.supervisor.report()
+        assert report.dispatch == "round-robin"
+        assert [one.layer for one in report.locality] == list(alone.profile.layers)
+        assert report.locality[0].local_activation_rate == local[0] / sent
+
+
+def test_worked_example() -> None:
+    placement = Placement(0, 2, {1: {0: [0, 1]}, 2: {0: [0, 1]}})
+    [first, second] = layer_locality(placement, ExpertStats(layer_pairs=(8, 8), local_pairs=(6, 2)))
+    assert (first.layer, first.local_activation_rate) == (1, 0.75)
+    assert (second.layer, second.local_activation_rate) == (2, 0.25)
+    assert layer_locality(placement, ExpertStats(layer_pairs=(8, 8))) == []
+    assert layer_locality(None, ExpertStats()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_same_bits_under_random_placements(seed: int, alone: Alone, tmp_path: Path) -> None:
+    file = write(tmp_path, alone.profile, shuffled(alone.profile, seed))
+    with cluster(placement=file, **RANKS) as served:
+        served.submit(*workload(COUNT, TOKENS))
+        assert served.finish() == alone.answers
+        assert served.supervisor.report().dispatch == "affinity"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_the_same_bits_under_each_solvers_placement(solver: str, alone: Alone, tmp_path: Path) -> None:
+    if solver == "metis":
+        pytest.importorskip("pymetis")
+    clusters = (QUICK if solver == "ours" else SOLVERS[solver])(alone.profile, 2, 0)
+    with cluster(placement=write(tmp_path, alone.profile, clusters), **RANKS) as served:
+        served.submit(*workload(COUNT, TOKENS))
+        assert served.finish() == alone.answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["barrier", "async"])
+def test_the_same_bits_under_every_schedule_with_copies(schedule: str, alone: Alone, tmp_path: Path) -> None:
+    file = write(tmp_path, alone.profile, SOLVERS["sem-moe"](alone.profile, 2, 0), copies=5)
+    with cluster(placement=file, schedule=schedule, **RANKS) as served:
+        served.submit(*workload(COUNT, TOKENS))
+        assert served.finish() == alone.answers
+        sent = len(alone.routes.tokens) * alone.profile.top_k
+        served.until(lambda: [pairs for pairs, _ in pairs_of(served)] == [sent] * 6, seconds=20.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["affinity", "least-loaded", "round-robin"])
+def test_requests_of_a_killed_worker_go_on(dispatch: str, alone: Alone, tmp_path: Path) -> None:
+    file = write(tmp_path, alone.profile, shuffled(alone.profile, 3))
+    with cluster(placement=file, dispatch=dispatch, **RANKS) as served:
+        served.submit(*workload(COUNT, TOKENS))
+        assert served.finish(once(40, lambda: kill(served, "attention worker 0"))) == alone.answers
+        served.until(lambda: all(member.stage == "serving" for member in served.supervisor.status()))
+        served.submit(*workload(COUNT, TOKENS))
+        assert served.finish() == 2 * alone.answers
+        assert served.supervisor.report().counters.moved_requests > 0
+
+
+def once(tokens: int, action: Callable[[], None]) -> Callable[[int], None]:
+    """Do it when there are so many tokens."""
+    waiting = [action]
+    return lambda now: waiting.pop()() if waiting and now >= tokens else None
+
+
+def kill(served: Cluster, name: str) -> None:
+    os.kill(served.pid(name), signal.SIGKILL)

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from moesaic import cli
+from moesaic.commands.place import save
+from moesaic.commands.place_options import Place, SolverName
+from moesaic.core.errors import ConfigError
+from moesaic.core.placement import Placement
+from moesaic.core.profile import NO_TOPIC, Profile, Routes
+from moesaic.core.tables import Tables
+from moesaic.policy.cocluster import SOLVERS, metis
+
+LAYERS, E, K, V = (1, 2, 4), 8, 2, 40
+
+
+def profile(requests: int = 100, hidden: int = 16) -> Profile:
+    """Token t chooses mostly experts t and t + 4 modulo 8, in other numbers layer by layer; a request has
+    tokens of one of four kinds."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(4, 12, requests)
+    kinds = np.repeat(rng.integers(0, 4, requests), lengths)
+    tokens = kinds + 4 * rng.integers(0, V // 4, len(kinds))
+    experts = np.empty((len(tokens), len(LAYERS), K), dtype=np.int16)
+    for layer in range(len(LAYERS)):
+        names = rng.permutation(E)
+        experts[:, layer, 0], experts[:, layer, 1] = names[tokens % 4], names[tokens % 4 + 4]
+        odd = rng.random(len(tokens)) < 0.1
+        experts[odd, layer, 1] = (experts[odd, layer, 0] + 1) % E
+    routes = Routes(
+        tokens.astype(np.int32),
+        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        lengths.astype(np.int64),
+        np.full(requests, NO_TOPIC, dtype=np.int16),
+        experts,
+    )
+    return replace(Profile.of_routes("moe-5b1e", V, E, LAYERS, routes), hidden=hidden)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real one takes seconds a layer, however small; its own tests are elsewhere."""
+    monkeypatch.setitem(SOLVERS, "ours", SOLVERS["speculative"])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.npz"
+    profile().save(path)
+    return path
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    """What `moesaic place` says with --json."""
+    assert cli.main(["place", *map(str, words), "--json"]) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    found: dict[str, Any] = json.loads(out, parse_constant=pytest.fail)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert cli.main(["place", *map(str, words)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    return err
+
+
+def test_the_names_on_the_command_line_are_the_solvers() -> None:
+    assert set(get_args(SolverName)) == set(SOLVERS)
+
+
+def test_a_placement_and_its_tables(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "placement.json"
+    found = answer(capsys, file, "--ranks", 4, "-o", path)
+    placement = Placement.read(str(path), 4)
+    placement.check("moe-5b1e", LAYERS, E)
+    assert all(len(experts) == E // 4 for layer in LAYERS for experts in placement.held[layer].values())
+    tables = Tables.load(tmp_path / placement.tables)
+    tables.check(placement, "tables")
+    assert (tables.ranks, tables.vocab_size, tables.layers) == (4, V, LAYERS)
+    assert found["written"]["placement"] == str(path) and found["written"]["solver"] == "ours"
+    assert found["written"]["tables"] == str(tmp_path / "placement.tables.npz")
+    assert sorted(one.name for one in tmp_path.iterdir()) == [
+        *("placement.json", "placement.tables.npz", "profile.npz")
+    ]
+    assert (found["learned_requests"], found["held_out_requests"]) == (20, 80)
+    vanilla, ours = found["solvers"]
+    assert (vanilla["solver"], ours["solver"]) == ("vanilla", "ours")
+    assert (
+        ours["token_level"]["local_activation_rate"] > 0.8 > vanilla["token_level"]["local_activation_rate"]
+    )
+    assert ours["request_level"]["local_activation_rate"] <= ours["token_level"]["local_activation_rate"]
+
+
+def test_it_is_solved_on_everything(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Measured on a share, shipped from all counts: another share ships the same."""
+    texts = []
+    for share in (0.1, 0.6):
+        answer(capsys, file, "--ranks", 2, "--solver", "kmeans", "--share", share, "-o", tmp_path / "p.json")
+        texts.append((tmp_path / "p.json").read_text())
+    assert texts[0] == texts[1]
+    clusters = SOLVERS["kmeans"](profile(), 2, 0)
+    assert json.loads(texts[0])["layers"]["1"]["0"] == np.flatnonzero(clusters.experts[0] == 0).tolist()
+
+
+def test_bytes_are_those_of_the_rows(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pair that is not local is a row of 16 numbers of four bytes, there and back; k = 2, three layers."""
+    [level, _] = [
+        answer(capsys, file, "--ranks", 2, "--solver", name, "-o", tmp_path / "p.json")["solvers"][-1][
+            "token_level"
+        ]
+        for name in ("vanilla", "eplb")
+    ]
+    remote = K * sum(1 - rate for rate in level["local_activation_rate_of_layers"])
+    assert level["remote_rows_per_token"]["pairs"] == pytest.approx(2 * remote)
+    assert level["remote_bytes_per_token"]["pairs"] == pytest.approx(2 * remote * 16 * 4)
+    assert level["remote_rows_per_token"]["deduplicated"] <= level["remote_rows_per_token"]["pairs"]
+    profile(hidden=0).save(file)
+    found = answer(capsys, file, "--ranks", 2, "--solver", "eplb", "-o", tmp_path / "p.json")
+    assert found["solvers"][-1]["token_level"]["remote_bytes_per_token"] is None
+
+
+def test_more_copies_make_more_local(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.json"
+    rates = []
+    for copies in (0, 4, 8):
+        words = [file, "--ranks", 2, "--solver", "vanilla", "--redundant-experts", copies, "-o", path]
+        found = answer(capsys, *words)["solvers"][-1]
+        rates.append([found[level]["local_activation_rate"] for level in ("token_level", "request_level")])
+        placement = Placement.read(str(path), 2)
+        placement.check("moe-5b1e", LAYERS, E)
+        assert [int(placement.replicas(layer).sum()) for layer in LAYERS] == [E + copies] * 3
+        Tables.load(tmp_path / placement.tables).check(placement, "tables")
+    assert rates[0] < rates[1] < rates[2] == [1.0, 1.0]
+    assert "--redundant-experts: got 9" in refused(capsys, *words[:-3], 9, "-o", path)
+
+
+def test_compare_measures_all_and_writes_nothing(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metis, "pymetis", None)
+    found = answer(capsys, file, "--ranks", 2, "--compare")
+    assert {trial["solver"] for trial in found["solvers"]} == set(SOLVERS) - {"metis"}
+    [line] = found["skipped"]
+    assert "metis" in line and "\n" not in line
+    assert found["written"] is None and list(tmp_path.iterdir()) == [file]
+    assert "--solver: got 'metis'" in refused(
+        capsys, file, "--ranks", 2, "--solver", "metis", "-o", tmp_path / "p.json"
+    )
+
+
+def test_tables_for_people(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.json"
+    assert cli.main(["place", str(file), "--ranks", "2", "--solver", "eplb", "-o", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "measured on  80 requests" in text and "unseen ids" in text
+    assert "solved by eplb on everything that the profile counts" in text
+    rows = [line.split()[:2] for line in text.splitlines() if "%" in line and "unseen" not in line]
+    assert [row[0] for row in rows] == ["vanilla", "request", "eplb", "request"]
+    assert max(map(len, text.split(str(path))[0].splitlines())) <= 80
+
+
+def test_what_is_refused(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    to = ("-o", tmp_path / "p.json")
+    for words, message in (
+        ((file, "--ranks", 2), "--output-file: say where to write"),
+        ((file, "--ranks", 2, "--compare", *to), "say with --solver whose placement"),
+        ((file, "--ranks", 9, *to), "--ranks: got 9; allowed: 1 to 8"),
+        ((file, "--ranks", 0, *to), "--ranks: got 0"),
+        ((file, "--ranks", 2, "--share", 0, *to), "--share: got 0"),
+        ((file, "--ranks", 2, "--share", 0.9999, *to), "--share: got 0.9999"),
+        ((file, "--ranks", 2, "--seed", -1, *to), "--seed: got -1"),
+        ((file, "--ranks", 2, "--redundant-experts", -1, *to), "--redundant-experts: got -1"),
+        ((file, "--ranks", 2, "-o", tmp_path / "p.txt"), "ends in .json"),
+        ((file, "--ranks", 2, "-o", tmp_path / "nowhere" / "p.json"), "an existing directory"),
+        ((tmp_path / "none.npz", "--ranks", 2, *to), "No such file"),
+    ):
+        assert message in refused(capsys, *words)
+    profile(requests=1).save(file)
+    assert "requests with recorded routes: got 1" in refused(capsys, file, "--ranks", 2, *to)
+    profile(requests=0).save(file)
+    assert "counts no tokens" in refused(capsys, file, "--ranks", 2, *to)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_both_files_or_neither(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.json"
+    answer(capsys, file, "--ranks", 2, "--solver", "vanilla", "-o", path)
+    placement, tables = Placement.read(str(path), 2), Tables.load(tmp_path / "p.tables.npz")
+    before = {one: one.read_bytes() for one in tmp_path.iterdir()}
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        save(replace(placement, version=1), replace(tables, model="other"), path)
+    assert {one: one.read_bytes() for one in tmp_path.iterdir()} == before
+
+
+def test_settings_come_without_torch() -> None:
+    code = "import sys, moesaic.commands.place; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_settings_from_python(file: Path) -> None:
+    with pytest.raises(ConfigError, match="--solver: got 'best'"):
+        Place(file, ranks=2, solver="best", compare=True)  # type: ignore[arg-type]
