@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from moesaic import SamplingParams
-from moesaic.cluster.placing import model_name
 from moesaic.cluster.router import Router
 from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.experts import ExpertLayout
@@ -212,8 +211,8 @@ def random_prompts(count: int, length: int, vocabulary: int, seed: int = 0) -> l
 def halves(model: str, folder: Path) -> Path:
     """A placement file: server 0 holds the first half of each layer's experts, server 1 the second."""
     layout = layout_of(model)
-    placement = Placement.staged(layout.layers, layout.num_experts, [(0, 1)], model=model_name(layout))
-    file = folder / f"halves-{model_name(layout)}.json"
+    placement = Placement.staged(layout.layers, layout.num_experts, [(0, 1)], model=layout.fingerprint)
+    file = folder / f"halves-{layout.fingerprint}.json"
     file.write_text(placement.to_json())
     return file
 

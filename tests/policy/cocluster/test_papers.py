@@ -84,7 +84,7 @@ def test_a_layer_that_nobody_used(solver: str) -> None:
 def affinity_of(seed: int, size: int, ranks: int) -> Affinity:
     rng = np.random.default_rng(seed)
     half = np.triu(rng.random((size, size)))
-    pairs: FloatArray = np.add(half, half.T, dtype=np.float64)
+    pairs = np.array(half + half.T, dtype=np.float64)
     return Affinity(pairs, rng.random((size, ranks)), rng.random(size))
 
 

@@ -11,9 +11,9 @@ Gaps are relative to the objective, and a deviation's lower bound is 0 or close 
 counts the layer's load in, so that a gap of 2.5 % (the paper's) is one of 2.5 % of the load. Its ranks are
 alike, which is said to the solver: the heaviest expert is on rank 0, the next one on 0 or 1, and so on.
 
-In the second, links being alike, what moves between two layers depends only on how the one is numbered relative
-to the other: layer after layer is best for all. Each is a bottleneck assignment, which bisection and the
-Hungarian method solve exactly; among equals the one with the fewest moves between ranks in all is taken.
+In the second, links being alike, what moves between two layers depends only on how the one is numbered
+relative to the other: layer after layer is best for all. Each is a bottleneck assignment, which bisection and
+the Hungarian method solve exactly; among equals the one with the fewest moves between ranks in all is taken.
 
 A search ends after a number of nodes, which is the same on every machine; a limit in seconds stands behind.
 Where that leaves no answer, or a worse one than packing by load finds, packing's is taken; `notes` names the
