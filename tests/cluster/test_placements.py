@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,17 @@ from moesaic.core.clusters import Clusters
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile, Routes
+from moesaic.core.request import TokenLogprob
 from moesaic.core.routing import Assembly
 from moesaic.models import files, registry
 from moesaic.policy import redundancy
-from moesaic.policy.cocluster import SOLVERS, ours
+from moesaic.policy.cocluster import SOLVERS
 from moesaic.policy.cocluster.tokens import labelled
 from moesaic.policy.locality import homes_in, hosts
 from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_identity import workload
 
 RANKS: dict[str, Any] = {"expert_servers": 0, "data_parallel_size": 2, "enable_expert_parallel": True}
-QUICK = partial(ours.solve, search=ours.Search(steps=1000, runs=1))
 COUNT, TOKENS = 8, 24
 
 
@@ -43,7 +42,7 @@ class Alone:
         self.answers: list[Answer] = []
         for completion in model.generate(*workload(COUNT, TOKENS)):
             [output] = completion.outputs
-            logprobs = [entry.logprob for entry in output.logprobs or [] if entry]
+            logprobs = [one.logprob for one in output.logprobs or [] if isinstance(one, TokenLogprob)]
             self.answers.append((output.token_ids, logprobs))
         self.routes: Routes = assembly.take()[1]
         self.profile = Profile.of_routes(
@@ -120,7 +119,7 @@ def test_the_same_bits_under_random_placements(seed: int, alone: Alone, tmp_path
 def test_the_same_bits_under_each_solvers_placement(solver: str, alone: Alone, tmp_path: Path) -> None:
     if solver == "metis":
         pytest.importorskip("pymetis")
-    clusters = (QUICK if solver == "ours" else SOLVERS[solver])(alone.profile, 2, 0)
+    clusters = SOLVERS[solver](alone.profile, 2, 0)
     with cluster(placement=write(tmp_path, alone.profile, clusters), **RANKS) as served:
         served.submit(*workload(COUNT, TOKENS))
         assert served.finish() == alone.answers

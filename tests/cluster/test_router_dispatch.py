@@ -20,7 +20,7 @@ from moesaic.core.request import FinishReason, Request, SamplingParams
 from moesaic.core.tables import Tables
 from moesaic.policy.dispatch import Affinity, Dispatch, RoundRobin, least_loaded
 from tests.cluster.test_router_requests import joined, submitted, token
-from tests.policy.test_dispatch import TWO
+from tests.policy.test_dispatch import TWO, tables
 
 RULES: dict[str, Callable[[], Dispatch]] = {
     "least-loaded": lambda: least_loaded,
@@ -81,8 +81,8 @@ def test_a_dead_workers_requests_go_on_and_its_successor_gets_new_ones(rule: str
 
 
 def test_a_moved_request_is_placed_by_its_tokens_too() -> None:
-    """One prompt token for rank 1; the generated ones belong to rank 0, three times as much each."""
-    subject = router("affinity")
+    """The prompt is rank 1's, and rank 2's where that is gone; with the generated token it is rank 0's."""
+    subject = Router(Affinity(tables([[0, 2, 1], [3, 0, 0]])))
     ends = [joined(subject, worker) for worker in (0, 1, 2)]
     subject.send(asked(0, THERE))
     assert [submitted(end) for end in ends] == [[], [0], []]
@@ -122,12 +122,12 @@ def test_pairs_of_each_layer_are_added_up_also_of_those_that_are_gone() -> None:
 # ---- what --dispatch comes to
 
 
-def solved(folder: Path, tables: str = "t.npz", rank: int = 0) -> str:
+def solved(folder: Path, name: str = "t.npz", rank: int = 0) -> str:
     """A placement file: expert 0 on rank 0, expert 1 on rank 1; its tables have expert 0 on `rank`."""
     labels = np.zeros((1, 2), dtype=np.int16)
     experts = np.array([[0, 1]], dtype=np.int16)
     clusters = Clusters(2, experts, labels, np.zeros((1, 2), dtype=np.float32))
-    (folder / "p.json").write_text(clusters.placement((0,), "toy", tables).to_json())
+    (folder / "p.json").write_text(clusters.placement((0,), "toy", name).to_json())
     made = Tables(**vars(TWO) | {"experts": np.array([[rank, 1]], dtype=np.int16)})
     made.save(folder / "t.npz")
     return str(folder / "p.json")
@@ -157,7 +157,7 @@ def test_the_rule_that_is_chosen(shape: dict[str, Any], dispatch: Any, name: str
 
 
 def test_nothing_asked_for_and_no_tables(tmp_path: Path) -> None:
-    for placement in (None, solved(tmp_path, tables="")):
+    for placement in (None, solved(tmp_path, name="")):
         assert dispatch_of(ClusterConfig(placement=placement, **RANKS)) == ("least-loaded", least_loaded)
     assert dispatch_of(ClusterConfig(attention_workers=2))[0] == "least-loaded"
 
@@ -166,7 +166,7 @@ def test_affinity_needs_tables_that_fit(tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     for settings in (
         {"placement": None, **RANKS},
-        {"placement": solved(tmp_path / "bare", tables=""), **RANKS},
+        {"placement": solved(tmp_path / "bare", name=""), **RANKS},
         {"attention_workers": 2},
         {"attention_workers": 2, "tensor_parallel_size": 2, "placement": solved(tmp_path)},
     ):
@@ -177,7 +177,7 @@ def test_affinity_needs_tables_that_fit(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"t.npz: rank of expert 0 in layer 0: got 1"):
         dispatch_of(ClusterConfig(placement=solved(tmp_path, rank=1), **RANKS))
     with pytest.raises(ConfigError, match=r"gone.npz: No such file"):
-        dispatch_of(ClusterConfig(placement=solved(tmp_path, tables="gone.npz"), **RANKS))
+        dispatch_of(ClusterConfig(placement=solved(tmp_path, name="gone.npz"), **RANKS))
 
 
 def test_dispatch_is_for_several_workers() -> None:

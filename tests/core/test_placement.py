@@ -132,6 +132,12 @@ def test_the_file_has_a_line_for_each_layer() -> None:
     ]
 
 
+def test_tables_are_named_where_there_are_any() -> None:
+    assert '"tables"' not in Placement.from_json(FILE).to_json()
+    placement = Placement.from_json(edited(tables="here.npz"))
+    assert placement.tables == "here.npz" and Placement.from_json(placement.to_json()) == placement
+
+
 BAD = [
     ("[1, 2", "not JSON: Expecting"),
     ("[" * 100_000, "not JSON: "),
@@ -139,7 +145,11 @@ BAD = [
     ("{}", "schema: got None; allowed: 1"),
     (edited(schema=2), "schema: got 2; allowed: 1"),
     (edited(schema=True), "schema: got True; allowed: 1"),
-    (edited(tables="x"), "fields: got .*'tables'.*; allowed: layers, model, num_experts, schema, version"),
+    (
+        edited(more="x"),
+        "fields: got .*'more'.*; allowed: layers, model, num_experts, schema, version, and tables",
+    ),
+    (edited(tables=5), "tables: got 5; allowed: a string"),
     (edited(model=None), "model: got None; allowed: a string"),
     (edited(version=-1), "version: got -1; allowed: a whole number from 0 "),
     (edited(num_experts=4.0), "num_experts: got 4.0; allowed: a whole number from 1 "),

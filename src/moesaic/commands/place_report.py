@@ -155,8 +155,9 @@ def _facts(report: Report) -> Table:
 
 
 def _unit(profile: Profile) -> str:
-    what = "sent to other ranks and back for a token, all layers"
-    return f"{'bytes' if profile.hidden else 'rows'} {what}; dedup.: once to a rank"
+    return (
+        f"{'bytes' if profile.hidden else 'rows'} of a token to other ranks and back; dedup.: once to a rank"
+    )
 
 
 def _table(report: Report) -> Table:

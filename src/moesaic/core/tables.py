@@ -84,6 +84,8 @@ class Tables:
         if placement.num_experts != self.experts.shape[1]:
             allowed = f"the placement's, {placement.num_experts}"
             raise ConfigError.field(f"{file}: experts", self.experts.shape[1], allowed)
+        if self.layers != placement.layers:
+            raise ConfigError.field(f"{file}: layers", self.layers, f"the placement's, {placement.layers}")
         for layer, ranks in zip(self.layers, self.experts.tolist(), strict=True):
             for expert, rank in enumerate(ranks):
                 holders = placement.holders(layer, expert)
@@ -92,6 +94,17 @@ class Tables:
                     raise ConfigError.field(name, rank, f"the placement's, {', '.join(map(str, holders))}")
 
     # ---- the file
+
+    @classmethod
+    def beside(cls, file: str, servers: int) -> Tables | None:
+        """Those that the placement in `file` names; None if it names none. Raises ConfigError as `load`."""
+        placement = Placement.read(file, servers)
+        if not placement.tables:
+            return None
+        path = Path(file).parent / placement.tables
+        tables = cls.load(path)
+        tables.check(placement, str(path))
+        return tables
 
     def save(self, path: Path) -> None:
         """Write it, whole or not at all."""

@@ -42,7 +42,8 @@ def split(profile: Profile, share: float, seed: int) -> tuple[Profile, Routes]:
     if not held_out.requests or not len(held_out.tokens) or not len(learned.tokens):
         allowed = f"a share that leaves some of the {routes.requests} requests with routes on each side"
         raise ConfigError.field("--share", share, allowed)
-    return profile.of(learned), held_out.of(np.random.default_rng(seed).permutation(held_out.requests))
+    rng = np.random.default_rng(seed)
+    return profile.of(learned), held_out.of(rng.permutation(held_out.requests))
 
 
 def unseen(learned: Profile, held_out: Routes) -> float:

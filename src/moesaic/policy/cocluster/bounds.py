@@ -96,25 +96,25 @@ def upper_bound(
     profile: Profile,
     ranks: int,
     rounds: int = 100,
-    most: float | None = None,
+    spare: float = 1.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> FloatArray:
     """[layers] no placement's token-level local activation rate on the profile's own counts is above.
 
-    rounds: more take longer and bring it down. most: for placements whose ranks carry at most so many times the
-    mean load; None: for all placements. Raises ConfigError where `ranks` is not in 1 .. experts.
+    rounds: more take longer and bring it down. spare: for placements whose ranks carry at most so much of a layer's
+    choices beyond their fair share (as in `ours`); 1: for all placements. Raises ConfigError where `ranks` is not in 1 .. experts.
     """
     rooms(profile.num_experts, ranks)
     found = np.ones(len(profile.counts))
     for layer, counts in enumerate(profile.counts):
         if ranks > 1 and len(counts.experts):
-            found[layer] = bound(dense(counts, profile.num_experts).astype(np.float64), ranks, rounds, most)
+            found[layer] = bound(dense(counts, profile.num_experts).astype(np.float64), ranks, rounds, spare)
         if progress is not None:
             progress(layer + 1, len(found))
     return found
 
 
-def bound(rows: FloatArray, ranks: int, rounds: int, most: float | None = None) -> float:
+def bound(rows: FloatArray, ranks: int, rounds: int, spare: float = 1.0) -> float:
     """The same for one layer's counts [t, E]."""
     rows = np.pad(rows, ((0, 0), (0, -rows.shape[1] % ranks)))
     rows /= rows.sum()
@@ -122,7 +122,7 @@ def bound(rows: FloatArray, ranks: int, rounds: int, most: float | None = None) 
     simple = float(np.sort(rows, axis=1)[:, -size:].sum())  # each token's own best experts, all on one rank
     if size == 1:
         return simple
-    relaxed = _Relaxation(rows.sum(axis=0), ranks, np.inf if most is None else most / ranks)
+    relaxed = _Relaxation(rows.sum(axis=0), ranks, 1 / ranks + spare)
     some = chosen(rows.astype(np.float32), SAMPLE, SAMPLE, np.random.default_rng(0)).T.astype(np.float64)
     _descended(relaxed, some, rounds, 2)
     least = _descended(relaxed, rows, max(1, rounds // 8), 8)
@@ -210,8 +210,7 @@ class _Relaxation:
         values, vectors = _across(left)
         found = self.size / len(left) * float(left.sum()) + self.size * float(values[1 - self.ranks :].sum())
         found += _row_by_row(self.split, self.size)
-        if np.isfinite(self.cap):
-            found += float(self.paid.sum()) * self.cap
+        found += float(self.paid.sum()) * self.cap
         self._improve(left)
         return found
 
@@ -224,9 +223,8 @@ class _Relaxation:
         self.boxed = np.clip(self.shared + self.split / self.weight, 0.0, 1.0)
         np.fill_diagonal(self.boxed, 1.0)
         self.split += self.weight * (self.shared - self.boxed)
-        if np.isfinite(self.cap):
-            over = self.shared @ self.loads - self.cap
-            self.paid = np.maximum(0.0, self.paid + self.weight / 2 * over)
+        over = self.shared @ self.loads - self.cap
+        self.paid = np.maximum(0.0, self.paid + self.weight / 2 * over)
         apart = float(np.linalg.norm(self.shared - self.boxed))
         moved = float(np.linalg.norm(self.boxed - before))
         if apart > BALANCE * moved:

@@ -8,15 +8,17 @@ that of the objective itself, tokens choosing anew:
 
  1. *Frequent token ids count each for itself*; of the rarer ones a sample stands for all, each by its weight
     over its likelihood of being drawn, so that no assignment is favoured.
- 2. *A token id that was seen n times counts n / (n + prior) of its choices.* Its shares are known that well
-    (the posterior mean under a Dirichlet prior of `prior` occurrences whose mean is the layer's load, which
-    balanced ranks share alike): one occurrence is concentrated on few experts by chance, and worth little.
- 3. *Annealing* (Kirkpatrick et al. 1983) from random assignments: an expert, another rank and a few of its
+ 2. *Annealing* (Kirkpatrick et al. 1983) from random assignments: an expert, another rank and a few of its
     experts are drawn, and one of these exchanges, or none, is taken by the heat bath. Several runs, best taken.
- 4. *Polishing*: on more token ids, for each expert the best exchange that gains, until there is none.
+ 3. *Polishing*: on more token ids, for each expert the best exchange that gains, until there is none.
 
-*Balance* is a cap, not a weight: what a rank carries above `most` times the mean load costs `price` choices
-each. A cap means the same in every model, a weight (theta in Speculative MoE, never given) does not.
+*Balance* is a cap, not a weight: what a rank carries above its fair share and `spare` of the layer's choices costs
+`price` choices each. A cap means the same in every model, a weight (theta in Speculative MoE, never given)
+does not. To compare with a solver of imbalance m (max over mean) on R ranks, give spare = (m - 1) / R.
+
+*Not kept*, since tokens that the profile has not seen were no more local with them: counting a token id that was
+seen n times n / (n + prior) of its choices (what shrinking its shares towards the layer's comes to where ranks
+are balanced), and labelling rare token ids by their choices in all layers (linear empirical Bayes).
 """
 
 from __future__ import annotations
@@ -44,12 +46,11 @@ EXACT = 1e-6
 class Search:
     """Settings."""
 
-    most: float = 1.05
-    """Largest load of a rank over the mean load, in the profile. Looser is more local."""
+    spare: float = 0.025
+    """Share of a layer's choices that a rank may carry beyond its fair one, in the profile: 0.025 is 1.05 times
+    the mean on 2 ranks and 1.2 times on 8. More is more local."""
     price: float = 2.0
     """Choices that one choice above that costs."""
-    prior: float = 2.0
-    """Occurrences of a token id at which half of its counts is believed."""
     heads: int = 2048
     """Most frequent token ids that count each for itself while annealing."""
     sample: int = 1024
@@ -95,14 +96,13 @@ def place(counts: Counts, num_experts: int, ranks: int, rng: np.random.Generator
         return labels
     rows = dense(counts, num_experts)
     loads = rows.sum(axis=0, dtype=np.float64)
-    rows = believed(rows, search.prior)
     small = _Layer.of(chosen(rows, search.heads, search.sample, rng), loads, ranks, search)
     large = _Layer.of(chosen(rows, search.polish // 2, search.polish // 2, rng), loads, ranks, search)
     runs = [anneal(small, rng.permutation(labels), rng, search) for _ in range(search.runs)]
     return max((polish(large, run) for run in runs), key=large.value)
 
 
-# ---- which tokens, and what they count
+# ---- which tokens count
 
 
 def dense(counts: Counts, num_experts: int) -> RowArray:
@@ -110,18 +110,6 @@ def dense(counts: Counts, num_experts: int) -> RowArray:
     found = np.zeros((len(counts.known), num_experts), dtype=np.float32)
     found[np.searchsorted(counts.known, counts.tokens), counts.experts] = counts.counts
     return found
-
-
-def believed(rows: RowArray, prior: float) -> RowArray:
-    """Counts [t, E], each row times n / (n + prior), n its sum over the mean sum of a row seen once.
-
-    Choices are k an occurrence; n is counted in the smallest row's, which is one occurrence.
-    Example: rows [[2, 0], [3, 3]], prior 1: n is 1 and 3, the rows become [[1, 0], [2.25, 2.25]].
-    """
-    size = rows.sum(axis=1, keepdims=True)
-    seen = size / size.min()
-    weighted: RowArray = rows * (seen / (seen + prior))
-    return weighted
 
 
 def chosen(rows: RowArray, heads: int, sample: int, rng: np.random.Generator) -> RowArray:
@@ -158,7 +146,7 @@ class _Layer:
     @classmethod
     def of(cls, rows: RowArray, loads: FloatArray, ranks: int, search: Search) -> _Layer:
         total = float(rows.sum(dtype=np.float64))
-        return cls(rows, loads * (total / loads.sum()), search.most * total / ranks, ranks, search.price)
+        return cls(rows, loads * (total / loads.sum()), (1 / ranks + search.spare) * total, ranks, search.price)
 
     def value(self, labels: IntArray) -> float:
         """Choices on the tokens' best ranks, minus what overloaded ranks pay."""

@@ -43,8 +43,9 @@ class Forecast:
         return "reduce-scatter" if self._tables is None else f"shuffled ({self._align})"
 
     def begin(self, token_ids: IntArray) -> None:
-        """Another step, of these rows [n]."""
-        self._tokens, self._past = token_ids, []
+        """Another step, of these rows [n]. Ids beyond the tables' vocabulary are taken for its last one."""
+        last = 0 if self._tables is None else self._tables.vocab_size - 1
+        self._tokens, self._past = np.minimum(token_ids, last), []
 
     def shuffle(self, layer: int) -> Shuffle:
         """Where the rows go in this layer."""
@@ -61,8 +62,9 @@ class Forecast:
         return found
 
     def learn(self, layer: int, expert_ids: npt.NDArray[Any], shuffle: Shuffle) -> None:
-        """The gate has spoken for this rank's rows [m, k]: every rank gets to know where all rows were."""
-        if self._tables is None:
+        """The gate has spoken for this rank's rows [m, k]: every rank gets to know where all rows were, if
+        another layer follows."""
+        if self._tables is None or layer == self._tables.layers[-1]:
             return
         owners = self._tables.experts[self._index[layer]]
         mine = predict.device(expert_ids, owners, self._tables.ranks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -94,7 +93,8 @@ def follower(config: WorkerConfig, group: Group) -> Sharded:
 
 
 def owners_of(config: GroupConfig, layout: ExpertLayout) -> Mapping[int, IntArray]:
-    """Layer -> [E] the unit that holds each expert: a rank, or the ranks that share one. Of copies the first.
+    """Layer -> [E] the unit that holds each expert: a rank, or the ranks that share one. Of copies that which
+    the tables expect, or the first.
 
     Raises ConfigError for a placement that does not fit.
     """
@@ -103,6 +103,9 @@ def owners_of(config: GroupConfig, layout: ExpertLayout) -> Mapping[int, IntArra
         return equal_owners(layout.layers, layout.num_experts, units)
     placement = Placement.read(config.placement, units)
     placement.check(layout.fingerprint, layout.layers, layout.num_experts)
+    tables = Tables.beside(config.placement, units)
+    if tables is not None:
+        return dict(zip(tables.layers, tables.experts.astype(np.int64), strict=True))
     return {layer: placement.table(layer)[:, 0] for layer in layout.layers}
 
 
@@ -124,19 +127,8 @@ def form_of(config: GroupConfig, group: Group, experts: GroupExperts, counted: C
             return AllReduce(group, experts)
         case "reduce-scatter":
             return Scattered(group, experts, Forecast(group, counted))
-    tables = _tables(config)
+    units = config.size // config.expert_ranks
+    tables = None if config.placement is None else Tables.beside(config.placement, units)
     if config.form == "shuffled" and tables is None:
         raise ConfigError.field("--placement", config.placement, "a file with tables, for shuffled rows")
     return Scattered(group, experts, Forecast(group, counted, tables, config.align, config.expert_ranks))
-
-
-def _tables(config: GroupConfig) -> Tables | None:
-    if config.placement is None:
-        return None
-    placement = Placement.read(config.placement, config.size // config.expert_ranks)
-    if not placement.tables:
-        return None
-    file = Path(config.placement).parent / placement.tables
-    tables = Tables.load(file)
-    tables.check(placement, str(file))
-    return tables

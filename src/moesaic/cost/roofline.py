@@ -1,0 +1,80 @@
+"""The hierarchical roofline model: what an operation can reach where it runs, and where the data comes from.
+
+MoE-Lightning, section 3.2, Equations 4 to 11. Level i computes; level j, slower, holds data that operation x
+needs. I_i and I_j are x's flops for each byte that is read at level i, and fetched from level j.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moesaic.cost.hardware import Hardware, Level
+from moesaic.cost.ops import Work
+
+
+def seconds(work: Work, level: Level, efficiency: float = 1.0) -> float:
+    """Of an operation whose data is on the level that computes (Equation 8): its slower roof.
+
+    efficiency: share of the processor's peak that it reaches. Raises ValueError where nothing computes.
+    """
+    if level.processor is None:
+        raise ValueError(f"nothing computes beside {level.name}")
+    return max(work.flops / (level.processor.flops * efficiency), work.bytes / level.bandwidth)
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """Two levels and the link between them, in flops/s and bytes/s."""
+
+    peak_i: float
+    bandwidth_i: float
+    peak_j: float
+    bandwidth_j: float
+    link: float
+
+    @classmethod
+    def of(cls, hardware: Hardware) -> Roofs:
+        """Raises ValueError where the fast level has no processor; a slow level without one has peak 0."""
+        fast, slow = hardware.fast, hardware.slow
+        if fast.processor is None:
+            raise ValueError(f"nothing computes beside {fast.name}")
+        peak_j = slow.processor.flops if slow.processor else 0.0
+        return cls(fast.processor.flops, fast.bandwidth, peak_j, slow.bandwidth, hardware.link.down)
+
+    def at_i(self, intensity: float) -> float:
+        """Flops/s on level i with data there (Equations 4, 5, 8)."""
+        return min(self.peak_i, self.bandwidth_i * intensity)
+
+    def at_j(self, intensity: float) -> float:
+        """Flops/s on level j with data there."""
+        return min(self.peak_j, self.bandwidth_j * intensity)
+
+    def fetched(self, intensity_i: float, intensity_j: float) -> float:
+        """Flops/s on level i with data fetched from j (Equations 6, 7)."""
+        return min(self.at_i(intensity_i), self.link * intensity_j)
+
+    def fetch_pays(self, intensity_j: float) -> bool:
+        """Whether computing on i can beat computing on j, for an operation whose data is on j."""
+        return self.link * intensity_j > self.at_j(intensity_j)
+
+    @property
+    def p1(self) -> float:
+        """I_j below which fetching never pays (Equation 9): the link's roof crosses level j's own.
+
+        0 where the link is at least as fast as level j's memory, or nothing computes on j.
+        """
+        if self.link >= self.bandwidth_j:
+            return 0.0
+        return self.peak_j / self.link
+
+    def p2(self, intensity_i: float) -> float:
+        """I_j below which the link limits an operation that has intensity_i on level i (Equation 10)."""
+        return self.at_i(intensity_i) / self.link
+
+    def balance(self, intensity_i: float) -> float:
+        """I_j at which level i's memory and the link take equally long (Equation 11).
+
+        Beyond it a larger batch alone is of no use: I_i has to grow as well. Where level i computes at its
+        peak it is beyond P2.
+        """
+        return self.bandwidth_i * intensity_i / self.link

@@ -1,0 +1,202 @@
+"""The sizes of a model that cost time and memory. Pure numbers; names and tensors are in models/."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+
+class Attention(Protocol):
+    """One layer's attention over a cache, counted in numbers (not bytes)."""
+
+    @property
+    def cached(self) -> int:
+        """Numbers that one token keeps in the cache."""
+
+    @property
+    def query(self) -> int:
+        """Numbers of one row's query, as attention reads it."""
+
+    @property
+    def output(self) -> int:
+        """Numbers of one row's result, as attention writes it."""
+
+    @property
+    def pair_flops(self) -> int:
+        """Flops of one row with one cached token: scores, and the weighted sum."""
+
+    def projected(self, hidden: int) -> tuple[int, int]:
+        """Parameters before attention (query, key, value) and after it (output)."""
+
+
+@dataclass(frozen=True)
+class GroupedQuery:
+    """Multi-head and grouped-query attention."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    """Numbers of a head."""
+
+    @property
+    def cached(self) -> int:
+        return 2 * self.kv_heads * self.width
+
+    @property
+    def query(self) -> int:
+        return self.heads * self.width
+
+    @property
+    def output(self) -> int:
+        return self.heads * self.width
+
+    @property
+    def pair_flops(self) -> int:
+        return 4 * self.heads * self.width
+
+    def projected(self, hidden: int) -> tuple[int, int]:
+        return hidden * (self.query + self.cached), hidden * self.output
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention in its absorbed form: a token caches one latent and one turned key.
+
+    DeepSeek-AI, DeepSeek-V2, section 2.1. Absorbed, key and value are the same latent: a pair costs
+    heads * (2 * (rank + turned) + 2 * rank) flops, and the matrices that unfold it act on rows instead.
+    """
+
+    heads: int
+    rank: int
+    turned: int
+    """Numbers of a key that carry the position."""
+    straight: int
+    """Numbers of a head's key that do not."""
+    value: int
+    """Numbers of a head's value."""
+    query_rank: int | None = None
+    """Inner width of the query's projection; None: one matrix."""
+
+    @property
+    def cached(self) -> int:
+        return self.rank + self.turned
+
+    @property
+    def query(self) -> int:
+        return self.heads * (self.rank + self.turned)
+
+    @property
+    def output(self) -> int:
+        return self.heads * self.rank
+
+    @property
+    def pair_flops(self) -> int:
+        return self.heads * (2 * self.cached + 2 * self.rank)
+
+    def projected(self, hidden: int) -> tuple[int, int]:
+        wide = self.heads * (self.straight + self.turned)
+        query = hidden * wide if self.query_rank is None else self.query_rank * (hidden + wide)
+        unfold_key = self.heads * self.straight * self.rank
+        unfold_value = self.heads * self.value * self.rank
+        after = unfold_value + self.heads * self.value * hidden
+        return query + hidden * self.cached + unfold_key, after
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What a forward pass reads and computes. Widths in numbers, `number` in bytes."""
+
+    name: str
+    layers: int
+    hidden: int
+    vocab: int
+    attention: Attention
+    moe_layers: int
+    """Layers with routed experts; the others are dense."""
+    experts: int
+    """Routed experts of such a layer."""
+    top_k: int
+    expert_width: int
+    shared_width: int = 0
+    """Inner width of what every token passes beside its experts, in layers that have them."""
+    dense_width: int = 0
+    """Inner width of a dense layer."""
+    tied: bool = False
+    """The head is the embedding."""
+    number: float = 2.0
+    """Bytes of one stored number: 2 for bf16 and fp16."""
+
+    @property
+    def expert(self) -> int:
+        """Parameters of one routed expert: gate, up and down."""
+        return 3 * self.hidden * self.expert_width
+
+    @property
+    def routed(self) -> float:
+        """Bytes of all routed experts of one layer."""
+        return self.experts * self.expert * self.number
+
+    @property
+    def other(self) -> float:
+        """Bytes of everything but routed experts: attention, gates, dense and shared parts, embeddings."""
+        attention = self.layers * sum(self.attention.projected(self.hidden))
+        gates = self.moe_layers * self.hidden * self.experts
+        shared = self.moe_layers * 3 * self.hidden * self.shared_width
+        dense = (self.layers - self.moe_layers) * 3 * self.hidden * self.dense_width
+        embeddings = (1 if self.tied else 2) * self.vocab * self.hidden
+        return (attention + gates + shared + dense + embeddings) * self.number
+
+    @property
+    def weights(self) -> float:
+        """Bytes of the whole model."""
+        return self.other + self.moe_layers * self.routed
+
+    @property
+    def parameters(self) -> int:
+        """Numbers of the whole model, norms and biases left out. Mixtral 8x7B: 46.7 billion."""
+        return round(self.weights / self.number)
+
+    @property
+    def active(self) -> int:
+        """Numbers that one token passes. Mixtral 8x7B: 12.9 billion."""
+        idle = self.moe_layers * (self.experts - self.top_k) * self.expert
+        return self.parameters - idle
+
+    def cache(self, tokens: float, number: float) -> float:
+        """Bytes that `tokens` keep in one layer's cache; number: bytes of one cached number."""
+        return tokens * self.attention.cached * number
+
+    def with_number(self, number: float) -> ModelSizes:
+        return replace(self, number=number)
+
+
+def _mixtral(name: str, layers: int, hidden: int, heads: int, width: int, vocab: int) -> ModelSizes:
+    attention = GroupedQuery(heads, 8, 128)
+    return ModelSizes(name, layers, hidden, vocab, attention, layers, 8, 2, width)
+
+
+KNOWN = {
+    model.name: model
+    for model in (
+        _mixtral("mixtral-8x7b", 32, 4096, 32, 14336, 32000),
+        _mixtral("mixtral-8x22b", 56, 6144, 48, 16384, 32768),
+        ModelSizes("dbrx", 40, 6144, 100352, GroupedQuery(48, 8, 128), 40, 16, 4, 10752),
+        ModelSizes(
+            *("deepseek-v2", 60, 5120, 102400, Latent(128, 512, 64, 128, 128, 1536), 59, 160, 6, 1536),
+            shared_width=2 * 1536,
+            dense_width=12288,
+        ),
+        ModelSizes(
+            *("deepseek-v2-lite", 27, 2048, 102400, Latent(16, 512, 64, 128, 128), 26, 64, 6, 1408),
+            shared_width=2 * 1408,
+            dense_width=10944,
+        ),
+        ModelSizes(
+            *("deepseek-v3", 61, 7168, 129280, Latent(128, 512, 64, 128, 128, 1536), 58, 256, 8, 2048),
+            shared_width=2048,
+            dense_width=18432,
+        ),
+        ModelSizes("qwen3-30b-a3b", 48, 2048, 151936, GroupedQuery(32, 4, 128), 48, 128, 8, 768),
+    )
+}
+"""Published models, by the names that `moesaic plan` knows."""

@@ -1,0 +1,196 @@
+"""MoE-Lightning's own policy search, as its published policies come from.
+
+The paper calls it a mixed-integer program. It is an enumeration of micro-batches mu and of their number; with
+both fixed only w, the share of expert weights that stays on the GPU, is free: a closed form. Attention runs
+on the CPU, all else on the GPU, prefill is not in the objective. Its simplifications are kept as they are:
+
+- Hidden states and the projections around attention cost nothing; a micro-batch reads all experts.
+- The CPU's attention counts the scores' flops and not the weighted sum's, at the full context s + n.
+- Tensor parallelism multiplies memory, bandwidth and flops of the GPU, not the link.
+- w is a real number; the engine keeps int(experts * w) whole experts, for Mixtral none below 1/8.
+
+"GB" is 2^30 bytes and numbers are fp16. `planner` is what this project plans with.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moesaic.core.errors import ConfigError
+from moesaic.cost.hardware import GIB, Hardware
+from moesaic.cost.sizes import GroupedQuery, ModelSizes
+
+GPU_SHARE, CPU_SHARE, WORKSPACE = 0.86, 0.8, 1.2
+"""Shares of both memories that are filled, and what workspaces are multiplied by."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a policy is searched for. The GPU of `hardware` is one of `gpus`."""
+
+    model: ModelSizes
+    hardware: Hardware
+    prompt: int
+    generate: int
+    gpus: int = 1
+    residual_offloaded: bool = False
+    """The variant behind the padded L4 policies: the residuals of all prompts are not kept on the GPU."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A policy and what the published model says of it. Seconds are of one layer, bytes are peaks."""
+
+    micro_batch: int
+    micro_batches: int
+    static: float
+    """Share of the expert weights that stays on the GPU."""
+    link: float
+    gpu: float
+    cpu: float
+    gpu_bytes: float
+    cpu_bytes: float
+    throughput: float
+    """Decoded tokens/s, prefill left out."""
+    fits: bool
+
+    @property
+    def batch(self) -> int:
+        return self.micro_batch * self.micro_batches
+
+    @property
+    def layer_seconds(self) -> float:
+        return max(self.link, self.gpu, self.cpu)
+
+    @property
+    def bottleneck(self) -> str:
+        named = {"link": self.link, "GPU": self.gpu, "CPU": self.cpu}
+        return max(named, key=lambda name: named[name])
+
+
+def price(setting: Setting, mu: int, count: int) -> Priced:
+    """`count` micro-batches of `mu` requests with the best w; w is cut to 0 .. 1 where nothing fits.
+
+    Example: Mixtral 8x7B on the L4, s = 77, n = 32, 324 x 14: w 0.0559, 0.1549 s a layer, 944.66 tokens/s.
+    """
+    model, hardware = setting.model, setting.hardware
+    layers, batch = model.layers, mu * count
+    experts = _experts(model)
+    fixed, kept = _gpu_fixed(setting, mu, batch), _cpu_kept(setting, batch)
+    most = (GPU_SHARE * hardware.fast.memory * setting.gpus - fixed - 2 * experts) / (experts * (layers - 2))
+    least = 1 - (CPU_SHARE * hardware.slow.memory - kept) / (experts * (layers + 2))
+    static = min(max(most, 0.0), 1.0)
+    link = experts * (1 - static) / hardware.link.down
+    gpu, cpu = count * _gpu_seconds(setting, mu), count * _cpu_seconds(setting, mu)
+    steps = (setting.generate - 1) * layers * max(link, gpu, cpu)
+    return Priced(
+        micro_batch=mu,
+        micro_batches=count,
+        static=static,
+        link=link,
+        gpu=gpu,
+        cpu=cpu,
+        gpu_bytes=fixed + experts * (layers * static + 2 * (1 - static)),
+        cpu_bytes=kept + experts * (layers + 2) * (1 - static),
+        throughput=batch * setting.generate / steps,
+        fits=most >= 0 and least <= static,
+    )
+
+
+def grid() -> Iterator[int]:
+    """The micro-batches that are searched: 1, 2, 3, 4, then 36, 68, 100, ..."""
+    yield from range(1, 4)
+    yield from itertools.count(4, 32)
+
+
+def search(setting: Setting) -> Priced:
+    """Each micro-batch of the grid with 1, 2, ... of them, until nothing fits or the throughput falls.
+
+    Of equal ones the last wins. Raises ConfigError where nothing fits.
+    """
+    best: Priced | None = None
+    for mu in grid():
+        previous = 0.0
+        for count in itertools.count(1):
+            found = price(setting, mu, count)
+            if not found.fits or found.throughput < previous:
+                break
+            previous = found.throughput
+            if best is None or found.throughput >= best.throughput:
+                best = found
+        if not previous:  # not even one micro-batch fits, so no larger one does
+            break
+    if best is None:
+        raise ConfigError(
+            f"{setting.model.name} does not fit on {setting.hardware.name}: its published model asks for "
+            f"{price(setting, 1, 1).gpu_bytes / GIB:.1f} GiB of GPU memory at least"
+        )
+    return best
+
+
+def prefill_seconds(setting: Setting, batch: int) -> float:
+    """Of the whole batch, by the same simplifications; the published search leaves prefill out.
+
+    Weights come over the link once a layer, while each token passes top_k experts on the GPU, which reaches
+    its `prefill` share of the peak. Example: Mixtral 8x7B on the T4, 504 prompts of 418: 73 s.
+    """
+    model, processor = setting.model, setting.hardware.fast.processor
+    assert processor is not None
+    flops = 2.0 * batch * setting.prompt * model.top_k * model.expert
+    compute = flops / (processor.flops * processor.prefill * setting.gpus)
+    return model.layers * max(compute, _experts(model) / setting.hardware.link.down)
+
+
+def _experts(model: ModelSizes) -> float:
+    """Bytes of one layer's experts in fp16."""
+    return 2.0 * model.experts * model.expert
+
+
+def _gpu_fixed(setting: Setting, mu: int, batch: int) -> float:
+    """Bytes on the GPU beside experts: projections, the larger phase's rows, the workspace of prefill."""
+    model, gpus, s = setting.model, setting.gpus, setting.prompt
+    attention, hidden = _grouped(model), model.hidden
+    other = 2.0 * model.layers * sum(attention.projected(hidden))
+    decode = 4.0 * hidden * batch * gpus
+    rows = (
+        8.0 * hidden * mu * s
+        if setting.residual_offloaded
+        else 4.0 * hidden * mu * s + 2.0 * hidden * batch * s
+    )
+    prefill = rows * (1 if setting.residual_offloaded else gpus) + 4.0 * s * attention.cached * mu
+    workspace = WORKSPACE * 2 * mu * model.top_k * s * (hidden * gpus + 3 * model.expert_width)
+    return other + max(decode, prefill) + workspace
+
+
+def _cpu_kept(setting: Setting, batch: int) -> float:
+    """Bytes in RAM beside experts: the cache, and the hidden states of all prompts."""
+    s, cached = setting.prompt, _grouped(setting.model).cached
+    cache = 2.0 * cached * (s + setting.generate) * batch * setting.model.layers
+    return cache + 2.0 * setting.model.hidden * batch * s * setting.gpus
+
+
+def _gpu_seconds(setting: Setting, mu: int) -> float:
+    """A micro-batch's experts in one layer. Output rows count the inner width, as in the published code."""
+    model, level = setting.model, setting.hardware.fast
+    assert level.processor is not None
+    flops = 2.0 * mu * model.top_k * model.expert
+    moved = 2.0 * mu * (model.hidden + model.expert_width) + _experts(model)
+    return max(flops / level.processor.flops, moved / level.bandwidth) / setting.gpus
+
+
+def _cpu_seconds(setting: Setting, mu: int) -> float:
+    """A micro-batch's attention in one layer."""
+    attention, level = _grouped(setting.model), setting.hardware.slow
+    assert level.processor is not None
+    context = setting.prompt + setting.generate
+    flops = mu * context * attention.heads * (2 * attention.width + 2)
+    moved = 2.0 * mu * (2 * attention.query + context * attention.cached)
+    return max(flops / level.processor.flops, moved / level.bandwidth)
+
+
+def _grouped(model: ModelSizes) -> GroupedQuery:
+    if not isinstance(model.attention, GroupedQuery):
+        raise ConfigError(f"{model.name}: the published model knows grouped-query attention only")
+    return model.attention
