@@ -2,7 +2,7 @@
 
     python benchmarks/placements.py                                   # made-up and uniform routing
     python benchmarks/placements.py --experts 64 --ranks 8 --solvers metis kmeans speculative ours
-    python benchmarks/placements.py --experts --prompts a.jsonl b.jsonl   # the demo's alone, and its transfer
+    python benchmarks/placements.py --routing --prompts a.jsonl b.jsonl   # the demo's alone, and its transfer
 
 Each routing is split by requests: 20 % are the profile that a solver sees, the other 80 % are measured. A row
 is a solver on a number of ranks, its numbers means over layers, then over --seeds (of the made-up routing, of
@@ -18,10 +18,10 @@ the split and of the solver):
     max/median       both levels
     tokens           mean/max of the tokens on each rank, at token level
 
-Routings: routings.py's for 64 experts top-6 and 128 top-8, and `uniform`, where nothing can be predicted. Each
-file of --prompts is a domain: the model's own routing of all of them together is one more routing, and the
-transfer table has placements that were solved on 20 % of one domain and measured on 80 % of each, as in
-Semantic Parallelism, appendix C.1. Without --prompts there is none of this.
+Routings: those of routings.py for 64 experts top-6 and 128 top-8, and uniform ones, where nothing can be
+predicted. Each file of --prompts is a domain: the model's own routing of all of them together is one more
+routing, and the transfer table has placements that were solved on 20 % of one domain and measured on 80 % of
+each, as in Semantic Parallelism, appendix C.1. Without --prompts there is none of this.
 
 Solvers run one after another in this process. --quick is a look at whether it works.
 """
@@ -30,22 +30,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import placement_tables
 import routings
-from rich.box import SIMPLE_HEAD
+from countdown import Clock
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
 from moesaic.config import ModelConfig
 from moesaic.core.errors import ConfigError
@@ -59,16 +58,16 @@ from moesaic.policy.locality import balancedness, token_level
 from moesaic.profiling import run as profiling
 from moesaic.profiling.options import ProfileOptions
 
+KINDS = ("made-up", "uniform")
 BOUND = "bound"
 """What takes the place of a solver's name while bounds are computed."""
-LEVELS = ("token", "request")
-GOALS = {"speculative": (("metis", "kmeans"), 1.14), "sem-moe": (("moetuner",), 1.15)}
-"""Solver -> whom it is compared with, the better one counting, and the margin that is aimed at."""
-TIE = 1e-9
 
 Row = dict[str, Any]
 Learn = Callable[[Profile], Profile]
 """Completes the profile of some requests."""
+Make = Callable[[int], Profile]
+"""All requests of a seed."""
+Source = tuple[str, Make, Learn]
 
 
 # ---- what is measured
@@ -99,7 +98,10 @@ def bounds(learned: Profile, others: Routes, ranks: int, rounds: int, show: Any 
     if not rounds:
         return {}
     parts = {"token_bound": learned.of(others), "fitted_bound": learned}
-    return {name: float(upper_bound(part, ranks, rounds, None, show).mean()) for name, part in parts.items()}
+    return {
+        name: float(upper_bound(part, ranks, rounds=rounds, progress=show).mean())
+        for name, part in parts.items()
+    }
 
 
 def cell(
@@ -108,83 +110,19 @@ def cell(
     """A row for each solver."""
     limits = clock.timed(BOUND, partial(bounds, learned, others, ranks, arguments.bound_rounds))
     for solver in arguments.solvers:
-        try:
-            found = clock.timed(solver, partial(trial, solver, learned, others, ranks, seed))
-        except ConfigError as error:
-            if solver != "metis":  # it needs a package that few have
-                raise
-            clock.say(f"metis is left out: {error}")
-            continue
+        found = clock.timed(solver, partial(trial, solver, learned, others, ranks, seed))
         yield {"ranks": ranks, "seed": seed, **found, **limits}
-
-
-class Clock:
-    """What is being done, on the error stream: two bars, and the time that is left."""
-
-    def __init__(self, steps: Sequence[str]) -> None:
-        """steps: all that will be timed, in any order."""
-        self._left = list(steps)
-        self._done: list[tuple[str, float]] = []
-        self._console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        self._bars = Progress(*columns, TextColumn("{task.fields[left]}"), console=self._console)
-        self._all = self._bars.add_task("all", total=len(steps), left="")
-        self._one = self._bars.add_task("", total=None, left="")
-        self.what = ""
-        """Said before the name of each step."""
-
-    def __enter__(self) -> Clock:
-        self._bars.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._bars.__exit__(*error)
-
-    def say(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    def timed(self, name: str, step: Callable[[Any], Row]) -> Row:
-        """Do a step; it is handed what to tell its progress to."""
-        self._bars.reset(self._one, description=f"{self.what}, {name}", total=None)
-
-        def show(done: int, total: int) -> None:
-            self._bars.update(self._one, completed=done, total=total)
-
-        begun = time.perf_counter()
-        found = step(show)
-        self._left.remove(name)
-        self._done.append((name, time.perf_counter() - begun))
-        left = f"{time_left(self._done, self._left):.0f} s left"
-        self._bars.update(self._all, advance=1, left=left)
-        if not self._console.is_terminal:
-            numbers = " ".join(f"{level} {found[level]:.3f}" for level in LEVELS if level in found)
-            self.say(f"{self.what}, {name} {numbers}: {self._done[-1][1]:.1f} s; {left}")
-        return found
-
-
-def time_left(done: Sequence[tuple[str, float]], left: Sequence[str]) -> float:
-    """Seconds for `left`, each step as long as those of its name were, or as the mean step.
-
-    Example: a took 1 and 3 s, b 8 s; left are a, b and c -> 2 + 8 + 4.
-    """
-    known: dict[str, list[float]] = {}
-    for name, seconds in done:
-        known.setdefault(name, []).append(seconds)
-    mean = statistics.fmean(seconds for _, seconds in done)
-    return sum(statistics.fmean(known[name]) if name in known else mean for name in left)
 
 
 # ---- routings
 
 
-def made_up(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[int], Profile]]]:
-    """Names, and makers that take a seed."""
+def made_up(arguments: argparse.Namespace) -> Iterator[tuple[str, Make]]:
     shapes = [shape for shape in routings.SHAPES if shape.experts in arguments.experts]
     sizes = {"layers": arguments.layers, "requests": arguments.requests}
-    for shape in shapes:
-        yield f"{shape.experts} top-{shape.top_k}", partial(_generated, shape, sizes)
-    for shape in shapes:
-        yield f"uniform {shape.experts} top-{shape.top_k}", partial(_uniform, shape, sizes)
+    for kind, shape in product(arguments.routing, shapes):
+        make = _uniform if kind == "uniform" else _generated
+        yield f"{kind} {shape.experts} top-{shape.top_k}", partial(make, shape, sizes)
 
 
 def _generated(shape: routings.Shape, sizes: dict[str, int], seed: int) -> Profile:
@@ -205,7 +143,7 @@ def recorded(arguments: argparse.Namespace) -> Profile:
 
 
 def neighbours(model: str) -> Learn:
-    """Ids that a profile of some requests does not know stand for their neighbours in the model's embedding."""
+    """Completes a profile of some requests: ids that it does not know have neighbours in the embedding."""
     path = files.resolve(model, None)
 
     def learn(profile: Profile) -> Profile:
@@ -215,12 +153,13 @@ def neighbours(model: str) -> Learn:
 
 
 def by_topic(profile: Profile, share: float, seed: int, learn: Learn) -> dict[str, tuple[Profile, Routes]]:
-    """Each topic's requests, split: the profile of some, the routes of the others."""
+    """The requests of each topic that has two at least, split: the profile of some, the routes of the others."""
     found = {}
     for number, topic in enumerate(profile.topics):
         mine = np.flatnonzero(profile.routes.topics == number)
-        learned, others = held_out.split(profile.of(profile.routes.of(mine)), share, seed)
-        found[topic] = learn(learned), others
+        if len(mine) > 1:
+            learned, others = held_out.split(profile.of(profile.routes.of(mine)), share, seed)
+            found[topic] = learn(learned), others
     return found
 
 
@@ -231,36 +170,43 @@ def transfer(
     for ranks in arguments.ranks:
         for topic, (learned, _) in parts.items():
             clock.what = f"transfer from {topic}, {ranks} ranks"
+            tests = {other: routes for other, (_, routes) in parts.items()}
             for solver in arguments.solvers:
-                clusters = SOLVERS[solver](learned, ranks, arguments.seeds[0])
-                placement = clusters.placement(learned.layers, learned.model)
-                row: Row = {"ranks": ranks, "solver": solver, "solved_on": topic, "on": {}}
-                for other, (_, routes) in parts.items():
-                    found = held_out.measured(learned, clusters, placement, routes)
-                    row["on"][other] = {"token": found.token.rate, "request": found.request.rate}
-                yield row
+                step = partial(carried_over, solver, learned, tests, ranks, arguments.seeds[0])
+                yield {"ranks": ranks, "solved_on": topic, **clock.timed(solver, step)}
+
+
+def carried_over(
+    solver: str, learned: Profile, tests: dict[str, Routes], ranks: int, seed: int, show: Any = None
+) -> Row:
+    """Rates of one placement on the held-out requests of each domain."""
+    clusters = SOLVERS[solver](learned, ranks, seed, show)
+    placement = clusters.placement(learned.layers, learned.model)
+    found = {name: held_out.measured(learned, clusters, placement, routes) for name, routes in tests.items()}
+    rates = {name: {"token": one.token.rate, "request": one.request.rate} for name, one in found.items()}
+    return {"solver": solver, "on": rates}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Rows by routing, ranks, solver and seed; rows of the transfer table; sizes of what was measured."""
-    sources = [(name, seed, make, _as_it_is) for name, make in made_up(arguments) for seed in arguments.seeds]
-    found: dict[str, Any] = {"rows": [], "transfer": [], "sizes": {}}
+    sources: list[Source] = [(name, make, _as_it_is) for name, make in made_up(arguments)]
+    parts: dict[str, tuple[Profile, Routes]] = {}
     if arguments.prompts:
         whole, learn = recorded(arguments), neighbours(arguments.model)
-        sources += [(arguments.model, seed, lambda _: whole, learn) for seed in arguments.seeds]
-    steps = len(sources) * len(arguments.ranks) * [BOUND, *arguments.solvers]
-    with Clock(steps) as clock:
-        for name, seed, make, completed in sources:
+        sources.append((arguments.model, lambda _: whole, learn))
+        parts = by_topic(whole, arguments.share, arguments.seeds[0], learn)
+    found: dict[str, Any] = {"rows": [], "transfer": [], "sizes": {}}
+    steps = len(sources) * len(arguments.seeds) * len(arguments.ranks) * [BOUND, *arguments.solvers]
+    with Clock(steps + len(parts) * len(arguments.ranks) * arguments.solvers) as clock:
+        for (name, make, complete), seed in product(sources, arguments.seeds):
             learned, others = held_out.split(make(seed), arguments.share, seed)
-            learned = completed(learned)
+            learned = complete(learned)
             found["sizes"].setdefault(name, []).append(size_of(learned, others))
             for ranks in arguments.ranks:
                 clock.what = f"{name}, seed {seed}, {ranks} ranks"
                 for row in cell(learned, others, ranks, seed, arguments, clock):
                     found["rows"].append({"routing": name, **row})
-        if arguments.prompts and len(whole.topics) > 1:
-            parts = by_topic(whole, arguments.share, arguments.seeds[0], learn)
-            found["transfer"] += transfer(parts, arguments, clock)
+        found["transfer"] += transfer(parts, arguments, clock)
     return found
 
 
@@ -279,3 +225,55 @@ def size_of(learned: Profile, others: Routes) -> Row:
         "held_out_tokens": len(others.tokens),
         "unseen": held_out.unseen(learned, others),
     }
+
+
+# ---- command line
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    sizes = [shape.experts for shape in routings.SHAPES]
+    parser.add_argument("--routing", nargs="*", choices=KINDS, default=list(KINDS), help="what is made up")
+    parser.add_argument("--experts", type=int, nargs="+", choices=sizes, default=sizes, help="of a layer")
+    parser.add_argument("--layers", type=int, default=8, help="of made-up routing")
+    parser.add_argument("--requests", type=int, default=800, help="of made-up routing")
+    parser.add_argument("--prompts", type=Path, nargs="+", metavar="FILE", help="as in moesaic profile")
+    parser.add_argument("--model", default="demo", help="whose routing of the prompts")
+    parser.add_argument("--max-prompts", type=int, metavar="N", help="of each file")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--solvers", nargs="+", choices=list(SOLVERS), default=list(SOLVERS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--share", type=float, default=0.2, help="of the requests, that solvers see")
+    parser.add_argument("--bound-rounds", type=int, default=100, help="more are nearer; 0: no bounds")
+    parser.add_argument("--json", type=Path, help="write all numbers here")
+    parser.add_argument("--quick", action="store_true", help="one small routing of each kind")
+    return parser.parse_args()
+
+
+def quick(arguments: argparse.Namespace) -> None:
+    arguments.experts, arguments.layers, arguments.requests = arguments.experts[:1], 2, 100
+    arguments.ranks, arguments.seeds, arguments.bound_rounds = [2, 8], arguments.seeds[:1], 10
+    arguments.max_prompts = min(arguments.max_prompts or 100, 100)
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.quick:
+        quick(arguments)
+    console = Console(width=140)
+    if "metis" in arguments.solvers and find_spec("pymetis") is None:
+        arguments.solvers.remove("metis")
+        console.print("metis is left out: it needs the package pymetis")
+    try:
+        found = measure(arguments)
+    except ConfigError as error:
+        raise SystemExit(str(error)) from error
+    placement_tables.show(found, console)
+    if not arguments.prompts:
+        console.print("no --prompts: nothing was measured of a model's own routing, nor of its transfer")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

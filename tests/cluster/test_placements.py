@@ -86,6 +86,7 @@ def test_what_is_counted_as_local_is_what_the_routes_say(alone: Alone, tmp_path:
     expected = [(sent, count) for count in local]
     assert all(0.3 * sent < count < 0.8 * sent for count in local) and len(set(local)) > 1
     with cluster(placement=file, dispatch="round-robin", **RANKS) as served:
+        served.until(lambda: connected(served))  # who comes before asks the server that is there
         served.submit(*workload(COUNT, TOKENS))
         assert served.finish() == alone.answers
         served.until(lambda: pairs_of(served) == expected, seconds=20.0)
@@ -102,6 +103,12 @@ def test_worked_example() -> None:
     assert (second.layer, second.local_activation_rate) == (2, 0.25)
     assert layer_locality(placement, ExpertStats(layer_pairs=(8, 8))) == []
     assert layer_locality(None, ExpertStats()) == []
+
+
+def connected(served: Cluster) -> bool:
+    """Whether both workers reach both servers."""
+    servers = [one for one in served.supervisor.status() if one.role == "expert server"]
+    return all(server.stats.clients == 2 for server in servers)
 
 
 @pytest.mark.slow

@@ -1,44 +1,46 @@
 """How local placement can get at all: the optimum of small layers, an upper bound of large ones.
 
 Both are about given counts, each token id on its best rank, and placements that give each rank E / R experts,
-give or take one. On other tokens the rate is lower for every placement, so the bound holds there as well for
-whoever places by these counts and falls short of it further.
+give or take one. Who places by these counts reaches less on tokens that are not among them.
 
-`exact` is an integer program (HiGHS). Its linear relaxation says nothing, since it may put 1 / R of everything
-everywhere, so it is for a dozen experts and a few hundred token ids.
+`exact` is an integer program (HiGHS) over all groups of experts that a rank can hold: which are taken, and
+which of them each token goes to. With a variable for each expert and rank instead, the linear relaxation would
+put 1 / R of everything everywhere and HiGHS would try it all. It is for a dozen experts and tens of token ids.
 
-`upper_bound` is a semidefinite relaxation, solved from its dual side. Let x_r in {0, 1}^E be the experts of rank r,
-s = E / R of them (where R doesn't divide E, experts that nobody chooses fill up), and U = sum_r x_r x_r', which
-is 1 where two experts share a rank. A token with choices w has max_r w . x_r local ones, and for any t, any c > 0
-and any l >= 0
+`upper_bound` is a semidefinite relaxation, solved from its dual side. Let x_r in {0, 1}^E be the experts of
+rank r, s = E / R of them (where R doesn't divide E, experts that nobody chooses fill up), and U the sum of all
+x_r x_r', which is 1 where two experts share a rank. A token with choices w has max_r w . x_r local ones, and for
+any t, any c > 0 and any l >= 0
 
     w . x_r  <=  t + (w + l - t / s) . x_r  <=  t + c / 2 + z' U z / (2 c),    z = w + l - t / s,
 
-with equality at the best ones where U is a placement. Summed over tokens that is a constant plus <C, U>. Of all
-U two things are kept, that its eigenvalues are s, once along (1 .. 1), and R - 1 others of at most s (the
-relaxation of Donath and Hoffman 1973), and that its rows have a 1 on the diagonal and s - 1 more at most 1 each,
-and a matrix of multipliers Y splits <C, U> between the two:
+with equality at the best ones where U is a placement. Summed over tokens that is a constant plus <C, U>. Of
+all U two things are kept: its eigenvalues are s, once along (1 .. 1), and R - 1 others of at most s (the
+relaxation of Donath and Hoffman 1973); its rows have a 1 on the diagonal and others of at most 1 with the sum
+s - 1. A matrix of multipliers Y splits <C, U> between the two:
 
     <C - Y, U>  <=  s / E * sum(C - Y) + s * (R - 1 largest eigenvalues across (1 .. 1))
-    <Y, U>      <=  sum_e Y_ee + the s - 1 largest others of row e.
+    <Y, U>      <=  sum_e (Y_ee + the s - 1 largest others of row e).
 
-Any t, c, l, Y give a bound, so it needs no convergence to be true; ADMM makes it small. With a cap on the ranks' loads
-(as `ours` has) a multiplier b_e >= 0 for each expert adds b_e * (cap - sum_f load_f U_ef).
+Any t, c, l, Y give a bound, so it needs no convergence to be true; ADMM makes it small. With a cap on the
+ranks' loads (as `ours` has) each expert has a multiplier b_e >= 0 that adds b_e * (cap - sum_f load_f U_ef).
 
-How loose it is: exact optima of small layers with noise lie up to 5 % below it, and at 64 experts the best
-placements that we know lie 2 to 10 % below it. Which part of that is the bound's, nobody knows.
+How loose it is: LOOSE
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations
+from math import comb
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import block_array, csr_array, eye_array, kron
 
+from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Counts, Profile
 from moesaic.core.tokens import IntArray
 from moesaic.policy.cocluster.ours import chosen, dense
@@ -48,6 +50,8 @@ FloatArray = npt.NDArray[np.float64]
 
 SAMPLE = 1024
 """Frequent token ids, and as many rarer ones, by which U and the multipliers are found."""
+GROUPS = 1000
+"""As many as an integer program is solved for."""
 CHUNK = 8192
 """Token ids at a time where all are summed up: bounds memory."""
 TINY = 1e-12
@@ -59,37 +63,41 @@ BALANCE, GROWTH = 10.0, 1.5
 def exact(counts: Counts, num_experts: int, ranks: int) -> tuple[float, IntArray]:
     """The best local activation rate of a small layer, and ranks [E] that reach it.
 
-    Raises ConfigError where `ranks` is not in 1 .. num_experts.
-    Example: token ids that choose experts 0 and 2 or 1 and 3, on 2 ranks -> 1.0, (0, 1, 0, 1).
+    Raises ConfigError where `ranks` is not in 1 .. num_experts or can be filled in more than GROUPS ways.
+    Example: a token that chooses experts 0 and 2, one that chooses 1 and 3, 2 ranks -> 1.0, ranks 0 1 0 1.
     """
     room = rooms(num_experts, ranks)
+    if sum(comb(num_experts, size) for size in set(room.tolist())) > GROUPS:
+        raise ConfigError.field("experts", num_experts, f"{GROUPS} ways to fill one of {ranks} ranks at most")
+    held = np.array(
+        [
+            np.isin(np.arange(num_experts), group)
+            for size in sorted(set(room.tolist()))
+            for group in combinations(range(num_experts), size)
+        ],
+        dtype=np.float64,
+    )
     rows = dense(counts, num_experts).astype(np.float64)
-    tokens, size = len(rows), rows.sum(axis=1)
-    if not tokens:
-        return 1.0, np.repeat(np.arange(ranks), room)
-    # variables: x [E, R] expert on rank, y [t, R] token on rank, z [t, R] its local choices there
-    width = np.array([num_experts, tokens, tokens]) * ranks
-    each = eye_array(ranks)
-    z_is_chosen = [None, kron(csr_array(-np.diag(size)), each), eye_array(tokens * ranks)]
-    z_is_there = [kron(csr_array(-rows), each), None, eye_array(tokens * ranks)]
-    one_rank = [kron(eye_array(num_experts), np.ones((1, ranks))), None, None]
-    one_each = [None, kron(eye_array(tokens), np.ones((1, ranks))), None]
-    held = [kron(np.ones((1, num_experts)), each), None, None]
-    blocks = block_array([z_is_chosen, z_is_there, one_rank, one_each, held], format="csr")
-    low = [np.full(2 * tokens * ranks, -np.inf), np.ones(num_experts + tokens), np.full(ranks, room.min())]
-    high = [np.zeros(2 * tokens * ranks), np.ones(num_experts + tokens), np.full(ranks, room.max())]
-    most = np.ones(width.sum())
-    most[: width[0]] = np.tril(np.ones((num_experts, ranks))).ravel()  # expert e on ranks 0 .. e: no mirrors
-    most[width[:2].sum() :] = np.inf
+    tokens, groups = len(rows), len(held)
+    # one variable for each group: a rank holds it; one for each token and group: the token goes there
+    there = kron(np.ones((tokens, 1)), eye_array(groups)), -eye_array(tokens * groups)
+    once = csr_array(np.vstack([held.T, np.ones(groups)])), None
+    somewhere = None, kron(eye_array(tokens), np.ones((1, groups)))
+    ones = np.ones(num_experts + 1 + tokens)
+    ones[num_experts] = ranks
     found = milp(
-        np.repeat([0.0, 0.0, -1.0], width),
-        constraints=LinearConstraint(blocks, np.concatenate(low), np.concatenate(high)),
-        integrality=np.repeat([1, 0, 0], width),
-        bounds=Bounds(0.0, most),
+        np.concatenate([np.zeros(groups), -(rows @ held.T).ravel()]),
+        constraints=LinearConstraint(
+            block_array([there, once, somewhere], format="csr"),
+            np.concatenate([np.zeros(tokens * groups), ones]),
+            np.concatenate([np.full(tokens * groups, np.inf), ones]),
+        ),
+        integrality=np.repeat([1, 0], [groups, tokens * groups]),
+        bounds=Bounds(0.0, 1.0),
         options={"mip_rel_gap": 0.0},
     )
-    labels = found.x[: width[0]].reshape(num_experts, ranks).argmax(axis=1)
-    return float(-found.fun / size.sum()), labels
+    taken = held[found.x[:groups] > 0.5]
+    return float(-found.fun / rows.sum()), taken.argmax(axis=0).astype(np.int64)
 
 
 def upper_bound(
@@ -101,8 +109,10 @@ def upper_bound(
 ) -> FloatArray:
     """[layers] no placement's token-level local activation rate on the profile's own counts is above.
 
-    rounds: more take longer and bring it down. spare: for placements whose ranks carry at most so much of a layer's
-    choices beyond their fair share (as in `ours`); 1: for all placements. Raises ConfigError where `ranks` is not in 1 .. experts.
+    rounds: more take longer and bring it down. spare: for placements whose ranks carry at most this share of
+    a layer's choices beyond their fair one, as in `ours`; 1: for all placements.
+
+    Raises ConfigError where `ranks` is not in 1 .. experts.
     """
     rooms(profile.num_experts, ranks)
     found = np.ones(len(profile.counts))
@@ -207,7 +217,7 @@ class _Relaxation:
         """A bound of <pairs, U> by the multipliers as they are; then better ones."""
         fined = np.outer(self.paid, self.loads)
         left = pairs - self.split - (fined + fined.T) / 2
-        values, vectors = _across(left)
+        values, _ = _across(left)
         found = self.size / len(left) * float(left.sum()) + self.size * float(values[1 - self.ranks :].sum())
         found += _row_by_row(self.split, self.size)
         found += float(self.paid.sum()) * self.cap

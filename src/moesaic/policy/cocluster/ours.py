@@ -1,24 +1,25 @@
 """Our own co-clustering: exact exchanges of experts under an annealing schedule, with a cap on a rank's load.
 
-The objective of a layer is what a user measures, on tokens that are yet to come: every token id goes to the rank
-where most of its choices are, and the sum over token ids of the choices there is as large as can be. Others
-solve a stand-in (pairs of experts that are chosen together, distances to a centroid) or alternate between tokens
-and experts, which ends where no single side gains. Here two experts of two ranks are exchanged, and the gain is
-that of the objective itself, tokens choosing anew:
+The objective of a layer is what a user measures: every token id goes to the rank where most of its choices
+are, and the sum over token ids of the choices there is as large as can be. Other solvers maximise a stand-in
+(pairs of experts that are chosen together, distances to a centre) or take turns between tokens and experts,
+which ends where no side alone gains. Here two experts of two ranks are exchanged, and the gain is that of the
+objective itself, tokens choosing anew:
 
  1. *Frequent token ids count each for itself*; of the rarer ones a sample stands for all, each by its weight
     over its likelihood of being drawn, so that no assignment is favoured.
  2. *Annealing* (Kirkpatrick et al. 1983) from random assignments: an expert, another rank and a few of its
-    experts are drawn, and one of these exchanges, or none, is taken by the heat bath. Several runs, best taken.
- 3. *Polishing*: on more token ids, for each expert the best exchange that gains, until there is none.
+    experts are drawn, and one of these exchanges, or none, is taken by the heat bath. Several runs.
+ 3. *Polishing* of each run's best on more token ids: expert after expert takes its best exchange that gains,
+    until there is none. The best of these is taken.
 
-*Balance* is a cap, not a weight: what a rank carries above its fair share and `spare` of the layer's choices costs
-`price` choices each. A cap means the same in every model, a weight (theta in Speculative MoE, never given)
-does not. To compare with a solver of imbalance m (max over mean) on R ranks, give spare = (m - 1) / R.
+*Balance* is a cap, not a weight: what a rank carries above its fair share and `spare` of the layer's choices
+costs `price` choices each. A cap means the same in every model, a weight (theta in Speculative MoE, never
+given) does not. To compare with a solver of imbalance m (max over mean) on R ranks, give spare (m - 1) / R.
 
-*Not kept*, since tokens that the profile has not seen were no more local with them: counting a token id that was
-seen n times n / (n + prior) of its choices (what shrinking its shares towards the layer's comes to where ranks
-are balanced), and labelling rare token ids by their choices in all layers (linear empirical Bayes).
+*Not kept*, since held-out tokens were no more local with them: counting a token id that was seen n times
+n / (n + prior) of its choices, which is what shrinking its shares towards the layer's comes to where ranks
+are balanced; and labelling rare token ids by their choices in all layers (linear empirical Bayes).
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Search:
     """Settings."""
 
     spare: float = 0.025
-    """Share of a layer's choices that a rank may carry beyond its fair one, in the profile: 0.025 is 1.05 times
-    the mean on 2 ranks and 1.2 times on 8. More is more local."""
+    """Share of a layer's choices that a rank may carry beyond its fair one, in the profile: 0.025 is 1.05
+    times the mean on 2 ranks and 1.2 times on 8. More is more local."""
     price: float = 2.0
     """Choices that one choice above that costs."""
     heads: int = 2048
@@ -146,7 +147,9 @@ class _Layer:
     @classmethod
     def of(cls, rows: RowArray, loads: FloatArray, ranks: int, search: Search) -> _Layer:
         total = float(rows.sum(dtype=np.float64))
-        return cls(rows, loads * (total / loads.sum()), (1 / ranks + search.spare) * total, ranks, search.price)
+        return cls(
+            rows, loads * (total / loads.sum()), (1 / ranks + search.spare) * total, ranks, search.price
+        )
 
     def value(self, labels: IntArray) -> float:
         """Choices on the tokens' best ranks, minus what overloaded ranks pay."""

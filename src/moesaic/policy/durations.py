@@ -1,0 +1,124 @@
+"""How long each task of a schedule takes, by the roofline of the level where it runs or of the link it uses.
+
+Tables are by (kind, lane), in seconds of one task; micro-batches are equal, and so are pages.
+"""
+
+from __future__ import annotations
+
+import math
+
+from moesaic.cost import ops
+from moesaic.cost.hardware import Hardware, Level
+from moesaic.cost.ops import Work
+from moesaic.cost.roofline import seconds
+from moesaic.cost.sizes import ModelSizes
+from moesaic.policy.policies import Policy, Workload
+from moesaic.policy.tasks import LANES, Kind, Lane
+
+Table = dict[tuple[Kind, Lane], float]
+
+
+class Durations:
+    """Of one model on one machine, for requests of one kind."""
+
+    def __init__(self, model: ModelSizes, hardware: Hardware, workload: Workload) -> None:
+        self._model, self._hardware, self._workload = model, hardware, workload
+        self._token = model.cache(1, workload.cache_number)
+
+    def decode(self, policy: Policy, dense: bool = False) -> Table:
+        """A micro-batch's tasks in one layer of a decode step at the mean context.
+
+        dense: of a layer without routed experts, all of whose weights are on the fast level.
+        """
+        model, rows = self._model, policy.micro_batch
+        wide = model.attention
+        context = self._workload.prompt + self._workload.generate / 2
+        attended = ops.attention(model, rows, context, self._workload.cache_number)
+        projected = ops.output_projection(model, rows)
+        static = policy.static_experts / model.experts
+        fast, slow = self._hardware.fast, self._hardware.slow
+        beside = ops.dense(model, rows) if dense else ops.gate(model, rows) + ops.shared(model, rows)
+        everything = Work() if dense else ops.routed(model, rows)
+        table = {
+            **_fast(Kind.PRE, ops.query_key_value(model, rows), fast),
+            **_fast(Kind.ATTENTION, attended, fast),
+            **_fast(Kind.POST, projected + beside + everything, fast),
+            **_fast(Kind.GATE, projected + beside, fast),
+            **_fast(Kind.EXPERTS, ops.routed(model, rows, static if policy.in_place else 1.0), fast),
+            **_fast(Kind.HEAD, ops.head(model, rows), fast),
+            (Kind.SYNC, Lane.FAST): 0.0,
+            **self._move(Kind.SAVE_QKV, rows * (wide.query + wide.cached) * model.number),
+            **self._move(Kind.LOAD_ROWS, rows * wide.output * model.number),
+            **self._move(Kind.SAVE_ROWS, rows * model.hidden * model.number),
+            **self._move(Kind.LOAD_ANSWERS, rows * model.hidden * model.number),
+            **self._move(Kind.LOAD_CACHE, rows * context * self._token * policy.slow_cache),
+            **self._move(Kind.SAVE_CACHE, rows * self._token * policy.slow_cache),
+            **self._move(Kind.LOAD_CHOSEN, self._chosen(policy)),
+            **self._pages(policy, policy.pages),
+        }
+        if slow.processor is not None:
+            table[Kind.ATTENTION, Lane.SLOW] = seconds(attended, slow)
+            table[Kind.EXPERTS, Lane.SLOW] = seconds(ops.routed(model, rows, 1 - static), slow)
+        return table
+
+    def prefill(self, policy: Policy, requests: float, pages: int, dense: bool = False) -> Table:
+        """The tasks of one layer over the prompts of a micro-batch of `requests`."""
+        model, prompt, fast = self._model, self._workload.prompt, self._hardware.fast
+        rows = requests * prompt
+        attended = ops.causal_attention(model, requests, prompt, self._workload.cache_number)
+        routed = ops.dense(model, rows) if dense else ops.feed_forward(model, rows)
+        work = ops.query_key_value(model, rows) + attended + ops.output_projection(model, rows) + routed
+        efficiency = fast.processor.prefill if fast.processor else 1.0
+        return {
+            (Kind.PROMPT, Lane.FAST): seconds(work, fast, efficiency),
+            **_fast(Kind.HEAD, ops.head(model, requests), fast),
+            **self._move(Kind.SAVE_CACHE, rows * self._token * policy.slow_cache),
+            **self._move(Kind.SAVE_ROWS, rows * model.hidden * model.number),
+            **self._move(Kind.LOAD_ANSWERS, rows * model.hidden * model.number),
+            **self._pages(policy, pages),
+        }
+
+    def slow_memory(self, policy: Policy, moved: dict[Lane, float]) -> float:
+        """Seconds of the slow level's memory in a layer: its processor's reading, and all copies.
+
+        moved: seconds of each lane in that layer. A copy into pinned memory reads and writes.
+        """
+        link, level = self._hardware.link, self._hardware.slow
+        copied = moved[Lane.DOWN] * link.down + moved[Lane.UP] * link.up
+        copied += 2 * moved[Lane.STAGING] * (link.staging or 0.0)
+        return copied / level.bandwidth + self._read_there(policy, moved)
+
+    def _read_there(self, policy: Policy, moved: dict[Lane, float]) -> float:
+        """What the slow processor reads."""
+        if not moved[Lane.SLOW]:
+            return 0.0
+        model, rows, level = self._model, policy.micro_batch, self._hardware.slow
+        context = self._workload.prompt + self._workload.generate / 2
+        read = 0.0
+        if policy.slow_attention:
+            read += ops.attention(model, rows, context, self._workload.cache_number).bytes
+        if policy.in_place:
+            read += ops.routed(model, rows, 1 - policy.static_experts / model.experts).bytes
+        return policy.micro_batches * read / level.bandwidth
+
+    def _chosen(self, policy: Policy) -> float:
+        """Bytes of the streamed experts that a whole batch is expected to choose in one layer."""
+        model = self._model
+        away = 1 - policy.static_experts / model.experts
+        return ops.touched(model.experts, model.top_k, policy.batch) * away * model.expert * model.number
+
+    def _pages(self, policy: Policy, pages: int) -> Table:
+        """A page is whole rows of the experts' matrices, the last one perhaps fewer."""
+        model = self._model
+        rows = 3 * (model.experts - policy.static_experts) * model.expert_width
+        page = math.ceil(rows / max(pages, 1)) * model.hidden * model.number
+        return {**self._move(Kind.LOAD_PAGE, page), **self._move(Kind.STAGE_PAGE, page)}
+
+    def _move(self, kind: Kind, size: float) -> Table:
+        link, lane = self._hardware.link, LANES[kind]
+        speed = {Lane.DOWN: link.down, Lane.UP: link.up, Lane.STAGING: link.staging or math.inf}[lane]
+        return {(kind, lane): size / speed}
+
+
+def _fast(kind: Kind, work: Work, level: Level) -> Table:
+    return {(kind, Lane.FAST): seconds(work, level)}

@@ -1,0 +1,66 @@
+"""What a policy keeps in the memory of both levels."""
+
+from __future__ import annotations
+
+from moesaic.cost.hardware import Hardware
+from moesaic.cost.sizes import ModelSizes
+from moesaic.policy.policies import Policy, Workload
+
+PREFILL_ROWS = 8192
+"""Rows of a micro-batch in prefill, at most, unless one prompt is longer: enough to be limited by compute."""
+
+
+class Footprint:
+    """Bytes, for one model, machine and workload."""
+
+    def __init__(self, model: ModelSizes, hardware: Hardware, workload: Workload) -> None:
+        self.model, self.hardware, self.workload = model, hardware, workload
+        self._token = model.cache(1, workload.cache_number)
+        self._expert = model.expert * model.number
+
+    def fast(self, policy: Policy) -> dict[str, float]:
+        """What the fast level holds at most, in prefill or in decode."""
+        model, away = self.model, self.model.experts - policy.static_experts
+        requests = self.prefill_requests(policy)
+        cache = self.workload.context * self._token * (1 - policy.slow_cache)
+        moving = 2 * max(requests, 0 if policy.slow_attention else policy.micro_batch)
+        kept = policy.batch if policy.fast_residual else 2 * requests
+        prompts = kept * self.workload.prompt * model.hidden * model.number
+        return {
+            "all but routed experts": model.other,
+            "static experts": policy.static_experts * self._expert * model.moe_layers,
+            "two layers of streamed experts": 2 * away * self._expert,
+            "cache": cache * policy.batch * model.layers
+            + moving * self.workload.context * self._token * policy.slow_cache,
+            "rows": max(prompts, 2 * policy.batch * model.hidden * model.number),
+            "workspace": self._workspace(policy),
+        }
+
+    def slow(self, policy: Policy) -> dict[str, float]:
+        """What the slow level holds."""
+        model, away = self.model, (self.model.experts - policy.static_experts) * self._expert
+        cache = self.workload.context * self._token * policy.slow_cache
+        rows = 0 if policy.fast_residual else policy.batch * self.workload.prompt
+        return {
+            "experts": away * model.moe_layers,
+            "pinned pages": away if self.hardware.link.staging is not None else 0.0,
+            "cache": cache * policy.batch * model.layers,
+            "rows": rows * model.hidden * model.number,
+        }
+
+    def fits(self, policy: Policy) -> bool:
+        fast, slow = self.hardware.fast.room, self.hardware.slow.room
+        return sum(self.fast(policy).values()) <= fast and sum(self.slow(policy).values()) <= slow
+
+    def prefill_requests(self, policy: Policy) -> int:
+        """Requests of one micro-batch in prefill, at most."""
+        return max(1, min(policy.batch, PREFILL_ROWS // self.workload.prompt))
+
+    def _workspace(self, policy: Policy) -> float:
+        """Rows between the operations of the larger micro-batch, and logits."""
+        model, requests = self.model, self.prefill_requests(policy)
+        rows = max(requests * self.workload.prompt, policy.micro_batch)
+        attention = model.attention.query + model.attention.cached + model.attention.output
+        routed = model.top_k * (model.hidden + 2 * model.expert_width)
+        widest = max(attention, routed, 2 * model.shared_width, 2 * model.dense_width) + 2 * model.hidden
+        return rows * widest * model.number + max(requests, policy.micro_batch) * model.vocab * 4

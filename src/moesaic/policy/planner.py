@@ -1,0 +1,159 @@
+"""Which policy does a job fastest on a machine.
+
+All of MoE-Lightning's variables are searched (section 4.2): batch and micro-batch, attention and experts on
+the fast or the slow processor, shares of weights and cache on the fast level; and with them schedules that
+stream layers, fetch chosen experts, or compute experts where they are. A policy is priced as the executor would
+run it, rounded to whole experts, pages and blocks, prefill included; its task list is priced only while no
+order of the tasks could be slower than the best one found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from moesaic.core.errors import ConfigError
+from moesaic.cost.hardware import GIB, Hardware, Level
+from moesaic.cost.sizes import ModelSizes
+from moesaic.policy.pipeline import Schedule
+from moesaic.policy.policies import Policy, Workload, slow_share
+from moesaic.policy.pricing import Price, Pricing
+
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Micro-batches of a batch, beside the most that fit."""
+LARGEST = 4096
+"""Micro-batch."""
+SEARCHED: tuple[Schedule, ...] = ("cgopipe", "in-place", "on-demand")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a search is held to."""
+
+    schedules: tuple[Schedule, ...] = SEARCHED
+    largest_batch: float = math.inf
+    """Requests that there are."""
+
+
+def search(model: ModelSizes, hardware: Hardware, workload: Workload, limits: Limits | None = None) -> Price:
+    """The policy with the highest throughput over prefill and decode; of equal ones the first in the grid.
+
+    Raises ConfigError, with what is missing, where no policy fits.
+    """
+    pricing, limits = Pricing(model, hardware, workload), limits or Limits()
+    bounded = [(pricing.bound(policy), policy) for policy in candidates(pricing, limits)]
+    if not bounded:
+        raise ConfigError(why_not(model, hardware, workload))
+    bounded.sort(key=lambda pair: -pair[0])
+    best: Price | None = None
+    for bound, policy in bounded:
+        if best is not None and bound <= best.throughput:
+            break
+        price = pricing.price(policy)
+        if best is None or price.throughput > best.throughput:
+            best = price
+    assert best is not None
+    return best
+
+
+def candidates(pricing: Pricing, limits: Limits) -> Iterator[Policy]:
+    """Every policy of the grid that fits, with as much on the fast level as there is room for."""
+    slow = [True, False] if pricing.hardware.slow.processor is not None else [False]
+    for schedule in limits.schedules:
+        if schedule == "in-place" and not slow[0]:
+            continue
+        for slow_attention in slow:
+            mu = 1
+            while mu <= min(LARGEST, limits.largest_batch):
+                policy = Policy(schedule, mu, 1, slow_attention)
+                yield from _counted(pricing, policy, limits)
+                mu *= 2
+
+
+def _counted(pricing: Pricing, policy: Policy, limits: Limits) -> Iterator[Policy]:
+    """One micro-batch size, with the counts of the grid and the largest that fits."""
+    for fast_residual in (True, False):
+        first = replace(policy, fast_residual=fast_residual)
+        most = min(_most(pricing, first), int(min(limits.largest_batch, 1e9)) // policy.micro_batch)
+        for count in sorted({min(count, most) for count in COUNTS} - {0}):
+            yield from filled(pricing, replace(first, micro_batches=count))
+
+
+def _most(pricing: Pricing, policy: Policy) -> int:
+    """Micro-batches that fit somehow, up to the last of COUNTS; 0 where none does."""
+    low, high = 0, COUNTS[-1] + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if any(True for _ in filled(pricing, replace(policy, micro_batches=middle))):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def filled(pricing: Pricing, policy: Policy) -> Iterator[Policy]:
+    """The policy with the fast level filled: with experts, and where attention is there with cache.
+
+    Experts first, cache first, or half the room for each.
+    """
+    shares = (0.0,) if policy.slow_attention else (0.0, 0.5, 1.0)
+    found = dict.fromkeys(_fill(pricing, policy, share) for share in shares)
+    for one in found:
+        needless = one.in_place and one.static_experts == pricing.model.experts
+        if not needless and pricing.footprint.fits(one):
+            yield one
+
+
+def _fill(pricing: Pricing, policy: Policy, for_cache: float) -> Policy:
+    """Room is first given to the cache, up to its share, then to experts, then again to the cache."""
+    if not policy.slow_attention:
+        policy = _with_cache(pricing, policy, for_cache)
+    model, footprint = pricing.model, pricing.footprint
+    expert = model.expert * model.number * max(model.moe_layers - 2, 1)
+    static = math.floor(_room(pricing, policy) / expert)
+    whole = replace(policy, static_experts=model.experts)
+    if sum(footprint.fast(whole).values()) <= pricing.hardware.fast.room:
+        policy = whole
+    else:
+        policy = replace(policy, static_experts=min(max(static, 0), model.experts - 1))
+    return policy if policy.slow_attention else _with_cache(pricing, policy, 1.0)
+
+
+def _with_cache(pricing: Pricing, policy: Policy, share: float) -> Policy:
+    """With as many blocks of each request's cache on the fast level as fit in a share of its room."""
+    nothing, all_of_it = (
+        sum(pricing.footprint.fast(replace(policy, slow_cache=slow)).values()) for slow in (1.0, 0.0)
+    )
+    room = pricing.hardware.fast.room - nothing
+    fitting = min(max(share * room, 0.0) / (all_of_it - nothing), 1.0) if all_of_it > nothing else 1.0
+    return replace(policy, slow_cache=slow_share(pricing.workload, fitting))
+
+
+def _room(pricing: Pricing, policy: Policy) -> float:
+    """Bytes that are free on the fast level; below 0 where too much is there."""
+    held = sum(pricing.footprint.fast(replace(policy, static_experts=0)).values())
+    return pricing.hardware.fast.room - held
+
+
+def why_not(model: ModelSizes, hardware: Hardware, workload: Workload) -> str:
+    """The smallest policy, and which level it is too much for."""
+    slow = hardware.slow.processor is not None
+    policy = Policy("cgopipe", 1, 1, slow, fast_residual=False)
+    footprint = Pricing(model, hardware, workload).footprint
+    said = []
+    for level, held in ((hardware.fast, footprint.fast(policy)), (hardware.slow, footprint.slow(policy))):
+        need = sum(held.values())
+        if need > level.room:
+            said.append(_too_much(level, need, held))
+    return f"{model.name} does not fit on {hardware.name}: " + (
+        "; ".join(said) or "no policy of the grid does"
+    )
+
+
+def _too_much(level: Level, need: float, held: dict[str, float]) -> str:
+    most = max(held, key=lambda name: held[name])
+    return (
+        f"one request needs {need / GIB:.1f} GiB of {level.name} ({most}: {held[most] / GIB:.1f} GiB), "
+        f"and {level.room / GIB:.1f} GiB of it may be filled"
+    )

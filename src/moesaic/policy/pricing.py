@@ -1,0 +1,210 @@
+"""What a policy costs in time: the price of the very lists of tasks that would be run."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from moesaic.cost.hardware import Hardware
+from moesaic.cost.sizes import ModelSizes
+from moesaic.policy.durations import Durations, Table
+from moesaic.policy.footprint import Footprint
+from moesaic.policy.pipeline import Schedule, Shape, decode, prefill
+from moesaic.policy.policies import Policy, Workload
+from moesaic.policy.tasks import Kind, Lane, Task
+from moesaic.policy.timeline import run
+
+NEAR, FAR = 4, 6
+"""Layers of two lists; their difference is the price of two more."""
+LONG = 256
+"""Micro-batches above which a pass is priced as its busiest resource: a pipeline's ends no longer show."""
+SLOW_MEMORY = "slow memory"
+"""A resource beside the lanes, which some of them share."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One pass over all layers."""
+
+    seconds: float
+    busy: dict[str, float]
+    """Seconds of each resource: the lanes, and the slow level's memory, which lanes share."""
+
+    @property
+    def bottleneck(self) -> str:
+        return max(self.busy, key=lambda name: self.busy[name])
+
+
+@dataclass(frozen=True)
+class Price:
+    """What is predicted of a policy."""
+
+    policy: Policy
+    workload: Workload
+    fast: dict[str, float]
+    """Bytes on the fast level at most, by what they are."""
+    slow: dict[str, float]
+    prefill: Phase
+    step: Phase
+    """One decode step at the mean context."""
+
+    @property
+    def decode_seconds(self) -> float:
+        """Of all steps; prefill gives the first token."""
+        return (self.workload.generate - 1) * self.step.seconds
+
+    @property
+    def throughput(self) -> float:
+        """Generated tokens/s over prefill and decode: the paper's metric."""
+        return self.policy.batch * self.workload.generate / (self.prefill.seconds + self.decode_seconds)
+
+    @property
+    def prefill_throughput(self) -> float:
+        """Prompt tokens/s."""
+        return self.policy.batch * self.workload.prompt / self.prefill.seconds
+
+    @property
+    def decode_throughput(self) -> float:
+        """Tokens/s while decoding."""
+        return self.policy.batch / self.step.seconds
+
+
+class Pricing:
+    """Prices policies for one model, machine and workload."""
+
+    def __init__(self, model: ModelSizes, hardware: Hardware, workload: Workload) -> None:
+        self.model, self.hardware, self.workload = model, hardware, workload
+        self.footprint = Footprint(model, hardware, workload)
+        self._durations = Durations(model, hardware, workload)
+
+    def price(self, policy: Policy) -> Price:
+        """Prices the lists of tasks of prefill and of one decode step."""
+        return Price(
+            policy,
+            self.workload,
+            self.footprint.fast(policy),
+            self.footprint.slow(policy),
+            self._prefill(policy, listed=True),
+            self._step(policy, listed=True),
+        )
+
+    def bound(self, policy: Policy) -> float:
+        """A throughput that no order of tasks exceeds: each pass takes as long as its busiest resource."""
+        steps = (self.workload.generate - 1) * self._step(policy, listed=False).seconds
+        total = self._prefill(policy, listed=False).seconds + steps
+        return policy.batch * self.workload.generate / total
+
+    def shape(self, policy: Policy, layers: int | None = None) -> Shape:
+        """What there is to schedule in a decode step, of all layers with routed experts or of fewer."""
+        away = self.model.experts - policy.static_experts
+        streams = away > 0 and policy.schedule not in ("in-place", "on-demand")
+        return Shape(
+            layers=self.model.moe_layers if layers is None else layers,
+            micro_batches=policy.micro_batches,
+            pages=policy.pages if streams else 0,
+            staged=self.hardware.link.staging is not None,
+            slow_attention=policy.slow_attention,
+            cache_moves=policy.slow_cache > 0,
+            slow_experts=away > 0,
+            fast_experts=policy.static_experts > 0,
+        )
+
+    def prefill_shape(self, policy: Policy, layers: int | None = None) -> Shape:
+        """What there is to schedule in prefill; a page comes with each micro-batch."""
+        requests = self.footprint.prefill_requests(policy)
+        count = math.ceil(policy.batch / requests)
+        away = self.model.experts - policy.static_experts
+        return replace(self.shape(policy, layers), micro_batches=count, pages=count if away else 0)
+
+    def _step(self, policy: Policy, listed: bool) -> Phase:
+        tables = [self._durations.decode(policy, dense) for dense in (False, True)]
+        return self._phase(policy, policy.schedule, self.shape(policy), tables, listed)
+
+    def _prefill(self, policy: Policy, listed: bool) -> Phase:
+        shape = self.prefill_shape(policy)
+        requests = policy.batch / shape.micro_batches
+        tables = [self._durations.prefill(policy, requests, shape.pages, dense) for dense in (False, True)]
+        order: Order = "prefill" if policy.fast_residual else "prefill, rows move"
+        return self._phase(policy, order, shape, tables, listed)
+
+    def _phase(
+        self, policy: Policy, order: Order, shape: Shape, tables: Sequence[Table], listed: bool
+    ) -> Phase:
+        """tables: of layers with routed experts and of dense ones, which are priced as their busiest lane."""
+        moe, dense = (self._busy(policy, order, shape, table, kind == 1) for kind, table in enumerate(tables))
+        head = shape.micro_batches * tables[0][Kind.HEAD, Lane.FAST]
+        dense_layers = self.model.layers - self.model.moe_layers
+        seconds = shape.layers * max(moe.values()) + head
+        if listed and shape.micro_batches <= LONG:
+            seconds = max(_listed(order, shape, tables[0]), seconds)
+        busy = {name: shape.layers * moe[name] + dense_layers * dense[name] for name in moe}
+        busy[Lane.FAST.value] += head
+        return Phase(seconds + dense_layers * max(dense.values()), busy)
+
+    def _busy(
+        self, policy: Policy, order: Order, shape: Shape, table: Table, dense: bool
+    ) -> dict[str, float]:
+        """Seconds of each resource in one layer."""
+        lanes = dict.fromkeys(Lane, 0.0)
+        for (kind, lane), count in _counts(order, shape).items():
+            if not dense or kind not in ROUTED:
+                lanes[lane] += count * table[kind, lane]
+        read_by = replace(policy, schedule="cgopipe") if dense else policy
+        shared = self._durations.slow_memory(read_by, lanes)
+        return {lane.value: busy for lane, busy in lanes.items()} | {SLOW_MEMORY: shared}
+
+
+Order = Schedule | Literal["prefill", "prefill, rows move"]
+ROUTED = (Kind.LOAD_PAGE, Kind.STAGE_PAGE, Kind.LOAD_CHOSEN, Kind.EXPERTS)
+"""What a dense layer does not have."""
+
+
+def tasks_of(order: Order, shape: Shape) -> list[Task]:
+    """The list of a decode step or of prefill."""
+    if order == "prefill" or order == "prefill, rows move":
+        return prefill(shape, rows_move=order != "prefill")
+    return decode(order, shape)
+
+
+def _listed(order: Order, shape: Shape, table: Table) -> float:
+    """Seconds of the list over all layers: exact for few, else a further layer costs what the last two do."""
+    if shape.layers <= FAR:
+        return _makespan(order, shape, table)
+    near, far = (_makespan(order, replace(shape, layers=layers), table) for layers in (NEAR, FAR))
+    return far + (shape.layers - FAR) * (far - near) / (FAR - NEAR)
+
+
+def _makespan(order: Order, shape: Shape, table: Table) -> float:
+    tasks = _cached(order, shape)
+    return run(tasks, [table[task.kind, task.lane] for task in tasks]).makespan
+
+
+@lru_cache(maxsize=16)
+def _cached(order: Order, shape: Shape) -> Sequence[Task]:
+    return tasks_of(order, shape)
+
+
+def _counts(order: Order, shape: Shape) -> dict[tuple[Kind, Lane], int]:
+    """Tasks of one layer. They are as many for each micro-batch, and some for each layer: two lists tell."""
+    paged = shape.pages > 0, order == "cgopipe" or order.startswith("prefill")
+    two, three = (
+        _small(order, replace(shape, layers=1, micro_batches=2, pages=0), count, *paged) for count in (2, 3)
+    )
+    return {key: two[key] + (shape.micro_batches - 2) * (three[key] - two[key]) for key in three}
+
+
+@lru_cache(maxsize=1024)
+def _small(order: Order, shape: Shape, count: int, streams: bool, paged: bool) -> Counter[tuple[Kind, Lane]]:
+    """The third layer's tasks, with `count` micro-batches."""
+    pages = (count if paged else 1) if streams else 0
+    shape = replace(shape, micro_batches=count, pages=pages)
+    longer, shorter = (
+        Counter((task.kind, task.lane) for task in tasks_of(order, replace(shape, layers=layers)))
+        for layers in (4, 3)
+    )
+    longer.subtract(shorter)
+    return longer

@@ -1,0 +1,129 @@
+"""Every placement <= the integer program = the best placement <= the bound."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moesaic.core.errors import ConfigError
+from moesaic.core.profile import Counts
+from moesaic.policy.cocluster import bounds
+from moesaic.policy.cocluster.bounds import bound, exact, upper_bound
+from moesaic.policy.cocluster.ours import dense
+from moesaic.policy.cocluster.solver import rooms
+from tests.policy.cocluster.planted import noise, planted, same_clusters
+
+
+def layer(seed: int, size: int, k: int, tokens: int = 60, vocab_size: int = 12) -> Counts:
+    """Token ids with habits."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, vocab_size, tokens)
+    habits = 1.5 * rng.gumbel(size=(vocab_size, size))
+    experts = np.argsort(-(habits[ids] + rng.gumbel(size=(tokens, size))), axis=1)[:, :k]
+    return Counts.of(ids, experts, vocab_size, size)
+
+
+def rate(rows: np.ndarray, labels: np.ndarray, ranks: int) -> float:
+    return float((rows @ np.eye(ranks)[labels]).max(axis=1).sum() / rows.sum())
+
+
+def placements(size: int, ranks: int) -> list[np.ndarray]:
+    labels = np.repeat(np.arange(ranks), rooms(size, ranks)).tolist()
+    return [np.array(row) for row in {tuple(row) for row in permutations(labels)}]
+
+
+def test_worked_example() -> None:
+    counts = Counts.of(np.array([5, 6]), np.array([[0, 2], [1, 3]]), 8, 4)
+    best, labels = exact(counts, 4, 2)
+    assert best == pytest.approx(1.0)
+    assert same_clusters(labels, np.array([0, 1, 0, 1]))
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(4, 2), (5, 2), (6, 2), (6, 3), (7, 3), (8, 4), (5, 5), (4, 1)])
+@pytest.mark.parametrize("seed", range(3))
+def test_exact_is_the_best_of_all_placements(size: int, ranks: int, seed: int) -> None:
+    counts = layer(seed, size, 2)
+    rows = dense(counts, size)
+    best, labels = exact(counts, size, ranks)
+    assert best == pytest.approx(max(rate(rows, row, ranks) for row in placements(size, ranks)))
+    assert rate(rows, labels, ranks) == pytest.approx(best)
+    assert sorted(np.bincount(labels, minlength=ranks)) == sorted(rooms(size, ranks))
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "most"), [(6, 2, 1.07), (8, 2, 1.06), (9, 3, 1.09), (12, 4, 1.1), (7, 3, 1.16)]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bound_is_above_the_optimum_and_near(size: int, ranks: int, most: float, seed: int) -> None:
+    counts = layer(seed, size, 3)
+    best, _ = exact(counts, size, ranks)
+    found = bound(dense(counts, size).astype(np.float64), ranks, 100)
+    assert best - 1e-9 <= found <= most * best
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5, 20])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_bound_is_true_before_it_converges(rounds: int, seed: int) -> None:
+    counts = layer(seed, 8, 2)
+    best, _ = exact(counts, 8, 2)
+    assert bound(dense(counts, 8).astype(np.float64), 2, rounds) >= best - 1e-9
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000), st.integers(2, 7), st.sampled_from([0.0, 0.02, 0.1, 1.0]), st.data())
+def test_no_placement_is_above_it(seed: int, size: int, spare: float, data: st.DataObject) -> None:
+    """With a cap on loads: no placement that keeps to it."""
+    ranks = data.draw(st.integers(2, size))
+    rows = dense(layer(seed, size, min(2, size), tokens=20), size).astype(np.float64)
+    found = bound(rows, ranks, 30, spare)
+    for row in placements(size, ranks):
+        if np.bincount(row, rows.sum(axis=0)).max() <= (1 / ranks + spare) * rows.sum() + 1e-9:
+            assert rate(rows, row, ranks) <= found + 1e-9
+
+
+def test_a_cap_on_loads_lowers_it() -> None:
+    rng = np.random.default_rng(0)
+    ids = np.arange(600) % 60
+    scores = rng.random((600, 8)) + np.where(ids[:, None] % 4 == 0, 0.0, 0.6) * (np.arange(8) < 4)
+    rows = dense(Counts.of(ids, np.argsort(-scores, axis=1)[:, :2], 60, 8), 8).astype(np.float64)
+    assert bound(rows, 2, 100, spare=0.01) < 0.95 * bound(rows, 2, 100)
+
+
+def test_all_tokens_count_where_a_sample_finds_the_multipliers(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = layer(0, 8, 3, tokens=200, vocab_size=60)
+    rows = dense(counts, 8).astype(np.float64)
+    whole = bound(rows, 2, 100)
+    monkeypatch.setattr(bounds, "SAMPLE", 10)
+    monkeypatch.setattr(bounds, "CHUNK", 7)
+    best = max(rate(rows, row, 2) for row in placements(8, 2))
+    assert best <= bound(rows, 2, 100) <= 1.02 * whole
+
+
+def test_planted_clusters_can_be_local_to_the_last() -> None:
+    profile, _ = planted(0, 12, 3)
+    steps: list[tuple[int, int]] = []
+    found = upper_bound(profile, 3, 20, progress=lambda *step: steps.append(step))
+    assert found.tolist() == [1.0] * 3
+    assert steps == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_one_rank_and_one_expert_a_rank() -> None:
+    profile = noise(0, 5, 2, 2)
+    assert upper_bound(profile, 1).tolist() == [1.0, 1.0]
+    rows = [dense(counts, 5) for counts in profile.counts]
+    assert upper_bound(profile, 5) == pytest.approx([row.max(axis=1).sum() / row.sum() for row in rows])
+
+
+def test_refusals() -> None:
+    profile = noise(0, 4, 1, 2)
+    for ranks in (0, 5):
+        with pytest.raises(ConfigError, match="--ranks"):
+            upper_bound(profile, ranks)
+        with pytest.raises(ConfigError, match="--ranks"):
+            exact(profile.counts[0], 4, ranks)
+    with pytest.raises(ConfigError, match="experts: got 16; allowed: 1000 ways"):
+        exact(layer(0, 16, 2), 16, 2)
