@@ -4,6 +4,8 @@
     python benchmarks/disaggregation.py colocated                 two ranks, by schedule and skew
     python benchmarks/disaggregation.py kill demo --svg kill.svg  tokens/s while an expert server is killed
     python benchmarks/disaggregation.py queues demo --svg q.svg   arrivals near saturation, by queue policy
+    python benchmarks/disaggregation.py affinity demo --profile p.npz --prompts a.jsonl b.jsonl
+                                                                  two ranks, by dispatch and placement
 
 Shown are medians of interleaved rounds: what is compared takes turns, and stays loaded meanwhile. Every
 process of a cluster has one thread, in `one` --threads. --quick: a look at whether it works. Checkpoints come
@@ -16,10 +18,10 @@ import argparse
 import json
 from pathlib import Path
 
-from disaggregated import colocated, kill, one, queues
+from disaggregated import affinity, colocated, kill, one, queues
 from rich.console import Console
 
-PARTS = {"one": one, "colocated": colocated, "kill": kill, "queues": queues}
+PARTS = {"one": one, "colocated": colocated, "kill": kill, "queues": queues, "affinity": affinity}
 
 
 def parse() -> argparse.Namespace:

@@ -153,7 +153,7 @@ def neighbours(model: str) -> Learn:
 
 
 def by_topic(profile: Profile, share: float, seed: int, learn: Learn) -> dict[str, tuple[Profile, Routes]]:
-    """The requests of each topic that has two at least, split: the profile of some, the routes of the others."""
+    """The requests of each topic with two at least, split: the profile of some, the routes of the others."""
     found = {}
     for number, topic in enumerate(profile.topics):
         mine = np.flatnonzero(profile.routes.topics == number)

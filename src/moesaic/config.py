@@ -25,7 +25,7 @@ QueuePolicyName = Literal["defrag", "mtfs", "flfs"]
 Combine = Literal["exact", "partial"]
 Form = Literal["deepspeed", "all-reduce", "reduce-scatter", "shuffled"]
 Align = Literal["move", "variable"]
-DispatchName = Literal["affinity", "least-loaded", "round-robin"]
+DispatchName = Literal["affinity", "affinity-rounds", "least-loaded", "round-robin"]
 KernelName = Literal["auto", "avx512", "avx2", "portable", "reference"]
 HostTransport = Literal["shm", "socket"]
 """Between processes of one host."""
@@ -236,8 +236,8 @@ class ClusterConfig:
     sharing its cores, in place of --expert-servers."""
     dispatch: DispatchName | None = None
     """Which attention worker gets a request: affinity, beside the experts that its prompt should use, by the
-    placement's tables (Sem-MoE); least-loaded, most free KV blocks; round-robin. None: affinity where ranks
-    have servers beside them and the placement has tables, else least-loaded."""
+    placement's tables; affinity-rounds, each one in turn (Sem-MoE); least-loaded, most free KV blocks;
+    round-robin. None: affinity where ranks have servers and the placement has tables, else least-loaded."""
 
     @property
     def apart(self) -> bool:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesaic.core.tables import Tables
-from moesaic.policy.dispatch import Affinity, Dispatch, RoundRobin, WorkerLoad, least_loaded
+from moesaic.policy.dispatch import AHEAD, Affinity, Dispatch, RoundRobin, Rounds, WorkerLoad, least_loaded
+from moesaic.policy.locality import request_ranks
 
 LOADS = st.builds(WorkerLoad, st.integers(1, 9), st.integers(0, 12), st.integers(0, 9))
 IDLE = WorkerLoad(10, 0, 0)
@@ -46,7 +47,9 @@ def test_a_worker_may_owe_more_blocks_than_it_has() -> None:
     assert least_loaded({0: WorkerLoad(10, 14, 3), 1: WorkerLoad(10, 13, 9)}) == 1
 
 
-@pytest.mark.parametrize("make", [lambda: least_loaded, RoundRobin, lambda: Affinity(TWO)])
+@pytest.mark.parametrize(
+    "make", [lambda: least_loaded, RoundRobin, lambda: Rounds(TWO), lambda: Affinity(TWO)]
+)
 def test_no_worker(make: Callable[[], Dispatch]) -> None:
     with pytest.raises(ValueError, match="empty"):
         make()({}, [0])
@@ -70,33 +73,33 @@ def test_round_robin_worked_example() -> None:
     assert [*found, dispatch(workers), dispatch(workers)] == [0, 3, 5, 0, 5, 0]
 
 
-def test_affinity_worked_example() -> None:
+def test_rounds_worked_example() -> None:
     """Three prompts for rank 1: the second one gives way, the third begins another round."""
-    dispatch = Affinity(TWO)
+    dispatch = Rounds(TWO)
     assert [dispatch({0: IDLE, 1: IDLE}, [0, 0]) for _ in range(3)] == [1, 0, 1]
 
 
 def test_scores_are_summed_over_the_prompt() -> None:
     workers = {0: IDLE, 1: IDLE}
-    assert Affinity(TWO)(workers, [0, 0, 1]) == 0
-    assert Affinity(TWO)(workers, [0, 0, 0, 0, 1]) == 1
+    assert Rounds(TWO)(workers, [0, 0, 1]) == 0
+    assert Rounds(TWO)(workers, [0, 0, 0, 0, 1]) == 1
 
 
 def test_equal_scores_go_to_free_blocks() -> None:
     workers = {0: WorkerLoad(10, 5, 0), 1: WorkerLoad(10, 2, 0), 2: WorkerLoad(10, 4, 0)}
-    assert Affinity(tables([[1, 1, 1]]))(workers, [0]) == 1
-    assert Affinity(tables([[2, 1, 2]]))(workers, [0]) == 2
-    assert Affinity(tables([[1, 0, 0]]))(workers, []) == 1
+    assert Rounds(tables([[1, 1, 1]]))(workers, [0]) == 1
+    assert Rounds(tables([[2, 1, 2]]))(workers, [0]) == 2
+    assert Rounds(tables([[1, 0, 0]]))(workers, []) == 1
 
 
 def test_a_worker_says_whose_experts_are_beside_it() -> None:
     beside = {7: WorkerLoad(10, 9, 9, rank=1), 8: WorkerLoad(10, 0, 0, rank=0)}
-    assert Affinity(TWO)(beside, [0]) == 7
-    assert Affinity(TWO)({0: IDLE, 9: IDLE}, [1]) == 0  # rank 9 is none of the tables'
+    assert Rounds(TWO)(beside, [0]) == 7
+    assert Rounds(TWO)({0: IDLE, 9: IDLE}, [1]) == 0  # rank 9 is none of the tables'
 
 
 def test_workers_come_and_go_within_a_round() -> None:
-    dispatch = Affinity(tables([[3, 2, 1]]))
+    dispatch = Rounds(tables([[3, 2, 1]]))
     three = {0: IDLE, 1: IDLE, 2: IDLE}
     assert [dispatch(three, [0]), dispatch(three, [0])] == [0, 1]
     assert dispatch({0: IDLE, 1: IDLE}, [0]) == 0  # worker 2 is gone: nobody waits, another round
@@ -105,10 +108,10 @@ def test_workers_come_and_go_within_a_round() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=4), min_size=1, max_size=20), st.integers(1, 4))
-def test_affinity_is_algorithm_2(prompts: list[list[int]], ranks: int) -> None:
+def test_rounds_are_algorithm_2(prompts: list[list[int]], ranks: int) -> None:
     """As printed, with the mask's polarity put right; equal loads, so that ties go to the lower rank."""
     scores = np.random.default_rng(ranks).integers(0, 3, (4, ranks)).astype(np.float64)
-    dispatch = Affinity(tables(scores.tolist()))
+    dispatch = Rounds(tables(scores.tolist()))
     workers = dict.fromkeys(range(ranks), IDLE)
     mask = np.ones(ranks, dtype=np.bool_)
     for prompt in prompts:
@@ -123,8 +126,43 @@ def test_affinity_is_algorithm_2(prompts: list[list[int]], ranks: int) -> None:
 
 @given(st.integers(1, 5), st.lists(st.lists(st.integers(0, 1), max_size=5), max_size=30))
 def test_rounds_keep_the_counts_even(workers: int, prompts: list[list[int]]) -> None:
-    for dispatch in (Affinity(TWO), RoundRobin()):
+    for dispatch in (Rounds(TWO), RoundRobin()):
         chosen = [dispatch(dict.fromkeys(range(workers), IDLE), prompt) for prompt in prompts]
         for start in range(0, len(chosen), workers):
             part = chosen[start : start + workers]
             assert len(set(part)) == len(part)
+
+
+TENTHS = tables([[9, 1], [6, 4], [7, 3]])
+
+
+def test_affinity_worked_example() -> None:
+    dispatch = Affinity(TENTHS)
+    assert [dispatch({0: IDLE, 1: IDLE}, [token]) for token in range(3)] == [0, 1, 0]
+
+
+def test_affinity_of_nothing_known_is_the_least_loaded() -> None:
+    workers = {0: WorkerLoad(10, 5, 0), 1: WorkerLoad(10, 2, 0), 2: WorkerLoad(10, 4, 0)}
+    dispatch = Affinity(tables([[1, 1, 1], [5, 0, 0]]))
+    assert [dispatch(workers, []), dispatch(workers, [0])] == [1, 1]
+    assert dispatch(workers, [1]) == 0
+
+
+def test_affinity_leaves_out_who_is_too_far_ahead() -> None:
+    for requests, chosen in ((AHEAD - 1, 0), (AHEAD, 1)):
+        assert Affinity(TENTHS)({0: WorkerLoad(10, 0, requests), 1: IDLE}, [0]) == chosen
+
+
+@given(st.integers(1, 4), st.integers(0, 1000), st.integers(1, 40))
+def test_affinity_as_it_is_measured(ranks: int, seed: int, requests: int) -> None:
+    """policy.locality, where no request ends: one prompt each, of a token of its own."""
+    rng = np.random.default_rng(seed)
+    scores = rng.integers(0, 4, (requests, ranks)).astype(np.float64)
+    dispatch = Affinity(tables(scores.tolist()))
+    tokens, counts, found = [0] * ranks, [0] * ranks, []
+    for request in range(requests):
+        workers = {rank: WorkerLoad(10**6, tokens[rank], counts[rank]) for rank in range(ranks)}
+        rank = dispatch(workers, [request])
+        tokens[rank], counts[rank] = tokens[rank] + 1, counts[rank] + 1
+        found.append(rank)
+    assert found == request_ranks(scores, np.ones(requests, dtype=np.int64)).tolist()

@@ -216,20 +216,21 @@ def test_a_request_is_scored_by_its_prompt() -> None:
 def test_requests_take_turns() -> None:
     scores = np.array([[9.0, 1], [8, 2], [7, 3], [1, 5]])
     lengths = np.array([1, 1, 1, 1])
-    assert request_ranks(scores, lengths).tolist() == [0, 1, 0, 1]
-    assert request_ranks(scores, lengths, rounds=False).tolist() == [0, 0, 0, 1]
+    assert request_ranks(scores, lengths, "rounds").tolist() == [0, 1, 0, 1]
+    assert request_ranks(scores, lengths, "best").tolist() == [0, 0, 0, 1]
+    assert request_ranks(scores, lengths, "affinity").tolist() == [0, 0, 1, 1]
 
 
 def test_ties_go_to_the_rank_with_fewer_tokens() -> None:
     scores = np.zeros((5, 2))
-    assert request_ranks(scores, np.array([9, 2, 2, 2, 1]), rounds=False).tolist() == [0, 1, 1, 1, 1]
-    assert request_ranks(scores, np.array([9, 2, 2, 2, 1])).tolist() == [0, 1, 1, 0, 1]
+    assert request_ranks(scores, np.array([9, 2, 2, 2, 1]), "best").tolist() == [0, 1, 1, 1, 1]
+    assert request_ranks(scores, np.array([9, 2, 2, 2, 1]), "rounds").tolist() == [0, 1, 1, 0, 1]
 
 
 @given(st.integers(1, 5), st.integers(0, 23), st.integers(0, 1000))
 def test_each_round_serves_every_rank_once(ranks: int, requests: int, seed: int) -> None:
     scores = np.random.default_rng(seed).random((requests, ranks))
-    found = request_ranks(scores, np.ones(requests, dtype=np.int64)).tolist()
+    found = request_ranks(scores, np.ones(requests, dtype=np.int64), "rounds").tolist()
     for start in range(0, requests - ranks + 1, ranks):
         assert sorted(found[start : start + ranks]) == list(range(ranks))
         assert found[start] == scores[start].argmax()

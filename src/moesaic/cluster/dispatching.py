@@ -5,7 +5,7 @@ from __future__ import annotations
 from moesaic.config import ClusterConfig, DispatchName
 from moesaic.core.errors import ConfigError
 from moesaic.core.tables import Tables
-from moesaic.policy.dispatch import Affinity, Dispatch, RoundRobin, least_loaded
+from moesaic.policy.dispatch import Affinity, Dispatch, RoundRobin, Rounds, least_loaded
 
 
 def dispatch_of(cluster: ClusterConfig) -> tuple[DispatchName, Dispatch]:
@@ -23,8 +23,8 @@ def dispatch_of(cluster: ClusterConfig) -> tuple[DispatchName, Dispatch]:
     file, servers = cluster.placement, cluster.expert_servers
     tables = None if file is None or servers == 0 else Tables.beside(file, servers)
     if tables is not None:
-        return "affinity", Affinity(tables)
-    if name == "affinity":
+        return (name, Rounds(tables)) if name == "affinity-rounds" else ("affinity", Affinity(tables))
+    if name in ("affinity", "affinity-rounds"):
         allowed = "least-loaded, round-robin; affinity with expert servers and a --placement that has tables"
         raise ConfigError.field("--dispatch", name, allowed)
     return "least-loaded", least_loaded

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile, Routes, SmallArray, TokenArray
 from moesaic.core.tokens import IntArray
+from moesaic.policy.dispatch import AHEAD
 
 FloatArray = npt.NDArray[np.float64]
 EXACT = 1e-9
@@ -112,27 +114,41 @@ def request_scores(scores: FloatArray, routes: Routes) -> FloatArray:
     return np.stack(columns, axis=1)
 
 
-def request_ranks(scores: FloatArray, lengths: IntArray, rounds: bool = True) -> SmallArray:
+Rule = Literal["affinity", "rounds", "best"]
+
+
+def request_ranks(scores: FloatArray, lengths: IntArray, rule: Rule = "affinity") -> SmallArray:
     """[r] one rank for each request, in order of arrival, by scores [r, ranks].
 
-    Semantic Parallelism, Algorithm 2: the rank with the best score among those that have had no request in
-    this round; when all have had one, the next round begins. (The printed mask is inverted.) Ties go to the
-    rank with fewer tokens so far. lengths: [r] tokens. rounds=False: always the best, balanced or not.
+    `affinity` and `rounds` are those of policy/dispatch.py, where no request ends before the last one came;
+    `best` takes the rank with the best score, balanced or not. Ties go to the rank with fewer tokens so far.
+    lengths: [r] tokens.
 
-    Example: two ranks, scores 9 1, 8 2, 7 3, 1 5 -> 0, 1 (0 had its turn), 0, 1; without rounds 0, 0, 0, 1.
+    Example: two ranks, scores 9 1, 8 2, 7 3, 1 5 -> with rounds 0, 1 (0 had its turn), 0, 1; `best` is
+    0, 0, 0, 1; `affinity` 0, 0, 1 (70 % are less than 73 %, the mean of 50, 90 and 80 %), 1.
     """
     ranks = scores.shape[1]
-    free, tokens = np.full(ranks, True), np.zeros(ranks)
+    counts, tokens = np.zeros(ranks, dtype=np.int64), np.zeros(ranks)
+    ahead = {"affinity": AHEAD, "rounds": 1, "best": len(scores) + 1}[rule]
+    worth = centred(scores) if rule == "affinity" else scores
     found = np.empty(len(scores), dtype=np.int16)
-    for request, row in enumerate(scores):
-        allowed = np.where(free, row, -np.inf)
+    for request, row in enumerate(worth):
+        allowed = np.where(counts < counts.min() + ahead, row, -np.inf)
         best = allowed.max()
         tied = np.flatnonzero(allowed >= best - EXACT * abs(best))
         rank = found[request] = tied[tokens[tied].argmin()]
+        counts[rank] += 1
         tokens[rank] += lengths[request]
-        if rounds:
-            free[rank] = False
-            free |= not free.any()
+    return found
+
+
+def centred(scores: FloatArray) -> FloatArray:
+    """[r, ranks] each request's shares less the mean of those before and of an even one; 0 without scores."""
+    total, ranks = scores.sum(axis=1, keepdims=True), scores.shape[1]
+    shares = np.divide(scores, total, out=np.zeros(scores.shape), where=total > 0)
+    sums = np.cumsum(shares, axis=0) - shares + 1 / ranks
+    prompts = np.cumsum(total > 0, axis=0) - (total > 0) + 1
+    found: FloatArray = np.where(total > 0, shares - sums / prompts.reshape(-1, 1), 0.0)
     return found
 
 
@@ -254,9 +270,9 @@ def token_level(clusters: Clusters, routes: Routes, nearest: TokenArray | None =
 
 
 def request_level(
-    profile: Profile, homes: SmallArray, ranks: int, routes: Routes, rounds: bool = True
+    profile: Profile, homes: SmallArray, ranks: int, routes: Routes, rule: Rule = "affinity"
 ) -> Locality:
     """Attention-DP: `profile` scores the prompts, homes [layers, E, copies] are those to be judged."""
     scores = request_scores(token_scores(profile, homes, ranks), routes)
-    own = request_ranks(scores, np.diff(routes.starts), rounds)
+    own = request_ranks(scores, np.diff(routes.starts), rule)
     return measure(routes.experts, homes, own[routes.owners], ranks)

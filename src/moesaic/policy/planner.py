@@ -2,9 +2,9 @@
 
 All of MoE-Lightning's variables are searched (section 4.2): batch and micro-batch, attention and experts on
 the fast or the slow processor, shares of weights and cache on the fast level; and with them schedules that
-stream layers, fetch chosen experts, or compute experts where they are. A policy is priced as the executor would
-run it, rounded to whole experts, pages and blocks, prefill included; its task list is priced only while no
-order of the tasks could be slower than the best one found.
+stream layers, fetch chosen experts, or compute experts where they are. A policy is priced as the executor
+would run it, rounded to whole experts, pages and blocks, prefill included; its task list is priced only while
+an order of the tasks could be faster than the best one found.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ from moesaic.cost.sizes import GroupedQuery, ModelSizes
 
 GPU_SHARE, CPU_SHARE, WORKSPACE = 0.86, 0.8, 1.2
 """Shares of both memories that are filled, and what workspaces are multiplied by."""
+EQUAL = 1 - 1e-9
+"""Throughputs as close as this are equal: where GPU memory is the limit more micro-batches change nothing."""
 
 
 @dataclass(frozen=True)
@@ -115,10 +117,10 @@ def search(setting: Setting) -> Priced:
         previous = 0.0
         for count in itertools.count(1):
             found = price(setting, mu, count)
-            if not found.fits or found.throughput < previous:
+            if not found.fits or found.throughput < previous * EQUAL:
                 break
             previous = found.throughput
-            if best is None or found.throughput >= best.throughput:
+            if best is None or found.throughput >= best.throughput * EQUAL:
                 best = found
         if not previous:  # not even one micro-batch fits, so no larger one does
             break
@@ -141,6 +143,12 @@ def prefill_seconds(setting: Setting, batch: int) -> float:
     flops = 2.0 * batch * setting.prompt * model.top_k * model.expert
     compute = flops / (processor.flops * processor.prefill * setting.gpus)
     return model.layers * max(compute, _experts(model) / setting.hardware.link.down)
+
+
+def with_prefill(setting: Setting, found: Priced) -> float:
+    """Tokens/s over prefill and decode, which is what was measured."""
+    tokens = found.batch * setting.generate
+    return tokens / (prefill_seconds(setting, found.batch) + tokens / found.throughput)
 
 
 def _experts(model: ModelSizes) -> float:

@@ -4,13 +4,14 @@ Both are about given counts, each token id on its best rank, and placements that
 give or take one. Who places by these counts reaches less on tokens that are not among them.
 
 `exact` is an integer program (HiGHS) over all groups of experts that a rank can hold: which are taken, and
-which of them each token goes to. With a variable for each expert and rank instead, the linear relaxation would
-put 1 / R of everything everywhere and HiGHS would try it all. It is for a dozen experts and tens of token ids.
+which of them each token goes to. With a variable for each expert and rank instead, the linear relaxation
+would put 1 / R of everything everywhere and HiGHS would try it all. It is for a dozen experts and tens of
+token ids.
 
 `upper_bound` is a semidefinite relaxation, solved from its dual side. Let x_r in {0, 1}^E be the experts of
-rank r, s = E / R of them (where R doesn't divide E, experts that nobody chooses fill up), and U the sum of all
-x_r x_r', which is 1 where two experts share a rank. A token with choices w has max_r w . x_r local ones, and for
-any t, any c > 0 and any l >= 0
+rank r, s = E / R of them (where R doesn't divide E, experts that nobody chooses fill up), and U the sum of
+all x_r x_r', which is 1 where two experts share a rank. A token with choices w has max_r w . x_r local ones,
+and for any t, any c > 0 and any l >= 0
 
     w . x_r  <=  t + (w + l - t / s) . x_r  <=  t + c / 2 + z' U z / (2 c),    z = w + l - t / s,
 
@@ -25,7 +26,10 @@ s - 1. A matrix of multipliers Y splits <C, U> between the two:
 Any t, c, l, Y give a bound, so it needs no convergence to be true; ADMM makes it small. With a cap on the
 ranks' loads (as `ours` has) each expert has a multiplier b_e >= 0 that adds b_e * (cap - sum_f load_f U_ef).
 
-How loose it is: LOOSE
+How loose it is: in layers of 6 to 12 experts, whose optimum is known, it was 0 to 6 % above that on 2 ranks, 3
+to 8 % on 3, 7 to 9 % on 4, and up to 15 % where ranks differ in size. At 64 experts (benchmarks/routings.py) it
+is 3 % above `ours` on 2 ranks, 7 % on 4, 10 % on 8. Gaps of that size are the bound's own: they don't tell
+that a better placement exists.
 """
 
 from __future__ import annotations

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moesaic.core.errors import ConfigError
+from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor, from_tables
+from moesaic.cost.machines import MACHINES, machine
+from moesaic.cost.ops import Work
+from moesaic.cost.roofline import Roofs, seconds
+
+FIGURES = Roofs(peak_i=242e12, bandwidth_i=300e9, peak_j=1.3e12, bandwidth_j=100e9, link=16e9)
+"""The L4 instance of MoE-Lightning's Figures 4 and 5."""
+
+
+def test_worked_example() -> None:
+    """P1 where the link's roof meets the CPU's peak; P2 where it meets what the GPU reaches."""
+    assert FIGURES.p1 == pytest.approx(81.25)
+    assert FIGURES.p2(intensity_i=32) == pytest.approx(600.0)
+    assert FIGURES.balance(intensity_i=32) == pytest.approx(600.0), "memory-bound there: P2 is the balance"
+    assert FIGURES.p2(1e6) == pytest.approx(242e12 / 16e9) < FIGURES.balance(1e6)
+
+
+@pytest.mark.parametrize("intensity_j", [0.5, 4.0, 81.0, 82.0, 599.0, 601.0, 1e5])
+def test_turning_points_are_where_the_smallest_roof_changes(intensity_j: float) -> None:
+    """Equation 7 by brute force, for an operation with I_i = 32."""
+    fetched = FIGURES.fetched(32, intensity_j)
+    assert fetched == min(242e12, 300e9 * 32, 16e9 * intensity_j)
+    assert FIGURES.fetch_pays(intensity_j) == (intensity_j > FIGURES.p1)
+    assert (fetched < FIGURES.at_i(32)) == (intensity_j < FIGURES.p2(32))
+
+
+def test_p1_is_gone_where_fetching_is_as_fast_as_reading() -> None:
+    assert replace(FIGURES, link=100e9).p1 == 0
+    disk = Hardware("disk", machine("l4").fast, Level("disk", 1e12, 2e9, None), Link(2e9, 1e9))
+    roofs = Roofs.of(disk)
+    assert roofs.p1 == 0 and roofs.at_j(100) == 0 and roofs.fetch_pays(0.1)
+
+
+def test_seconds_is_the_slower_roof() -> None:
+    level = Level("RAM", 1e9, 10.0, Processor(100.0))
+    assert seconds(Work(flops=1000, weights=50), level) == 10
+    assert seconds(Work(flops=1000, weights=50, cache=50, activations=100), level) == 20
+    assert seconds(Work(flops=1000), level, efficiency=0.5) == 20
+    with pytest.raises(ValueError, match="nothing computes beside disk"):
+        seconds(Work(1.0), replace(level, name="disk", processor=None))
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_machine_is_its_file(name: str) -> None:
+    found, known = from_tables(machine(name).to_tables()), machine(name)
+    assert found.name == known.name and found.fast.room == pytest.approx(known.fast.room)
+    assert found.slow.processor == known.slow.processor and found.fast.processor == known.fast.processor
+    assert found.link.down == pytest.approx(known.link.down)
+
+
+def test_ranks_multiply_the_fast_level_alone() -> None:
+    one, two = machine("t4"), machine("t4").parallel(2)
+    assert two.fast.memory == 2 * one.fast.memory and two.fast.bandwidth == 2 * one.fast.bandwidth
+    assert one.fast.processor and two.fast.processor
+    assert two.fast.processor.flops == 2 * one.fast.processor.flops
+    assert (two.slow, two.link) == (one.slow, one.link) and two.name == "2 x t4"
+    assert one.with_slow(7.0).slow.memory == 7 and one.with_slow(bandwidth=3.0).slow.bandwidth == 3
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({}, r"\[link\] is missing"),
+        ({"link": {"down_gib": 16}}, r"\[fast\] is missing"),
+        ({"link": {"down_gib": 0}}, "link.down_gib: got 0; allowed: a number above 0"),
+        ({"link": {"down": 16}}, "link: got 'down'"),
+        ({"gpu": {}}, "hardware file: got 'gpu'"),
+        (
+            {"link": {"down_gib": 1}, "fast": {"memory_gib": 1, "bandwidth_gib": 1}},
+            "fast.tflops is missing",
+        ),
+        (
+            {
+                "link": {"down_gib": 1},
+                "fast": {"memory_gib": 1, "bandwidth_gib": 1, "tflops": 1, "usable": 2},
+            },
+            "fast.usable: got 2; allowed: a number above 0 up to 1",
+        ),
+    ],
+)
+def test_a_wrong_file_is_refused_by_its_key(tables: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_tables(tables)
+
+
+def test_unknown_machines_and_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--hardware: got 'b200'; allowed: t4, l4"):
+        machine("b200")
+    with pytest.raises(ConfigError, match="--gpus: got 0"):
+        machine("t4").parallel(0)
+    assert machine("l4").fast.memory == 24 * GIB

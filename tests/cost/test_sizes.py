@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moesaic
+from moesaic.core.errors import CheckpointError
+from moesaic.cost.reading import read
+from moesaic.cost.sizes import KNOWN, GroupedQuery, Latent, ModelSizes
+
+PUBLISHED = {
+    "mixtral-8x7b": (46.7, 12.9),
+    "mixtral-8x22b": (140.6, 39.2),
+    "dbrx": (131.6, 36.5),
+    "deepseek-v2": (235.7, 21.4),
+    "deepseek-v2-lite": (15.7, 2.7),
+    "deepseek-v3": (671.0, 37.6),
+    "qwen3-30b-a3b": (30.5, 3.4),
+}
+"""Billions of parameters, all and active, with embeddings."""
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_parameters_are_the_published_ones(name: str) -> None:
+    model = KNOWN[name]
+    assert (round(model.parameters / 1e9, 1), round(model.active / 1e9, 1)) == PUBLISHED[name]
+
+
+def test_cached_numbers_of_a_token() -> None:
+    assert GroupedQuery(32, 8, 128).cached == 2048
+    assert Latent(128, 512, 64, 128, 128).cached == 576
+    assert KNOWN["mixtral-8x7b"].cache(10, 0.5) == 10 * 2048 * 0.5
+
+
+def test_latent_parameters_do_not_depend_on_the_absorbed_form() -> None:
+    """Query, the two compressions, the two unfolding matrices, output: DeepSeek-V2-Lite's tensors."""
+    before, after = Latent(16, 512, 64, 128, 128).projected(2048)
+    assert before + after == 2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 256 + 16 * 128 * 2048
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "vocab_size": 32000,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 14336,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "vocab_size": 151936,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "intermediate_size": 6144,
+    },
+    "deepseek-v2": {
+        "model_type": "deepseek_v2",
+        "num_hidden_layers": 60,
+        "hidden_size": 5120,
+        "vocab_size": 102400,
+        "num_attention_heads": 128,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "q_lora_rank": 1536,
+        "n_routed_experts": 160,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1536,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "intermediate_size": 12288,
+    },
+    "dbrx": {
+        "model_type": "dbrx",
+        "n_layers": 40,
+        "d_model": 6144,
+        "n_heads": 48,
+        "vocab_size": 100352,
+        "attn_config": {"kv_n_heads": 8},
+        "ffn_config": {"moe_num_experts": 16, "moe_top_k": 4, "ffn_hidden_size": 10752},
+    },
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_published_configs_give_the_known_sizes(name: str) -> None:
+    found, known = read(CONFIGS[name], name), KNOWN[name]
+    assert (found.weights, found.active, found.cache(1, 2)) == (
+        known.weights,
+        known.active,
+        known.cache(1, 2),
+    )
+
+
+def test_the_demo_is_read_and_float32_counts_four_bytes() -> None:
+    path = Path(moesaic.__file__).parent / "demo" / "config.json"
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    demo = read(raw, "demo")
+    assert isinstance(demo, ModelSizes) and demo.number == 2.0
+    assert read(raw | {"dtype": "float32"}, "demo").weights == 2 * demo.weights
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "llama"}, "model_type: got 'llama'; allowed: dbrx, deepseek_v2"),
+        ({"hidden_size": "wide"}, "hidden_size: got 'wide'; allowed: an integer of at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: got 0"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"torch_dtype": "int8"}, "torch_dtype: got 'int8'"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match="config.json: ") as refused:
+        read(CONFIGS["mixtral-8x7b"] | change, "x")
+    assert message in str(refused.value)
+    without = {key: value for key, value in CONFIGS["mixtral-8x7b"].items() if key != "vocab_size"}
+    with pytest.raises(CheckpointError, match="vocab_size is missing"):
+        read(without, "x")
