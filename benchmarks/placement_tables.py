@@ -12,7 +12,8 @@ from rich.table import Table
 
 Row = dict[str, Any]
 
-LEVELS = ("token", "request")
+LEVELS = ("token", "request", "rounds")
+"""Of local activation rates; see `placements.py`."""
 GOALS = {"speculative": (("metis", "kmeans"), 1.14, (8,)), "sem-moe": (("moetuner",), 1.15, (2, 4, 8))}
 """Solver -> whom its local activation rate is compared with, the better one counting, the margin that is
 aimed at, and on how many ranks."""
@@ -158,7 +159,7 @@ def _results(routing: str, sizes: Sequence[Row], rows: Sequence[Row]) -> Table:
     others = f"{size['held_out_tokens']:,.0f} of {size['held_out_requests']:.0f}"
     title = f"{routing}: {model}; solved on {learned}, measured on {others}"
     title += f", {size['unseen']:.0%} with unseen ids; seeds: {len(sizes)}"
-    rates = ("token", "of bound", "request", "fitted", "of bound")
+    rates = ("token", "of bound", "request", "rounds", "fitted", "of bound")
     balance = ("mean/max", "max/median", "tokens mean/max")
     table = _table(title, ("ranks", "solver"), (*rates, *balance, "seconds"))
     for index, row in enumerate(rows):
@@ -174,7 +175,7 @@ def _cells(row: Row) -> list[str]:
 
     return [
         *(str(row["ranks"]), row["solver"]),
-        *(f"{row['token']:.3f}", of_bound("token"), f"{row['request']:.3f}"),
+        *(f"{row['token']:.3f}", of_bound("token"), f"{row['request']:.3f}", f"{row['rounds']:.3f}"),
         *(f"{row['fitted']:.3f}", of_bound("fitted")),
         *(f"{row[name]:.3f}" for name in ("mean_over_max", "max_over_median", "tokens_mean_over_max")),
         f"{row['seconds']:.2f}",

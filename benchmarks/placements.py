@@ -8,8 +8,9 @@ Each routing is split by requests: 20 % are the profile that a solver sees, the 
 is a solver on a number of ranks, its numbers means over layers, then over --seeds (of the made-up routing, of
 the split and of the solver):
 
-    token, request   local activation rate with each token on its id's rank (attention-TP), and with each
-                     request on the rank that Algorithm 2 of Sem-MoE gives it (attention-DP)
+    token            local activation rate with each token on its id's rank (attention-TP)
+    request, rounds  the same with each request on the rank that --dispatch affinity gives it (attention-DP),
+                     and on that of affinity-rounds, which is Algorithm 2 of Sem-MoE itself
     of bound         `token` over the upper bound on the held-out requests' own counts: no placement whose
                      ranks hold equally many experts, with one rank for each token id, gets above it there
     fitted, of bound the same on the 20 % that the solver saw: what is missing there is the search's, or the
@@ -54,7 +55,7 @@ from moesaic.models.embedding import nearest_known
 from moesaic.policy import held_out
 from moesaic.policy.cocluster import SOLVERS
 from moesaic.policy.cocluster.bounds import upper_bound
-from moesaic.policy.locality import balancedness, token_level
+from moesaic.policy.locality import balancedness, homes_of, request_level, token_level
 from moesaic.profiling import run as profiling
 from moesaic.profiling.options import ProfileOptions
 
@@ -85,6 +86,7 @@ def trial(solver: str, learned: Profile, others: Routes, ranks: int, seed: int, 
         "seconds": seconds,
         "token": found.token.rate,
         "request": found.request.rate,
+        "rounds": request_level(learned, homes_of(clusters), ranks, others, "rounds").rate,
         "fitted": token_level(clusters, learned.routes, learned.nearest).rate,
         "mean_over_max": found.token.balancedness,
         "max_over_median": found.token.max_over_median,

@@ -98,7 +98,12 @@ class _Calibrating(DirectExperts):
     found: dict[int, float]
 
     def submit(
-        self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        expert_ids: torch.Tensor,
+        out: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
     ) -> Ticket:
         gate = _gate(self.checkpoint, layer)
         rows = hidden.numpy()
@@ -116,7 +121,12 @@ class _Counting(DirectExperts):
     pairs: dict[int, np.ndarray]
 
     def submit(
-        self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        expert_ids: torch.Tensor,
+        out: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
     ) -> Ticket:
         counts = np.bincount(expert_ids.numpy().reshape(-1), minlength=self._weights[layer].num_experts)
         self.pairs[layer] = self.pairs.get(layer, 0) + counts

@@ -70,6 +70,8 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "commands": (
         *("", "batch", "bench", "client", "config", "core", "experts.joining", "kernels.table", "launch"),
+        *("cost", "policy.advice", "policy.paper_settings", "policy.pipeline", "policy.planner"),
+        *("policy.policies", "policy.pricing", "policy.published"),
         *("policy.cocluster", "policy.held_out", "policy.locality", "policy.redundancy"),
         *("policy.routing_prediction", "policy.routing_statistics", "profiling", "runtime.machine", "server"),
         *("trace.options", "transport.base", "transport.secret"),
@@ -81,7 +83,7 @@ EDGES: dict[str, tuple[str, ...]] = {
 TORCH_ROOMS = ("kernels", "models", "kvcache", "runtime", "experts", "offload")
 HOMES: dict[str, tuple[str, ...]] = {
     "numpy": tuple(room for room in EDGES if room not in ("cli", "commands", "config", "")),
-    "scipy": ("policy.planner", "policy.cocluster"),
+    "scipy": ("policy.flexgen", "policy.cocluster"),  # FlexGen's search is a linear program; ours is none
     "pymetis": ("policy.cocluster.metis",),
     "torch": (*TORCH_ROOMS, "commands.machine"),  # doctor asks torch which GPUs it sees
     "triton": ("kernels.triton",),

@@ -1,13 +1,14 @@
 """`affinity`: two ranks by dispatch and placement; what crosses between them, and tokens/s.
 
-An attention worker and an expert server share a core: they are a rank. Requests of several domains come mixed,
-all at once, each round in another order, which all ways of serving get alike. Each placement comes with its own
-tables, so affinity is told where its experts are, also those of `vanilla`.
+An attention worker and an expert server share a core: they are a rank. Requests of several domains come
+mixed, all at once, each round others in another order, the same for all ways of serving. Each placement comes
+with its own tables, so affinity knows where its experts are, also those of `vanilla`.
 
     local              share of the (row, expert) pairs that went to the own rank's server, as workers counted
-    remote B/token     pairs that went to the other server times the bytes of a row, there and back. It is what
-                       a row for each pair would be; a row whose experts are both there is sent there once.
+    remote B/token     pairs that went to the other server times the bytes of a row, there and back: as if a
+                       row travelled for each pair; one whose experts are both there is sent there once
     token              a row that was computed, of prompts and of answers
+    tok/s              of answers, over the whole run
 
 Both ranks are on one machine and share its memory, so a remote pair costs little more than a local one here.
 """
@@ -20,7 +21,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.progress import Progress
@@ -28,7 +29,7 @@ from rich.table import Table
 
 from disaggregated.serving import Served, layout_of, medians, serving, temporary
 from moesaic.commands.place import save
-from moesaic.config import ClusterConfig
+from moesaic.config import ClusterConfig, DispatchName
 from moesaic.core.errors import ConfigError
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.profile import Profile, Routes
@@ -39,7 +40,6 @@ from moesaic.profiling import prompts as profiled
 from moesaic.tokenizer import Tokenizer
 
 RANKS = 2
-DISPATCHES = ("round-robin", "affinity")
 VANILLA = "vanilla"
 NUMBER_BYTES = 4
 """Of one number of a row on its way: float32."""
@@ -56,7 +56,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     runs: dict[tuple[str, str], list[dict[str, float]]] = {}
     with ExitStack() as stack, Progress(console=Console(stderr=True)) as progress:
         folder = Path(stack.enter_context(temporary()))
-        ways = [(solver, dispatch) for solver in (VANILLA, arguments.solver) for dispatch in DISPATCHES]
+        ways = [
+            (solver, dispatch) for solver in (VANILLA, arguments.solver) for dispatch in arguments.dispatch
+        ]
         placements = {solver: placed(profile, solver, folder) for solver in (VANILLA, arguments.solver)}
         task = progress.add_task("measuring", total=len(ways) * (2 + arguments.rounds))
         engines = []
@@ -91,7 +93,9 @@ def placed(profile: Profile, solver: str, folder: Path) -> Path:
 
 
 @contextmanager
-def _ranks(name: str, placement: Path, dispatch: Any, arguments: argparse.Namespace) -> Iterator[Served]:
+def _ranks(
+    name: str, placement: Path, dispatch: DispatchName, arguments: argparse.Namespace
+) -> Iterator[Served]:
     shape = ClusterConfig(
         data_parallel_size=RANKS,
         enable_expert_parallel=True,
@@ -122,15 +126,14 @@ def one_run(engine: Served, prompts: list[Tokens], new: int, row_bytes: int) -> 
 def crossed(before: WorkerStats, after: WorkerStats, row_bytes: int) -> dict[str, float]:
     """What the attention workers sent between two moments. row_bytes: of one row, one way.
 
-    Example: 10 rows and 80 pairs, 60 of them local, rows of 8 bytes -> rate 0.75, 2 pairs and 32 bytes a token.
+    Example: 10 rows and 80 pairs, 60 of them local, rows of 8 bytes -> rate 0.75; 2 pairs and 32 bytes a
+    token.
     """
 
-    def grown(name: str) -> int:
-        old, new = getattr(before.experts, name), getattr(after.experts, name)
-        return sum(new) - sum(old)
-
+    old, new = before.experts, after.experts
     rows = after.prefill_tokens + after.decode_tokens - before.prefill_tokens - before.decode_tokens
-    pairs, local = grown("layer_pairs"), grown("local_pairs")
+    pairs = sum(new.layer_pairs) - sum(old.layer_pairs)
+    local = sum(new.local_pairs) - sum(old.local_pairs)
     remote = (pairs - local) / max(1, rows)
     return {
         "local_activation_rate": local / max(1, pairs),
@@ -212,6 +215,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", type=Path, required=True, help="of this model, by moesaic profile")
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="files, each a domain")
     parser.add_argument("--solver", choices=[name for name in SOLVERS if name != VANILLA], default="ours")
+    rules = ("round-robin", "affinity")
+    parser.add_argument("--dispatch", nargs="+", choices=get_args(DispatchName), default=rules)
     parser.add_argument("--schedule", choices=("barrier", "lockstep", "async"), default="lockstep")
     parser.add_argument("--concurrency", type=int, default=48)
     parser.add_argument("--prompt-len", type=int, default=64, help="most tokens of a prompt")

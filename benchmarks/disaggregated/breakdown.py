@@ -126,6 +126,7 @@ def watch_server() -> None:
 def watch_worker() -> None:
     """Put stopwatches into the attention worker of this process. Only that imports torch."""
     from moesaic.kernels import batch
+    from moesaic.kernels.native import recording
     from moesaic.models import block
     from moesaic.policy import kvblocks
     from moesaic.policy.brain import asynchronous, barrier, one_process
@@ -145,11 +146,12 @@ def watch_worker() -> None:
     watch.wrap(layered.Layered, "run", "pre-processing")
     watch.wrap(remote.RemoteExperts, "_pump", "pre-processing")
     for module in (forward, layered):
-        watch.by_layer(module, "to_gate", lambda block, layer, *rest: int(layer))
         watch.wrap(module, "to_gate", "execution")
     for name in ("dense", "merge"):
         watch.wrap(block.Block, name, "execution")
+    watch.wrap(recording.Recording, "run", "execution")
     watch.wrap(remote.RemoteExperts, "submit", "post-processing")
+    watch.by_layer(remote.RemoteExperts, "submit", lambda client, layer, *rest, **more: int(layer))
     watch.wrap(remote.RemoteExperts, "wait", "waiting")
     watch.wrap(executor.Executor, "_finish", "sampling")
     start(watch, "worker")

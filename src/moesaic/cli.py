@@ -22,6 +22,7 @@ from moesaic.batch.options import RunBatch
 from moesaic.bench.options import ServeBench, ThroughputBench
 from moesaic.commands.options import Join, Scale
 from moesaic.commands.place_options import Place
+from moesaic.commands.plan_options import Plan
 from moesaic.commands.profile_options import ShowProfile
 from moesaic.commands.usage import one_line
 from moesaic.config import (
@@ -179,6 +180,20 @@ def place(
     It is measured first, on requests that the solver does not see. moesaic serve --placement reads it.
     """
     from moesaic.commands import place as command
+
+    return command.run(options, output.json)
+
+
+@app.command
+def plan(
+    options: Annotated[Plan, FLAT],
+    *,
+    output: Annotated[Output, FLAT] = Output(),
+) -> int:
+    """Say how a model larger than the fast memory is run best, and how fast: plan MODEL --hardware NAME
+    --prompt-len S --gen-len N.
+    """
+    from moesaic.commands import plan as command
 
     return command.run(options, output.json)
 

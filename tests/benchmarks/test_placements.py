@@ -20,7 +20,13 @@ from moesaic.policy import held_out
 
 def row(solver: str, rate: float, balance: float = 0.9, **more: Any) -> dict[str, Any]:
     known = {"routing": "made-up", "ranks": 8, "solver": solver, "seed": 0, "seconds": 1.0, "notes": []}
-    numbers = {"token": rate, "request": rate / 2, "fitted": rate, "mean_over_max": balance}
+    numbers = {
+        "token": rate,
+        "request": rate / 2,
+        "rounds": rate / 4,
+        "fitted": rate,
+        "mean_over_max": balance,
+    }
     return {**known, **numbers, "max_over_median": 1.1, "tokens_mean_over_max": 0.8, **more}
 
 
@@ -56,18 +62,18 @@ def test_the_bound_is_one_of_token_level() -> None:
     rows = placement_tables.means(
         [row("ours", 0.6, token_bound=0.8, fitted_bound=0.75), row("vanilla", 0.4, token_bound=0.8)]
     )
-    token, request = placement_tables.ratios(rows)
+    token, request, rounds = placement_tables.ratios(rows)
     assert (token["of_bound"], token["fitted_of_bound"]) == pytest.approx((0.75, 0.8))
-    assert "of_bound" not in request
+    assert "of_bound" not in request and "of_bound" not in rounds
 
 
 def test_verdict_names_the_cells_that_fall_short() -> None:
     rows = [row("moetuner", 0.4), row("sem-moe", 0.5), row("ours", 0.6, 0.8), row("vanilla", 0.2)]
     rows += [{**one, "ranks": 2, "token": 0.5} for one in rows]
     sem, best, even = placement_tables.verdict(placement_tables.ratios(placement_tables.means(rows)))
-    assert sem == "sem-moe / moetuner, goal 1.15x: 3 of 4 cells; not made-up x2 token"
-    assert best.startswith("ours above the best other, balance equal or better: 0 of 4 cells; not made-up x8")
-    assert even.endswith("4 of 4 cells")
+    assert sem == "sem-moe / moetuner, goal 1.15x: 5 of 6 cells; not made-up x2 token"
+    assert best.startswith("ours above the best other, balance equal or better: 0 of 6 cells; not made-up x8")
+    assert even.endswith("6 of 6 cells")
 
 
 def test_uniform_routing_is_judged_apart() -> None:

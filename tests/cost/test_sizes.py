@@ -111,7 +111,7 @@ def test_the_demo_is_read_and_float32_counts_four_bytes() -> None:
     raw = json.loads(path.read_text(encoding="utf-8"))
     demo = read(raw, "demo")
     assert isinstance(demo, ModelSizes) and demo.number == 2.0
-    assert read(raw | {"dtype": "float32"}, "demo").weights == 2 * demo.weights
+    assert read(raw | {"torch_dtype": "float32"}, "demo").weights == 2 * demo.weights
 
 
 @pytest.mark.parametrize(

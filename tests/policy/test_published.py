@@ -10,7 +10,7 @@ from moesaic.cost.sizes import KNOWN
 from moesaic.policy import flexgen, published
 from moesaic.policy.flexgen import FITTED
 from moesaic.policy.paper_settings import FLEXGEN, LARGE, FlexGenPublished, Published, setting, settings
-from moesaic.policy.published import Priced, price, search
+from moesaic.policy.published import Priced, plateau, price, search
 
 N = (32, 64, 128, 256)
 
@@ -60,9 +60,12 @@ def test_s2_padded_with_the_residual_off_loaded(n: int, batch: int, tokens: int,
     given = setting("mixtral-8x7b", "l4", 418, n, residual_offloaded=True)
     found = search(given)
     assert (found.micro_batch, found.batch, round(found.throughput)) == (68, batch, tokens)
-    assert round(published.with_prefill(given, found)) == whole
-    default = search(setting("mixtral-8x7b", "l4", 418, n))
-    assert default.batch != batch, "the default variant does not give them"
+    assert abs(published.with_prefill(given, found) - whole) < 0.7
+
+
+def test_the_default_variant_does_not_give_the_padded_l4_policies() -> None:
+    found = [search(setting("mixtral-8x7b", "l4", 418, n)).batch for n in N]
+    assert tuple(found) != (1088, 1020, 884, 748)
 
 
 @pytest.mark.parametrize(("n", "tokens"), list(zip(N, (16.5, 16.3, 16.1, 16.1), strict=True)))
@@ -80,10 +83,18 @@ def test_s7(n: int, count: int, tokens: float) -> None:
     assert policy(found) == (36, count) and abs(found.throughput - tokens) < 0.06
 
 
-@pytest.mark.parametrize(("gpus", "batches"), [(2, (2856, 2856, 2312, 1428)), (4, (4488, 3740, 2788, 1872))])
+@pytest.mark.parametrize(("gpus", "batches"), [(2, (2584, 2584, 2312, 1428)), (4, (4488, 3740, 2788, 1872))])
 def test_dbrx_by_the_assumed_free_memory(gpus: int, batches: tuple[int, ...]) -> None:
+    """The published batches are within 14 % of these: their free memory is not known."""
     found = [search(setting("dbrx", "t4", 77, n, gpus, LARGE)).batch for n in N]
     assert tuple(found) == batches
+
+
+@pytest.mark.parametrize("n", [32, 64])
+def test_two_published_policies_of_dbrx_are_on_our_plateau(n: int) -> None:
+    given = setting("dbrx", "t4", 77, n, 2, LARGE)
+    found = search(given)
+    assert found.batch <= 2652 <= found.micro_batch * plateau(given, found) == 2856
 
 
 def test_helm() -> None:
@@ -94,24 +105,20 @@ def test_helm() -> None:
 
 
 def test_helm_on_the_t4_is_a_plateau() -> None:
+    """The published 26 micro-batches are one of 19 to 41 that are predicted the same."""
     given = setting("mixtral-8x7b", "t4", 256, 50)
     found = search(given)
-    flat = [price(given, 36, count) for count in range(23, 42)]
-    assert found.micro_batch == 36 and 23 <= found.micro_batches <= 41
-    assert all(one.fits and round(one.throughput, 2) == 131.13 for one in flat)
-    assert price(given, 36, 22).throughput < 131.13 and not price(given, 36, 42).fits
+    assert policy(found) == (36, 19) and found.bottleneck == "GPU" and plateau(given, found) == 41
+    assert round(found.throughput, 2) == round(price(given, 36, 26).throughput, 2) == 131.13
+    assert price(given, 36, 18).throughput < 131 and not price(given, 36, 42).fits
 
 
 def test_the_policy_that_was_set_by_hand_is_off_the_grid() -> None:
     given = setting("mixtral-8x7b", "l4", 1984, 64)
     found = search(given)
-    assert policy(found) == (4, 18) and round(found.throughput, 1) == 13.8
+    assert found.micro_batch == 4 and round(found.throughput, 1) == 13.8
+    assert found.micro_batches <= 18 <= plateau(given, found)
     assert round(price(given, 8, 36).throughput, 1) == 27.6
-
-
-def test_equal_ones_go_to_the_last() -> None:
-    given = setting("mixtral-8x7b", "t4", 256, 50)
-    assert search(given).micro_batches >= 23
 
 
 def test_every_setting_is_priced_and_says_its_inputs() -> None:
@@ -127,7 +134,7 @@ def test_every_setting_is_priced_and_says_its_inputs() -> None:
 def test_what_does_not_fit_is_refused_with_the_least_that_it_needs() -> None:
     with pytest.raises(ConfigError, match=r"deepseek-v2: the published model knows grouped-query"):
         search(setting("deepseek-v2", "t4", 77, 32))
-    with pytest.raises(ConfigError, match=r"dbrx does not fit on t4: .* 9\.\d GiB"):
+    with pytest.raises(ConfigError, match=r"dbrx does not fit on t4: .* 18.4 GiB of GPU"):
         search(setting("dbrx", "t4", 77, 32, free=100))
 
 

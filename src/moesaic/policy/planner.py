@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import GIB, Hardware, Level
 from moesaic.cost.sizes import ModelSizes
+from moesaic.policy import flexgen
 from moesaic.policy.pipeline import Schedule
 from moesaic.policy.policies import Policy, Workload, slow_share
 from moesaic.policy.pricing import Price, Pricing
@@ -134,6 +135,26 @@ def _room(pricing: Pricing, policy: Policy) -> float:
     """Bytes that are free on the fast level; below 0 where too much is there."""
     held = sum(pricing.footprint.fast(replace(policy, static_experts=0)).values())
     return pricing.hardware.fast.room - held
+
+
+def by_flexgen(model: ModelSizes, hardware: Hardware, workload: Workload) -> tuple[Price, float]:
+    """FlexGen's policy, rounded and priced as the list of its schedule; and the throughput it predicts itself.
+
+    Its constants are the machine's peaks: nothing is fitted. Raises ConfigError where nothing fits.
+    """
+    queries_per_key = model.attention.pair_flops / (2 * model.attention.cached)
+    constants = flexgen.Constants.of(hardware, queries_per_key)
+    found = flexgen.search(model, constants, workload.prompt, workload.generate)
+    policy = Policy(
+        schedule="s4",
+        micro_batch=found.micro_batch,
+        micro_batches=found.micro_batches,
+        slow_attention=False,
+        static_experts=math.floor(found.weights * model.experts),
+        slow_cache=slow_share(workload, found.cache),
+        fast_residual=found.hidden >= 1,
+    )
+    return Pricing(model, hardware, workload).price(policy), found.throughput
 
 
 def why_not(model: ModelSizes, hardware: Hardware, workload: Workload) -> str:

@@ -25,7 +25,7 @@ from moesaic.cost.sizes import GroupedQuery, ModelSizes
 GPU_SHARE, CPU_SHARE, WORKSPACE = 0.86, 0.8, 1.2
 """Shares of both memories that are filled, and what workspaces are multiplied by."""
 EQUAL = 1 - 1e-9
-"""Throughputs as close as this are equal: where GPU memory is the limit more micro-batches change nothing."""
+"""Throughputs as close as this are equal."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,9 @@ def grid() -> Iterator[int]:
 def search(setting: Setting) -> Priced:
     """Each micro-batch of the grid with 1, 2, ... of them, until nothing fits or the throughput falls.
 
-    Of equal ones the last wins. Raises ConfigError where nothing fits.
+    Of equal ones the first wins. (In the published code the last does, but where the GPU is the limit equal
+    ones differ by rounding errors, so its result there is any of a `plateau`.) Raises ConfigError where
+    nothing fits.
     """
     best: Priced | None = None
     for mu in grid():
@@ -120,7 +122,7 @@ def search(setting: Setting) -> Priced:
             if not found.fits or found.throughput < previous * EQUAL:
                 break
             previous = found.throughput
-            if best is None or found.throughput >= best.throughput * EQUAL:
+            if best is None or found.throughput * EQUAL > best.throughput:
                 best = found
         if not previous:  # not even one micro-batch fits, so no larger one does
             break
@@ -130,6 +132,16 @@ def search(setting: Setting) -> Priced:
             f"{price(setting, 1, 1).gpu_bytes / GIB:.1f} GiB of GPU memory at least"
         )
     return best
+
+
+def plateau(setting: Setting, found: Priced) -> int:
+    """The most micro-batches that fit and are predicted the same throughput."""
+    count = found.micro_batches
+    while True:
+        more = price(setting, found.micro_batch, count + 1)
+        if not more.fits or abs(more.throughput / found.throughput - 1) > 1 - EQUAL:
+            return count
+        count += 1
 
 
 def prefill_seconds(setting: Setting, batch: int) -> float:

@@ -26,10 +26,10 @@ s - 1. A matrix of multipliers Y splits <C, U> between the two:
 Any t, c, l, Y give a bound, so it needs no convergence to be true; ADMM makes it small. With a cap on the
 ranks' loads (as `ours` has) each expert has a multiplier b_e >= 0 that adds b_e * (cap - sum_f load_f U_ef).
 
-How loose it is: in layers of 6 to 12 experts, whose optimum is known, it was 0 to 6 % above that on 2 ranks, 3
-to 8 % on 3, 7 to 9 % on 4, and up to 15 % where ranks differ in size. At 64 experts (benchmarks/routings.py) it
-is 3 % above `ours` on 2 ranks, 7 % on 4, 10 % on 8. Gaps of that size are the bound's own: they don't tell
-that a better placement exists.
+How loose it is: in layers of 6 to 12 experts, whose optimum is known, it was 0 to 6 % above that on 2 ranks,
+3 to 8 % on 3, 7 to 9 % on 4, and up to 15 % where ranks differ in size. On benchmarks/routings.py it is 3 or
+4 % above `ours` on 2 ranks, 7 to 9 % on 4, 10 to 13 % on 8, for 64 and 128 experts. Gaps of that size are the
+bound's own: they don't tell that a better placement exists.
 """
 
 from __future__ import annotations

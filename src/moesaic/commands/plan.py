@@ -1,0 +1,97 @@
+"""`moesaic plan`: which policy does a job fastest, what it is predicted to reach, and what would help."""
+
+from __future__ import annotations
+
+import json as json_module
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import moesaic
+from moesaic.commands import plan_paper, plan_picture, plan_report
+from moesaic.commands.plan_options import CACHE_BYTES, Plan
+from moesaic.commands.plan_report import Report
+from moesaic.core.errors import ConfigError
+from moesaic.cost.hardware import Hardware, from_tables
+from moesaic.cost.machines import MACHINES, machine
+from moesaic.cost.reading import read
+from moesaic.cost.sizes import KNOWN, ModelSizes
+from moesaic.policy import advice, planner
+from moesaic.policy.policies import Workload
+
+
+def run(options: Plan, json: bool) -> int:
+    """Print the plan and, where asked, draw it; returns the exit code.
+
+    Raises ConfigError for a model or a machine that is not understood, for a model that does not fit, and
+    for a picture that cannot be written.
+    """
+    waiting = Console(stderr=True)
+    if options.paper:
+        with waiting.status("reproducing the published policies"):
+            paper = plan_paper.reproduce()
+        print(plan_paper.as_json(paper) if json else plan_paper.as_text(paper))
+        return 0
+    with waiting.status("pricing policies"):
+        report = plan(options)
+        picture = plan_picture.draw(report) if options.plot is not None else None
+    if options.plot is not None and picture is not None:
+        _write(options.plot, picture)
+    print(plan_report.as_json(report) if json else plan_report.as_text(report))
+    return 0
+
+
+def plan(options: Plan) -> Report:
+    """What was asked for, searched and priced."""
+    assert options.model is not None and options.hardware is not None
+    assert options.prompt_len is not None and options.gen_len is not None
+    model = find_model(options.model)
+    hardware = find_hardware(options.hardware).parallel(options.gpus)
+    hardware = hardware.with_slow(options.slow_memory, options.slow_bandwidth)
+    workload = Workload(options.prompt_len, options.gen_len, CACHE_BYTES[options.kv_cache_dtype])
+    if options.policy == "flexgen":
+        price, predicted = planner.by_flexgen(model, hardware, workload)
+        return Report(model, hardware, workload, price, predicted)
+    price = planner.search(model, hardware, workload)
+    helps = advice.helps(model, hardware, workload, price)
+    batches = advice.by_batch(model, hardware, workload, price.policy.batch)
+    return Report(model, hardware, workload, price, None, helps, batches)
+
+
+def find_model(name: str) -> ModelSizes:
+    """A known name, `demo`, a checkpoint's directory, or a config.json. Raises ConfigError."""
+    if name in KNOWN:
+        return KNOWN[name]
+    path = Path(moesaic.__file__).parent / "demo" if name == "demo" else Path(name).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        raw: Any = json_module.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        allowed = f"a directory with config.json, a config.json, {', '.join(KNOWN)}"
+        raise ConfigError.field("model", name, allowed) from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: not a JSON file: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file}: not a JSON object")
+    return read(raw, name)
+
+
+def find_hardware(name: str) -> Hardware:
+    """A known machine, or a .toml file. Raises ConfigError."""
+    if name in MACHINES or not name.endswith(".toml"):
+        return machine(name)
+    try:
+        return from_tables(tomllib.loads(Path(name).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError.field("--hardware", name, f"a file to read ({error.strerror})") from error
+    except ValueError as error:
+        raise ConfigError(f"{name}: not a TOML file: {error}") from error
+
+
+def _write(path: Path, picture: str) -> None:
+    try:
+        path.write_text(picture, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--plot: cannot write {path}: {error.strerror}") from error

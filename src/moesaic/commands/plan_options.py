@@ -1,0 +1,82 @@
+"""The settings of `moesaic plan`; the command line is generated from here."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from moesaic.config import parse_bytes
+from moesaic.core.errors import ConfigError
+
+PolicyName = Literal["moe-lightning", "flexgen"]
+CacheType = Literal["float32", "bfloat16", "int8", "int4"]
+CACHE_BYTES: dict[CacheType, float] = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Say how to run a model that is larger than the fast memory, and how fast that will be."""
+
+    model: str | None = None
+    """A checkpoint's directory, a config.json, `demo`, or a known name: mixtral-8x7b, mixtral-8x22b, dbrx,
+    deepseek-v2, deepseek-v2-lite, deepseek-v3, qwen3-30b-a3b."""
+    _: KW_ONLY
+    hardware: str | None = None
+    """A known machine (t4, l4, t4-measured, l4-measured, a100-40, a100-80, h100, h200), or a .toml file."""
+    host_memory: str | None = None
+    """The slow level's memory, such as 192GiB; None: the machine's."""
+    host_bandwidth: str | None = None
+    """What the slow level's memory reads in a second, such as 100GiB; None: the machine's."""
+    prompt_len: int | None = None
+    """Tokens of a prompt."""
+    gen_len: int | None = None
+    """Tokens that each request generates."""
+    gpus: int = 1
+    """Fast levels used as one, by tensor parallelism. They share one link."""
+    kv_cache_dtype: CacheType = "bfloat16"
+    """Type of cached keys and values."""
+    policy: PolicyName = "moe-lightning"
+    """Whose search: all of MoE-Lightning's variables over our own lists of tasks, or FlexGen's linear program."""
+    paper: Annotated[bool, Parameter(negative="")] = False
+    """Reproduce the published policies of MoE-Lightning and of FlexGen on its machines, with every input."""
+    plot: Path | None = None
+    """Draw rooflines, throughput by memory and the map of policies into this file, an SVG."""
+
+    def __post_init__(self) -> None:
+        if self.plot is not None and self.plot.suffix.lower() != ".svg":
+            raise ConfigError.field("--plot", str(self.plot), "a file that ends in .svg")
+        if self.gpus < 1:
+            raise ConfigError.field("--gpus", self.gpus, "an integer of at least 1")
+        self.slow_memory, self.slow_bandwidth  # noqa: B018  refused here
+        if self.paper:
+            self._check_paper()
+            return
+        for flag, value, allowed in (
+            ("MODEL", self.model, "a checkpoint, a config.json or a known name; --paper takes none"),
+            ("--hardware", self.hardware, "a known machine or a .toml file"),
+        ):
+            if value is None:
+                raise ConfigError.field(flag, "nothing", allowed)
+        for flag, length in (("--prompt-len", self.prompt_len), ("--gen-len", self.gen_len)):
+            if length is None or length < 1:
+                raise ConfigError.field(flag, length or "nothing", "an integer of at least 1")
+        if self.gen_len == 1:
+            raise ConfigError.field("--gen-len", 1, "an integer of at least 2: prefill gives the first token")
+
+    def _check_paper(self) -> None:
+        given = (self.model, self.hardware, self.prompt_len, self.gen_len, self.plot)
+        if any(value is not None for value in given):
+            raise ConfigError("--paper: has models, machines and lengths of its own; give it alone")
+
+    @property
+    def slow_memory(self) -> float | None:
+        """Bytes."""
+        return None if self.host_memory is None else parse_bytes("--host-memory", self.host_memory)
+
+    @property
+    def slow_bandwidth(self) -> float | None:
+        """Bytes/s."""
+        return None if self.host_bandwidth is None else parse_bytes("--host-bandwidth", self.host_bandwidth)

@@ -1,0 +1,169 @@
+"""A plan as one page of charts: rooflines with their turning points, throughput by memory, a map of policies.
+
+MoE-Lightning's Figures 4, 5, 1 and 10, for the model and the machine of the plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from moesaic.commands.panels import LEFT, TALL, TOP, WIDE, Line, Panel, Point, heat, lines, page
+from moesaic.commands.plan_report import Report
+from moesaic.core.errors import ConfigError
+from moesaic.cost import ops
+from moesaic.cost.hardware import GIB, Hardware
+from moesaic.cost.roofline import Roofs
+from moesaic.policy import planner
+from moesaic.policy.pricing import Price
+
+CACHES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}
+"""Bytes of one cached number."""
+FACTORS = (0.5, 1, 2, 4, 8, 16)
+"""Of the link and of the slow level, in the map of policies."""
+MEMORIES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
+"""Of the slow level's memory, in the curve."""
+
+
+def draw(report: Report) -> str:
+    """An SVG. Figures 1 and 10 search anew for each point."""
+    title = f"{report.model.name} on {report.hardware.name}"
+    return page(title, [_attention(report), _experts(report), _by_memory(report), *_map(report)])
+
+
+# ---- rooflines: both axes are powers of ten, x flops a byte that is fetched, y Gflops/s
+
+ACROSS, UP = "flops for each byte (10^x)", "Gflops/s (10^y)"
+
+
+def _log(intensity: float, flops: float) -> Point:
+    return math.log10(intensity), max(math.log10(max(flops, 1.0) / 1e9), 0.0)
+
+
+def _roofs(roofs: Roofs, hardware: Hardware, low: float, high: float) -> list[Line]:
+    """From `low` to `high` flops a byte."""
+    span = [low * (high / low) ** (step / 60) for step in range(61)]
+    fast, slow = hardware.fast.name, hardware.slow.name
+    drawn = [Line(fast, [_log(x, roofs.at_i(x)) for x in span])]
+    if roofs.peak_j:
+        drawn.append(Line(slow, [_log(x, roofs.at_j(x)) for x in span]))
+    return [*drawn, Line("link", [_log(x, roofs.link * x) for x in span if roofs.link * x <= roofs.peak_i])]
+
+
+def _attention(report: Report) -> Panel:
+    """Each context's cache is on the slow level; the type of its numbers sets the intensity."""
+    roofs = Roofs.of(report.hardware)
+    work = {
+        name: ops.attention(report.model, 1, report.workload.context, number)
+        for name, number in CACHES.items()
+    }
+    at = {name: one.flops / one.cache for name, one in work.items()}
+    drawn = _roofs(roofs, report.hardware, 0.1, 10 * max(*at.values(), roofs.p1, 100))
+    drawn += [
+        Line(name, [_log(x, 1e9), _log(x, max(roofs.at_j(x), roofs.link * x))]) for name, x in at.items()
+    ]
+    panel = lines("Attention in decode, its cache on the slow level", ACROSS, UP, drawn)
+    marks = [("P1", roofs.p1, roofs.link * roofs.p1)] if roofs.p1 else []
+    return _marked(panel, drawn, marks)
+
+
+def _experts(report: Report) -> Panel:
+    """Experts come from the slow level once for the batch, and are read once for each micro-batch."""
+    roofs, model, policy = Roofs.of(report.hardware), report.model, report.price.policy
+    fast = ops.routed(model, policy.micro_batch).intensity
+    fetched = ops.routed(model, policy.batch)
+    batch = fetched.flops / fetched.weights
+    p2, balance = roofs.p2(fast), roofs.balance(fast)
+    drawn = _roofs(roofs, report.hardware, 0.1, 10 * max(p2, balance, batch, roofs.p1, 100))
+    span = (0.1, 10 * max(p2, balance, batch))
+    drawn.append(Line(f"mu {policy.micro_batch}", [_log(x, roofs.at_i(fast)) for x in span]))
+    drawn.append(Line(f"N {policy.batch}", [_log(batch, 1e9), _log(batch, roofs.fetched(fast, batch))]))
+    marks = [("P2", p2, roofs.at_i(fast))]
+    if balance <= p2 * 1.001:
+        marks = [("P2 = balance", p2, roofs.at_i(fast))]
+    elif roofs.link * balance <= roofs.peak_i * 1.001:
+        marks.append(("balance", balance, roofs.link * balance))
+    if roofs.p1:
+        marks.append(("P1", roofs.p1, roofs.link * roofs.p1))
+    return _marked(lines("Routed experts in decode, fetched for a batch N", ACROSS, UP, drawn), drawn, marks)
+
+
+def _marked(panel: Panel, drawn: Sequence[Line], marks: Sequence[tuple[str, float, float]]) -> Panel:
+    """With named dots at (flops a byte, flops/s), on the scale that `lines` took from the same lines."""
+    points = [point for line in drawn for point in line.points]
+    low, high = min(x for x, _ in points), max(x for x, _ in points)
+    top = 1.05 * max(y for _, y in points)
+    parts = list(panel.parts)
+    for label, intensity, flops in marks:
+        x, y = _log(intensity, flops)
+        across, down = LEFT + (x - low) / (high - low) * WIDE, TOP + (1 - y / top) * TALL
+        parts.append(f'<circle class="c5" cx="{across:.1f}" cy="{down:.1f}" r="3.5"/>')
+        parts.append(f'<text x="{across + 6:.1f}" y="{down + 14:.1f}">{label}: {intensity:.3g}</text>')
+    return Panel(panel.title, parts)
+
+
+# ---- Figure 1
+
+
+def _by_memory(report: Report) -> Panel:
+    """Our policies and FlexGen's, each with as much of the slow level's memory."""
+    held = report.hardware.slow.memory
+    memories = [factor * held for factor in MEMORIES]
+    searches: dict[str, Callable[[Hardware], Price]] = {
+        "planned": lambda machine: planner.search(report.model, machine, report.workload),
+        "FlexGen's policy": lambda machine: planner.by_flexgen(report.model, machine, report.workload)[0],
+    }
+    drawn = []
+    for name, search in searches.items():
+        found = ((memory / GIB, _throughput(search, report.hardware, memory)) for memory in memories)
+        drawn.append(Line(name, [(x, y) for x, y in found if y is not None]))
+    return lines(f"Throughput by {report.hardware.slow.name}", "GiB", "tokens/s", drawn)
+
+
+def _throughput(search: Callable[[Hardware], Price], hardware: Hardware, memory: float) -> float | None:
+    try:
+        return search(hardware.with_slow(memory)).throughput
+    except ConfigError:
+        return None
+
+
+# ---- Figure 10
+
+
+def _map(report: Report) -> list[Panel]:
+    """Shares on the slow level by link and by slow level, both from half to 16 times; the largest link on top."""
+    found = [
+        [_best(report, _scaled(report.hardware, link, slow)) for slow in FACTORS]
+        for link in reversed(FACTORS)
+    ]
+    experts = report.model.experts
+    shown: dict[str, Callable[[Price], float]] = {
+        "Weights on the slow level": lambda one: 1 - one.policy.static_experts / experts,
+        "Cache on the slow level": lambda one: one.policy.slow_cache,
+        "Attention computed there": lambda one: float(one.policy.slow_attention),
+    }
+    panels = []
+    for title, share in shown.items():
+        rows = [[0.0 if one is None else share(one) for one in row] for row in found]
+        darkest = max(value for row in rows for value in row)
+        title = f"{title} (darkest: {darkest:.0%})"
+        panels.append(heat(title, "slow level, 1/2 to 16 times", "link, 16 times at the top", rows))
+    return panels
+
+
+def _scaled(hardware: Hardware, link: float, slow: float) -> Hardware:
+    """Memory, bandwidth and processor of the slow level; both directions of the link."""
+    level, joined = hardware.slow, hardware.link
+    quick = level.processor and replace(level.processor, flops=slow * level.processor.flops)
+    there = replace(level, memory=slow * level.memory, bandwidth=slow * level.bandwidth, processor=quick)
+    staging = None if joined.staging is None else link * joined.staging
+    wider = replace(joined, down=link * joined.down, up=link * joined.up, staging=staging)
+    return replace(hardware, slow=there, link=wider)
+
+
+def _best(report: Report, hardware: Hardware) -> Price | None:
+    try:
+        return planner.search(report.model, hardware, report.workload)
+    except ConfigError:
+        return None

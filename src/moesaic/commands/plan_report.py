@@ -1,0 +1,203 @@
+"""What `moesaic plan` found, for people and for machines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from moesaic.commands.processes import in_text
+from moesaic.commands.units import in_bytes, in_words
+from moesaic.cost.hardware import Hardware, Level
+from moesaic.cost.sizes import ModelSizes
+from moesaic.policy.advice import Batch, Help, everything_fits, pays_from
+from moesaic.policy.policies import Workload
+from moesaic.policy.pricing import Phase, Price
+
+
+@dataclass(frozen=True)
+class Report:
+    """All of it."""
+
+    model: ModelSizes
+    hardware: Hardware
+    workload: Workload
+    price: Price
+    flexgen_predicts: float | None = None
+    """What FlexGen's own model says of its policy, in tokens/s."""
+    helps: Sequence[Help] = ()
+    batches: list[Batch] = field(default_factory=list)
+
+
+def advice(report: Report) -> list[str]:
+    """What to make of the plan, a sentence each."""
+    price, said = report.price, []
+    if everything_fits(price, report.model.experts):
+        said.append("Offloading is not worth it here: everything fits on the fast level. Serve it as usual.")
+        return said
+    worthwhile = [one for one in report.helps if one.gain > 1.02]
+    if worthwhile:
+        best = worthwhile[0]
+        said.append(f"What would help most: {best.name} (twice of it: {best.gain:.2f} times the throughput).")
+    elif report.helps:
+        said.append("Nothing alone helps: no part of the machine, doubled, gives 2 % more.")
+    if report.batches:
+        said.append(_crossing(report.batches))
+    return said
+
+
+def _crossing(batches: list[Batch]) -> str:
+    first = pays_from(batches)
+    if first is None:
+        return "Moving weights is not worth it here at any batch: compute experts where they are."
+    if first == batches[0].requests:
+        return "Moving whole layers of weights pays from a single request on."
+    return (
+        f"Moving whole layers of weights pays from about {first} requests at once on; with fewer, leave the "
+        "weights where they are."
+    )
+
+
+def as_json(report: Report) -> str:
+    """One object; seconds, bytes and tokens/s."""
+    price = report.price
+    return json.dumps(
+        {
+            "model": report.model.name,
+            "hardware": report.hardware.to_tables(),
+            "workload": asdict(report.workload),
+            "policy": asdict(price.policy)
+            | {
+                "batch": price.policy.batch,
+                "attention": "slow" if price.policy.slow_attention else "fast",
+                "experts": "slow" if price.policy.in_place else "fast",
+                "weights_fast_share": price.policy.static_experts / report.model.experts,
+                "cache_fast_share": 1 - price.policy.slow_cache,
+            },
+            "memory": {"fast": price.fast, "slow": price.slow},
+            "prefill": _phase(price.prefill, report.model.layers, price.prefill_throughput),
+            "decode_step": _phase(price.step, report.model.layers, price.decode_throughput),
+            "throughput": price.throughput,
+            "flexgen_predicts": report.flexgen_predicts,
+            "helps": [asdict(one) for one in report.helps],
+            "by_batch": [asdict(one) for one in report.batches],
+            "pays_from": pays_from(report.batches) if report.batches else None,
+            "advice": advice(report),
+        }
+    )
+
+
+def _phase(phase: Phase, layers: int, throughput: float) -> dict[str, Any]:
+    return {
+        "seconds": phase.seconds,
+        "layer_seconds": {name: busy / layers for name, busy in phase.busy.items()},
+        "bottleneck": phase.bottleneck,
+        "tokens_per_second": throughput,
+    }
+
+
+def as_text(report: Report) -> str:
+    """Tables, and the advice below them."""
+    parts = [_title(report), in_text(_policy(report)), in_text(_memory(report)), in_text(_times(report))]
+    parts.append(in_text(_predicted(report)))
+    if report.batches:
+        parts.append(in_text(_batches(report)))
+    return "\n".join([*parts, *advice(report), "", f"Machine: {_source(report.hardware)}"])
+
+
+def _title(report: Report) -> str:
+    model, workload = report.model, report.workload
+    return (
+        f"{model.name} ({in_words(model.parameters)} parameters, {in_bytes(model.weights)}) on "
+        f"{report.hardware.name}, prompts of {workload.prompt}, {workload.generate} generated tokens each"
+    )
+
+
+def _policy(report: Report) -> Table:
+    policy, model = report.price.policy, report.model
+    fast, slow = report.hardware.fast.name, report.hardware.slow.name
+    rows = {
+        "schedule": policy.schedule,
+        "batch": f"{policy.batch} = {policy.micro_batches} micro-batches of {policy.micro_batch}",
+        "attention computed beside": slow if policy.slow_attention else fast,
+        "experts computed beside": f"{slow} (decode)" if policy.in_place else fast,
+        "experts kept": f"{policy.static_experts} of {model.experts} a layer in {fast}",
+        "pages of a layer": str(policy.pages) if not policy.in_place else "none: weights stay",
+        "cache kept": f"{1 - policy.slow_cache:.0%} in {fast}, {policy.slow_cache:.0%} in {slow}",
+        "residual of prefill": fast if policy.fast_residual else slow,
+    }
+    return _pairs("Policy", rows)
+
+
+def _memory(report: Report) -> Table:
+    table = _table("Memory at most", "", "needed", "may be filled")
+    for level, held in ((report.hardware.fast, report.price.fast), (report.hardware.slow, report.price.slow)):
+        table.add_row(level.name, in_bytes(sum(held.values())), _room(level))
+        for name, size in held.items():
+            if size:
+                table.add_row(f"  {name}", in_bytes(size), "")
+    return table
+
+
+def _room(level: Level) -> str:
+    return f"{in_bytes(level.room)} of {in_bytes(level.memory)}"
+
+
+def _times(report: Report) -> Table:
+    table = _table("Time of each resource, ms a layer", "", "prefill", "decode step")
+    layers, price = report.model.layers, report.price
+    for name in price.step.busy:
+        before, step = (_milliseconds(phase.busy, name, layers) for phase in (price.prefill, price.step))
+        if before != "0.0" or step != "0.0":
+            table.add_row(name, before, step)
+    whole = [f"{1000 * phase.seconds / layers:.1f}" for phase in (price.prefill, price.step)]
+    table.add_row("a layer", *whole)
+    table.add_row("bottleneck", price.prefill.bottleneck, price.step.bottleneck)
+    return table
+
+
+def _milliseconds(busy: Mapping[str, float], name: str, layers: int) -> str:
+    return f"{1000 * busy[name] / layers:.1f}"
+
+
+def _predicted(report: Report) -> Table:
+    price = report.price
+    rows = {
+        "prefill": f"{price.prefill_throughput:.0f} prompt tokens/s, {price.prefill.seconds:.0f} s",
+        "decode": f"{price.decode_throughput:.1f} tokens/s, {price.step.seconds:.2f} s a step",
+        "end to end": f"{price.throughput:.1f} tokens/s, {price.prefill.seconds + price.decode_seconds:.0f} s",
+    }
+    if report.flexgen_predicts is not None:
+        rows["by FlexGen's own model"] = f"{report.flexgen_predicts:.1f} tokens/s"
+    return _pairs("Predicted", rows)
+
+
+def _batches(report: Report) -> Table:
+    table = _table("Tokens/s by requests at once", "requests", "layers streamed", "weights left in place")
+    for one in report.batches:
+        shown = ["does not fit" if rate is None else f"{rate:.1f}" for rate in (one.streamed, one.left)]
+        table.add_row(str(one.requests), *shown)
+    return table
+
+
+def _source(hardware: Hardware) -> str:
+    return hardware.source or "numbers of its file"
+
+
+def _pairs(title: str, rows: Mapping[str, str]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _table(title: str, first: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(first)
+    for name in columns:
+        table.add_column(name, justify="right")
+    return table
