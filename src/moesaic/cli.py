@@ -186,7 +186,7 @@ def place(
 
 @app.command
 def plan(
-    options: Annotated[Plan, FLAT],
+    options: Annotated[Plan | None, FLAT] = None,
     *,
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
@@ -195,7 +195,7 @@ def plan(
     """
     from moesaic.commands import plan as command
 
-    return command.run(options, output.json)
+    return command.run(options or Plan(), output.json)
 
 
 @bench.command(name="serve")

@@ -57,7 +57,8 @@ def plan(options: Plan) -> Report:
     price = planner.search(model, hardware, workload)
     helps = advice.helps(model, hardware, workload, price)
     batches = advice.by_batch(model, hardware, workload, price.policy.batch)
-    return Report(model, hardware, workload, price, None, helps, batches)
+    fast_only = advice.without_offloading(model, hardware, workload)
+    return Report(model, hardware, workload, price, None, helps, batches, fast_only)
 
 
 def find_model(name: str) -> ModelSizes:

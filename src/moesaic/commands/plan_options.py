@@ -39,7 +39,7 @@ class Plan:
     kv_cache_dtype: CacheType = "bfloat16"
     """Type of cached keys and values."""
     policy: PolicyName = "moe-lightning"
-    """Whose search: all of MoE-Lightning's variables over our own lists of tasks, or FlexGen's linear program."""
+    """Whose search: all of MoE-Lightning's variables over our lists of tasks, or FlexGen's linear program."""
     paper: Annotated[bool, Parameter(negative="")] = False
     """Reproduce the published policies of MoE-Lightning and of FlexGen on its machines, with every input."""
     plot: Path | None = None

@@ -153,7 +153,7 @@ def as_text(paper: Paper) -> str:
         "",
     ]
     lines.append(
-        f"{'GPU':4} {'s':>5} {'n':>4} {'published':>10} {'found':>10} {'':8} {'it predicted':>12} {'found':>7}"
+        f"{'GPU':4} {'s':>5} {'n':>4} {'published':>10} {'found':>10} {'':8} {'predicted':>9} {'found':>7}"
     )
     lines += [_flexgen_line(row) for row in paper.flexgen]
     lines += ["", "Table 5's cross: MTBench padded on the T4, n 128, priced as lists of tasks", ""]
@@ -173,7 +173,8 @@ def _line(row: Row) -> str:
     predicted = "does not fit" if ours is None else f"{ours.throughput:8.1f}"
     return (
         f"{one.name:30} {policy:>12} {f'{found.micro_batch} x {found.micro_batches}':>12} {row.verdict:17} "
-        f"{found.throughput:7.1f} {row.whole:8.1f} {one.measured or 0:8.1f} {ratio:>5}   {planned:>12} {predicted:>8}"
+        f"{found.throughput:7.1f} {row.whole:8.1f} {one.measured or 0:8.1f} {ratio:>5}   "
+        f"{planned:>12} {predicted:>8}"
     )
 
 
@@ -182,7 +183,7 @@ def _flexgen_line(row: FlexGenRow) -> str:
     verdict = "equal" if before == after else "differs"
     return (
         f"{row.gpu:4} {row.prompt:5} {row.generate:4} {before:>10} {after:>10} {verdict:8} "
-        f"{row.published_prediction:12.2f} {row.prediction:7.2f}"
+        f"{row.published_prediction:9.2f} {row.prediction:7.2f}"
     )
 
 

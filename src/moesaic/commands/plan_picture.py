@@ -132,7 +132,7 @@ def _throughput(search: Callable[[Hardware], Price], hardware: Hardware, memory:
 
 
 def _map(report: Report) -> list[Panel]:
-    """Shares on the slow level by link and by slow level, both from half to 16 times; the largest link on top."""
+    """Shares on the slow level by link and by slow level, both half to 16 times; the best link on top."""
     found = [
         [_best(report, _scaled(report.hardware, link, slow)) for slow in FACTORS]
         for link in reversed(FACTORS)

@@ -14,7 +14,7 @@ from moesaic.commands.processes import in_text
 from moesaic.commands.units import in_bytes, in_words
 from moesaic.cost.hardware import Hardware, Level
 from moesaic.cost.sizes import ModelSizes
-from moesaic.policy.advice import Batch, Help, everything_fits, pays_from
+from moesaic.policy.advice import Batch, Help, pays_from
 from moesaic.policy.policies import Workload
 from moesaic.policy.pricing import Phase, Price
 
@@ -31,14 +31,19 @@ class Report:
     """What FlexGen's own model says of its policy, in tokens/s."""
     helps: Sequence[Help] = ()
     batches: list[Batch] = field(default_factory=list)
+    fast_only: Price | None = None
+    """The best with everything on the fast level, where that fits."""
+
+
+WORTH = 1.1
+"""Times the throughput without offloading, from which on it is worth having."""
 
 
 def advice(report: Report) -> list[str]:
     """What to make of the plan, a sentence each."""
     price, said = report.price, []
-    if everything_fits(price, report.model.experts):
-        said.append("Offloading is not worth it here: everything fits on the fast level. Serve it as usual.")
-        return said
+    if report.fast_only is not None:
+        said.append(_everything_fast(price.throughput, report.fast_only.throughput))
     worthwhile = [one for one in report.helps if one.gain > 1.02]
     if worthwhile:
         best = worthwhile[0]
@@ -48,6 +53,18 @@ def advice(report: Report) -> list[str]:
     if report.batches:
         said.append(_crossing(report.batches))
     return said
+
+
+def _everything_fast(planned: float, fast: float) -> str:
+    if planned < WORTH * fast:
+        return (
+            "Offloading is not worth it here: everything fits on the fast level and reaches "
+            f"{fast:.1f} tokens/s there, {fast / planned:.0%} of this plan. Serve it as usual."
+        )
+    return (
+        f"Everything would fit on the fast level, at {fast:.1f} tokens/s; this plan reaches "
+        f"{planned / fast:.2f} times that with a larger batch."
+    )
 
 
 def _crossing(batches: list[Batch]) -> str:
@@ -85,6 +102,7 @@ def as_json(report: Report) -> str:
             "flexgen_predicts": report.flexgen_predicts,
             "helps": [asdict(one) for one in report.helps],
             "by_batch": [asdict(one) for one in report.batches],
+            "without_offloading": report.fast_only and report.fast_only.throughput,
             "pays_from": pays_from(report.batches) if report.batches else None,
             "advice": advice(report),
         }
@@ -166,10 +184,11 @@ def _milliseconds(busy: Mapping[str, float], name: str, layers: int) -> str:
 
 def _predicted(report: Report) -> Table:
     price = report.price
+    whole = price.prefill.seconds + price.decode_seconds
     rows = {
         "prefill": f"{price.prefill_throughput:.0f} prompt tokens/s, {price.prefill.seconds:.0f} s",
         "decode": f"{price.decode_throughput:.1f} tokens/s, {price.step.seconds:.2f} s a step",
-        "end to end": f"{price.throughput:.1f} tokens/s, {price.prefill.seconds + price.decode_seconds:.0f} s",
+        "end to end": f"{price.throughput:.1f} tokens/s, {whole:.0f} s",
     }
     if report.flexgen_predicts is not None:
         rows["by FlexGen's own model"] = f"{report.flexgen_predicts:.1f} tokens/s"

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import Hardware, Processor
 from moesaic.cost.sizes import ModelSizes
-from moesaic.policy.planner import Limits, search
+from moesaic.policy.planner import Limits, Search, search
 from moesaic.policy.policies import Workload
-from moesaic.policy.pricing import Price
+from moesaic.policy.pricing import Price, Pricing
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Of the crossing between moving weights and leaving them."""
@@ -68,22 +67,19 @@ class Batch:
 
 def by_batch(model: ModelSizes, hardware: Hardware, workload: Workload, most: int) -> list[Batch]:
     """For batches of 1, 2, 4, ... up to `most`."""
+    pricing = Pricing(model, hardware, workload)
+    streamed = Search(pricing, Limits(("cgopipe",), most))
+    left = Search(pricing, Limits(("in-place", "on-demand"), most))
+
+    def rate(found: Search, requests: int) -> float | None:
+        best = found.best(requests)
+        return None if best is None else best.throughput
+
     return [
-        Batch(
-            requests,
-            _best(model, hardware, workload, Limits(("cgopipe",), requests)),
-            _best(model, hardware, workload, Limits(("in-place", "on-demand"), requests)),
-        )
+        Batch(requests, rate(streamed, requests), rate(left, requests))
         for requests in BATCHES
         if requests <= max(most, 1)
     ]
-
-
-def _best(model: ModelSizes, hardware: Hardware, workload: Workload, limits: Limits) -> float | None:
-    try:
-        return search(model, hardware, workload, limits).throughput
-    except ConfigError:
-        return None
 
 
 def pays_from(batches: list[Batch]) -> int | None:
@@ -98,7 +94,6 @@ def pays_from(batches: list[Batch]) -> int | None:
     return first
 
 
-def everything_fits(price: Price, experts: int) -> bool:
-    """Whether nothing has to be on the slow level: offloading would only cost."""
-    policy = price.policy
-    return policy.static_experts == experts and policy.slow_cache == 0 and not policy.slow_attention
+def without_offloading(model: ModelSizes, hardware: Hardware, workload: Workload) -> Price | None:
+    """The best with everything on the fast level; None where that does not fit."""
+    return Search(Pricing(model, hardware, workload), Limits(("cgopipe",), fast_only=True)).best()

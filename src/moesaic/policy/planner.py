@@ -35,6 +35,8 @@ class Limits:
     schedules: tuple[Schedule, ...] = SEARCHED
     largest_batch: float = math.inf
     """Requests that there are."""
+    fast_only: bool = False
+    """Nothing is on the slow level."""
 
 
 def search(model: ModelSizes, hardware: Hardware, workload: Workload, limits: Limits | None = None) -> Price:
@@ -42,20 +44,35 @@ def search(model: ModelSizes, hardware: Hardware, workload: Workload, limits: Li
 
     Raises ConfigError, with what is missing, where no policy fits.
     """
-    pricing, limits = Pricing(model, hardware, workload), limits or Limits()
-    bounded = [(pricing.bound(policy), policy) for policy in candidates(pricing, limits)]
-    if not bounded:
+    best = Search(Pricing(model, hardware, workload), limits or Limits()).best()
+    if best is None:
         raise ConfigError(why_not(model, hardware, workload))
-    bounded.sort(key=lambda pair: -pair[0])
-    best: Price | None = None
-    for bound, policy in bounded:
-        if best is not None and bound <= best.throughput:
-            break
-        price = pricing.price(policy)
-        if best is None or price.throughput > best.throughput:
-            best = price
-    assert best is not None
     return best
+
+
+class Search:
+    """Every policy of a grid, the most promising first. Asked again, it prices nothing twice."""
+
+    def __init__(self, pricing: Pricing, limits: Limits) -> None:
+        self._pricing = pricing
+        bounded = [(pricing.bound(policy), policy) for policy in candidates(pricing, limits)]
+        self._bounded = sorted(bounded, key=lambda pair: -pair[0])
+        self._priced: dict[Policy, Price] = {}
+
+    def best(self, largest_batch: float = math.inf) -> Price | None:
+        """Of policies with at most so many requests; None where none fits."""
+        best: Price | None = None
+        for bound, policy in self._bounded:
+            if policy.batch > largest_batch:
+                continue
+            if best is not None and bound <= best.throughput:
+                break
+            if policy not in self._priced:
+                self._priced[policy] = self._pricing.price(policy)
+            price = self._priced[policy]
+            if best is None or price.throughput > best.throughput:
+                best = price
+        return best
 
 
 def candidates(pricing: Pricing, limits: Limits) -> Iterator[Policy]:
@@ -78,7 +95,9 @@ def _counted(pricing: Pricing, policy: Policy, limits: Limits) -> Iterator[Polic
         first = replace(policy, fast_residual=fast_residual)
         most = min(_most(pricing, first), int(min(limits.largest_batch, 1e9)) // policy.micro_batch)
         for count in sorted({min(count, most) for count in COUNTS} - {0}):
-            yield from filled(pricing, replace(first, micro_batches=count))
+            for policy in filled(pricing, replace(first, micro_batches=count)):
+                if not limits.fast_only or is_fast_only(pricing.model, policy):
+                    yield policy
 
 
 def _most(pricing: Pricing, policy: Policy) -> int:
@@ -137,8 +156,14 @@ def _room(pricing: Pricing, policy: Policy) -> float:
     return pricing.hardware.fast.room - held
 
 
+def is_fast_only(model: ModelSizes, policy: Policy) -> bool:
+    """Whether nothing is on the slow level."""
+    cached = policy.slow_cache == 0 and not policy.slow_attention
+    return cached and policy.fast_residual and policy.static_experts == model.experts
+
+
 def by_flexgen(model: ModelSizes, hardware: Hardware, workload: Workload) -> tuple[Price, float]:
-    """FlexGen's policy, rounded and priced as the list of its schedule; and the throughput it predicts itself.
+    """FlexGen's policy, rounded and priced as the list of its schedule; and the throughput that it predicts.
 
     Its constants are the machine's peaks: nothing is fitted. Raises ConfigError where nothing fits.
     """

@@ -79,7 +79,7 @@ class Pricing:
     def __init__(self, model: ModelSizes, hardware: Hardware, workload: Workload) -> None:
         self.model, self.hardware, self.workload = model, hardware, workload
         self.footprint = Footprint(model, hardware, workload)
-        self._durations = Durations(model, hardware, workload)
+        self.durations = Durations(model, hardware, workload)
 
     def price(self, policy: Policy) -> Price:
         """Prices the lists of tasks of prefill and of one decode step."""
@@ -121,41 +121,54 @@ class Pricing:
         return replace(self.shape(policy, layers), micro_batches=count, pages=count if away else 0)
 
     def _step(self, policy: Policy, listed: bool) -> Phase:
-        tables = [self._durations.decode(policy, dense) for dense in (False, True)]
+        tables = [self.durations.decode(policy, dense) for dense in self._kinds]
         return self._phase(policy, policy.schedule, self.shape(policy), tables, listed)
 
     def _prefill(self, policy: Policy, listed: bool) -> Phase:
         shape = self.prefill_shape(policy)
         requests = policy.batch / shape.micro_batches
-        tables = [self._durations.prefill(policy, requests, shape.pages, dense) for dense in (False, True)]
+        tables = [self.durations.prefill(policy, requests, shape.pages, dense) for dense in self._kinds]
         order: Order = "prefill" if policy.fast_residual else "prefill, rows move"
         return self._phase(policy, order, shape, tables, listed)
+
+    @property
+    def _kinds(self) -> tuple[bool, ...]:
+        """Of layers: with routed experts, and dense ones where there are any."""
+        return (False, True) if self.model.layers > self.model.moe_layers else (False,)
 
     def _phase(
         self, policy: Policy, order: Order, shape: Shape, tables: Sequence[Table], listed: bool
     ) -> Phase:
-        """tables: of layers with routed experts and of dense ones, which are priced as their busiest lane."""
-        moe, dense = (self._busy(policy, order, shape, table, kind == 1) for kind, table in enumerate(tables))
-        head = shape.micro_batches * tables[0][Kind.HEAD, Lane.FAST]
-        dense_layers = self.model.layers - self.model.moe_layers
-        seconds = shape.layers * max(moe.values()) + head
+        """tables: of each kind of layer. Dense ones are priced as their busiest resource."""
+        busy = self._busy(policy, order, shape, tables[0], shape.layers)
+        busy[Lane.FAST.value] += shape.micro_batches * tables[0][Kind.HEAD, Lane.FAST]
+        seconds = max(busy.values())
         if listed and shape.micro_batches <= LONG:
             seconds = max(_listed(order, shape, tables[0]), seconds)
-        busy = {name: shape.layers * moe[name] + dense_layers * dense[name] for name in moe}
-        busy[Lane.FAST.value] += head
-        return Phase(seconds + dense_layers * max(dense.values()), busy)
+        for table in tables[1:]:
+            plain = replace(policy, schedule="cgopipe")
+            more = self._busy(plain, order, shape, table, self.model.layers - shape.layers, ROUTED)
+            seconds += max(more.values())
+            busy = {name: busy[name] + more[name] for name in busy}
+        return Phase(seconds, busy)
 
     def _busy(
-        self, policy: Policy, order: Order, shape: Shape, table: Table, dense: bool
+        self,
+        policy: Policy,
+        order: Order,
+        shape: Shape,
+        table: Table,
+        layers: int,
+        without: Sequence[Kind] = (),
     ) -> dict[str, float]:
-        """Seconds of each resource in one layer."""
+        """Seconds of each resource in so many layers."""
         lanes = dict.fromkeys(Lane, 0.0)
-        for (kind, lane), count in _counts(order, shape).items():
-            if not dense or kind not in ROUTED:
+        for (kind, lane), count in _counts(order, replace(shape, layers=1)).items():
+            if kind not in without:
                 lanes[lane] += count * table[kind, lane]
-        read_by = replace(policy, schedule="cgopipe") if dense else policy
-        shared = self._durations.slow_memory(read_by, lanes)
-        return {lane.value: busy for lane, busy in lanes.items()} | {SLOW_MEMORY: shared}
+        shared = self.durations.slow_memory(policy, lanes)
+        found = {lane.value: layers * busy for lane, busy in lanes.items()}
+        return found | {SLOW_MEMORY: layers * shared}
 
 
 Order = Schedule | Literal["prefill", "prefill, rows move"]
@@ -188,6 +201,7 @@ def _cached(order: Order, shape: Shape) -> Sequence[Task]:
     return tasks_of(order, shape)
 
 
+@lru_cache(maxsize=4096)
 def _counts(order: Order, shape: Shape) -> dict[tuple[Kind, Lane], int]:
     """Tasks of one layer. They are as many for each micro-batch, and some for each layer: two lists tell."""
     paged = shape.pages > 0, order == "cgopipe" or order.startswith("prefill")

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from moesaic import cli
+from moesaic.commands import plan_paper, plan_picture
+from moesaic.commands.plan import find_hardware, find_model, plan
+from moesaic.commands.plan_options import Plan
+from moesaic.commands.plan_report import as_text
+from moesaic.core.errors import ConfigError
+from moesaic.cost.hardware import GIB
+from moesaic.cost.machines import machine
+from moesaic.policy.paper_settings import FLEXGEN, settings
+
+MACHINE = """
+[machine]
+name = "two cores"
+[fast]
+name = "arena"
+memory_gib = 0.01
+bandwidth_gib = 10
+tflops = 0.05
+prefill_efficiency = 0.5
+[slow]
+name = "RAM"
+memory_gib = 4
+bandwidth_gib = 8
+tflops = 0.02
+[link]
+down_gib = 1
+staging_gib = 4
+"""
+LINE = ["plan", "mixtral-8x7b", "--hardware", "l4", "--prompt-len", "77", "--gen-len", "128"]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "this.toml"
+    path.write_text(MACHINE, encoding="utf-8")
+    return path
+
+
+def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(LINE) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        "mixtral-8x7b (46.7 billion parameters",
+        "cgopipe",
+        "attention computed beside",
+        "RAM, 24 cores",
+        "may be filled",
+        "link down",
+        "bottleneck",
+        "end to end",
+        "What would help most: ",
+        "requests at once on; with fewer, leave the weights",
+        "Machine: MoE-Lightning's artifact: peaks",
+    ):
+        assert text in shown, text
+
+
+def test_for_machines_and_with_another_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main([*LINE, "--json", "--host-memory", "150GiB", "--host-bandwidth", "50GiB", "--gpus", "2"])
+        == 0
+    )
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["hardware"]["slow"]["memory_gib"] == 150 and found["hardware"]["slow"]["bandwidth_gib"] == 50
+    assert found["hardware"]["fast"]["memory_gib"] == 48 and found["hardware"]["machine"]["name"] == "2 x l4"
+    policy = found["policy"]
+    assert policy["batch"] == policy["micro_batch"] * policy["micro_batches"]
+    assert found["workload"] == {"prompt": 77, "generate": 128, "cache_number": 2.0}
+    assert sum(found["memory"]["slow"].values()) <= 0.8 * 150 * GIB
+    step = found["decode_step"]
+    assert step["bottleneck"] == max(step["layer_seconds"], key=lambda name: step["layer_seconds"][name])
+    assert found["helps"][0]["gain"] >= found["helps"][-1]["gain"] and found["advice"]
+
+
+def test_flexgen_has_its_own_search(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*LINE, "--policy", "flexgen", "--json"]) == 0
+    theirs = json.loads(capsys.readouterr().out)
+    assert theirs["policy"]["schedule"] == "s4" and theirs["flexgen_predicts"] > 0
+    assert theirs["helps"] == [] and theirs["advice"] == []
+
+
+def test_a_hardware_file_and_the_demo(file: Path) -> None:
+    options = Plan("demo", hardware=str(file), prompt_len=32, gen_len=16)
+    report = plan(options)
+    assert report.hardware.name == "two cores" and report.hardware.link.staging == 4 * GIB
+    text = as_text(report)
+    assert "arena" in text and "numbers of its file" in text and "MiB" in text
+    assert report.model.experts == 24
+
+
+def test_offloading_that_is_not_worth_it_is_said() -> None:
+    text = as_text(plan(Plan("mixtral-8x7b", hardware="h200", prompt_len=77, gen_len=32)))
+    assert "Offloading is not worth it here: everything fits" in text
+
+
+def test_models_by_name_directory_and_file(tmp_path: Path) -> None:
+    config = {
+        "model_type": "dbrx",
+        "n_layers": 2,
+        "d_model": 64,
+        "n_heads": 4,
+        "vocab_size": 100,
+        "attn_config": {"kv_n_heads": 2},
+        "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 32},
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    assert find_model(str(tmp_path)).weights == find_model(str(path)).weights
+    assert find_model("dbrx").layers == 40 and find_model("demo").layers == 6
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (LINE[:1], "MODEL: got 'nothing'"),
+        (LINE[:2], "--hardware: got 'nothing'"),
+        ([*LINE[:3], "b200", *LINE[4:]], "--hardware: got 'b200'; allowed: t4, l4"),
+        ([*LINE[:3], "none.toml", *LINE[4:]], "--hardware: got 'none.toml'; allowed: a file to read"),
+        (["plan", "no/such/model", *LINE[2:]], "model: got 'no/such/model'; allowed: a directory with"),
+        (LINE[:6], "--gen-len: got 'nothing'"),
+        ([*LINE[:7], "1"], "--gen-len: got 1; allowed: an integer of at least 2"),
+        ([*LINE, "--gpus", "0"], "--gpus: got 0"),
+        ([*LINE, "--plot", "x.png"], "--plot: got 'x.png'; allowed: a file that ends in .svg"),
+        ([*LINE, "--host-memory", "much"], "--host-memory: got 'much'"),
+        ([*LINE, "--paper"], "--paper: has models, machines and lengths of its own"),
+        (["plan", "deepseek-v3", *LINE[2:]], "deepseek-v3 does not fit on l4: one request needs"),
+    ],
+)
+def test_mistakes_are_one_line(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(line) == 2
+    shown = capsys.readouterr().err
+    assert message in shown and len(shown.splitlines()) == 1
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    broken = tmp_path / "this.toml"
+    broken.write_text("[fast", encoding="utf-8")
+    with pytest.raises(ConfigError, match="not a TOML file"):
+        find_hardware(str(broken))
+    (tmp_path / "config.json").write_text("[1", encoding="utf-8")
+    with pytest.raises(ConfigError, match="not a JSON file"):
+        find_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("[1]", encoding="utf-8")
+    with pytest.raises(ConfigError, match="not a JSON object"):
+        find_model(str(tmp_path))
+
+
+def test_known_machines_can_be_asked_for_by_name() -> None:
+    assert find_hardware("t4") is machine("t4")
+
+
+# ---- pictures
+
+
+def test_the_picture_has_every_chart_and_the_turning_points(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_picture, "FACTORS", (1, 4))
+    monkeypatch.setattr(plan_picture, "MEMORIES", (0.5, 1.0))
+    target = tmp_path / "plan.svg"
+    line = ["plan", "demo", "--hardware", str(file), "--prompt-len", "32", "--gen-len", "16"]
+    assert cli.main([*line, "--json", "--plot", str(target)]) == 0
+    root = ET.fromstring(target.read_text(encoding="utf-8"))
+    text = " ".join(node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}text"))
+    for wanted in ("bf16", "int8", "int4", "link", "P1: ", "P2", "tokens/s", "FlexGen's policy"):
+        assert wanted in text, wanted
+    assert text.count("darkest: ") == 3 and "nan" not in target.read_text(encoding="utf-8")
+
+
+def test_a_picture_that_cannot_be_written(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_picture, "draw", lambda report: "<svg/>")
+    line = ["plan", "demo", "--hardware", str(file), "--prompt-len", "8", "--gen-len", "8"]
+    assert cli.main([*line, "--plot", "/no/such/place.svg"]) == 2
+
+
+# ---- the paper
+
+
+def test_the_paper_for_people_and_for_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two settings of each kind; all of them are in tests/policy/test_published.py."""
+    few = [one for one in settings() if one.name in ("S1 MTBench padded, n 32", "S8 MTBench, n 32")]
+    monkeypatch.setattr(plan_paper, "settings", lambda: iter(few))
+    monkeypatch.setattr(plan_paper, "FLEXGEN", FLEXGEN[-1:])
+    paper = plan_paper.reproduce()
+    text = plan_paper.as_text(paper)
+    assert "36 x 14" in text and "equal" in text and "m_c 184.29, b_c 100, residual on GPU" in text
+    assert "N 2652" in text and "equal throughput" in text and "8 x 36" in text
+    found = json.loads(plan_paper.as_json(paper))
+    first, second = found["settings"]
+    assert first["found"] == [36, 14, 504] and first["verdict"] == "equal" and first["measured"] == 15.6
+    assert second["published"] == [None, None, 2652] and second["plateau_to"] == 42
+    assert round(first["with_prefill"] / first["measured"], 1) == 4.4
+    assert [one["found"] for one in found["flexgen"]] == [[8, 36]]
+    cross = {(one["policy"], one["schedule"]): one for one in found["cross"]}
+    assert len(cross) == 6
+    assert cross["FlexGen's", "s4"]["measured"] == 9.5
+    assert cross["MoE-Lightning's", "cgopipe"]["fitted"] > cross["MoE-Lightning's", "s4"]["fitted"]
