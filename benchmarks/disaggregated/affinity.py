@@ -192,8 +192,8 @@ def mixed(domains: Mapping[str, Sequence[Tokens]], count: int, seed: int) -> lis
 
 def show(found: dict[str, Any], console: Console) -> None:
     domains = ", ".join(f"{domain} ({count})" for domain, count in found["prompts"].items())
-    title = f"two ranks, {found['concurrency']} requests of {domains}; medians of {found['rounds']} rounds"
-    table = Table(title=title)
+    what = f"{found['concurrency']} requests at once, evenly drawn from the prompts of {domains}"
+    table = Table(title=f"two ranks, {what}; medians of rounds: {found['rounds']}")
     for column in ("placement", "dispatch"):
         table.add_column(column, no_wrap=True)
     columns = ("local", "remote pairs/token", "remote B/token", "servers mean/max")

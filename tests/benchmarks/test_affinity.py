@@ -60,6 +60,8 @@ def test_prompts_are_mixed_evenly_and_by_seed() -> None:
     assert sorted(token > 10 for [token] in found) == [False] * 3 + [True] * 2
     assert len({token for [token] in found}) == 5
     assert found == affinity.mixed(domains, 5, 0)
+    orders = [[token > 10 for [token] in affinity.mixed(domains, 6, seed)] for seed in range(5)]
+    assert any(order != sorted(order) for order in orders)
     assert len({tuple(map(tuple, affinity.mixed(domains, 6, seed))) for seed in range(5)}) > 1
     with pytest.raises(ConfigError, match="prompts of a"):
         affinity.mixed(domains, 7, 0)

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from moesaic.core.profile import Profile
 from moesaic.policy import held_out
+from moesaic.policy.cocluster.bounds import upper_bound
 
 
 def row(solver: str, rate: float, balance: float = 0.9, **more: Any) -> dict[str, Any]:
@@ -113,6 +114,7 @@ def test_no_solver_is_above_the_bounds(made: Profile) -> None:
         found = placements.trial(solver, learned, others, 4, 0)
         assert 0 < found["token"] <= limits["token_bound"] <= 1
         assert found["token"] < found["fitted"] <= limits["fitted_bound"] <= 1
+    assert limits["fitted_bound"] == upper_bound(learned, 4, rounds=5).mean() != limits["token_bound"]
     assert placements.bounds(learned, others, 4, 0) == {}
 
 

@@ -18,7 +18,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.metrics import ExpertStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, SamplingParams
 from moesaic.core.tables import Tables
-from moesaic.policy.dispatch import Affinity, Dispatch, RoundRobin, least_loaded
+from moesaic.policy.dispatch import Affinity, Dispatch, RoundRobin, Rounds, least_loaded
 from tests.cluster.test_router_requests import joined, submitted, token
 from tests.policy.test_dispatch import TWO, tables
 
@@ -26,6 +26,7 @@ RULES: dict[str, Callable[[], Dispatch]] = {
     "least-loaded": lambda: least_loaded,
     "round-robin": RoundRobin,
     "affinity": lambda: Affinity(TWO),
+    "affinity-rounds": lambda: Rounds(TWO),
 }
 HERE, THERE = [1], [0]
 """Prompts for rank 0 and for rank 1, by the tables TWO."""
@@ -47,6 +48,7 @@ def asked(request_id: int, prompt: list[int]) -> messages.Submit:
         ("least-loaded", [[0, 2], [1, 3]]),
         ("round-robin", [[0, 2], [1, 3]]),
         ("affinity", [[1, 3], [0, 2]]),
+        ("affinity-rounds", [[1, 3], [0, 2]]),
     ],
 )
 def test_requests_go_where_the_rule_says(rule: str, expected: list[list[int]]) -> None:
@@ -92,7 +94,7 @@ def test_a_moved_request_is_placed_by_its_tokens_too() -> None:
 
 
 def test_a_new_worker_has_no_rank_and_gets_what_is_left_of_a_round() -> None:
-    subject = router("affinity")
+    subject = router("affinity-rounds")
     ends = [joined(subject, worker) for worker in (0, 1, 7)]
     for number, prompt in enumerate([HERE, THERE, HERE, HERE]):
         subject.send(asked(number, prompt))
@@ -183,7 +185,9 @@ def test_affinity_needs_tables_that_fit(tmp_path: Path) -> None:
 def test_dispatch_is_for_several_workers() -> None:
     with pytest.raises(ConfigError, match="--attention-workers: got 1; allowed: at least 2 with --dispatch"):
         ClusterConfig(dispatch="round-robin")
-    with pytest.raises(ConfigError, match="--dispatch: got 'random'; allowed: affinity, least-loaded"):
+    with pytest.raises(
+        ConfigError, match="--dispatch: got 'random'; allowed: affinity, affinity-rounds, least-"
+    ):
         ClusterConfig(attention_workers=2, dispatch="random")  # type: ignore[arg-type]
 
 

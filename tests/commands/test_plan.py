@@ -22,7 +22,7 @@ MACHINE = """
 name = "two cores"
 [fast]
 name = "arena"
-memory_gib = 0.01
+memory_gib = 0.007
 bandwidth_gib = 10
 tflops = 0.05
 prefill_efficiency = 0.5
@@ -64,18 +64,17 @@ def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         assert text in shown, text
 
 
-def test_for_machines_and_with_another_host(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        cli.main([*LINE, "--json", "--host-memory", "150GiB", "--host-bandwidth", "50GiB", "--gpus", "2"])
-        == 0
-    )
+def test_for_machines_and_with_another_host(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", "demo", "--hardware", str(file), "--prompt-len", "32", "--gen-len", "16", "--json"]
+    assert cli.main([*line, "--host-memory", "1GiB", "--host-bandwidth", "5GiB", "--gpus", "2"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert found["hardware"]["slow"]["memory_gib"] == 150 and found["hardware"]["slow"]["bandwidth_gib"] == 50
-    assert found["hardware"]["fast"]["memory_gib"] == 48 and found["hardware"]["machine"]["name"] == "2 x l4"
+    assert found["hardware"]["slow"]["memory_gib"] == 1 and found["hardware"]["slow"]["bandwidth_gib"] == 5
+    assert found["hardware"]["fast"]["memory_gib"] == 0.014
+    assert found["hardware"]["machine"]["name"] == "2 x two cores"
     policy = found["policy"]
     assert policy["batch"] == policy["micro_batch"] * policy["micro_batches"]
-    assert found["workload"] == {"prompt": 77, "generate": 128, "cache_number": 2.0}
-    assert sum(found["memory"]["slow"].values()) <= 0.8 * 150 * GIB
+    assert found["workload"] == {"prompt": 32, "generate": 16, "cache_number": 2.0}
+    assert sum(found["memory"]["slow"].values()) <= 0.9 * GIB
     step = found["decode_step"]
     assert step["bottleneck"] == max(step["layer_seconds"], key=lambda name: step["layer_seconds"][name])
     assert found["helps"][0]["gain"] >= found["helps"][-1]["gain"] and found["advice"]

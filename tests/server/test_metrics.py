@@ -63,6 +63,13 @@ def test_names_are_vllms_with_our_prefix() -> None:
             *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
             *("prompt_tokens", "generation_tokens", "request_success"),
             *("time_to_first_token_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds"),
+            *(
+                "collective_bytes",
+                "group_pairs",
+                "group_local_pairs",
+                "group_shuffled_rows",
+                "group_kept_rows",
+            ),
             *("e2e_request_latency_seconds", "request_queue_time_seconds"),
             *("request_prefill_time_seconds", "request_decode_time_seconds"),
         )

@@ -55,9 +55,11 @@ def plan(options: Plan) -> Report:
         price, predicted = planner.by_flexgen(model, hardware, workload)
         return Report(model, hardware, workload, price, predicted)
     price = planner.search(model, hardware, workload)
+    fast_only = advice.without_offloading(model, hardware, workload)
+    if fast_only is not None and price.throughput < plan_report.WORTH * fast_only.throughput:
+        return Report(model, hardware, workload, price, None, fast_only=fast_only)
     helps = advice.helps(model, hardware, workload, price)
     batches = advice.by_batch(model, hardware, workload, price.policy.batch)
-    fast_only = advice.without_offloading(model, hardware, workload)
     return Report(model, hardware, workload, price, None, helps, batches, fast_only)
 
 

@@ -26,7 +26,7 @@ class Row:
     last: int
     """The most micro-batches that are predicted the same."""
     whole: float
-    """Tokens/s that the published model predicts with prefill."""
+    """Tokens/s that the published model predicts with prefill, of the published policy where it is known."""
     ours: Price | None
     """The planner's own policy on the same numbers; None where it finds none that fits."""
 
@@ -104,7 +104,11 @@ def _row(one: Published) -> Row:
         ours = planner.search(given.model, hardware, workload)
     except ConfigError:
         ours = None
-    return Row(one, found, published.plateau(given, found), published.with_prefill(given, found), ours)
+    run = found
+    if one.micro_batch and one.micro_batches:
+        run = published.price(given, one.micro_batch, one.micro_batches)
+    whole = published.with_prefill(given, run)
+    return Row(one, found, published.plateau(given, found), whole, ours)
 
 
 TABLE_5: tuple[tuple[str, int, int, float, float | None], ...] = (
@@ -140,7 +144,8 @@ HEADER = (
 def as_text(paper: Paper) -> str:
     """Three tables; below each setting its inputs."""
     lines = [
-        "MoE-Lightning's own search (GiB, GiB/s; tokens/s; ratio: predicted with prefill / measured)",
+        "MoE-Lightning's own search (GiB, GiB/s; tokens/s). decode: predicted of the policy that is found;",
+        "+prefill: predicted of the published policy with prefill, as was measured; ratio: of both.",
         "",
         HEADER,
     ]

@@ -13,16 +13,17 @@ from moesaic.commands.panels import LEFT, TALL, TOP, WIDE, Line, Panel, Point, h
 from moesaic.commands.plan_report import Report
 from moesaic.core.errors import ConfigError
 from moesaic.cost import ops
-from moesaic.cost.hardware import GIB, Hardware
+from moesaic.cost.hardware import GIB, Hardware, Level
 from moesaic.cost.roofline import Roofs
 from moesaic.policy import planner
+from moesaic.policy.planner import Limits
 from moesaic.policy.pricing import Price
 
 CACHES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}
 """Bytes of one cached number."""
-FACTORS = (0.5, 1, 2, 4, 8, 16)
+FACTORS = (0.5, 1, 2, 4, 8)
 """Of the link and of the slow level, in the map of policies."""
-MEMORIES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
+MEMORIES = (0.4, 0.55, 0.75, 1.0, 1.4, 2.0)
 """Of the slow level's memory, in the curve."""
 
 
@@ -44,11 +45,16 @@ def _log(intensity: float, flops: float) -> Point:
 def _roofs(roofs: Roofs, hardware: Hardware, low: float, high: float) -> list[Line]:
     """From `low` to `high` flops a byte."""
     span = [low * (high / low) ** (step / 60) for step in range(61)]
-    fast, slow = hardware.fast.name, hardware.slow.name
+    fast, slow = _short(hardware.fast), _short(hardware.slow)
     drawn = [Line(fast, [_log(x, roofs.at_i(x)) for x in span])]
     if roofs.peak_j:
         drawn.append(Line(slow, [_log(x, roofs.at_j(x)) for x in span]))
     return [*drawn, Line("link", [_log(x, roofs.link * x) for x in span if roofs.link * x <= roofs.peak_i])]
+
+
+def _short(level: Level) -> str:
+    """Its first word: the legend has little room."""
+    return level.name.replace(",", " ").split()[0]
 
 
 def _attention(report: Report) -> Panel:
@@ -99,7 +105,13 @@ def _marked(panel: Panel, drawn: Sequence[Line], marks: Sequence[tuple[str, floa
         x, y = _log(intensity, flops)
         across, down = LEFT + (x - low) / (high - low) * WIDE, TOP + (1 - y / top) * TALL
         parts.append(f'<circle class="c5" cx="{across:.1f}" cy="{down:.1f}" r="3.5"/>')
-        parts.append(f'<text x="{across + 6:.1f}" y="{down + 14:.1f}">{label}: {intensity:.3g}</text>')
+        left = across > LEFT + 0.7 * WIDE
+        place = (
+            f'class="y" x="{across - 6:.1f}" y="{down - 8:.1f}"'
+            if left
+            else f'x="{across + 6:.1f}" y="{down + 14:.1f}"'
+        )
+        parts.append(f"<text {place}>{label}: {intensity:,.0f}</text>")
     return Panel(panel.title, parts)
 
 
@@ -132,7 +144,7 @@ def _throughput(search: Callable[[Hardware], Price], hardware: Hardware, memory:
 
 
 def _map(report: Report) -> list[Panel]:
-    """Shares on the slow level by link and by slow level, both half to 16 times; the best link on top."""
+    """Shares on the slow level by link and by slow level, both half to 8 times; the best link on top."""
     found = [
         [_best(report, _scaled(report.hardware, link, slow)) for slow in FACTORS]
         for link in reversed(FACTORS)
@@ -148,7 +160,7 @@ def _map(report: Report) -> list[Panel]:
         rows = [[0.0 if one is None else share(one) for one in row] for row in found]
         darkest = max(value for row in rows for value in row)
         title = f"{title} (darkest: {darkest:.0%})"
-        panels.append(heat(title, "slow level, 1/2 to 16 times", "link, 16 times at the top", rows))
+        panels.append(heat(title, "slow level, 1/2 to 8 times", "link, 8 times at the top", rows))
     return panels
 
 
@@ -164,6 +176,6 @@ def _scaled(hardware: Hardware, link: float, slow: float) -> Hardware:
 
 def _best(report: Report, hardware: Hardware) -> Price | None:
     try:
-        return planner.search(report.model, hardware, report.workload)
+        return planner.search(report.model, hardware, report.workload, Limits(("cgopipe", "in-place")))
     except ConfigError:
         return None

@@ -61,6 +61,8 @@ class RoundRobin:
         return self._last
 
 
+EXACT = 1e-9
+"""Shares that differ by less tie."""
 AHEAD = 8
 """Requests that a worker may have more than another one, so that prompts go where they belong."""
 
@@ -87,8 +89,8 @@ class Affinity:
         fewest = min(load.requests for load in workers.values())
         open_ones = {w: load for w, load in workers.items() if load.requests < fewest + self._ahead}
         scores = _of_workers(open_ones, self._score(prompt))
-        best = max(scores.values())
-        return least_loaded({worker: open_ones[worker] for worker in scores if scores[worker] == best})
+        best = max(scores.values()) - EXACT
+        return least_loaded({worker: open_ones[worker] for worker in scores if scores[worker] >= best})
 
     def _score(self, prompt: Sequence[int]) -> npt.NDArray[np.float64]:
         """[ranks]"""

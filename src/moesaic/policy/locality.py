@@ -21,11 +21,9 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile, Routes, SmallArray, TokenArray
 from moesaic.core.tokens import IntArray
-from moesaic.policy.dispatch import AHEAD
+from moesaic.policy.dispatch import AHEAD, EXACT
 
 FloatArray = npt.NDArray[np.float64]
-EXACT = 1e-9
-"""Scores that differ by less, relatively, tie."""
 
 
 # ---- where experts live
@@ -135,7 +133,7 @@ def request_ranks(scores: FloatArray, lengths: IntArray, rule: Rule = "affinity"
     for request, row in enumerate(worth):
         allowed = np.where(counts < counts.min() + ahead, row, -np.inf)
         best = allowed.max()
-        tied = np.flatnonzero(allowed >= best - EXACT * abs(best))
+        tied = np.flatnonzero(allowed >= best - EXACT * max(1.0, abs(best)))
         rank = found[request] = tied[tokens[tied].argmin()]
         counts[rank] += 1
         tokens[rank] += lengths[request]

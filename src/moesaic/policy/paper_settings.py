@@ -92,9 +92,9 @@ def _unpadded() -> Iterator[Published]:
         given = setting("mixtral-8x7b", "l4", 77, n, bandwidth=76)
         note = "" if n < 256 else "the README's policy is not the optimum of its own search: m_c varied"
         yield Published(f"S2 MTBench, n {n}", given, mu, count, mu * count, reached, note)
-    note = "published for another m_c: README policies vary with free memory"
     for n, mu, count, reached in ((32, 164, 19, 63.0), (256, 100, 15, 96.9)):
         given = setting("mixtral-8x7b", "t4", 77, n, bandwidth=76)
+        note = "" if n < 256 else "published for another m_c: README policies vary with free memory"
         yield Published(f"S1 MTBench, n {n}", given, mu, count, mu * count, reached, note)
 
 
@@ -119,7 +119,7 @@ def _tensor_parallel() -> Iterator[Published]:
 
 
 def _helm() -> Iterator[Published]:
-    plateau = "mu 36 with 23 to 41 micro-batches predicts the same throughput: GPU memory is the limit"
+    plateau = "36 x 19 to 36 x 41 are predicted the same throughput: GPU memory is the limit"
     by_hand = "mu 8 is not in the search's grid: FlexGen's policy, set by hand"
     yield Published(
         "S1 synthetic reasoning", setting("mixtral-8x7b", "t4", 256, 50), 36, 26, 936, 26.349, plateau

@@ -200,6 +200,10 @@ def why_not(model: ModelSizes, hardware: Hardware, workload: Workload) -> str:
 def _too_much(level: Level, need: float, held: dict[str, float]) -> str:
     most = max(held, key=lambda name: held[name])
     return (
-        f"one request needs {need / GIB:.1f} GiB of {level.name} ({most}: {held[most] / GIB:.1f} GiB), "
-        f"and {level.room / GIB:.1f} GiB of it may be filled"
+        f"one request needs {_size(need)} of {level.name} ({most}: {_size(held[most])}), "
+        f"and {_size(level.room)} of it may be filled"
     )
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{1024 * count / GIB:.1f} MiB"
