@@ -46,6 +46,7 @@ def test_what_was_asked_for(made: Profile) -> None:
     assert (ordered[:, :, 1:] > ordered[:, :, :-1]).all(), "a token chooses different experts"
 
 
+@pytest.mark.slow
 def test_a_seed_says_it_all(made: Profile) -> None:
     again, other = (routings.generate(SMALL, layers=3, requests=120, seed=seed) for seed in (1, 2))
     assert (again.routes.experts == made.routes.experts).all()

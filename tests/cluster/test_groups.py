@@ -51,6 +51,7 @@ def same(found: list[Answer], expected: list[Answer]) -> None:
         assert one == pytest.approx(other, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_group_dies_and_restarts_as_one(victim: int, expected: list[Answer]) -> None:
     """One rank is killed in the middle of the answers; nobody of its group stays."""

@@ -75,6 +75,7 @@ def pairs_of(served: Cluster) -> list[tuple[int, int]]:
     return [(one.pairs, one.local_pairs) for one in served.supervisor.report().locality]
 
 
+@pytest.mark.slow
 def test_what_is_counted_as_local_is_what_the_routes_say(alone: Alone, tmp_path: Path) -> None:
     """A random placement, some experts on both ranks, requests on one rank after the other."""
     file = write(tmp_path, alone.profile, shuffled(alone.profile, 0), copies=3)

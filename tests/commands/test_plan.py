@@ -45,6 +45,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(LINE) == 0
     shown = capsys.readouterr().out
@@ -64,6 +65,7 @@ def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         assert text in shown, text
 
 
+@pytest.mark.slow
 def test_for_machines_and_with_another_host(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["plan", "demo", "--hardware", str(file), "--prompt-len", "32", "--gen-len", "16", "--json"]
     assert cli.main([*line, "--host-memory", "1GiB", "--host-bandwidth", "5GiB", "--gpus", "2"]) == 0
@@ -160,6 +162,7 @@ def test_known_machines_can_be_asked_for_by_name() -> None:
 # ---- pictures
 
 
+@pytest.mark.slow
 def test_the_picture_has_every_chart_and_the_turning_points(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +178,7 @@ def test_the_picture_has_every_chart_and_the_turning_points(
     assert text.count("darkest: ") == 3 and "nan" not in target.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_picture_that_cannot_be_written(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_picture, "draw", lambda report: "<svg/>")
     line = ["plan", "demo", "--hardware", str(file), "--prompt-len", "8", "--gen-len", "8"]
@@ -184,6 +188,7 @@ def test_a_picture_that_cannot_be_written(file: Path, monkeypatch: pytest.Monkey
 # ---- the paper
 
 
+@pytest.mark.slow
 def test_the_paper_for_people_and_for_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two settings of each kind; all of them are in tests/policy/test_published.py."""
     few = [one for one in settings() if one.name in ("S1 MTBench padded, n 32", "S8 MTBench, n 32")]

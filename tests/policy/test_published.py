@@ -147,6 +147,7 @@ def test_flexgens_policies(row: FlexGenPublished) -> None:
     assert found.cache == found.hidden == 0 and 0.06 < found.weights < 0.15
 
 
+@pytest.mark.slow
 def test_bisection_finds_what_flexgens_walk_finds() -> None:
     row = next(row for row in FLEXGEN if row.prompt == 1984)
     walked, climbed = row.search(walk=True), row.search()

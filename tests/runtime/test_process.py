@@ -44,6 +44,7 @@ def long_request(request_id: int) -> messages.Submit:
     return messages.Submit([Request(request_id, [5, 6, 7], params)])
 
 
+@pytest.mark.slow
 def test_a_worker_serves_cancels_and_shuts_down(worker: ChildProcess) -> None:
     ready = until(worker, messages.Ready)
     assert isinstance(ready, messages.Ready) and ready.info.model_type == "qwen3_moe"
