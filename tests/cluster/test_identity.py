@@ -65,7 +65,7 @@ def expected() -> list[Answer]:
     return alone(*workload(8, 24))
 
 
-FAST = ("barrier, 2 and 2", "async mtfs, 2 workers, 3 servers")
+FAST = ("async mtfs, 2 workers, 3 servers",)
 EVERY_SHAPE = [
     shape if shape.id in FAST else pytest.param(*shape.values, id=shape.id, marks=pytest.mark.slow)
     for shape in SHAPES

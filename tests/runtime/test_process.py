@@ -69,6 +69,7 @@ def test_a_worker_serves_cancels_and_shuts_down(worker: ChildProcess) -> None:
     assert worker.process.wait(20) == 0
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_noticed_at_once(worker: ChildProcess) -> None:
     until(worker, messages.Ready)
     worker.connection.send(long_request(0))
