@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ import torch
 from checkpoint import Checkpoint
 
 from moesaic import LLM, SamplingParams
-from moesaic.experts.client import DirectExperts, Ticket
+from moesaic.experts.client import Ask, DirectExperts, Ticket
 
 PATTERNS = ("persistent", "alternating", "exponential")
 FINEST = 40
@@ -97,22 +98,16 @@ class _Calibrating(DirectExperts):
     checkpoint: Checkpoint
     found: dict[int, float]
 
-    def submit(
-        self,
-        layer: int,
-        hidden: torch.Tensor,
-        expert_ids: torch.Tensor,
-        out: torch.Tensor | None = None,
-        weights: torch.Tensor | None = None,
-    ) -> Ticket:
+    def submit(self, ask: Ask) -> Ticket:
+        layer = ask.layer
         gate = _gate(self.checkpoint, layer)
-        rows = hidden.numpy()
-        t, k = direction(self.pattern, layer, len(gate)), expert_ids.shape[1]
+        rows = ask.hidden.numpy()
+        t, k = direction(self.pattern, layer, len(gate)), ask.expert_ids.shape[1]
         logits, x0 = rows @ gate.T, rows[:, 0]
         if layer not in self.found:
             self.found[layer] = solve(logits, x0, t, k, self.share)
         ids = top_k(logits, x0, self.found[layer], t, k)
-        return super().submit(layer, hidden, torch.from_numpy(ids.astype(np.int64)), out)
+        return super().submit(replace(ask, expert_ids=torch.from_numpy(ids.astype(np.int64))))
 
 
 class _Counting(DirectExperts):
@@ -120,17 +115,11 @@ class _Counting(DirectExperts):
 
     pairs: dict[int, np.ndarray]
 
-    def submit(
-        self,
-        layer: int,
-        hidden: torch.Tensor,
-        expert_ids: torch.Tensor,
-        out: torch.Tensor | None = None,
-        weights: torch.Tensor | None = None,
-    ) -> Ticket:
-        counts = np.bincount(expert_ids.numpy().reshape(-1), minlength=self._weights[layer].num_experts)
-        self.pairs[layer] = self.pairs.get(layer, 0) + counts
-        return super().submit(layer, hidden, expert_ids, out)
+    def submit(self, ask: Ask) -> Ticket:
+        experts = self._weights[ask.layer].num_experts
+        counts = np.bincount(ask.expert_ids.numpy().reshape(-1), minlength=experts)
+        self.pairs[ask.layer] = self.pairs.get(ask.layer, 0) + counts
+        return super().submit(ask)
 
 
 def calibrate(path: Path, pattern: str, share: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moesaic.experts.client import DirectExperts, Ticket
+from moesaic.experts.client import Ask, DirectExperts, Ticket
 from moesaic.kernels.reference.experts import experts_plain
 from moesaic.kernels.table import REFERENCE
 from moesaic.kernels.weights import ExpertWeights
@@ -25,7 +25,7 @@ def test_an_answer_holds_until_it_is_released_and_only_for_its_ticket() -> None:
     for layer, rows in ((0, 5), (3, 9), (0, 2)):  # the middle one needs more memory than the first had
         hidden = torch.randn(rows, 8)
         ids = torch.stack([torch.randperm(4)[:2] for _ in range(rows)])
-        ticket = direct.submit(layer, hidden, ids)
+        ticket = direct.submit(Ask(layer, hidden, ids))
         assert direct.poll(Ticket(ticket.number + 1)) is None
         answer = direct.poll(ticket)
         assert answer is not None

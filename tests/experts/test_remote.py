@@ -15,7 +15,7 @@ import torch
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.experts.arithmetic import Part
-from moesaic.experts.client import Ticket
+from moesaic.experts.client import Ask, Ticket
 from moesaic.experts.outstanding import Submission, Summed
 from moesaic.experts.remote import RemoteExperts
 from moesaic.experts.server import ExpertServer
@@ -119,7 +119,7 @@ class Cluster:
         hidden = torch.arange(rows * HIDDEN, dtype=torch.float32).reshape(rows, HIDDEN)
         ids = torch.tensor([[row % EXPERTS, (row + 1) % EXPERTS] for row in range(rows)])
         wanted = hidden[:, None] * (10 * layer + ids[:, :, None] + 1)
-        return self.client.submit(layer, hidden, ids), wanted
+        return self.client.submit(Ask(layer, hidden, ids)), wanted
 
     def submit_summed(self, rows: int = 3) -> tuple[Ticket, torch.Tensor]:
         """Weights differ from pair to pair; what comes back must sum up to this."""
@@ -127,7 +127,7 @@ class Cluster:
         ids = torch.tensor([[row % EXPERTS, (row + 1) % EXPERTS] for row in range(rows)])
         weights = (torch.arange(2 * rows, dtype=torch.float32) + 1).reshape(rows, 2) / 4
         wanted = (weights[:, :, None] * hidden[:, None] * (ids[:, :, None] + 1)).sum(1)
-        return self.client.submit(0, hidden, ids, weights=weights), wanted
+        return self.client.submit(Ask(0, hidden, ids, weights=weights)), wanted
 
     def turn(self, *servers: int) -> None:
         for server in servers:
@@ -303,7 +303,7 @@ def test_a_call_without_pairs_is_no_work(tmp_path: Path) -> None:
         cluster.publish(0, 1)
         cluster.client.arrivals()
         hidden, ids = torch.ones(1, HIDDEN), torch.zeros((1, 2), dtype=torch.int64)
-        ticket = cluster.client.submit(0, hidden, ids)
+        ticket = cluster.client.submit(Ask(0, hidden, ids))
         assert cluster.rows(ticket, 0, 1).tolist() == [[[1.0] * HIDDEN] * 2]
         assert [server.served.calls for server in cluster.servers] == [1, 1]
         outstanding = [state.outstanding for state in cluster.replicas._servers.values()]

@@ -30,22 +30,26 @@ class Ticket:
     number: int
 
 
+@dataclass(frozen=True)
+class Ask:
+    """A question to the experts of a layer."""
+
+    layer: int
+    hidden: torch.Tensor
+    """[n, h] float32"""
+    expert_ids: torch.Tensor
+    """[n, k] int64, logical."""
+    out: torch.Tensor | None = None
+    """[n, k, h] float32, where the answer is wanted, if that matters."""
+    weights: torch.Tensor | None = None
+    """[n, k] float32, if partial sums are wanted: of a row's pairs that one server answers the first is their
+    weighted sum, the others are zeros."""
+
+
 class RoutedExperts(Protocol):
     """Asynchronous by contract: other work may run between the two calls."""
 
-    def submit(
-        self,
-        layer: int,
-        hidden: torch.Tensor,
-        expert_ids: torch.Tensor,
-        out: torch.Tensor | None = None,
-        weights: torch.Tensor | None = None,
-    ) -> Ticket:
-        """Ask for the experts of `layer`. hidden: [n, h] float32; expert_ids: [n, k] int64, logical; out:
-        [n, k, h] float32, where the answer is wanted, if that matters. weights: [n, k] float32, if partial
-        sums are wanted: of a row's pairs that one server answers the first is their weighted sum, the others
-        are zeros."""
-        ...
+    def submit(self, ask: Ask) -> Ticket: ...
 
     def poll(self, ticket: Ticket) -> torch.Tensor | None:
         """rows [n, k, h] float32, unweighted unless partial sums were asked for, that hold until `release`;
@@ -101,20 +105,14 @@ class DirectExperts:
         """Of the largest answer so far. Fresh memory for each would be paged in anew by the system, which
         took a fifth of the time of a prefill."""
 
-    def submit(
-        self,
-        layer: int,
-        hidden: torch.Tensor,
-        expert_ids: torch.Tensor,
-        out: torch.Tensor | None = None,
-        weights: torch.Tensor | None = None,
-    ) -> Ticket:
-        if weights is not None:
+    def submit(self, ask: Ask) -> Ticket:
+        if ask.weights is not None:
             raise ValueError("a direct call has no bytes to save: partial sums are for servers")
         ticket = Ticket(self._submitted)
         self._submitted += 1
-        out = self._room(hidden, expert_ids) if out is None else out
-        self._answer = (ticket, self._kernels.experts(self._weights[layer], hidden, expert_ids, out))
+        out = self._room(ask.hidden, ask.expert_ids) if ask.out is None else ask.out
+        rows = self._kernels.experts(self._weights[ask.layer], ask.hidden, ask.expert_ids, out)
+        self._answer = (ticket, rows)
         return ticket
 
     def poll(self, ticket: Ticket) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
-from moesaic.experts.client import Ticket
+from moesaic.experts.client import Ask, Ticket
 from moesaic.experts.connecting import Connector
 from moesaic.experts.entrance import Entrance
 from moesaic.experts.outstanding import End, Memory, Posted, Sent, Submission, Summed
@@ -68,22 +68,16 @@ class RemoteExperts:
 
     # ---- RoutedExperts
 
-    def submit(
-        self,
-        layer: int,
-        hidden: torch.Tensor,
-        expert_ids: torch.Tensor,
-        out: torch.Tensor | None = None,
-        weights: torch.Tensor | None = None,
-    ) -> Ticket:
+    def submit(self, ask: Ask) -> Ticket:
         ticket = Ticket(self._submitted)
         self._submitted += 1
-        experts = expert_ids.cpu().numpy().reshape(-1)
-        rows = hidden.cpu().contiguous().numpy()
-        wanted = None if out is None else out.numpy().reshape(len(experts), rows.shape[1])
+        experts = ask.expert_ids.cpu().numpy().reshape(-1)
+        rows = ask.hidden.cpu().contiguous().numpy()
+        wanted = None if ask.out is None else ask.out.numpy().reshape(len(experts), rows.shape[1])
         memory, into = self._memory.take(len(experts), rows.shape[1], wanted)
-        scores = None if weights is None else weights.cpu().numpy().reshape(-1)
-        submission = Submission(ticket, layer, rows, experts, scores, expert_ids.shape[1], memory, into)
+        scores = None if ask.weights is None else ask.weights.cpu().numpy().reshape(-1)
+        top_k = ask.expert_ids.shape[1]
+        submission = Submission(ticket, ask.layer, rows, experts, scores, top_k, memory, into)
         self._submissions[ticket.number] = submission
         self._send(submission, np.arange(len(experts)))
         if self._everyone:

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from moesaic.core.tokens import TokenBatch
-from moesaic.experts.client import RoutedExperts
+from moesaic.experts.client import Ask, RoutedExperts
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Recorder, Recording
 from moesaic.kvcache.paged import PagedKV
 from moesaic.models.block import Block, Gated
 from moesaic.models.model import Model
-from moesaic.runtime.walk import Ask, Chosen, Combine, Stages, Walk
+from moesaic.runtime.walk import Chosen, Combine, Stages, Walk
 
 RECORDED_ROWS = 64
 """Decode steps of more rows are not recorded: Python's share of their time is small."""

@@ -65,7 +65,7 @@ class Layered:
             gated = to_gate(block, layer, hidden, positions, attention, self._kv)
             if gated.expert_ids is not None:
                 ask, gated = self._combine.ask(layer, gated)
-                ticket = self._experts.submit(layer, ask.hidden, ask.expert_ids, weights=ask.weights)
+                ticket = self._experts.submit(ask)
                 self._run_of[ticket.number] = action.plan.step
                 dense = block.dense(gated.normed)
                 self._runs[action.plan.step] = _Asked(block, gated, dense, ticket)

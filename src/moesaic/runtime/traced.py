@@ -28,7 +28,7 @@ import torch
 
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.tokens import IntArray
-from moesaic.experts.client import Ticket
+from moesaic.experts.client import Ask, Ticket
 from moesaic.experts.remote import RemoteExperts
 from moesaic.policy.brain.actions import Action, Brain, Event, RunLayer, RunStep, StepDone, StepPlan
 from moesaic.runtime.executor import Executor
@@ -206,18 +206,11 @@ class TracedRemote(RemoteExperts):
         self._at_gate = False
         """It has rows and waits for others to begin with them."""
 
-    def submit(
-        self,
-        layer: int,
-        hidden: torch.Tensor,
-        expert_ids: torch.Tensor,
-        out: torch.Tensor | None = None,
-        weights: torch.Tensor | None = None,
-    ) -> Ticket:
+    def submit(self, ask: Ask) -> Ticket:
         begin = self._track.now()
-        ticket = super().submit(layer, hidden, expert_ids, out, weights)
-        self._open[ticket.number] = _Question(layer, expert_ids.numel())
-        self._timeline.dispatched(layer, expert_ids.numel(), begin)
+        ticket = super().submit(ask)
+        self._open[ticket.number] = _Question(ask.layer, ask.expert_ids.numel())
+        self._timeline.dispatched(ask.layer, ask.expert_ids.numel(), begin)
         self._count()
         return ticket
 

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from moesaic.core.tokens import IntArray, TokenBatch
-from moesaic.experts.client import RoutedExperts, Ticket
+from moesaic.experts.client import Ask, RoutedExperts, Ticket
 from moesaic.models.block import Gated
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What a step asks the experts of a layer; as RoutedExperts.submit."""
-
-    layer: int
-    hidden: torch.Tensor
-    expert_ids: torch.Tensor
-    out: torch.Tensor | None = None
-    weights: torch.Tensor | None = None
 
 
 class Combine:
@@ -86,9 +75,7 @@ class Walk:
                     self._experts.release(used)
             self._waits = ask is None
             if ask is not None:
-                self._ticket = self._experts.submit(
-                    ask.layer, ask.hidden, ask.expert_ids, ask.out, ask.weights
-                )
+                self._ticket = self._experts.submit(ask)
 
     @property
     def ready(self) -> bool:
