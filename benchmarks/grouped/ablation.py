@@ -29,7 +29,7 @@ from moesaic.core.tables import Tables
 from moesaic.policy import predict
 from moesaic.policy.cocluster import SOLVERS
 from moesaic.runtime.tensor.counted import Counted
-from moesaic.runtime.tensor.forecast import Forecast
+from moesaic.runtime.tensor.forecast import Forecast, InOrder
 from moesaic.transport.peers import Peers
 
 SHARE = 0.2
@@ -90,7 +90,7 @@ class Steps:
         def answer(packet: Packet) -> Any:
             return scratch[: int(np.count_nonzero(packet.experts >= 0))]
 
-        forecast = Forecast(group, Counted(), chosen if variant.shuffle else None)
+        forecast = Forecast(group, Counted(), chosen) if variant.shuffle else InOrder(group)
         owners = chosen.experts.astype(np.int64)
         self._exchange = Exchange(peers, group, variant, forecast, owners, answer, lambda hidden, *_: hidden)
         self._weights = np.full((len(tokens), experts.shape[2]), 1 / experts.shape[2], np.float32)

@@ -22,7 +22,7 @@ from moesaic.core.tokens import IntArray
 from moesaic.policy import predict
 from moesaic.policy.cocluster.tokens import labelled
 from moesaic.runtime.tensor.counted import Counted
-from moesaic.runtime.tensor.forecast import Forecast
+from moesaic.runtime.tensor.forecast import Forecast, InOrder
 from moesaic.transport.peers import local_peers
 
 # ---- routes
@@ -115,7 +115,7 @@ def exchanged(size: int, variant: Variant) -> tuple[list[list[FloatArray]], list
     tables = predict.build(known, labelled(known, owners.astype(np.int16)))
 
     def task(peers: Any, group: OneShotGroup) -> Any:
-        forecast = Forecast(group, Counted(), tables if variant.shuffle else None)
+        forecast = Forecast(group, Counted(), tables) if variant.shuffle else InOrder(group)
         one = Exchange(peers, group, variant, forecast, owners.astype(np.int64), scaled, merged)
         one.begin(known.routes.tokens.astype(np.int64))
         rows = [one.layer(i + 1, i, *of_layer(known, i), addend(group.rank)) for i in range(LAYERS)]

@@ -107,14 +107,15 @@ def _build_group(
 ) -> tuple[Worker, WorkerInfo]:
     """The worker that is the first rank of a group of processes, which it starts."""
     tensor.check(config)
+    where = tensor.placed(config)
     crew = Crew(config)
     group = crew.gather()
     config, scheduler = of_rank(config, 0), config.scheduler
-    loaded = tensor.load_rank(config, group, progress)
+    loaded = tensor.load_rank(config, group, where, progress)
     kv_dtype = kv_type(config.cache, loaded)
     num_blocks = num_blocks_of(config, loaded, max_model_len, kv_dtype)
     group.announce(num_blocks.to_bytes(8, "little"))
-    forward = tensor.join(config, group, loaded, num_blocks)
+    forward = tensor.join(config, group, where, loaded, num_blocks)
     forward.crew = crew
     limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_model_len)
     blocks = KVBlocks(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)

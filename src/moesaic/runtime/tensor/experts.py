@@ -45,7 +45,8 @@ class GroupExperts:
         assert gated.expert_ids is not None and gated.weights is not None
         ids, weights = gated.expert_ids.numpy(), gated.weights.numpy()
         route = self._route(layer, ids)
-        self._count(layer, ids)
+        self._counted.pairs += ids.size
+        self._counted.local_pairs += int(np.count_nonzero(route.owners == self._group.rank))
         hidden = gated.normed.numpy()
         packets = dispatch(self._group, route, hidden, np.repeat(weights, self._ranks, axis=1))
         rows = combine_pairs(self._group, route, self._answers(layer, packets, hidden.shape[1]))
@@ -57,23 +58,13 @@ class GroupExperts:
         """[n, h] what the experts here contribute to all rows: weighted sums, zeros where there are none."""
         assert gated.expert_ids is not None and gated.weights is not None
         ids = gated.expert_ids.numpy()
-        here = self._here(layer, ids)
-        row, rank = np.nonzero(here)
+        first = self._owners[layer][ids]
+        row, rank = np.nonzero((first <= self._group.rank) & (self._group.rank < first + self._ranks))
         rows = torch.zeros(*ids.shape, gated.normed.shape[1])
         if len(row):
             rows[row, rank] = self._compute(layer, gated.normed[torch.from_numpy(row)], ids[row, rank])
         none = torch.zeros_like(gated.normed)
         return self._kernels.merge(none, None, rows, gated.weights)
-
-    def _here(self, layer: int, ids: IntArray) -> np.ndarray:
-        """Whether each expert (or this rank's part of it) is held on this rank."""
-        first = self._owners[layer][ids]
-        here: np.ndarray = (first <= self._group.rank) & (self._group.rank < first + self._ranks)
-        return here
-
-    def _count(self, layer: int, ids: IntArray) -> None:
-        self._counted.pairs += ids.size
-        self._counted.local_pairs += int(np.count_nonzero(self._here(layer, ids)))
 
     def _route(self, layer: int, ids: IntArray) -> Route:
         """Each pair to the `expert_ranks` ranks that hold its expert, one after another."""

@@ -25,7 +25,7 @@ from moesaic.collectives.group import Group, equal_sizes
 from moesaic.core.tokens import IntArray
 from moesaic.models.block import Block, Gated
 from moesaic.runtime.tensor.experts import GroupExperts
-from moesaic.runtime.tensor.forecast import Forecast
+from moesaic.runtime.tensor.forecast import Scattering
 
 
 class Form(Protocol):
@@ -104,21 +104,21 @@ class AllReduce:
 class Scattered:
     """`reduce-scatter` and `shuffled`: a row is summed up only where its experts are asked from."""
 
-    def __init__(self, group: Group, experts: GroupExperts, forecast: Forecast) -> None:
-        self._group, self._experts, self._forecast = group, experts, forecast
+    def __init__(self, group: Group, experts: GroupExperts, scattering: Scattering) -> None:
+        self._group, self._experts, self._scattering = group, experts, scattering
 
     @property
     def name(self) -> str:
-        return self._forecast.name
+        return self._scattering.name
 
     def begin(self, token_ids: IntArray) -> None:
-        self._forecast.begin(token_ids)
+        self._scattering.begin(token_ids)
 
     def feed_forward(
         self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor
     ) -> torch.Tensor:
         """Residual and norm follow the permuted order until the all-gather undoes it."""
-        shuffle = self._forecast.shuffle(layer)
+        shuffle = self._scattering.shuffle(layer)
         first, end = shuffle.starts[self._group.rank : self._group.rank + 2]
         mine = torch.from_numpy(shuffle.order[first:end])
         addend = self._group.reduce_scatter(partial.numpy(), shuffle.sizes.tolist(), shuffle.order)
@@ -126,7 +126,7 @@ class Scattered:
         merged = _merged(self._experts, layer, block, gated)
         out = torch.from_numpy(self._group.all_gather(merged.numpy(), shuffle.order))
         assert gated.expert_ids is not None
-        self._forecast.learn(layer, gated.expert_ids.numpy(), shuffle)
+        self._scattering.learn(layer, gated.expert_ids.numpy(), shuffle)
         return out
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from moesaic.collectives.group import Group
 from moesaic.config import GroupConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
-from moesaic.core.experts import ExpertLayout
 from moesaic.core.placement import Placement
 from moesaic.core.tables import Tables
 from moesaic.core.tokens import IntArray
@@ -22,7 +21,7 @@ from moesaic.models.shard import Shard
 from moesaic.runtime.loaded import Loaded, device_of, kv_type, load_model
 from moesaic.runtime.tensor.counted import Counted
 from moesaic.runtime.tensor.experts import GroupExperts, cut
-from moesaic.runtime.tensor.forecast import Forecast
+from moesaic.runtime.tensor.forecast import Forecast, InOrder
 from moesaic.runtime.tensor.forms import AllReduce, DeepSpeed, Form, Scattered
 from moesaic.runtime.tensor.sharded import Sharded
 
@@ -40,6 +39,9 @@ def check(config: WorkerConfig) -> None:
         if value != allowed:
             allowed_text = "nothing" if allowed is None else str(allowed)
             raise ConfigError.field(flag, value, f"{allowed_text} with --tensor-parallel-size {size}")
+    device = device_of(config.model)
+    if device.type != "cpu":
+        raise ConfigError.field("--device", device.type, "cpu with --tensor-parallel-size")
     path = files.resolve(config.model.model, config.model.revision)
     registry.read_spec(path, Shard(0, size))
     units = size // config.group.expert_ranks
@@ -53,60 +55,40 @@ def check(config: WorkerConfig) -> None:
         raise ConfigError.field("--expert-tensor-parallel-size", config.group.expert_ranks, width)
 
 
-def load_rank(config: WorkerConfig, group: Group, progress: Progress | None = None) -> Loaded:
-    """This rank's heads, and the experts that the placement gives it."""
-    path = files.resolve(config.model.model, config.model.revision)
-    device = device_of(config.model)
-    if device.type != "cpu":
-        raise ConfigError.field("--device", device.type, "cpu with --tensor-parallel-size")
-    kernels = table.pick("cpu", config.model.kernels)
-    layout = registry.expert_layout(path, kernels, "cpu", config.model.dtype)
-    shard = Shard(group.rank, group.size)
-    loaded = load_model(config.model, progress, layout, config.most_threads, shard)
-    unit, part = divmod(group.rank, config.group.expert_ranks)
-    owners = owners_of(config.group, layout)
-    wanted = {layer: np.flatnonzero(owners[layer] == unit).tolist() for layer in layout.layers}
-    weights = registry.load_experts(path, kernels, wanted, "cpu", config.model.dtype)
-    if config.group.expert_ranks > 1:
-        weights = {layer: cut(one, part, config.group.expert_ranks) for layer, one in weights.items()}
-    return replace(loaded, model=replace(loaded.model, experts=weights))
+@dataclass(frozen=True)
+class Placed:
+    """Where the experts of a group live."""
+
+    owners: Mapping[int, IntArray]
+    """Layer -> [E] the unit that holds each expert: a rank, or the ranks that share one."""
+    tables: Tables | None
+    """Where rows are expected to want them."""
 
 
-def join(config: WorkerConfig, group: Group, loaded: Loaded, num_blocks: int) -> Sharded:
-    """The parts of a loaded rank, put together. All ranks have as many KV blocks."""
-    model, chosen = loaded.model, config.group
-    path = files.resolve(config.model.model, config.model.revision)
-    layout = registry.expert_layout(path, loaded.kernels, "cpu", config.model.dtype)
-    owners = {layer: one * chosen.expert_ranks for layer, one in owners_of(chosen, layout).items()}
-    counted = Counted()
-    experts = GroupExperts(group, loaded.kernels, model.experts, owners, counted, chosen.expert_ranks)
-    size, dtype = config.cache.block_size, kv_type(config.cache, loaded)
-    kv = PagedKV(model.spec.kv, model.spec.num_layers, num_blocks, size, dtype, loaded.device, loaded.kernels)
-    return Sharded(model, kv, size, group, form_of(chosen, group, experts, counted), counted)
+def placed(config: WorkerConfig) -> Placed:
+    """As the placement's file says, else in equal ranges. Of copies that which the tables expect, or one.
 
-
-def follower(config: WorkerConfig, group: Group) -> Sharded:
-    """A rank but the first, which says how many KV blocks there are."""
-    loaded = load_rank(config, group)
-    num_blocks = int.from_bytes(group.announce(b""), "little")
-    return join(config, group, loaded, num_blocks)
-
-
-def owners_of(config: GroupConfig, layout: ExpertLayout) -> Mapping[int, IntArray]:
-    """Layer -> [E] the unit that holds each expert: a rank, or the ranks that share one. Of copies that which
-    the tables expect, or the first.
-
-    Raises ConfigError for a placement that does not fit.
+    Raises ConfigError for a file that does not fit, and for `shuffled` without tables.
     """
-    units = config.size // config.expert_ranks
-    if config.placement is None:
-        return equal_owners(layout.layers, layout.num_experts, units)
-    placement = Placement.read(config.placement, units)
-    placement.check(layout.fingerprint, layout.layers, layout.num_experts)
-    tables = Tables.beside(config.placement, units)
-    if tables is not None:
-        return dict(zip(tables.layers, tables.experts.astype(np.int64), strict=True))
-    return {layer: placement.table(layer)[:, 0] for layer in layout.layers}
+    group, model = config.group, config.model
+    units = group.size // group.expert_ranks
+    path = files.resolve(model.model, model.revision)
+    layout = registry.expert_layout(path, table.pick("cpu", model.kernels), "cpu", model.dtype)
+    if group.placement is None:
+        found = Placed(equal_owners(layout.layers, layout.num_experts, units), None)
+    else:
+        placement = Placement.read(group.placement, units)
+        placement.check(layout.fingerprint, layout.layers, layout.num_experts)
+        found = _placed_by(placement, Tables.beside(group.placement, units))
+    if group.form == "shuffled" and found.tables is None:
+        raise ConfigError.field("--placement", group.placement, "a file with tables, for shuffled rows")
+    return found
+
+
+def _placed_by(placement: Placement, tables: Tables | None) -> Placed:
+    if tables is None:
+        return Placed({layer: placement.table(layer)[:, 0] for layer in placement.layers}, None)
+    return Placed(dict(zip(tables.layers, tables.experts.astype(np.int64), strict=True)), tables)
 
 
 def equal_owners(layers: tuple[int, ...], num_experts: int, units: int) -> Mapping[int, IntArray]:
@@ -118,17 +100,48 @@ def equal_owners(layers: tuple[int, ...], num_experts: int, units: int) -> Mappi
     return dict.fromkeys(layers, np.repeat(np.arange(units), counts))
 
 
-def form_of(config: GroupConfig, group: Group, experts: GroupExperts, counted: Counted) -> Form:
-    """The one that --moe-collectives names. Raises ConfigError for `shuffled` without tables."""
-    match config.form:
-        case "deepspeed":
-            return DeepSpeed(group, experts)
-        case "all-reduce":
-            return AllReduce(group, experts)
-        case "reduce-scatter":
-            return Scattered(group, experts, Forecast(group, counted))
-    units = config.size // config.expert_ranks
-    tables = None if config.placement is None else Tables.beside(config.placement, units)
-    if config.form == "shuffled" and tables is None:
-        raise ConfigError.field("--placement", config.placement, "a file with tables, for shuffled rows")
+def load_rank(config: WorkerConfig, group: Group, where: Placed, progress: Progress | None = None) -> Loaded:
+    """This rank's heads, and the experts that it is given."""
+    path = files.resolve(config.model.model, config.model.revision)
+    kernels = table.pick("cpu", config.model.kernels)
+    layout = registry.expert_layout(path, kernels, "cpu", config.model.dtype)
+    shard = Shard(group.rank, group.size)
+    loaded = load_model(config.model, progress, layout, config.most_threads, shard)
+    unit, part = divmod(group.rank, config.group.expert_ranks)
+    wanted = {layer: np.flatnonzero(owners == unit).tolist() for layer, owners in where.owners.items()}
+    weights = registry.load_experts(path, kernels, wanted, "cpu", config.model.dtype)
+    if config.group.expert_ranks > 1:
+        weights = {layer: cut(one, part, config.group.expert_ranks) for layer, one in weights.items()}
+    return replace(loaded, model=replace(loaded.model, experts=weights))
+
+
+def join(config: WorkerConfig, group: Group, where: Placed, loaded: Loaded, num_blocks: int) -> Sharded:
+    """The parts of a loaded rank, put together. All ranks have as many KV blocks."""
+    model, ranks, counted = loaded.model, config.group.expert_ranks, Counted()
+    owners = {layer: one * ranks for layer, one in where.owners.items()}
+    experts = GroupExperts(group, loaded.kernels, model.experts, owners, counted, ranks)
+    size, dtype = config.cache.block_size, kv_type(config.cache, loaded)
+    kv = PagedKV(model.spec.kv, model.spec.num_layers, num_blocks, size, dtype, loaded.device, loaded.kernels)
+    form = _form(config.group, group, experts, counted, where.tables)
+    return Sharded(model, kv, size, group, form, counted)
+
+
+def follower(config: WorkerConfig, group: Group) -> Sharded:
+    """A rank but the first, which says how many KV blocks there are."""
+    where = placed(config)
+    loaded = load_rank(config, group, where)
+    num_blocks = int.from_bytes(group.announce(b""), "little")
+    return join(config, group, where, loaded, num_blocks)
+
+
+def _form(
+    config: GroupConfig, group: Group, experts: GroupExperts, counted: Counted, tables: Tables | None
+) -> Form:
+    """The one that --moe-collectives names."""
+    if config.form == "deepspeed":
+        return DeepSpeed(group, experts)
+    if config.form == "all-reduce":
+        return AllReduce(group, experts)
+    if config.form == "reduce-scatter" or tables is None:
+        return Scattered(group, experts, InOrder(group))
     return Scattered(group, experts, Forecast(group, counted, tables, config.align, config.expert_ranks))
