@@ -62,16 +62,21 @@ def questions(worker: Row) -> dict[int, list[Span]]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("inflight", [1, 2])
-def test_steps_and_the_experts_they_wait_for(tmp_path: Path, inflight: int) -> None:
-    trace = tmp_path / "t.json"
-    with traced(trace, inflight_batches=inflight) as served:
+def rows_of_a_run(trace: Path, **settings: Any) -> tuple[list[Row], int]:
+    """Of two workers and two servers, and how many pairs were sent again."""
+    with traced(trace, **settings) as served:
         served.submit(*workload(8, 24))
         served.finish()
         resent = served.supervisor.report().counters.resent_pairs
     rows = read(trace)
     assert [row.process for row in rows] == NAMES
+    return rows, resent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inflight", [1, 2])
+def test_steps_and_the_experts_they_wait_for(tmp_path: Path, inflight: int) -> None:
+    rows, resent = rows_of_a_run(tmp_path / "t.json", inflight_batches=inflight)
     workers, servers = rows[:2], rows[2:]
     for worker in workers:
         steps = sorted({span.args["step"] for span in worker.layers})
@@ -104,13 +109,7 @@ def test_steps_and_the_experts_they_wait_for(tmp_path: Path, inflight: int) -> N
 @pytest.mark.parametrize("schedule", ["barrier", "async"])
 def test_barriers_are_to_be_seen(tmp_path: Path, schedule: str) -> None:
     """With them workers stand at the gate of each step and servers answer both at once."""
-    trace = tmp_path / "t.json"
-    with traced(trace, schedule=schedule) as served:
-        served.submit(*workload(8, 24))
-        served.finish()
-        resent = served.supervisor.report().counters.resent_pairs
-    rows = read(trace)
-    assert [row.process for row in rows] == NAMES
+    rows, resent = rows_of_a_run(tmp_path / "t.json", schedule=schedule)
     workers, servers = rows[:2], rows[2:]
     for row in rows:
         assert {span.layer for span in row.layers} == set(LAYERS)

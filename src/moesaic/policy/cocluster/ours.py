@@ -32,9 +32,8 @@ import numpy.typing as npt
 from moesaic.core.clusters import Clusters
 from moesaic.core.profile import Counts, Profile
 from moesaic.core.tokens import IntArray
-from moesaic.policy.cocluster.align import align
+from moesaic.policy.cocluster.layers import each_alone
 from moesaic.policy.cocluster.solver import Progress, rooms
-from moesaic.policy.cocluster.tokens import labelled
 
 FloatArray = npt.NDArray[np.float64]
 RowArray = npt.NDArray[np.float32]
@@ -76,15 +75,10 @@ def solve(
     search: Search | None = None,
 ) -> Clusters:
     """Cluster each layer, then number the clusters of all layers alike. Raises ConfigError: bad `ranks`."""
-    rooms(profile.num_experts, ranks)
-    layers = len(profile.counts)
-    found = np.zeros((layers, profile.num_experts), dtype=np.int64)
-    for layer, counts in enumerate(profile.counts):
-        rng = np.random.default_rng((seed, layer))
-        found[layer] = place(counts, profile.num_experts, ranks, rng, search or Search())
-        if progress is not None:
-            progress(layer + 1, layers)
-    return labelled(profile, align(profile, found, ranks))
+    chosen_search, size = search or Search(), profile.num_experts
+    return each_alone(
+        profile, ranks, seed, progress, lambda counts, rng: place(counts, size, ranks, rng, chosen_search)
+    )
 
 
 def place(counts: Counts, num_experts: int, ranks: int, rng: np.random.Generator, search: Search) -> IntArray:
