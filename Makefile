@@ -2,7 +2,7 @@
 # make demo    serve the checkpoint inside the package and stream an answer from it
 # make check   what to run before a commit: format, lint, types, architecture, fast tests
 # make test    every test
-# make soak    200 rounds of real clusters whose processes are killed and frozen; every answer is compared
+# make soak    210 rounds of real clusters whose processes are killed and frozen; every answer is compared
 # make sanitize   the tests of the native code under AddressSanitizer and UndefinedBehaviorSanitizer
 
 PYTHON ?= python3
@@ -27,7 +27,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 check: lint
-	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile
+	$(BIN)/pytest -m "not slow" -n 2 --dist worksteal
 
 test: $(STAMP)
 	$(BIN)/pytest -n 2 --dist loadfile

@@ -21,6 +21,8 @@ from pathlib import Path
 from disaggregated import affinity, colocated, kill, one, queues
 from rich.console import Console
 
+from moesaic.core.errors import MoesaicError
+
 PARTS = {"one": one, "colocated": colocated, "kill": kill, "queues": queues, "affinity": affinity}
 
 
@@ -42,7 +44,10 @@ def main() -> None:
     part = PARTS[arguments.command]
     if arguments.quick:
         part.quick(arguments)
-    found = part.measure(arguments)
+    try:
+        found = part.measure(arguments)
+    except MoesaicError as error:
+        raise SystemExit(f"disaggregation: {error}") from error
     part.show(found, Console(width=140))
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2))

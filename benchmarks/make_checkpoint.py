@@ -34,6 +34,17 @@ COMMON = {
     **ATTENTION,
 }
 SHAPES: dict[str, dict[str, object]] = {
+    "qwen3-moe-2.6b": COMMON
+    | {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_hidden_layers": 32,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 384,
+        "intermediate_size": 384,
+        "norm_topk_prob": True,
+    },
     "qwen3-moe-0.96b": COMMON
     | {
         "model_type": "qwen3_moe",
@@ -73,6 +84,21 @@ SHAPES: dict[str, dict[str, object]] = {
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 128,
         "intermediate_size": 128,
+        "norm_topk_prob": True,
+    },
+    "qwen3-moe-0.2b": COMMON
+    | {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 512,
+        "vocab_size": 4096,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 4,
+        "num_experts": 64,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 512,
+        "intermediate_size": 512,
         "norm_topk_prob": True,
     },
     "mixtral-0.75b": COMMON

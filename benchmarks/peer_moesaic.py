@@ -10,7 +10,7 @@ import torch
 from protocol import Answer, Order, private_stdout, serve, timed
 
 from moesaic import LLM, SamplingParams
-from moesaic.experts.client import DirectExperts, Ticket
+from moesaic.experts.client import Ask, DirectExperts, Ticket
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.policy.brain.actions import Action, Emit, Event
 
@@ -20,14 +20,12 @@ class Counting(DirectExperts):
 
     numbers_read = bytes_read = 0
 
-    def submit(
-        self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor, out: torch.Tensor | None = None
-    ) -> Ticket:
-        weights: ExpertWeights = self._weights[layer]
-        for expert in torch.unique(expert_ids).tolist():
+    def submit(self, ask: Ask) -> Ticket:
+        weights: ExpertWeights = self._weights[ask.layer]
+        for expert in torch.unique(ask.expert_ids).tolist():
             Counting.numbers_read += sum(tensor.numel() for tensor in weights.of(expert))
             Counting.bytes_read += sum(tensor.nbytes for tensor in weights.of(expert))
-        return super().submit(layer, hidden, expert_ids, out)
+        return super().submit(ask)
 
 
 class Stopwatch:

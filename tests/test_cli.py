@@ -24,6 +24,7 @@ from moesaic.commands.announce import capacity_line, requests_of_maximum_length
 from moesaic.commands.machine import Machine
 from moesaic.commands.units import in_bytes, in_words
 from moesaic.core.messages import WorkerInfo
+from tests.processes import children
 
 FLAGS = (
     *("--revision", "--device", "--dtype", "--max-model-len", "--threads", "--kv-cache-memory"),
@@ -54,12 +55,46 @@ def test_flags_come_from_the_configs(capsys: pytest.CaptureFixture[str]) -> None
     assert "Tokens in one KV block." in shown, "docstrings under fields are the help"
 
 
+QUEUE_FLAGS = ("--queue-urgency", "--queue-history", "--expert-batch-pairs", "--expert-batch-wait")
+
+
+def test_flags_of_queues_are_where_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, named in (("serve", True), ("run-batch", False), ("bench throughput", False)):
+        assert cli.main([*command.split(), "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert [flag for flag in QUEUE_FLAGS if (flag in shown) != named] == [], command
+
+
+def test_batches_of_expert_servers_need_expert_servers(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "serve demo --port 0 --expert-batch-pairs 8 --expert-batch-wait 2"
+    assert cli.main(line.split()) == 2
+    said = capsys.readouterr().err
+    assert "--expert-servers: got 0; allowed: at least 1 with --expert-batch-pairs" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("place", ["--output-file -o"]),
+        ("profile", ["--output-file -o"]),
+        ("run-batch", ["--input-file -i", "--output-file -o"]),
+    ],
+)
+def test_the_help_shows_short_flags(
+    command: str, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert [flag for flag in flags if f"{flag} PATH" not in shown] == []
+    assert "--debug -" not in shown
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("serve", "--model: got nothing; allowed: a value, see --help"),
         ("serve demo --block-size x", "--block-size: got 'x'; allowed: an integer"),
-        ("serve demo --kv-cache-dtype int8", "got 'int8'; allowed: auto, float32, bfloat16, float16"),
+        ("serve demo --kv-cache-dtype fp8", "got 'fp8'; allowed: auto, float32, bfloat16, float16, int8"),
         ("serve demo --max-model-len", "--max-model-len: got nothing; allowed: an integer"),
         ("serve demo --port 99999", "--port: got 99999; allowed: 0 to 65535"),
         ("serve demo --kv-cache-memory 3x", "--kv-cache-memory: got '3x'; allowed: a positive size"),
@@ -139,6 +174,7 @@ def get(url: str, key: str | None = None) -> int:
         return error.code
 
 
+@pytest.mark.slow
 def test_serve_says_what_it_chose_and_ends_on_sigterm() -> None:
     with server("--max-model-len", "100", "--max-num-seqs", "3") as process:
         shown = []
@@ -229,9 +265,8 @@ def test_a_pipe_that_nobody_reads_is_no_traceback() -> None:
 
 def worker_of(pid: int) -> int:
     """The one child of a process."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    assert len(children) == 1
-    return int(children[0])
+    [child] = children(pid)
+    return child
 
 
 @pytest.mark.slow

@@ -2,15 +2,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from moesaic import config
-from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig, WorkerConfig
+from moesaic.config import CacheConfig, ModelConfig, QueueConfig, SchedulerConfig, ServerConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 
-CONFIGS = (ModelConfig, CacheConfig, SchedulerConfig, ServerConfig)
+CONFIGS = (ModelConfig, CacheConfig, SchedulerConfig, QueueConfig, ServerConfig)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,7 @@ def test_json_carries_every_setting() -> None:
             max_model_len=64,
             threads=3,
             pin_threads=True,
+            mmap=False,
             kernels="portable",
             enforce_eager=True,
         ),
@@ -48,6 +50,7 @@ def test_json_carries_every_setting() -> None:
         most_threads=2,
         cpus=(0, 1),
         transport="socket",
+        queues=QueueConfig(0.25, 0, 8, 1.5),
     )
     for part in (full.model, full.cache, full.scheduler):
         blank = dataclasses.replace(WorkerConfig(ModelConfig("x")))
@@ -71,6 +74,12 @@ def test_json_carries_every_setting() -> None:
         ("--max-model-len", lambda: WorkerConfig(ModelConfig("m", max_model_len=1))),
         ("--threads", lambda: WorkerConfig(ModelConfig("m", threads=0))),
         ("--kv-cache-memory", lambda: WorkerConfig(ModelConfig("m"), CacheConfig("much"))),
+        ("--queue-urgency", lambda: QueueConfig(queue_urgency=-1)),
+        ("--queue-history", lambda: QueueConfig(queue_history=-1)),
+        ("--expert-batch-pairs", lambda: QueueConfig(expert_batch_pairs=0)),
+        ("--expert-batch-pairs", lambda: QueueConfig(expert_batch_wait=2.0)),
+        ("--expert-batch-wait", lambda: QueueConfig(expert_batch_pairs=8)),
+        ("--expert-batch-wait", lambda: QueueConfig(expert_batch_pairs=8, expert_batch_wait=101.0)),
         ("--port", lambda: ServerConfig(port=65536)),
         ("--max-queue", lambda: ServerConfig(max_queue=-1)),
         ("--api-key", lambda: ServerConfig(api_key="")),
@@ -80,6 +89,48 @@ def test_json_carries_every_setting() -> None:
 def test_a_wrong_setting_is_named(flag: str, make) -> None:
     with pytest.raises(ConfigError, match=f"^{flag}: .*allowed: "):
         make()
+
+
+ASYNC = SchedulerConfig(schedule="async")
+LOCKSTEP = SchedulerConfig(schedule="lockstep")
+WAITING = QueueConfig(expert_batch_pairs=8, expert_batch_wait=2.0)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "queues", "wrong"),
+    [
+        (ASYNC, QueueConfig(queue_urgency=0.0, queue_history=4), None),
+        (
+            LOCKSTEP,
+            QueueConfig(queue_urgency=0.0),
+            "--schedule: got 'lockstep'; .*async with --queue-urgency",
+        ),
+        (LOCKSTEP, QueueConfig(queue_history=4), "--schedule: got 'lockstep'; .*async with --queue-history"),
+        (
+            dataclasses.replace(ASYNC, queue_policy="flfs"),
+            QueueConfig(queue_history=4),
+            "--queue-policy: got 'flfs'; .*defrag with --queue-history",
+        ),
+        (LOCKSTEP, WAITING, None),
+        (ASYNC, WAITING, None),
+        (
+            SchedulerConfig(schedule="barrier"),
+            WAITING,
+            "--schedule: got 'barrier'; .*lockstep, async with --expert-batch-pairs",
+        ),
+    ],
+)
+def test_queues_are_refused_where_they_do_nothing(
+    scheduler: SchedulerConfig, queues: QueueConfig, wrong: str | None
+) -> None:
+    with nullcontext() if wrong is None else pytest.raises(ConfigError, match=wrong):
+        WorkerConfig(ModelConfig("m"), scheduler=scheduler, queues=queues)
+
+
+def test_urgency_may_be_set_off_or_left_as_it_is() -> None:
+    said = [QueueConfig(queue_urgency=one).urgency(0.1) for one in (None, 0.0, 0.5)]
+    assert said == [0.1, None, 0.5]
+    assert QueueConfig().urgency(None) is None
 
 
 def test_api_key_comes_from_the_flag_then_the_environment() -> None:

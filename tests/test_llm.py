@@ -86,6 +86,7 @@ SETTINGS = {
     "small chunks": {"max_num_batched_tokens": 9, "max_num_seqs": 9},
     "no prefix reuse": {"enable_prefix_caching": False},
     "small blocks": {"block_size": 3},
+    "weights in own memory": {"mmap": False},
     "blocks run out": {"kv_cache_memory": "256KiB", "max_model_len": 180},
     "blocks run out in small chunks": {
         "kv_cache_memory": "256KiB",

@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from moesaic import LLM, RequestOutput, SamplingParams
 from moesaic.kernels import table
-from moesaic.testing import byte_tokenizer
 from tests.models import cases, tiny
+from tests.models.written import MODELS, Written
 
 NEW = 24
-SETS = table.instruction_sets() or (
-    pytest.param("", marks=pytest.mark.skip("no native kernels in this build")),
-)
-MODELS = {
-    "mixtral-window": "float32",
-    "qwen3-bias-dense-layers": "bfloat16",
-    "deepseek-full": "bfloat16",
-}
-"""A case, and the type of its weights and of its cache."""
+SETS = [
+    *table.instruction_sets()[:1],
+    *(pytest.param(name, marks=pytest.mark.slow) for name in table.instruction_sets()[1:]),
+] or [pytest.param("", marks=pytest.mark.skip("no native kernels in this build"))]
+CACHES = [
+    *MODELS.items(),
+    ("qwen3-bias-dense-layers", "int8"),
+    *(pytest.param(name, "int8", marks=pytest.mark.slow) for name in ("mixtral-window", "deepseek-full")),
+]
+"""A case, and the type of its cache."""
 FEW_BLOCKS = {"block_size": 4, "max_model_len": 128}
 """With a KV cache of one longest request."""
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -62,35 +62,25 @@ def floats(output: RequestOutput) -> tuple[list[int], Floats, Floats]:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Written as the tests ask."""
-
-    class Lazy(dict[str, Path]):
-        def __missing__(self, name: str) -> Path:
-            dtype = getattr(torch, MODELS[name])
-            self[name] = tiny.save(tiny.build(*cases.CASES[name]), tmp_path_factory.mktemp(name), dtype)
-            byte_tokenizer(self[name])  # nothing is asked of it but to be there
-            return self[name]
-
-    return Lazy()
+    return Written(tmp_path_factory.mktemp)
 
 
-def engine(path: Path, name: str, kernels: str, **settings: Any) -> LLM:
-    dtype = MODELS[name]
-    return LLM(str(path), **{"threads": 1, "kernels": kernels, "kv_cache_dtype": dtype, **settings})
+def engine(path: Path, cache: str, kernels: str, **settings: Any) -> LLM:
+    return LLM(str(path), **{"threads": 1, "kernels": kernels, "kv_cache_dtype": cache, **settings})
 
 
 @pytest.mark.parametrize("kernels", SETS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "cache"), CACHES)
 def test_every_logprob_is_the_same_float_whatever_happens_around_a_request(
-    checkpoints: dict[str, Path], name: str, kernels: str
+    checkpoints: dict[str, Path], name: str, cache: str, kernels: str
 ) -> None:
     path, order = checkpoints[name], range(len(prompts()))
-    alone = engine(path, name, kernels, enable_prefix_caching=False, max_num_seqs=1)
+    alone = engine(path, cache, kernels, enable_prefix_caching=False, max_num_seqs=1)
     wanted = [floats(alone.generate([prompts()[i]], params(i))[0].outputs[0]) for i in order]
     for setting, settings in SETTINGS.items():
         if setting == "blocks run out":
-            settings = settings | {"kv_cache_memory": str(one_request(path, name, kernels))}
-        llm = engine(path, name, kernels, **settings)
+            settings = settings | {"kv_cache_memory": str(one_request(path, cache, kernels))}
+        llm = engine(path, cache, kernels, **settings)
         for again in (list(order), list(order)[::-1]):  # then backwards, with what the first round cached
             results = llm.generate([prompts()[i] for i in again], [params(i) for i in again])
             for i, result in zip(again, results, strict=True):
@@ -101,23 +91,23 @@ def test_every_logprob_is_the_same_float_whatever_happens_around_a_request(
         assert (stats.blocks.prefix_hits > 0) == settings.get("enable_prefix_caching", True)
 
 
-def one_request(path: Path, name: str, kernels: str) -> int:
+def one_request(path: Path, cache: str, kernels: str) -> int:
     """Bytes of KV that the longest request of FEW_BLOCKS takes."""
-    info = engine(path, name, kernels, **FEW_BLOCKS).info
+    info = engine(path, cache, kernels, **FEW_BLOCKS).info
     blocks = -(-FEW_BLOCKS["max_model_len"] // FEW_BLOCKS["block_size"])
     return info.kv_bytes // info.num_blocks * blocks
 
 
 @pytest.mark.parametrize("kernels", SETS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "cache"), CACHES)
 def test_every_logprob_of_a_prompt_is_the_same_float(
-    checkpoints: dict[str, Path], name: str, kernels: str
+    checkpoints: dict[str, Path], name: str, cache: str, kernels: str
 ) -> None:
     scored = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=2, ignore_eos=True)
     prompt = prompts()[-1]
-    alone = engine(checkpoints[name], name, kernels)
+    alone = engine(checkpoints[name], cache, kernels)
     wanted = floats(alone.generate([prompt], scored)[0].outputs[0])
-    llm = engine(checkpoints[name], name, kernels, max_num_batched_tokens=9, max_num_seqs=4)
+    llm = engine(checkpoints[name], cache, kernels, max_num_batched_tokens=9, max_num_seqs=4)
     results = llm.generate([prompts()[1], prompt, prompts()[2]], [params(0), scored, params(1)])
     same = floats(results[1].outputs[0]) == wanted
     assert same
@@ -125,7 +115,7 @@ def test_every_logprob_of_a_prompt_is_the_same_float(
 
 @pytest.mark.parametrize("kernels", SETS)
 def test_bf16_weights_are_used_as_they_are_stored(checkpoints: dict[str, Path], kernels: str) -> None:
-    llm = engine(checkpoints["deepseek-full"], "deepseek-full", kernels)
+    llm = engine(checkpoints["deepseek-full"], "auto", kernels)
     assert (llm.info.kernels, llm.info.dtype) == (f"native ({kernels})", "bfloat16")
     wide = LLM(str(checkpoints["deepseek-full"]), threads=1, kernels="reference")
     assert wide.info.dtype == "float32" and wide.info.weight_bytes > 1.8 * llm.info.weight_bytes

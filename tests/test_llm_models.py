@@ -21,12 +21,7 @@ MODELS = {
         cases.mixtral(num_experts_per_tok=1, sliding_window=16, rope_parameters=cases.YARN),
     ),
     "qwen3-bias-dense-layers": cases.CASES["qwen3-bias-dense-layers"],
-    "qwen3-window-yarn-k8": (
-        "qwen3_moe",
-        cases.qwen3(
-            use_sliding_window=True, sliding_window=9, num_experts_per_tok=8, rope_parameters=cases.YARN
-        ),
-    ),
+    "qwen3-window-yarn-k8": cases.QWEN3_WINDOW_YARN_K8,
     "deepseek-lite-yarn": cases.CASES["deepseek-lite-yarn"],
     "deepseek-full": cases.CASES["deepseek-full"],
 }  # fmt: skip
@@ -41,6 +36,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 QUICK = {"mixtral-window", "deepseek-lite-yarn", "deepseek-full"}
 """The rest of the models is slow."""
+ON_REFERENCE = ("mixtral-window", "qwen3-window-yarn-k8", "deepseek-full")
+"""Also tried with the kernels of a GPU, and of an install without a compiler."""
 
 
 def prompts() -> list[list[int]]:
@@ -83,9 +80,15 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
 
 
 def _matrix() -> list[Any]:
-    return [
-        pytest.param(model, setting, marks=() if model in QUICK else pytest.mark.slow)
+    """Model, setting, kernels."""
+    fastest = [
+        pytest.param(model, setting, "auto", marks=() if model in QUICK else pytest.mark.slow)
         for model in MODELS
+        for setting in SETTINGS
+    ]
+    return fastest + [
+        pytest.param(model, setting, "reference", marks=pytest.mark.slow)
+        for model in ON_REFERENCE
         for setting in SETTINGS
     ]
 
@@ -99,14 +102,15 @@ def _compare(outputs: list[RequestOutput], wanted: Reference, order: list[int]) 
         assert ((found - wanted.logprobs[index]).abs() / scale).max() < 1e-4
 
 
-@pytest.mark.parametrize(("model", "setting"), _matrix())
+@pytest.mark.parametrize(("model", "setting", "kernels"), _matrix())
 def test_tokens_and_logprobs_are_those_of_transformers(
-    references: dict[str, Reference], model: str, setting: str
+    references: dict[str, Reference], model: str, setting: str, kernels: str
 ) -> None:
     wanted, settings = references[model], SETTINGS[setting]
     if setting == "blocks run out":
         settings = settings | {"kv_cache_memory": str(_one_request(wanted.path))}
-    llm = LLM(str(wanted.path), threads=1, **settings)
+    llm = LLM(str(wanted.path), threads=1, kernels=kernels, **settings)
+    assert kernels == "auto" or llm.info.kernels == "reference (torch)"
     order = list(range(len(prompts())))
     for _ in range(2):  # the second time backwards, with what the first one cached
         results = llm.generate([prompts()[index] for index in order], GREEDY)

@@ -13,6 +13,7 @@ import pytest
 from moesaic import LLM, SamplingParams
 from moesaic.core.errors import CheckpointError, RequestError
 from moesaic.experts.client import DirectExperts
+from moesaic.runtime.executor import Executor
 from moesaic.runtime.forward import Forward
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -68,6 +69,26 @@ def test_a_step_interrupted_between_its_layers_leaves_the_engine_working(
     assert llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids == wanted
 
 
+def kept(llm: LLM) -> list[int]:
+    """The requests that the sampler knows."""
+    return list(llm._worker._executor._sampler._rows)
+
+
+@pytest.mark.parametrize("broken", ["_emit", "_admit"])
+def test_an_interrupt_before_a_request_is_let_go_keeps_nothing_of_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Its only token is told and it is released in one breath; between the two comes the interrupt."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    wanted = llm.generate([5, 6, 7], params)[0].outputs[0].token_ids
+    with monkeypatch.context() as patched:
+        raises_at(patched, Executor, broken, 1, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([5, 6, 7], params)
+    assert llm.generate([5, 6, 7], params)[0].outputs[0].token_ids == wanted
+    assert kept(llm) == []
+
+
 def test_an_interrupted_stream_takes_no_token_from_another(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
     wanted = llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids
@@ -115,6 +136,7 @@ def test_prompts_are_texts_or_integers_of_any_library(llm: LLM) -> None:
             llm.generate(wrong, GREEDY)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_dropped_llm_frees_its_memory() -> None:
     llm = LLM("demo", threads=1, max_model_len=64, max_num_seqs=2)
     next(llm.stream([1], GREEDY))

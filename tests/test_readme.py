@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -14,6 +15,11 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
 BIN = Path(sys.executable).parent
+ENDING = ("profile", "place", "plan", "run-batch", "bench throughput", "doctor")
+"""Commands that end by themselves; the others serve, or need a server at a fixed port."""
+BODY = {"model": "demo", "prompt": "1 + 1 =", "max_tokens": 4}
+ASKED = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": BODY}
+PROMPTS = ("Tom has 3 apples and buys 4 more.", "def add(a, b):")
 
 
 def commands() -> list[list[str]]:
@@ -21,6 +27,20 @@ def commands() -> list[list[str]]:
     text = "\n".join(body for language, body in BLOCKS if language in ("console", "sh"))
     lines = text.replace("\\\n", " ").splitlines()
     return [shlex.split(line, comments=True) for line in lines if line.startswith("moesaic ")]
+
+
+def programs() -> list[list[str]]:
+    """Each `python benchmarks/...` of the text, from the program's path on. `...` is the program before."""
+    found: list[list[str]] = []
+    for line in re.findall(r"`((?:python|\.\.\.) [^`]*)`", README):
+        first, *words = shlex.split(line)
+        found.append([found[-1][0], *words] if first == "..." else words)
+    return found
+
+
+def check_flags(page: str, command: list[str]) -> None:
+    for flag in (word.split("=")[0] for word in command if word.startswith("-")):
+        assert re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", page), flag
 
 
 def test_it_is_short() -> None:
@@ -39,20 +59,43 @@ def test_every_flag_of_every_command_exists(command: list[str]) -> None:
     words = [word for word in command[1:] if not word.startswith("-")]
     group = words[:2] if words[0] in ("bench", "hardware") else words[:1]
     page = subprocess.run([BIN / "moesaic", *group, "--help"], capture_output=True, text=True, check=True)
-    for flag in (word.split("=")[0] for word in command if word.startswith("-")):
-        assert re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", page.stdout), flag
+    check_flags(page.stdout, command)
+
+
+@pytest.mark.parametrize("command", programs(), ids=" ".join)
+def test_every_flag_of_every_program_behind_a_number_exists(command: list[str]) -> None:
+    line = [sys.executable, str(ROOT / command[0]), "--help"]
+    page = subprocess.run(line, capture_output=True, text=True, check=True)
+    check_flags(page.stdout, command)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_commands_that_end_by_themselves_run(tmp_path: Path) -> None:
-    for command in commands():
-        if "run-batch" in command or "doctor" in command:
-            line = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "demo", '
-            (tmp_path / "in.jsonl").write_text(line + '"prompt": "1 + 1 =", "max_tokens": 4}}\n')
-            done = subprocess.run(
-                [BIN / command[0], *command[1:]], cwd=tmp_path, capture_output=True, text=True
-            )
-            assert done.returncode == 0, done.stderr
+    (tmp_path / "in.jsonl").write_text(json.dumps(ASKED) + "\n")
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    ran = set()
+    for command in commands():  # in their order: place reads what profile wrote
+        name = next((name for name in ENDING if command[1:][: len(name.split())] == name.split()), None)
+        if name is not None:
+            line = [str(BIN / command[0]), *command[1:]]
+            done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, f"{command}: {done.stderr}"
+            ran.add(name)
+    assert ran == set(ENDING)
+    assert {"out.jsonl", "profile.npz", "placement.json"} <= {file.name for file in tmp_path.iterdir()}
+
+
+@pytest.mark.slow
+def test_the_program_behind_make_demo_answers_and_ends() -> None:
+    assert "scripts/demo.py" in (ROOT / "Makefile").read_text()
+    line = [sys.executable, str(ROOT / "scripts" / "demo.py")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    rates = re.findall(
+        r"^\[(\d+) tokens, first after \d+ ms, then [\d.]+ tokens/s\]$", done.stdout, re.MULTILINE
+    )
+    assert len(rates) == 2 and all(int(tokens) > 1 for tokens in rates)
 
 
 @pytest.mark.slow

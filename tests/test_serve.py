@@ -133,6 +133,7 @@ def test_chat_gives_the_tokens_of_the_library(server: Server) -> None:
     assert answer.choices[0].message.content == expected.text
 
 
+@pytest.mark.slow
 def test_sigkill_of_the_worker_ends_the_server_with_a_clear_answer() -> None:
     running = start()
     children = subprocess.run(

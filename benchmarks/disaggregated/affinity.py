@@ -5,8 +5,8 @@ mixed, all at once, each round others in another order, the same for all ways of
 with its own tables, so affinity knows where its experts are, also those of `vanilla`.
 
     local              share of the (row, expert) pairs that went to the own rank's server, as workers counted
-    remote B/token     pairs that went to the other server times the bytes of a row, there and back: as if a
-                       row travelled for each pair; one whose experts are both there is sent there once
+    remote B/token     bytes of calls to the other server and of its answers, as workers counted them: a row
+                       is sent to a server once, and comes back for each of its experts there
     token              a row that was computed, of prompts and of answers
     tok/s              of answers, over the whole run
 
@@ -41,8 +41,6 @@ from moesaic.tokenizer import Tokenizer
 
 RANKS = 2
 VANILLA = "vanilla"
-NUMBER_BYTES = 4
-"""Of one number of a row on its way: float32."""
 
 Tokens = list[int]
 
@@ -72,7 +70,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for turn in range(arguments.rounds):
             prompts = mixed(domains, arguments.concurrency, turn)
             for way, engine in zip(ways, engines, strict=True):
-                row = one_run(engine, prompts, arguments.gen_len, layout.hidden * NUMBER_BYTES)
+                row = one_run(engine, prompts, arguments.gen_len)
                 runs.setdefault(way, []).append(row)
                 progress.advance(task)
     rows = [
@@ -109,13 +107,13 @@ def _ranks(
         yield served
 
 
-def one_run(engine: Served, prompts: list[Tokens], new: int, row_bytes: int) -> dict[str, float]:
+def one_run(engine: Served, prompts: list[Tokens], new: int) -> dict[str, float]:
     before = engine.counters()
     run, _ = engine.measured(prompts, new)
     after = engine.counters()
     pairs = [b.pairs - a.pairs for a, b in zip(before.servers, after.servers, strict=True)]
     return {
-        **crossed(before.worker, after.worker, row_bytes),
+        **crossed(before.worker, after.worker),
         "server_mean_over_max": sum(pairs) / len(pairs) / max(1, *pairs),
         "prefill_tokens_per_s": run.prefill_tokens_per_s,
         "decode_tokens_per_s": run.decode_tokens_per_s,
@@ -123,11 +121,11 @@ def one_run(engine: Served, prompts: list[Tokens], new: int, row_bytes: int) -> 
     }
 
 
-def crossed(before: WorkerStats, after: WorkerStats, row_bytes: int) -> dict[str, float]:
-    """What the attention workers sent between two moments. row_bytes: of one row, one way.
+def crossed(before: WorkerStats, after: WorkerStats) -> dict[str, float]:
+    """What the attention workers sent between two moments; bytes as they counted them.
 
-    Example: 10 rows and 80 pairs, 60 of them local, rows of 8 bytes -> rate 0.75; 2 pairs and 32 bytes a
-    token.
+    Example: 10 rows and 80 pairs, 60 of them local, 320 bytes to other servers and back -> rate 0.75; 2 pairs
+    and 32 bytes a token.
     """
 
     old, new = before.experts, after.experts
@@ -138,7 +136,7 @@ def crossed(before: WorkerStats, after: WorkerStats, row_bytes: int) -> dict[str
     return {
         "local_activation_rate": local / max(1, pairs),
         "remote_pairs_per_token": remote,
-        "remote_bytes_per_token": 2 * remote * row_bytes,
+        "remote_bytes_per_token": (new.remote_bytes - old.remote_bytes) / max(1, rows),
         "rows": rows,
     }
 

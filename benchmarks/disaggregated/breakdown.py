@@ -151,7 +151,7 @@ def watch_worker() -> None:
         watch.wrap(block.Block, name, "execution")
     watch.wrap(recording.Recording, "run", "execution")
     watch.wrap(remote.RemoteExperts, "submit", "post-processing")
-    watch.by_layer(remote.RemoteExperts, "submit", lambda client, layer, *rest, **more: int(layer))
+    watch.by_layer(remote.RemoteExperts, "submit", lambda client, ask: int(ask.layer))
     watch.wrap(remote.RemoteExperts, "wait", "waiting")
     watch.wrap(executor.Executor, "_finish", "sampling")
     start(watch, "worker")

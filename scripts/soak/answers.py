@@ -1,27 +1,13 @@
-"""Answers of one process, and how others are compared with them."""
+"""How answers are compared with those of one process."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
-from scripts.soak.plan import pool
 from tests.cluster.driven import Answer
-
-from moesaic import LLM
 
 TOLERANCE = 1e-3
 """Of log-probabilities, and of a near-tie, where kernels depend on the batch."""
-
-
-def alone(kernels: str) -> list[Answer]:
-    """The pool's answers by the one-process LLM, token ids and log-probabilities."""
-    requests = pool(greedy=kernels == "reference")
-    model = LLM("demo", threads=1, kv_cache_memory="64MiB", kernels=kernels)
-    found = []
-    for completion in model.generate([prompt for prompt, _ in requests], [params for _, params in requests]):
-        [output] = completion.outputs
-        found.append((output.token_ids, [entry.logprob for entry in output.logprobs or []]))
-    return found
 
 
 def difference(expected: Answer, got: Answer, length: int | None, exact: bool) -> str | None:

@@ -15,7 +15,8 @@ from moesaic.cluster.router import Router
 from moesaic.core.cluster import ProcessStatus
 
 PATIENCE = 2.0
-"""Seconds of waiting for the chosen process to have work; then another one may be chosen."""
+"""Seconds of waiting for the chosen process to have work; then the next one is chosen: few requests may never
+come to the last of three workers."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Saboteur:
         self._base = 0
         self._chosen: tuple[ProcessStatus, float] | None = None
         """As it was when it was chosen, and until when it may be idle."""
+        self._idle = 0
+        """Chosen ones that had no work."""
 
     @property
     def done(self) -> bool:
@@ -85,9 +88,11 @@ class Saboteur:
         serving = [one for one in self._served.supervisor.status() if self._fit(one, fault)]
         same = [one for one in serving if self._chosen and _same(one, self._chosen[0])]
         if not same or self._chosen is None or now > self._chosen[1]:
+            self._idle += bool(same)
             self._chosen = None
             if serving:
-                self._chosen = serving[int(fault.choice * len(serving))], now + PATIENCE
+                one = (int(fault.choice * len(serving)) + self._idle) % len(serving)
+                self._chosen = serving[one], now + PATIENCE
             return None
         [victim], before = same, self._chosen[0]
         if fault.role == SERVER:

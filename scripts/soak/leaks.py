@@ -1,4 +1,8 @@
-"""What this process holds of the system, before and after a cluster: both must be the same."""
+"""What this process holds of the system, before and after a cluster: both must be the same.
+
+And what each process of a cluster holds, before the faults and once they are healed: no more than before,
+since every worker has one connection to each server then, and what earlier ones had is gone.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,18 @@ import gc
 import os
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 SELF = Path("/proc/self")
 SHARED_MEMORY = Path("/dev/shm")
+SEGMENT = "memfd:moesaic"
 PATIENCE = 3.0
 """Seconds in which threads and processes that are on their way out have to be gone."""
+LONG_PATIENCE = 15.0
+"""Seconds in which a connection that was being made to a frozen process has to be given up."""
 
 Holdings = dict[str, frozenset[str]]
 """Kind -> one entry for each."""
@@ -34,10 +43,10 @@ def holdings(folder: Path) -> Holdings:
     maps = (SELF / "maps").read_text().splitlines()
     return {
         "processes": frozenset(_children()),
-        "file descriptors": frozenset(_descriptors()),
+        "file descriptors": frozenset(" ".join(one) for one in _descriptors(SELF / "fd")),
         "threads": frozenset(f"{one.name} {one.ident}" for one in threading.enumerate()),
         "shared memory": frozenset(
-            [line.split()[-1] + " " + line.split()[0] for line in maps if "memfd:moesaic" in line]
+            [line.split()[-1] + " " + line.split()[0] for line in maps if SEGMENT in line]
             + [str(path) for path in SHARED_MEMORY.glob("*moesaic*")]
         ),
         "temporary files": frozenset(str(path) for path in folder.rglob("*")),
@@ -60,6 +69,48 @@ def left_over(before: Holdings, folder: Path) -> Leaks:
     return leaks
 
 
+def held_by(process: Path) -> Counter[str]:
+    """Sockets that a process has open, and segments that it has open or mapped. process: /proc/PID.
+
+    Example: three sockets and one segment, which is mapped -> {"sockets": 3, "segments": 1}.
+    """
+    found: Counter[str] = Counter(segments=0, sockets=0)
+    try:
+        lines = (process / "maps").read_text().splitlines()
+        open_now = _descriptors(process / "fd")
+        segments = {(process / "fd" / name).stat().st_ino for name, target in open_now if SEGMENT in target}
+    except OSError:
+        return found  # it has just ended
+    segments |= {int(line.split()[4]) for line in lines if SEGMENT in line}
+    found["sockets"] = sum(target.startswith("socket:") for _, target in open_now)
+    found["segments"] = len(segments)
+    return found
+
+
+def grown(before: Mapping[str, Counter[str]], after: Mapping[str, Counter[str]]) -> Leaks:
+    """What processes have more of, by name; those that were not there before are not asked.
+
+    Example: {"worker 0": {"sockets": 3}} and {"worker 0": {"sockets": 5}} -> Leaks({"sockets of processes":
+    ["worker 0: 5, 3 before"]}).
+    """
+    found: dict[str, list[str]] = {}
+    for name, counts in before.items():
+        for kind, count in counts.items():
+            more = after.get(name, counts)[kind]
+            lines = found.setdefault(f"{kind} of processes", [])
+            if more > count:
+                lines.append(f"{name}: {more}, {count} before")
+    return Leaks(found)
+
+
+def growth(before: Mapping[str, Counter[str]], now: Callable[[], Mapping[str, Counter[str]]]) -> Leaks:
+    """`grown` with what there is now; looks again while it may still go away."""
+    deadline = time.monotonic() + LONG_PATIENCE
+    while (leaks := grown(before, now())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return leaks
+
+
 def _children() -> list[str]:
     """Process ids, those that ended and nobody waited for too."""
     found = []
@@ -71,11 +122,12 @@ def _children() -> list[str]:
     return found
 
 
-def _descriptors() -> list[str]:
+def _descriptors(folder: Path) -> list[tuple[str, str]]:
+    """Number and target of each."""
     found = []
-    for name in os.listdir(SELF / "fd"):  # noqa: PTH208 - reading the folder opens one that is gone then
+    for name in os.listdir(folder):  # noqa: PTH208 - reading the folder opens one that is gone then
         try:
-            found.append(f"{name} {os.readlink(SELF / 'fd' / name)}")  # noqa: PTH115
+            found.append((name, os.readlink(folder / name)))  # noqa: PTH115
         except OSError:
             pass
     return found

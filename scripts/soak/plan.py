@@ -1,6 +1,8 @@
 """What a round does, from its seed: a cluster's shape, faults, and requests. Pure.
 
 The seed fixes what is done and after how many tokens; when the system runs which process is not in its hand.
+Schedules, sizes and models follow each other in circles of 6, 7 and 5, so every 210 rounds in a row have all
+combinations of the three; the rest is drawn.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ SCHEDULES = (
 )
 """Schedule, batches in flight, queue policy: round after round the next one."""
 SIZES = ((1, 1, 1), (1, 2, 1), (2, 2, 2), (1, 3, 2), (2, 1, 1), (3, 2, 2), (2, 3, 1))
-"""Attention workers, expert servers, least replicas. Seven, so that all of them meet all six schedules."""
+"""Attention workers, expert servers, least replicas."""
+MODELS = ("demo", "mixtral, k 2", "qwen3, k 8", "deepseek, k 6", "mixtral, k 1")
+"""The demo (a Qwen3-MoE, k 4) and what `models.CHECKPOINTS` has."""
+TRANSPORTS = ("shm", "socket", "tcp")
+KINDS = ((KILL, SERVER), (KILL, WORKER), (FREEZE, SERVER), (FREEZE, WORKER))
+SEVERAL = "several kinds"
 MOST_TOKENS = 72
 """Of one answer."""
 
@@ -38,21 +45,35 @@ class Shape:
     attention_workers: int
     expert_servers: int
     min_replicas: int
+    model: str
+    """One of MODELS."""
+    redundant_experts: int
+    """Copies of experts in each layer beyond the least."""
+    combine: str
     transport: str
-    """shm, or stream: TCP sockets between attention workers and expert servers."""
+    """Between attention workers and expert servers: shm; socket, of a host; tcp."""
     chunk: int
     """Most rows of a step."""
     kernels: str
     """auto: the native ones of this machine; or reference."""
+    bad_connections: bool
+    """Rows come late, twice and in another order, connections break; see `transport.faulty`."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether answers are those of one process to the last bit."""
+        return self.kernels == "auto" and self.combine == "exact"
 
     @property
     def name(self) -> str:
-        """Example: "async mtfs, 2+3, min-replicas 1, shm, chunks of 16, native"."""
+        """Example: "async mtfs, 2+3, min-replicas 1, qwen3, k 8, tcp, chunks of 16, native, exact"."""
         schedule = {"async": f"async {self.queue_policy}", "lockstep": f"lockstep {self.inflight_batches}"}
         size = f"{self.attention_workers}+{self.expert_servers}, min-replicas {self.min_replicas}"
         kernels = "native" if self.kernels == "auto" else self.kernels
-        how = schedule.get(self.schedule, self.schedule)
-        return f"{how}, {size}, {self.transport}, chunks of {self.chunk}, {kernels}"
+        parts = [schedule.get(self.schedule, self.schedule), size, self.model, self.transport]
+        parts += [f"chunks of {self.chunk}", kernels, self.combine]
+        parts += [f"{self.redundant_experts} redundant"] * (self.redundant_experts > 0)
+        return ", ".join(parts + ["bad connections"] * self.bad_connections)
 
 
 @dataclass(frozen=True)
@@ -93,6 +114,12 @@ class Plan:
     together: int
     """Under way at once."""
 
+    @property
+    def kind(self) -> str:
+        """Of its faults. Example: "kill, expert server"."""
+        kinds = {f"{fault.kind}, {fault.role}" for fault in self.faults}
+        return kinds.pop() if len(kinds) == 1 else SEVERAL
+
 
 def plan_round(seed: str, number: int) -> Plan:
     """Round `number` of the run that `seed` names.
@@ -101,27 +128,41 @@ def plan_round(seed: str, number: int) -> Plan:
     """
     name = f"{seed}/{number}"
     rng = random.Random(name)
+    faults = _faults(rng)
+    return Plan(name, _shape(rng, number), faults, requests=rng.randint(6, 10), together=rng.randint(2, 6))
+
+
+def _shape(rng: random.Random, number: int) -> Shape:
     schedule, batches, policy = SCHEDULES[number % len(SCHEDULES)]
     workers, servers, replicas = SIZES[number % len(SIZES)]
-    shape = Shape(
+    return Shape(
         schedule=schedule,
         inflight_batches=batches,
         queue_policy=policy,
         attention_workers=workers,
         expert_servers=servers,
         min_replicas=replicas,
-        transport="stream" if rng.random() < 0.25 else "shm",
+        model=MODELS[number % len(MODELS)],
+        redundant_experts=rng.choice((0, 0, 3)) if servers > replicas == 1 else 0,
+        combine="partial" if rng.random() < 0.2 else "exact",
+        transport=rng.choice(TRANSPORTS),
         chunk=rng.choice((16, 64, 512)),
         kernels="reference" if rng.random() < 0.2 else "auto",
+        bad_connections=rng.random() < 0.2,
     )
-    faults = tuple(_fault(rng) for _ in range(rng.randint(2, 4)))
-    return Plan(name, shape, faults, requests=rng.randint(6, 10), together=rng.randint(2, 6))
 
 
-def _fault(rng: random.Random) -> Fault:
+def _faults(rng: random.Random) -> tuple[Fault, ...]:
+    """In three rounds of five all are of one kind."""
+    kind = rng.choice(KINDS) if rng.random() < 0.6 else None
+    return tuple(_fault(rng, kind) for _ in range(rng.randint(2, 4)))
+
+
+def _fault(rng: random.Random, kind: tuple[str, str] | None) -> Fault:
+    what, role = kind or (KILL if rng.random() < 0.6 else FREEZE, SERVER if rng.random() < 0.65 else WORKER)
     return Fault(
-        kind=KILL if rng.random() < 0.6 else FREEZE,
-        role=SERVER if rng.random() < 0.65 else WORKER,
+        kind=what,
+        role=role,
         after=rng.randint(1, 60),
         choice=rng.random(),
         seconds=rng.choice((0.05, 0.3, 0.8, 3.0)),
@@ -138,17 +179,18 @@ def orders(seed: str, pool: int) -> Iterator[Order]:
         yield Order(rng.randrange(pool), length, cancel)
 
 
-def pool(greedy: bool, count: int = 32) -> list[tuple[list[int], SamplingParams]]:
+def pool(greedy: bool, vocabulary: int = 900, count: int = 32) -> list[tuple[list[int], SamplingParams]]:
     """Prompts of 3 to 190 tokens, some with a beginning in common, and how each is continued.
 
+    vocabulary: tokens are below it.
     greedy: without samples, for kernels whose last bits depend on the batch: a near-tie shows, a sample at
     a boundary does not.
     """
     rng = random.Random(7)
-    shared = [rng.randrange(3, 900) for _ in range(48)]
+    shared = [rng.randrange(3, vocabulary) for _ in range(48)]
     found = []
     for number in range(count):
-        own = [rng.randrange(3, 900) for _ in range(3 + rng.randrange(140))]
+        own = [rng.randrange(3, vocabulary) for _ in range(3 + rng.randrange(140))]
         params = SamplingParams(max_tokens=MOST_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
         if number % 2 and not greedy:
             params = replace(params, temperature=0.9, top_p=0.95, seed=number)

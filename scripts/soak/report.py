@@ -6,16 +6,28 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
-from scripts.soak.plan import FREEZE, KILL, SERVER, WORKER
+from scripts.soak.plan import FREEZE, KILL, KINDS, SERVER, SEVERAL, WORKER
 from scripts.soak.rounds import Outcome, Pause
 
 from moesaic.core.cluster import ClusterCounters
 
+BAD = "bad connections"
+SHORT = {
+    f"{KILL}, {SERVER}": "kill server",
+    f"{KILL}, {WORKER}": "kill worker",
+    f"{FREEZE}, {SERVER}": "freeze server",
+    f"{FREEZE}, {WORKER}": "freeze worker",
+    SEVERAL: "several kinds",
+    BAD: "bad links",
+}
+"""Of 80 columns each kind has eight."""
 REDONE = {
     "process_deaths": "processes that died",
     "failovers": "servers given up with rows outstanding",
+    "silent_failovers": "of those, given up for their silence",
     "false_failovers": "of those, servers that had not died",
     "resent_pairs": "(row, expert) pairs sent again",
     "moved_requests": "requests moved to another worker",
@@ -48,9 +60,42 @@ def totals(outcomes: Sequence[Outcome]) -> dict[str, float]:
     }
 
 
+def by_kind(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
+    """What came of the rounds with each kind of fault; every round is in one of the kinds.
+
+    Rounds over bad connections are apart, whatever happened in them. Re-done work: pairs sent again, and
+    requests that were computed again elsewhere.
+    """
+    kinds = [f"{kind}, {role}" for kind, role in KINDS] + [SEVERAL]
+    sorts = {name: [one for one in outcomes if _sort(one) == name] for name in [*kinds, BAD]}
+    return {name: _row(those) for name, those in (sorts | {"all": list(outcomes)}).items()}
+
+
+def _sort(outcome: Outcome) -> str:
+    return BAD if outcome.bad_connections else outcome.kind
+
+
+def _row(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    return {
+        "rounds": len(outcomes),
+        "faults": sum(len(one.pauses) for one in outcomes),
+        "sent": sum(one.requests for one in outcomes),
+        "completed": sum(one.completed for one in outcomes),
+        "cancelled": sum(one.cancelled for one in outcomes),
+        "tokens": sum(one.tokens for one in outcomes),
+        "different": sum(len(one.different) for one in outcomes),
+        "pairs again": sum(one.counters.resent_pairs for one in outcomes),
+        "requests again": sum(one.counters.moved_requests for one in outcomes),
+        "longest gap s": max((one.longest_gap for one in outcomes), default=0.0),
+        "leaks": sum(len(what) for one in outcomes for what in one.leaks.found.values()),
+        "broke off": sum(one.error is not None for one in outcomes),
+    }
+
+
 def as_json(outcomes: Sequence[Outcome]) -> dict[str, object]:
-    """Totals, and every round."""
-    return {"totals": totals(outcomes), "rounds": [outcome.as_json() for outcome in outcomes]}
+    """Totals, by kind of fault, and every round."""
+    rounds = [outcome.as_json() for outcome in outcomes]
+    return {"totals": totals(outcomes), "by kind": by_kind(outcomes), "rounds": rounds}
 
 
 def show(outcomes: Sequence[Outcome], console: Console) -> None:
@@ -61,6 +106,7 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
     for name, value in totals(outcomes).items():
         table.add_row(name, f"{value:,.2f}" if isinstance(value, float) else f"{value:,}")
     console.print(table)
+    console.print(_kinds(outcomes))
     console.print(_pauses([pause for outcome in outcomes for pause in outcome.pauses]))
     for outcome in outcomes:
         if not outcome.good:
@@ -68,6 +114,18 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
             found = [f"{kind}: {what}" for kind, those in outcome.leaks.found.items() for what in those]
             for line in [*([outcome.error] if outcome.error else []), *outcome.different, *found]:
                 console.print(f"  {line}", markup=False, highlight=False)
+
+
+def _kinds(outcomes: Sequence[Outcome]) -> Table:
+    table = Table(title="rounds by kind of fault", box=box.SIMPLE, padding=(0, 0, 0, 1))
+    rows = by_kind(outcomes)
+    table.add_column("", no_wrap=True)
+    for name in rows:
+        table.add_column(SHORT.get(name, name), justify="right")
+    for what in rows["all"]:
+        values = [row[what] for row in rows.values()]
+        table.add_row(what, *(f"{one:.2f}" if isinstance(one, float) else f"{one:,}" for one in values))
+    return table
 
 
 def _pauses(pauses: list[Pause]) -> Table:

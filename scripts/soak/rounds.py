@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -12,9 +13,11 @@ from unittest.mock import patch
 
 from scripts.soak.answers import difference, spanning_gap
 from scripts.soak.faults import Saboteur, Strike
-from scripts.soak.leaks import Leaks, holdings, left_over
-from scripts.soak.plan import Order, Plan, Shape, orders, pool
-from tests.cluster.driven import Answer, Cluster, cluster
+from scripts.soak.leaks import Leaks, growth, held_by, holdings, left_over
+from scripts.soak.models import Models
+from scripts.soak.plan import SERVER, SEVERAL, Order, Plan, Shape, orders, pool
+from tests.cluster.driven import Cluster, cluster
+from tests.cluster.faulty_worker import faulty
 
 from moesaic.cluster import local
 from moesaic.cluster.local import ChildProcess
@@ -22,11 +25,16 @@ from moesaic.cluster.router import Router
 from moesaic.config import ExpertServerConfig
 from moesaic.core.cluster import ClusterCounters
 from moesaic.core.errors import MoesaicError
+from moesaic.transport.faulty import Faults
 
 FROZEN_SECONDS = 2.0
 """In place of the supervisor's own, so that a freeze of 3 s shows what it does then."""
 SILENCE = 40.0
 """Seconds without a token after which a round is given up."""
+BAD = Faults(delay=0.3, duplicate=0.2, reorder=True, cut_after=150)
+"""Connections that no replica is needed for."""
+WORSE = replace(BAD, drop_request=0.005, drop=0.0005)
+"""What got lost is asked for again, of another server; at a barrier nobody can know that it got lost."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,8 @@ class Pause:
     min_replicas: int
     seconds: float
     alone: bool
-    """No other process was dead or frozen when it happened, nor before the pause ended."""
+    """No other process was dead or frozen when it happened, nor before the pause ended, and connections were
+    good."""
 
 
 @dataclass
@@ -48,6 +57,9 @@ class Outcome:
 
     seed: str
     shape: str
+    kind: str = SEVERAL
+    """Of its faults."""
+    bad_connections: bool = False
     requests: int = 0
     completed: int = 0
     cancelled: int = 0
@@ -74,11 +86,12 @@ class Outcome:
 class Traffic:
     """Keeps requests under way until the faults happened, and compares every answer."""
 
-    def __init__(self, served: Cluster, plan: Plan, expected: list[Answer], outcome: Outcome) -> None:
-        self._served, self._plan, self._outcome, self._expected = served, plan, outcome, expected
-        self._exact = plan.shape.kernels != "reference"
-        self._pool = pool(greedy=not self._exact)
-        self._orders = orders(plan.seed, len(expected))
+    def __init__(self, served: Cluster, plan: Plan, models: Models, outcome: Outcome) -> None:
+        self._served, self._plan, self._outcome = served, plan, outcome
+        self._expected = models.alone(plan.shape)
+        self._exact = plan.shape.exact
+        self._pool = pool(greedy=not self._exact, vocabulary=models.vocabulary(plan.shape.model))
+        self._orders = orders(plan.seed, len(self._expected))
         self._open: dict[int, Order] = {}
 
     def run(self, saboteur: Saboteur) -> None:
@@ -116,8 +129,7 @@ class Traffic:
                 continue
             finished = number not in running.unfinished
             if not finished:
-                self._served._launched.engine.cancel(number)
-                running.unfinished.discard(number)
+                self._served.cancel(number)
             del self._open[number]
             self._compare(number, order, finished)
 
@@ -132,13 +144,14 @@ class Traffic:
             outcome.different.append(f"request {number} (number {order.number} of the pool): {wrong}")
 
 
-def run_round(plan: Plan, expected: Mapping[str, list[Answer]], folder: Path) -> Outcome:
-    """expected: by kernels, what `answers.alone` says. folder: for temporary files, and empty."""
-    outcome = Outcome(plan.seed, plan.shape.name)
+def run_round(plan: Plan, models: Models, folder: Path) -> Outcome:
+    """folder: for temporary files, and empty."""
+    models.alone(plan.shape)
+    outcome = Outcome(plan.seed, plan.shape.name, plan.kind, plan.shape.bad_connections)
     before, started = holdings(folder), time.monotonic()
     try:
-        with _cluster(plan.shape) as served:
-            _drive(served, plan, expected[plan.shape.kernels], outcome)
+        with _cluster(plan.shape, models.path(plan.shape.model)) as served:
+            _drive(served, plan, models, outcome)
     except (AssertionError, MoesaicError, OSError) as error:
         outcome.error = f"{type(error).__name__}: {error}"
     outcome.leaks = Leaks(outcome.leaks.found | left_over(before, folder).found)
@@ -146,19 +159,36 @@ def run_round(plan: Plan, expected: Mapping[str, list[Answer]], folder: Path) ->
     return outcome
 
 
-def _drive(served: Cluster, plan: Plan, expected: list[Answer], outcome: Outcome) -> None:
+def _drive(served: Cluster, plan: Plan, models: Models, outcome: Outcome) -> None:
     router = served._launched.connection
     assert isinstance(router, Router)
     saboteur = Saboteur(served, router, plan.faults)
+    served.until(lambda: _healed(served, plan.shape))
+    before = _held(served)
     try:
-        Traffic(served, plan, expected, outcome).run(saboteur)
+        Traffic(served, plan, models, outcome).run(saboteur)
     finally:
         saboteur.stop()
         times = served.running.times.values()
-        outcome.pauses = _pauses(saboteur.strikes, list(times), plan.shape.min_replicas)
+        outcome.pauses = _pauses(saboteur.strikes, list(times), plan.shape)
         outcome.longest_gap = max((b - a for one in times for a, b in pairwise(one)), default=0.0)
         outcome.counters = served.supervisor.report().counters
-    outcome.leaks = Leaks({"KV blocks": _blocks(served, router)})
+    served.until(lambda: _healed(served, plan.shape))
+    blocks = {"KV blocks": _blocks(served, router)}
+    outcome.leaks = Leaks(blocks | growth(before, lambda: _held(served)).found)
+
+
+def _healed(served: Cluster, shape: Shape) -> bool:
+    """Every process serves, and every worker is connected to every server."""
+    status = served.supervisor.status()
+    clients = {one.stats.clients for one in status if one.role == SERVER}
+    return all(one.stage == "serving" for one in status) and clients == {shape.attention_workers}
+
+
+def _held(served: Cluster) -> dict[str, Counter[str]]:
+    """By each process, now."""
+    status = served.supervisor.status()
+    return {one.name: held_by(Path(f"/proc/{one.pid}")) for one in status if one.pid is not None}
 
 
 def _blocks(served: Cluster, router: Router) -> list[str]:
@@ -177,36 +207,49 @@ def _blocks(served: Cluster, router: Router) -> list[str]:
     return [f"{router.stats()}"]
 
 
-def _pauses(strikes: list[Strike], times: list[list[float]], min_replicas: int) -> list[Pause]:
+def _pauses(strikes: list[Strike], times: list[list[float]], shape: Shape) -> list[Pause]:
     found = []
     for strike, after in zip_longest(strikes, strikes[1:]):
         seconds = max((spanning_gap(one, strike.time) for one in times), default=0.0)
         alone = strike.alone and (after is None or after.time > strike.time + seconds)
+        alone = alone and not shape.bad_connections
         fault = strike.fault
-        found.append(Pause(fault.kind, fault.role, strike.victim, min_replicas, seconds, alone))
+        found.append(Pause(fault.kind, fault.role, strike.victim, shape.min_replicas, seconds, alone))
     return found
 
 
 @contextmanager
-def _cluster(shape: Shape) -> Iterator[Cluster]:
+def _cluster(shape: Shape, model: str) -> Iterator[Cluster]:
     with (
         patch("moesaic.cluster.supervisor.FROZEN_SECONDS", FROZEN_SECONDS),
         patch(
             "moesaic.cluster.members.spawn_server",
-            _over_tcp if shape.transport == "stream" else local.spawn_server,
+            _over_tcp if shape.transport == "tcp" else local.spawn_server,
         ),
+        _connections(shape),
         cluster(
+            model,
             schedule=shape.schedule,
             inflight_batches=shape.inflight_batches,
             queue_policy=shape.queue_policy,
             attention_workers=shape.attention_workers,
             expert_servers=shape.expert_servers,
             min_replicas=shape.min_replicas,
+            redundant_experts=shape.redundant_experts,
             max_num_batched_tokens=shape.chunk,
             kernels=shape.kernels,
+            combine=shape.combine,
+            transport="auto" if shape.transport == "tcp" else shape.transport,
         ) as served,
     ):
         yield served
+
+
+def _connections(shape: Shape) -> AbstractContextManager[None]:
+    """Around the start of the workers."""
+    if not shape.bad_connections:
+        return nullcontext()
+    return faulty(WORSE if shape.min_replicas > 1 and shape.schedule != "barrier" else BAD, seed=7)
 
 
 def _over_tcp(config: ExpertServerConfig) -> ChildProcess:

@@ -20,15 +20,19 @@ from cyclopts import App, CycloptsError, Parameter
 from moesaic import __version__
 from moesaic.batch.options import RunBatch
 from moesaic.bench.options import ServeBench, ThroughputBench
+from moesaic.commands.hardware_options import MeasureHardware
 from moesaic.commands.options import Join, Scale
 from moesaic.commands.place_options import Place
 from moesaic.commands.plan_options import Plan
 from moesaic.commands.profile_options import ShowProfile
-from moesaic.commands.usage import one_line
+from moesaic.commands.usage import ShortFlags, one_line
 from moesaic.config import (
     CacheConfig,
     ClusterConfig,
     ModelConfig,
+    OffloadConfig,
+    QueueConfig,
+    RanksConfig,
     SchedulerConfig,
     ServerConfig,
     TraceConfig,
@@ -62,6 +66,7 @@ app = App(
     version=__version__,
     help="Mixture-of-Experts language models, served with the experts as services.",
     help_epilogue="Flags of a command: moesaic COMMAND --help",
+    help_formatter=ShortFlags(SHORT),
 )
 bench = App(
     name="bench",
@@ -75,6 +80,8 @@ profile = App(
     default_parameter=Parameter(consume_multiple=True, negative_iterable=()),  # --prompts a.jsonl b.jsonl
 )
 app.command(profile)
+hardware = App(name="hardware", help="Measure this machine.")
+app.command(hardware)
 
 
 @app.command
@@ -83,6 +90,7 @@ def serve(
     *,
     cache: Annotated[CacheConfig, FLAT] = CacheConfig(),
     scheduler: Annotated[SchedulerConfig, FLAT] = SchedulerConfig(),
+    queues: Annotated[QueueConfig, FLAT] = QueueConfig(),
     cluster: Annotated[ClusterConfig, FLAT] = ClusterConfig(),
     server: Annotated[ServerConfig, FLAT] = ServerConfig(),
     tracing: Annotated[TraceConfig, FLAT] = TraceConfig(),
@@ -95,7 +103,7 @@ def serve(
     """
     from moesaic.commands import serve as command
 
-    worker = WorkerConfig(model, cache, scheduler, trace=tracing.trace)
+    worker = WorkerConfig(model, cache, scheduler, trace=tracing.trace, queues=queues)
     return command.run(worker, cluster, resolve_server(server), record, output.json)
 
 
@@ -129,6 +137,8 @@ def run_batch(
     model: Annotated[ModelConfig, FLAT],
     cache: Annotated[CacheConfig, FLAT] = CacheConfig(),
     scheduler: Annotated[SchedulerConfig, FLAT] = SchedulerConfig(),
+    ranks: Annotated[RanksConfig, FLAT] = RanksConfig(),
+    offload: Annotated[OffloadConfig, FLAT] = OffloadConfig(),
     tracing: Annotated[TraceConfig, FLAT] = TraceConfig(),
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
@@ -138,8 +148,8 @@ def run_batch(
     """
     from moesaic.commands import run_batch as command
 
-    worker = WorkerConfig(model, cache, scheduler, trace=tracing.trace)
-    return command.run(options, worker, output.json)
+    worker = WorkerConfig(model, cache, scheduler, ranks.group, trace=tracing.trace)
+    return command.run(options, worker, offload, output.json)
 
 
 @profile.default
@@ -198,6 +208,18 @@ def plan(
     return command.run(options or Plan(), output.json)
 
 
+@hardware.command(name="measure")
+def hardware_measure(
+    *,
+    options: Annotated[MeasureHardware | None, FLAT] = None,
+    output: Annotated[Output, FLAT] = Output(),
+) -> int:
+    """Measure memory, disk or link, and products in under a minute, for moesaic plan: -o this.toml."""
+    from moesaic.commands import hardware as command
+
+    return command.run(options or MeasureHardware(), output.json)
+
+
 @bench.command(name="serve")
 def bench_serve(
     *,
@@ -217,12 +239,14 @@ def bench_throughput(
     options: Annotated[ThroughputBench, FLAT] = ThroughputBench(),
     cache: Annotated[CacheConfig, FLAT] = CacheConfig(),
     scheduler: Annotated[SchedulerConfig, FLAT] = SchedulerConfig(),
+    tracing: Annotated[TraceConfig, FLAT] = TraceConfig(),
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
     """Continue random prompts with a model in this process, all handed in at once, and measure."""
     from moesaic.commands import bench_throughput as command
 
-    return command.run(options, WorkerConfig(model, cache, scheduler), output.json)
+    worker = WorkerConfig(model, cache, scheduler, trace=tracing.trace)
+    return command.run(options, worker, output.json)
 
 
 @app.command

@@ -13,7 +13,8 @@ from typing import Any
 from moesaic.cluster.local import spawn_worker
 from moesaic.cluster.router import Router
 from moesaic.cluster.supervisor import Supervisor
-from moesaic.config import ClusterConfig, GroupConfig, WorkerConfig
+from moesaic.config import ClusterConfig, WorkerConfig
+from moesaic.core.errors import ConfigError
 from moesaic.engine import Engine
 from moesaic.models import files
 from moesaic.tokenizer import Tokenizer
@@ -54,13 +55,13 @@ def launch(
     another one each time. A trace, if `config` asks for one, is whole after the block, and so is the profile
     of `record`. Raises ConfigError for what shows before the weights are read.
     """
-    path = files.resolve(config.model.model, config.model.revision)
+    path = _checked(config, cluster)
     defaults = files.generation_defaults(path)
     tokenizer = Tokenizer(path, chat_template)
     here = replace(
         config,
         model=replace(config.model, model=str(path), revision=None),
-        group=GroupConfig() if cluster is None else cluster.group,
+        group=config.group if cluster is None else cluster.group,
         record=record.record_routing,
         record_share=record.record_routing_share,
     )
@@ -89,3 +90,10 @@ def launch(
             max_waiting=max_waiting,
         )
         yield Launched(engine, connection, how_it_ended, supervisor, defaults.sampling)
+
+
+def _checked(config: WorkerConfig, cluster: ClusterConfig | None) -> Path:
+    """Where the checkpoint is. Raises ConfigError for settings that do not go together."""
+    if config.queues.expert_batch_pairs > 1 and (cluster is None or cluster.expert_servers == 0):
+        raise ConfigError.field("--expert-servers", 0, "at least 1 with --expert-batch-pairs")
+    return files.resolve(config.model.model, config.model.revision)

@@ -80,10 +80,12 @@ class LLM:
         seed: int | None = None,
         journal: Journal | None = None,
         routing: RowSink | None = None,
+        trace: str | None = None,
         **settings: Any,
     ) -> None:
-        """routing: takes the experts of all rows, see `core.routing`."""
+        """routing: takes the experts of all rows, see `core.routing`. trace: from `trace.parts.part_of`."""
         config = _worker_config(model, settings)
+        config = config if trace is None else replace(config, trace=trace)
         path = files.resolve(model, config.model.revision)
         tokenizer = Tokenizer(path)
         self._defaults = files.generation_defaults(path)
@@ -203,7 +205,7 @@ def _worker_config(model: str, settings: Mapping[str, Any]) -> WorkerConfig:
         return {field.name for field in fields(kind)}
 
     kinds = (ModelConfig, CacheConfig, SchedulerConfig)
-    known = {*GROUP_SETTINGS}.union(*map(names, kinds)) - {"model"}
+    known = {*GROUP_SETTINGS, "offload"}.union(*map(names, kinds)) - {"model"}
     for name, value in settings.items():
         if name not in known:
             raise ConfigError(f"{name}={value!r}: no such setting; allowed: {', '.join(sorted(known))}")
@@ -216,6 +218,7 @@ def _worker_config(model: str, settings: Mapping[str, Any]) -> WorkerConfig:
         CacheConfig(**chosen(CacheConfig)),
         SchedulerConfig(**chosen(SchedulerConfig)),
         ClusterConfig(**{name: settings[name] for name in GROUP_SETTINGS if name in settings}).group,
+        offload=settings.get("offload"),
     )
 
 

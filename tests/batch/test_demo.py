@@ -6,12 +6,12 @@ import json
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.batch.fake import results
 from tests.batch.test_kill import finish, start, when_lines
+from tests.processes import children, gone
 
 pytestmark = pytest.mark.slow
 
@@ -36,15 +36,12 @@ def files(tmp_path):
 
 def worker_of(process):
     """The process id of the worker of a run."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return next(
-        int(pid) for pid in children if b"moesaic.runtime" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
+    return children(process.pid, "moesaic.runtime")[0]
 
 
 def when_gone(pid):
     for _ in range(1000):
-        if not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text():
+        if gone(pid):
             return
         time.sleep(0.01)
     raise AssertionError(f"process {pid} lives on")

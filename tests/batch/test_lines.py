@@ -51,6 +51,7 @@ def test_a_bad_line_says_what_is_wrong(raw, code, custom_id, said):
     assert bad.key == (custom_id or 9)
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=200) | st.recursive(st.none() | st.text() | st.integers(), st.lists).map(repr))
 def test_no_line_breaks_the_parser(raw):
     data = raw.encode(errors="replace") if isinstance(raw, str) else raw

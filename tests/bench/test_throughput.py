@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from moesaic.bench.options import ThroughputBench
-from moesaic.bench.throughput import check_fits, measure, print_report, run
+from moesaic.bench.throughput import check_fits, measure, print_report
+from moesaic.commands import bench_throughput
 from moesaic.config import ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.request import RequestOutput
@@ -65,8 +66,18 @@ def test_requests_that_do_not_fit_are_refused():
 
 
 @pytest.mark.slow
-def test_the_demo_model():
+def test_the_demo_model(tmp_path, capsys):
     options = ThroughputBench(num_prompts=4, input_len=16, output_len=8)
-    report = run(options, WorkerConfig(ModelConfig("demo")), quiet())
-    assert (report.prompt_tokens, report.output_tokens) == (64, 32)
-    assert report.prefill_tokens_per_second > 0
+    file = tmp_path / "t.json"
+    worker = WorkerConfig(ModelConfig("demo"), trace=str(file))
+    assert bench_throughput.run(options, worker, as_json=True) == 0
+    said = capsys.readouterr()
+    report = json.loads(said.out)
+    assert (report["prompt_tokens"], report["output_tokens"]) == (64, 32)
+    assert report["prefill_tokens_per_second"] > 0
+    assert f"the trace is in {file}" in said.err
+    events = json.loads(file.read_text())["traceEvents"]
+    assert {"attention worker 0"} == {one["args"]["name"] for one in events if one["name"] == "thread_name"}
+    steps = [one["args"] for one in events if one["name"] == "step"]
+    assert sum(step["prefill"] for step in steps) >= 3 * 64, "of the warm-up, of the prefill pass, of the run"
+    assert not list(tmp_path.glob("*.parts"))

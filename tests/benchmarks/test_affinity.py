@@ -16,23 +16,25 @@ from moesaic.core.profile import Profile, Routes
 from moesaic.core.tables import Tables
 
 
-def worker(prefill: int, decode: int, pairs: tuple[int, ...], local: tuple[int, ...]) -> WorkerStats:
-    experts = ExpertStats(layer_pairs=pairs, local_pairs=local)
+def worker(
+    prefill: int, decode: int, pairs: tuple[int, ...], local: tuple[int, ...], sent: int = 0
+) -> WorkerStats:
+    experts = ExpertStats(layer_pairs=pairs, local_pairs=local, remote_bytes=sent)
     return WorkerStats(prefill_tokens=prefill, decode_tokens=decode, experts=experts)
 
 
 def test_what_crossed_worked_example() -> None:
-    """10 rows and 80 pairs, 60 of them local, rows of 8 bytes, there and back."""
-    before, after = worker(100, 50, (40, 40), (10, 20)), worker(104, 56, (80, 80), (30, 60))
-    found = affinity.crossed(before, after, 8)
+    """10 rows and 80 pairs, 60 of them local, 320 bytes counted."""
+    before, after = worker(100, 50, (40, 40), (10, 20), 80), worker(104, 56, (80, 80), (30, 60), 400)
+    found = affinity.crossed(before, after)
     assert found["local_activation_rate"] == 0.75
     assert (found["remote_pairs_per_token"], found["remote_bytes_per_token"], found["rows"]) == (2, 32, 10)
 
 
 def test_counters_may_begin_empty() -> None:
-    found = affinity.crossed(WorkerStats(), worker(1, 1, (2, 2), (0, 1)), 8)
+    found = affinity.crossed(WorkerStats(), worker(1, 1, (2, 2), (0, 1)))
     assert (found["local_activation_rate"], found["remote_pairs_per_token"]) == (0.25, 1.5)
-    assert affinity.crossed(WorkerStats(), WorkerStats(), 8)["local_activation_rate"] == 0
+    assert affinity.crossed(WorkerStats(), WorkerStats())["local_activation_rate"] == 0
 
 
 def routes(*requests: list[int]) -> Routes:

@@ -107,6 +107,7 @@ def made() -> Profile:
     return routings.generate(routings.SHAPES[0], layers=2, requests=40)
 
 
+@pytest.mark.slow
 def test_no_solver_is_above_the_bounds(made: Profile) -> None:
     learned, others = held_out.split(made, 0.2, 0)
     limits = placements.bounds(learned, others, 4, 5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import calibration
 import numpy as np
 import pytest
 import routings
@@ -27,7 +28,7 @@ def test_concentration_worked_example() -> None:
         np.array([-1], dtype=np.int16),
         np.array([[[0, 1]], [[0, 1]], [[0, 2]], [[2, 3]]], dtype=np.int16),
     )
-    found = routings.concentration(Profile.of_routes("m", 5, 4, [0], routes))
+    found = calibration.concentration(Profile.of_routes("m", 5, 4, [0], routes))
     expected = [np.percentile(one, (25, 50, 75)) for one in ([1, 1, 0.5, 1], [5 / 6, 1], [1 / 6, 0])]
     assert found == pytest.approx(np.concatenate(expected)[None])
 
@@ -85,14 +86,16 @@ def test_requests_of_a_topic_choose_alike(made: Profile) -> None:
 def test_nothing_to_gain_where_choices_are_even() -> None:
     made = routings.uniform(16, 2, layers=2, requests=400)
     for solver in ("vanilla", "kmeans", "metis"):
-        assert routings.rate(made, solver, ranks=4) == pytest.approx(0.25, abs=0.02)
+        assert calibration.rate(made, solver, ranks=4) == pytest.approx(0.25, abs=0.02)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("shape", routings.SHAPES, ids=str)
 def test_the_constants_do_what_they_were_chosen_for(shape: routings.Shape) -> None:
-    errors = np.abs(routings.concentration(routings.generate(shape, 6)) - routings.PUBLISHED)
+    errors = np.abs(calibration.concentration(routings.generate(shape, 6)) - calibration.PUBLISHED)
     assert errors.mean() < 0.03
     made = routings.generate(shape)
-    assert max(routings.rate(made, solver) for solver in routings.BASELINES) == pytest.approx(0.47, abs=0.005)
+    assert max(calibration.rate(made, solver) for solver in calibration.BASELINES) == pytest.approx(
+        0.47, abs=0.005
+    )

@@ -11,7 +11,14 @@ from typing import Any
 
 from moesaic import SamplingParams
 from moesaic.cluster.supervisor import Supervisor
-from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from moesaic.config import (
+    CacheConfig,
+    ClusterConfig,
+    ModelConfig,
+    QueueConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.request import TokenLogprob
 from moesaic.launch import Launched, launch
@@ -60,6 +67,13 @@ class Cluster:
         assert pid is not None
         return pid
 
+    @property
+    def broken_off(self) -> int:
+        """Servers whose connections broke with rows outstanding; not those that a client gave up because
+        they, or the whole machine, stood still for a moment."""
+        counters = self.supervisor.report().counters
+        return counters.failovers - counters.silent_failovers
+
     def until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
         """Look after the engine's messages until `condition` holds."""
         deadline = time.monotonic() + seconds
@@ -74,6 +88,11 @@ class Cluster:
             self.running.answers[number] = ([], [])
             self.running.times[number] = []
             self.running.unfinished.add(number)
+
+    def cancel(self, number: int) -> None:
+        """Nobody waits for it any more; what came of it stays among the answers."""
+        self._launched.engine.cancel(number)
+        self.running.unfinished.discard(number)
 
     def pump(self, timeout: float) -> None:
         """One message of the workers."""
@@ -116,14 +135,16 @@ def cluster(
     inflight_batches: int = 1,
     combine: str = "exact",
     kv_cache_memory: str = "32MiB",
+    kv_cache_dtype: str = "auto",
     threads: int | None = 1,
     max_model_len: int | None = None,
+    queues: QueueConfig = QueueConfig(),
     **more: Any,
 ) -> Iterator[Cluster]:
     """Serving, until the end of the block. more: of ClusterConfig."""
     worker = WorkerConfig(
         ModelConfig(model, threads=threads, kernels=kernels, max_model_len=max_model_len),  # type: ignore[arg-type]
-        CacheConfig(kv_cache_memory=kv_cache_memory),
+        CacheConfig(kv_cache_memory, kv_cache_dtype),  # type: ignore[arg-type]
         SchedulerConfig(
             max_num_seqs=16,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -132,6 +153,7 @@ def cluster(
             queue_policy=queue_policy,  # type: ignore[arg-type]
             combine=combine,  # type: ignore[arg-type]
         ),
+        queues=queues,
     )
     shape = ClusterConfig(
         attention_workers=attention_workers,

@@ -9,31 +9,41 @@ from pathlib import Path
 
 import pytest
 
+from moesaic.core.metrics import GroupStats
+from moesaic.core.profile import Profile
+from moesaic.testing import byte_tokenizer
 from tests.cluster.driven import Answer, Cluster, cluster
-from tests.cluster.test_identity import alone, workload
+from tests.cluster.test_identity import workload
+from tests.models import cases, tiny
+from tests.processes import children, gone
+from tests.runtime.tensor.placing import recorded, write
 
 GROUP = {"expert_servers": 0, "tensor_parallel_size": 2}
 
 
+def alone(model: str, tokens: int) -> tuple[list[Answer], Profile]:
+    """The workload in one process, and its routing."""
+    completions, profile = recorded(model, *workload(8, tokens))
+    outputs = [completion.outputs[0] for completion in completions]
+    answers = [(one.token_ids, [entry.logprob for entry in one.logprobs or [] if entry]) for one in outputs]
+    return answers, profile
+
+
 @pytest.fixture(scope="module")
-def expected() -> list[Answer]:
-    return alone(*workload(8, 48))
+def demo() -> tuple[list[Answer], Profile]:
+    return alone("demo", 48)
+
+
+@pytest.fixture(scope="module")
+def expected(demo: tuple[list[Answer], Profile]) -> list[Answer]:
+    return demo[0]
 
 
 def ranks(served: Cluster) -> list[int]:
     """Process ids of the worker's group, the first rank first."""
     [status] = served.supervisor.status()
     assert status.pid is not None
-    children = Path(f"/proc/{status.pid}/task/{status.pid}/children").read_text().split()
-    return [status.pid, *map(int, children)]
-
-
-def gone(pid: int) -> bool:
-    """Whether it ended, waited for or not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+    return [status.pid, *children(status.pid)]
 
 
 def soon(true: object) -> bool:
@@ -43,6 +53,16 @@ def soon(true: object) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def stats(served: Cluster) -> GroupStats:
+    """Snapshots come a moment after the tokens that they count."""
+
+    def latest() -> GroupStats:
+        return served._launched.engine.stats().worker.experts.group
+
+    assert soon(lambda: latest() != GroupStats())
+    return latest()
 
 
 def same(found: list[Answer], expected: list[Answer]) -> None:
@@ -92,5 +112,34 @@ def test_two_groups_of_two(expected: list[Answer]) -> None:
     with cluster(attention_workers=2, moe_collectives="deepspeed", **GROUP) as served:  # type: ignore[arg-type]
         served.submit(*workload(8, 48))
         same(served.finish(), expected)
-        counted = served._launched.engine.stats().worker.experts.group
+        counted = stats(served)
         assert counted.pairs > counted.local_pairs > 0 < counted.all_to_all_bytes
+
+
+@pytest.mark.slow
+def test_a_placement_with_tables_shuffles(demo: tuple[list[Answer], Profile], tmp_path: Path) -> None:
+    expected, profile = demo
+    file = write(tmp_path, profile, units=2, copies=3)
+    with cluster(placement=file, **GROUP) as served:  # type: ignore[arg-type]
+        served.submit(*workload(8, 48))
+        same(served.finish(), expected)
+        counted = stats(served)
+        assert 0 < counted.kept_rows < counted.shuffled_rows
+        assert counted.local_pairs > 0.5 * counted.pairs
+
+
+@pytest.mark.slow
+def test_a_group_of_four(tmp_path: Path) -> None:
+    """Two ranks to an expert, rows shuffled into shards of any size."""
+    options = cases.mixtral(vocab_size=1024, num_attention_heads=8, num_key_value_heads=2)
+    path = str(tiny.save(tiny.build("mixtral", options), tmp_path / "model"))
+    byte_tokenizer(Path(path))
+    expected, profile = alone(path, 24)
+    settings = GROUP | {"tensor_parallel_size": 4, "expert_tensor_parallel_size": 2}
+    file = write(tmp_path, profile, units=2)
+    with cluster(path, placement=file, shuffle_align="variable", **settings) as served:  # type: ignore[arg-type]
+        assert len(ranks(served)) == 4
+        served.submit(*workload(8, 24))
+        same(served.finish(), expected)
+        counted = stats(served)
+        assert 0 < counted.kept_rows == counted.shuffled_rows

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from typing import Any
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
 from moesaic import LLM, SamplingParams
+from moesaic.cluster import local
+from moesaic.config import QueueConfig, Schedule
 from tests.cluster.driven import Answer, cluster
 
 SHAPES = [
@@ -50,9 +56,9 @@ def workload(count: int, tokens: int) -> tuple[list[list[int]], list[SamplingPar
     return prompts, params
 
 
-def alone(prompts: list[list[int]], params: list[SamplingParams]) -> list[Answer]:
+def alone(prompts: list[list[int]], params: list[SamplingParams], **settings: Any) -> list[Answer]:
     """The same requests in one process."""
-    model = LLM("demo", threads=1, kv_cache_memory="64MiB")
+    model = LLM("demo", threads=1, kv_cache_memory="64MiB", **settings)
     answers = []
     for completion in model.generate(prompts, params):
         [output] = completion.outputs
@@ -65,18 +71,68 @@ def expected() -> list[Answer]:
     return alone(*workload(8, 24))
 
 
-FAST = ("async mtfs, 2 workers, 3 servers",)
-EVERY_SHAPE = [
-    shape if shape.id in FAST else pytest.param(*shape.values, id=shape.id, marks=pytest.mark.slow)
-    for shape in SHAPES
-]
-
-
-@pytest.mark.parametrize("shape", EVERY_SHAPE)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
 def test_the_same_bits_as_in_one_process(shape: dict[str, Any], expected: list[Answer]) -> None:
     with cluster(**shape) as served:
         served.submit(*workload(8, 24))
         assert served.finish() == expected
+
+
+@pytest.mark.slow
+def test_the_same_bits_with_a_cache_in_int8() -> None:
+    with cluster(attention_workers=2, expert_servers=2, kv_cache_dtype="int8") as served:
+        served.submit(*workload(8, 24))
+        assert served.finish() == alone(*workload(8, 24), kv_cache_dtype="int8")
+
+
+@pytest.mark.slow
+def test_the_same_bits_whatever_the_queues_wait_for(
+    expected: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers and servers were told to."""
+    told: list[QueueConfig] = []
+
+    def spy(spawn: Callable[[Any], local.ChildProcess]) -> Callable[[Any], local.ChildProcess]:
+        def spawned(config: Any) -> local.ChildProcess:
+            told.append(config.queues)
+            return spawn(config)
+
+        return spawned
+
+    monkeypatch.setattr("moesaic.cluster.members.spawn_server", spy(local.spawn_server))
+    monkeypatch.setattr("moesaic.cluster.members.spawn_worker", spy(local.spawn_worker))
+    queues = QueueConfig(0.02, 4, 64, 5.0)
+    with cluster(schedule="async", attention_workers=2, expert_servers=2, queues=queues) as served:
+        served.submit(*workload(8, 24))
+        assert served.finish() == expected
+    assert told == [queues] * 4
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that the documentation's lines write: two stages, on servers 0 and 1 and on server 2."""
+    text = (Path(__file__).parent.parent.parent / "docs" / "cluster.md").read_text(encoding="utf-8")
+    [lines] = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "staged" in block]
+    folder = tmp_path_factory.mktemp("staged")
+    with contextlib.chdir(folder):
+        exec(lines, {})
+    return folder / "staged.json"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", get_args(Schedule))
+def test_the_same_bits_in_two_stages(schedule: str, staged: Path, expected: list[Answer]) -> None:
+    with cluster(expert_servers=3, attention_workers=2, placement=str(staged), schedule=schedule) as served:
+        placement = served.supervisor.placement
+        assert placement is not None
+        layers = [set(placement.of(server)) for server in range(3)]
+        assert layers[0] == layers[1] and not layers[0] & layers[2]
+        assert layers[0] | layers[2] == set(placement.layers)
+        served.submit(*workload(8, 24))
+        assert served.finish() == expected
+        servers = {f"expert server {number}" for number in range(3)}
+        served.until(lambda: {one.name for one in served.supervisor.status() if one.stats.pairs} == servers)
 
 
 @pytest.mark.slow

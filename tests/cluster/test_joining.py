@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,40 @@ def test_a_server_that_is_sent_away_ends(expected: list[Answer], door: dict[str,
         future.result()
         assert process.wait(20) == 0
         assert served.finish() == expected
-        assert served.supervisor.report().counters.failovers == 0
+        assert served.broken_off == 0
+
+
+@pytest.mark.slow
+def test_a_server_that_was_frozen_for_too_long_joins_again(
+    expected: list[Answer], door: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(**door) as served, joiner(served, door["cluster_secret_file"]) as process:
+        served.until(lambda: newcomer(served) is not None)
+        first = newcomer(served)
+        served.submit(*workload(COUNT, TOKENS))
+        served.until(lambda: served.running.tokens >= 20)
+        monkeypatch.setattr("moesaic.cluster.supervisor.FROZEN_SECONDS", 2.0)
+        process.send_signal(signal.SIGSTOP)
+        served.until(lambda: len(served.supervisor.status()) == 2)
+        process.send_signal(signal.SIGCONT)
+        monkeypatch.undo()
+        served.until(lambda: newcomer(served) is not None)
+        again = newcomer(served)
+        assert first is not None and again is not None and again.number > first.number
+        served.submit(*workload(COUNT, TOKENS))
+        served.until(lambda: newcomer(served) is not None and newcomer(served).stats.pairs > 0)  # type: ignore[union-attr]
+        assert served.finish() == 2 * expected
+        assert process.poll() is None
+
+
+@pytest.mark.slow
+def test_a_server_ends_with_its_cluster(door: dict[str, Any]) -> None:
+    with ExitStack() as stack:
+        served = stack.enter_context(cluster(**door))
+        process = stack.enter_context(joiner(served, door["cluster_secret_file"]))
+        served.until(lambda: newcomer(served) is not None)
+        served._launched.supervisor.stop()  # type: ignore[union-attr]
+        assert process.wait(20) == 0
 
 
 @pytest.mark.slow

@@ -7,13 +7,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from moesaic import LLM, SamplingParams
+from moesaic.cluster import local
+from moesaic.cluster.local import ChildProcess
+from moesaic.config import ExpertServerConfig
 from moesaic.testing import byte_tokenizer
 from moesaic.transport.faulty import Faults
-from tests.cluster.driven import Answer, cluster
+from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.faulty_worker import faulty
 from tests.models import cases, tiny
 
@@ -45,11 +49,13 @@ FACTORS: dict[str, dict[str, Any]] = {
     },
     "chunks": {"of 16": {"max_num_batched_tokens": 16}, "whole": {"max_num_batched_tokens": 512}},
     "cache": {"large": False, "of one request": True},
+    "cancelled": {"none": (), "two": (2, 4)},
     "combine": {"exact": {}, "partial": {"combine": "partial"}},
     "kernels": {"native": "auto", "torch": "reference"},
     "transport": {
         "shm": {"transport": "shm"},
         "socket": {"transport": "socket"},
+        "tcp": {},  # see `reached`
         "faulty": {},  # see `badly`
     },
 }
@@ -57,29 +63,29 @@ FAULTS = Faults(delay=0.3, duplicate=0.2, reorder=True, cut_after=30)
 """Those that no replica is needed for."""
 DROPPING = replace(FAULTS, drop_request=0.02, drop=0.001)
 """What got lost is asked for again, of another server; at a barrier nobody can know that it got lost."""
-LOSING = ("qwen3, k 8", "defrag", "2 and 2, twice", "of 16", "large", "exact", "native", "faulty")
+LOSING = ("qwen3, k 8", "defrag", "2 and 2, twice", "of 16", "large", "none", "exact", "native", "faulty")
 """Beside the cover: rows of single tokens that get lost."""
 
 
 def cover() -> list[tuple[str, ...]]:
     """Choices, one of each factor, in which every pair of choices of two factors occurs."""
     names = [list(choices) for choices in FACTORS.values()]
-    every = {case: _pairs(case) for case in itertools.product(*names)}
-    open_pairs = {
-        (i, a, j, b)
-        for (i, one), (j, other) in itertools.combinations(enumerate(names), 2)
-        for a, b in itertools.product(one, other)
-    }
-    chosen = []
-    while open_pairs:
-        best = max(every, key=lambda case: len(every[case] & open_pairs))
-        open_pairs -= every[best]
+    bits: dict[tuple[int, str, int, str], int] = {}
+    for (i, one), (j, other) in itertools.combinations(enumerate(names), 2):
+        for a, b in itertools.product(one, other):
+            bits[i, a, j, b] = 1 << len(bits)
+    every = {case: _pairs(case, bits) for case in itertools.product(*names)}
+    left, chosen = (1 << len(bits)) - 1, []
+    while left:
+        best = max(every, key=lambda case: (every[case] & left).bit_count())
+        left &= ~every[best]
         chosen.append(best)
     return chosen
 
 
-def _pairs(case: tuple[str, ...]) -> set[tuple[int, str, int, str]]:
-    return {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(case), 2)}
+def _pairs(case: tuple[str, ...], bits: dict[tuple[int, str, int, str], int]) -> int:
+    """A bit for each pair of choices in `case`."""
+    return sum(bits[i, a, j, b] for (i, a), (j, b) in itertools.combinations(enumerate(case), 2))
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +106,29 @@ def workload() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-def badly(transport: str, faults: Faults) -> AbstractContextManager[None]:
-    """Around the start of the workers."""
+def reached(transport: str, faults: Faults) -> AbstractContextManager[object]:
+    """Around the start of the processes: how workers reach servers where no setting says it."""
+    if transport == "tcp":
+        return patch("moesaic.cluster.members.spawn_server", over_tcp)
     return faulty(faults, seed=7) if transport == "faulty" else nullcontext()
+
+
+def over_tcp(config: ExpertServerConfig) -> ChildProcess:
+    return local.spawn_server(replace(config, address="tcp:127.0.0.1:0"))
+
+
+def drive(served: Cluster, cancelled: tuple[int, ...]) -> list[Answer]:
+    """The answers; those of `cancelled` as far as they came: one that has a few tokens, one soon after."""
+    served.submit(*workload())
+    for number, after in zip(cancelled, (3, 0), strict=False):
+        served.until(lambda n=number, most=after: len(served.running.answers[n][0]) >= most)  # type: ignore[misc]
+        served.cancel(number)
+    return served.finish()
 
 
 @pytest.mark.parametrize("case", [*cover(), LOSING], ids=", ".join)
 def test_the_bits_of_one_process(case: tuple[str, ...], checkpoints: dict[str, Path]) -> None:
-    name, schedule, processes, chunks, cache, combine, kernels, transport = case
+    name, schedule, processes, chunks, cache, cancel, combine, kernels, transport = case
     path, picked = str(checkpoints[name]), FACTORS["kernels"][kernels]
     model = LLM(path, threads=1, max_model_len=LONGEST, kernels=picked, kv_cache_memory="8MiB")
     expected: list[Answer] = []
@@ -118,16 +139,23 @@ def test_the_bits_of_one_process(case: tuple[str, ...], checkpoints: dict[str, P
     settings = FACTORS["schedule"][schedule] | FACTORS["processes"][processes] | FACTORS["chunks"][chunks]
     settings |= FACTORS["transport"][transport] | FACTORS["combine"][combine]
     memory = f"{blocks * model.info.kv_bytes // model.info.num_blocks}B"
+    cancelled = FACTORS["cancelled"][cancel]
     dropping = "min_replicas" in settings and schedule != "barrier"
     with (
-        badly(transport, DROPPING if dropping else FAULTS),
+        reached(transport, DROPPING if dropping else FAULTS),
         cluster(path, kernels=picked, kv_cache_memory=memory, max_model_len=LONGEST, **settings) as served,
     ):
-        served.submit(*workload())
-        found = served.finish()
-        counted = served.supervisor.report().counters
+        found = drive(served, cancelled)
+        report = served.supervisor.report()
+    counted = report.counters
     assert counted.process_deaths == 0
+    servers = [one.address.partition(":")[0] for one in report.processes if one.role == "expert server"]
+    assert set(servers) == {"tcp" if transport == "tcp" else "unix"}
     assert counted.resent_pairs > 0 or not (dropping and transport == "faulty")
+    assert not cancelled or len(found[cancelled[0]][0]) < NEW
+    for number in cancelled:
+        length = len(found[number][0])
+        expected[number] = (expected[number][0][:length], expected[number][1][:length])
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     if (kernels, combine) == ("native", "exact"):  # torch's sums depend on the rows beside
         assert found == expected

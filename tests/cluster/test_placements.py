@@ -25,8 +25,10 @@ from moesaic.policy import redundancy
 from moesaic.policy.cocluster import SOLVERS
 from moesaic.policy.cocluster.tokens import labelled
 from moesaic.policy.locality import homes_in, hosts
+from moesaic.testing import byte_tokenizer
 from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_identity import workload
+from tests.models import cases, tiny
 
 RANKS: dict[str, Any] = {"expert_servers": 0, "data_parallel_size": 2, "enable_expert_parallel": True}
 COUNT, TOKENS = 8, 24
@@ -35,10 +37,10 @@ COUNT, TOKENS = 8, 24
 class Alone:
     """The workload in one process: its answers, and the experts of all rows."""
 
-    def __init__(self) -> None:
-        spec = registry.read_spec(files.resolve("demo", None)).routed
+    def __init__(self, path: str) -> None:
+        spec = registry.read_spec(files.resolve(path, None)).routed
         assembly = Assembly(spec, 1 << 30)
-        model = LLM("demo", threads=1, kv_cache_memory="64MiB", routing=assembly.add)
+        model = LLM(path, threads=1, kv_cache_memory="64MiB", routing=assembly.add)
         self.answers: list[Answer] = []
         for completion in model.generate(*workload(COUNT, TOKENS)):
             [output] = completion.outputs
@@ -52,7 +54,7 @@ class Alone:
 
 @pytest.fixture(scope="module")
 def alone() -> Alone:
-    return Alone()
+    return Alone("demo")
 
 
 def shuffled(profile: Profile, seed: int) -> Clusters:
@@ -133,15 +135,41 @@ def test_the_same_bits_under_each_solvers_placement(solver: str, alone: Alone, t
         assert served.finish() == alone.answers
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "mixtral": cases.mixtral(vocab_size=1024),
+    "deepseek_v2": cases.deepseek(vocab_size=1024),
+}
+SCHEDULES: list[tuple[str, dict[str, Any]]] = [
+    ("demo", {"schedule": "barrier"}),
+    ("demo", {"schedule": "async"}),
+    ("deepseek_v2", {"schedule": "async", "queue_policy": "mtfs"}),
+    ("demo", {"schedule": "async", "queue_policy": "flfs", "dispatch": "affinity-rounds"}),
+    ("mixtral", {"inflight_batches": 2}),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["barrier", "async"])
-def test_the_same_bits_under_every_schedule_with_copies(schedule: str, alone: Alone, tmp_path: Path) -> None:
-    file = write(tmp_path, alone.profile, SOLVERS["sem-moe"](alone.profile, 2, 0), copies=5)
-    with cluster(placement=file, schedule=schedule, **RANKS) as served:
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    SCHEDULES,
+    ids=[" ".join(map(str, [name, *how.values()])) for name, how in SCHEDULES],
+)
+def test_the_same_bits_under_every_schedule_with_copies(
+    name: str, settings: dict[str, Any], alone: Alone, tmp_path: Path
+) -> None:
+    path = name
+    if name in OTHERS:
+        path = str(tiny.save(tiny.build(name, OTHERS[name]), tmp_path / name))
+        byte_tokenizer(Path(path))
+        alone = Alone(path)
+    profile = alone.profile
+    file = write(tmp_path, profile, SOLVERS["sem-moe"](profile, 2, 0), copies=profile.num_experts // 5)
+    with cluster(path, placement=file, **settings, **RANKS) as served:
         served.submit(*workload(COUNT, TOKENS))
         assert served.finish() == alone.answers
-        sent = len(alone.routes.tokens) * alone.profile.top_k
-        served.until(lambda: [pairs for pairs, _ in pairs_of(served)] == [sent] * 6, seconds=20.0)
+        sent = [len(alone.routes.tokens) * profile.top_k] * len(profile.layers)
+        served.until(lambda: [pairs for pairs, _ in pairs_of(served)] == sent, seconds=20.0)
+        assert served.supervisor.report().dispatch == settings.get("dispatch", "affinity")
 
 
 @pytest.mark.slow

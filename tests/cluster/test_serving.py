@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ import openai
 import pytest
 
 from moesaic import LLM, SamplingParams
+from tests.processes import gone
 from tests.test_serve import Server, start
 
 pytestmark = pytest.mark.slow
@@ -130,3 +132,19 @@ def test_refusals_are_one_line(server: Server) -> None:
         done = scale(server, *flags, key=key)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1), done.stderr
         assert message in done.stderr
+
+
+def test_a_server_that_is_killed_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither processes nor files."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    running = start("--attention-workers", "2", "--expert-servers", "2")
+    started = [process["pid"] for process in running.info["cluster"]["processes"]]
+    running.process.kill()
+    running.process.communicate()
+    deadline = time.monotonic() + 20
+    while not all(map(gone, started)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not list(tmp_path.glob("*moesaic*"))

@@ -2,31 +2,53 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import combinations, islice, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from scripts.soak.answers import alone, difference, spanning_gap
-from scripts.soak.leaks import Leaks, holdings
+from rich.console import Console
+from scripts.soak.answers import difference, spanning_gap
+from scripts.soak.faults import Saboteur
+from scripts.soak.leaks import Leaks, grown, held_by, holdings
 from scripts.soak.leaks import difference as leaked
-from scripts.soak.plan import MOST_TOKENS, Order, orders, plan_round, pool
-from scripts.soak.rounds import run_round
+from scripts.soak.models import CHECKPOINTS, Models
+from scripts.soak.plan import (
+    KILL,
+    KINDS,
+    MODELS,
+    MOST_TOKENS,
+    SEVERAL,
+    TRANSPORTS,
+    WORKER,
+    Fault,
+    Order,
+    Shape,
+    orders,
+    plan_round,
+    pool,
+)
+from scripts.soak.report import BAD, by_kind, show
+from scripts.soak.rounds import Outcome, Pause, run_round
 
+from moesaic.core.cluster import ClusterCounters, ProcessStatus
 from tests.cluster.driven import Answer
 
 KERNELS = ("auto", "reference")
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, list[Answer]]:
-    return {kernels: alone(kernels) for kernels in KERNELS}
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
@@ -39,11 +61,9 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(20))
-def test_nothing_is_different_and_nothing_leaks(
-    number: int, expected: dict[str, list[Answer]], folder: Path
-) -> None:
+def test_nothing_is_different_and_nothing_leaks(number: int, models: Models, folder: Path) -> None:
     plan = plan_round("ci", number)
-    outcome = run_round(replace(plan, faults=plan.faults[:2], requests=4, together=4), expected, folder)
+    outcome = run_round(replace(plan, faults=plan.faults[:2], requests=4, together=4), models, folder)
     assert outcome.good, outcome
     assert outcome.completed > 0
     assert len(outcome.pauses) == 2
@@ -55,14 +75,79 @@ def test_a_plan_comes_from_its_seed_alone() -> None:
     assert list(islice(orders("0/5", 32), 9)) == list(islice(orders("0/5", 32), 9))
 
 
-def test_all_schedules_meet_all_sizes_and_both_transports_and_kernels() -> None:
-    shapes = [plan_round("0", number).shape for number in range(42)]
-    schedules = {(one.schedule, one.inflight_batches, one.queue_policy) for one in shapes}
-    sizes = {(one.attention_workers, one.expert_servers, one.min_replicas) for one in shapes}
-    assert (len(schedules), len(sizes)) == (6, 7)
-    assert len({one.name for one in shapes}) == 42
-    assert {one.transport for one in shapes} == {"shm", "stream"}
-    assert {one.kernels for one in shapes} == set(KERNELS)
+FACTORS: dict[str, Callable[[Shape], object]] = {
+    "schedule": lambda one: (one.schedule, one.inflight_batches, one.queue_policy),
+    "size": lambda one: (one.attention_workers, one.expert_servers, one.min_replicas),
+    "model": lambda one: one.model,
+    "transport": lambda one: one.transport,
+    "chunk": lambda one: one.chunk,
+    "kernels": lambda one: one.kernels,
+    "combine": lambda one: one.combine,
+    "connections": lambda one: one.bad_connections,
+}
+
+
+def test_the_full_matrix_has_all_pairs_of_settings() -> None:
+    """And all combinations of schedule, size and model."""
+    shapes = [plan_round("0", number).shape for number in range(210)]
+    values = {name: {value(one) for one in shapes} for name, value in FACTORS.items()}
+    assert [len(found) for found in values.values()] == [6, 7, 5, 3, 3, 2, 2, 2]
+    assert values["model"] == {"demo", *CHECKPOINTS} == set(MODELS)
+    assert values["transport"] == set(TRANSPORTS)
+    first = ("schedule", "size", "model")
+    assert len({tuple(FACTORS[name](one) for name in first) for one in shapes}) == 210
+    for a, b in combinations(FACTORS, 2):
+        met = {(FACTORS[a](one), FACTORS[b](one)) for one in shapes}
+        assert met == set(product(values[a], values[b])), (a, b)
+    assert {one.redundant_experts for one in shapes} == {0, 3}
+    spare = {(one.expert_servers, one.min_replicas) for one in shapes if one.redundant_experts}
+    assert spare == {(2, 1), (3, 1)}, "a second copy has a place"
+
+
+def test_faults_are_of_one_kind_or_of_several() -> None:
+    kinds = [plan_round("0", number).kind for number in range(210)]
+    assert set(kinds) == {f"{kind}, {role}" for kind, role in KINDS} | {SEVERAL}
+    assert min(kinds.count(kind) for kind in set(kinds)) >= 15
+
+
+def test_a_process_that_never_has_work_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three workers the last is chosen; with few requests only the first ever has one."""
+    struck: list[int] = []
+    monkeypatch.setattr("scripts.soak.faults._signal", lambda pid, number: struck.append(pid) or True)
+    workers = [
+        ProcessStatus(f"{WORKER} {number}", WORKER, number, "serving", 100 + number, 1, 0, None, 0.0)
+        for number in range(3)
+    ]
+    served = SimpleNamespace(supervisor=SimpleNamespace(status=lambda: workers))
+    router = SimpleNamespace(drained=lambda number: number > 0)
+    saboteur = Saboteur(served, router, [Fault(KILL, WORKER, 0, 0.99, 0.0, False)])  # type: ignore[arg-type]
+    for now in range(100):
+        saboteur.look(1, float(now))
+    assert struck == [100] and saboteur.done
+
+
+def test_rounds_are_told_by_kind_of_fault() -> None:
+    pause = Pause("kill", "expert server", "expert server 0", 1, 0.5, True)
+    outcomes = [
+        Outcome("0/0", "a", "kill, expert server", requests=6, completed=5, cancelled=1, tokens=90,
+                pauses=[pause, pause], longest_gap=0.5, counters=ClusterCounters(resent_pairs=8)),
+        Outcome("0/1", "b", "kill, expert server", requests=4, completed=4, tokens=10, longest_gap=0.75,
+                counters=ClusterCounters(moved_requests=2), leaks=Leaks({"threads": ["a", "b"]})),
+        Outcome("0/2", "c", "kill, expert server", bad_connections=True, requests=9, different=["token 1"]),
+        Outcome("0/3", "d", error="AssertionError"),
+    ]  # fmt: skip
+    found = by_kind(outcomes)
+    assert found["kill, expert server"] == {
+        "rounds": 2, "faults": 2, "sent": 10, "completed": 9, "cancelled": 1, "tokens": 100, "different": 0,
+        "pairs again": 8, "requests again": 2, "longest gap s": 0.75, "leaks": 2, "broke off": 0,
+    }  # fmt: skip
+    assert (found[BAD]["sent"], found[BAD]["different"]) == (9, 1)
+    assert (found[SEVERAL]["rounds"], found[SEVERAL]["broke off"]) == (1, 1)
+    assert found["freeze, attention worker"]["rounds"] == 0
+    assert found["all"]["rounds"] == sum(row["rounds"] for name, row in found.items() if name != "all") == 4
+    shown = Console(width=80, record=True, file=io.StringIO())
+    show(outcomes, shown)
+    assert re.search(r"longest gap s +0.75 +0.00 ", shown.export_text())
 
 
 def test_orders_stay_within_the_pool() -> None:
@@ -105,6 +190,7 @@ def test_the_gap_that_a_fault_fell_into() -> None:
     assert spanning_gap([1.0, 2.0, 5.0], 6.0) == 0.0
 
 
+@pytest.mark.slow
 def test_what_was_not_given_back_is_found(folder: Path) -> None:
     before = holdings(folder)
     assert not leaked(before, holdings(folder))
@@ -124,6 +210,40 @@ def test_what_was_not_given_back_is_found(folder: Path) -> None:
     assert found["temporary files"] == [str(folder / "server-0")]
     assert any("memfd:moesaic-calls" in one for one in found["file descriptors"])
     assert [one.split()[0] for one in found["threads"]] == ["forgotten"]
+
+
+LEAKING = """
+import mmap, os, socket, sys
+kept = [socket.socketpair()]
+sys.stdout.write("ready\\n"), sys.stdout.flush(), sys.stdin.readline()
+descriptor = os.memfd_create("moesaic-calls")
+os.ftruncate(descriptor, 4096)
+kept += [socket.socketpair(), mmap.mmap(descriptor, 4096)]
+os.close(descriptor)
+sys.stdout.write("ready\\n"), sys.stdout.flush(), sys.stdin.readline()
+"""
+
+
+def test_what_a_process_that_goes_on_did_not_give_back_is_found() -> None:
+    """A segment that only its mapping keeps, too."""
+    command = [sys.executable, "-c", LEAKING]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        folder = Path(f"/proc/{process.pid}")
+        process.stdout.readline()
+        before = {"worker 0": held_by(folder), "gone": held_by(folder)}
+        assert not grown(before, before)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        after = {"worker 0": held_by(folder), "new": held_by(folder)}
+        process.communicate("\n")
+    assert before["worker 0"] == {"sockets": 2, "segments": 0}
+    assert grown(before, after).found == {
+        "sockets of processes": ["worker 0: 4, 2 before"],
+        "segments of processes": ["worker 0: 1, 0 before"],
+    }
+    assert held_by(folder) == {"sockets": 0, "segments": 0}, "it has ended"
 
 
 def test_leaks_are_true_only_when_something_is_left() -> None:

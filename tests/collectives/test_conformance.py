@@ -24,7 +24,14 @@ PATIENCE = 60.0
 KINDS, SIZES = ("threads", "processes"), (1, 2, 3, 4)
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, METADATA, MESSAGES = range(6)
 Outcomes = Callable[[str, int], list[Outcome]]
-each = pytest.mark.parametrize(("kind", "size"), [(kind, size) for kind in KINDS for size in SIZES])
+each = pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        pytest.param(kind, size, marks=pytest.mark.slow if kind == "processes" else ())
+        for kind in KINDS
+        for size in SIZES
+    ],
+)
 
 
 def in_threads(size: int) -> list[Outcome]:
@@ -165,6 +172,7 @@ def test_many_rounds_of_changing_sizes(kind: str, size: int, outcomes: Outcomes)
         assert found["many/wrong"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_every_byte_is_counted_once(size: int, outcomes: Outcomes) -> None:
     for found in outcomes("processes", size):

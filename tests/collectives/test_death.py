@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 PATIENCE = 20.0
 """Seconds after which something hangs."""
 Child = subprocess.Popen[str]

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
@@ -17,9 +19,13 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import NO_TOPIC, Profile, Routes
 from moesaic.core.tables import Tables
+from moesaic.models import files
+from moesaic.models.embedding import nearest_known
+from moesaic.models.registry import read_spec
 from moesaic.policy.cocluster import SOLVERS, metis
 
 LAYERS, E, K, V = (1, 2, 4), 8, 2, 40
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def profile(requests: int = 100, hidden: int = 16) -> Profile:
@@ -169,6 +175,65 @@ def test_tables_for_people(file: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert max(map(len, text.split(str(path))[0].splitlines())) <= 80
 
 
+def demo_profile() -> Profile:
+    """As `serve demo --record-routing` writes it: a few tokens of the vocabulary, `nearest` unknown."""
+    routed = read_spec(files.resolve("demo")).routed
+    rng = np.random.default_rng(1)
+    tokens = np.tile(np.arange(300, 320, dtype=np.int32), 4)
+    experts = np.argsort(rng.random((len(tokens), len(routed.layers), routed.num_experts)), axis=2)
+    routes = Routes(
+        tokens,
+        np.arange(5, dtype=np.int64) * 20,
+        np.full(4, 20, dtype=np.int64),
+        np.full(4, NO_TOPIC, dtype=np.int16),
+        experts[:, :, : routed.top_k].astype(np.int16),
+    )
+    vocab = routed.vocab_size
+    return Profile.of_routes(routed.model, vocab, routed.num_experts, routed.layers, routes)
+
+
+def test_unseen_tokens_of_a_live_recording_take_the_nearest_known_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, words = tmp_path / "live.npz", ("--ranks", 2, "--solver", "kmeans", "-o", tmp_path / "p.json")
+    made = demo_profile()
+    made.save(file)
+    nearest = nearest_known(files.resolve("demo"), np.arange(300, 320, dtype=np.int32))
+    assert cli.main(["place", *map(str, (file, *words))]) == 0
+    assert "--model MODEL finds their nearest known" in capsys.readouterr().out
+    without = Tables.load(tmp_path / "p.tables.npz")
+    unseen = np.setdiff1d(np.arange(made.vocab_size), made.counts[0].known)
+    assert (without.scores[unseen] == without.scores[0]).all(), "an average token's"
+    assert answer(capsys, file, *words, "--model", "demo")["nearest_known"]
+    found = Tables.load(tmp_path / "p.tables.npz")
+    assert (found.scores == without.scores[nearest]).all() and len(np.unique(nearest)) == 20
+    profile().save(file)
+    assert "model: got 'moe-5b1e'; allowed: this model's" in refused(capsys, file, *words, "--model", "demo")
+
+
+def test_a_picture_of_one_layer_before_and_after(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "map.svg"
+    words = (file, "--ranks", 2, "--solver", "kmeans", "-o", tmp_path / "p.json", "--plot", plot)
+    answer(capsys, *words)
+    text = plot.read_text()
+    panels = ET.fromstring(text).findall(f"{SVG}g")
+    names = [panel.findtext(f"{SVG}text[@class='title']") for panel in panels]
+    assert names == [
+        "vanilla placement, ids in their order",
+        "vanilla placement, ids on their best rank",
+        "placed by kmeans, ids on their best rank",
+    ]
+    assert "layer 2: how often the 40 commonest token ids" in text
+    dealt_out, vanilla, placed = (
+        float(share) for share in re.findall(r">([\d.]+)% of the choices stay", text)
+    )
+    assert dealt_out < 60 and dealt_out <= vanilla < placed and placed > 80
+    answer(capsys, *words, "--plot-layer", 4)
+    assert "layer 4: how often" in plot.read_text() and plot.read_text() != text
+
+
 def test_what_is_refused(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     to = ("-o", tmp_path / "p.json")
     for words, message in (
@@ -183,6 +248,14 @@ def test_what_is_refused(file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         ((file, "--ranks", 2, "-o", tmp_path / "p.txt"), "ends in .json"),
         ((file, "--ranks", 2, "-o", tmp_path / "nowhere" / "p.json"), "an existing directory"),
         ((tmp_path / "none.npz", "--ranks", 2, *to), "No such file"),
+        ((file, "--ranks", 2, *to, "--plot", tmp_path / "p.png"), "ends in .svg"),
+        ((file, "--ranks", 2, *to, "--plot", tmp_path / "nowhere" / "p.svg"), "an existing directory"),
+        ((file, "--ranks", 2, "--compare", "--plot", tmp_path / "p.svg"), "--plot: draws the placement"),
+        ((file, "--ranks", 2, *to, "--plot-layer", 2), "--plot-layer: say with --plot"),
+        (
+            (file, "--ranks", 2, *to, "--plot", tmp_path / "p.svg", "--plot-layer", 3),
+            "--plot-layer: got 3; allowed: one with routed experts: 1, 2, 4",
+        ),
     ):
         assert message in refused(capsys, *words)
     profile(requests=1).save(file)

@@ -75,7 +75,7 @@ def test_for_machines_and_with_another_host(file: Path, capsys: pytest.CaptureFi
     assert found["hardware"]["machine"]["name"] == "2 x two cores"
     policy = found["policy"]
     assert policy["batch"] == policy["micro_batch"] * policy["micro_batches"]
-    assert found["workload"] == {"prompt": 32, "generate": 16, "cache_number": 2.0}
+    assert found["workload"] == {"prompt": 32, "generate": 16, "cache_number": 2.0, "unfilled": 0}
     assert sum(found["memory"]["slow"].values()) <= 0.9 * GIB
     step = found["decode_step"]
     assert step["bottleneck"] == max(step["layer_seconds"], key=lambda name: step["layer_seconds"][name])
@@ -89,6 +89,7 @@ def test_flexgen_has_its_own_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert theirs["helps"] == [] and theirs["advice"] == []
 
 
+@pytest.mark.slow
 def test_a_hardware_file_and_the_demo(file: Path) -> None:
     options = Plan("demo", hardware=str(file), prompt_len=32, gen_len=16)
     report = plan(options)

@@ -103,10 +103,22 @@ def test_picture(file: Path, tmp_path: Path) -> None:
     root = ET.fromstring(plot.read_text(encoding="utf-8"))
     panels = root.findall(f"{SVG}g")
     titles = [panel.findtext(f"{SVG}text[@class='title']") for panel in panels]
-    assert len(titles) == 8 and "Experts chosen together, layer 4" in titles
+    assert len(titles) == 11 and "Experts chosen together, layer 4" in titles
     assert "Local pairs on the predicted rank (8 ranks)" in titles
+    names = {
+        panel.findtext(f"{SVG}text[@class='title']"): [text.text for text in panel.iter(f"{SVG}text")]
+        for panel in panels
+    }
+    for of_tokens in ("F1 of a token's experts and its id's top k", "Kurtosis of a token's counts"):
+        assert {"p25", "p50", "p75"} <= set(names[of_tokens])
+    for hotness in ("Hotness of an id's top k together", "Hotness of the hottest expert beside these"):
+        assert {"p25", "p50", "p75"} <= set(names[hotness])
+    static = names["Experts predicted from the token id (its top k)"]
+    assert {"precision", "F1", "hits", "hits without the id"} <= set(static)
+    back = names["Experts predicted by looking back some layers"]
+    assert {f"by {layers}" for layers in range(6)} <= set(back)
     texts = [text.text for text in root.iter(f"{SVG}text")]
-    assert {"<prose> & verse", "no topic", "code", "hottest other", "2-gram"} <= set(texts)
+    assert {"<prose> & verse", "no topic", "code", "2-gram"} <= set(texts)
     assert (
         len(list(root.iter(f"{SVG}circle"))) == 12 + 1
     )  # requests, and the last layer's only point of "5 back"

@@ -8,10 +8,11 @@ from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor, from_tables
 from moesaic.cost.machines import MACHINES, machine
 from moesaic.cost.ops import Work
-from moesaic.cost.roofline import Roofs, seconds
+from moesaic.cost.roofline import Roofs, attention_seconds, seconds, seconds_with_experts
 
 FIGURES = Roofs(peak_i=242e12, bandwidth_i=300e9, peak_j=1.3e12, bandwidth_j=100e9, link=16e9)
 """The L4 instance of MoE-Lightning's Figures 4 and 5."""
+FAST = {"memory_gib": 1, "bandwidth_gib": 1, "tflops": 1}
 
 
 def test_worked_example() -> None:
@@ -46,6 +47,54 @@ def test_seconds_is_the_slower_roof() -> None:
     assert seconds(Work(flops=1000), level, efficiency=0.5) == 20
     with pytest.raises(ValueError, match="nothing computes beside disk"):
         seconds(Work(1.0), replace(level, name="disk", processor=None))
+
+
+def test_what_does_not_overlap_is_added() -> None:
+    """4 s of computing and 3 of reading: one after the other 7."""
+    for overlap, wanted in ((1.0, 4.0), (0.5, 5.5), (0.0, 7.0)):
+        level = Level("RAM", 1e9, 2.0, Processor(1.0, overlap=overlap))
+        assert seconds(Work(flops=4, weights=6), level) == wanted
+    assert seconds(Work(flops=4, weights=6), level, efficiency=0.5) == 11
+    slow = replace(level, processor=Processor(1.0, attention=0.5))
+    assert attention_seconds(Work(flops=4, cache=6), slow) == 8
+
+
+EXPERTS = ((1.0, 10.0), (4.0, 20.0), (64.0, 50.0))
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"), [(1, 10.0), (2.5, 2.5 / 0.15), (4, 20.0), (64, 50.0), (1000, 50.0), (0.5, 5.0)]
+)
+def test_experts_have_the_rate_that_was_measured_with_their_rows(rows: float, wanted: float) -> None:
+    """An expert of one row takes 0.1 s, of four 0.2; of half a row as long as of one."""
+    assert Processor(100.0, experts=EXPERTS).experts_flops(rows) == pytest.approx(wanted)
+
+
+def test_experts_are_priced_apart_where_they_were_measured() -> None:
+    level = Level("RAM", 1e9, 10.0, Processor(100.0))
+    beside, routed = Work(flops=1000), Work(flops=200, weights=40)
+    assert seconds_with_experts(beside, routed, 4, level) == seconds(beside + routed, level) == 12
+    assert seconds_with_experts(beside, routed, 4, level, 0.5) == 24
+    known = replace(level, processor=Processor(100.0, experts=EXPERTS))
+    assert seconds_with_experts(beside, routed, 4, known) == 10 + 10
+    assert seconds_with_experts(beside, routed, 4, known, 0.5) == 20 + 10
+    assert seconds_with_experts(beside, Work(), 4, known) == 10
+    assert Processor(100.0, experts=EXPERTS).times(2) == Processor(
+        200.0, experts=((1.0, 20.0), (4.0, 40.0), (64.0, 100.0))
+    )
+
+
+def test_a_measured_machine_is_its_file() -> None:
+    level = Level("core", GIB, GIB, Processor(1e12, 0.5, 0.75, 0.0, ((1.0, 2e9), (8.0, 9e9)), 1e-4))
+    known = Hardware("two cores", level, level, Link(GIB, GIB, None, 6e-5, 2e-5))
+    found = from_tables(known.to_tables())
+    assert (found.fast.processor, found.link.down) == (level.processor, GIB)
+    assert (found.link.latency, found.link.handover) == pytest.approx((6e-5, 2e-5))
+    told = known.to_tables()["fast"]
+    assert told["experts"] == [{"rows": 1.0, "gflops": 2.0}, {"rows": 8.0, "gflops": 9.0}]
+    assert "experts" not in machine("t4").to_tables()["fast"]
+    plain = from_tables(machine("t4").to_tables())
+    assert (plain.link.latency, plain.link.handover) == (0, 0)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -84,6 +133,9 @@ def test_ranks_multiply_the_fast_level_alone() -> None:
             },
             "fast.usable: got 2; allowed: a number above 0 up to 1",
         ),
+        ({"link": {"down_gib": 1}, "fast": FAST | {"overlap": -0.1}}, "a number of 0 or more up to 1"),
+        ({"link": {"down_gib": 1}, "fast": FAST | {"overlap": 1.5}}, "fast.overlap: got 1.5"),
+        ({"link": {"down_gib": 1, "latency_us": -1}, "fast": FAST, "slow": FAST}, "link.latency_us: got -1"),
     ],
 )
 def test_a_wrong_file_is_refused_by_its_key(tables: dict[str, object], message: str) -> None:

@@ -35,6 +35,14 @@ def test_cached_numbers_of_a_token() -> None:
     assert KNOWN["mixtral-8x7b"].cache(10, 0.5) == 10 * 2048 * 0.5
 
 
+def test_integers_in_the_cache_have_scales() -> None:
+    """Mixtral: 8 keys and 8 values of 128 numbers; DeepSeek-V3: one latent of 576."""
+    grouped, latent = KNOWN["mixtral-8x7b"], KNOWN["deepseek-v3"]
+    for model, rows, width in ((grouped, 16, 128), (latent, 1, 576)):
+        for dtype, token in (("bfloat16", 2 * width), ("int8", width + 4), ("int4", width / 2 + 4)):
+            assert model.cache(1, model.cache_number(dtype)) == pytest.approx(rows * token)
+
+
 def test_latent_parameters_do_not_depend_on_the_absorbed_form() -> None:
     """Query, the two compressions, the two unfolding matrices, output: DeepSeek-V2-Lite's tensors."""
     before, after = Latent(16, 512, 64, 128, 128).projected(2048)

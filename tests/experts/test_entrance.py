@@ -41,17 +41,35 @@ def end(server: int = 0, incarnation: int = 1) -> tuple[End, Recording]:
     return End(ServerEntry(server, incarnation, "unix:x"), caller), caller  # type: ignore[arg-type]
 
 
-def test_it_knocks_once_at_the_server_with_the_lowest_id_and_is_let_in() -> None:
-    (gate, asked), (other, left_alone) = end(0), end(1)
+@pytest.mark.parametrize("first", [0, 1])
+def test_it_knocks_once_at_the_two_servers_with_the_lowest_ids_and_is_let_in_by_one(first: int) -> None:
+    made = [end(server) for server in range(3)]
     entrance = Entrance(HIDDEN)
     entrance.enter(True)
     for _ in range(3):
-        entrance.knock({1: other, 0: gate})
-    assert (len(asked.posted), len(left_alone.posted)) == (1, 0)
+        entrance.knock({server: gate for server, (gate, _) in reversed(list(enumerate(made)))})
+    assert [len(asked.posted) for _, asked in made] == [1, 1, 0]
     assert entrance.waiting and not entrance.entered()
+    gate, asked = made[first]
     entrance.answered(gate, asked.posted[0])
     assert asked.released == [0]
     assert entrance.entered() and not entrance.waiting
+
+
+def test_a_late_answer_does_not_let_it_into_the_next_step() -> None:
+    """The second server's, to the knock with which the first one let it in."""
+    (first, asked), (second, slow) = end(0), end(1)
+    entrance = Entrance(HIDDEN)
+    entrance.enter(True)
+    entrance.knock({0: first, 1: second})
+    entrance.answered(first, asked.posted[0])
+    assert entrance.entered()
+    entrance.enter(True)
+    entrance.knock({0: first, 1: second})
+    entrance.answered(second, slow.posted[0])
+    assert slow.released == [0] and not entrance.entered()
+    entrance.answered(second, slow.posted[1])
+    assert entrance.entered()
 
 
 def test_a_server_that_was_started_again_is_knocked_at_anew() -> None:

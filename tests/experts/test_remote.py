@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
+from moesaic.experts import wire
 from moesaic.experts.arithmetic import Part
 from moesaic.experts.client import Ask, Ticket
 from moesaic.experts.outstanding import Submission, Summed
@@ -25,6 +27,7 @@ from moesaic.policy.replicas import Patience, Replicas
 from moesaic.transport.bell import Bell
 from moesaic.transport.calls import Caller
 from moesaic.transport.listening import Listener, connect
+from moesaic.transport.sockets import StreamAnswerer
 
 SECRET = b"a secret of the tests"
 EXPERTS, HIDDEN = 4, 3
@@ -57,6 +60,7 @@ class Dialling:
         self.wanted: list[ServerEntry] = []
         self.stopped: list[int] = []
         self.kept: list[tuple[ServerEntry, Caller]] = []
+        self.kind = "shm"
 
     def start(self, entry: ServerEntry, secret: bytes) -> None:
         self.wanted.append(entry)
@@ -71,7 +75,7 @@ class Dialling:
         wanted, self.wanted = self.wanted, []
         for entry in wanted:
             with contextlib.suppress(ConnectionLost):
-                self.kept.append((entry, connect(entry.address, SECRET, "shm", 1 << 20)))
+                self.kept.append((entry, connect(entry.address, SECRET, self.kind, 1 << 20)))
 
     def made(self) -> list[tuple[ServerEntry, Caller]]:
         self.dial()
@@ -174,6 +178,16 @@ def test_rows_of_both_servers_are_put_at_their_pairs(cluster: Cluster) -> None:
     assert not cluster.client.busy and cluster.client.stats().resent_pairs == 0
 
 
+def test_bytes_of_questions_and_answers_are_counted(cluster: Cluster) -> None:
+    """A row goes to a server once and comes back for each of its pairs; no server is this client's own."""
+    cluster.publish(1)
+    ticket, _ = cluster.submit(rows=5)
+    cluster.rows(ticket, 1)
+    pairs, row = 5 * LAYOUT.top_k, 4 * HIDDEN
+    assert cluster.client.stats().remote_bytes == wire.size(5, pairs, HIDDEN, False) + pairs * row
+    cluster.client.release(ticket)
+
+
 def test_partial_sums_stand_at_their_first_pair(cluster: Cluster) -> None:
     """One server has both pairs of a row: one sum and zeros. Two have one each: a sum each."""
     cluster.publish(1)
@@ -234,6 +248,23 @@ def test_a_dead_servers_pairs_go_to_the_other_one(cluster: Cluster) -> None:
     assert stats.failovers == 1 and stats.resent_pairs > 0 and stats.false_failovers == 0
 
 
+def test_a_server_that_sends_garbage_is_dropped_with_one_line(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.connector.kind = "stream"
+    cluster.publish(0, 1)
+    cluster.until(lambda: cluster.servers[0].clients and cluster.servers[1].clients, 0, 1)
+    cluster.client.arrivals()
+    ticket, wanted = cluster.submit()
+    [end] = cluster.servers[0]._ends.values()
+    assert isinstance(end, StreamAnswerer)
+    end._frames.push([memoryview(b"x" * 4096)])
+    torch.testing.assert_close(cluster.rows(ticket, 1), wanted, rtol=0, atol=0)
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith("dropped expert server 0: the server sent a damaged frame")
+
+
 def test_a_server_that_leaves_answers_what_it_was_asked(cluster: Cluster) -> None:
     cluster.publish(0)
     cluster.client.arrivals()
@@ -242,6 +273,22 @@ def test_a_server_that_leaves_answers_what_it_was_asked(cluster: Cluster) -> Non
     torch.testing.assert_close(cluster.rows(ticket, 0, 1), wanted, rtol=0, atol=0)
     cluster.until(lambda: cluster.servers[0].clients == 0, 0)
     assert cluster.client.stats().failovers == 0
+
+
+def test_a_server_that_leaves_is_asked_for_nothing_more(tmp_path: Path) -> None:
+    """With `everyone`, an empty call would keep it from leaving."""
+    cluster = Cluster(tmp_path, everyone=True)
+    cluster.publish(0)
+    cluster.client.arrivals()
+    first, wanted = cluster.submit()
+    cluster.publish(1)
+    cluster.client.arrivals()
+    second, _ = cluster.submit(1)
+    torch.testing.assert_close(cluster.rows(first, 0), wanted, rtol=0, atol=0)
+    assert cluster.servers[0].served.calls == 1
+    cluster.rows(second, 1)
+    cluster.until(lambda: cluster.servers[0].clients == 0, 0)
+    cluster.close()
 
 
 def test_a_server_that_comes_back_before_it_has_left_loses_nothing(cluster: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -317,7 +318,9 @@ def junk(client: Client, request_bytes: bytes, rows: int, row_bytes: int) -> Non
 
 
 @pytest.mark.parametrize("case", ["bytes", "dense layer", "rows", "row bytes"])
-def test_what_is_no_request_drops_its_client_alone(serve: Serve, layout: ExpertLayout, case: str) -> None:
+def test_what_is_no_request_drops_its_client_alone(
+    serve: Serve, layout: ExpertLayout, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
     place = serve()
     hostile, good = place.join("stream"), place.join()
     memory = bytearray(wire.size(1, 1, layout.hidden, False))
@@ -328,6 +331,18 @@ def test_what_is_no_request_drops_its_client_alone(serve: Serve, layout: ExpertL
     call = good.ask(0, noise(1, layout.hidden), [1], [0])
     place.until(lambda: good.has(call) and place.server.clients == 1)
     place.until(hostile.lost)
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING and record.getMessage().startswith("dropped client 0: a request")
+
+
+def test_a_client_that_just_leaves_is_not_worth_a_line(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = serve()
+    for kind in ("shm", "stream"):
+        place.join(kind).caller.close()
+        place.until(lambda: place.server.clients == 0)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_closing_is_seen_by_every_client(serve: Serve, layout: ExpertLayout) -> None:

@@ -10,9 +10,10 @@ import torch
 from moesaic.kernels import table
 from moesaic.kernels.table import Kernels
 
-SETS = table.instruction_sets() or (
-    pytest.param("", marks=pytest.mark.skip("no native kernels in this build")),
-)
+SETS = [
+    *table.instruction_sets()[:1],
+    *(pytest.param(name, marks=pytest.mark.slow) for name in table.instruction_sets()[1:]),
+] or [pytest.param("", marks=pytest.mark.skip("no native kernels in this build"))]
 
 
 @pytest.fixture(params=SETS)

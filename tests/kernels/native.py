@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+from torch.nn import functional
+
+from moesaic.kernels.table import ROUNDING, Kernels
 
 ROWS = (0, 1, 2, 3, 5, 7, 8, 13, 49, 130)
 WIDTHS = (1, 7, 24, 33, 100, 1030, 2100)
 """Of rows: no multiples of a vector, and longer than the block that sums are cut at."""
 STORED = (torch.float32, torch.bfloat16)
+CACHED = (*STORED, torch.int8)
+ROUNDING_NAMES = {f"native ({name})" for name in ROUNDING}
 
 
 def stored(*shape: int, dtype: torch.dtype = torch.float32, spread: float = 1.0) -> torch.Tensor:
@@ -25,9 +31,39 @@ def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-5) ->
         assert float((found - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
 
 
+def met(native: Kernels, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Rows as the products of `native` with a weight [o, i] or, of heads, [H, i, o] take them.
+
+    avx512_bf16 rounds those that meet bf16 weights, of heads where the numbers of a sum lie together.
+    """
+    rounds = native.name in ROUNDING_NAMES and weight.dtype is torch.bfloat16
+    together = weight.stride(1) == 1
+    return rows.bfloat16().to(rows.dtype) if rounds and together else rows
+
+
+EDGE = 2e-6
+"""Of the largest inner number of an MLP: what two orders of its sum may differ by."""
+
+
+def close_mlp(native: Kernels, found: torch.Tensor, rows: torch.Tensor, mlp: Sequence[torch.Tensor]) -> None:
+    """Whether [n, h] is the gated MLP (gate, up, down) of rows [n, h], up to 1e-5 of the largest number.
+
+    Where inner numbers are rounded, one on the edge between two bf16 numbers may be either of them.
+    """
+    gate, up, down = (weight.double() for weight in mlp)
+    rows = met(native, rows, mlp[0]).double()
+    inner = functional.silu(rows @ gate.t()) * (rows @ up.t())
+    edge = EDGE * inner.abs().max() if inner.numel() else 0.0
+    low, high = (met(native, one.float(), mlp[2]).double() for one in (inner - edge, inner + edge))
+    wanted = met(native, inner.float(), mlp[2]).double() @ down.t()
+    allowed = 1e-5 * wanted.abs().max() if wanted.numel() else 0.0
+    assert (found.shape, found.dtype) == (wanted.shape, torch.float32)
+    assert bool(((found - wanted).abs() <= allowed + (high - low) @ down.abs().t()).all())
+
+
 def same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Whether two tensors are the same bit by bit: NaN is NaN, and 0 is not -0."""
-    integer = torch.int32 if wanted.dtype.itemsize == 4 else torch.int16
+    integer = {4: torch.int32, 2: torch.int16, 1: torch.int8}[wanted.dtype.itemsize]
     return found.dtype == wanted.dtype and torch.equal(
         found.contiguous().view(integer), wanted.contiguous().view(integer)
     )

@@ -7,6 +7,8 @@ import torch
 
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.cache import width_of
+from moesaic.kernels.reference.cache import encode
 
 NUM_BLOCKS = 400
 
@@ -40,7 +42,13 @@ def no_tokens() -> TokenBatch:
 def cache(
     block_size: int, heads: int, width: int, dtype: torch.dtype = torch.float32, num_blocks: int = NUM_BLOCKS
 ) -> torch.Tensor:
-    return torch.randn(num_blocks, block_size, heads, width).to(dtype)
+    return encode(torch.randn(num_blocks, block_size, heads, width), dtype)
+
+
+def fill(cache: torch.Tensor, slots: torch.Tensor, number: float) -> None:
+    """Rows of nothing but `number` at these slots."""
+    rows = torch.full((1, width_of(cache)), number)
+    cache.flatten(0, 1)[slots] = encode(rows, cache.dtype)
 
 
 def unused(batch: AttentionBatch, slots: int) -> torch.Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.paged import NUM_BLOCKS, cache, no_tokens, tokens, unused
+from tests.kernels.paged import NUM_BLOCKS, cache, fill, no_tokens, tokens, unused
 
 from moesaic.kernels import batch as batches
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.reference import attention
 from moesaic.kernels.reference.attention import attention_plain, paged_attention
+from moesaic.kernels.reference.cache import decode
 
 torch.set_num_threads(1)
 
@@ -47,14 +48,16 @@ def test_the_value_can_lie_in_the_key(shape: str) -> None:
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8])
 def test_narrow_caches_are_widened_in_the_gather(dtype: torch.dtype) -> None:
     batch = AttentionBatch.build(tokens([3, 1], [11, 6], 4), 4)
     query, keys, values = torch.randn(4, 4, 8), cache(4, 2, 8, dtype), cache(4, 2, 8, dtype)
     found = paged_attention(query, keys, values, batch, 0.3)
     assert found.dtype == torch.float32
-    wide = paged_attention(query, keys.float(), values.float(), batch, 0.3)
+    wide = paged_attention(query, decode(keys), decode(values), batch, 0.3)
     torch.testing.assert_close(found, wide)
+    found = paged_attention(query, keys, None, batch, 0.3, value_width=5)
+    torch.testing.assert_close(found, paged_attention(query, decode(keys), None, batch, 0.3, value_width=5))
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -78,13 +81,14 @@ def test_rows_see_only_their_own_past() -> None:
     assert changed.tolist() == [False, False, False, True, True, True, False]
 
 
-def test_garbage_beyond_a_context_never_leaks() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_garbage_beyond_a_context_never_leaks(dtype: torch.dtype) -> None:
     batch = AttentionBatch.build(tokens([1, 1, 3], [5, 30, 6], 8), 8)
-    query, keys, values = torch.randn(5, 2, 8), cache(8, 2, 8), cache(8, 2, 8)
+    query, keys, values = torch.randn(5, 2, 8), cache(8, 2, 8, dtype), cache(8, 2, 8, dtype)
     wanted = paged_attention(query, keys, values, batch, 0.3)
     garbage = unused(batch, NUM_BLOCKS * 8)
-    keys.flatten(0, 1)[garbage] = 1e30
-    values.flatten(0, 1)[garbage] = 1e30
+    fill(keys, garbage, 1e30)
+    fill(values, garbage, 1e30)
     assert torch.equal(paged_attention(query, keys, values, batch, 0.3), wanted)
 
 

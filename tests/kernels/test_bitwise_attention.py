@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from tests.kernels.native import STORED, same_bits
+from tests.kernels.native import CACHED, STORED, same_bits
 
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.reference.cache import encode
 from moesaic.kernels.table import Kernels
 
 torch.set_num_threads(1)
@@ -50,17 +51,20 @@ class Story:
     def __init__(self, native: Kernels, shape: Shape, dtype: torch.dtype, window: int | None) -> None:
         self.native, self.shape, self.window = native, shape, window
         self.query = [torch.randn(length, shape.query_heads, shape.key_width) for length in LENGTHS]
-        self.keys = [torch.randn(length, shape.kv_heads, shape.key_width).to(dtype) for length in LENGTHS]
-        self.values = [torch.randn(length, shape.kv_heads, shape.value_width).to(dtype) for length in LENGTHS]
+        self.dtype = dtype
+        self.keys, self.values = (
+            [encode(torch.randn(length, shape.kv_heads, width), dtype) for length in LENGTHS]
+            for width in (shape.key_width, shape.value_width)
+        )
         self.lay_out(0)
 
     def lay_out(self, seed: int, garbage: float = 0.0) -> None:
         """Writes all tokens into blocks that `seed` scatters, with `garbage` elsewhere."""
         free = iter(np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist())
-        shape = (NUM_BLOCKS, BLOCK_SIZE, self.shape.kv_heads)
-        dtype = self.keys[0].dtype
-        self.key_cache = torch.full((*shape, self.shape.key_width), garbage, dtype=dtype)
-        self.value_cache = torch.full((*shape, self.shape.value_width), garbage, dtype=dtype)
+        self.key_cache, self.value_cache = (
+            encode(torch.full((NUM_BLOCKS, BLOCK_SIZE, self.shape.kv_heads, width), garbage), self.dtype)
+            for width in (self.shape.key_width, self.shape.value_width)
+        )
         self.tables = []
         for key, value in zip(self.keys, self.values, strict=True):
             blocks = [next(free) for _ in range(-(-len(key) // BLOCK_SIZE))]
@@ -110,7 +114,8 @@ def chunks(sequence: int, stop: int, size: int) -> list[Piece]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "window"), [(STORED[0], None), (STORED[1], None), (STORED[0], 300), (STORED[1], 6)]
+    ("dtype", "window"),
+    [*((dtype, None) for dtype in CACHED), (STORED[0], 300), (STORED[1], 6), (torch.int8, 300)],
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_has_the_same_bits_however_it_is_computed(
@@ -141,7 +146,7 @@ def test_short_chunks_have_the_bits_of_single_rows(native: Kernels, shape: str) 
             check(story.step([piece]), single)
 
 
-@pytest.mark.parametrize("dtype", STORED)
+@pytest.mark.parametrize("dtype", CACHED)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_where_blocks_lie_changes_no_bit(native: Kernels, shape: str, dtype: torch.dtype) -> None:
     story = Story(native, SHAPES[shape], dtype, None)

@@ -10,10 +10,11 @@ import mmap
 
 import pytest
 import torch
-from tests.kernels.native import STORED, close
+from tests.kernels.native import CACHED, STORED, close, close_mlp, met
 from tests.kernels.paged import tokens
 
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.reference.cache import decode, encode
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
 
@@ -47,7 +48,7 @@ def guarded() -> Guarded:
 
 
 def draw(guarded: Guarded, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return guarded(torch.randn(shape).to(dtype))
+    return guarded(encode(torch.randn(shape), dtype))
 
 
 def test_the_guard_guards(guarded: Guarded) -> None:
@@ -65,17 +66,16 @@ def test_products(native: Kernels, guarded: Guarded, width: int, dtype: torch.dt
             draw(guarded, columns, width, dtype=dtype),
             draw(guarded, columns),
         )
-        close(native.linear(rows, weight, bias), REFERENCE.linear(rows, weight.float(), bias))
+        seen = met(native, rows, weight)
+        close(native.linear(rows, weight, bias), REFERENCE.linear(seen, weight.float(), bias))
         down = draw(guarded, width, columns, dtype=dtype)
-        close(
-            native.gated_mlp(rows, weight, weight, down),
-            REFERENCE.gated_mlp(rows, weight.float(), weight.float(), down.float()),
-            1e-4,
-        )
+        close_mlp(native, native.gated_mlp(rows, weight, weight, down), rows, (weight, weight, down))
         heads, up = draw(guarded, count, 2, width), draw(guarded, 2, width, columns, dtype=dtype)
-        close(native.head_linear(heads, up), REFERENCE.head_linear(heads, up.float()))
+        seen = met(native, heads, up)
+        close(native.head_linear(heads, up), REFERENCE.head_linear(seen, up.float()))
         across = draw(guarded, 2, columns, width, dtype=dtype).transpose(1, 2)
-        close(native.head_linear(heads, across), REFERENCE.head_linear(heads, across.float()))
+        seen = met(native, heads, across)
+        close(native.head_linear(heads, across), REFERENCE.head_linear(seen, across.float()))
         table, ids = (
             ExpertWeights((weight, weight), (weight, weight), (down, down)),
             guarded(torch.ones(count, 1).long()),
@@ -98,10 +98,11 @@ def test_rows(native: Kernels, guarded: Guarded, width: int) -> None:
         native.join(heads, draw(guarded, count, 3, width))
         for dtype in STORED:
             native.embed(draw(guarded, 5, width, dtype=dtype), places)
+        for dtype in CACHED:
             native.store(draw(guarded, 5, 1, 3, width, dtype=dtype), heads, guarded(torch.arange(count) % 5))
 
 
-@pytest.mark.parametrize("dtype", STORED)
+@pytest.mark.parametrize("dtype", CACHED)
 @pytest.mark.parametrize(
     ("heads", "key_width", "value_width"), [(1, 1, 1), (2, 5, 33), (1, 40, 24), (3, 65, 31)]
 )
@@ -117,7 +118,7 @@ def test_attention(
         )
         close(
             native.paged_attention(query, keys, values, batch, 0.3),
-            REFERENCE.paged_attention(query, keys.float(), values.float(), batch, 0.3),
+            REFERENCE.paged_attention(query, decode(keys), decode(values), batch, 0.3),
         )
         if value_width <= key_width:
             native.paged_attention(query, keys, None, batch, 0.3, None, value_width)

@@ -6,8 +6,10 @@ import itertools
 
 import pytest
 import torch
-from tests.kernels.native import ROWS, STORED, WIDTHS, close, stored
+from tests.kernels.native import CACHED, ROWS, STORED, WIDTHS, close, same_bits, stored
 
+from moesaic.kernels.cache import LEAST_PEAK, stored_width
+from moesaic.kernels.reference.cache import decode, encode
 from moesaic.kernels.table import REFERENCE, Kernels
 
 torch.set_num_threads(1)
@@ -165,16 +167,56 @@ def test_store_rounds_to_bf16_as_torch_does(native: Kernels) -> None:
     assert torch.equal(found[known].view(torch.int16), wanted[known].view(torch.int16))
 
 
-@pytest.mark.parametrize("dtype", STORED)
+ROWS_IN_INT8: dict[str, list[float]] = {
+    "zeros": [0.0, -0.0, 0.0],
+    "one number": [0.0, 3.0, -0.0],
+    "the ends of the scale": [127.0, -127.0, 1.0],
+    "halves go to the even": [127.0, 0.5, 1.5, -2.5, 126.5, -126.5],
+    "huge": [3.4e38, -3.4e38, 1e38, 1.0],
+    "the smallest that are kept": [LEAST_PEAK, -LEAST_PEAK / 2, 0.0],
+    "too small": [LEAST_PEAK * 0.999, 1e-40, -1e-38],
+    "huge beside tiny": [1e30, 1e-30, -5e27],
+    "a NaN": [1.0, float("nan"), 2.0],
+    "an infinity": [1.0, float("inf"), 2.0],
+    "both infinities": [-float("inf"), float("inf"), 0.0],
+}
+
+
+@pytest.mark.parametrize("what", ROWS_IN_INT8)
+def test_store_in_int8_of_strange_rows(native: Kernels, what: str) -> None:
+    row = torch.tensor(ROWS_IN_INT8[what])
+    cache = torch.full((1, 3, 1, len(row) + 4), 77, dtype=torch.int8)
+    native.store(cache, row.view(1, 1, -1), torch.tensor([1]))
+    assert torch.equal(cache[0, 1, 0], encode(row, torch.int8))
+    assert (cache[0, 0] == 77).all() and (cache[0, 2] == 77).all()
+    found, peak = decode(cache[0, 1, 0]), row.abs().max()
+    if not row.isfinite().all():
+        assert found.isnan().all()
+    elif peak < LEAST_PEAK:
+        assert torch.equal(found, torch.zeros_like(row))
+    else:
+        assert ((found.double() - row.double()).abs() <= peak.double() / 254 * 1.00001).all()
+
+
+def test_store_rounds_to_int8_as_torch_does(native: Kernels) -> None:
+    numbers = every_kind_of_number()
+    rows = numbers[: len(numbers) // 8 * 8].view(-1, 1, 8)
+    cache = torch.zeros(len(rows), 1, 1, 12, dtype=torch.int8)
+    native.store(cache, rows, torch.arange(len(rows)))
+    assert torch.equal(cache[:, 0], encode(rows, torch.int8))
+    assert (cache[..., :8].min(), cache[..., :8].max()) == (-127, 127)
+
+
+@pytest.mark.parametrize("dtype", CACHED)
 @pytest.mark.parametrize(("heads", "width"), [(1, 1), (2, 7), (3, 33), (1, 576), (8, 128)])
 def test_store(native: Kernels, heads: int, width: int, dtype: torch.dtype) -> None:
     for count in ROWS:
-        found = torch.zeros(10, 16, heads, width, dtype=dtype)
+        found = torch.zeros(10, 16, heads, stored_width(width, dtype), dtype=dtype)
         wanted, slots = found.clone(), torch.randperm(160)[:count]
         rows = stored(count, heads + 1, width + 3)[:, 1:, 2 : width + 2]
         native.store(found, rows, slots)
         REFERENCE.store(wanted, rows, slots)
-        assert torch.equal(found, wanted)
+        assert same_bits(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", STORED)

@@ -164,6 +164,11 @@ COPIES: dict[str, Call] = {
     "rows of other heads": lambda k: k.store(f(5, 4, 2, 8), f(3, 1, 8), ids(1, 2, 3)),
     "rows in bf16": lambda k: k.store(f(5, 4, 2, 8), f(3, 2, 8).to(BRAIN), ids(1, 2, 3)),
     "a cache in float16": lambda k: k.store(f(5, 4, 2, 8).to(HALF), f(3, 2, 8), ids(1, 2, 3)),
+    "a cache in uint8": lambda k: k.store(f(5, 4, 2, 8).byte(), f(3, 2, 8), ids(1, 2, 3)),
+    "a cache in int8 without scales": lambda k: k.store(f(5, 4, 2, 8).char(), f(3, 2, 8), ids(1, 2, 3)),
+    "a cache in int8 with more": lambda k: k.store(f(5, 4, 2, 13).char(), f(3, 2, 8), ids(1, 2, 3)),
+    "a cache in int8 of less than scales": lambda k: k.store(f(5, 4, 2, 3).char(), f(3, 2, 8), ids(1, 2, 3)),
+    "a cache in int8 with gaps": lambda k: k.store(f(5, 4, 2, 24).char()[..., ::2], f(3, 2, 8), ids(1, 2, 3)),
     "a cache with gaps": lambda k: k.store(f(5, 4, 2, 16)[..., ::2], f(3, 2, 8), ids(1, 2, 3)),
     "too few slots": lambda k: k.store(f(5, 4, 2, 8), f(3, 2, 8), ids(1, 2)),
     "slots in int32": lambda k: k.store(f(5, 4, 2, 8), f(3, 2, 8), ids(1, 2, 3).int()),
@@ -192,6 +197,13 @@ ATTENTION: dict[str, Call] = {
     "heads that share no key head": lambda k: attend(k, query=f(3, 3, 8)),
     "fewer heads than keys have": lambda k: attend(k, query=f(3, 1, 8)),
     "keys in float16": lambda k: attend(k, keys=cache(4, 2, 8, HALF, 10)),
+    "keys in int8, values in float32": lambda k: attend(k, keys=cache(4, 2, 8, torch.int8, 10)),
+    "keys in int8 without scales": lambda k: attend(k, keys=f(10, 4, 2, 8).char()),
+    "values in int8, keys in float32": lambda k: attend(k, values=cache(4, 2, 6, torch.int8, 10)),
+    "values in int8 within the keys": lambda k: attend(k, **middle(torch.int8, 0)),
+    "values in int8 wider than keys": lambda k: attend(
+        k, keys=cache(4, 2, 8, torch.int8, 10), values=None, value_width=9
+    ),
     "keys with gaps": lambda k: attend(k, keys=cache(4, 2, 16, num_blocks=10)[..., ::2]),
     "keys with three axes": lambda k: attend(k, keys=f(40, 2, 8)),
     "keys of other blocks": lambda k: attend(
@@ -203,13 +215,14 @@ ATTENTION: dict[str, Call] = {
     "values of other heads": lambda k: attend(k, values=cache(4, 1, 6, num_blocks=10)),
     "values narrower than asked": lambda k: attend(k, value_width=7),
     "values wider than keys": lambda k: attend(k, values=None, value_width=9),
-    "values in the middle of keys": lambda k: attend(k, **middle()),
+    "values in the middle of keys": lambda k: attend(k, **middle(torch.float32, 2)),
 }
 
 
-def middle() -> dict[str, torch.Tensor]:
-    keys = cache(4, 2, 8, num_blocks=10)
-    return {"keys": keys, "values": keys[..., 2:]}
+def middle(dtype: torch.dtype, begin: int) -> dict[str, torch.Tensor]:
+    """Values that are six numbers of the keys."""
+    keys = cache(4, 2, 8, dtype, 10)
+    return {"keys": keys, "values": keys[..., begin : begin + 6]}
 
 
 CALLS = {
@@ -235,3 +248,10 @@ CALLS = {
 def test_what_does_not_fit_is_refused(native: Kernels, call: str) -> None:
     with pytest.raises((TypeError, ValueError)):
         CALLS[call](native)
+
+
+def test_the_types_of_a_cache_are_named(native: Kernels) -> None:
+    line = r"^a KV cache: got torch.float16; allowed: float32, bfloat16, int8$"
+    for call in (COPIES["a cache in float16"], ATTENTION["keys in float16"]):
+        with pytest.raises(TypeError, match=line):
+            call(native)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.kernels.native import same_bits, stored
+from tests.kernels.native import CACHED, same_bits, stored
 from tests.kernels.paged import cache, tokens
 
 from moesaic.core.tokens import TokenBatch
@@ -21,7 +21,7 @@ HIDDEN, HEADS, WIDTH = 40, 4, 10
 class Layer:
     """Every operation once, over weights that are drawn once."""
 
-    def __init__(self, native: Kernels) -> None:
+    def __init__(self, native: Kernels, dtype: torch.dtype) -> None:
         self.native = native
         self.embedding, self.norm = stored(50, HIDDEN), stored(HIDDEN)
         angles = torch.randn(64, WIDTH // 2)
@@ -31,7 +31,7 @@ class Layer:
         self.mlp = [stored(*shape, spread=0.1) for shape in ((30, HIDDEN), (30, HIDDEN), (HIDDEN, 30))]
         parts = [tuple(stored(*one.shape, spread=0.1) for _ in range(6)) for one in self.mlp]
         self.experts = ExpertWeights(*parts)
-        self.keys, self.values = cache(4, HEADS, WIDTH), cache(4, HEADS, WIDTH)
+        self.keys, self.values = cache(4, HEADS, WIDTH, dtype), cache(4, HEADS, WIDTH, dtype)
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         k = self.native
@@ -65,10 +65,11 @@ def recorder(native: Kernels) -> Recorder:
     return native.recorder()
 
 
+@pytest.mark.parametrize("dtype", CACHED)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_replay_has_the_bits_of_the_step_itself(native: Kernels, threads: int) -> None:
+def test_a_replay_has_the_bits_of_the_step_itself(native: Kernels, threads: int, dtype: torch.dtype) -> None:
     native.set_threads(threads, False)
-    layer, record = Layer(native), recorder(native)
+    layer, record = Layer(native, dtype), recorder(native)
     made = {}
     steps = [[5], [30, 1, 9], [6], [7, 40, 64], [2, 3], [64], [3, 3, 3], [60, 61], [13]]
     for seed, contexts in enumerate(steps):

@@ -9,6 +9,7 @@ import torch
 
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.cache import stored_width
 from moesaic.models.model import Model
 
 
@@ -26,10 +27,11 @@ class Driver:
     def __post_init__(self) -> None:
         layout, layers = self.model.spec.kv, self.model.spec.num_layers
         shape = (layers, self.num_blocks, self.block_size, layout.kv_heads)
-        self.keys = torch.zeros(*shape, layout.key_width, dtype=self.kv_dtype)
+        self.keys = torch.zeros(*shape, stored_width(layout.key_width, self.kv_dtype), dtype=self.kv_dtype)
         self.values = None
         if not layout.value_in_key:
-            self.values = torch.zeros(*shape, layout.value_width, dtype=self.kv_dtype)
+            width = stored_width(layout.value_width, self.kv_dtype)
+            self.values = torch.zeros(*shape, width, dtype=self.kv_dtype)
         self.free = np.random.default_rng(0).permutation(self.num_blocks).tolist()
 
     def step(self, rows: dict[int, list[int]]) -> torch.Tensor:

@@ -65,6 +65,7 @@ def test_a_hub_id_is_downloaded_once_without_pickles_or_code(repository: Path, t
     assert resolve(endpoint, home, REPOSITORY, HF_HUB_OFFLINE="1") == str(found)
 
 
+@pytest.mark.slow
 def test_what_a_hub_lacks_is_told_in_one_line(repository: Path, tmp_path: Path) -> None:
     with hub(REPOSITORY, repository) as (endpoint, _):
         said = resolve(endpoint, tmp_path / "home", "some-org/other")

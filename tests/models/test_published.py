@@ -181,4 +181,4 @@ def test_a_published_config_gives_its_published_sizes(
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = read_spec(tmp_path)
     assert (len(spec.moe_layers), spec.num_experts, spec.max_position) == (layers, experts, context)
-    assert spec.kv.numbers == kv_numbers
+    assert spec.kv.kv_heads * sum(spec.kv.widths) == kv_numbers

@@ -170,6 +170,17 @@ def test_parts_of_mapped_tensors_stay_mapped(saved: Any) -> None:
     assert not in_file(parts[0].attention_part.out.weight.data_ptr())  # columns are copied
 
 
+def test_copied_weights_need_no_file(saved: Any) -> None:
+    _, path = saved["mixtral"]
+    mapped, copied = (
+        registry.load(path, pick("cpu", "reference"), mapped=mapped) for mapped in (True, False)
+    )
+    assert in_file(mapped.embedding.data_ptr()) and not in_file(copied.embedding.data_ptr())
+    for layer, experts in copied.experts.items():
+        for one, other in zip(experts.of(0), mapped.experts[layer].of(0), strict=True):
+            assert torch.equal(one, other) and in_file(other.data_ptr()) and not in_file(one.data_ptr())
+
+
 def in_file(address: int) -> bool:
     """Whether this process maps a checkpoint there."""
     for line in Path("/proc/self/maps").read_text().splitlines():

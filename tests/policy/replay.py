@@ -19,7 +19,7 @@ def equal(left: object, right: object) -> bool:
         return False
     if isinstance(left, np.ndarray):
         return left.dtype == right.dtype and np.array_equal(left, right)
-    if isinstance(left, list):
+    if isinstance(left, list | tuple):
         return len(left) == len(right) and all(map(equal, left, right))
     if hasattr(left, "__dataclass_fields__") and not isinstance(left, Request):
         return all(equal(getattr(left, name), getattr(right, name)) for name in left.__dataclass_fields__)

@@ -227,6 +227,7 @@ def test_every_placement_is_sound(case: Case) -> None:
         assert not any(placement.orphans(without={server}) for server in case.servers)
 
 
+@pytest.mark.slow
 @given(PAIRS)
 def test_the_next_placement_is_sound_too(pair: tuple[Case, Case]) -> None:
     first, second = pair
@@ -261,6 +262,7 @@ def test_equal_servers_differ_by_one_copy_at_most(case: Case) -> None:
         assert loads.max() <= loads.mean() + each.max() + 1e-6
 
 
+@pytest.mark.slow
 @given(PAIRS, st.sampled_from([0.0, 0.05, 0.3]))
 def test_no_worse_than_from_scratch_but_for_the_slack(pair: tuple[Case, Case], slack: float) -> None:
     first, second = pair

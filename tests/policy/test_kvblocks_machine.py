@@ -142,7 +142,7 @@ def run_machine(examples: int, steps: int) -> None:
 
 
 def test_random_use() -> None:
-    run_machine(150, 30)
+    run_machine(50, 30)
 
 
 @pytest.mark.slow

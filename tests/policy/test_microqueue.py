@@ -187,6 +187,14 @@ def test_a_queue_with_rows_or_none(
 
 def test_names_are_checked() -> None:
     assert policy_named("defrag", cap=3) == Defrag(cap=3)
+    remembering = policy_named("defrag", 0.5, history=4)
+    assert isinstance(remembering, DefragWithHistory)
+    assert remembering.settings == Defrag(urgency=0.5)
+    assert remembering._totals.maxlen == 4
+    with pytest.raises(
+        ConfigError, match="^--queue-policy: got 'mtfs'; allowed: defrag with --queue-history"
+    ):
+        policy_named("mtfs", history=4)
     with pytest.raises(ConfigError, match="--queue-policy: got 'fifo'; allowed: defrag, mtfs, flfs"):
         policy_named("fifo")
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -129,6 +130,7 @@ def test_every_room_is_filled_and_every_copy_placed(problem: tuple[Layer, BoolAr
     assert later <= peak
 
 
+@pytest.mark.slow
 @given(layers())
 def test_no_expert_could_have_had_the_copy_of_another(problem: tuple[Layer, BoolArray]) -> None:
     """A copy given to a cold expert was one that no hotter expert could take: tried over all counts."""

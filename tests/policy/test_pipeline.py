@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesaic.policy.pipeline import AHEAD, SCHEDULES, Schedule, Shape, decode, prefill
-from moesaic.policy.tasks import Kind, Lane, Task
+from moesaic.policy.pipeline import AHEAD, SCHEDULES, Schedule, decode, prefill
+from moesaic.policy.tasks import Kind, Lane, Shape, Task
 from moesaic.policy.timeline import run
 
 SHAPES = st.builds(
@@ -70,6 +70,12 @@ def test_two_lanes_in_virtual_time() -> None:
     assert (line.starts, line.ends) == ([0, 0, 3], [2, 3, 4]) and line.makespan == 4
     assert line.busy[Lane.FAST] == line.busy[Lane.DOWN] == 3 and line.busy[Lane.UP] == 0
     assert run([], []).makespan == 0
+    late = run(tasks, [2.0, 3.0, 1.0], handover=0.5)
+    assert (late.starts, late.makespan) == ([0, 0, 3.5], 4.5) and late.busy == line.busy
+    busy = run(tasks, [5.0, 3.0, 1.0], handover=0.5)
+    assert busy.starts == [0, 0, 5], "known before the lane was free"
+    alone = [Task(Kind.PRE, Lane.FAST, 0, 0, ()), Task(Kind.POST, Lane.FAST, 0, 0, (0,))]
+    assert run(alone, [1.0, 1.0], handover=0.5).starts == [0, 1], "a lane knows its own tasks"
 
 
 def brute_force(tasks: Sequence[Task], seconds: Sequence[int]) -> list[int]:

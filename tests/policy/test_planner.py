@@ -114,6 +114,7 @@ def test_the_fast_level_is_filled() -> None:
     assert pricing.footprint.fits(policy) and not pricing.footprint.fits(more)
 
 
+@pytest.mark.slow
 def test_mixtral_on_the_l4_streams_layers_and_attends_on_the_cpu() -> None:
     """The paper's major setting: A_g = 0, F_g = 1, limited by the link."""
     price = search(MIXTRAL, L4, JOB)
@@ -133,6 +134,7 @@ def test_a_disk_computes_nothing() -> None:
     assert price.step.busy[Lane.SLOW.value] == 0
 
 
+@pytest.mark.slow
 def test_what_fits_is_compared_with_no_offloading_at_all() -> None:
     job = Workload(512, 128)
     planned, fast = search(MIXTRAL, machine("h200"), job), without_offloading(MIXTRAL, machine("h200"), job)
@@ -177,6 +179,7 @@ def test_flexgens_policy_is_priced_as_its_own_schedule() -> None:
     assert price.throughput < search(MIXTRAL, L4, JOB).throughput
 
 
+@pytest.mark.slow
 def test_helps_name_the_bottleneck() -> None:
     found = helps(TINY, SMALL, Workload(20, 10), search(TINY, SMALL, Workload(20, 10)))
     assert len(found) == 7 and [one.gain for one in found] == sorted(

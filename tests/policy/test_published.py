@@ -138,6 +138,7 @@ def test_what_does_not_fit_is_refused_with_the_least_that_it_needs() -> None:
         search(setting("dbrx", "t4", 77, 32, free=100))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", FLEXGEN, ids=lambda row: f"{row.gpu}-{row.prompt}-{row.generate}")
 def test_flexgens_policies(row: FlexGenPublished) -> None:
     """Constants are known to three digits: predictions agree to 0.2 %."""

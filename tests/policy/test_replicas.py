@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moesaic.policy.replicas import NOBODY, Patience, Replicas, ReplicaStats
 
-PATIENCE = Patience(factor=10.0, floor=0.5, unknown=3.0)
+PATIENCE = Patience(factor=10.0, floor=0.5, ceiling=1e9, unknown=3.0)
 BOTH = {0: {5: [0, 1]}, 1: {5: [0, 1]}}
 """Two servers that hold both experts of layer 5."""
 
@@ -19,8 +19,9 @@ def replicas(
     experts: int = 4,
     own: int | None = None,
     connected: Iterable[int] | None = None,
+    patience: Patience | None = PATIENCE,
 ) -> Replicas:
-    subject = Replicas(PATIENCE, own)
+    subject = Replicas(patience, own)
     subject.place(placement, experts)
     for server in placement if connected is None else connected:
         subject.joined(server)
@@ -122,6 +123,62 @@ def test_patience_is_a_multiple_of_what_the_work_should_take() -> None:
     assert subject.next_deadline() == pytest.approx(0.99 + PATIENCE.floor)
 
 
+def silence(subject: Replicas, pairs: int, now: float = 100.0) -> float:
+    """How long server 0 may say nothing to `pairs` sent `now`."""
+    subject.sent(0, pairs, now)
+    deadline = subject.next_deadline()
+    assert deadline is not None
+    return deadline - now
+
+
+@pytest.mark.parametrize("pairs", [1, 64, 16_384])
+def test_a_freeze_costs_less_than_a_second_whatever_is_outstanding(pairs: int) -> None:
+    """At 0.2 ms a pair a prefill of 16,384 pairs should take 3.3 s, 20 times which is more than a minute."""
+    subject = replicas(BOTH, patience=None)
+    subject.sent(0, 100, now=0.0)
+    subject.answered(0, 100, now=0.02)
+    assert silence(subject, pairs) <= 0.6 + 1e-9
+    assert silence(replicas(BOTH, patience=None), pairs) <= 0.8 + 1e-9, "that never answered"
+
+
+def test_a_server_that_honestly_needs_long_is_not_given_up_for_ever() -> None:
+    """A run of ten seconds, begun anew each time that its server was given up: four times, and no more."""
+    subject, now, tries = replicas(BOTH, patience=None), 0.0, 0
+    while (allowed := silence(subject, 64, now)) < 10.0 and tries < 20:
+        now += allowed + 0.01
+        assert subject.late(now) == [0]
+        subject.mask(0)
+        subject.lost(0)
+        subject.joined(0)
+        tries += 1
+    assert tries == 4, "0.8, 1.6, 3.2, 6.4"
+    assert subject.stats == ReplicaStats(failovers=4, silent_failovers=4, false_failovers=4)
+    subject.answered(0, 64, now + 10.0)
+    assert silence(subject, 64, now + 10.0) == pytest.approx(20.0), "it has earned that"
+
+
+def test_a_long_silence_wears_off_with_quick_answers() -> None:
+    subject = replicas(BOTH, patience=None)
+    subject.sent(0, 64, now=0.0)
+    subject.answered(0, 64, now=5.0)
+    assert silence(subject, 64, 10.0) == pytest.approx(10.0)
+    subject.answered(0, 64, 10.01)
+    for step in range(150):
+        subject.sent(0, 1, 20.0 + step)
+        subject.answered(0, 1, 20.01 + step)
+    assert silence(subject, 16_384, 1000.0) == pytest.approx(0.6)
+
+
+def test_patience_with_a_process_is_not_inherited_by_its_successor() -> None:
+    subject = replicas(BOTH, patience=None)
+    subject.sent(0, 64, now=0.0)
+    subject.answered(0, 64, now=5.0)
+    subject.replaced(0)
+    subject.lost(0)
+    subject.joined(0)
+    assert silence(subject, 64) == pytest.approx(0.8)
+
+
 def test_every_answer_is_a_sign_of_life() -> None:
     subject = replicas(BOTH)
     subject.sent(0, 10, now=0.0)
@@ -203,9 +260,9 @@ def test_a_masked_server_that_comes_back_was_a_false_failover() -> None:
     subject = replicas(BOTH)
     subject.mask(0)
     subject.lost(0, pairs=5)  # its connection is closed then: the same failover
-    assert route(subject, [0]) == [1] and subject.stats == ReplicaStats(failovers=1)
+    assert route(subject, [0]) == [1] and subject.stats == ReplicaStats(failovers=1, silent_failovers=1)
     subject.joined(0)
-    assert subject.stats == ReplicaStats(failovers=1, false_failovers=1)
+    assert subject.stats == ReplicaStats(failovers=1, silent_failovers=1, false_failovers=1)
     subject.joined(0)
     assert subject.stats.false_failovers == 1
 
@@ -215,7 +272,7 @@ def test_a_masked_server_whose_successor_comes_had_died() -> None:
     subject.mask(0)
     subject.replaced(0)
     subject.joined(0)
-    assert subject.stats == ReplicaStats(failovers=1, false_failovers=0)
+    assert subject.stats == ReplicaStats(failovers=1, silent_failovers=1)
 
 
 def test_a_new_connection_owes_nothing() -> None:

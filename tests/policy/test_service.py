@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,9 @@ from hypothesis.stateful import (
 )
 
 from moesaic.policy.brain.service import Enough, Run, Service, StartRule
-from moesaic.policy.microqueue import FirstLayerFirst, MostTokensFirst, QueuePolicy
+from moesaic.policy.microqueue import Defrag, FirstLayerFirst, MostTokensFirst, QueuePolicy
+
+from .replay import equal
 
 LAYERS = (3, 5)
 EXPERTS = 4
@@ -265,3 +269,56 @@ def test_a_client_that_was_waited_for_in_vain_is_not_waited_for_at_the_next_laye
     subject.client_joined(1)
     ask(subject, 2, 1, 3, [1], now=2.0)
     assert subject.next_run(2.0) is None, "now there are two again"
+
+
+# ---- replay
+
+
+@dataclass
+class Recorded:
+    """A brain, and what it was told and answered: (method, its arguments, the answer)."""
+
+    subject: Service
+    log: list[tuple[str, tuple[Any, ...], object]] = field(default_factory=list)
+
+    def tell(self, name: str, *arguments: Any) -> Any:
+        answer = getattr(self.subject, name)(*arguments)
+        self.log.append((name, arguments, answer))
+        return answer
+
+
+def traffic(recorded: Recorded, turns: int) -> None:
+    """Four clients that come, ask, and leave at any moment; runs whenever the brain has one."""
+    rng, now, calls, clients = Random(5), 0.0, 0, set[int]()
+    for _ in range(turns):
+        now += rng.choice([0.0, 0.1, 0.7])
+        client = rng.randrange(4)
+        if client not in clients or rng.random() < 0.05:
+            clients ^= {client}
+            recorded.tell("client_joined" if client in clients else "client_left", client)
+        else:
+            experts = np.array([rng.randrange(EXPERTS) for _ in range(rng.randrange(5))], dtype=np.int32)
+            recorded.tell("arrived", calls, client, rng.choice(LAYERS), experts, now)
+            calls += 1
+        if rng.random() < 0.5:
+            recorded.tell("next_run", now)
+            recorded.tell("wait", now, 0.5)
+
+
+def replayed(subject: Service, log: list[tuple[str, tuple[Any, ...], object]]) -> bool:
+    """Whether it answers as it was answered then."""
+    return all(equal(getattr(subject, name)(*arguments), answer) for name, arguments, answer in log)
+
+
+@pytest.mark.parametrize("groups", [1, EXPERTS])
+@pytest.mark.parametrize("policy", [MostTokensFirst, FirstLayerFirst, Defrag])
+def test_replay_gives_the_same_runs(groups: int, policy: type[QueuePolicy]) -> None:
+    def fresh(pairs: int = 6) -> Service:
+        return service(groups, Enough(pairs, 0.5), policy(), clients=0)
+
+    recorded = Recorded(fresh())
+    traffic(recorded, 300)
+    runs = [answer for _, _, answer in recorded.log if isinstance(answer, Run)]
+    assert len(runs) > 20 and max(len(run.parts) for run in runs) > 1
+    assert replayed(fresh(), recorded.log)
+    assert not replayed(fresh(pairs=1), recorded.log)

@@ -139,6 +139,7 @@ def test_misuse_is_told() -> None:
 ROWS = st.lists(st.one_of(st.just(1), st.integers(1, 9)), min_size=1, max_size=6)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, derandomize=True)
 @given(ROWS, st.integers(1, 4), st.data())
 def test_a_unit_is_ready_with_the_last_of_its_parts(rows: list[int], top_k: int, data: st.DataObject) -> None:
@@ -262,6 +263,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert not len(self.pool) and self.pool.waiting() == {} and not self.pool._calls
 
 
+@pytest.mark.slow
 def test_random_use() -> None:
     quiet = settings(max_examples=150, stateful_step_count=30, derandomize=True, deadline=None)
     run_state_machine_as_test(PoolMachine, settings=quiet)

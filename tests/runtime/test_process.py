@@ -9,12 +9,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moesaic.cluster.local import ChildProcess, spawn_worker
-from moesaic.config import CacheConfig, ModelConfig, WorkerConfig
+from moesaic.config import CacheConfig, GroupConfig, ModelConfig, WorkerConfig, worker_environment
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.request import FinishReason, Request, SamplingParams
@@ -156,3 +157,18 @@ def test_a_worker_dies_with_its_parent_in_the_middle_of_a_request() -> None:
             return  # dead, waiting for whoever adopted it
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.slow
+def test_a_group_that_never_met_leaves_no_folder(tmp_path: Path) -> None:
+    """Its first process was killed while the others started."""
+    meeting = tmp_path / "group" / "socket"
+    meeting.parent.mkdir()
+    meeting.touch()
+    config = replace(DEMO, group=GroupConfig(2)).to_json()
+    options = ["--rank", "1", "--socket", str(meeting), "--config", config]
+    process = subprocess.run(
+        [sys.executable, "-m", "moesaic.runtime.tensor", *options],
+        input=b"00" * 32 + b"\n", stdout=subprocess.DEVNULL, env=worker_environment(), timeout=60,
+    )  # fmt: skip
+    assert process.returncode == 0 and not meeting.parent.exists()

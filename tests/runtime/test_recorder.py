@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from moesaic import LLM, SamplingParams
 from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from moesaic.core import messages
 from moesaic.core.profile import Profile, Routes, SmallArray
 from moesaic.core.request import Request
 from moesaic.core.routing import ENDED, Assembly, RoutedModel, Rows, draw, joined
@@ -21,7 +23,8 @@ from moesaic.launch import launch
 from moesaic.models import files
 from moesaic.models.registry import read_spec
 from moesaic.policy.brain.actions import Admit, Release, StepPlan
-from moesaic.runtime.recorder import SEED, Recorder
+from moesaic.runtime.load import build_worker
+from moesaic.runtime.recorder import KEPT, SEED, TOGETHER, Recorder
 from moesaic.trace.options import RecordConfig
 
 NEW = 40
@@ -129,6 +132,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_routes_are_those_of_a_plain_forward_pass(
     prompts: list[list[int]], plain: Plain, settings: dict[str, Any]
@@ -178,6 +182,32 @@ def test_rows_that_the_prefix_cache_spares_are_left_out(prompts: list[list[int]]
     plain.check(whole, experts)
 
 
+def test_the_end_is_recorded_before_it_is_told() -> None:
+    """Who hears the last token may end the worker's process at once."""
+    rows: list[Rows] = []
+
+    class Listening:
+        """A connection that looks at the rows when tokens are sent."""
+
+        def __init__(self) -> None:
+            self.seen: list[list[int]] = []
+            self.waiting = [messages.Submit([Request(0, [5, 6], SamplingParams(max_tokens=1, seed=0))])]
+
+        def receive(self, timeout: float | None = None) -> messages.Message | None:
+            return self.waiting.pop() if self.waiting else None
+
+        def send(self, message: messages.Message) -> None:
+            if isinstance(message, messages.Tokens):
+                self.seen = [one["position"].tolist() for one in rows]
+
+    connection = Listening()
+    config = WorkerConfig(ModelConfig("demo", threads=1), CacheConfig("8MiB"))
+    worker, _ = build_worker(config, connection, time.monotonic, routing=rows.append)  # type: ignore[arg-type]
+    while not connection.seen:
+        worker.turn(timeout=0.0)
+    assert connection.seen[-1] == [ENDED]
+
+
 def test_a_cancelled_request_is_what_was_computed_of_it(prompts: list[list[int]], plain: Plain) -> None:
     llm, taken = recorded()
     for _ in zip(llm.stream(prompts[4], GREEDY), range(3), strict=False):
@@ -192,14 +222,14 @@ def test_a_cancelled_request_is_what_was_computed_of_it(prompts: list[list[int]]
 def test_a_share_of_the_requests(prompts: list[list[int]]) -> None:
     rows: list[Rows] = []
     recorder = Recorder(MODEL, rows.append, share=0.25)
-    for request in range(400):
+    for request in range(4000):
         recorder.admit(admission(request))
     assert rows == []
-    for request in range(400):
+    for request in range(4000):
         recorder.release(Release([request]))
     ended = {int(row["request"][0]) - 1 for row in rows}
-    assert ended == {request for request in range(400) if draw(request, SEED) < 0.25}
-    assert 80 < len(ended) < 120
+    assert ended == {request for request in range(4000) if draw(request // TOGETHER, SEED) < 0.25}
+    assert 800 < len(ended) < 1200
 
 
 def admission(request: int, prompt: int = 2) -> Admit:
@@ -265,6 +295,30 @@ def test_a_preempted_request_goes_on() -> None:
     recorder.release(Release([3]))
     ids, routes = assembly.take()
     assert (ids.tolist(), routes.tokens.tolist(), routes.prompts.tolist()) == ([3], [0, 1, 2], [2])
+
+
+def test_rows_are_handed_over_together() -> None:
+    """Steps of the same two sequences; one of them is recorded from the second step on."""
+    rows: list[Rows] = []
+    recorder = Recorder(SMALL, rows.append)
+    recorder.admit(admission(0))
+    recorder.step(run(0, [0, 1], range(1), range(1)), [choice(0, 8), choice(0, 8)])
+    recorder.admit(admission(1))
+    for at in range(1, KEPT):
+        here = range(at, at + 1)
+        recorder.step(run(at, [0, 1], here, here), [choice(at, 7), choice(0, 6)])
+    assert [len(one) for one in rows] == [KEPT + 1]
+    recorder.release(Release([0]))
+    recorder.step(run(KEPT, [0, 1], range(1), range(1)), [choice(3, 5), choice(3, 5)])
+    recorder.release(Release([1]))
+    assert [len(one) for one in rows] == [KEPT + 1, KEPT - 2, 1, 1, 1]
+    found = np.concatenate(rows)
+    for request, count in ((0, KEPT), (1, KEPT)):
+        mine = found[(found["request"] == request + 1) & (found["position"] != ENDED)]
+        assert len(mine) == count
+        assert mine["token"].tolist() == mine["position"].tolist()
+    assert found["experts"][:3, 0, 0].tolist() == [0, 1, 7]
+    assert rows[3]["experts"].tolist() == [[[5, 6], [5, 6]]]
 
 
 SHAPES = [

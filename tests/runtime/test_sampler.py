@@ -78,6 +78,7 @@ def rows(draw: st.DrawFn) -> tuple[Request, list[int], list[float]]:
     return Request(0, prompt, params, (EOS,)), generated, logits
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=300, deadline=None)
 @given(batch=st.lists(rows(), min_size=1, max_size=6))
 def test_a_batch_is_sampled_as_its_rows_alone(batch: list[tuple[Request, list[int], list[float]]]) -> None:

@@ -12,6 +12,7 @@ from moesaic.core.cluster import (
     ClusterStatus,
     Failure,
     LayerLocality,
+    LayerReplicas,
     ProcessStatus,
 )
 from moesaic.core.errors import ConfigError, ScalingError
@@ -37,9 +38,17 @@ class FakeCluster:
             placement_version=3,
             change=None,
             processes=[self._process(role, number) for number, role in enumerate(roles)],
-            replicas=[],
+            replicas=[LayerReplicas(1, 1, 2, [1], [], {1: "1", 2: "0, 2-3"})],
             failures=[Failure(1.5, "expert server 0: killed by signal 9")],
-            counters=ClusterCounters(process_deaths=4, failovers=3, false_failovers=1, resent_pairs=99),
+            counters=ClusterCounters(
+                process_deaths=4,
+                failovers=3,
+                silent_failovers=2,
+                false_failovers=1,
+                resent_pairs=99,
+                missed_ttft=5,
+                missed_itl=6,
+            ),
             dispatch="affinity",
             locality=[LayerLocality(1, 40, 30, 0.75), LayerLocality(2, 40, 10, 0.25)],
         )
@@ -47,7 +56,10 @@ class FakeCluster:
     def _process(self, role: str, number: int) -> ProcessStatus:
         stats = ExpertServerStats(waiting_pairs=10 * number)
         stage = "starting" if number == 2 else "serving"
-        return ProcessStatus(f"{role} {number}", role, number, stage, 1, 1, 0, None, 0.0, stats=stats)
+        held = {1: "0, 2-3"} if role == SERVER else {}
+        return ProcessStatus(
+            f"{role} {number}", role, number, stage, 1, 1, 0, None, 0.0, held=held, stats=stats
+        )
 
     def load(self) -> ClusterLoad | None:
         if self._pairs is None:

@@ -20,7 +20,10 @@ def test_the_status_tells_processes_counters_and_failures(launch: Launch) -> Non
     ]
     assert (status["directory_version"], status["placement_version"], status["change"]) == (7, 3, None)
     assert status["counters"]["process_deaths"] == 4
+    assert (status["counters"]["missed_ttft"], status["counters"]["missed_itl"]) == (5, 6)
     assert status["failures"] == [{"time": 1.5, "what": "expert server 0: killed by signal 9"}]
+    assert [process["held"] for process in status["processes"]] == [{}, {"1": "0, 2-3"}, {"1": "0, 2-3"}]
+    assert status["replicas"][0]["copies"] == {"1": "1", "2": "0, 2-3"}
 
 
 def test_scaling_is_answered_with_the_new_status(launch: Launch) -> None:
@@ -75,7 +78,14 @@ def test_without_a_key_a_public_server_changes_nothing(launch: Launch) -> None:
     answer = live.post("/scale_elastic_ep", expert_servers=1)
     assert (answer.status_code, cluster.asked) == (403, [])
     assert "--api-key" in answer.json()["error"]["message"]
-    assert live.get("/v1/fault_tolerance/status").status_code == 200
+
+
+def test_without_a_key_a_public_server_does_not_tell_who_is_behind_it(launch: Launch) -> None:
+    live = launch(cluster=FakeCluster(), may_change=False)
+    answer = live.get("/v1/fault_tolerance/status")
+    assert answer.status_code == 403
+    assert "--api-key" in answer.json()["error"]["message"]
+    assert "pid" not in answer.text and live.get("/metrics").status_code == 200
 
 
 def test_a_web_page_cannot_change_a_server_on_its_readers_machine(launch: Launch) -> None:
@@ -111,8 +121,11 @@ def test_metrics_of_processes_and_experts(launch: Launch) -> None:
     assert found["moesaic:placement_version"] == 3
     assert found["moesaic:process_deaths_total"] == 4
     assert found["moesaic:failovers_total"] == 3
+    assert found["moesaic:silent_failovers_total"] == 2
     assert found["moesaic:false_failovers_total"] == 1
     assert found["moesaic:resent_pairs_total"] == 99
+    assert found["moesaic:slo_violations_total{objective=ttft}"] == 5
+    assert found["moesaic:slo_violations_total{objective=itl}"] == 6
     assert found["moesaic:expert_pairs_total{expert=0,layer=1}"] == 5
     assert found["moesaic:expert_pairs_total{expert=1,layer=2}"] == 2
     assert found["moesaic:expert_balancedness{layer=2}"] == 0.5

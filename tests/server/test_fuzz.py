@@ -54,6 +54,7 @@ def test_every_operation_is_fuzzed(published: BaseSchema) -> None:
     assert found == OPERATIONS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
 def test_every_answer_is_one_that_the_schema_promises(
     published: BaseSchema, live: Live, method: str, path: str, mode: GenerationMode

@@ -84,6 +84,7 @@ def test_ipv6() -> None:
         assert listener.family == socket.AF_INET6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", ["0.01"], indirect=True)
 def test_sigterm_finishes_what_is_in_flight_and_refuses_the_rest(served: Served) -> None:
     served.wait_ready()

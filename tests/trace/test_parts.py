@@ -71,6 +71,12 @@ def test_where_nothing_ran_an_older_trace_stays(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [trace]
 
 
+def test_where_nothing_ran_no_file_is_left(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), collecting(str(tmp_path / "t.json")):
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_parts_that_a_killed_run_left_are_not_mixed_in(tmp_path: Path) -> None:
     trace = tmp_path / "t.json"
     folder_of(trace).mkdir()

@@ -41,7 +41,7 @@ def test_a_span_is_an_event_in_microseconds(track: Track, file: Path) -> None:
     assert span == ids | {"ph": "X", "name": "layer 3", "ts": 1000001, "dur": 4, "args": {"rows": 8}}
     assert count == ids | {
         "ph": "C",
-        "name": "expert server 3: pairs waiting",
+        "name": "expert server 3:",
         "ts": 7500000,
         "args": {"pairs waiting": 5},
     }

@@ -130,6 +130,7 @@ def test_many_calls_in_flight_are_answered_in_any_order(ends: Ends) -> None:
     assert all(call.answer[0] == 255 - call.request[0] for call in found)
 
 
+@pytest.mark.slow
 def test_ten_thousand_small_calls(ends: Ends) -> None:
     caller, answerer = ends
     sent, done, open_calls = 0, 0, 0
@@ -328,6 +329,7 @@ def test_the_server_hears_that_the_client_closed(ends: Ends) -> None:
         caller.poll()
 
 
+@pytest.mark.slow
 def test_memory_outlives_its_ends(ends: Ends) -> None:
     caller, answerer = ends
     call = ask(caller, b"question", 1, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import signal
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,29 @@ def test_a_death_ends_the_sleep(kind: str, tmp_path: Path) -> None:
         assert wait([caller], timeout=PATIENCE)
         lost(caller)
         caller.close()
+
+
+class Witness:
+    """What somebody holds who sees a connection end."""
+
+
+def see_it_end(caller: Caller) -> weakref.ref[Witness]:
+    witness = Witness()
+    while True:
+        try:
+            caller.poll()
+        except ConnectionLost:
+            return weakref.ref(witness)
+        assert wait([caller], timeout=PATIENCE)
+
+
+@KINDS
+def test_a_lost_connection_keeps_nobody_who_saw_its_end(kind: str, tmp_path: Path) -> None:
+    """Else its memory would be kept with them, until the garbage collector comes by."""
+    with pair(kind, tmp_path) as (caller, answerer):
+        answerer.close()
+        for _ in range(2):
+            assert see_it_end(caller)() is None
 
 
 @KINDS

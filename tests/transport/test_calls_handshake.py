@@ -28,10 +28,9 @@ HEAP = 1 << 20
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(params=["unix", "tcp"])
+@pytest.fixture(params=["unix:{}/s", "unix:@", "tcp:127.0.0.1:0"], ids=["file", "name", "tcp"])
 def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Listener]:
-    where = f"unix:{tmp_path}/s" if request.param == "unix" else "tcp:127.0.0.1:0"
-    one = Listener(where, SECRET, handshake_seconds=0.5)
+    one = Listener(request.param.format(tmp_path), SECRET, handshake_seconds=0.5)
     yield one
     one.close()
 
@@ -256,6 +255,38 @@ def test_a_dead_servers_path_is_taken_over_and_a_living_ones_is_not(tmp_path: Pa
     listener.close()
 
 
+def test_a_name_is_free_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    one, two = Listener("unix:@", SECRET), Listener("unix:@", SECRET)
+    assert one.address.startswith("unix:@moesaic-") and one.address != two.address
+    for listener in (one, two):
+        meets_an_honest_client(listener)
+    with pytest.raises(ConfigError, match=r"address: .* free"):
+        Listener(one.address, SECRET)
+    one.close()
+    again = Listener(one.address, SECRET)
+    meets_an_honest_client(again)
+    again.close()
+    two.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["unix:{}/s", "unix:@"])
+def test_another_users_process_is_dropped(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though it knows the secret."""
+    listener = Listener(where.format(tmp_path), SECRET)
+    with monkeypatch.context() as patched:
+        me = os.geteuid()
+        patched.setattr(os, "geteuid", lambda: me + 1)
+        with pytest.raises(ConnectionLost):
+            connect(listener.address, SECRET)
+    assert "a process of another user" in caplog.text
+    meets_an_honest_client(listener)
+    listener.close()
+
+
 def test_bad_settings_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unix = f"unix:{tmp_path}/s"
     cases: list[tuple[tuple[Any, ...], str]] = [
@@ -276,7 +307,8 @@ def test_bad_settings_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    "text", ["unix:/a/b", "unix:relative", "tcp:localhost:0", "tcp:10.0.0.1:65535", "tcp:[::1]:80"]
+    "text",
+    ["unix:/a/b", "unix:relative", "unix:@n", "tcp:localhost:0", "tcp:10.0.0.1:65535", "tcp:[::1]:80"],
 )
 def test_addresses(text: str) -> None:
     assert str(address.parse(text)) == text

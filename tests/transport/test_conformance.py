@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.metrics import BlockStats, ExpertServerStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, SamplingParams, TokenLogprob
 from moesaic.transport.base import Connection
+from moesaic.transport.codec import decode
 from moesaic.transport.local import local_pair
 from moesaic.transport.stream import MAX_FRAME, StreamConnection, stream_pair
 
@@ -41,8 +44,10 @@ EVERY_MESSAGE: list[messages.Message] = [
     messages.Layout(ExpertLayout({1: "a.1"}, "g", "u", "d", 8, 4, 16, 2, "bfloat16")),
     messages.Alive(),
     messages.Settled(4),
+    messages.Enlist(2.5),
     messages.Enlisted(
-        ExpertLayout({0: "a.0"}, "g", "u", "d", 8, 4, 16, 2, "float32"), "m", "auto", "async", "defrag"
+        ExpertLayout({0: "a.0"}, "g", "u", "d", 8, 4, 16, 2, "float32"),
+        *("m", "auto", "async", "defrag", 0.25, 4, 8, 1.5),
     ),
     messages.Hold(2, {1: [0, 3]}, b"secret"),
     messages.Holds(2, "tcp:127.0.0.1:80", "native", 1),
@@ -114,9 +119,12 @@ def test_what_was_sent_before_the_end_still_arrives(pair: Pair) -> None:
     one.close()
     one.close()
     assert two.receive(5.0) == messages.Cancel([4])
+    raised = []
     for _ in range(2):
-        with pytest.raises(ConnectionLost):
+        with pytest.raises(ConnectionLost) as lost:
             two.receive(5.0)
+        raised.append(lost.value)
+    assert raised[0] is not raised[1], "a traceback that grows each time"
 
 
 def test_a_sender_never_waits_for_a_busy_peer(pair: Pair) -> None:
@@ -125,6 +133,114 @@ def test_a_sender_never_waits_for_a_busy_peer(pair: Pair) -> None:
     for _ in range(10):
         one.send(large)  # far more than any socket buffer, and nobody receives
     assert two.receive(5.0) == large
+
+
+LARGE = messages.Cancel(list(range(1 << 40, (1 << 40) + 300_000)))
+"""2.7 MB, more than any socket buffer here."""
+
+
+def frames_of(sock: socket.socket, count: int) -> list[messages.Message]:
+    """Read by hand, from a socket that nobody drains."""
+
+    def exactly(size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            part = sock.recv(size - len(data))
+            assert part, f"the end, {size - len(data)} bytes early"
+            data += part
+        return data
+
+    lengths = iter(lambda: struct.unpack("<Q", exactly(8))[0], None)
+    return [decode(exactly(length)) for _, length in zip(range(count), lengths, strict=False)]
+
+
+def in_background(action: Callable[[], None]) -> bool:
+    """Whether `action` comes to its end."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(20.0)
+    return not thread.is_alive()
+
+
+def sends(connection: StreamConnection, *wanted: messages.Message) -> bool:
+    def send() -> None:
+        for message in wanted:
+            connection.send(message)
+
+    return in_background(send)
+
+
+def test_a_sender_never_waits_for_a_frozen_peer() -> None:
+    """Nothing is lost or out of order once it thaws."""
+    ours, theirs = stream_pair()
+    connection = StreamConnection(ours)
+    wanted: list[messages.Message] = [LARGE, messages.Cancel([1]), LARGE, messages.Shutdown()]
+    assert sends(connection, *wanted)
+    assert frames_of(theirs, len(wanted)) == wanted
+    assert sends(connection, LARGE, messages.Cancel([2]))
+    assert frames_of(theirs, 2) == [LARGE, messages.Cancel([2])]
+    connection.close()
+    theirs.close()
+
+
+def test_the_end_of_a_frozen_peer_ends_what_was_to_be_sent() -> None:
+    before = threading.active_count()
+    ours, theirs = stream_pair()
+    connection = StreamConnection(ours)
+    assert sends(connection, LARGE)
+    theirs.close()
+    with pytest.raises(ConnectionLost):
+        connection.receive(5.0)
+    while threading.active_count() > before:
+        time.sleep(0.01)
+    with pytest.raises(ConnectionLost):
+        connection.send(LARGE)
+    connection.close()
+
+
+def test_closing_does_not_wait_for_a_frozen_peer() -> None:
+    before = threading.active_count()
+    ours, theirs = stream_pair()
+    connection = StreamConnection(ours)
+    assert sends(connection, LARGE)
+    assert in_background(connection.close)
+    while threading.active_count() > before:
+        time.sleep(0.01)
+    theirs.close()
+
+
+def test_a_peer_that_takes_nothing_for_too_long_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moesaic.transport.stream.MAX_UNSENT", 1 << 20)
+    ours, theirs = stream_pair()
+    connection = StreamConnection(ours)
+    connection.send(LARGE)
+    with pytest.raises(ConnectionLost, match="bytes untaken"):
+        connection.send(messages.Cancel([1]))
+    with pytest.raises(ConnectionLost):
+        connection.receive(5.0)
+    connection.close()
+    theirs.close()
+
+
+SAYING = """
+import socket, sys
+from moesaic.core import messages
+from moesaic.transport.stream import StreamConnection
+connection = StreamConnection(socket.socket(fileno=int(sys.argv[1])))
+connection.send(messages.Cancel(list(range(300_000))))
+connection.send(messages.Shutdown())
+"""
+
+
+def test_the_last_words_of_a_process_arrive() -> None:
+    """Also when nobody listens while it says them: it ends once they were taken."""
+    ours, theirs = stream_pair()
+    with theirs:
+        command = [sys.executable, "-c", SAYING, str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    assert frames_of(ours, 2) == [messages.Cancel(list(range(300_000))), messages.Shutdown()]
+    assert process.wait(20.0) == 0
+    ours.close()
 
 
 def test_closing_wakes_a_waiting_receiver(pair: Pair) -> None:

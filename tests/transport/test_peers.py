@@ -241,6 +241,7 @@ def after_a_stranger(path: str) -> SharedPeers:
     return gather(path, SECRET, 1, 2, CAPACITY, PATIENCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "size", "capacity"), [(1, 3, CAPACITY), (1, 2, 2 * CAPACITY)])
 def test_ranks_that_were_told_differently_do_not_meet(
     rank: int, size: int, capacity: int, tmp_path: Path

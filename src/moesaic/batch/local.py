@@ -12,6 +12,7 @@ from moesaic import __version__
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError, EngineDeadError
 from moesaic.core.messages import WorkerInfo
+from moesaic.core.metrics import WorkerStats
 from moesaic.launch import launch
 from moesaic.server.app import create_app
 from moesaic.server.async_engine import AsyncEngine
@@ -26,6 +27,8 @@ class Served:
     """An ASGI application."""
     info: WorkerInfo | None = None
     """What its worker loaded, where it has one of ours."""
+    stats: Callable[[], WorkerStats] = WorkerStats
+    """What that worker did so far."""
 
 
 @asynccontextmanager
@@ -44,7 +47,8 @@ async def serving(
         engine = AsyncEngine(launched.engine, launched.connection)
         service = Service(engine, model_name, launched.default_sampling, __version__)
         engine.start()
-        yield Served(create_app(service, max_body_bytes=2**62), await _loaded(engine, launched.how_it_ended))
+        app, info = create_app(service, max_body_bytes=2**62), await _loaded(engine, launched.how_it_ended)
+        yield Served(app, info, lambda: launched.engine.stats().worker)
 
 
 async def _loaded(engine: AsyncEngine, how_it_ended: Callable[[], str]) -> WorkerInfo:

@@ -131,6 +131,16 @@ class Output:
         return OutputError(f"{_FLAG}: {self.path}: {error.strerror}; the same command goes on from here")
 
 
+def answered(path: Path) -> set[Key]:
+    """The lines that an output file has results of, whatever else is in it: a glance that changes nothing."""
+    try:
+        raw = path.read_bytes() if path.is_file() else b""
+    except OSError:
+        return set()
+    results = (_parsed(line) for line in raw.splitlines())
+    return {key for key in map(_key, filter(None, results)) if key is not None}
+
+
 def _open_locked(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)

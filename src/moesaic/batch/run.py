@@ -22,7 +22,10 @@ from moesaic.batch.window import Tally, Window
 from moesaic.client import Client
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError, EngineDeadError
+from moesaic.core.metrics import PassStats
 
+IDLE_SECONDS, IDLE_LOOKS = 0.01, 50
+"""Between two looks whether the worker is idle, and how many there are at most."""
 Service = AbstractAsyncContextManager[Served]
 """What answers; entered only when something is missing."""
 
@@ -47,9 +50,11 @@ def run_with(
         done = output.recover()
         total = _survey(options, model_name, done)
         tally, seconds, stopped_by = Tally(), 0.0, None
+        passes: tuple[PassStats, ...] = ()
         if total > len(done.keys):
             errand = _Errand(options, output, done.keys, total, tally, shown)
             seconds, stopped_by = asyncio.run(errand.until_signal(service, options.max_in_flight or window))
+            passes = errand.passes
         return Summary(
             output=str(options.output_file),
             total=total,
@@ -62,6 +67,7 @@ def run_with(
             completion_tokens=tally.completion_tokens,
             seconds=seconds,
             interrupted_by=stopped_by,
+            passes=passes,
         )
 
 
@@ -94,6 +100,7 @@ class _Errand:
     tally: Tally
     console: Console
     seconds: float = 0.0
+    passes: tuple[PassStats, ...] = ()
 
     async def until_signal(self, service: Service, window: int) -> tuple[float, int | None]:
         """(seconds of work, the signal that stopped it). What is in flight at a signal is dropped."""
@@ -118,8 +125,11 @@ class _Errand:
                 with progress(self.console, name, self.total, done, time.monotonic) as show:
                     lanes = Window(client, self.output, asyncio.sleep, _new_id, show, self.tally)
                     await lanes.run(self._missing(), min(window, self.total - done))
-            finally:
                 self.seconds = time.monotonic() - started
+                await _idle(served)
+            finally:
+                self.seconds = self.seconds or time.monotonic() - started
+                self.passes = served.stats().experts.passes
 
     def _missing(self) -> Iterator[Job | BadLine]:
         return (item for item in read(self.options.input_file) if item.key not in self.done)
@@ -127,12 +137,21 @@ class _Errand:
     def _say_what_serves(self, served: Served) -> None:
         if served.info is not None:
             info = served.info
-            chosen = (
-                f"{info.model_type} on {info.device}, {info.kernels}, {info.dtype}, {info.threads} threads"
-            )
-            self.console.print(
-                f"{chosen}, KV cache of {info.kv_tokens} tokens", soft_wrap=True, highlight=False
-            )
+            threads = f"{info.threads} threads"
+            if info.ranks > 1:
+                threads += f" on each of {info.ranks} ranks, {info.collectives}"
+            chosen = f"{info.model_type} on {info.device}, {info.kernels}, {info.dtype}, {threads}"
+            cache = f"KV cache of {info.kv_tokens} tokens in {info.kv_dtype}"
+            self.console.print(f"{chosen}, {cache}", soft_wrap=True, highlight=False)
+
+
+async def _idle(served: Served) -> None:
+    """Until a worker of ours has told of its last step, which it does after that step's tokens."""
+    for _ in range(IDLE_LOOKS if served.info is not None else 0):
+        stats = served.stats()
+        if stats.steps and not stats.running and not stats.waiting:
+            return
+        await asyncio.sleep(IDLE_SECONDS)
 
 
 @contextmanager

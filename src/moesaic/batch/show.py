@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moesaic.batch.window import Tally
+from moesaic.core.metrics import PassStats
 
 _LOG_SECONDS = 30.0
 """Between two lines of progress where the error stream is no terminal."""
@@ -39,14 +41,20 @@ class Summary:
     """From the first request to the last answer."""
     interrupted_by: int | None = None
     """The signal that stopped the run."""
+    passes: tuple[PassStats, ...] = ()
+    """Over a model that is larger than its memory."""
 
     @property
     def output_throughput(self) -> float:
         """Generated tokens per second."""
         return self.completion_tokens / self.seconds if self.seconds > 0 else 0.0
 
+    def as_json(self) -> dict[str, Any]:
+        told = {name: value for name, value in asdict(self).items() if name != "passes"}
+        return told | {"output_throughput": self.output_throughput}
+
     def to_json(self) -> str:
-        return json.dumps(asdict(self) | {"output_throughput": self.output_throughput})
+        return json.dumps(self.as_json())
 
     def exit_code(self) -> int:
         """0 when the job ran, 1 when every line failed, 128 + signal when it was stopped."""

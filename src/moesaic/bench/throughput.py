@@ -20,6 +20,7 @@ from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.request import SamplingParams
 from moesaic.llm import LLM, Completion
+from moesaic.trace.parts import collecting, part_of
 
 
 class Generator(Protocol):
@@ -79,12 +80,14 @@ def run(
     console: Console | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Throughput:
-    """Load the model and measure; what is going on goes to `console` (stderr)."""
-    shown = console or Console(stderr=True)
-    with shown.status(f"loading {worker.model.model}"):
-        llm = LLM(worker.model.model, seed=options.seed, **_settings(worker))
-    check_fits(options, llm.info.max_model_len)
-    return measure(llm, options, worker.model.model, llm.info.vocab_size, shown, clock)
+    """Load the model and measure; what is going on goes to `console` (stderr). A trace has all passes."""
+    shown, name = console or Console(stderr=True), worker.model.model
+    with collecting(worker.trace):
+        with shown.status(f"loading {name}"):
+            trace = part_of(worker.trace, "attention worker 0")
+            llm = LLM(name, seed=options.seed, trace=trace, **_settings(worker))
+        check_fits(options, llm.info.max_model_len)
+        return measure(llm, options, name, llm.info.vocab_size, shown, clock)
 
 
 def measure(

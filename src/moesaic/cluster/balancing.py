@@ -39,35 +39,42 @@ class Balancing:
         self._autoscaler = autoscaler(cluster)
         self._looked = now
         self._busy: Mapping[Process, float] = {}
+        self._missed = 0
 
-    def rebalanced(self, now: float, placement: Placement, servers: list[int]) -> Placement | None:
-        """A placement that is worth moving to; None, mostly, and always between two intervals."""
+    def rebalanced(self, now: float, placement: Placement, servers: Mapping[int, float]) -> Placement | None:
+        """A placement that is worth moving to; None, mostly, and always between two intervals.
+
+        servers: id -> capacity weight.
+        """
         if now < self._next or not self.loads.full():
             return None
         self._next = now + self._cluster.rebalance_interval
         load, layers = self.loads.window(), self.layout.layers
-        weights = dict.fromkeys(servers, 1.0)
         least, redundant = self._cluster.min_replicas, self._cluster.redundant_experts
-        new = balance.place(load, layers, weights, redundant, min(least, len(servers)), placement)
+        new = balance.place(load, layers, servers, redundant, min(least, len(servers)), placement)
         moves = balance.moves(placement, new)
         horizon = HORIZON * self._cluster.rebalance_interval
-        share = balance.gain(load, placement, new, weights)
+        share = balance.gain(load, placement, new, servers)
         gain = balance.gain_seconds(share, self.loads.utilisation(), horizon)
         cost = balance.busiest_bytes(moves, self.layout.expert_bytes)
         return new if moves and balance.worth_moving(gain, cost, BANDWIDTH) else None
 
-    def wanted_servers(self, now: float, waiting: int, busy: Mapping[Process, float], servers: int) -> int:
+    def wanted_servers(
+        self, now: float, waiting: int, busy: Mapping[Process, float], servers: int, missed: int = 0
+    ) -> int:
         """How many expert servers there should be, of `servers` now.
 
-        waiting: requests that are not computed yet. busy: process -> seconds that it was busy so far.
+        waiting: requests that are not computed yet. busy: process -> seconds that it was busy so far. missed:
+        how often latency objectives were missed so far.
         """
         passed = now - self._looked
         if self._autoscaler is None or passed < AUTOSCALE_SECONDS:
             return servers
         shares = [(seconds - self._busy.get(key, 0.0)) / passed for key, seconds in busy.items()]
+        late, self._missed = missed - self._missed, missed
         self._looked, self._busy = now, dict(busy)
         utilisation = min(1.0, sum(shares) / len(shares)) if shares else 0.0
-        return self._autoscaler.decide(now, waiting, utilisation, 0, servers)
+        return self._autoscaler.decide(now, waiting, utilisation, late, servers)
 
 
 def autoscaler(cluster: ClusterConfig) -> Autoscaler | None:

@@ -14,6 +14,7 @@ class Cores:
     def __init__(self, worker: WorkerConfig) -> None:
         self._cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
         self._pinned = worker.model.pin_threads
+        self._group = worker.group.size
 
     def threads(self, alike: int) -> int:
         """Of each of `alike` processes of one role.
@@ -26,13 +27,15 @@ class Cores:
 
     def cpus(self, member: Member, ranks: int | None) -> tuple[int, ...]:
         """Where --pin-threads keeps a process: a rank's two share its part of the cores; without ranks all
-        workers share them among each other, and so do all servers. Empty: anywhere.
+        workers share them among each other, and so do all servers; a group has one for each of its processes.
+        Empty: anywhere.
         """
         if not self._pinned:
             return ()
         if ranks is None:
             offset = 0 if member.role is Role.WORKER else len(self._cores) // 2
-            return (self._cores[(member.number + offset) % len(self._cores)],)
+            first = member.number * self._group + offset
+            return tuple(self._cores[(first + one) % len(self._cores)] for one in range(self._group))
         each = max(1, len(self._cores) // ranks)
         first = member.number * each % len(self._cores)
         return tuple(self._cores[first : first + each])

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.transport import address as addresses
 from moesaic.transport.authentication import Deadline, prove_as_server
@@ -20,6 +22,8 @@ from moesaic.transport.stream import StreamConnection
 
 LOG = logging.getLogger(__name__)
 HANDSHAKE_SECONDS = 10.0
+STOP_SECONDS = 5.0
+"""For a server to leave that was sent away."""
 MAX_PENDING = 16
 """Handshakes at the same time; who comes then is dropped."""
 
@@ -30,6 +34,8 @@ class RemoteProcess:
 
     connection: StreamConnection
     peer: str
+    capacity: float = 1.0
+    """Its weight, as it says."""
 
     @property
     def pid(self) -> int | None:
@@ -40,11 +46,14 @@ class RemoteProcess:
         return f"the connection to {self.peer} is lost"
 
     def kill(self) -> None:
-        """Give it up: it ends when it sees that."""
+        """Give it up: when it sees that it joins again."""
         self.connection.close()
 
     def stop(self) -> None:
-        """The same."""
+        """Send it away, and wait for that."""
+        with contextlib.suppress(ConnectionLost):
+            self.connection.send(messages.Shutdown())
+            self.connection.ended(STOP_SECONDS)  # closing at once could overtake the word
         self.connection.close()
 
 
@@ -85,14 +94,25 @@ class Doorway:
 
     def _greet(self, sock: socket.socket) -> None:
         try:
-            addresses.tune(sock)
-            host, port = sock.getpeername()[:2]
-            prove_as_server(sock, self._secret, Deadline(HANDSHAKE_SECONDS))
+            process = self._enlisted(sock)
         except (OSError, ConnectionLost, ConfigError) as error:
             LOG.warning("dropped a peer at %s: %s", self.address, error)
-            sock.close()
             return
         finally:
             self._free.release()
-        sock.settimeout(None)
-        self._welcome(RemoteProcess(StreamConnection(sock), f"{host}:{port}"))
+        self._welcome(process)
+
+    def _enlisted(self, sock: socket.socket) -> RemoteProcess:
+        """Who knows the secret and says what it has to say first; all others raise."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(sock.close)
+            addresses.tune(sock)
+            host, port = sock.getpeername()[:2]
+            prove_as_server(sock, self._secret, Deadline(HANDSHAKE_SECONDS))
+            connection = StreamConnection(sock)
+            undo.callback(connection.close)
+            word = connection.receive(HANDSHAKE_SECONDS)
+            if not isinstance(word, messages.Enlist) or not 0 < word.capacity < math.inf:
+                raise ConnectionLost(f"it said {type(word).__name__}, not Enlist with a positive capacity")
+            undo.pop_all()
+            return RemoteProcess(connection, f"{host}:{port}", word.capacity)

@@ -94,6 +94,8 @@ class Member:
     """Of a worker: version of the directory that everything under way was routed by."""
     kernels: str = ""
     threads: int = 0
+    capacity: float = 0.0
+    """Of a server: weight of its share of experts and of load, beside the other servers'."""
     stats: ExpertServerStats = field(default_factory=ExpertServerStats)
 
     @property

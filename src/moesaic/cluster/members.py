@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict, replace
 
 from moesaic.cluster.cores import Cores
 from moesaic.cluster.local import spawn_server, spawn_worker
 from moesaic.cluster.member import Member, Process, Role, Stage
 from moesaic.cluster.router import Router
-from moesaic.config import SMALL_MODEL, ExpertServerConfig, WorkerConfig
+from moesaic.config import SMALL_MODEL, ClusterConfig, ExpertServerConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import ExpertLayout
@@ -37,11 +34,15 @@ class Members:
         router: Router,
         hear: Callable[[Member, messages.Message | ConnectionLost], None],
         clock: Callable[[], float],
-        ranks: int | None = None,
+        cluster: ClusterConfig = ClusterConfig(),
     ) -> None:
-        """ranks: of workers and servers that go together in pairs; None: they don't."""
-        self._ranks = ranks
+        self._ranks = cluster.data_parallel_size if cluster.enable_expert_parallel else None
+        """Of workers and servers that go together in pairs; None: they don't."""
         self._cores = Cores(worker)
+        pinned = len(self._cores.cpus(Member(Role.SERVER, 0), self._ranks))
+        threads = worker.model.threads or pinned or self._cores.threads(cluster.expert_servers)
+        self._capacities = cluster.capacities or (float(threads),)
+        """Of servers started here, by number; all after them have the last one."""
         self.workers: list[Member] = []
         self.servers: list[Member] = []
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -54,7 +55,6 @@ class Members:
         self._router = router
         self._hear = hear
         self._clock = clock
-        self._folder = Path(tempfile.mkdtemp(prefix="moesaic-"))
         self._count = dict.fromkeys(Role, 0)
         self._ending: list[threading.Thread] = []
 
@@ -62,10 +62,18 @@ class Members:
     def all(self) -> list[Member]:
         return self.workers + self.servers
 
-    def add(self, role: Role, on_trial: bool = False) -> Member:
-        """A place without a process; `spawn` or `adopt` follows."""
+    @property
+    def capacities(self) -> dict[int, float]:
+        """Server -> capacity weight."""
+        return {member.number: member.capacity for member in self.servers}
+
+    def add(self, role: Role, on_trial: bool = False, capacity: float | None = None) -> Member:
+        """A place without a process; `spawn` or `adopt` follows. capacity: of a server that joins by hand."""
         member = Member(role, self._count[role], on_trial=on_trial)
         self._count[role] += 1
+        if role is Role.SERVER:
+            own = self._capacities[min(member.number, len(self._capacities) - 1)]
+            member.capacity = own if capacity is None else capacity
         if role is Role.WORKER:
             self.workers = [*self.workers, member]
         else:
@@ -92,13 +100,14 @@ class Members:
         config = ExpertServerConfig(
             model=model.model,
             layout=layout,
-            address=f"unix:{self._folder}/server-{member.number}-{member.incarnation + 1}",
+            address="unix:@",
             kernels=model.kernels,
             device="cpu" if model.device == "auto" else model.device,
             threads=model.threads or len(cpus) or self._server_threads(layout),
             cpus=cpus,
             schedule=self._worker_config.scheduler.schedule,
             queue_policy=self._worker_config.scheduler.queue_policy,
+            queues=self._worker_config.queues,
             trace=self._part(member),
         )
         self._listen(member, spawn_server(config))
@@ -108,7 +117,12 @@ class Members:
         member.elsewhere = True
         model, scheduler = self._worker_config.model, self._worker_config.scheduler
         enlisted = messages.Enlisted(
-            layout, model.model, model.kernels, scheduler.schedule, scheduler.queue_policy
+            layout,
+            model.model,
+            model.kernels,
+            scheduler.schedule,
+            scheduler.queue_policy,
+            **asdict(self._worker_config.queues),
         )
         with contextlib.suppress(ConnectionLost):  # its reader thread tells
             process.connection.send(enlisted)
@@ -133,7 +147,6 @@ class Members:
                 member.child.stop()
         for thread in self._ending:
             thread.join()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _part(self, member: Member) -> str | None:
         """Where its next process writes its part of the trace."""

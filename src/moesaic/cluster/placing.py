@@ -1,6 +1,8 @@
-"""The placement that a cluster starts with: from a file, or an equal share for each server."""
+"""The placement that a cluster starts with: from a file, or a share for each server by its capacity."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -10,15 +12,18 @@ from moesaic.core.placement import Placement
 from moesaic.policy import balance
 
 
-def first_placement(layout: ExpertLayout, cluster: ClusterConfig) -> Placement:
-    """Of `cluster`'s servers, numbered from 0. Raises ConfigError for a file that does not fit."""
+def first_placement(
+    layout: ExpertLayout, cluster: ClusterConfig, capacities: Mapping[int, float]
+) -> Placement:
+    """Of `cluster`'s servers, numbered from 0. Raises ConfigError for a file that does not fit.
+
+    capacities: server -> weight.
+    """
     name = layout.fingerprint
-    servers = range(cluster.expert_servers)
     if cluster.placement is not None:
-        placement = Placement.read(cluster.placement, len(servers))
+        placement = Placement.read(cluster.placement, cluster.expert_servers)
         placement.check(name, layout.layers, layout.num_experts)
         return placement
     load = np.ones((len(layout.layers), layout.num_experts))
-    weights = dict.fromkeys(servers, 1.0)
-    least = cluster.min_replicas
-    return balance.place(load, layout.layers, weights, cluster.redundant_experts, least, model=name)
+    redundant, least = cluster.redundant_experts, cluster.min_replicas
+    return balance.place(load, layout.layers, capacities, redundant, least, model=name)

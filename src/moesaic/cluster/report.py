@@ -12,7 +12,7 @@ from moesaic.cluster.publishing import union
 from moesaic.cluster.router import Router
 from moesaic.core.cluster import ClusterCounters, LayerLocality, LayerReplicas, ProcessStatus
 from moesaic.core.metrics import ExpertStats
-from moesaic.core.placement import Placement
+from moesaic.core.placement import Placement, ranges
 
 
 def process_status(member: Member, placement: Placement | None, now: float) -> ProcessStatus:
@@ -32,8 +32,10 @@ def process_status(member: Member, placement: Placement | None, now: float) -> P
         address=member.address,
         layers=len(held),
         experts=sum(map(len, held.values())),
+        held={layer: ranges(experts) for layer, experts in held.items()},
         kernels=member.kernels,
         threads=member.threads,
+        capacity=member.capacity,
         stats=member.stats,
     )
 
@@ -44,10 +46,13 @@ def counters(members: Members, router: Router, rebalances: int) -> ClusterCounte
     return ClusterCounters(
         process_deaths=members.past_deaths + sum(member.all_deaths for member in members.all),
         failovers=experts.failovers,
+        silent_failovers=experts.silent_failovers,
         false_failovers=experts.false_failovers,
         resent_pairs=experts.resent_pairs,
         moved_requests=router.moved_requests,
         rebalances=rebalances,
+        missed_ttft=router.objectives.missed_ttft,
+        missed_itl=router.objectives.missed_itl,
     )
 
 
@@ -55,14 +60,15 @@ def layer_replicas(placement: Placement, servers: Collection[Member]) -> list[La
     """Of each layer, counting servers that serve now.
 
     Example: expert 0 on servers 0 and 1, expert 1 on server 1, which is being restarted: experts have 1 and 0
-    copies; 0 is single, 1 is missing.
+    copies; 0 is single, 1 is missing; {0: "1", 1: "0"}.
     """
     alive = [member.number for member in servers if member.stage is Stage.SERVING]
     found = []
     for layer in placement.layers:
         copies = np.isin(placement.table(layer), alive).sum(axis=1)
         single, missing = np.flatnonzero(copies == 1).tolist(), np.flatnonzero(copies == 0).tolist()
-        found.append(LayerReplicas(layer, int(copies.min()), int(copies.max()), single, missing))
+        alike = {int(count): ranges(np.flatnonzero(copies == count).tolist()) for count in np.unique(copies)}
+        found.append(LayerReplicas(layer, int(copies.min()), int(copies.max()), single, missing, alike))
     return found
 
 

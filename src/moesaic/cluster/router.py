@@ -12,6 +12,7 @@ import threading
 from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 
+from moesaic.cluster.objectives import Objectives
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import Message, WorkerInfo
@@ -27,9 +28,13 @@ class _Entry:
 
     request: Request
     worker: int | None = None
+    blocks: int = 0
+    """KV blocks that it has there."""
     tokens: list[int] = field(default_factory=list)
     moved: bool = False
     """It was another worker's before."""
+    last: float | None = None
+    """When its last token came, as `Objectives` has it."""
 
 
 @dataclass
@@ -37,6 +42,10 @@ class _Worker:
     connection: Connection
     info: WorkerInfo
     stats: WorkerStats = field(default_factory=WorkerStats)
+    requests: int = 0
+    """That were given to it and have not ended."""
+    blocks: int = 0
+    """KV blocks of those."""
     draining: bool = False
     """It gets no new requests."""
 
@@ -47,6 +56,8 @@ class Router:
     def __init__(self, dispatch: Dispatch = least_loaded) -> None:
         self.dispatch = dispatch
         """Which worker a request goes to, and again after its worker died. Asked with the lock held."""
+        self.objectives = Objectives()
+        """Is told of every token, with the lock held."""
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[Message | ConnectionLost] = queue.SimpleQueue()
         self._lost: ConnectionLost | None = None
@@ -113,7 +124,7 @@ class Router:
     def drained(self, worker: int) -> bool:
         """Whether all of its requests ended."""
         with self._lock:
-            return all(entry.worker != worker for entry in self._entries.values())
+            return worker not in self._workers or not self._workers[worker].requests
 
     @property
     def serves(self) -> bool:
@@ -135,7 +146,8 @@ class Router:
             self._past = _sum([self._past, _counters(gone.stats)])
             orphans = [key for key, entry in self._entries.items() if entry.worker == worker]
             for key in orphans:
-                self._entries[key].worker, self._entries[key].moved = None, True
+                entry = self._entries[key]
+                entry.worker, entry.blocks, entry.moved = None, 0, True
             self.moved_requests += len(orphans)
             self._place(orphans)
 
@@ -169,14 +181,8 @@ class Router:
 
     def loads(self) -> dict[int, WorkerLoad]:
         """What each worker has, as dispatch sees it."""
-        used, requests = dict.fromkeys(self._workers, 0), dict.fromkeys(self._workers, 0)
-        for entry in self._entries.values():
-            if entry.worker is not None:
-                size = self._workers[entry.worker].info.block_size
-                used[entry.worker] += -(-(len(entry.request.prompt_token_ids) + len(entry.tokens)) // size)
-                requests[entry.worker] += 1
         return {
-            worker: WorkerLoad(record.info.num_blocks, used[worker], requests[worker])
+            worker: WorkerLoad(record.info.num_blocks, record.blocks, record.requests)
             for worker, record in self._workers.items()
             if not record.draining
         }
@@ -191,17 +197,36 @@ class Router:
         for request_id in request_ids:
             entry = self._entries[request_id]
             known = [*entry.request.prompt_token_ids, *entry.tokens]
-            entry.worker = self.dispatch(self.loads(), known)
-            chosen.setdefault(entry.worker, []).append(entry)
+            entry.worker = worker = self.dispatch(self.loads(), known)
+            self._workers[worker].requests += 1
+            self._measure(entry)
+            chosen.setdefault(worker, []).append(entry)
         for worker, entries in chosen.items():
             generated = [list(entry.tokens) for entry in entries]
             submit = messages.Submit([entry.request for entry in entries], generated)
             _send(self._workers[worker], submit)
 
+    def _measure(self, entry: _Entry) -> None:
+        """Count the blocks that it has now at its worker."""
+        if entry.worker is not None:
+            worker = self._workers[entry.worker]
+            rows = len(entry.request.prompt_token_ids) + len(entry.tokens)
+            blocks = -(-rows // worker.info.block_size)
+            worker.blocks += blocks - entry.blocks
+            entry.blocks = blocks
+
+    def _end(self, request_id: int) -> _Entry | None:
+        """Forget a request, if it is known."""
+        entry = self._entries.pop(request_id, None)
+        if entry is not None and entry.worker is not None:
+            worker = self._workers[entry.worker]
+            worker.requests, worker.blocks = worker.requests - 1, worker.blocks - entry.blocks
+        return entry
+
     def _cancel(self, request_ids: list[int]) -> None:
         by_worker: dict[int, list[int]] = {}
         for request_id in request_ids:
-            entry = self._entries.pop(request_id, None)
+            entry = self._end(request_id)
             if entry is not None and entry.worker is not None:
                 by_worker.setdefault(entry.worker, []).append(request_id)
         for worker, ids in by_worker.items():
@@ -215,8 +240,11 @@ class Router:
             if entry is None:
                 continue
             entry.tokens.append(token)
-            if finish is not None:
-                del self._entries[request_id]
+            entry.last = self.objectives.token(entry.request.arrival, entry.last)
+            if finish is None:
+                self._measure(entry)
+            else:
+                self._end(request_id)
 
     def _first_time(self, message: messages.Admitted) -> messages.Admitted:
         """Without requests that moved: the engine heard of them before."""

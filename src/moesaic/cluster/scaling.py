@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, replace
 
 from moesaic.cluster.member import Member, Process, Role, Stage
@@ -110,10 +110,11 @@ class Changes:
             least = self._cluster.min_replicas
             raise ScalingError(f"expert_servers: got {servers}; --min-replicas needs at least {least}", True)
 
-    def add_server(self, process: Process | None = None) -> Change:
-        """A new one takes its share. process: one that joined by hand; None: another of this machine."""
+    def add_server(self, process: Process | None = None, capacity: float | None = None) -> Change:
+        """A new one takes its share. process: one that joined by hand, with its weight, `capacity`; None:
+        another of this machine."""
         numbers = [member.number for member in self._members.servers]
-        member = self._members.add(Role.SERVER, on_trial=True)
+        member = self._members.add(Role.SERVER, True, capacity)
         try:
             new = self._placed([*numbers, member.number])
             yield from self._move(new, joining=member, process=process)
@@ -183,7 +184,7 @@ class Changes:
         """The placement for these, moving little."""
         assert self.layout is not None
         load, layers = self._load(), self.layout.layers
-        weights: Mapping[int, float] = dict.fromkeys(servers, 1.0)
+        weights = {server: self._members.capacities[server] for server in servers}
         replicas = self._cluster.min_replicas if least is None else least
         previous = self._publisher.placement
         try:

@@ -18,6 +18,7 @@ from moesaic.cluster.balancing import Balancing, autoscaler
 from moesaic.cluster.joining import RemoteProcess
 from moesaic.cluster.member import Member, Stage
 from moesaic.cluster.members import Members
+from moesaic.cluster.objectives import Objectives
 from moesaic.cluster.publishing import Publisher
 from moesaic.cluster.router import Router
 from moesaic.cluster.scaling import Change, Changes
@@ -54,6 +55,7 @@ class Steering:
     ) -> None:
         """Raises ConfigError for an --autoscale that cannot be carried out."""
         autoscaler(cluster)
+        router.objectives = Objectives.of(cluster, clock)
         self.balancing: Balancing | None = None
         """Known with the layout."""
         self.changes = Changes(members, publisher, router, cluster, self._load, clock)
@@ -101,10 +103,10 @@ class Steering:
     def join(self, process: RemoteProcess) -> None:
         """A server of another machine."""
         if self.layout is None or self._cluster.expert_servers == 0:
-            process.stop()
+            process.kill()  # it comes again
             return
         what = f"an expert server joins from {process.peer}"
-        self._queue.append(_Wanted(what, self.changes.add_server(process)))
+        self._queue.append(_Wanted(what, self.changes.add_server(process, process.capacity)))
 
     def heard(self, member: Member, load: list[list[int]]) -> None:
         """A server's report."""
@@ -168,11 +170,12 @@ class Steering:
         servers = self._members.servers
         busy = {(member.number, member.incarnation): member.stats.busy_seconds for member in servers}
         waiting = self._router.stats().waiting
-        wanted = balancing.wanted_servers(now, waiting, busy, len(servers))
+        missed = self._router.objectives.missed
+        wanted = balancing.wanted_servers(now, waiting, busy, len(servers), missed)
         if wanted != len(servers):
             what = f"autoscaling from {len(servers)} to {wanted} expert servers"
             return _Wanted(what, self.changes.scale(wanted, None))
-        new = balancing.rebalanced(now, placement, [member.number for member in servers])
+        new = balancing.rebalanced(now, placement, self._members.capacities)
         if new is None:
             return None
         self.rebalances += 1

@@ -62,8 +62,7 @@ class Supervisor:
         apart, transport = cluster.expert_servers > 0, host_transport(cluster.transport)
         self._transport = transport if apart else None
         member = replace(worker, remote_experts=apart, supervised=True, transport=transport)
-        ranks = cluster.data_parallel_size if cluster.enable_expert_parallel else None
-        self._members = Members(member, router, self._hear, clock, ranks)
+        self._members = Members(member, router, self._hear, clock, cluster)
         self._publisher = Publisher(self._members, self._secret)
         self._failures = Failures()
         self._note = self._failures.note
@@ -285,7 +284,8 @@ class Supervisor:
         if self._steering.layout is not None:
             return
         try:
-            self._publisher.placement = first_placement(layout, self._cluster)
+            capacities = self._members.capacities
+            self._publisher.placement = first_placement(layout, self._cluster, capacities)
         except ConfigError as error:
             self._router.tell(messages.Failed(str(error), user_error=True))
             return

@@ -6,12 +6,14 @@ from rich.console import Console
 
 from moesaic.bench import throughput
 from moesaic.bench.options import ThroughputBench
+from moesaic.commands.tracing import announced
 from moesaic.config import WorkerConfig
 
 
 def run(options: ThroughputBench, worker: WorkerConfig, as_json: bool) -> int:
     """Measure the engine in this process; returns the exit code."""
-    report = throughput.run(options, worker)
+    with announced(worker.trace):
+        report = throughput.run(options, worker)
     if as_json:
         print(report.to_json())
     else:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from moesaic.commands.options import Join
+from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import Enlisted
 from moesaic.experts.joining import Joining, join
 from moesaic.transport.secret import read_secret
@@ -26,9 +27,16 @@ def run(options: Join, as_json: bool) -> int:
         sizes = f"{layout.num_experts} experts in {len(layout.layers)} layers"
         print(f"Joined {options.address}: {enlisted.model}, {sizes}", flush=True)
 
+    def lost(error: ConnectionLost) -> None:
+        if as_json:
+            print(json.dumps({"event": "lost", "cluster": options.address, "why": str(error)}), flush=True)
+        else:
+            print(f"{error}; joining again", flush=True)
+
     secret = read_secret(Path(options.secret_file), "--secret-file")
     threads = options.threads or len(os.sched_getaffinity(0))
     model = None if options.model is None else Path(options.model)
     listen = None if options.listen is None else f"tcp:{options.listen}"
-    joining = Joining(f"tcp:{options.address}", secret, listen, model, threads, options.kernels)
-    return join(joining, told)
+    capacity = options.capacity or float(threads)
+    joining = Joining(f"tcp:{options.address}", secret, listen, model, threads, options.kernels, capacity)
+    return join(joining, told, lost)

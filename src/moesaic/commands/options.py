@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
@@ -49,6 +50,9 @@ class Join:
     """Directory of the checkpoint on this machine; None: the path that it has on the cluster's."""
     threads: int | None = None
     """Threads that compute; None: one per core."""
+    capacity: float | None = None
+    """This server's share of the experts and of the load: a weight beside those of the cluster's own servers,
+    which are their threads or what --expert-capacities says. None: --threads."""
     kernels: KernelName | None = None
     """Implementation of the arithmetic; None: the cluster's. Answers have the same bits only where all
     servers use the native kernels of one instruction set."""
@@ -56,3 +60,5 @@ class Join:
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
             raise ConfigError.field("--threads", self.threads, "an integer of at least 1")
+        if self.capacity is not None and not 0 < self.capacity < math.inf:
+            raise ConfigError.field("--capacity", self.capacity, "a positive number")

@@ -11,7 +11,6 @@ WIDTH, HEIGHT = 440, 270
 """Of one panel."""
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 60, 40
 WIDE, TALL = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-COLUMNS = 2
 LIGHT = ("#0969da", "#1a7f37", "#bc4c00", "#8250df", "#bf3989", "#57606a")
 DARK = ("#58a6ff", "#3fb950", "#f0883e", "#bc8cff", "#f778ba", "#8b949e")
 """Of lines and of groups of dots; after the last one they begin anew."""
@@ -66,31 +65,37 @@ def heat(title: str, across: str, up: str, rows: Sequence[Sequence[float]]) -> P
     """A square of values, 0 or more, in shades up to the largest; row 0 at the top."""
     most = max((value for row in rows for value in row), default=0) or 1.0
     size = TALL / max(len(rows), 1)
-    cells: list[list[str]] = [[] for _ in range(SHADES + 1)]
-    for i, row in enumerate(rows):
-        for j, value in enumerate(row):
-            cells[math.ceil(value / most * SHADES - 0.5)].append(f"M{j},{i}h1v1h-1z")
     left = LEFT + (WIDE - TALL) / 2
-    parts = [f'<g transform="translate({left:.1f},{TOP}) scale({size:.4f})">']
-    parts += [
-        f'<path class="cell" fill-opacity="{shade / SHADES:g}" d="{"".join(found)}"/>'
-        for shade, found in enumerate(cells)
-        if shade and found
-    ]
-    parts.append("</g>")
+    parts = [f'<g transform="translate({left:.1f},{TOP}) scale({size:.4f})">', *cells(rows, most), "</g>"]
     parts.append(f'<path class="grid" d="M{left:.1f},{TOP} h{TALL} v{TALL} h-{TALL} z"/>')
     parts.append(f'<text class="x" x="{LEFT + WIDE / 2}" y="{HEIGHT - 20}">{escape(across)}</text>')
     parts.append(f'<text x="8" y="{TOP - 8}">{escape(up)}</text>')
     return Panel(title, parts)
 
 
-def page(title: str, panels: Sequence[Panel]) -> str:
-    """The file: two panels in a row."""
-    wide, tall = COLUMNS * WIDTH, 36 + -(-len(panels) // COLUMNS) * HEIGHT
+def cells(rows: Sequence[Sequence[float]], most: float, kind: str = "cell") -> list[str]:
+    """Squares of size 1 for the values of `rows`, 0 to `most`: a path for each shade but that of 0.
+
+    kind: "cell", or "far" for those in another colour.
+    """
+    found: list[list[str]] = [[] for _ in range(SHADES + 1)]
+    for i, row in enumerate(rows):
+        for j, value in enumerate(row):
+            found[math.ceil(value / most * SHADES - 0.5)].append(f"M{j},{i}h1v1h-1z")
+    return [
+        f'<path class="{kind}" fill-opacity="{shade / SHADES:g}" d="{"".join(squares)}"/>'
+        for shade, squares in enumerate(found)
+        if shade and squares
+    ]
+
+
+def page(title: str, panels: Sequence[Panel], columns: int = 2, height: int = HEIGHT) -> str:
+    """The file: `columns` panels of that height in a row."""
+    wide, tall = columns * WIDTH, 36 + -(-len(panels) // columns) * height
     parts = [f'<text class="head" x="8" y="24">{escape(title)}</text>']
     for number, panel in enumerate(panels):
-        row, column = divmod(number, COLUMNS)
-        parts.append(f'<g transform="translate({column * WIDTH},{36 + row * HEIGHT})">')
+        row, column = divmod(number, columns)
+        parts.append(f'<g transform="translate({column * WIDTH},{36 + row * height})">')
         parts.append(f'<text class="title" x="8" y="18">{escape(panel.title)}</text>')
         parts += [*panel.parts, "</g>"]
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {tall}" role="img">'
@@ -153,12 +158,13 @@ def _legend(names: Sequence[str]) -> list[str]:
 def _style() -> str:
     def colours(names: Sequence[str]) -> str:
         strokes = [f".c{number} {{ stroke: {name} }}" for number, name in enumerate(names)]
-        return " ".join([*strokes, f".cell {{ fill: {names[0]} }}"])
+        return " ".join([*strokes, f".cell {{ fill: {names[0]} }} .far {{ fill: {names[2]} }}"])
 
     return f"""<style>
 text {{ font: 12px sans-serif; fill: #1f2328 }} .title {{ font-size: 14px }} .head {{ font-size: 16px }}
 .x {{ text-anchor: middle }} .y {{ text-anchor: end }}
 path, circle {{ fill: none }} .line, circle {{ stroke-width: 2 }} .grid {{ stroke: #8888; stroke-width: 0.5 }}
+.border {{ stroke: #888 }}
 {colours(LIGHT)}
 @media (prefers-color-scheme: dark) {{ text {{ fill: #e6edf3 }} {colours(DARK)} }}
 </style>"""

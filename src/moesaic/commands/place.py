@@ -1,4 +1,4 @@
-"""`moesaic place`: measures solvers on held-out requests and writes the placement of one of them."""
+"""`moesaic place`: measures solvers on held-out requests, writes one's placement, and draws it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from moesaic.commands import activation_picture
 from moesaic.commands.place_options import TABLES, Place
 from moesaic.commands.place_report import Report, Trial, Written, as_json, as_text
 from moesaic.commands.progress import Show, progress
@@ -19,9 +20,12 @@ from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile
 from moesaic.core.tables import Tables
 from moesaic.policy import held_out, redundancy
+from moesaic.policy.activation_map import activation_map, commonest, dealt
 from moesaic.policy.cocluster import SOLVERS
 
 Clock = Callable[[], float]
+DRAWN = 160
+"""Token ids in a picture."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,18 @@ def run(options: Place, json: bool, clock: Clock = time.monotonic) -> int:
     """Measure, write, and print what came out; returns the exit code.
 
     Raises ConfigError for a file that is no profile, for requests that cannot be split, for ranks and copies
-    that the experts are too few for, and for a placement that cannot be written.
+    that the experts are too few for, for a --model or --plot-layer that is not the profile's, and for files
+    that cannot be written.
     """
     profile = Profile.load(options.file)
     if not profile.tokens:
         raise ConfigError(f"{options.file}: this profile counts no tokens")
+    _layer_drawn(profile, options)
     with progress(Console(stderr=True), clock, "steps/s") as show:
+        if options.model is not None:
+            from moesaic.profiling.nearest import with_nearest
+
+            profile = with_nearest(profile, options.file, options.model, partial(show, "nearest tokens"))
         report = place(profile, options, _Solving(options, show, clock))
     print(as_json(report) if json else as_text(report))
     return 0
@@ -92,7 +102,40 @@ def _write(profile: Profile, options: Place, name: str, solving: _Solving) -> Wr
         tables,
         options.output_file,
     )
+    if options.plot is not None:
+        _draw(options.plot, profile, options, name, clusters)
     return Written(name, options.output_file, file, seconds, tables.nbytes, clusters.notes)
+
+
+def _layer_drawn(profile: Profile, options: Place) -> int:
+    """Its index among the profile's layers. Raises ConfigError for a number that it has not."""
+    if options.plot_layer is None:
+        return len(profile.layers) // 2
+    if options.plot_layer not in profile.layers:
+        allowed = f"one with routed experts: {', '.join(map(str, profile.layers))}"
+        raise ConfigError.field("--plot-layer", options.plot_layer, allowed)
+    return profile.layers.index(options.plot_layer)
+
+
+def _draw(path: Path, profile: Profile, options: Place, name: str, clusters: Clusters) -> None:
+    """The commonest token ids of a layer: dealt out in their order, then each where it is best off, with
+    vanilla's experts and with those of `clusters`."""
+    index = _layer_drawn(profile, options)
+    tokens = commonest(profile, index, DRAWN)
+    vanilla = SOLVERS["vanilla"](profile, options.ranks, options.seed)
+    maps = [
+        (label, activation_map(profile, found, index, tokens))
+        for label, found in (
+            ("vanilla placement, ids in their order", dealt(vanilla, tokens)),
+            ("vanilla placement, ids on their best rank", vanilla),
+            (f"placed by {name}, ids on their best rank", clusters),
+        )
+    ]
+    title = f"{profile.model}, layer {profile.layers[index]}: how often the {len(tokens)} commonest token ids"
+    try:
+        path.write_text(activation_picture.draw(f"{title} choose each expert", maps), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError.field("--plot", str(path), f"a file to write into ({error.strerror})") from error
 
 
 def save(placement: Placement, tables: Tables, path: Path) -> None:

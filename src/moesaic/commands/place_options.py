@@ -39,6 +39,13 @@ class Place:
     """Of the solvers, and of which requests they see."""
     compare: Annotated[bool, Parameter(negative="")] = False
     """Measure all solvers, a row each."""
+    model: str | None = None
+    """The profile's model: a directory, a hub id, or demo. Tokens that the profile never saw then take the
+    nearest known one in its embedding. What `moesaic profile` wrote has that; live recordings don't."""
+    plot: Path | None = None
+    """Draw a layer's activation map, before and after, into this file, an SVG."""
+    plot_layer: int | None = None
+    """Number of the layer that is drawn; None: the middle one of those with routed experts."""
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -52,6 +59,7 @@ class Place:
         if self.seed < 0:
             raise ConfigError.field("--seed", self.seed, "an integer of at least 0")
         self._check_output()
+        self._check_plot()
 
     def _check_output(self) -> None:
         path = self.output_file
@@ -66,6 +74,17 @@ class Place:
         if path.suffix != ".json" or not path.absolute().parent.is_dir() or path.is_dir():
             allowed = "a file that ends in .json, in an existing directory"
             raise ConfigError.field("--output-file", str(path), allowed)
+
+    def _check_plot(self) -> None:
+        path = self.plot
+        if path is None:
+            if self.plot_layer is not None:
+                raise ConfigError("--plot-layer: say with --plot where to draw it")
+            return
+        if self.output_file is None:
+            raise ConfigError("--plot: draws the placement that is written; say with -o where")
+        if path.suffix.lower() != ".svg" or not path.absolute().parent.is_dir() or path.is_dir():
+            raise ConfigError.field("--plot", str(path), "a file that ends in .svg, in an existing directory")
 
     @property
     def chosen(self) -> SolverName | None:

@@ -79,6 +79,7 @@ def as_json(report: Report) -> str:
         "held_out_requests": report.held_out.requests,
         "held_out_tokens": len(report.held_out.tokens),
         "unseen_tokens": report.unseen,
+        "nearest_known": profile.nearest is not None,
         "solvers": [_trial(trial, profile.hidden) for trial in report.trials],
         "skipped": list(report.skipped),
         "written": None,
@@ -126,6 +127,8 @@ def as_text(report: Report) -> str:
     lines = [in_text(_facts(report)), "", in_text(_table(report))]
     lines += [f"{trial.solver}: {note}" for trial in report.trials for note in trial.notes]
     lines += report.skipped
+    if report.profile.nearest is None:
+        lines.append("ids never seen stay unknown: --model MODEL finds their nearest known ones")
     written = report.written
     if written is None:
         lines.append("nothing was written: that takes --solver and -o")
@@ -133,6 +136,8 @@ def as_text(report: Report) -> str:
         lines += [f"{written.solver}, on everything: {note}" for note in written.notes]
         lines.append(f"wrote {written.file} and {written.tables.name}")
         how = f"{written.solver} on everything that the profile counts, {written.seconds:.1f} s"
+        if report.options.plot is not None:
+            lines.append(f"drew {report.options.plot}")
         lines.append(f"they were solved by {how}; the table is of placements solved on a share")
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from rich.console import Console
 
 import moesaic
 from moesaic.commands import plan_paper, plan_picture, plan_report
-from moesaic.commands.plan_options import CACHE_BYTES, Plan
+from moesaic.commands.plan_options import THIS, Plan
 from moesaic.commands.plan_report import Report
 from moesaic.core.errors import ConfigError
+from moesaic.core.profile import Profile
 from moesaic.cost.hardware import Hardware, from_tables
-from moesaic.cost.machines import MACHINES, machine
+from moesaic.cost.machines import MACHINES
 from moesaic.cost.reading import read
+from moesaic.cost.routing import Routing
 from moesaic.cost.sizes import KNOWN, ModelSizes
 from moesaic.policy import advice, planner
 from moesaic.policy.policies import Workload
@@ -34,8 +37,9 @@ def run(options: Plan, json: bool) -> int:
             paper = plan_paper.reproduce()
         print(plan_paper.as_json(paper) if json else plan_paper.as_text(paper))
         return 0
+    here = _measured_now(options)
     with waiting.status("pricing policies"):
-        report = plan(options)
+        report = plan(options, here)
         picture = plan_picture.draw(report) if options.plot is not None else None
     if options.plot is not None and picture is not None:
         _write(options.plot, picture)
@@ -43,14 +47,18 @@ def run(options: Plan, json: bool) -> int:
     return 0
 
 
-def plan(options: Plan) -> Report:
-    """What was asked for, searched and priced."""
+def plan(options: Plan, here: Hardware | None = None) -> Report:
+    """What was asked for, searched and priced. here: this machine, where it was measured for the plan."""
     assert options.model is not None and options.hardware is not None
     assert options.prompt_len is not None and options.gen_len is not None
     model = find_model(options.model)
-    hardware = find_hardware(options.hardware).parallel(options.gpus)
+    if options.profile is not None:
+        routing = Routing.of(Profile.load(options.profile), model.experts, model.top_k)
+        model = replace(model, routing=routing)
+    hardware = (here or find_hardware(options.hardware)).parallel(options.gpus)
     hardware = hardware.with_slow(options.slow_memory, options.slow_bandwidth)
-    workload = Workload(options.prompt_len, options.gen_len, CACHE_BYTES[options.kv_cache_dtype])
+    number = model.cache_number(options.kv_cache_dtype)
+    workload = Workload(options.prompt_len, options.gen_len, number)
     if options.policy == "flexgen":
         price, predicted = planner.by_flexgen(model, hardware, workload)
         return Report(model, hardware, workload, price, predicted)
@@ -61,6 +69,16 @@ def plan(options: Plan) -> Report:
     helps = advice.helps(model, hardware, workload, price)
     batches = advice.by_batch(model, hardware, workload, price.policy.batch)
     return Report(model, hardware, workload, price, None, helps, batches, fast_only)
+
+
+def _measured_now(options: Plan) -> Hardware | None:
+    """This machine, where it is asked for. A model that is not there is refused before it is measured."""
+    if options.hardware != THIS or options.model is None:
+        return None
+    from moesaic.commands import hardware
+
+    find_model(options.model)
+    return hardware.now(options.model)
 
 
 def find_model(name: str) -> ModelSizes:
@@ -83,8 +101,10 @@ def find_model(name: str) -> ModelSizes:
 
 def find_hardware(name: str) -> Hardware:
     """A known machine, or a .toml file. Raises ConfigError."""
-    if name in MACHINES or not name.endswith(".toml"):
-        return machine(name)
+    if name in MACHINES:
+        return MACHINES[name]
+    if not name.endswith(".toml"):
+        raise ConfigError.field("--hardware", name, ", ".join((*MACHINES, THIS, "a .toml file")))
     try:
         return from_tables(tomllib.loads(Path(name).read_text(encoding="utf-8")))
     except OSError as error:

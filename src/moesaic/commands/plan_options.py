@@ -13,7 +13,8 @@ from moesaic.core.errors import ConfigError
 
 PolicyName = Literal["moe-lightning", "flexgen"]
 CacheType = Literal["float32", "bfloat16", "int8", "int4"]
-CACHE_BYTES: dict[CacheType, float] = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
+THIS = "this"
+"""--hardware: the machine that the command runs on."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Plan:
     deepseek-v2, deepseek-v2-lite, deepseek-v3, qwen3-30b-a3b."""
     _: KW_ONLY
     hardware: str | None = None
-    """A known machine (t4, l4, t4-measured, l4-measured, a100-40, a100-80, h100, h200), or a .toml file."""
+    """A known machine (t4, l4, t4-measured, l4-measured, a100-40, a100-80, h100, h200), a .toml file as
+    `moesaic hardware measure` writes it, or `this`: this machine, measured now, more roughly."""
     host_memory: str | None = None
     """The slow level's memory, such as 192GiB; None: the machine's."""
     host_bandwidth: str | None = None
@@ -34,10 +36,12 @@ class Plan:
     """Tokens of a prompt."""
     gen_len: int | None = None
     """Tokens that each request generates."""
+    profile: Path | None = None
+    """What `moesaic profile` wrote for the model: which experts are popular; None: each is as likely."""
     gpus: int = 1
     """Fast levels used as one, by tensor parallelism. They share one link."""
     kv_cache_dtype: CacheType = "bfloat16"
-    """Type of cached keys and values."""
+    """Type of cached keys and values. Integers have a scale for each token and head."""
     policy: PolicyName = "moe-lightning"
     """Whose search: all of MoE-Lightning's variables over our lists of tasks, or FlexGen's linear program."""
     paper: Annotated[bool, Parameter(negative="")] = False
@@ -56,7 +60,7 @@ class Plan:
             return
         for flag, value, allowed in (
             ("MODEL", self.model, "a checkpoint, a config.json or a known name; --paper takes none"),
-            ("--hardware", self.hardware, "a known machine or a .toml file"),
+            ("--hardware", self.hardware, "a known machine, this or a .toml file"),
         ):
             if value is None:
                 raise ConfigError.field(flag, "nothing", allowed)

@@ -19,8 +19,8 @@ from moesaic.policy import planner
 from moesaic.policy.planner import Limits
 from moesaic.policy.pricing import Price
 
-CACHES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}
-"""Bytes of one cached number."""
+CACHES = {"bf16": "bfloat16", "int8": "int8", "int4": "int4"}
+"""Type of cached numbers, as the picture and as the sizes call it."""
 FACTORS = (0.5, 1, 2, 4, 8)
 """Of the link and of the slow level, in the map of policies."""
 MEMORIES = (0.4, 0.55, 0.75, 1.0, 1.4, 2.0)
@@ -61,8 +61,8 @@ def _attention(report: Report) -> Panel:
     """Each context's cache is on the slow level; the type of its numbers sets the intensity."""
     roofs = Roofs.of(report.hardware)
     work = {
-        name: ops.attention(report.model, 1, report.workload.context, number)
-        for name, number in CACHES.items()
+        name: ops.attention(report.model, 1, report.workload.context, report.model.cache_number(dtype))
+        for name, dtype in CACHES.items()
     }
     at = {name: one.flops / one.cache for name, one in work.items()}
     drawn = _roofs(roofs, report.hardware, 0.1, 10 * max(*at.values(), roofs.p1, 100))

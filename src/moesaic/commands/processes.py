@@ -45,14 +45,17 @@ def in_text(table: Table) -> str:
 
 
 def _servers(status: Status) -> Table:
-    """A row for each expert server."""
+    """A row for each expert server; their capacities where they differ."""
+    servers = [process for process in status["processes"] if process["role"] == "expert server"]
+    same = len({process["capacity"] for process in servers}) < 2
+    numbers = ["experts", "layers", "threads"] if same else ["experts", "layers", "capacity", "threads"]
     table = Table(box=None, pad_edge=False)
-    for name in ("process", "pid", "stage", "experts", "layers", "threads", "kernels"):
-        table.add_column(name, justify="right" if name in ("pid", "experts", "layers", "threads") else "left")
-    for process in status["processes"]:
-        if process["role"] == "expert server":
-            counts = [str(process[name]) for name in ("experts", "layers", "threads")]
-            table.add_row(process["name"], _place(process), process["stage"], *counts, process["kernels"])
+    for name in ("process", "pid", "stage", *numbers, "kernels"):
+        left = name in ("process", "stage", "kernels")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name == "process")
+    for process in servers:
+        counts = [f"{process[name]:g}" for name in numbers]
+        table.add_row(process["name"], _place(process), process["stage"], *counts, process["kernels"])
     return table
 
 

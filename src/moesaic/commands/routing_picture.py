@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moesaic.commands.panels import Line, Panel, dots, heat, lines, page
-from moesaic.policy.routing_prediction import LayerPrediction, Prediction
-from moesaic.policy.routing_statistics import DISTANCES, LayerStatistics, Statistics
+from moesaic.policy.routing_prediction import LAYERS_BACK, LayerPrediction, Prediction
+from moesaic.policy.routing_statistics import DISTANCES, LayerStatistics, Quartiles, Statistics
 
 
 def draw(
@@ -20,26 +20,28 @@ def draw(
     skew = [Line(f"layer {layers[i].layer}", list(enumerate(layers[i].loads, 1))) for i in shown]
     panels = [
         lines("Load of the experts, busiest first", "expert", "of the mean", skew),
-        _by_layer(layers, "Concentration of single tokens (medians)", "share", _CONCENTRATION),
-        _by_layer(layers, "Kurtosis of a token's counts", "kurtosis", _KURTOSIS),
+        *(_quartiles(layers, title, up, of) for title, up, of in _CONCENTRATION),
         heat(f"Experts chosen together, layer {number}", "expert", "expert", pairs),
         _repeats(statistics),
         _topics(statistics),
     ]
     if prediction is not None:
-        panels += [_look_back(prediction), _ranks(prediction)]
-    return page(title, panels)
+        panels += [_static(prediction), _look_back(prediction), _ranks(prediction)]
+    return page(title, panels, columns=3)
 
 
-_CONCENTRATION: dict[str, Callable[[LayerStatistics], float]] = {
-    "F1": lambda layer: layer.f1.p50,
-    "top-k hotness": lambda layer: layer.top_hotness.p50,
-    "hottest other": lambda layer: layer.rest_hotness.p50,
-}
-_KURTOSIS: dict[str, Callable[[LayerStatistics], float]] = {
-    "p25": lambda layer: layer.kurtosis.p25,
-    "p50": lambda layer: layer.kurtosis.p50,
-    "p75": lambda layer: layer.kurtosis.p75,
+_CONCENTRATION: tuple[tuple[str, str, Callable[[LayerStatistics], Quartiles]], ...] = (
+    ("F1 of a token's experts and its id's top k", "share", lambda layer: layer.f1),
+    ("Hotness of an id's top k together", "share", lambda layer: layer.top_hotness),
+    ("Hotness of the hottest expert beside these", "share", lambda layer: layer.rest_hotness),
+    ("Kurtosis of a token's counts", "kurtosis", lambda layer: layer.kurtosis),
+)
+"""Of single tokens: Table 1 of Sem-MoE, and its appendix A.2."""
+_STATIC: dict[str, Callable[[LayerPrediction], float]] = {
+    "precision": lambda layer: layer.static.precision,
+    "F1": lambda layer: layer.static.f1,
+    "hits": lambda layer: layer.static.hits,
+    "hits without the id": lambda layer: layer.look_back[0],
 }
 _RANKS: dict[str, Callable[[LayerPrediction], float]] = {
     "busiest": lambda layer: layer.ranks.guess,
@@ -50,13 +52,13 @@ _RANKS: dict[str, Callable[[LayerPrediction], float]] = {
 }
 
 
-def _by_layer(
-    layers: Sequence[LayerStatistics],
-    title: str,
-    up: str,
-    values: dict[str, Callable[[LayerStatistics], float]],
+def _quartiles(
+    layers: Sequence[LayerStatistics], title: str, up: str, of: Callable[[LayerStatistics], Quartiles]
 ) -> Panel:
-    drawn = [Line(name, [(layer.layer, of(layer)) for layer in layers]) for name, of in values.items()]
+    drawn = [
+        Line(name, [(layer.layer, getattr(of(layer), name)) for layer in layers])
+        for name in ("p25", "p50", "p75")
+    ]
     return lines(title, "layer", up, drawn)
 
 
@@ -83,21 +85,32 @@ def _topics(statistics: Statistics) -> Panel:
     return dots("Requests by their experts", drawn)
 
 
+def _static(prediction: Prediction) -> Panel:
+    """hits: how much of a token's experts its id alone predicts."""
+    return _predicted(prediction, "Experts predicted from the token id (its top k)", _STATIC)
+
+
 def _look_back(prediction: Prediction) -> Panel:
     layers = prediction.layers
     drawn = [
         Line(
-            f"{back} back",
+            f"by {back}",
             [(layer.layer, layer.look_back[back]) for layer in layers if back < len(layer.look_back)],
         )
-        for back in (0, 1, 2, 5)
+        for back in range(LAYERS_BACK + 1)
     ]
-    return lines("Experts predicted from earlier layers", "layer", "share right", drawn)
+    return lines("Experts predicted by looking back some layers", "layer", "share right", drawn)
 
 
 def _ranks(prediction: Prediction) -> Panel:
-    drawn = [
-        Line(name, [(layer.layer, of(layer)) for layer in prediction.layers]) for name, of in _RANKS.items()
-    ]
     title = f"Local pairs on the predicted rank ({prediction.ranks} ranks)"
+    return _predicted(prediction, title, _RANKS)
+
+
+def _predicted(
+    prediction: Prediction, title: str, values: dict[str, Callable[[LayerPrediction], float]]
+) -> Panel:
+    drawn = [
+        Line(name, [(layer.layer, of(layer)) for layer in prediction.layers]) for name, of in values.items()
+    ]
     return lines(title, "layer", "share", drawn)

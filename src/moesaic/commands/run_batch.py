@@ -2,21 +2,62 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 from rich.console import Console
 
+from moesaic.batch import lengths
 from moesaic.batch import run as batch
 from moesaic.batch.options import RunBatch
-from moesaic.batch.show import print_summary
+from moesaic.batch.output import answered
+from moesaic.batch.show import Summary, print_summary
+from moesaic.commands import hardware, offload_report
+from moesaic.commands.plan import find_hardware
 from moesaic.commands.tracing import announced
-from moesaic.config import WorkerConfig
+from moesaic.config import OffloadConfig, WorkerConfig
+from moesaic.models import files
+from moesaic.planning import Planned, longest_request, plan
+from moesaic.tokenizer import Tokenizer
 
 
-def run(options: RunBatch, worker: WorkerConfig, as_json: bool) -> int:
+def run(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig, as_json: bool) -> int:
     """Do what is missing of the output; returns the exit code."""
+    planned = None
+    if offload.fast_memory is not None:
+        planned = _planned(options, worker, offload)
+        worker = worker if planned is None else planned.worker
     with announced(worker.trace):
         summary = batch.run(options, worker)
     if as_json:
-        print(summary.to_json())
+        print(json.dumps(summary.as_json() | _phases(planned, summary)))
     else:
         print_summary(summary, Console())
+        if planned is not None and summary.passes:
+            found, ranks = offload_report.phases(planned, summary.passes), worker.group.size
+            print(offload_report.result_text(found, summary.seconds, ranks))
     return summary.exit_code()
+
+
+def _planned(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig) -> Planned | None:
+    """The plan for what is missing on this machine, told on stderr; None where nothing is."""
+    path = files.resolve(worker.model.model, worker.model.revision)
+    tokenizer, done = Tokenizer(path, options.chat_template), answered(options.output_file)
+    job = lengths.survey(options.input_file, tokenizer, longest_request(worker), done, offload.pad)
+    if job is None:
+        return None
+    given = offload.hardware
+    machine = hardware.now(str(path), device="cpu") if given is None else find_hardware(given)
+    console = Console(stderr=True)
+    with console.status("pricing policies"):
+        planned = plan(worker, offload, job, machine)
+    console.print(offload_report.plan_text(planned, job), soft_wrap=True, highlight=False, markup=False)
+    return planned
+
+
+def _phases(planned: Planned | None, summary: Summary) -> dict[str, object]:
+    if planned is None:
+        return {}
+    found = offload_report.phases(planned, summary.passes)
+    policy = asdict(planned.price.policy) | {"batch": planned.price.policy.batch}
+    return {"policy": policy, "phases": {one.name: one.as_json() for one in found}}

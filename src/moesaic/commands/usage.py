@@ -1,14 +1,38 @@
-"""Errors of the command line in one line: which flag, which value, what is allowed."""
+"""What the command line says of itself: short flags in the help; errors in one line that names the flag."""
 
 from __future__ import annotations
 
 import typing
-from typing import Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
 
 import cyclopts
 from cyclopts import exceptions
+from cyclopts.help import DefaultFormatter, HelpPanel
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
 
 KINDS = {int: "an integer", float: "a number", bool: "true or false"}
+
+
+class ShortFlags(DefaultFormatter):
+    """The usual help, with short flags beside the long ones that they stand for."""
+
+    def __init__(self, shorts: Mapping[str, str]) -> None:
+        """shorts: "-o" -> "--output-file"."""
+        super().__init__()
+        self._shorts = shorts
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        entries = [
+            entry.copy(positive_shorts=(*entry.positive_shorts, *self._of(entry.positive_names)))
+            for entry in panel.entries
+        ]
+        super().__call__(console, options, panel.copy(entries=entries))
+
+    def _of(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(short for short, long in self._shorts.items() if long in names)
 
 
 def one_line(error: cyclopts.CycloptsError) -> str:

@@ -36,8 +36,12 @@ class ProcessStatus:
     """Of which it holds experts."""
     experts: int = 0
     """(layer, expert) copies that it holds."""
+    held: dict[int, str] = field(default_factory=dict)
+    """Layer -> the experts that it holds, such as "0-11, 20"."""
     kernels: str = ""
     threads: int = 0
+    capacity: float = 0.0
+    """Of an expert server: weight of its share of experts and of load, beside the others'."""
     stats: ExpertServerStats = field(default_factory=ExpertServerStats)
 
 
@@ -53,6 +57,8 @@ class LayerReplicas:
     """Experts with one copy: they wait when its server dies."""
     missing: list[int]
     """Experts without any: they wait now."""
+    copies: dict[int, str] = field(default_factory=dict)
+    """Number of copies -> the experts that have so many, such as "0-9, 12-23"; of every expert."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +91,20 @@ class ClusterCounters:
     process_deaths: int = 0
     failovers: int = 0
     """Servers that clients lost or gave up with rows outstanding."""
+    silent_failovers: int = 0
+    """Of those, servers given up for their silence; the others' connections broke."""
     false_failovers: int = 0
-    """Of those, servers that had not died."""
+    """Of those, servers that came back: they had not died."""
     resent_pairs: int = 0
     """(row, expert) pairs that were sent again."""
     moved_requests: int = 0
     """Requests that went on with another attention worker."""
     rebalances: int = 0
     """Changes of the placement for the sake of balance."""
+    missed_ttft: int = 0
+    """Requests whose first token came later than --slo-ttft."""
+    missed_itl: int = 0
+    """Tokens that came later than --slo-itl after the one before."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@
     ├── OverloadedError     the queue is full, try again later (HTTP 429)
     ├── ScalingError        the cluster could not be changed and is as it was (HTTP 409 or 503)
     ├── ConnectionLost      the peer of a transport is gone
+    │   └── DamagedMessage  it is dropped: what it sent is no message
     └── EngineDeadError     the worker died: nothing can be served any more (HTTP 503)
 
 Anything else that escapes is a bug of ours and keeps its traceback.
@@ -59,6 +60,14 @@ class ScalingError(MoesaicError):
 
 class ConnectionLost(MoesaicError):
     """The other end of a transport closed, died or sent what is no message."""
+
+    def again(self) -> ConnectionLost:
+        """Its like, to raise. The traceback of an error that is kept would keep all who saw it raised."""
+        return type(self)(*self.args)
+
+
+class DamagedMessage(ConnectionLost):
+    """The other end sent what is no message: none of ours, or not to be trusted any more."""
 
 
 class EngineDeadError(MoesaicError):

@@ -28,7 +28,8 @@ class ExpertLayout:
     num_experts: int
     top_k: int
     dtype: str
-    """What the weights are computed from: "bfloat16" or "float32"; another stored type is converted."""
+    """What the weights are computed from: "float32", "bfloat16", or with torch "float16"; another stored type
+    is converted."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -48,7 +49,7 @@ class ExpertLayout:
     @property
     def expert_bytes(self) -> int:
         """Of one expert."""
-        return 3 * self.hidden * self.width * (2 if self.dtype == "bfloat16" else 4)
+        return 3 * self.hidden * self.width * (4 if self.dtype == "float32" else 2)
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +75,7 @@ class ServerEntry:
     incarnation: int
     """Counts the processes that had this id: a client that knew the one before connects anew."""
     address: str
-    """unix:PATH or tcp:HOST:PORT."""
+    """unix:PATH, unix:@NAME or tcp:HOST:PORT."""
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,14 @@ class Settled:
 
 
 @dataclass(frozen=True)
+class Enlist:
+    """The first word of a server that joins by hand."""
+
+    capacity: float
+    """Its capacity weight: share of experts and of load, beside those of the other servers."""
+
+
+@dataclass(frozen=True)
 class Enlisted:
     """To a server that joined by hand: what it is to serve."""
 
@@ -178,6 +186,11 @@ class Enlisted:
     kernels: str
     schedule: str
     queue_policy: str
+    queue_urgency: float | None = None
+    queue_history: int = 0
+    expert_batch_pairs: int = 1
+    expert_batch_wait: float = 0.0
+    """Milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -212,5 +225,5 @@ class ServerReport:
 ToWorker = Submit | Cancel | Shutdown | Serving
 ToEngine = Loading | Ready | Admitted | Tokens | PromptLogprobs | Stats | Failed | Layout | Alive | Settled
 ToServer = Hold | Enlisted
-FromServer = Holds | ServerReport
+FromServer = Enlist | Holds | ServerReport
 Message = ToWorker | ToEngine | ToServer | FromServer

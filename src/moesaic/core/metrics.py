@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,32 @@ class GroupStats:
 
 
 @dataclass(frozen=True)
+class PassStats:
+    """Passes of one kind over a model that is larger than the fast memory."""
+
+    prefill: bool
+    """They had prompts."""
+    micro_batches: int
+    sequences: int
+    passes: int = 0
+    cold: int = 0
+    """Of them, those that first waited for the experts of their first layer."""
+    rows: int = 0
+    """Of all these passes, and so below."""
+    context: int = 0
+    """Tokens that the sequences had in the cache in the end."""
+    padding_rows: int = 0
+    """Computed beside `rows`."""
+    padding_context: int = 0
+    """Tokens that attention went over beside `context`."""
+    loaded: int = 0
+    """Bytes of experts that came to the fast level."""
+    seconds: float = 0.0
+    busy: dict[str, float] = field(default_factory=dict)
+    """Seconds of each lane: fast, slow, down, up, staging."""
+
+
+@dataclass(frozen=True)
 class ExpertStats:
     """An attention worker's dealings with expert servers."""
 
@@ -53,16 +79,22 @@ class ExpertStats:
     resent_pairs: int = 0
     failovers: int = 0
     """Servers that were lost or given up with rows outstanding."""
+    silent_failovers: int = 0
+    """Of those, servers given up for their silence; the others' connections broke."""
     false_failovers: int = 0
-    """Of those, servers that had not died."""
+    """Of those, servers that came back: they had not died."""
     waiting_seconds: float = 0.0
     """Time with nothing to do but wait for experts."""
     layer_pairs: tuple[int, ...] = ()
     """`pairs` of each layer with routed experts, in their order."""
     local_pairs: tuple[int, ...] = ()
     """Of those, pairs sent to the server of the worker's own rank; none where workers have no such server."""
+    remote_bytes: int = 0
+    """Questions to servers other than the worker's own, and their answers: rows, expert ids, headers."""
     group: GroupStats = GroupStats()
     """Of a worker that is a group of processes."""
+    passes: tuple[PassStats, ...] = ()
+    """Of a worker whose model is larger than its fast memory."""
 
 
 @dataclass(frozen=True)

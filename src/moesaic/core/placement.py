@@ -191,7 +191,7 @@ class Placement:
             raise ConfigError.field(f"{FLAG}: num_experts", self.num_experts, str(num_experts))
         for layer in sorted(set(self.layers) ^ set(layers)):
             problem = f"layer {layer}" if layer in self.held else f"no layer {layer}"
-            raise ConfigError.field(f"{FLAG}: layers", problem, f"the model's MoE layers, {_ranges(layers)}")
+            raise ConfigError.field(f"{FLAG}: layers", problem, f"the model's MoE layers, {ranges(layers)}")
         for layer, expert in self.orphans():
             raise ConfigError.field(f"{FLAG}: layer {layer}, expert {expert}", 0, "1 server or more holds it")
 
@@ -248,9 +248,9 @@ def _table(by_server: Mapping[int, Sequence[int]], num_experts: int) -> IntArray
     return table
 
 
-def _ranges(layers: Sequence[int]) -> str:
-    """Example: (0, 1, 2, 5, 7, 8) -> "0-2, 5, 7-8"."""
-    runs = np.split(np.array(sorted(layers)), np.flatnonzero(np.diff(sorted(layers)) != 1) + 1)
+def ranges(numbers: Sequence[int]) -> str:
+    """Numbers, at least one, in short. Example: (0, 1, 2, 5, 7, 8) -> "0-2, 5, 7-8"."""
+    runs = np.split(np.array(sorted(numbers)), np.flatnonzero(np.diff(sorted(numbers)) != 1) + 1)
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,3 +39,32 @@ class TokenBatch:
     @property
     def num_sequences(self) -> int:
         return len(self.context_lens)
+
+    def sequences(self, chosen: Sequence[int]) -> TokenBatch:
+        """The rows of these sequences, in this order. Of the logits: those that are among them."""
+        starts, stops = self.query_starts[:-1], self.query_starts[1:]
+        rows = [np.arange(starts[index], stops[index]) for index in chosen]
+        wanted = np.concatenate([np.zeros(0, np.int64), *rows])
+        tables = self.block_tables[list(chosen)]
+        return self._taken(wanted, [len(part) for part in rows], self.context_lens[list(chosen)], tables)
+
+    def rows(self, start: int, stop: int) -> TokenBatch:
+        """Rows start : stop. A sequence may be cut: the first part of its rows sees no more than itself."""
+        first = int(np.searchsorted(self.query_starts, start, side="right")) - 1
+        last = int(np.searchsorted(self.query_starts, stop, side="left"))
+        cut = np.clip(self.query_starts[first : last + 1], start, stop)
+        left_out = self.query_starts[first + 1 : last + 1] - cut[1:]
+        lens = self.context_lens[first:last] - left_out
+        wanted = np.arange(start, stop)
+        return self._taken(wanted, np.diff(cut).tolist(), lens, self.block_tables[first:last])
+
+    def _taken(self, wanted: IntArray, counts: list[int], lens: IntArray, tables: IntArray) -> TokenBatch:
+        """wanted: [r] rows; counts: how many of them each sequence has."""
+        return TokenBatch(
+            token_ids=self.token_ids[wanted],
+            positions=self.positions[wanted],
+            query_starts=np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]),
+            context_lens=np.ascontiguousarray(lens),
+            block_tables=np.ascontiguousarray(tables),
+            logit_rows=np.flatnonzero(np.isin(wanted, self.logit_rows)),
+        )

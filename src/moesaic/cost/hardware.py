@@ -6,8 +6,9 @@ over a disk are the same kind of record, and so the same plans.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moesaic.core.errors import ConfigError
@@ -23,6 +24,38 @@ class Processor:
     """Peak, flops/s of dense products in the model's own type."""
     prefill: float = 1.0
     """Share of the peak that long products reach."""
+    attention: float = 1.0
+    """Share of what its roofline says that attention to cached tokens reaches, one row a request."""
+    overlap: float = 1.0
+    """Share of the shorter one of reading and computing that is done during the longer: 1 is the roofline of
+    MoE-Lightning, 0 a processor that does one after the other."""
+    experts: tuple[tuple[float, float], ...] = ()
+    """(rows an expert, flops/s) of routed experts read from the memory beside it, as measured, fewest rows
+    first. Without any the roofline prices them."""
+    launch: float = 0.0
+    """Seconds of a task beside what it computes."""
+
+    def experts_flops(self, rows: float) -> float:
+        """Flops/s of routed experts with so many rows each in the mean; `experts` has some.
+
+        Between two measured counts of rows an expert's seconds are on the line that joins theirs; with fewer
+        rows than the fewest it takes as long as with those.
+
+        Example: 10 with 1 row and 20 with 4: an expert takes 0.1 s and 0.2 s per flop of a row; 2.5 rows take
+        0.15, so 16.7.
+        """
+        place = bisect_right(self.experts, rows, key=lambda one: one[0])
+        if place == len(self.experts):
+            return self.experts[-1][1]
+        more, after = self.experts[place]
+        fewer, before = self.experts[max(place - 1, 0)]
+        part = 0.0 if place == 0 else (rows - fewer) / (more - fewer)
+        return rows / ((1 - part) * fewer / before + part * more / after)
+
+    def times(self, factor: float) -> Processor:
+        """So many times as fast."""
+        experts = tuple((rows, factor * flops) for rows, flops in self.experts)
+        return replace(self, flops=factor * self.flops, experts=experts)
 
 
 @dataclass(frozen=True)
@@ -54,6 +87,10 @@ class Link:
     """Bytes/s back."""
     staging: float | None = None
     """Bytes/s of the copy into pinned memory that comes before a transfer down; None: no such copy."""
+    latency: float = 0.0
+    """Seconds of each transfer beside its bytes."""
+    handover: float = 0.0
+    """Seconds from the end of a task until one of another lane begins that waited for it."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +103,8 @@ class Hardware:
     link: Link
     source: str = ""
     """Where the numbers come from."""
+    measured: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """What `moesaic hardware measure` found, in full. Plans do not read it."""
 
     def parallel(self, ranks: int) -> Hardware:
         """`ranks` fast levels used as one: memory, bandwidth and flops add up, link and slow level do not.
@@ -75,7 +114,7 @@ class Hardware:
         if ranks < 1:
             raise ConfigError.field("--gpus", ranks, "an integer of at least 1")
         fast, processor = self.fast, self.fast.processor
-        wide = None if processor is None else replace(processor, flops=ranks * processor.flops)
+        wide = None if processor is None else processor.times(ranks)
         fast = replace(fast, memory=ranks * fast.memory, bandwidth=ranks * fast.bandwidth, processor=wide)
         return replace(self, name=self.name if ranks == 1 else f"{ranks} x {self.name}", fast=fast)
 
@@ -88,9 +127,14 @@ class Hardware:
         )
         return replace(self, slow=slow)
 
-    def to_tables(self) -> dict[str, dict[str, float | str]]:
+    def with_link(self, down: float) -> Hardware:
+        """The slow level sends, and is read at, so many bytes/s, with all that a transfer takes beside."""
+        link = replace(self.link, down=down, latency=0.0)
+        return replace(self, link=link, slow=replace(self.slow, bandwidth=down))
+
+    def to_tables(self) -> dict[str, dict[str, Any]]:
         """What a hardware file holds: `from_tables` reads it back."""
-        tables: dict[str, dict[str, float | str]] = {"machine": {"name": self.name, "source": self.source}}
+        tables: dict[str, dict[str, Any]] = {"machine": {"name": self.name, "source": self.source}}
         for key, level in (("fast", self.fast), ("slow", self.slow)):
             tables[key] = {
                 "name": level.name,
@@ -98,12 +142,13 @@ class Hardware:
                 "bandwidth_gib": level.bandwidth / GIB,
                 "usable": level.usable,
             }
-            if level.processor is not None:
-                tables[key]["tflops"] = level.processor.flops / 1e12
-                tables[key]["prefill_efficiency"] = level.processor.prefill
+            tables[key] |= {} if level.processor is None else _told(level.processor)
         tables["link"] = {"down_gib": self.link.down / GIB, "up_gib": self.link.up / GIB}
         if self.link.staging is not None:
             tables["link"]["staging_gib"] = self.link.staging / GIB
+        tables["link"] |= {"latency_us": 1e6 * self.link.latency, "handover_us": 1e6 * self.link.handover}
+        if self.measured:
+            tables["measured"] = dict(self.measured)
         return tables
 
 
@@ -111,17 +156,21 @@ def from_tables(tables: Mapping[str, Any]) -> Hardware:
     """A machine from the tables of a hardware file (TOML), in GiB, GiB/s and Tflops/s:
 
         [machine]  name, source
-        [fast]     name, memory_gib, bandwidth_gib, tflops, usable = 0.9, prefill_efficiency = 1.0
+        [fast]     name, memory_gib, bandwidth_gib, tflops, usable = 0.9, prefill_efficiency = 1.0,
+                   attention_efficiency = 1.0, overlap = 1.0, launch_us = 0,
+                   experts = []: tables with rows, gflops
         [slow]     the same; without tflops nothing computes there, as with a disk
-        [link]     down_gib, up_gib = down_gib, staging_gib where transfers go through pinned memory
+        [link]     down_gib, up_gib = down_gib, latency_us = 0, handover_us = 0; staging_gib where transfers
+                   go through pinned memory
+        [measured] kept as it is
 
     Raises ConfigError naming the key.
     """
-    unknown = sorted(set(tables) - {"machine", "fast", "slow", "link"})
+    unknown = sorted(set(tables) - {"machine", "fast", "slow", "link", "measured"})
     if unknown:
-        raise ConfigError.field("hardware file", unknown[0], "machine, fast, slow, link")
+        raise ConfigError.field("hardware file", unknown[0], "machine, fast, slow, link, measured")
     machine, link = _table(tables, "machine", {}), _table(tables, "link")
-    _known("link", link, ("down_gib", "up_gib", "staging_gib"))
+    _known("link", link, ("down_gib", "up_gib", "staging_gib", "latency_us", "handover_us"))
     down = _number(link, "link", "down_gib")
     fast = _level(tables, "fast")
     if fast.processor is None:
@@ -131,12 +180,36 @@ def from_tables(tables: Mapping[str, Any]) -> Hardware:
         name=str(machine.get("name", "this machine")),
         fast=fast,
         slow=_level(tables, "slow"),
-        link=Link(down * GIB, _number(link, "link", "up_gib", down) * GIB, staging),
+        link=Link(
+            down * GIB,
+            _number(link, "link", "up_gib", down) * GIB,
+            staging,
+            _number(link, "link", "latency_us", 0.0, zero=True) / 1e6,
+            _number(link, "link", "handover_us", 0.0, zero=True) / 1e6,
+        ),
         source=str(machine.get("source", "")),
+        measured=_table(tables, "measured", {}),
     )
 
 
-_LEVEL_KEYS = ("name", "memory_gib", "bandwidth_gib", "tflops", "usable", "prefill_efficiency")
+_LEVEL_KEYS = (
+    *("name", "memory_gib", "bandwidth_gib", "tflops", "usable", "prefill_efficiency"),
+    *("attention_efficiency", "overlap", "launch_us", "experts"),
+)
+
+
+def _told(processor: Processor) -> dict[str, Any]:
+    """Of a level's table."""
+    told: dict[str, Any] = {
+        "tflops": processor.flops / 1e12,
+        "prefill_efficiency": processor.prefill,
+        "attention_efficiency": processor.attention,
+        "overlap": processor.overlap,
+        "launch_us": 1e6 * processor.launch,
+    }
+    if processor.experts:
+        told["experts"] = [{"rows": rows, "gflops": flops / 1e9} for rows, flops in processor.experts]
+    return told
 
 
 def _level(tables: Mapping[str, Any], key: str) -> Level:
@@ -144,8 +217,14 @@ def _level(tables: Mapping[str, Any], key: str) -> Level:
     _known(key, table, _LEVEL_KEYS)
     processor = None
     if "tflops" in table:
-        efficiency = _number(table, key, "prefill_efficiency", 1.0, most=1.0)
-        processor = Processor(_number(table, key, "tflops") * 1e12, efficiency)
+        processor = Processor(
+            _number(table, key, "tflops") * 1e12,
+            _number(table, key, "prefill_efficiency", 1.0, most=1.0),
+            _number(table, key, "attention_efficiency", 1.0),
+            _number(table, key, "overlap", 1.0, most=1.0, zero=True),
+            _experts(table, key),
+            _number(table, key, "launch_us", 0.0, zero=True) / 1e6,
+        )
     return Level(
         name=str(table.get("name", key)),
         memory=_number(table, key, "memory_gib") * GIB,
@@ -153,6 +232,14 @@ def _level(tables: Mapping[str, Any], key: str) -> Level:
         processor=processor,
         usable=_number(table, key, "usable", 0.9, most=1.0),
     )
+
+
+def _experts(table: Mapping[str, Any], key: str) -> tuple[tuple[float, float], ...]:
+    lines, where = table.get("experts", []), f"{key}.experts"
+    if not isinstance(lines, list) or not all(isinstance(line, Mapping) for line in lines):
+        raise ConfigError.field(f"hardware file: {where}", lines, "tables with rows and gflops")
+    found = [(_number(line, where, "rows"), 1e9 * _number(line, where, "gflops")) for line in lines]
+    return tuple(sorted(found))
 
 
 def _table(
@@ -171,13 +258,20 @@ def _known(where: str, table: Mapping[str, Any], keys: tuple[str, ...]) -> None:
 
 
 def _number(
-    table: Mapping[str, Any], where: str, key: str, default: float | None = None, most: float = float("inf")
+    table: Mapping[str, Any],
+    where: str,
+    key: str,
+    default: float | None = None,
+    most: float = float("inf"),
+    zero: bool = False,
 ) -> float:
+    """zero: it may be 0."""
     value = table.get(key, default)
     if value is None:
         raise ConfigError(f"hardware file: {where}.{key} is missing")
     good = isinstance(value, int | float) and not isinstance(value, bool)
-    if not good or not 0 < value <= most or value == float("inf"):
+    if not good or not (0 < value <= most or (zero and value == 0)) or value == float("inf"):
+        low = "of 0 or more" if zero else "above 0"
         top = "" if most == float("inf") else f" up to {most:g}"
-        raise ConfigError.field(f"hardware file: {where}.{key}", value, f"a number above 0{top}")
+        raise ConfigError.field(f"hardware file: {where}.{key}", value, f"a number {low}{top}")
     return float(value)

@@ -44,7 +44,7 @@ class Work:
         return Work(times * self.flops, times * self.weights, times * self.cache, times * self.activations)
 
 
-def touched(experts: int, top_k: int, rows: float) -> float:
+def touched(experts: int, top_k: float, rows: float) -> float:
     """How many experts of a layer `rows` tokens are expected to choose among them, each equally likely.
 
     Example: 8 experts, 2 a token: 1 row -> 2, 2 rows -> 3.5, 36 rows -> 8.0.
@@ -52,22 +52,38 @@ def touched(experts: int, top_k: int, rows: float) -> float:
     return float(experts * (1.0 - (1.0 - top_k / experts) ** rows))
 
 
-def _product(rows: float, before: float, after: float, parameters: float, number: float) -> Work:
+def distinct(model: ModelSizes, rows: float) -> float:
+    """How many routed experts of a layer `rows` tokens are expected to choose among them.
+
+    By the model's routing where it is known, else as in `touched`.
+    """
+    if model.routing is None:
+        return touched(model.experts, model.top_k, rows)
+    return model.experts * model.routing.share(rows)
+
+
+def rows_each(model: ModelSizes, rows: float) -> float:
+    """Of the experts that `rows` tokens choose: rows that each has in the mean."""
+    return rows * model.top_k / max(distinct(model, rows), 1e-9)
+
+
+def _product(model: ModelSizes, rows: float, before: float, after: float, parameters: float) -> Work:
     """Rows of `before` numbers times matrices into rows of `after` numbers."""
-    return Work(2 * rows * parameters, parameters * number, 0.0, rows * (before + after) * number)
+    moved = rows * (before + after) * model.row_number
+    return Work(2 * rows * parameters, parameters * model.number, 0.0, moved)
 
 
 def query_key_value(model: ModelSizes, rows: float) -> Work:
     """The projections before attention."""
     wide = model.attention.query + model.attention.cached
     parameters = model.attention.projected(model.hidden)[0]
-    return _product(rows, model.hidden, wide, parameters, model.number)
+    return _product(model, rows, model.hidden, wide, parameters)
 
 
 def attention(model: ModelSizes, rows: float, context: float, number: float) -> Work:
     """Decode: each row reads its own `context` cached tokens of `number` bytes a number."""
     flops = rows * context * model.attention.pair_flops
-    wide = rows * (model.attention.query + model.attention.output) * model.number
+    wide = rows * (model.attention.query + model.attention.output) * model.row_number
     return Work(flops, 0.0, model.cache(rows * context, number), wide)
 
 
@@ -75,17 +91,17 @@ def causal_attention(model: ModelSizes, requests: float, prompt: float, number: 
     """Prefill: each row of a prompt sees those before it; keys and values are read and written once."""
     rows = requests * prompt
     flops = rows * (prompt + 1) / 2 * model.attention.pair_flops
-    wide = rows * (model.attention.query + model.attention.output) * model.number
+    wide = rows * (model.attention.query + model.attention.output) * model.row_number
     return Work(flops, 0.0, 2 * model.cache(rows, number), wide)
 
 
 def output_projection(model: ModelSizes, rows: float) -> Work:
     parameters = model.attention.projected(model.hidden)[1]
-    return _product(rows, model.attention.output, model.hidden, parameters, model.number)
+    return _product(model, rows, model.attention.output, model.hidden, parameters)
 
 
 def gate(model: ModelSizes, rows: float) -> Work:
-    return _product(rows, model.hidden, model.experts, model.hidden * model.experts, model.number)
+    return _product(model, rows, model.hidden, model.experts, model.hidden * model.experts)
 
 
 def routed(model: ModelSizes, rows: float, share: float = 1.0) -> Work:
@@ -94,9 +110,9 @@ def routed(model: ModelSizes, rows: float, share: float = 1.0) -> Work:
     Each row passes top_k experts: 6 * top_k * hidden * width flops.
     """
     pairs = rows * model.top_k * share
-    read = touched(model.experts, model.top_k, rows) * share
+    read = distinct(model, rows) * share
     wide = pairs * (2 * model.hidden + 2 * model.expert_width)
-    return Work(2 * pairs * model.expert, read * model.expert * model.number, 0.0, wide * model.number)
+    return Work(2 * pairs * model.expert, read * model.expert * model.number, 0.0, wide * model.row_number)
 
 
 def shared(model: ModelSizes, rows: float) -> Work:
@@ -112,7 +128,7 @@ def dense(model: ModelSizes, rows: float) -> Work:
 def _gated(model: ModelSizes, rows: float, width: int) -> Work:
     if not width:
         return Work()
-    return _product(rows, model.hidden, model.hidden + 2 * width, 3 * model.hidden * width, model.number)
+    return _product(model, rows, model.hidden, model.hidden + 2 * width, 3 * model.hidden * width)
 
 
 def feed_forward(model: ModelSizes, rows: float, share: float = 1.0) -> Work:
@@ -122,4 +138,4 @@ def feed_forward(model: ModelSizes, rows: float, share: float = 1.0) -> Work:
 
 def head(model: ModelSizes, rows: float) -> Work:
     """Logits of the rows that are sampled."""
-    return _product(rows, model.hidden, model.vocab, model.hidden * model.vocab, model.number)
+    return _product(model, rows, model.hidden, model.vocab, model.hidden * model.vocab)

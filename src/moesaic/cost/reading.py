@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moesaic.core.errors import CheckpointError
-from moesaic.cost.sizes import GroupedQuery, Latent, ModelSizes
+from moesaic.cost.sizes import BYTES, GroupedQuery, Latent, ModelSizes
 
 Raw = Mapping[str, Any]
-BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
 _REQUIRED = object()
 
 
@@ -56,7 +55,7 @@ def _qwen(raw: Raw, name: str) -> ModelSizes:
         vocab=_integer(raw, "vocab_size"),
         attention=_grouped(raw),
         moe_layers=sum((layer + 1) % every == 0 and layer not in dense for layer in range(layers)),
-        experts=_integer(raw, "num_experts"),
+        experts=_integer(raw, "num_experts" if "num_experts" in raw else "num_local_experts"),
         top_k=_integer(raw, "num_experts_per_tok"),
         expert_width=_integer(raw, "moe_intermediate_size"),
         dense_width=_integer(raw, "intermediate_size"),

@@ -15,11 +15,33 @@ from moesaic.cost.ops import Work
 def seconds(work: Work, level: Level, efficiency: float = 1.0) -> float:
     """Of an operation whose data is on the level that computes (Equation 8): its slower roof.
 
-    efficiency: share of the processor's peak that it reaches. Raises ValueError where nothing computes.
+    Where the processor does not overlap the two, a part of the faster roof too. efficiency: share of the
+    processor's peak that it reaches. Raises ValueError where nothing computes.
+
+    Example: 4 flops and 6 bytes at 1 flop/s and 2 bytes/s: 4 s of computing, 3 s of reading; 4 s in all, and
+    with an overlap of 0.5 5.5 s.
     """
     if level.processor is None:
         raise ValueError(f"nothing computes beside {level.name}")
-    return max(work.flops / (level.processor.flops * efficiency), work.bytes / level.bandwidth)
+    computing, reading = work.flops / (level.processor.flops * efficiency), work.bytes / level.bandwidth
+    return max(computing, reading) + (1 - level.processor.overlap) * min(computing, reading)
+
+
+def seconds_with_experts(
+    beside: Work, routed: Work, rows: float, level: Level, efficiency: float = 1.0
+) -> float:
+    """Of routed experts with `rows` rows each in the mean, and of what is computed beside them.
+
+    Where the experts' rate was measured that is theirs, and `efficiency` that of the rest.
+    """
+    if level.processor is None or not level.processor.experts or not routed.flops:
+        return seconds(beside + routed, level, efficiency)
+    return seconds(beside, level, efficiency) + routed.flops / level.processor.experts_flops(rows)
+
+
+def attention_seconds(work: Work, level: Level) -> float:
+    """Of attention to cached tokens on the same level, one row a request."""
+    return seconds(work, level) / (level.processor.attention if level.processor else 1.0)
 
 
 @dataclass(frozen=True)

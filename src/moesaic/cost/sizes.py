@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+from moesaic.cost.routing import Routing
+
+BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
+"""Of a weight."""
+CACHE_BYTES = {**BYTES, "int8": 1.0, "int4": 0.5}
+"""Of a cached number. Those of integers are multiples of their row's scale."""
+SCALE_BYTES = 4.0
 
 
 class Attention(Protocol):
@@ -12,6 +20,10 @@ class Attention(Protocol):
     @property
     def cached(self) -> int:
         """Numbers that one token keeps in the cache."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that they are in: keys and values of heads, or one latent."""
 
     @property
     def query(self) -> int:
@@ -40,7 +52,11 @@ class GroupedQuery:
 
     @property
     def cached(self) -> int:
-        return 2 * self.kv_heads * self.width
+        return self.rows * self.width
+
+    @property
+    def rows(self) -> int:
+        return 2 * self.kv_heads
 
     @property
     def query(self) -> int:
@@ -82,6 +98,10 @@ class Latent:
         return self.rank + self.turned
 
     @property
+    def rows(self) -> int:
+        return 1
+
+    @property
     def query(self) -> int:
         return self.heads * (self.rank + self.turned)
 
@@ -115,7 +135,8 @@ class ModelSizes:
     """Layers with routed experts; the others are dense."""
     experts: int
     """Routed experts of such a layer."""
-    top_k: int
+    top_k: float
+    """Of them that a token chooses; a rank's part need not be whole."""
     expert_width: int
     shared_width: int = 0
     """Inner width of what every token passes beside its experts, in layers that have them."""
@@ -125,6 +146,15 @@ class ModelSizes:
     """The head is the embedding."""
     number: float = 2.0
     """Bytes of one stored number: 2 for bf16 and fp16."""
+    computed: float | None = None
+    """Bytes of one number of a row; None: as the weights. A CPU computes in float32: 4."""
+    routing: Routing | None = field(default=None, repr=False)
+    """Which experts are popular; None: each is as likely as the others."""
+
+    @property
+    def row_number(self) -> float:
+        """Bytes of one number of a row."""
+        return self.number if self.computed is None else self.computed
 
     @property
     def expert(self) -> int:
@@ -160,11 +190,16 @@ class ModelSizes:
     def active(self) -> int:
         """Numbers that one token passes. Mixtral 8x7B: 12.9 billion."""
         idle = self.moe_layers * (self.experts - self.top_k) * self.expert
-        return self.parameters - idle
+        return round(self.parameters - idle)
 
     def cache(self, tokens: float, number: float) -> float:
         """Bytes that `tokens` keep in one layer's cache; number: bytes of one cached number."""
         return tokens * self.attention.cached * number
+
+    def cache_number(self, dtype: str) -> float:
+        """Bytes of one cached number; where it is an integer, with its part of the scale of its row."""
+        scales = SCALE_BYTES * self.attention.rows if dtype.startswith("int") else 0.0
+        return CACHE_BYTES[dtype] + scales / self.attention.cached
 
     def with_number(self, number: float) -> ModelSizes:
         return replace(self, number=number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ def main() -> int:
     parser.add_argument("--connection-fd", type=int, required=True, help="inherited socket to the supervisor")
     parser.add_argument("--config", required=True, help="settings as JSON")
     arguments = parser.parse_args()
+    logging.basicConfig(format="expert server %(process)d: %(message)s", level=logging.WARNING)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor drains and ends what it started
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     bell = Bell()

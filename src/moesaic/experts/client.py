@@ -53,7 +53,7 @@ class RoutedExperts(Protocol):
 
     def poll(self, ticket: Ticket) -> torch.Tensor | None:
         """rows [n, k, h] float32, unweighted unless partial sums were asked for, that hold until `release`;
-        None while some are missing."""
+        None while some are missing. They may lie on the CPU though the question did not."""
         ...
 
     def release(self, ticket: Ticket) -> None:

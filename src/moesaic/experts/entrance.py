@@ -9,16 +9,19 @@ from moesaic.experts import wire
 from moesaic.experts.outstanding import End
 from moesaic.transport.calls import Call
 
+GATES = 2
+"""Servers at which all knock: one of them may be frozen, which shows in what is asked of it afterwards."""
+
 
 class Entrance:
-    """Knocks at the server with the lowest id, where all knock, until that lets it in."""
+    """Knocks at the servers with the lowest ids, where all knock, until one of them lets it in."""
 
     def __init__(self, hidden: int) -> None:
         self._hidden = hidden
         self._work: bool | None = None
         """What it knocks with; None when it does not want in."""
-        self._knock: tuple[End, int] | None = None
-        """Connection and number of the call that counts: a later knock makes those before it void. A server
+        self._knocks: list[tuple[End, int]] = []
+        """Connections and numbers of the calls that count: a later knock makes those before it void. A server
         that was started again has another connection; it knows nothing of a knock at the one before."""
         self._let_in = False
 
@@ -34,7 +37,7 @@ class Entrance:
 
     def enter(self, work: bool) -> None:
         """Want in, with rows to compute or without. Again when that changes."""
-        self._work, self._knock = work, None
+        self._work, self._knocks = work, []
 
     def entered(self) -> bool:
         """True once after it was let in."""
@@ -42,17 +45,23 @@ class Entrance:
         return entered
 
     def knock(self, ends: Mapping[int, End]) -> None:
-        """If nobody has, or another server is the one now."""
-        gate = ends[min(ends)] if ends else None
-        if self._work is None or gate is None or (self._knock is not None and self._knock[0] is gate):
+        """Where nobody has yet."""
+        if self._work is None:
             return
+        gates = [ends[server] for server in sorted(ends)[:GATES]]
+        self._knocks = [knock for knock in self._knocks if any(knock[0] is gate for gate in gates)]
+        for gate in gates:
+            if not any(end is gate for end, _ in self._knocks):
+                self._knock(gate, self._work)
+
+    def _knock(self, gate: End, work: bool) -> None:
         try:
             size = wire.size(0, 0, self._hidden, False)
             call = gate.caller.open(size, 1, 4 * self._hidden)
             if call is not None:
-                wire.knock(call.request, self._hidden, self._work)
+                wire.knock(call.request, self._hidden, work)
                 gate.caller.post(call)
-                self._knock = gate, call.number
+                self._knocks.append((gate, call.number))
                 gate.knocks.add(call.number)
         except ConnectionLost:
             pass  # whoever polls this end hears of it too
@@ -63,6 +72,5 @@ class Entrance:
             return
         end.knocks.discard(call.number)
         end.caller.release(call)
-        if self._knock is not None and self._knock[0] is end and self._knock[1] == call.number:
-            self._work = self._knock = None
-            self._let_in = True
+        if any(gate is end and number == call.number for gate, number in self._knocks):
+            self._work, self._knocks, self._let_in = None, [], True

@@ -151,15 +151,18 @@ class Posted:
         """layers: with routed experts. own: the server of this client's own rank."""
         self._own = own
         self._calls = 0
+        self._remote_bytes = 0
         self._pairs = dict.fromkeys(layers, 0)
         self._local = dict.fromkeys(layers, 0)
 
-    def add(self, layer: int, server: int, pairs: int) -> None:
-        """A call with so many (row, expert) pairs went to `server`."""
+    def add(self, layer: int, server: int, pairs: int, size: int) -> None:
+        """A call with so many (row, expert) pairs, and bytes of question and answer, went to `server`."""
         self._calls += 1
         self._pairs[layer] += pairs
         if server == self._own:
             self._local[layer] += pairs
+        else:
+            self._remote_bytes += size
 
     def stats(self, waiting_seconds: float, failures: ReplicaStats) -> ExpertStats:
         """A snapshot of all that a client counts."""
@@ -168,6 +171,7 @@ class Posted:
             pairs=sum(self._pairs.values()),
             waiting_seconds=waiting_seconds,
             layer_pairs=tuple(self._pairs.values()),
+            remote_bytes=self._remote_bytes,
             local_pairs=() if self._own is None else tuple(self._local.values()),
             **vars(failures),
         )

@@ -15,8 +15,9 @@ from moesaic.core.metrics import ExpertServerStats
 from moesaic.experts.arithmetic import Arithmetic
 from moesaic.experts.server import ExpertServer
 from moesaic.experts.traced import TracedArithmetic, TracedService
+from moesaic.models.headers import STORED
 from moesaic.policy.brain.service import Enough, Service
-from moesaic.policy.microqueue import policy_named
+from moesaic.policy.microqueue import QueuePolicy, policy_named
 from moesaic.trace.track import Track
 from moesaic.transport.bell import Bell
 from moesaic.transport.listening import Listener
@@ -39,6 +40,8 @@ def serve(supervisor: StreamConnection, config: ExpertServerConfig, bell: Bell, 
     ConnectionLost when the supervisor is gone.
     """
     first = supervisor.receive(None)
+    if isinstance(first, messages.Shutdown):
+        return 0
     if not isinstance(first, messages.Hold):
         raise ConnectionLost("the supervisor's first word was not Hold")
     if config.cpus:
@@ -46,7 +49,7 @@ def serve(supervisor: StreamConnection, config: ExpertServerConfig, bell: Bell, 
     arithmetic = _arithmetic(config)
     arithmetic.take(first.experts)
     listener = Listener(config.address, secret or first.secret)
-    rule, policy = _start_rule(config), policy_named(_POLICIES.get(config.schedule, config.queue_policy))
+    rule, policy = _start_rule(config), _policy(config)
     service = Service(config.layout.layers, policy, rule)
     if config.trace is not None:
         track = Track(Path(config.trace), time.monotonic)
@@ -69,15 +72,26 @@ def serve(supervisor: StreamConnection, config: ExpertServerConfig, bell: Bell, 
             server.turn(None, (bell.fileno(),))
     finally:
         stopped.set()
+        holding.close()
         server.close()
 
 
 def _start_rule(config: ExpertServerConfig) -> Enough:
-    return Enough(EVERYBODY, BARRIER_SECONDS) if config.schedule == "barrier" else Enough()
+    if config.schedule == "barrier":
+        return Enough(EVERYBODY, BARRIER_SECONDS)
+    return Enough(config.queues.expert_batch_pairs, config.queues.expert_batch_wait / 1000)
+
+
+def _policy(config: ExpertServerConfig) -> QueuePolicy:
+    if config.schedule in _POLICIES:
+        return policy_named(_POLICIES[config.schedule])
+    queues = config.queues
+    return policy_named(config.queue_policy, queues.urgency(None), history=queues.queue_history)
 
 
 def _arithmetic(config: ExpertServerConfig) -> Arithmetic:
-    native = config.device == "cpu" and config.kernels != "reference"
+    on_cpu = config.device == "cpu"
+    native = on_cpu and config.kernels != "reference" and config.layout.dtype in STORED
     if native:
         try:
             from moesaic.experts.native import Native
@@ -88,7 +102,7 @@ def _arithmetic(config: ExpertServerConfig) -> Arithmetic:
                 raise
     from moesaic.experts.torched import Torched
 
-    kernels = "reference" if native else config.kernels
+    kernels = "reference" if on_cpu and config.kernels == "auto" else config.kernels
     return Torched(Path(config.model), config.layout, config.device, kernels, config.threads)
 
 
@@ -103,7 +117,7 @@ class _Holding:
         self._arithmetic = arithmetic
         self._address = address
         self._threads = threads
-        self._wanted: queue.SimpleQueue[messages.Hold] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[messages.Hold | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="holding", daemon=True).start()
 
     def tell(self, hold: messages.Hold) -> None:
@@ -114,9 +128,12 @@ class _Holding:
     def change(self, hold: messages.Hold) -> None:
         self._wanted.put(hold)
 
+    def close(self) -> None:
+        """Let go of the weights, once what was begun is done."""
+        self._wanted.put(None)
+
     def _run(self) -> None:
-        while True:
-            hold = self._wanted.get()
+        while (hold := self._wanted.get()) is not None:
             try:
                 self._arithmetic.take(hold.experts)
                 self._arithmetic.keep(hold.experts)

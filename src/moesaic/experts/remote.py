@@ -7,12 +7,13 @@ Pairs that nobody can take now wait for a server that can.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from moesaic.core.errors import ConnectionLost
+from moesaic.core.errors import ConnectionLost, DamagedMessage
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import IntArray
@@ -26,6 +27,7 @@ from moesaic.transport.bell import Bell
 from moesaic.transport.calls import Caller
 from moesaic.transport.waiting import wait
 
+LOG = logging.getLogger(__name__)
 SPIN = 50e-6
 """Seconds of looking for an answer before the process sleeps."""
 
@@ -182,6 +184,9 @@ class RemoteExperts:
                         self._receive(end, end.calls[call.number], indices)
                     else:
                         self._entrance.answered(end, call)
+            except DamagedMessage as damage:
+                LOG.warning("dropped expert server %d: %s", server, damage)
+                self._fail(server)
             except ConnectionLost:
                 self._fail(server)
         for server in self._replicas.late(self._clock()):
@@ -203,7 +208,7 @@ class RemoteExperts:
         submission.missing -= fresh
         if self._tell:
             self._news.append((submission.ticket, pairs))
-        self._replicas.answered(end.entry.server, fresh if len(sent.pairs) else 0, self._clock())
+        self._replicas.answered(end.entry.server, fresh, self._clock())
         if not sent.left:
             del end.calls[sent.call.number]
             end.caller.release(sent.call)
@@ -222,9 +227,9 @@ class RemoteExperts:
             self._stuck.append(submission)
 
     def _send_empty(self, submission: Submission) -> None:
-        """A call without pairs to every server that got none with."""
-        for server, end in self._ends.items():
-            asked = any(sent.submission is submission for sent in end.calls.values())
+        """A call without pairs to every server that got none with; those that leave wait for nobody."""
+        for server in self._ends.keys() & self._entries.keys():
+            asked = any(sent.submission is submission for sent in self._ends[server].calls.values())
             if not asked and self._post(server, submission, np.zeros(0, dtype=np.int64)):
                 submission.missing += 1
 
@@ -235,8 +240,9 @@ class RemoteExperts:
         count, width = hidden.shape
         partial = submission.scores is not None
         answers = max(1, count if partial else len(pairs))
+        size = wire.size(count, len(pairs), width, partial)
         try:
-            call = end.caller.open(wire.size(count, len(pairs), width, partial), answers, 4 * width)
+            call = end.caller.open(size, answers, 4 * width)
             if call is None:
                 return False
             layer, attempt = submission.layer, submission.attempt
@@ -247,8 +253,9 @@ class RemoteExperts:
             return False  # `_pump` hears of it too and sends again
         made = Summed if partial and len(pairs) else Sent
         end.calls[call.number] = made(submission, pairs, call, self._version)
-        self._replicas.sent(server, len(pairs), self._clock(), again=submission.attempt > 0)
-        self._posted.add(layer, server, len(pairs))
+        owed = max(1, len(pairs))  # an empty call is answered too, unless the server is frozen
+        self._replicas.sent(server, owed, self._clock(), again=submission.attempt > 0)
+        self._posted.add(layer, server, len(pairs), size + answers * 4 * width)
         return True
 
     def _fail(self, server: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moesaic.core.errors import ConnectionLost
+from moesaic.core.errors import ConnectionLost, DamagedMessage
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
@@ -132,6 +132,9 @@ class ExpertServer:
         try:
             for incoming in end.poll():
                 self._take(client, end, incoming)
+        except DamagedMessage as damage:
+            LOG.warning("dropped client %d: %s", client, damage)
+            self._forget(client)
         except ConnectionLost as lost:
             LOG.info("client %d is gone: %s", client, lost)
             self._forget(client)
@@ -142,7 +145,7 @@ class ExpertServer:
         shape = (request.answer_rows, layout.hidden)
         known = request.layer in self._line or request.work is not None
         if not known or incoming.row_bytes != 4 * shape[1] or incoming.rows != shape[0]:
-            raise ConnectionLost(f"a request for layer {request.layer} has an answer of another size")
+            raise DamagedMessage(f"a request for layer {request.layer} has an answer of another size")
         answer = np.frombuffer(incoming.answer, dtype=np.float32).reshape(shape)
         call, self._next_call = self._next_call, self._next_call + 1
         pairs = len(request.experts)

@@ -6,24 +6,21 @@ share its pages, and taking an expert in costs a look into the file's header. Ot
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import ExpertLayout
+from moesaic.models.headers import INDEX as INDEX
+from moesaic.models.headers import SINGLE as SINGLE
+from moesaic.models.headers import STORED, WIDTHS, Headers
 
 Bytes = npt.NDArray[np.uint8]
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 PAGE = 4096
-WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}
-STORED = {"float32": "F32", "bfloat16": "BF16"}
 
 
 class Store:
@@ -77,67 +74,33 @@ class Store:
 
 
 class _Mapped:
-    """The safetensors files of one directory: eight bytes of length, a JSON header, then the tensors."""
+    """The files of one directory, mapped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._shards = self._index()
-        self._files: dict[str, tuple[Bytes, dict[str, Any]]] = {}
+        self._headers = Headers(path)
+        self._files: dict[Path, Bytes] = {}
 
     def matrix(self, name: str, rows: int, columns: int, stored: str) -> Bytes:
         """The bytes of a matrix in type `stored`: in place when the file has that type, else converted."""
-        part, kind = self._find(name, rows, columns)
-        if kind != stored:
-            return _converted(part, kind, stored)
+        place = self._headers.find(name, rows, columns)
+        part = self._map(place.file)[place.offset : place.offset + place.size]
+        if len(part) < place.size:
+            raise CheckpointError(f"{place.file}: truncated since its header was read: tensor {name}")
+        if place.dtype != stored:
+            return _converted(part, place.dtype, stored)
         part[::PAGE].max()  # touches every page: else the first requests would wait for each of them
-        return part.copy() if part.ctypes.data % WIDTHS[kind] else part
+        return part.copy() if part.ctypes.data % WIDTHS[place.dtype] else part
 
-    def _find(self, name: str, rows: int, columns: int) -> tuple[Bytes, str]:
-        """The bytes of a matrix as they are, and their type."""
-        shard = self._shards.get(name, INDEX) if self._shards else SINGLE
-        file = self.path / shard
-        data, header = (None, {}) if shard == INDEX else self._open(shard)
-        entry = header.get(name)
-        if data is None or not isinstance(entry, dict):
-            raise CheckpointError(f"{file}: tensor {name} is missing")
-        kind, shape = str(entry.get("dtype")), entry.get("shape")
-        if kind not in WIDTHS or shape != [rows, columns]:
-            allowed = f"{', '.join(WIDTHS)} [{rows}, {columns}]"
-            raise CheckpointError(f"{file}: tensor {name}: got {kind} {shape}; allowed: {allowed}")
-        span, size = entry.get("data_offsets"), rows * columns * WIDTHS[kind]
-        if not _fits(span, size, len(data)):
-            place = f"{size} bytes at {span} of {len(data)}"
-            raise CheckpointError(f"{file}: truncated or corrupt: tensor {name} has {place}")
-        return data[span[0] : span[1]], kind
-
-    def _index(self) -> dict[str, str]:
-        """Tensor -> file; empty where all are in one file."""
-        file = self.path / INDEX
-        if not file.is_file():
-            return {}
-        try:
-            table = json.loads(file.read_bytes())["weight_map"]
-            return {str(name): Path(shard).name for name, shard in table.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{file}: is no index of tensors ({error!r})") from error
-
-    def _open(self, shard: str) -> tuple[Bytes, dict[str, Any]]:
-        if shard not in self._files:
+    def _map(self, file: Path) -> Bytes:
+        if file not in self._files:
             try:
-                with (self.path / shard).open("rb") as file:
-                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                data = np.frombuffer(mapped, dtype=np.uint8)
-                length = int(data[:8].view("<u8")[0])
-                self._files[shard] = data[8 + length :], dict(json.loads(bytes(data[8 : 8 + length])))
-            except (OSError, ValueError, TypeError, RecursionError) as error:
-                raise CheckpointError(f"{self.path / shard}: not a safetensors file ({error})") from error
-        return self._files[shard]
-
-
-def _fits(span: Any, size: int, length: int) -> TypeGuard[list[int]]:
-    """Whether `span`, read from a file, is [begin, end] of `size` bytes among `length`."""
-    whole = isinstance(span, list) and [type(at) for at in span] == [int, int]
-    return whole and 0 <= span[0] <= span[1] <= length and span[1] - span[0] == size
+                with file.open("rb") as opened:
+                    mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{file}: cannot be mapped ({error})") from error
+            self._files[file] = np.frombuffer(mapped, dtype=np.uint8)
+        return self._files[file]
 
 
 def _converted(part: Bytes, kind: str, stored: str) -> Bytes:

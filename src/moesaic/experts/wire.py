@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from moesaic.core.errors import ConnectionLost
+from moesaic.core.errors import DamagedMessage
 from moesaic.core.tokens import IntArray
 
 FloatRows = npt.NDArray[np.float32]
@@ -89,23 +89,23 @@ def knock(memory: memoryview, hidden: int, work: bool) -> None:
 
 
 def parse(memory: memoryview, num_layers: int, num_experts: int, hidden: int) -> Request:
-    """The request in `memory`. Raises ConnectionLost when it is none: the peer is not one of ours."""
+    """The request in `memory`. Raises DamagedMessage when it is none: the peer is not one of ours."""
     if len(memory) < _HEADER.size:
-        raise ConnectionLost(f"a request of {len(memory)} bytes is too short")
+        raise DamagedMessage(f"a request of {len(memory)} bytes is too short")
     magic, layer, flags, rows, pairs, width, attempt = _HEADER.unpack_from(memory, 0)
     partial = flags == _PARTIAL
     if magic != _MAGIC or flags > _KNOCK_WITH_WORK or layer >= num_layers or width != hidden:
-        raise ConnectionLost("a request has a damaged header or is meant for another model")
+        raise DamagedMessage("a request has a damaged header or is meant for another model")
     if flags >= _KNOCK and (rows or pairs):
-        raise ConnectionLost(f"a knock claims {rows} rows and {pairs} pairs")
+        raise DamagedMessage(f"a knock claims {rows} rows and {pairs} pairs")
     if max(rows, pairs) > MOST_ROWS or len(memory) != size(rows, pairs, hidden, partial):
-        raise ConnectionLost(f"a request of {len(memory)} bytes claims {rows} rows and {pairs} pairs")
+        raise DamagedMessage(f"a request of {len(memory)} bytes claims {rows} rows and {pairs} pairs")
     request = _arrays(memory, layer, rows, pairs, hidden, partial, attempt)
     # Copies: in shared memory a hostile client could change what was checked.
     experts, places = request.experts.copy(), request.rows.copy()
     for name, array, end in (("expert", experts, num_experts), ("row", places, rows)):
         if pairs and not 0 <= int(array.min()) <= int(array.max()) < end:
-            raise ConnectionLost(f"a request names {name} {int(array.min())} to {int(array.max())} of {end}")
+            raise DamagedMessage(f"a request names {name} {int(array.min())} to {int(array.max())} of {end}")
     work = flags == _KNOCK_WITH_WORK if flags >= _KNOCK else None
     return replace(request, experts=experts, rows=places, work=work)
 

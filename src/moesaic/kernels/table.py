@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -14,7 +15,7 @@ from moesaic.kernels.reference import attention, dense, experts, gate
 from moesaic.kernels.weights import ExpertWeights
 
 try:
-    from moesaic.kernels.native import _native, checks, memory, ops, recording
+    from moesaic.kernels.native import _native, checks, lane, memory, ops, recording
 except ImportError:  # installed without a compiler
     _native = None  # type: ignore[assignment]
 
@@ -105,7 +106,9 @@ class Kernels:
     stored: frozenset[torch.dtype]
     """Types in which a CPU's weights are best left as the checkpoint has them; others are widened at load."""
     allowed: frozenset[torch.dtype]
-    """Types that weights and KV caches may be stored in."""
+    """Types that weights may be stored in."""
+    cached: frozenset[torch.dtype]
+    """Types that KV caches may be stored in."""
     embed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     linear: Linear
     linears: Callable[[torch.Tensor, Sequence[torch.Tensor], Biases], tuple[torch.Tensor, ...]]
@@ -126,6 +129,8 @@ class Kernels:
     """Threads that compute, and whether each is pinned to a core."""
     recorder: Callable[[], Recorder] | None = None
     """Makes a recorder of steps that consist of these operations alone; None: they cannot be recorded."""
+    one_core: Callable[[int], AbstractContextManager[None]] | None = None
+    """Within it the calling thread computes by itself, on this core, while others do; None: it cannot."""
 
 
 def _torch_threads(threads: int, pin: bool) -> None:
@@ -140,6 +145,7 @@ REFERENCE = Kernels(
     name="reference (torch)",
     stored=frozenset({torch.float32}),
     allowed=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    cached=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int8}),
     embed=dense.embed,
     linear=dense.linear,
     linears=dense.linears,
@@ -158,15 +164,22 @@ REFERENCE = Kernels(
 )
 
 
+ROUNDING = frozenset({"avx512_bf16"})
+"""Instruction sets that round rows which meet bf16 weights to bf16: only their name picks them."""
+
+
 def instruction_sets() -> tuple[str, ...]:
-    """Of the native kernels, those that this CPU can run, fastest first; empty when they were not built."""
+    """Of the native kernels, those that this CPU can run; empty when they were not built.
+
+    The fastest in float32 first. Behind portable, which every CPU runs: ROUNDING.
+    """
     return () if _native is None else tuple(_native.instruction_sets())
 
 
 def pick(device: str, wanted: str = "auto") -> Kernels:
     """The kernels for "cpu", "cuda" or "cuda:N".
 
-    wanted: "reference", the name of an instruction set, or "auto": the fastest there is. Raises ConfigError
+    wanted: "reference", the name of an instruction set, or "auto": the fastest in float32. Raises ConfigError
     for another device, and for kernels that this machine cannot run.
     """
     kind = device.partition(":")[0]
@@ -188,6 +201,7 @@ def _natively(name: str) -> Kernels:
         name=f"native ({name})",
         stored=checks.STORED,
         allowed=checks.STORED,
+        cached=checks.CACHED,
         embed=ops.embed,
         linear=ops.linear,
         linears=ops.linears,
@@ -204,6 +218,7 @@ def _natively(name: str) -> Kernels:
         merge=ops.merge,
         set_threads=_native_threads,
         recorder=_recorder,
+        one_core=_one_core,
     )
 
 
@@ -211,6 +226,15 @@ def _native_threads(threads: int, pin: bool) -> None:
     assert _native is not None
     torch.set_num_threads(1)  # what is left to torch is too small to share
     _native.set_threads(threads, pin)
+
+
+@contextmanager
+def _one_core(cpu: int) -> Generator[None]:
+    lane.own_pool(1, [cpu])
+    try:
+        yield
+    finally:
+        lane.shared_pool()
 
 
 def _recorder() -> Recorder:

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 
+from moesaic.kernels.cache import stored_width
 from moesaic.kernels.table import Kernels
 from moesaic.models.spec import KVLayout
 
@@ -15,7 +16,8 @@ class PagedKV:
     """Keys and values of every layer in blocks of `block_size` tokens.
 
     layout: what one token of one layer stores. With `value_in_key` (MLA's latent) values are the
-    first `value_width` numbers of the keys and take no memory of their own.
+    first `value_width` numbers of the keys and take no memory of their own. dtype: a float type, or int8
+    with a scale behind each row (`kernels.cache`).
     """
 
     def __init__(
@@ -31,10 +33,10 @@ class PagedKV:
         self._store = kernels.store
         shape = (num_layers, num_blocks, block_size, layout.kv_heads)
         # zeros, not empty: masked-out slots are read and multiplied by 0, and 0 * NaN is NaN.
-        self._keys = _zeros((*shape, layout.key_width), dtype, device).unbind()
+        self._keys = _zeros((*shape, stored_width(layout.key_width, dtype)), dtype, device).unbind()
         self._values = tuple(keys[..., : layout.value_width] for keys in self._keys)
         if not layout.value_in_key:
-            self._values = _zeros((*shape, layout.value_width), dtype, device).unbind()
+            self._values = _zeros((*shape, stored_width(layout.value_width, dtype)), dtype, device).unbind()
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor) -> None:
         """Store rows.
@@ -47,11 +49,11 @@ class PagedKV:
             self._store(self._values[layer], value, slots)
 
     def keys(self, layer: int) -> torch.Tensor:
-        """[blocks, block_size, kv_heads, key_width]"""
+        """[blocks, block_size, kv_heads, stored width of a key]"""
         return self._keys[layer]
 
     def values(self, layer: int) -> torch.Tensor:
-        """[blocks, block_size, kv_heads, value_width]"""
+        """[blocks, block_size, kv_heads, stored width of a value], or [..., value_width] of the keys."""
         return self._values[layer]
 
 
@@ -63,5 +65,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def bytes_per_token(layout: KVLayout, num_layers: int, dtype: torch.dtype) -> int:
-    """Bytes that one token takes over all layers."""
-    return num_layers * layout.numbers * dtype.itemsize
+    """Bytes that one token takes over all layers, scales among them."""
+    elements = layout.kv_heads * sum(stored_width(width, dtype) for width in layout.widths)
+    return num_layers * elements * dtype.itemsize

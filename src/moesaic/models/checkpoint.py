@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +14,12 @@ from safetensors import SafetensorError, safe_open
 
 from moesaic.core.errors import CheckpointError
 from moesaic.models.files import read_json
+from moesaic.models.memory import Copies
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PAGE = 4096
+_C_LIBRARY = ctypes.CDLL(None)
 Progress = Callable[[int, int], None]
 """Is told bytes read so far and bytes of all files."""
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -28,8 +32,10 @@ class Checkpoint:
     or corrupt, and a tensor that is missing or has another shape or type than the model expects.
     """
 
-    def __init__(self, path: Path, progress: Progress | None = None) -> None:
+    def __init__(self, path: Path, progress: Progress | None = None, mapped: bool = True) -> None:
+        """mapped: False copies what is read, so that the files' pages can be dropped."""
         self.path = path
+        self._copies = None if mapped else Copies()
         self._progress = progress
         self._bytes_read = 0
         self._files: dict[str, Any] = {}
@@ -78,7 +84,12 @@ class Checkpoint:
         stored: torch.Tensor = self._open(self._shard[name]).get_tensor(name)[part].contiguous()
         tensor = stored.to(device=device, dtype=dtype)
         if tensor.data_ptr() == stored.data_ptr():
-            _page_in(stored)
+            if self._copies is None:
+                _page_in(stored)
+            else:
+                tensor = self._copies.of(stored)
+        if self._copies is not None:
+            _page_out(stored)
         if self._progress is not None:
             self._bytes_read += stored.nbytes
             self._progress(self._bytes_read, self._bytes)
@@ -112,6 +123,14 @@ class Checkpoint:
 def _page_in(mapped: torch.Tensor) -> None:
     """Touches every page of a mapped tensor: else the first requests would wait for each of them."""
     mapped.view(-1).view(torch.uint8)[::PAGE].sum()
+
+
+def _page_out(mapped: torch.Tensor) -> None:
+    """Gives back the memory of a mapped tensor's whole pages: they are read again when somebody looks."""
+    begin, end = -(-mapped.data_ptr() // PAGE) * PAGE, (mapped.data_ptr() + mapped.nbytes) // PAGE * PAGE
+    madvise = getattr(_C_LIBRARY, "madvise", None)
+    if madvise is not None and end > begin:
+        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 def _shards(path: Path) -> dict[str, str]:

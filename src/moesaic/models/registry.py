@@ -49,6 +49,7 @@ MODELS: Mapping[str, ModelFile] = {
     "qwen3_moe": qwen3_moe,
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CACHE_DTYPES = {**DTYPES, "int8": torch.int8}
 
 
 def read_spec(path: Path, shard: Shard = WHOLE) -> ModelSpec:
@@ -68,19 +69,21 @@ def load(
     with_experts: bool = True,
     progress: Progress | None = None,
     shard: Shard = WHOLE,
+    mapped: bool = True,
 ) -> Model:
     """The model in a directory, or all but its routed experts, with all its attention heads or a rank's.
 
     dtype: of the matrices; "auto" is the checkpoint's own type, or float32 on a CPU whose kernels would have
     to widen it at each use.
     progress: is told bytes read and bytes in all, tensor after tensor.
+    mapped: False where the model has memory of its own and the files' pages can go.
     shard: with more than one rank, `output_projection` of each is a partial sum, and the spec's heads are the
     rank's own. Raises ConfigError for one that does not fit the model, and CheckpointError, naming it, for a
     key or a tensor that is missing or not understood.
     """
     file, config = _parse(path)
     spec = shard.spec(config.spec)
-    checkpoint = Checkpoint(path, progress)
+    checkpoint = Checkpoint(path, progress, mapped)
     loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint, kernels), shard)
     embedding = loader.matrix("model.embed_tokens", spec.vocab_size, spec.hidden_size)
     model = Model(
@@ -128,13 +131,15 @@ def load_experts(
     wanted: Mapping[int, Iterable[int]],
     device: str = "cpu",
     dtype: str = "auto",
+    mapped: bool = True,
 ) -> dict[int, ExpertWeights]:
     """Routed experts only, for a server that knows no request: `wanted` is layer -> expert ids.
 
+    mapped: False copies them into memory of this process.
     Raises CheckpointError for a layer without routed experts or an id that does not exist.
     """
     file, config = _parse(path)
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(path, mapped=mapped)
     loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint, kernels))
     for layer in wanted:
         if layer not in config.spec.moe_layers:

@@ -21,9 +21,9 @@ class KVLayout:
     """The value is the first value_width numbers of the key; no value is stored (latent attention)."""
 
     @property
-    def numbers(self) -> int:
-        """Stored numbers of one token in one layer."""
-        return self.kv_heads * (self.key_width + (0 if self.value_in_key else self.value_width))
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of each row that a head stores of one token: its key, and its value if there is one."""
+        return (self.key_width,) if self.value_in_key else (self.key_width, self.value_width)
 
 
 @dataclass(frozen=True)

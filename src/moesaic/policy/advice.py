@@ -25,11 +25,15 @@ class Help:
 
 
 def helps(model: ModelSizes, hardware: Hardware, workload: Workload, now: Price) -> list[Help]:
-    """What doubling each part of the machine would bring, the most helpful first."""
-    found = [
-        Help(name, search(model, better, workload).throughput / now.throughput)
-        for name, better in _doubled(hardware)
-    ]
+    """What doubling each part of the machine would bring, the most helpful first.
+
+    Rates that were measured of both processor and memory tell nothing of either: experts are priced by the
+    roofline here.
+    """
+    bare, base = _by_roofline(hardware), now.throughput
+    if bare != hardware:
+        base = search(model, bare, workload).throughput
+    found = [Help(name, search(model, better, workload).throughput / base) for name, better in _doubled(bare)]
     return sorted(found, key=lambda one: -one.gain)
 
 
@@ -50,8 +54,16 @@ def _doubled(hardware: Hardware) -> Iterator[tuple[str, Hardware]]:
     yield "a faster link", replace(hardware, link=wider)
 
 
+def _by_roofline(hardware: Hardware) -> Hardware:
+    fast, slow = (
+        replace(level, processor=level.processor and replace(level.processor, experts=()))
+        for level in (hardware.fast, hardware.slow)
+    )
+    return replace(hardware, fast=fast, slow=slow)
+
+
 def _faster(processor: Processor) -> Processor:
-    return replace(processor, flops=2 * processor.flops)
+    return processor.times(2)
 
 
 @dataclass(frozen=True)

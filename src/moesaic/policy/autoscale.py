@@ -82,8 +82,8 @@ class Autoscaler:
         """How many servers there should be, least to most.
 
         now: seconds. queue_depth: requests that wait. utilisation: mean share of the time since the last call
-        in which the servers were busy, 0 to 1. slo_violations: requests that missed their objective since the
-        last call. servers: how many serve or start; one that drains or died no longer counts.
+        in which the servers were busy, 0 to 1. slo_violations: first tokens, and tokens, that came later than
+        their objective since the last call. servers: how many serve or start; none that drains or died.
 
         Example, rule 1:4 and its default marks, 2 servers: utilisation 0.9 at second 0 -> 2, still at
         second 5 -> 3; then, in the cool-down, 3 whatever comes until second 35.

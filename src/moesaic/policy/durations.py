@@ -10,12 +10,15 @@ import math
 from moesaic.cost import ops
 from moesaic.cost.hardware import Hardware, Level
 from moesaic.cost.ops import Work
-from moesaic.cost.roofline import seconds
+from moesaic.cost.roofline import attention_seconds, seconds, seconds_with_experts
 from moesaic.cost.sizes import ModelSizes
 from moesaic.policy.policies import Policy, Workload
 from moesaic.policy.tasks import LANES, Kind, Lane
 
+NOTHING = Work()
 Table = dict[tuple[Kind, Lane], float]
+TENSORS = {Kind.SAVE_QKV: 3, Kind.LOAD_CACHE: 2, Kind.SAVE_CACHE: 2}
+"""Transfers of a task, where it has several: query, key and value."""
 
 
 class Durations:
@@ -38,27 +41,30 @@ class Durations:
         static = policy.static_experts / model.experts
         fast, slow = self._hardware.fast, self._hardware.slow
         beside = ops.dense(model, rows) if dense else ops.gate(model, rows) + ops.shared(model, rows)
-        everything = Work() if dense else ops.routed(model, rows)
+        everything = NOTHING if dense else ops.routed(model, rows)
+        here = ops.routed(model, rows, static if policy.in_place else 1.0)
+        answers = rows * model.top_k * (1 - static)  # one by one: their sum has the same bits everywhere
         table = {
-            **_fast(Kind.PRE, ops.query_key_value(model, rows), fast),
-            **_fast(Kind.ATTENTION, attended, fast),
-            **_fast(Kind.POST, projected + beside + everything, fast),
-            **_fast(Kind.GATE, projected + beside, fast),
-            **_fast(Kind.EXPERTS, ops.routed(model, rows, static if policy.in_place else 1.0), fast),
+            (Kind.PRE, Lane.FAST): self._computed(fast, ops.query_key_value(model, rows)),
+            (Kind.ATTENTION, Lane.FAST): _launched(attention_seconds(attended, fast), fast),
+            (Kind.POST, Lane.FAST): self._computed(fast, projected + beside, everything, rows),
+            (Kind.GATE, Lane.FAST): self._computed(fast, projected + beside),
+            (Kind.EXPERTS, Lane.FAST): self._computed(fast, NOTHING, here, rows),
             **_fast(Kind.HEAD, ops.head(model, rows), fast),
             (Kind.SYNC, Lane.FAST): 0.0,
-            **self._move(Kind.SAVE_QKV, rows * (wide.query + wide.cached) * model.number),
-            **self._move(Kind.LOAD_ROWS, rows * wide.output * model.number),
-            **self._move(Kind.SAVE_ROWS, rows * model.hidden * model.number),
-            **self._move(Kind.LOAD_ANSWERS, rows * model.hidden * model.number),
+            **self._move(Kind.SAVE_QKV, rows * (wide.query + wide.cached) * model.row_number),
+            **self._move(Kind.LOAD_ROWS, rows * wide.output * model.row_number),
+            **self._move(Kind.SAVE_ROWS, rows * model.hidden * model.row_number),
+            **self._move(Kind.LOAD_ANSWERS, answers * model.hidden * model.row_number),
             **self._move(Kind.LOAD_CACHE, rows * context * self._token * policy.slow_cache),
             **self._move(Kind.SAVE_CACHE, rows * self._token * policy.slow_cache),
             **self._move(Kind.LOAD_CHOSEN, self._chosen(policy)),
             **self._pages(policy, policy.pages),
         }
         if slow.processor is not None:
-            table[Kind.ATTENTION, Lane.SLOW] = seconds(attended, slow)
-            table[Kind.EXPERTS, Lane.SLOW] = seconds(ops.routed(model, rows, 1 - static), slow)
+            table[Kind.ATTENTION, Lane.SLOW] = _launched(attention_seconds(attended, slow), slow)
+            there = ops.routed(model, rows, 1 - static)
+            table[Kind.EXPERTS, Lane.SLOW] = self._computed(slow, NOTHING, there, rows)
         return table
 
     def prefill(self, policy: Policy, requests: float, pages: int, dense: bool = False) -> Table:
@@ -66,17 +72,22 @@ class Durations:
         model, prompt, fast = self._model, self._workload.prompt, self._hardware.fast
         rows = requests * prompt
         attended = ops.causal_attention(model, requests, prompt, self._workload.cache_number)
-        routed = ops.dense(model, rows) if dense else ops.feed_forward(model, rows)
-        work = ops.query_key_value(model, rows) + attended + ops.output_projection(model, rows) + routed
+        beside = ops.dense(model, rows) if dense else ops.gate(model, rows) + ops.shared(model, rows)
+        beside += ops.query_key_value(model, rows) + attended + ops.output_projection(model, rows)
+        routed = NOTHING if dense else ops.routed(model, rows)
         efficiency = fast.processor.prefill if fast.processor else 1.0
         return {
-            (Kind.PROMPT, Lane.FAST): seconds(work, fast, efficiency),
+            (Kind.PROMPT, Lane.FAST): self._computed(fast, beside, routed, rows, efficiency),
             **_fast(Kind.HEAD, ops.head(model, requests), fast),
             **self._move(Kind.SAVE_CACHE, rows * self._token * policy.slow_cache),
-            **self._move(Kind.SAVE_ROWS, rows * model.hidden * model.number),
-            **self._move(Kind.LOAD_ANSWERS, rows * model.hidden * model.number),
+            **self._move(Kind.SAVE_ROWS, rows * model.hidden * model.row_number),
+            **self._move(Kind.LOAD_ANSWERS, rows * model.hidden * model.row_number),
             **self._pages(policy, pages),
         }
+
+    def first_layer(self, policy: Policy) -> float:
+        """Seconds until the streamed experts of one layer have come, while nothing is computed."""
+        return self._pages(policy, 1)[Kind.LOAD_PAGE, Lane.DOWN]
 
     def slow_memory(self, policy: Policy, moved: dict[Lane, float]) -> float:
         """Seconds of the slow level's memory in a layer: its processor's reading, and all copies.
@@ -105,7 +116,19 @@ class Durations:
         """Bytes of the streamed experts that a whole batch is expected to choose in one layer."""
         model = self._model
         away = 1 - policy.static_experts / model.experts
-        return ops.touched(model.experts, model.top_k, policy.batch) * away * model.expert * model.number
+        return ops.distinct(model, policy.batch) * away * model.expert * model.number
+
+    def _computed(
+        self,
+        level: Level,
+        beside: Work,
+        routed: Work = NOTHING,
+        rows: float = 0.0,
+        efficiency: float = 1.0,
+    ) -> float:
+        """Seconds of a task there. routed: the experts of so many rows; beside: what else it computes."""
+        each = ops.rows_each(self._model, rows)
+        return _launched(seconds_with_experts(beside, routed, each, level, efficiency), level)
 
     def _pages(self, policy: Policy, pages: int) -> Table:
         """A page is whole rows of the experts' matrices, the last one perhaps fewer."""
@@ -117,8 +140,13 @@ class Durations:
     def _move(self, kind: Kind, size: float) -> Table:
         link, lane = self._hardware.link, LANES[kind]
         speed = {Lane.DOWN: link.down, Lane.UP: link.up, Lane.STAGING: link.staging or math.inf}[lane]
-        return {(kind, lane): size / speed}
+        return {(kind, lane): size / speed + TENSORS.get(kind, 1) * link.latency}
 
 
 def _fast(kind: Kind, work: Work, level: Level) -> Table:
     return {(kind, Lane.FAST): seconds(work, level)}
+
+
+def _launched(took: float, level: Level) -> float:
+    """Seconds of a task that computes for so many."""
+    return took + (level.processor.launch if level.processor else 0.0)

@@ -8,6 +8,8 @@ from moesaic.policy.policies import Policy, Workload
 
 PREFILL_ROWS = 8192
 """Rows of a micro-batch in prefill, at most, unless one prompt is longer: enough to be limited by compute."""
+PREFILL_SHARE = 1 / 8
+"""Of the fast level, what the workspace of such a micro-batch takes at most, unless one prompt takes more."""
 
 
 class Footprint:
@@ -17,35 +19,41 @@ class Footprint:
         self.model, self.hardware, self.workload = model, hardware, workload
         self._token = model.cache(1, workload.cache_number)
         self._expert = model.expert * model.number
+        attention = model.attention.query + model.attention.cached + model.attention.output
+        routed = model.top_k * (model.hidden + 2 * model.expert_width)
+        widest = max(attention, routed, 2 * model.shared_width, 2 * model.dense_width) + 2 * model.hidden
+        self._row = widest * model.row_number
+        """Bytes of one row between the operations of a layer, at the most."""
+        self._prefill_rows = min(PREFILL_ROWS, PREFILL_SHARE * hardware.fast.room / self._row)
 
     def fast(self, policy: Policy) -> dict[str, float]:
         """What the fast level holds at most, in prefill or in decode."""
         model, away = self.model, self.model.experts - policy.static_experts
         requests = self.prefill_requests(policy)
-        cache = self.workload.context * self._token * (1 - policy.slow_cache)
+        cache = self.workload.held * self._token * (1 - policy.slow_cache)
         moving = 2 * max(requests, 0 if policy.slow_attention else policy.micro_batch)
         kept = policy.batch if policy.fast_residual else 2 * requests
-        prompts = kept * self.workload.prompt * model.hidden * model.number
+        prompts = kept * self.workload.prompt * model.hidden * model.row_number
         return {
             "all but routed experts": model.other,
             "static experts": policy.static_experts * self._expert * model.moe_layers,
             "two layers of streamed experts": 2 * away * self._expert,
             "cache": cache * policy.batch * model.layers
-            + moving * self.workload.context * self._token * policy.slow_cache,
-            "rows": max(prompts, 2 * policy.batch * model.hidden * model.number),
+            + moving * self.workload.held * self._token * policy.slow_cache,
+            "rows": max(prompts, 2 * policy.batch * model.hidden * model.row_number),
             "workspace": self._workspace(policy),
         }
 
     def slow(self, policy: Policy) -> dict[str, float]:
         """What the slow level holds."""
         model, away = self.model, (self.model.experts - policy.static_experts) * self._expert
-        cache = self.workload.context * self._token * policy.slow_cache
+        cache = self.workload.held * self._token * policy.slow_cache
         rows = 0 if policy.fast_residual else policy.batch * self.workload.prompt
         return {
             "experts": away * model.moe_layers,
             "pinned pages": away if self.hardware.link.staging is not None else 0.0,
             "cache": cache * policy.batch * model.layers,
-            "rows": rows * model.hidden * model.number,
+            "rows": rows * model.hidden * model.row_number,
         }
 
     def fits(self, policy: Policy) -> bool:
@@ -54,13 +62,10 @@ class Footprint:
 
     def prefill_requests(self, policy: Policy) -> int:
         """Requests of one micro-batch in prefill, at most."""
-        return max(1, min(policy.batch, PREFILL_ROWS // self.workload.prompt))
+        return max(1, min(policy.batch, int(self._prefill_rows // self.workload.prompt)))
 
     def _workspace(self, policy: Policy) -> float:
         """Rows between the operations of the larger micro-batch, and logits."""
-        model, requests = self.model, self.prefill_requests(policy)
+        requests = self.prefill_requests(policy)
         rows = max(requests * self.workload.prompt, policy.micro_batch)
-        attention = model.attention.query + model.attention.cached + model.attention.output
-        routed = model.top_k * (model.hidden + 2 * model.expert_width)
-        widest = max(attention, routed, 2 * model.shared_width, 2 * model.dense_width) + 2 * model.hidden
-        return rows * widest * model.number + max(requests, policy.micro_batch) * model.vocab * 4
+        return rows * self._row + max(requests, policy.micro_batch) * self.model.vocab * 4

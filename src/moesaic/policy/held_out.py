@@ -23,7 +23,7 @@ class Measured:
     token: Locality
     """Attention-TP: each layer sends a token to the rank of its id."""
     request: Locality
-    """Attention-DP: requests are dispatched in their order by Algorithm 2 of Sem-MoE."""
+    """Attention-DP: requests are dispatched in their order by the rule of `--dispatch affinity`."""
 
 
 def split(profile: Profile, share: float, seed: int) -> tuple[Profile, Routes]:

@@ -172,11 +172,20 @@ POLICIES: dict[str, type[Defrag] | type[MostTokensFirst] | type[FirstLayerFirst]
 """The values of --queue-policy."""
 
 
-def policy_named(name: str, urgency: float | None = None, cap: int | None = None) -> QueuePolicy:
-    """The policy of that name, its other settings at their defaults. Raises ConfigError for another name."""
+def policy_named(
+    name: str, urgency: float | None = None, cap: int | None = None, history: int = 0
+) -> QueuePolicy:
+    """The policy of that name, its other settings at their defaults. history: see DefragWithHistory; 0: none.
+
+    Raises ConfigError for another name, and for one that has no history.
+    """
     if name not in POLICIES:
         raise ConfigError.field("--queue-policy", name, ", ".join(POLICIES))
-    return POLICIES[name](urgency=urgency, cap=cap)
+    if not history:
+        return POLICIES[name](urgency=urgency, cap=cap)
+    if name != "defrag":
+        raise ConfigError.field("--queue-policy", name, "defrag with --queue-history")
+    return DefragWithHistory(Defrag(urgency=urgency, cap=cap), history)
 
 
 def _best(tokens: IntArray, scores: FloatArray | IntArray) -> Queue | None:

@@ -24,34 +24,15 @@ Tasks of layer `layers` load the first layer of the next step; a step finds its 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, get_args
 
-from moesaic.policy.tasks import Key, Kind, Lane, Task, TaskList, name
+from moesaic.policy.tasks import Key, Kind, Lane, Shape, Task, TaskList, name
 
 Schedule = Literal["cgopipe", "s2", "s3", "s4", "serial", "in-place", "on-demand"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 AHEAD = 2
 """Micro-batches whose attention is launched before the experts of the current one."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How much there is to schedule. What is false or 0 makes no tasks."""
-
-    layers: int
-    micro_batches: int
-    pages: int
-    """Of a layer's streamed weights; schedules without pages move them as one. 0: all weights stay fast."""
-    staged: bool = False
-    """Pages are copied into pinned memory before they come down."""
-    slow_attention: bool = True
-    cache_moves: bool = False
-    """The fast processor's attention reads a cache on the slow level."""
-    slow_experts: bool = False
-    """in-place: some routed experts are on the slow level."""
-    fast_experts: bool = True
-    """in-place: some are on the fast one."""
 
 
 def decode(schedule: Schedule, shape: Shape) -> list[Task]:
@@ -129,11 +110,13 @@ class _Parts:
 
     def stage(self, layer: int, page: int) -> None:
         """W_CtoPin: pinned memory has room for one layer, so the last layer's page must have left it."""
-        if self.shape.staged and layer <= self.layers:
+        if self.shape.staged and layer <= self.layers and self.shape.pages_of(layer):
             self.list.add(Kind.STAGE_PAGE, layer, page, [name(Kind.LOAD_PAGE, layer - 1, page)])
 
     def page(self, layer: int, page: int) -> None:
         """W_PinToG: two layers have room, so the last but one must have been computed."""
+        if not self.shape.pages_of(layer):
+            return
         last = self.count - 1
         free = [name(kind, layer - 2, last) for kind in (Kind.POST, Kind.PROMPT)]
         self.list.add(Kind.LOAD_PAGE, layer, page, [name(Kind.STAGE_PAGE, layer, page), *free])
@@ -151,7 +134,7 @@ class _Parts:
             self.page(layer, page)
 
     def weights(self, layer: int) -> list[Key]:
-        return [name(Kind.LOAD_PAGE, layer, page) for page in range(self.shape.pages)]
+        return [name(Kind.LOAD_PAGE, layer, page) for page in range(self.shape.pages_of(layer))]
 
     # ---- a micro-batch
 

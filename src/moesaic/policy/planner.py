@@ -37,6 +37,13 @@ class Limits:
     """Requests that there are."""
     fast_only: bool = False
     """Nothing is on the slow level."""
+    micro_batch: int | None = None
+    """Requests; None: searched, and so below."""
+    micro_batches: int | None = None
+    requests: float = math.inf
+    """Of the whole job: the last batch takes as long when it is not full."""
+    near: float = 0.0
+    """Of policies within this share of the best, the one that keeps its resources least busy."""
 
 
 def search(model: ModelSizes, hardware: Hardware, workload: Workload, limits: Limits | None = None) -> Price:
@@ -55,24 +62,43 @@ class Search:
 
     def __init__(self, pricing: Pricing, limits: Limits) -> None:
         self._pricing = pricing
-        bounded = [(pricing.bound(policy), policy) for policy in candidates(pricing, limits)]
+        self._limits = limits
+        bounded = [(pricing.bound(one) * self._filled(one), one) for one in candidates(pricing, limits)]
         self._bounded = sorted(bounded, key=lambda pair: -pair[0])
         self._priced: dict[Policy, Price] = {}
 
     def best(self, largest_batch: float = math.inf) -> Price | None:
         """Of policies with at most so many requests; None where none fits."""
-        best: Price | None = None
+        found: list[tuple[float, Price]] = []
+        most, near = 0.0, 1 - self._limits.near
         for bound, policy in self._bounded:
             if policy.batch > largest_batch:
                 continue
-            if best is not None and bound <= best.throughput:
+            if bound <= most * near:
                 break
             if policy not in self._priced:
                 self._priced[policy] = self._pricing.price(policy)
             price = self._priced[policy]
-            if best is None or price.throughput > best.throughput:
-                best = price
-        return best
+            found.append((price.throughput * self._filled(policy), price))
+            most = max(most, found[-1][0])
+        good = [price for throughput, price in found if throughput >= most * near]
+        if near == 1:
+            return good[0] if good else None
+        return min(good, key=_busy, default=None)
+
+    def _filled(self, policy: Policy) -> float:
+        """Share of all batches' seats that requests sit on. Example: 64 requests, 60 at a time: 64 / 120."""
+        requests = self._limits.requests
+        if requests == math.inf:
+            return 1.0
+        return requests / (math.ceil(requests / policy.batch) * policy.batch)
+
+
+def _busy(price: Price) -> float:
+    """Seconds of all resources, for a generated token."""
+    steps = price.workload.generate - 1
+    seconds = sum(price.prefill.busy.values()) + steps * sum(price.step.busy.values())
+    return seconds / price.policy.batch
 
 
 def candidates(pricing: Pricing, limits: Limits) -> Iterator[Policy]:
@@ -82,22 +108,41 @@ def candidates(pricing: Pricing, limits: Limits) -> Iterator[Policy]:
         if schedule == "in-place" and not slow[0]:
             continue
         for slow_attention in slow:
-            mu = 1
-            while mu <= min(LARGEST, limits.largest_batch):
+            for mu in _sizes(limits):
                 policy = Policy(schedule, mu, 1, slow_attention)
                 yield from _counted(pricing, policy, limits)
-                mu *= 2
+
+
+def _sizes(limits: Limits) -> list[int]:
+    """Of a micro-batch."""
+    if limits.micro_batch is not None:
+        return [limits.micro_batch]
+    powers = (2**power for power in range(LARGEST.bit_length()))
+    return [mu for mu in powers if mu <= min(LARGEST, limits.largest_batch)]
 
 
 def _counted(pricing: Pricing, policy: Policy, limits: Limits) -> Iterator[Policy]:
     """One micro-batch size, with the counts of the grid and the largest that fits."""
-    for fast_residual in (True, False):
+    for fast_residual in (True, False) if _stores(pricing) else (True,):
         first = replace(policy, fast_residual=fast_residual)
         most = min(_most(pricing, first), int(min(limits.largest_batch, 1e9)) // policy.micro_batch)
-        for count in sorted({min(count, most) for count in COUNTS} - {0}):
-            for policy in filled(pricing, replace(first, micro_batches=count)):
+        counts = COUNTS if limits.micro_batches is None else (limits.micro_batches,)
+        for count in sorted({min(count, most) for count in counts} - {0}):
+            for policy in _allowed(pricing, replace(first, micro_batches=count)):
                 if not limits.fast_only or is_fast_only(pricing.model, policy):
                     yield policy
+
+
+def _stores(pricing: Pricing) -> bool:
+    """Whether the slow level takes rows and cache. One without a processor is the disk."""
+    return pricing.hardware.slow.processor is not None
+
+
+def _allowed(pricing: Pricing, policy: Policy) -> Iterator[Policy]:
+    """Those of `filled` that keep nothing where nothing can be kept."""
+    for one in filled(pricing, policy):
+        if one.slow_cache == 0 or _stores(pricing):
+            yield one
 
 
 def _most(pricing: Pricing, policy: Policy) -> int:
@@ -105,7 +150,7 @@ def _most(pricing: Pricing, policy: Policy) -> int:
     low, high = 0, COUNTS[-1] + 1
     while high - low > 1:
         middle = (low + high) // 2
-        if any(True for _ in filled(pricing, replace(policy, micro_batches=middle))):
+        if any(True for _ in _allowed(pricing, replace(policy, micro_batches=middle))):
             low = middle
         else:
             high = middle
@@ -185,7 +230,7 @@ def by_flexgen(model: ModelSizes, hardware: Hardware, workload: Workload) -> tup
 def why_not(model: ModelSizes, hardware: Hardware, workload: Workload) -> str:
     """The smallest policy, and which level it is too much for."""
     slow = hardware.slow.processor is not None
-    policy = Policy("cgopipe", 1, 1, slow, fast_residual=False)
+    policy = Policy("cgopipe", 1, 1, slow, slow_cache=float(slow), fast_residual=not slow)
     footprint = Pricing(model, hardware, workload).footprint
     said = []
     for level, held in ((hardware.fast, footprint.fast(policy)), (hardware.slow, footprint.slow(policy))):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from moesaic.core.errors import ConfigError
 from moesaic.policy.pipeline import Schedule
+from moesaic.policy.tasks import Shape
 
 BLOCK = 16
 """Tokens of a block of the cache: it is on one level or on the other."""
@@ -23,7 +24,9 @@ class Workload:
     """Tokens."""
     generate: int
     cache_number: float = 2.0
-    """Bytes of one cached number: 2 for bf16, 1 for int8, 0.5 for int4."""
+    """Bytes of one cached number: 2 for bf16, a little over 1 for int8, over 0.5 for int4 (their scales)."""
+    unfilled: int = 0
+    """Tokens that a request's last block of the cache has room for and does not hold, in the mean."""
 
     def __post_init__(self) -> None:
         for name in ("prompt", "generate"):
@@ -34,6 +37,11 @@ class Workload:
     def context(self) -> int:
         """Tokens of a request in the end."""
         return self.prompt + self.generate
+
+    @property
+    def held(self) -> int:
+        """Tokens of cache that a request takes in the end."""
+        return self.context + self.unfilled
 
     @property
     def blocks(self) -> int:
@@ -72,6 +80,25 @@ class Policy:
     def pages(self) -> int:
         """A layer's streamed weights come in as many: CGOPipe's with each micro-batch, others' whole."""
         return self.micro_batches if self.schedule == "cgopipe" else 1
+
+
+def shape_of(policy: Policy, experts: int, layers: int, count: int, prompts: bool = False) -> Shape:
+    """What a pass of `count` micro-batches has to schedule, where every layer has `experts` routed experts.
+
+    What the planner prices and what is carried out. prompts: a page comes with each micro-batch.
+    """
+    away = experts - policy.static_experts
+    streams = away > 0 and (prompts or policy.schedule not in ("in-place", "on-demand"))
+    paged = count if prompts or policy.schedule == "cgopipe" else 1
+    return Shape(
+        layers=layers,
+        micro_batches=count,
+        pages=paged if streams else 0,
+        slow_attention=policy.slow_attention,
+        cache_moves=policy.slow_cache > 0,
+        slow_experts=away > 0,
+        fast_experts=policy.static_experts > 0,
+    )
 
 
 def slow_share(workload: Workload, fast: float) -> float:

@@ -13,9 +13,9 @@ from moesaic.cost.hardware import Hardware
 from moesaic.cost.sizes import ModelSizes
 from moesaic.policy.durations import Durations, Table
 from moesaic.policy.footprint import Footprint
-from moesaic.policy.pipeline import Schedule, Shape, decode, prefill
-from moesaic.policy.policies import Policy, Workload
-from moesaic.policy.tasks import Kind, Lane, Task
+from moesaic.policy.pipeline import Schedule, decode, prefill
+from moesaic.policy.policies import Policy, Workload, shape_of
+from moesaic.policy.tasks import Kind, Lane, Shape, Task
 from moesaic.policy.timeline import run
 
 NEAR, FAR = 4, 6
@@ -88,9 +88,17 @@ class Pricing:
             self.workload,
             self.footprint.fast(policy),
             self.footprint.slow(policy),
-            self._prefill(policy, listed=True),
-            self._step(policy, listed=True),
+            self.prefill(policy),
+            self.step(policy),
         )
+
+    def step(self, policy: Policy) -> Phase:
+        """One decode step, by the list of its tasks."""
+        return self._step(policy, listed=True)
+
+    def prefill(self, policy: Policy, micro_batches: int | None = None) -> Phase:
+        """All prompts, by the list of its tasks. micro_batches: None as many as the footprint says."""
+        return self._prefill(policy, listed=True, count=micro_batches)
 
     def bound(self, policy: Policy) -> float:
         """A throughput that no order of tasks exceeds: each pass takes as long as its busiest resource."""
@@ -100,32 +108,24 @@ class Pricing:
 
     def shape(self, policy: Policy, layers: int | None = None) -> Shape:
         """What there is to schedule in a decode step, of all layers with routed experts or of fewer."""
-        away = self.model.experts - policy.static_experts
-        streams = away > 0 and policy.schedule not in ("in-place", "on-demand")
-        return Shape(
-            layers=self.model.moe_layers if layers is None else layers,
-            micro_batches=policy.micro_batches,
-            pages=policy.pages if streams else 0,
-            staged=self.hardware.link.staging is not None,
-            slow_attention=policy.slow_attention,
-            cache_moves=policy.slow_cache > 0,
-            slow_experts=away > 0,
-            fast_experts=policy.static_experts > 0,
-        )
+        return self._shape(policy, layers, policy.micro_batches)
 
-    def prefill_shape(self, policy: Policy, layers: int | None = None) -> Shape:
-        """What there is to schedule in prefill; a page comes with each micro-batch."""
-        requests = self.footprint.prefill_requests(policy)
-        count = math.ceil(policy.batch / requests)
-        away = self.model.experts - policy.static_experts
-        return replace(self.shape(policy, layers), micro_batches=count, pages=count if away else 0)
+    def prefill_shape(self, policy: Policy, layers: int | None = None, count: int | None = None) -> Shape:
+        """What there is to schedule in prefill; a page comes with each of `count` micro-batches."""
+        count = count or math.ceil(policy.batch / self.footprint.prefill_requests(policy))
+        return self._shape(policy, layers, count, prompts=True)
+
+    def _shape(self, policy: Policy, layers: int | None, count: int, prompts: bool = False) -> Shape:
+        wanted = self.model.moe_layers if layers is None else layers
+        shape = shape_of(policy, self.model.experts, wanted, count, prompts)
+        return replace(shape, staged=self.hardware.link.staging is not None)
 
     def _step(self, policy: Policy, listed: bool) -> Phase:
         tables = [self.durations.decode(policy, dense) for dense in self._kinds]
         return self._phase(policy, policy.schedule, self.shape(policy), tables, listed)
 
-    def _prefill(self, policy: Policy, listed: bool) -> Phase:
-        shape = self.prefill_shape(policy)
+    def _prefill(self, policy: Policy, listed: bool, count: int | None = None) -> Phase:
+        shape = self.prefill_shape(policy, count=count)
         requests = policy.batch / shape.micro_batches
         tables = [self.durations.prefill(policy, requests, shape.pages, dense) for dense in self._kinds]
         order: Order = "prefill" if policy.fast_residual else "prefill, rows move"
@@ -144,7 +144,8 @@ class Pricing:
         busy[Lane.FAST.value] += shape.micro_batches * tables[0][Kind.HEAD, Lane.FAST]
         seconds = max(busy.values())
         if listed and shape.micro_batches <= LONG:
-            seconds = max(_listed(order, shape, tables[0]), seconds)
+            handover = self.hardware.link.handover
+            seconds = max(_listed(order, shape, tables[0], handover), seconds)
         for table in tables[1:]:
             plain = replace(policy, schedule="cgopipe")
             more = self._busy(plain, order, shape, table, self.model.layers - shape.layers, ROUTED)
@@ -183,17 +184,17 @@ def tasks_of(order: Order, shape: Shape) -> list[Task]:
     return decode(order, shape)
 
 
-def _listed(order: Order, shape: Shape, table: Table) -> float:
+def _listed(order: Order, shape: Shape, table: Table, handover: float) -> float:
     """Seconds of the list over all layers: exact for few, else a further layer costs what the last two do."""
     if shape.layers <= FAR:
-        return _makespan(order, shape, table)
-    near, far = (_makespan(order, replace(shape, layers=layers), table) for layers in (NEAR, FAR))
+        return _makespan(order, shape, table, handover)
+    near, far = (_makespan(order, replace(shape, layers=layers), table, handover) for layers in (NEAR, FAR))
     return far + (shape.layers - FAR) * (far - near) / (FAR - NEAR)
 
 
-def _makespan(order: Order, shape: Shape, table: Table) -> float:
+def _makespan(order: Order, shape: Shape, table: Table, handover: float) -> float:
     tasks = _cached(order, shape)
-    return run(tasks, [table[task.kind, task.lane] for task in tasks]).makespan
+    return run(tasks, [table[task.kind, task.lane] for task in tasks], handover).makespan
 
 
 @lru_cache(maxsize=16)

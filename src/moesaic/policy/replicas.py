@@ -6,8 +6,11 @@ leaves open is settled here:
 
 - Choice: the own rank's server first, then the one with the fewest pairs outstanding.
 - Patience: a server is late when it has shown no progress for `factor` times what its outstanding work should
-  take at the pace it showed so far, and at least `floor` seconds. A server whose pace nobody knows yet gets
-  `unknown` seconds.
+  take at the pace it showed so far, at least `floor` and at most `ceiling` seconds: a freeze is to cost less
+  than a second whatever is outstanding. A server whose pace nobody knows yet gets `unknown` seconds.
+- Progress: a server that honestly needs longer would be given up again and again, each time with its work
+  undone. So the ceiling is never below twice the longest silence that this server broke; one that ended in a
+  false failover counts too. It wears off with its quick answers.
 - A late server is masked only if others hold all that it holds: without a replica there is nothing to gain,
   the rows wait for it or for its successor.
 - A masked server whose same process answers again was not dead: a false failover, counted.
@@ -34,8 +37,12 @@ class Patience:
     """Times the time that its work should take."""
     floor: float = 0.3
     """Seconds, at least."""
-    unknown: float = 5.0
-    """Seconds, for a server that never answered."""
+    ceiling: float = 0.6
+    """Seconds, at most, for a server that never broke a long silence."""
+    unknown: float = 0.8
+    """Seconds, for a server that never answered: it may have to read its weights first."""
+    memory: float = 0.9
+    """What an answer leaves of the longest silence."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +51,10 @@ class ReplicaStats:
 
     failovers: int = 0
     """Servers that were lost or given up with rows outstanding."""
+    silent_failovers: int = 0
+    """Of those, servers given up for their silence; the others' connections broke."""
     false_failovers: int = 0
-    """Of those, servers that had not died."""
+    """Of those, servers that came back: they had not died."""
     resent_pairs: int = 0
     """(row, expert) pairs that were sent again."""
 
@@ -71,7 +80,10 @@ class Replicas:
         """The server of this client's own rank."""
         self._servers: dict[int, _Server] = {}
         self._holders: dict[int, IntArray] = {}
-        self._masked: set[int] = set()
+        self._masked: dict[int, float] = {}
+        """Servers given up for their silence -> seconds that they had."""
+        self._silence: dict[int, float] = {}
+        """Seconds, the longest that a server was silent for without being dead."""
         self._spare: dict[int, bool] = {}
         """Whether others hold all that a server holds, as far as it was asked; for this placement and these
         connections."""
@@ -96,7 +108,7 @@ class Replicas:
     def joined(self, server: int) -> None:
         """A connection to `server` stands."""
         if server in self._masked:
-            self._masked.discard(server)
+            self._silence[server] = self._masked.pop(server)
             self._count(false_failovers=1)
         self._servers[server] = _Server()
         self._spare.clear()
@@ -109,14 +121,16 @@ class Replicas:
 
     def mask(self, server: int) -> None:
         """`server` was given up for its silence, though its connection stood."""
-        if self._servers.pop(server, None) is not None:
-            self._masked.add(server)
-            self._count(failovers=1)
+        state = self._servers.pop(server, None)
+        if state is not None:
+            self._masked[server] = self._allowed(server, state)
+            self._count(failovers=1, silent_failovers=1)
         self._spare.clear()
 
     def replaced(self, server: int) -> None:
         """Another process has this id now: the one that was masked is really gone."""
-        self._masked.discard(server)
+        self._masked.pop(server, None)
+        self._silence.pop(server, None)
 
     def route(self, layer: int, experts: npt.NDArray[np.integer]) -> IntArray:
         """The server for each of the pairs experts [p] of a layer, NOBODY where none of its holders is there.
@@ -160,7 +174,9 @@ class Replicas:
         state = self._servers.get(server)
         if state is None or not pairs:
             return
-        pace = (now - state.since) / pairs
+        silence = now - state.since
+        self._silence[server] = max(silence, self._patience.memory * self._silence.get(server, 0.0))
+        pace = silence / pairs
         # Quick to learn that a server is slow, slow to learn that it is quick: so patience is rather long.
         state.pace = pace if state.pace is None else max(pace, 0.9 * state.pace + 0.1 * pace)
         state.outstanding -= pairs
@@ -170,7 +186,7 @@ class Replicas:
         """Servers that have been silent for too long; those not named could take the rows of all that are."""
         named: list[int] = []
         for server, state in self._servers.items():
-            overdue = state.outstanding and now > state.since + self._allowed(state)
+            overdue = state.outstanding and now > state.since + self._allowed(server, state)
             if overdue and self._replaceable(server, named):
                 named.append(server)
         return named
@@ -178,16 +194,19 @@ class Replicas:
     def next_deadline(self) -> float | None:
         """When `late` may name the next one, in the clock's seconds; None: not before something happens."""
         ends = [
-            state.since + self._allowed(state)
+            state.since + self._allowed(server, state)
             for server, state in self._servers.items()
             if state.outstanding and self._is_spare(server)
         ]
         return min(ends, default=None)
 
-    def _allowed(self, state: _Server) -> float:
+    def _allowed(self, server: int, state: _Server) -> float:
+        """Seconds of silence."""
+        rule, proven = self._patience, 2 * self._silence.get(server, 0.0)
         if state.pace is None:
-            return self._patience.unknown
-        return max(self._patience.floor, self._patience.factor * state.pace * state.outstanding)
+            return max(rule.unknown, proven)
+        wanted = rule.factor * state.pace * state.outstanding
+        return max(rule.floor, min(wanted, max(rule.ceiling, proven)))
 
     def _is_spare(self, server: int) -> bool:
         """`_replaceable` by all others; asked before every wait, hence remembered."""

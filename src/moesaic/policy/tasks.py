@@ -60,6 +60,31 @@ LANES = {
 """Of kinds that are not computed by the fast processor; attention and experts may run on the slow one."""
 
 
+@dataclass(frozen=True)
+class Shape:
+    """How much there is to schedule. What is false or 0 makes no tasks."""
+
+    layers: int
+    micro_batches: int
+    pages: int
+    """Of a layer's streamed weights; schedules without pages move them as one. 0: all weights stay fast."""
+    staged: bool = False
+    """Pages are copied into pinned memory before they come down."""
+    slow_attention: bool = True
+    cache_moves: bool = False
+    """The fast processor's attention reads a cache on the slow level."""
+    slow_experts: bool = False
+    """in-place: some routed experts are on the slow level."""
+    fast_experts: bool = True
+    """in-place: some are on the fast one."""
+    dense: frozenset[int] = frozenset()
+    """Layers without routed experts: nothing of theirs is streamed."""
+
+    def pages_of(self, layer: int) -> int:
+        """Pages of a layer, perhaps of the next step."""
+        return 0 if layer % self.layers in self.dense else self.pages
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     kind: Kind

@@ -27,13 +27,13 @@ class Timeline:
         return max(self.busy, key=lambda lane: self.busy[lane])
 
 
-def run(tasks: Sequence[Task], seconds: Sequence[float]) -> Timeline:
+def run(tasks: Sequence[Task], seconds: Sequence[float], handover: float = 0.0) -> Timeline:
     """Each lane does its tasks in order; a task begins when its lane is free and what it needs has ended.
 
-    seconds: of each task.
+    seconds: of each task. handover: seconds until another lane knows that something has ended.
 
     Example: two lanes, tasks a (fast, 2 s), b (down, 3 s), c (fast, 1 s, needs b): c begins at 3; busy
-    fast 3, down 3, makespan 4.
+    fast 3, down 3, makespan 4. With a handover of 0.5 s c begins at 3.5.
     """
     free = dict.fromkeys(Lane, 0.0)
     busy = dict.fromkeys(Lane, 0.0)
@@ -41,8 +41,11 @@ def run(tasks: Sequence[Task], seconds: Sequence[float]) -> Timeline:
     for place, (task, duration) in enumerate(zip(tasks, seconds, strict=True)):
         begin = free[task.lane]
         for need in task.needs:
-            if ends[need] > begin:
-                begin = ends[need]
+            known = ends[need]
+            if handover and tasks[need].lane is not task.lane:
+                known += handover
+            if known > begin:
+                begin = known
         end = begin + duration
         starts[place], ends[place], free[task.lane] = begin, end, end
         busy[task.lane] += duration

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ def main() -> int:
     parser.add_argument("--connection-fd", type=int, required=True, help="inherited socket to the engine")
     parser.add_argument("--config", required=True, help="settings as JSON")
     arguments = parser.parse_args()
+    logging.basicConfig(format="attention worker %(process)d: %(message)s", level=logging.WARNING)
     # A service manager may signal every process it started; the engine drains and then ends this one.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -68,7 +70,12 @@ def _serve(connection: StreamConnection, config: WorkerConfig, bell: Bell) -> in
     connection.send(messages.Ready(info))
     if config.supervised:
         threading.Thread(target=_live, args=(connection,), name="alive", daemon=True).start()
-    worker.run()
+    try:
+        worker.run()
+    except ConnectionLost as error:
+        if not config.supervised:  # who watches it starts another one; else its end is to be explained
+            connection.send(messages.Failed(str(error), user_error=False))
+        raise
     return 0
 
 

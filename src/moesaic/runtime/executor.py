@@ -7,6 +7,7 @@ import torch
 
 from moesaic.core import messages
 from moesaic.core.request import TokenLogprob
+from moesaic.core.tokens import IntArray
 from moesaic.experts.client import RoutedExperts
 from moesaic.models.model import Model
 from moesaic.policy.brain.actions import (
@@ -46,8 +47,10 @@ class Executor:
         experts: RoutedExperts,
         layered: Layered | None = None,
         recorder: Recorder | None = None,
+        logit_rows: int | None = None,
     ) -> None:
-        """layered: for brains that run the model place by place. recorder: of the rows' routing."""
+        """layered: for brains that run the model place by place. recorder: of the rows' routing.
+        logit_rows: whose logits are in memory at one time, at most."""
         self._model = model
         self._forward = forward
         self._device = device
@@ -56,6 +59,8 @@ class Executor:
         self._experts = experts
         self._layered = layered
         self._recorder = recorder
+        self._logit_rows = logit_rows
+        self._scored_rows = min(SCORED_SLICE, logit_rows or SCORED_SLICE)
         self._done: list[Event] = []
         """Happened and not told."""
         self._walks: dict[int, tuple[StepPlan, Walk]] = {}
@@ -152,11 +157,24 @@ class Executor:
             self._score(plan, int(sequence), hidden)
         tokens = np.zeros(0, dtype=np.int64)
         if len(plan.sampled):
-            logits = self._model.logits(self._sampled_rows(plan, hidden))
-            tokens, logprobs = self._sampler.sample(plan.request_ids[plan.sampled], logits)
+            tokens, logprobs = self._sample(plan.request_ids[plan.sampled], self._sampled_rows(plan, hidden))
             if logprobs:
                 self._logprobs[plan.step] = logprobs
         return StepDone(plan.step, tokens)
+
+    def _sample(self, ids: IntArray, hidden: torch.Tensor) -> tuple[IntArray, list[TokenLogprob | None]]:
+        """The next token of each request, and log-probabilities where any of them asked: else none at all."""
+        most = self._logit_rows or len(ids)
+        if len(ids) <= most:
+            return self._sampler.sample(ids, self._model.logits(hidden))
+        tokens: list[IntArray] = []
+        logprobs: list[TokenLogprob | None] = []
+        for begin in range(0, len(ids), most):
+            part = slice(begin, begin + most)
+            found, report = self._sampler.sample(ids[part], self._model.logits(hidden[part]))
+            tokens.append(found)
+            logprobs += report or [None] * len(found)
+        return np.concatenate(tokens), logprobs if any(logprobs) else []
 
     def _sampled_rows(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
         """Of the rows whose logits are wanted, those that a token is sampled from: in most steps all."""
@@ -186,8 +204,8 @@ class Executor:
 
     def _prompt_entries(self, hidden: torch.Tensor, targets: list[int], count: int) -> list[TokenLogprob]:
         entries: list[TokenLogprob] = []
-        for begin in range(0, len(targets), SCORED_SLICE):
-            part = slice(begin, begin + SCORED_SLICE)
+        for begin in range(0, len(targets), self._scored_rows):
+            part = slice(begin, begin + self._scored_rows)
             logprobs = torch.log_softmax(self._model.logits(hidden[part]), dim=-1)
             entries += token_logprobs(logprobs, targets[part], count)
         return entries

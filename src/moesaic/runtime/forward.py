@@ -100,7 +100,7 @@ class Forward:
             yield ask
             dense = block.dense(gated.normed)
             answer = yield None
-            hidden = block.merge(gated, dense, answer)
+            hidden = block.merge(gated, dense, None if answer is None else answer.to(self._device))
         return hidden
 
     def _recorded(self, batch: TokenBatch, recorded: _Recorded, chosen: Chosen) -> Stages:

@@ -101,4 +101,5 @@ class Layered:
         assert gated.expert_ids is not None and gated.weights is not None
         mine = Gated(gated.residual[part], gated.normed[part], gated.expert_ids[part], gated.weights[part])
         dense = None if asked.dense is None else asked.dense[part]
-        return asked.block.merge(mine, dense, self._experts.rows(asked.ticket)[part])
+        rows = self._experts.rows(asked.ticket)[part].to(self._device)
+        return asked.block.merge(mine, dense, rows)

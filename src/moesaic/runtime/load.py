@@ -12,14 +12,14 @@ from moesaic.config import ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.messages import Layout, WorkerInfo
+from moesaic.core.offload import Offload
 from moesaic.core.routing import RowSink
 from moesaic.experts.client import DirectExperts, RoutedExperts
 from moesaic.experts.connecting import Connector
 from moesaic.experts.remote import RemoteExperts
-from moesaic.kernels import table
 from moesaic.kvcache.paged import PagedKV, bytes_per_token
-from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
+from moesaic.offload.padding import block_pool
 from moesaic.policy.batching import Limits
 from moesaic.policy.brain.actions import Brain
 from moesaic.policy.brain.asynchronous import Asynchronous
@@ -29,21 +29,31 @@ from moesaic.policy.brain.ready import Gather
 from moesaic.policy.kvblocks import KVBlocks
 from moesaic.policy.microqueue import policy_named
 from moesaic.policy.replicas import Replicas
-from moesaic.runtime import traced
+from moesaic.runtime import offloaded, traced
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.forward import Forward
 from moesaic.runtime.layered import Layered
-from moesaic.runtime.loaded import Loaded, context_length, device_of, kv_type, load_model, num_blocks_of
+from moesaic.runtime.loaded import (
+    Loaded,
+    check_shared,
+    context_length,
+    kv_type,
+    layout_of,
+    load_model,
+    num_blocks_of,
+)
 from moesaic.runtime.recorder import recorder
 from moesaic.runtime.tensor import load as tensor
 from moesaic.runtime.tensor.crew import Crew, of_rank
+from moesaic.runtime.traced_lanes import LaneRows
 from moesaic.runtime.walk import Combine
 from moesaic.runtime.worker import Journal, Worker
 from moesaic.transport.base import Connection
 from moesaic.transport.bell import Bell
 
 URGENT_SECONDS = 0.1
-"""Rows of the asynchronous brain that waited for longer run first, as in the public code of its paper."""
+"""Rows of the asynchronous brain that waited for longer run first, as in the public code of its paper; see
+--queue-urgency."""
 GATHER_SHARE = 0.3
 """Of a worker's rows under way, before some go on without the rest: measured, see docs/measurements.md."""
 HEAP_SLACK = 1 << 20
@@ -67,6 +77,9 @@ def build_worker(
     max_model_len = context_length(config.model)  # before the weights are read: that takes longer
     if config.group.size > 1:
         return _build_group(config, connection, clock, max_model_len, progress, journal, bell)
+    if config.offload is not None:
+        return _build_offloaded(config, config.offload, connection, clock, max_model_len, progress, journal)
+    check_shared(config)
     layout = _tell_layout(config.model, connection) if config.remote_experts else None
     loaded = load_model(config.model, progress, layout, config.most_threads)
     block_size = config.cache.block_size
@@ -85,7 +98,7 @@ def build_worker(
     if layout is not None and combine is not None:
         experts = remote = _remote(config, layout, clock, trace)
         layered = Layered(loaded.model, remote, kv, block_size, loaded.device, combine)
-    brain = _brain(scheduler, limits, blocks, layout)
+    brain = _brain(config, limits, blocks, layout)
     forward = Forward(loaded.model, experts, kv, block_size, loaded.device, recorded, combine)
     make: Callable[..., Executor] = Executor
     if trace is not None:
@@ -118,25 +131,59 @@ def _build_group(
     forward = tensor.join(config, group, where, loaded, num_blocks)
     forward.crew = crew
     limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_model_len)
-    blocks = KVBlocks(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
-    executor = Executor(loaded.model, forward, loaded.device, connection, forward.experts)
+    offload = config.offload
+    padded, rows = (None, None) if offload is None else (offload.padded, offload.logit_rows)
+    blocks = block_pool(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching, padded)
+    device = loaded.device
+    executor = Executor(loaded.model, forward, device, connection, forward.experts, logit_rows=rows)
     worker = Worker(connection, OneProcess(limits, blocks), executor, clock, journal, forward.experts, bell)
     block_size = config.cache.block_size
     info = _describe(loaded, None, scheduler, max_model_len, block_size, num_blocks, kv_dtype)
     kv_bytes = group.size * info.kv_bytes
-    return worker, replace(info, ranks=group.size, collectives=forward.form.name, kv_bytes=kv_bytes)
+    return worker, replace(info, ranks=group.size, collectives=forward.form, kv_bytes=kv_bytes)
 
 
-def _brain(
-    scheduler: SchedulerConfig, limits: Limits, blocks: KVBlocks, layout: ExpertLayout | None
-) -> Brain:
+def _build_offloaded(
+    config: WorkerConfig,
+    offload: Offload,
+    connection: Connection,
+    clock: Callable[[], float],
+    max_model_len: int,
+    progress: Progress | None,
+    journal: Journal | None,
+) -> tuple[Worker, WorkerInfo]:
+    """The worker whose model is larger than its fast memory."""
+    offloaded.check(config)
+    loaded, layout = offloaded.load(config, offload, progress)
+    spec, block_size, scheduler = loaded.model.spec, config.cache.block_size, config.scheduler
+    kv_dtype = kv_type(config.cache, loaded)
+    num_blocks = num_blocks_of(config, loaded, max_model_len, kv_dtype)
+    kv = PagedKV(spec.kv, spec.num_layers, num_blocks, block_size, kv_dtype, loaded.device, loaded.kernels)
+    trace = traced.timeline(config.trace, clock)
+    observe = None if trace is None else LaneRows(trace.track)
+    forward = offloaded.join(config, offload, loaded, layout, kv, observe)
+    limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_model_len)
+    pool = block_pool(num_blocks, block_size, config.cache.enable_prefix_caching, offload.padded)
+    brain: Brain = OneProcess(limits, pool)
+    make: Callable[..., Executor] = Executor
+    if trace is not None:
+        brain, make = traced.TracedBrain(brain, trace), partial(traced.TracedExecutor, trace)
+    device, rows = loaded.device, offload.logit_rows
+    executor = make(loaded.model, forward, device, connection, forward.experts, logit_rows=rows)
+    worker = Worker(connection, brain, executor, clock, journal, forward.experts)
+    return worker, _describe(loaded, layout, scheduler, max_model_len, block_size, num_blocks, kv_dtype)
+
+
+def _brain(config: WorkerConfig, limits: Limits, blocks: KVBlocks, layout: ExpertLayout | None) -> Brain:
+    scheduler, queues = config.scheduler, config.queues
     if scheduler.schedule == "lockstep":
         return OneProcess(limits, blocks, scheduler.inflight_batches)
     if scheduler.schedule == "barrier":
         return Barrier(limits, blocks)
     if layout is None:
         raise ConfigError.field("--schedule", scheduler.schedule, "lockstep without --expert-servers")
-    policy = policy_named(scheduler.queue_policy, urgency=URGENT_SECONDS)
+    urgency, history = queues.urgency(URGENT_SECONDS), queues.queue_history
+    policy = policy_named(scheduler.queue_policy, urgency, history=history)
     places, top_k, gather = len(layout.layers), layout.top_k, Gather(GATHER_SHARE)
     return Asynchronous(limits, blocks, policy, places, top_k, gather)
 
@@ -152,9 +199,7 @@ def _combine(scheduler: SchedulerConfig, layout: ExpertLayout | None, device: to
 
 def _tell_layout(config: ModelConfig, connection: Connection) -> ExpertLayout:
     """Says where the experts lie, before anything slow: the servers can load meanwhile."""
-    device = device_of(config)
-    path = files.resolve(config.model, config.revision)
-    layout = registry.expert_layout(path, table.pick(str(device), config.kernels), str(device), config.dtype)
+    layout = layout_of(config)
     connection.send(Layout(layout))
     return layout
 

@@ -15,7 +15,7 @@ from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.model import Model
 from moesaic.models.shard import WHOLE, Shard
-from moesaic.runtime.machine import available_memory, cores, keep_freed_memory
+from moesaic.runtime.machine import available_memory, cores, keep_freed_memory, return_freed_memory
 
 AUTO_SHARE = 0.4
 """Of the memory left after the weights, the most that `--kv-cache-memory auto` takes on a CPU."""
@@ -40,17 +40,20 @@ def load_model(
     elsewhere: ExpertLayout | None = None,
     most_threads: int | None = None,
     shard: Shard = WHOLE,
+    own_memory: bool = False,
 ) -> Loaded:
     """Read the checkpoint onto the device that `config` asks for; `elsewhere`: without these experts.
 
-    most_threads: this process's share of the cores. shard: the attention heads that are read.
+    most_threads: this process's share of the cores. shard: the attention heads that are read. own_memory:
+    the files are copied into memory that has to suffice: what is freed later is given back.
     """
-    keep_freed_memory()
+    (return_freed_memory if own_memory else keep_freed_memory)()
     device = device_of(config)
     kernels = table.pick(str(device), config.kernels)
     path = files.resolve(config.model, config.revision)
     with_experts = elsewhere is None
-    model = registry.load(path, kernels, str(device), config.dtype, with_experts, progress, shard)
+    mapped = config.mmap and not own_memory
+    model = registry.load(path, kernels, str(device), config.dtype, with_experts, progress, shard, mapped)
     num_bytes = model.num_bytes + (0 if elsewhere is None else elsewhere.num_bytes)
     threads = config.threads or (1 if num_bytes < SMALL_MODEL else most_threads or cores())
     kernels.set_threads(threads, config.pin_threads)
@@ -65,12 +68,29 @@ def device_of(config: ModelConfig) -> torch.device:
     return torch.device("cuda" if cuda else "cpu")
 
 
+def check_shared(config: WorkerConfig) -> None:
+    """Raises ConfigError where others may load into the same GPU while this process looks what is free."""
+    shared = config.supervised and device_of(config.model).type == "cuda"
+    if shared and config.cache.kv_cache_memory == "auto":
+        raise ConfigError.field(
+            "--kv-cache-memory", "auto", "a size, such as 4GiB, where several processes share a GPU"
+        )
+
+
+def layout_of(config: ModelConfig) -> ExpertLayout:
+    """Where the checkpoint has its routed experts, for the kernels and the device that `config` asks for."""
+    device, path = str(device_of(config)), files.resolve(config.model, config.revision)
+    return registry.expert_layout(path, table.pick(device, config.kernels), device, config.dtype)
+
+
 def kv_type(config: CacheConfig, loaded: Loaded) -> torch.dtype:
     if config.kv_cache_dtype == "auto":
         return torch.float32 if loaded.device.type == "cpu" else loaded.dtype
-    dtype = registry.DTYPES[config.kv_cache_dtype]
-    if dtype not in loaded.kernels.allowed:
-        allowed = ", ".join(name for name, one in registry.DTYPES.items() if one in loaded.kernels.allowed)
+    dtype = registry.CACHE_DTYPES[config.kv_cache_dtype]
+    if dtype not in loaded.kernels.cached:
+        allowed = ", ".join(
+            name for name, one in registry.CACHE_DTYPES.items() if one in loaded.kernels.cached
+        )
         raise ConfigError.field(
             "--kv-cache-dtype", config.kv_cache_dtype, f"auto, {allowed} with {loaded.kernels.name} kernels"
         )

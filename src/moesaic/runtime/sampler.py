@@ -14,6 +14,7 @@ import torch
 
 from moesaic.core.request import Request, TokenLogprob
 from moesaic.core.tokens import IntArray
+from moesaic.runtime.adjustment import Adjustment, adjust
 from moesaic.runtime.noise import uniform
 
 LARGEST = 1e30
@@ -25,9 +26,10 @@ class _Row:
     """What sampling keeps of one request in the batch."""
 
     request: Request
-    generated: list[int]
-    plain: bool
-    """True when argmax of the raw logits is the answer."""
+    length: int
+    """Tokens of the prompt and the answer."""
+    adjustment: Adjustment | None
+    """Of its logits; None where they stay as they are."""
 
 
 class Sampler:
@@ -39,9 +41,9 @@ class Sampler:
 
     def admit(self, request: Request, generated: list[int]) -> None:
         """`request` enters the batch, having generated `generated` before a preemption."""
-        params = request.params
-        plain = params.greedy and not params.penalised and not params.logit_bias and not params.min_tokens
-        self._rows[request.request_id] = _Row(request, list(generated), plain)
+        adjustment = Adjustment(request, generated) if Adjustment.wanted(request.params) else None
+        length = len(request.prompt_token_ids) + len(generated)
+        self._rows[request.request_id] = _Row(request, length, adjustment)
 
     def release(self, request_id: int) -> None:
         """Forget a request. Unknown ids are ignored: it was never admitted."""
@@ -59,8 +61,9 @@ class Sampler:
         """
         rows = [self._rows[int(request_id)] for request_id in request_ids]
         raw = _log_softmax_where(logits, [row.request.params.logprobs is not None for row in rows])
-        if not all(row.plain for row in rows):
-            _adjust(logits, rows)
+        adjusted = {line: row.adjustment for line, row in enumerate(rows) if row.adjustment is not None}
+        if adjusted:
+            adjust(logits, list(adjusted), list(adjusted.values()))
         tokens = torch.argmax(logits, dim=-1)
         noisy = [index for index, row in enumerate(rows) if not row.request.params.greedy]
         if noisy:
@@ -68,7 +71,9 @@ class Sampler:
         result = tokens.cpu().numpy().astype(np.int64)
         report = _report(raw, rows, result)
         for row, token in zip(rows, result, strict=True):
-            row.generated.append(int(token))
+            row.length += 1
+            if row.adjustment is not None:
+                row.adjustment.append(int(token))
         return result, report
 
 
@@ -91,43 +96,24 @@ def _log_softmax_where(logits: torch.Tensor, wanted: list[bool]) -> torch.Tensor
 
 
 def _report(raw: torch.Tensor | None, rows: list[_Row], tokens: IntArray) -> list[TokenLogprob | None]:
+    """Of each row, None where it did not ask. raw: log-probabilities of those that did.
+
+    Rows that ask for equally many alternatives share one topk. To take the most that anyone asks for, and cut
+    it, would let a row's ties fall another way when somebody with a larger wish is in the batch.
+    """
+    report: list[TokenLogprob | None] = [None] * len(rows)
     if raw is None:
         return []
-    report: list[TokenLogprob | None] = [None] * len(rows)
-    asked = [index for index, row in enumerate(rows) if row.request.params.logprobs is not None]
-    for line, index in enumerate(asked):
-        count = rows[index].request.params.logprobs or 0
-        report[index] = token_logprobs(raw[line : line + 1], [int(tokens[index])], count)[0]
+    wishes = {index: row.request.params.logprobs for index, row in enumerate(rows)}
+    asked = [(index, count) for index, count in wishes.items() if count is not None]
+    for count in {count for _, count in asked}:
+        lines = [line for line, (_, wish) in enumerate(asked) if wish == count]
+        alike = raw if len(lines) == len(asked) else raw[lines]
+        indices = [asked[line][0] for line in lines]
+        entries = token_logprobs(alike, tokens[indices].tolist(), count)
+        for index, entry in zip(indices, entries, strict=True):
+            report[index] = entry
     return report
-
-
-def _adjust(logits: torch.Tensor, rows: list[_Row]) -> None:
-    """Logit bias, penalties and min_tokens, in place."""
-    for index, row in enumerate(rows):
-        params = row.request.params
-        if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias), device=logits.device)
-            logits[index, ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
-        if params.penalised:
-            _penalise(logits[index], row)
-        if len(row.generated) < params.min_tokens and row.request.stop_ids:
-            logits[index, list(row.request.stop_ids)] = -torch.inf
-
-
-def _penalise(logits: torch.Tensor, row: _Row) -> None:
-    """Repetition, then frequency and presence penalty on one row [vocab], in place."""
-    params = row.request.params
-
-    def counts(tokens: list[int]) -> torch.Tensor:
-        return torch.bincount(torch.tensor(tokens, device=logits.device), minlength=len(logits))
-
-    if params.repetition_penalty != 1.0:
-        seen = counts(row.request.prompt_token_ids + row.generated) > 0
-        scale = params.repetition_penalty
-        logits.copy_(torch.where(seen, torch.where(logits > 0, logits / scale, logits * scale), logits))
-    if row.generated:
-        often = counts(row.generated)
-        logits.sub_(params.frequency_penalty * often + params.presence_penalty * (often > 0))
 
 
 def _draw(logits: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
@@ -150,7 +136,7 @@ def _draw(logits: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
         scaled = scaled.masked_fill(scaled < floor, -torch.inf)
     scaled = _keep_top(scaled, [p.top_k for p in params], [p.top_p for p in params])
     cumulative = torch.softmax(scaled, dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    positions = np.array([len(row.request.prompt_token_ids) + len(row.generated) for row in rows])
+    positions = np.array([row.length for row in rows])
     seeds = np.array([p.seed or 0 for p in params], dtype=np.int64)
     noise = torch.from_numpy(uniform(seeds, positions))[:, None].to(logits.device)
     return torch.searchsorted(cumulative, noise * cumulative[:, -1:], right=True)[:, 0]

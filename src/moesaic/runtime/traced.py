@@ -134,9 +134,9 @@ class TracedBrain:
 class TracedExecutor(Executor):
     """Its steps and runs are seen, piece by piece."""
 
-    def __init__(self, timeline: Timeline, *parts: Any) -> None:
-        """parts: of an Executor."""
-        super().__init__(*parts)
+    def __init__(self, timeline: Timeline, *parts: Any, **named: Any) -> None:
+        """parts, named: of an Executor."""
+        super().__init__(*parts, **named)
         self._timeline = timeline
 
     def execute(self, action: Action) -> None:

@@ -12,11 +12,13 @@ from moesaic.core.metrics import WorkerStats
 from moesaic.experts.client import RoutedExperts
 from moesaic.policy.brain.actions import (
     Action,
+    Admit,
     Arrived,
     Brain,
     Cancelled,
     Event,
     LayerDone,
+    Release,
     RunLayer,
     RunStep,
     StepDone,
@@ -62,13 +64,10 @@ class Worker:
         self._settled = -1
 
     def run(self) -> None:
-        """Until the engine says so or is gone."""
+        """Until the engine says so. Raises ConnectionLost when it, or another rank of the group, is gone."""
         self._events.append(Arrived([]))  # a brain that has something to say first can say it
-        try:
-            while not self._stopping:
-                self.turn(timeout=None)
-        except ConnectionLost:
-            return  # nobody is left to work for
+        while not self._stopping:
+            self.turn(timeout=None)
 
     def turn(self, timeout: float | None) -> bool:
         """Take in what arrived and handle one event.
@@ -154,14 +153,21 @@ class Worker:
             self._events.append(done)
 
     def _carry_out(self, actions: list[Action]) -> None:
-        """One after another. After an error the worker can go on: the brain hears that the step failed."""
+        """One after another. After an error the worker can go on: the brain hears that the step failed, and
+        the sampler knows whom the brain knows. Releases come first: who hears the last token may end this
+        process at once, and what is recorded of a request has its end by then."""
+        left = deque(sorted(actions, key=lambda action: not isinstance(action, Release)))
         try:
-            for action in actions:
-                self._executor.execute(action)
+            while left:
+                self._executor.execute(left[0])
+                left.popleft()
             self._events += self._executor.progress()
         except BaseException:
             begun = [action.plan.step for action in actions if isinstance(action, RunStep | RunLayer)]
             self._events += map(StepFailed, {*begun, *self._executor.abandon()})
+            for action in left:
+                if isinstance(action, Admit | Release):
+                    self._executor.execute(action)
             raise
 
     def _report(self, now: float) -> None:

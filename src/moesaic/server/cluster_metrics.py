@@ -55,7 +55,8 @@ class ClusterCollector(Collector):
         for name, text, value in (
             ("process_deaths", "Processes that ended unasked.", counters.process_deaths),
             ("failovers", "Servers that clients lost or gave up with rows under way.", counters.failovers),
-            ("false_failovers", "Of those, servers that had not died.", counters.false_failovers),
+            ("silent_failovers", "Of those, servers given up for silence.", counters.silent_failovers),
+            ("false_failovers", "Of those, servers that came back.", counters.false_failovers),
             ("resent_pairs", "(row, expert) pairs sent again.", counters.resent_pairs),
             (
                 "moved_requests",
@@ -65,6 +66,9 @@ class ClusterCollector(Collector):
             ("rebalances", "Changes of the placement for balance.", counters.rebalances),
         ):
             yield self._counter(name, text, [((), value)])
+        missed: Series = [(("ttft",), counters.missed_ttft), (("itl",), counters.missed_itl)]
+        text = "First tokens, and tokens, that came later than --slo-ttft and --slo-itl."
+        yield self._counter("slo_violations", text, missed, "objective")
 
     def _locality(self, layers: Sequence[LayerLocality]) -> Iterator[CounterMetricFamily]:
         """Local activation rate: the second over the first."""

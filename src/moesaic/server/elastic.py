@@ -17,10 +17,10 @@ from moesaic.server.service import Cluster, Service, Serving
 router = APIRouter(route_class=StrictJsonRoute)
 
 
-@router.get("/v1/fault_tolerance/status", responses=errors(401, 404))
+@router.get("/v1/fault_tolerance/status", responses=errors(401, 403, 404))
 async def status(service: Serving) -> ClusterStatus:
-    """Every process, who holds experts, and what failed."""
-    return _cluster(service).report()
+    """Every process, which experts each server holds, copies of each expert, and what failed."""
+    return _cluster(service, "it names processes and addresses").report()
 
 
 @router.post("/scale_elastic_ep", responses=errors(400, 401, 403, 404, 409, 413, 503))
@@ -29,11 +29,7 @@ async def scale(body: ScaleRequest, service: Serving) -> ClusterStatus:
 
     Requests go on meanwhile. When it fails, everything is as it was.
     """
-    if not service.may_change:
-        raise Problem(
-            403, "changes are off: start the server with --api-key, or on a loopback --host", code="forbidden"
-        )
-    cluster = _cluster(service)
+    cluster = _cluster(service, "changes are off")
     if body.expert_servers is None and body.attention_workers is None:
         raise Problem(400, "the body: expert_servers or attention_workers is needed")
     service.engine.require_serving()
@@ -44,7 +40,12 @@ async def scale(body: ScaleRequest, service: Serving) -> ClusterStatus:
     return cluster.report()
 
 
-def _cluster(service: Service) -> Cluster:
+def _cluster(service: Service, closed: str) -> Cluster:
+    """closed: why strangers get none."""
+    if not service.may_change:
+        raise Problem(
+            403, f"{closed}: start the server with --api-key, or on a loopback --host", code="forbidden"
+        )
     if service.cluster is None:
         raise Problem(
             404,

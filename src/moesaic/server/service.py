@@ -72,7 +72,7 @@ class Service:
     cluster: Cluster | None = None
     """The processes behind the engine; None: there is one."""
     may_change: bool = True
-    """Whether clients (with the key, where one is needed) may change the cluster."""
+    """Whether clients (with the key, where one is needed) may change the cluster, and see who is in it."""
 
     def __post_init__(self) -> None:
         try:

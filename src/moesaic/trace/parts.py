@@ -49,18 +49,22 @@ def folder_of(file: Path) -> Path:
 def collecting(trace: str | None) -> Iterator[None]:
     """The processes of the block write parts of `trace`; when it and they have ended, that file has them all.
 
-    None: there is no trace. Raises ConfigError, before the block, when the file cannot be written.
+    A run that began nothing leaves no file behind. None: there is no trace. Raises ConfigError, before the
+    block, when the file cannot be written.
     """
     if trace is None:
         yield
         return
     file = Path(trace)
+    fresh = not file.exists()
     _prepare(trace, file)
     try:
         yield
     finally:
         try:
             join(file)
+            if fresh and not file.stat().st_size:
+                file.unlink()
         except OSError as error:
             LOG.warning("%s: %s; the parts of the trace are in %s", file, error.strerror, folder_of(file))
 

@@ -10,8 +10,10 @@ import json
 import logging
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from moesaic.core.errors import ConfigError
 from moesaic.trace.parts import order_of, process_of
@@ -19,6 +21,21 @@ from moesaic.trace.parts import order_of, process_of
 LOG = logging.getLogger(__name__)
 WINDOW = 1 << 20
 """Bytes of the file that are mapped at a time, some 8000 events."""
+
+
+MOST_IDS = 1 << 22
+"""More than a process's id on Linux: further rows have numbers above it."""
+
+
+class Row:
+    """A row beside a process's first one, for the same thread to write."""
+
+    def __init__(self, write: Callable[..., None]) -> None:
+        self._write = write
+
+    def span(self, name: str, begin: float, end: float, **arguments: object) -> None:
+        """As `Track.span`, in this row."""
+        self._write("X", name, args=arguments, **_microseconds(begin, end))
 
 
 class Track:
@@ -51,12 +68,23 @@ class Track:
         Whole microseconds, both rounded down: spans that lie in each other or one after another still do.
         Example: span("layer 3", 1.0000019, 1.0000051, rows=8) is at 1000001, of length 4.
         """
-        start = int(begin * 1e6)
-        self._event("X", name, ts=start, dur=int(end * 1e6) - start, args=arguments)
+        self._event("X", name, args=arguments, **_microseconds(begin, end))
+
+    def row(self, name: str, number: int) -> Row:
+        """Another row of this process, `number` places (from 1) below the first.
+
+        Example: row("link down", 3) of expert server 0 -> "expert server 0: link down"
+        """
+        ids = {"pid": self._ids["pid"], "tid": self._ids["tid"] + number * MOST_IDS}
+        self._name(f"{self._process}: {name}", ids)
+        return Row(partial(self._event, ids=ids))
 
     def count(self, what: str, value: int) -> None:
-        """There are so many of something from now on; a row of its own below the others."""
-        self._event("C", f"{self._process}: {what}", ts=int(self.now() * 1e6), args={what: value})
+        """There are so many of something from now on; a row of its own below the others.
+
+        Perfetto puts the argument's name behind the event's: "expert server 0: pairs waiting".
+        """
+        self._event("C", f"{self._process}:", ts=int(self.now() * 1e6), args={what: value})
 
     def close(self) -> None:
         """Give the file back; nothing more is written. A process that ends needs no close."""
@@ -68,13 +96,17 @@ class Track:
     def _name_row(self) -> None:
         """For the viewer the launcher is a process and the others are its threads: rows below each other."""
         self._event("M", "process_name", args={"name": "moesaic"})
-        self._event("M", "thread_name", args={"name": self._process})
-        self._event("M", "thread_sort_index", args={"sort_index": order_of(self._process)})
+        self._name(self._process)
 
-    def _event(self, kind: str, name: str, **fields: object) -> None:
+    def _name(self, name: str, ids: Mapping[str, int] | None = None) -> None:
+        self._event("M", "thread_name", ids, args={"name": name})
+        self._event("M", "thread_sort_index", ids, args={"sort_index": order_of(self._process)})
+
+    def _event(self, kind: str, name: str, ids: Mapping[str, int] | None = None, **fields: object) -> None:
+        """ids: of the row, where it is not the first."""
         if self._window is None:
             return
-        event = {"ph": kind, "name": name, **self._ids, **fields}
+        event = {"ph": kind, "name": name, **(ids or self._ids), **fields}
         self._write(json.dumps(event, separators=(",", ":")).encode() + b",\n")
 
     def _write(self, line: bytes) -> None:
@@ -107,3 +139,9 @@ class Track:
         self._size += WINDOW
         self._at = 0
         return window
+
+
+def _microseconds(begin: float, end: float) -> dict[str, Any]:
+    """Both rounded down. Example: 1.0000019 to 1.0000051 -> at 1000001, of length 4."""
+    start = int(begin * 1e6)
+    return {"ts": start, "dur": int(end * 1e6) - start}

@@ -1,9 +1,14 @@
-"""Where a server listens: "unix:/path" or "tcp:host:port"."""
+"""Where a server listens: "unix:/path", "unix:@name" or "tcp:host:port".
+
+A name is no file (Linux's abstract sockets): nothing is left of it, however its process ends.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
+import struct
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +17,11 @@ from moesaic.core.errors import ConfigError
 
 _PATH_BYTES = 107
 """The longest path of a Unix socket."""
-_ALLOWED = f"unix:/path of at most {_PATH_BYTES} bytes, or tcp:host:port with an IPv6 host in [brackets]"
+_ALLOWED = (
+    f"unix:/path or unix:@name of at most {_PATH_BYTES} bytes, "
+    "or tcp:host:port with an IPv6 host in [brackets]"
+)
+_NAMED = "@"
 
 IDLE_SECONDS, PROBE_SECONDS, PROBES = 10, 5, 3
 """A host that vanished is found out after 25 s of silence, also while nothing is sent."""
@@ -24,11 +33,16 @@ UNIX_BUFFER_BYTES = 1 << 20
 
 
 class Address(NamedTuple):
-    """`path` for a Unix socket, or `host` and `port` (0: any free one)."""
+    """`path` for a Unix socket (@name; @ alone: any free one), or `host` and `port` (0: any free one)."""
 
     path: str = ""
     host: str = ""
     port: int = 0
+
+    @property
+    def file(self) -> str | None:
+        """That is there as long as somebody listens."""
+        return self.path if self.path and not self.path.startswith(_NAMED) else None
 
     def __str__(self) -> str:
         if self.path:
@@ -52,9 +66,14 @@ def parse(text: str) -> Address:
 
 
 def bind(address: Address) -> tuple[socket.socket, Address]:
-    """A listening socket, and where it really is. Raises ConfigError if that is not possible."""
+    """A listening socket, and where it really is. Raises ConfigError if that is not possible.
+
+    Whoever knows it can connect to a name: see `foreign`.
+    """
+    if address.path == _NAMED:
+        address = Address(path=f"{_NAMED}moesaic-{secrets.token_hex(8)}")
     try:
-        sock = _bind_unix(address.path) if address.path else _bind_tcp(address)
+        sock = _bind_unix(address) if address.path else _bind_tcp(address)
     except OSError as error:
         raise ConfigError.field(
             "address", str(address), f"one that is free ({error.strerror or error})"
@@ -88,7 +107,7 @@ def _connected(sock: socket.socket, path: str) -> bool:
     """False while the listener's queue is full, which a Unix socket with a timeout does not wait for."""
     sock.setblocking(False)
     try:
-        sock.connect(path)
+        sock.connect(_kernel_name(path))
     except BlockingIOError:
         return False
     return True
@@ -107,19 +126,32 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_SECONDS * 1000)
 
 
+def foreign(sock: socket.socket) -> bool:
+    """Whether another user's process is at the other end of a connected Unix socket."""
+    if sock.family != socket.AF_UNIX:
+        return False
+    _, user, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(user != os.geteuid())
+
+
 def _bind_tcp(address: Address) -> socket.socket:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     return socket.create_server((address.host, address.port), family=family, backlog=128)
 
 
-def _bind_unix(path: str) -> socket.socket:
-    """A socket that only this user can connect to. What a dead process left at the path is replaced."""
+def _kernel_name(path: str) -> str:
+    return path.replace(_NAMED, "\0", 1) if path.startswith(_NAMED) else path
+
+
+def _bind_unix(address: Address) -> socket.socket:
+    """To a file only this user can connect. What a dead process left at the path is replaced."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if _left_behind(path):
-            Path(path).unlink()
-        sock.bind(path)
-        Path(path).chmod(0o600)  # before anybody can connect: it does not listen yet
+        if address.file and _left_behind(address.file):
+            Path(address.file).unlink()
+        sock.bind(_kernel_name(address.path))
+        if address.file:
+            Path(address.file).chmod(0o600)  # before anybody can connect: it does not listen yet
         sock.listen(128)
     except OSError:
         sock.close()

@@ -49,6 +49,10 @@ def check_terms(terms: Terms) -> None:
         raise ConfigError.field("heap_bytes", terms.heap_bytes, f"{MIN_HEAP} to {MAX_HEAP}")
 
 
+class Refused(ConnectionLost):
+    """The other end does not take our secret: asking again changes nothing."""
+
+
 class Deadline:
     """The moment by which a handshake has to be done, whatever its steps take."""
 
@@ -64,16 +68,18 @@ class Deadline:
 
 
 def prove_as_client(sock: socket.socket, secret: bytes, terms: Terms, deadline: Deadline) -> None:
-    """The client's side. Raises ConnectionLost if the server does not know the secret, or OSError."""
+    """The client's side. Raises Refused where the secrets differ, else ConnectionLost or OSError."""
     mine = secrets.token_bytes(NONCE)
     _send(sock, MAGIC + mine, deadline)
     nonces = mine + _nonce(sock, deadline)
     packed = _TERMS.pack(terms.kind.encode(), terms.heap_bytes)
     _send(sock, packed + _proof(secret, b"client", nonces, packed), deadline)
-    if not hmac.compare_digest(
-        read_exactly(sock, PROOF, deadline), _proof(secret, b"server", nonces, packed)
-    ):
-        raise ConnectionLost("the server does not know the secret")
+    try:
+        proof = read_exactly(sock, PROOF, deadline)
+    except ConnectionLost as lost:
+        raise Refused("the other end closed the connection during the handshake: another secret?") from lost
+    if not hmac.compare_digest(proof, _proof(secret, b"server", nonces, packed)):
+        raise Refused("the server does not know the secret")
 
 
 def prove_as_server(sock: socket.socket, secret: bytes, deadline: Deadline) -> Terms:

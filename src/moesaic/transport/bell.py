@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 
 
 class Bell:
     """A pipe that never fills: `ring` makes `fileno` readable until `clear`."""
 
     def __init__(self) -> None:
+        self._closing = threading.Lock()
+        self._closed = False
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._reading, False)
         os.set_blocking(self._writing, False)
@@ -20,10 +23,11 @@ class Bell:
         return self._reading
 
     def ring(self) -> None:
-        """From any thread."""
+        """From any thread. Nothing happens after `close`: the descriptor may be somebody else's by then."""
         self.rung = True
-        with contextlib.suppress(BlockingIOError, OSError):  # full: it rings already; closed: nobody listens
-            os.write(self._writing, b"\0")
+        with self._closing, contextlib.suppress(BlockingIOError):  # full: it rings already
+            if not self._closed:
+                os.write(self._writing, b"\0")
 
     def clear(self) -> None:
         """Before looking at what it rang for."""
@@ -35,5 +39,7 @@ class Bell:
                 pass
 
     def close(self) -> None:
-        os.close(self._reading)
-        os.close(self._writing)
+        with self._closing:
+            self._closed = True
+            os.close(self._reading)
+            os.close(self._writing)

@@ -32,7 +32,7 @@ class Frames:
 
     def __init__(self, sock: socket.socket, wanted: Wanted) -> None:
         sock.setblocking(False)
-        self.lost: str | None = None
+        self.lost: ConnectionLost | None = None
         """Why nothing comes any more."""
         self.unsent = 0
         """Bytes that the socket did not take yet."""
@@ -94,10 +94,10 @@ class Frames:
                 if not self._read():
                     return
         except ConnectionLost as lost:
-            self.lost = str(lost)
+            self.lost = lost.again()
 
     def close(self) -> None:
-        self.lost = self.lost or "this end is closed"
+        self.lost = self.lost or ConnectionLost("this end is closed")
         self._deaf = True
         self._drop_outbox()
         self._wanted = iter(())

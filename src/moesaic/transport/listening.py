@@ -105,7 +105,7 @@ class Listener:
         self._socket.setblocking(False)
         self.address = str(where)
         """With the real port."""
-        self._path = where.path
+        self._file = where.file
         self._lock = threading.Lock()
         self._pending: dict[socket.socket, threading.Thread] = {}
         self._done: deque[Answerer] = deque()
@@ -146,8 +146,8 @@ class Listener:
         self._socket.close()
         for descriptor in (self._bell, self._stop):
             os.close(descriptor)
-        if self._path:
-            Path(self._path).unlink(missing_ok=True)
+        if self._file:
+            Path(self._file).unlink(missing_ok=True)
 
     def _accept(self) -> None:
         poller = select.poll()
@@ -196,6 +196,8 @@ class Listener:
                 del self._pending[sock]
 
     def _handshake(self, sock: socket.socket) -> Answerer:
+        if addresses.foreign(sock):
+            raise ConnectionLost("a process of another user")
         deadline = Deadline(self._seconds)
         terms = prove_as_server(sock, self._secret, deadline)
         if terms.heap_bytes > self._max_heap:

@@ -14,7 +14,7 @@ import select
 import socket
 import time
 
-from moesaic.core.errors import ConnectionLost
+from moesaic.core.errors import ConnectionLost, DamagedMessage
 from moesaic.core.tokens import IntArray
 from moesaic.transport import _shm
 from moesaic.transport.calls import Call, Incoming, refuse
@@ -31,7 +31,7 @@ class _ShmEnd:
         sock.setblocking(False)
         self._socket = sock
         self._end = core
-        self._lost: str | None = None
+        self._lost: ConnectionLost | None = None
         self._next_look = 0.0
 
     events = select.POLLIN
@@ -51,7 +51,7 @@ class _ShmEnd:
             self._look()  # a ring that is heard is not heard again
 
     def close(self) -> None:
-        self._lost = self._lost or "this end is closed"
+        self._lost = self._lost or ConnectionLost("this end is closed")
         self._end.close()
         self._socket.close()
 
@@ -64,26 +64,26 @@ class _ShmEnd:
             self._next_look = now + LOOK_SECONDS
             self._look()
         if self._lost is not None and not self._end.ready():
-            raise ConnectionLost(self._lost)
+            raise self._lost.again()
 
     def _look(self) -> None:
         """Take the rings from the socket, and see whether it has ended."""
         try:
             if not self._socket.recv(4096):
-                self._lost = _GONE
+                self._lost = ConnectionLost(_GONE)
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
-            self._lost = f"the other end is gone: {error.strerror or error}"
+            self._lost = ConnectionLost(f"the other end is gone: {error.strerror or error}")
 
     def _check(self) -> None:
         if self._lost is not None:
-            raise ConnectionLost(self._lost)
+            raise self._lost.again()
 
     def _broken(self, error: Exception) -> ConnectionLost:
-        self._lost = self._lost or str(error)
+        self._lost = DamagedMessage(str(error))
         self._end.close()
-        return ConnectionLost(self._lost)
+        return self._lost.again()
 
 
 class ShmCaller(_ShmEnd):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from moesaic.core.errors import ConnectionLost
+from moesaic.core.errors import ConnectionLost, DamagedMessage
 from moesaic.core.tokens import IntArray
 from moesaic.transport.blocks import Block, Blocks
 from moesaic.transport.calls import MAX_CALLS, MAX_ROWS, Call, Incoming, Outstanding, refuse
@@ -62,16 +62,14 @@ class StreamCall:
 class _StreamEnd:
     """The socket, and what both ends do with it."""
 
-    def __init__(self, sock: socket.socket, heap_bytes: int) -> None:
+    def __init__(self, sock: socket.socket, heap_bytes: int, wanted: Iterator[list[memoryview]]) -> None:
+        """wanted: where the next bytes that arrive belong."""
         self._heap_bytes = heap_bytes
         self._used = 0
         """Bytes of heap_bytes in calls whose rows are not all out."""
         self.blocks = Blocks(heap_bytes)
         self._header = memoryview(bytearray(HEADER.size))
-        self._frames = Frames(sock, self._wanted())
-
-    def _wanted(self) -> Iterator[list[memoryview]]:
-        raise NotImplementedError
+        self._frames = Frames(sock, wanted)
 
     @property
     def events(self) -> int:
@@ -101,11 +99,11 @@ class StreamCaller(_StreamEnd):
         self._calls: dict[int, StreamCall] = {}
         self._number = 0
         self._news: list[tuple[Call, IntArray]] = []
-        super().__init__(sock, heap_bytes)
+        super().__init__(sock, heap_bytes, self._wanted())
 
     def open(self, request_bytes: int, rows: int, row_bytes: int) -> Call | None:
         if self._frames.lost is not None:
-            raise ConnectionLost(self._frames.lost)
+            raise self._frames.lost.again()
         size = room(request_bytes, rows, row_bytes)
         if min(request_bytes, row_bytes) < 0 or not 1 <= rows <= MAX_ROWS or size > self._heap_bytes:
             raise refuse(request_bytes, rows, row_bytes, self._heap_bytes)
@@ -122,7 +120,7 @@ class StreamCaller(_StreamEnd):
         if mine._state != "open":
             raise ValueError("the call was posted")
         if self._frames.lost is not None:
-            raise ConnectionLost(self._frames.lost)
+            raise self._frames.lost.again()
         mine._state = "posted"
         header = HEADER.pack(REQUEST, mine.rows, mine.number, mine.row_bytes, len(mine.request))
         if not self._frames.push([memoryview(header), mine.request]):
@@ -132,7 +130,7 @@ class StreamCaller(_StreamEnd):
         self._frames.pump()
         if not self._news:
             if self._frames.lost is not None:
-                raise ConnectionLost(self._frames.lost)
+                raise self._frames.lost.again()
             return []
         news, self._news = self._news, []
         return news
@@ -164,13 +162,13 @@ class StreamCaller(_StreamEnd):
             call = self._calls.get(number)
             known = kind == ROWS and call is not None and call._state != "open"
             if not known or call is None or not 1 <= count <= call._outstanding.count:
-                raise ConnectionLost(f"the server sent a damaged frame (kind {kind}, call {number})")
+                raise DamagedMessage(f"the server sent a damaged frame (kind {kind}, call {number})")
             named = np.empty(count, "<u4")
             yield [named.data.cast("B")]
             try:
                 call._outstanding.take(named)
             except ValueError as error:
-                raise ConnectionLost(f"the server sent a damaged frame: {error}") from None
+                raise DamagedMessage(f"the server sent a damaged frame: {error}") from None
             indices = named.astype(np.int64)
             yield pieces(call._answer, indices, call.row_bytes)
             self._arrived(call, indices)
@@ -211,13 +209,13 @@ class StreamAnswerer(_StreamEnd):
         self._retired: deque[tuple[int, tuple[Block, Block]]] = deque()
         """Calls that are done: once so many bytes have left the outbox, their memory is free."""
         self._news: list[Incoming] = []
-        super().__init__(sock, heap_bytes)
+        super().__init__(sock, heap_bytes, self._wanted())
 
     def poll(self) -> list[Incoming]:
         self._frames.pump()
         if not self._news:
             if self._frames.lost is not None:
-                raise ConnectionLost(self._frames.lost)
+                raise self._frames.lost.again()
             return []
         news, self._news = self._news, []
         return news
@@ -242,9 +240,9 @@ class StreamAnswerer(_StreamEnd):
             known = kind == REQUEST and 1 <= rows <= MAX_ROWS and number not in self._open
             # A client that reads its answers never has more than its heap in calls, or waiting to be sent.
             if not known or max(self._used + size, self._frames.unsent) > self._heap_bytes:
-                raise ConnectionLost(f"the client sent a damaged frame (kind {kind}, call {number})")
+                raise DamagedMessage(f"the client sent a damaged frame (kind {kind}, call {number})")
             if len(self._open) == MAX_CALLS:
-                raise ConnectionLost(f"the client sent more than {MAX_CALLS} calls")
+                raise DamagedMessage(f"the client sent more than {MAX_CALLS} calls")
             self._reuse()
             request = self.blocks.take(request_bytes)
             yield [request.data[:request_bytes]]

@@ -2,6 +2,9 @@
 
 A thread drains the socket into an inbox as bytes arrive, so a sender never waits for a peer that
 is busy with a step. The end of the stream is seen at once, also while nobody calls `receive`.
+
+A peer that is frozen drains nothing. What the socket does not take then waits in an outbox, which a second
+thread empties and which is there only as long as there is something in it: `send` never blocks.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import queue
 import socket
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable
 
 from moesaic.core.errors import ConnectionLost
@@ -19,6 +23,8 @@ from moesaic.transport import codec
 _LENGTH = struct.Struct("<Q")
 MAX_FRAME = 1 << 30
 """Bytes. A longer frame is no message of ours."""
+MAX_UNSENT = 1 << 28
+"""Bytes in the outbox with which a peer that takes nothing counts as gone."""
 
 
 class StreamConnection:
@@ -40,36 +46,99 @@ class StreamConnection:
         self._inbox: queue.SimpleQueue[Message | ConnectionLost] = queue.SimpleQueue()
         self._lost: ConnectionLost | None = None
         self._sending = threading.Lock()
+        """Of all below."""
+        self._outbox: deque[memoryview] = deque()
+        self._unsent = 0
+        """Bytes in the outbox."""
+        self._deaf: str | None = None
+        """Why the peer takes nothing any more."""
         sock.setblocking(True)
         self._reader = threading.Thread(target=self._read, name="moesaic-transport", daemon=True)
         self._reader.start()
 
     def send(self, message: Message) -> None:
+        """What the peer does not take at once goes out behind this call's back, also if the process ends."""
         payload = codec.encode(message)
-        try:
-            with self._sending:
-                self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
-        except OSError as error:
-            raise ConnectionLost(f"the other end is gone: {error.strerror or error}") from error
+        frame = memoryview(_LENGTH.pack(len(payload)) + payload)
+        with self._sending:
+            if self._deaf is not None:
+                raise ConnectionLost(self._deaf)
+            if self._unsent > MAX_UNSENT:
+                self._end(f"the other end leaves {self._unsent} bytes untaken")
+                self._shut()
+                raise ConnectionLost(self._deaf)
+            if not self._outbox:
+                frame = frame[self._try(frame) :]
+            if not len(frame):
+                return
+            self._outbox.append(frame)
+            self._unsent += len(frame)
+            if len(self._outbox) == 1:
+                # No daemon: what was sent is with the peer, or the peer is gone, before this process ends.
+                threading.Thread(
+                    target=self._write, args=(frame,), name="moesaic-outbox", daemon=False
+                ).start()
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        if self._lost is not None:
-            raise self._lost
-        try:
-            item = self._inbox.get(block=timeout != 0, timeout=timeout)
-        except queue.Empty:
-            return None
-        if isinstance(item, ConnectionLost):
+        if self._lost is None:
+            try:
+                item = self._inbox.get(block=timeout != 0, timeout=timeout)
+            except queue.Empty:
+                return None
+            if not isinstance(item, ConnectionLost):
+                return item
             self._lost = item
-            raise item
-        return item
+        raise self._lost.again()
+
+    def ended(self, timeout: float) -> bool:
+        """Whether the peer says nothing more, waiting at most `timeout` seconds for that."""
+        self._reader.join(timeout)
+        return not self._reader.is_alive()
 
     def close(self) -> None:
+        """Drops what is in the outbox: that of a frozen peer would never be empty."""
+        self._shut()
+        self._socket.close()
+
+    def _shut(self) -> None:
+        """Wakes both threads."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # the peer closed first
-        self._socket.close()
+
+    def _try(self, frame: memoryview) -> int:
+        """How many of these bytes the socket takes without waiting. Raises ConnectionLost."""
+        try:
+            return self._socket.send(frame, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self._deaf = f"the other end is gone: {error.strerror or error}"
+            raise ConnectionLost(self._deaf) from error
+
+    def _write(self, frame: memoryview) -> None:
+        """`frame`, the first in the outbox, and those behind it, waiting for the peer."""
+        while True:
+            try:
+                self._socket.sendall(frame)
+            except OSError as error:
+                with self._sending:
+                    self._end(f"the other end is gone: {error.strerror or error}")
+                return
+            with self._sending:
+                if self._deaf is not None:
+                    return
+                self._unsent -= len(self._outbox.popleft())
+                if not self._outbox:
+                    return
+                frame = self._outbox[0]
+
+    def _end(self, why: str) -> None:
+        """The peer takes nothing any more. What it said before may still be read."""
+        self._deaf = self._deaf or why
+        self._outbox.clear()
+        self._unsent = 0
 
     def _read(self) -> None:
         """Frames into the inbox until the stream ends, for whatever reason."""
@@ -80,7 +149,7 @@ class StreamConnection:
                     raise ConnectionLost(f"the peer announced a frame of {length} bytes")
                 self._put(codec.decode(self._read_exactly(length)))
         except ConnectionLost as lost:
-            self._put(lost)
+            self._put(lost.again())
         except OSError as error:
             self._put(ConnectionLost(f"the other end is gone: {error.strerror or error}"))
         except Exception as error:  # a bug of ours: whoever receives must not wait for ever

@@ -17,6 +17,8 @@ from moesaic.policy.cocluster.ours import dense
 from moesaic.policy.cocluster.solver import rooms
 from tests.policy.cocluster.planted import noise, planted, same_clusters
 
+pytestmark = pytest.mark.slow
+
 
 def layer(seed: int, size: int, k: int, tokens: int = 60, vocab_size: int = 12) -> Counts:
     """Token ids with habits."""
@@ -116,6 +118,11 @@ def test_one_rank_and_one_expert_a_rank() -> None:
     assert upper_bound(profile, 1).tolist() == [1.0, 1.0]
     rows = [dense(counts, 5) for counts in profile.counts]
     assert upper_bound(profile, 5) == pytest.approx([row.max(axis=1).sum() / row.sum() for row in rows])
+
+
+def test_an_optimum_that_takes_too_long() -> None:
+    with pytest.raises(TimeoutError, match="0.0 seconds"):
+        exact(layer(0, 8, 3), 8, 4, seconds=0.0)
 
 
 def test_refusals() -> None:

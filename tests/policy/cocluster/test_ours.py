@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -12,13 +13,24 @@ from hypothesis import strategies as st
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Counts, Profile, SmallArray
 from moesaic.core.tokens import IntArray
-from moesaic.policy.cocluster import kmeans, ours
-from moesaic.policy.cocluster.ours import Search, anneal, chosen, dense, place, polish
+from moesaic.policy.cocluster import kmeans, ours, speculative
+from moesaic.policy.cocluster.ours import (
+    Search,
+    anneal,
+    chosen,
+    crossed,
+    dense,
+    mixed,
+    overload,
+    place,
+    polish,
+)
 from moesaic.policy.cocluster.solver import rooms
 from moesaic.policy.cocluster.tokens import rank_choices
 from tests.policy.cocluster.planted import noise, planted, same_clusters
 
-QUICK = Search(steps=600, hot=0.02, cold=1e-3)
+pytestmark = pytest.mark.slow
+QUICK = Search(runs=3, steps=600, hot=0.02, cold=1e-3, offspring=2, brief=200)
 
 
 def local(profile: Profile, experts: SmallArray, ranks: int) -> float:
@@ -59,7 +71,7 @@ def test_as_good_as_every_placement(seed: int) -> None:
     room = rooms(7, 3)
     every = {tuple(row) for row in permutations(np.repeat(np.arange(3), room).tolist())}
     best = max(local(profile, np.array([row], dtype=np.int16), 3) for row in every)
-    search = Search(spare=1.0, steps=3000, hot=0.02, cold=1e-3)
+    search = replace(QUICK, spare=1.0, evener=None, steps=3000)
     assert local(profile, ours.solve(profile, 3, search=search).experts, 3) == best
 
 
@@ -69,7 +81,8 @@ def test_more_local_than_k_means(seed: int) -> None:
     profile = noise(seed, size=24, layers=1, k=4, requests=60)
     rival = kmeans.solve(profile, 4, seed)
     most = carried(profile, rival.experts, 4).max()
-    search = Search(spare=float(most / profile.loads.sum()) - 1 / 4, runs=2, steps=4000, hot=0.01)
+    spare = float(most / profile.loads.sum()) - 1 / 4
+    search = Search(spare, evener=None, runs=2, steps=4000, hot=0.01, offspring=4, brief=1000)
     found = ours.solve(profile, 4, seed, search=search)
     assert local(profile, found.experts, 4) > 1.01 * local(profile, rival.experts, 4)
     assert carried(profile, found.experts, 4).max() <= 1.005 * most
@@ -84,7 +97,9 @@ def test_a_rank_carries_no_more_than_its_cap() -> None:
     loads = counts.loads(8)
 
     def most(spare: float) -> tuple[float, float]:
-        found = place(counts, 8, 2, np.random.default_rng(1), Search(spare=spare, steps=2000))
+        found = place(
+            counts, 8, 2, np.random.default_rng(1), replace(QUICK, spare=spare, evener=None, steps=2000)
+        )
         choices = rank_choices(counts, found.astype(np.int16), 2)
         return np.bincount(found, loads).max() / loads.sum(), choices.max(axis=1).sum() / loads.sum()
 
@@ -121,7 +136,7 @@ def test_every_rank_has_its_share_of_the_experts(
     ranks = data.draw(st.integers(1, size))
     profile = noise(seed, size, layers, k=min(2, size))
     steps: list[tuple[int, int]] = []
-    search = Search(steps=40, runs=1, heads=4, sample=3, polish=6)
+    search = Search(steps=40, runs=1, heads=4, sample=3, polish=6, offspring=2, brief=20)
     found = ours.solve(profile, ranks, seed, lambda *step: steps.append(step), search)
     again = ours.solve(profile, ranks, seed, search=search)
     for row in found.experts:
@@ -151,6 +166,43 @@ def test_anneal_returns_the_best_that_it_saw() -> None:
     start = np.arange(12) // 4
     found = anneal(layer, start, np.random.default_rng(0), Search(steps=50, hot=1e3, cold=1e3))
     assert same_clusters(found, start)
+
+
+def test_more_local_and_evener_than_cross_entropy() -> None:
+    """Whatever `spare` would let a rank carry."""
+    counts = noise(0, size=24, layers=1, k=4, requests=60).counts[0]
+    rows, loads = dense(counts, 24), counts.loads(24).astype(np.float64)
+    rival = speculative.searched(rows, 4, np.random.default_rng(3), speculative.Search())
+    search = Search(spare=1.0, runs=2, steps=4000, hot=0.01, offspring=4, brief=1000)
+    found = place(counts, 24, 4, np.random.default_rng(3), search)
+    rates = [float((rows @ np.eye(4)[labels]).max(axis=1).sum()) for labels in (found, rival)]
+    assert rates[0] > rates[1]
+    assert overload(found, loads, 4) <= 0.9 * overload(rival, loads, 4) + 0.001
+
+
+def test_overload_worked_example() -> None:
+    assert overload(np.array([0, 1]), np.array([5.0, 3.0]), 2) == 0.125
+
+
+def test_mixtures_keep_what_both_agree_on() -> None:
+    rows = np.ones((6, 4), dtype=np.float32)
+    layer = ours._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 2, Search())
+    one, other = np.array([0, 0, 0, 1, 1, 1]), np.array([1, 1, 0, 0, 0, 1])
+    found = {tuple(mixed(layer, one, other, np.random.default_rng(seed)).tolist()) for seed in range(20)}
+    assert found == {(0, 0, 0, 1, 1, 1), (0, 0, 1, 1, 1, 0)}
+
+
+def test_offspring_is_at_least_as_good_as_its_parents() -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.gamma(0.2, size=(16, 80)).astype(np.float32)
+    layer = ours._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 4, Search(spare=0.05))
+    runs = [rng.permutation(np.arange(16) % 4) for _ in range(3)]
+    best = max(layer.value(run) for run in runs)
+    kept = crossed(layer, list(runs), rng, Search(offspring=0))
+    assert layer.value(kept) == best
+    found = crossed(layer, list(runs), rng, Search(offspring=4, brief=300, warm=0.01))
+    assert layer.value(found) > best
+    assert np.bincount(found).tolist() == [4, 4, 4, 4]
 
 
 def test_a_sample_weighs_what_it_stands_for() -> None:

@@ -71,6 +71,7 @@ def test_rooms_worked_example() -> None:
     assert rooms(8, 4).tolist() == [2, 2, 2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", [name for name in SOLVERS if name != "ours"])
 @settings(max_examples=25, deadline=None)
 @given(st.data())

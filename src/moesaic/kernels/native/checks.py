@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 STORED = frozenset({torch.float32, torch.bfloat16})
-"""Types that weights and caches may be stored in. Arithmetic is float32."""
+"""Types that weights may be stored in. Sums are float32."""
+CACHED = STORED | {torch.int8}
+"""Types that a KV cache may be stored in."""
 
 
 def shape(tensor: torch.Tensor, *wanted: int) -> None:
@@ -61,3 +63,14 @@ def wide(stored: torch.Tensor, *wanted: int) -> bool:
     if not stored.is_contiguous():
         raise TypeError("a weight is not dense")
     return stored.dtype is torch.float32
+
+
+def cache(stored: torch.Tensor, *wanted: int) -> int:
+    """Bytes of a number in a KV cache of this shape (of any, if none is given). Raises as `wide` does."""
+    if wanted:
+        shape(stored, *wanted)
+    if stored.dtype not in CACHED:
+        raise TypeError(f"a KV cache: got {stored.dtype}; allowed: float32, bfloat16, int8")
+    if not stored.is_contiguous():
+        raise TypeError("a KV cache is not dense")
+    return stored.dtype.itemsize

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.cache import stored_width, width_of
 from moesaic.kernels.native import _native, checks
 from moesaic.kernels.native.memory import MEMORY
 from moesaic.kernels.weights import ExpertWeights
@@ -224,12 +225,12 @@ def join(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def store(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Rows [n, Hkv, d] into slots [n] of a cache [blocks, block_size, Hkv, d]."""
-    _, _, heads, width = checks.axes(cache, 4)
-    n, wide = len(rows), checks.wide(cache)
+    """Rows [n, Hkv, d] into slots [n] of a cache [blocks, block_size, Hkv, stored width]."""
+    heads, width = checks.axes(cache, 4)[2], width_of(cache)
+    n, item = len(rows), checks.cache(cache)
     rows = checks.rows(rows, n, heads, width)
     places = checks.exact(slots, n, dtype=torch.int64)
-    _native.store(rows.data_ptr(), places, cache.data_ptr(), n, heads * width, wide)
+    _native.store(rows.data_ptr(), places, cache.data_ptr(), n, heads, width, item)
 
 
 def paged_attention(
@@ -242,23 +243,24 @@ def paged_attention(
     value_width: int | None = None,
 ) -> torch.Tensor:
     """Softmax attention of each row over its own sequence, up to its own position; see the reference."""
-    blocks, block_size, kv_heads, key_width = checks.axes(keys, 4)
+    blocks, block_size, kv_heads, _ = checks.axes(keys, 4)
     n, heads, _ = checks.axes(query, 3)
-    query, wide = checks.rows(query, batch.batch.num_rows, heads, key_width), checks.wide(keys)
-    in_keys = values is None or values.data_ptr() == keys.data_ptr()
-    width = value_width if value_width is not None else (keys if values is None else values).shape[-1]
-    if heads % kv_heads or block_size != batch.block_size or (in_keys and width > key_width):
+    key_width, item = width_of(keys), checks.cache(keys)
+    query = checks.rows(query, batch.batch.num_rows, heads, key_width)
+    if values is not None and values.data_ptr() == keys.data_ptr() and item > 1:
+        value_width = values.shape[-1] if value_width is None else value_width
+        values = None
+    width = value_width if value_width is not None else width_of(keys if values is None else values)
+    if heads % kv_heads or block_size != batch.block_size or (values is None and width > key_width):
         raise ValueError(f"query {tuple(query.shape)} and keys {tuple(keys.shape)} do not fit")
-    if (
-        values is not None
-        and not in_keys
-        and checks.wide(values, blocks, block_size, kv_heads, width) != wide
-    ):
-        raise TypeError("keys and values differ in type")
+    if values is not None:
+        stored = (blocks, block_size, kv_heads, stored_width(width, keys.dtype))
+        if checks.cache(values, *stored) != item:
+            raise TypeError("keys and values differ in type")
     out = MEMORY.empty(n, heads, width)
     _native.attention(
-        query.data_ptr(), keys.data_ptr(), 0 if in_keys or values is None else values.data_ptr(),
+        query.data_ptr(), keys.data_ptr(), 0 if values is None else values.data_ptr(),
         *batch.addresses, out.data_ptr(), n, *batch.sizes, heads, kv_heads, key_width, width,
-        sliding_window or 0, scale, wide,
+        sliding_window or 0, scale, item,
     )  # fmt: skip
     return out

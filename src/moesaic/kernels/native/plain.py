@@ -11,7 +11,7 @@ from moesaic.kernels.native import _native
 
 
 def use(name: str | None = None) -> str:
-    """Picks an instruction set, None for the fastest. Returns its name; ValueError if this CPU has it not."""
+    """Picks an instruction set, None for auto's. Returns its name; ValueError if this CPU has it not."""
     sets = _native.instruction_sets()
     name = sets[0] if name is None else name
     if name not in sets:

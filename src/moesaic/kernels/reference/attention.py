@@ -11,6 +11,8 @@ import torch
 from torch.nn import functional
 
 from moesaic.kernels.batch import AttentionBatch, Chunk, DecodeGroup
+from moesaic.kernels.cache import width_of
+from moesaic.kernels.reference.cache import decode
 
 SCORE_NUMBERS = 1 << 22
 """Most scores (or mask entries) that a chunk holds at once: 16 MiB in float32."""
@@ -30,11 +32,12 @@ def paged_attention(
     """Softmax attention of each row over its own sequence, up to its own position.
 
     query [n, Hq, dk] float32; keys [blocks, block_size, Hkv, dk] and values [blocks, block_size, Hkv,
-    dv] in any float type, this step's rows already written. values None: the value is the first
-    `value_width` numbers of the key (latent attention). A row sees the last `sliding_window` tokens,
-    itself among them; None means all. Returns [n, Hq, dv] float32.
+    dv] in any float type, or in int8 with their scales behind them (`kernels.cache`), this step's rows
+    already written. values None: the value is the first `value_width` numbers of the key (latent
+    attention). A row sees the last `sliding_window` tokens, itself among them; None means all. Returns
+    [n, Hq, dv] float32.
     """
-    width = value_width if value_width is not None else (keys if values is None else values).shape[-1]
+    width = value_width if value_width is not None else width_of(keys if values is None else values)
     out = query.new_empty(query.shape[0], query.shape[1], width)
     for group in batch.decode:
         blocks, begin = _window(group, batch.block_size, sliding_window)
@@ -55,10 +58,10 @@ def _gather(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens of blocks [g, w] in order: keys [g, t, Hkv, dk] and values [g, t, Hkv, dv], float32."""
     flat = blocks.reshape(-1)
-    key = keys.index_select(0, flat).float().view(len(blocks), -1, *keys.shape[2:])
+    key = decode(keys.index_select(0, flat)).view(len(blocks), -1, keys.shape[2], width_of(keys))
     if values is None:
         return key, key[..., :width]
-    return key, values.index_select(0, flat).float().view(len(blocks), -1, *values.shape[2:])
+    return key, decode(values.index_select(0, flat)).view(len(blocks), -1, values.shape[2], width)
 
 
 def _window(group: DecodeGroup, block_size: int, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,7 +139,7 @@ def attention_plain(
     value_width: int | None = None,
 ) -> torch.Tensor:
     """The same, row after row and head after head: slow, obvious, the test of the fast form."""
-    width = value_width if value_width is not None else (keys if values is None else values).shape[-1]
+    width = value_width if value_width is not None else width_of(keys if values is None else values)
     out = torch.empty(query.shape[0], query.shape[1], width)
     flat = [
         (int(row), blocks, int(length))
@@ -149,8 +152,8 @@ def attention_plain(
         ]
     for row, blocks, length in flat:
         first = 0 if sliding_window is None else max(0, length - sliding_window)
-        key = keys[blocks].flatten(0, 1)[first:length].float()
-        value = key[..., :width] if values is None else values[blocks].flatten(0, 1)[first:length].float()
+        key = decode(keys[blocks].flatten(0, 1)[first:length])
+        value = key[..., :width] if values is None else decode(values[blocks].flatten(0, 1)[first:length])
         for head in range(query.shape[1]):
             shared = head * keys.shape[2] // query.shape[1]
             scores = (key[:, shared] @ query[row, head]) * scale

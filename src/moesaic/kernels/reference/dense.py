@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from moesaic.kernels.reference.cache import encode
 from moesaic.kernels.reference.product import product
 
 
@@ -73,8 +74,10 @@ def rope(
 
 
 def store(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Writes rows [n, Hkv, d] to slots [n] (block * block_size + offset) of [blocks, block_size, Hkv, d]."""
-    cache.flatten(0, 1).index_copy_(0, slots, rows.to(cache.dtype))
+    """Writes rows [n, Hkv, d] to slots [n] (block * block_size + offset) of a cache [blocks, block_size, Hkv,
+    stored width], in any float type or int8.
+    """
+    cache.flatten(0, 1).index_copy_(0, slots, encode(rows, cache.dtype))
 
 
 def embed(table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

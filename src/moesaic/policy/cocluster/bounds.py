@@ -64,10 +64,11 @@ BALANCE, GROWTH = 10.0, 1.5
 """ADMM's penalty changes by this factor where one residual is so many times the other."""
 
 
-def exact(counts: Counts, num_experts: int, ranks: int) -> tuple[float, IntArray]:
+def exact(counts: Counts, num_experts: int, ranks: int, seconds: float = np.inf) -> tuple[float, IntArray]:
     """The best local activation rate of a small layer, and ranks [E] that reach it.
 
-    Raises ConfigError where `ranks` is not in 1 .. num_experts or can be filled in more than GROUPS ways.
+    Raises ConfigError where `ranks` is not in 1 .. num_experts or can be filled in more than GROUPS ways,
+    TimeoutError where the optimum was not proved in `seconds`.
     Example: a token that chooses experts 0 and 2, one that chooses 1 and 3, 2 ranks -> 1.0, ranks 0 1 0 1.
     """
     room = rooms(num_experts, ranks)
@@ -98,8 +99,10 @@ def exact(counts: Counts, num_experts: int, ranks: int) -> tuple[float, IntArray
         ),
         integrality=np.repeat([1, 0], [groups, tokens * groups]),
         bounds=Bounds(0.0, 1.0),
-        options={"mip_rel_gap": 0.0},
+        options={"mip_rel_gap": 0.0, "time_limit": seconds},
     )
+    if found.status != 0:
+        raise TimeoutError(f"no optimum was proved in {seconds} seconds")
     taken = held[found.x[:groups] > 0.5]
     return float(-found.fun / rows.sum()), taken.argmax(axis=0).astype(np.int64)
 

@@ -1,4 +1,4 @@
-"""Our own co-clustering: exact exchanges of experts under an annealing schedule, with a cap on a rank's load.
+"""Our own co-clustering: exact exchanges of experts, annealed and crossed, with a cap on a rank's load.
 
 The objective of a layer is what a user measures: every token id goes to the rank where most of its choices
 are, and the sum over token ids of the choices there is as large as can be. Other solvers maximise a stand-in
@@ -9,29 +9,35 @@ objective itself, tokens choosing anew:
  1. *Frequent token ids count each for itself*; of the rarer ones a sample stands for all, each by its weight
     over its likelihood of being drawn, so that no assignment is favoured.
  2. *Annealing* (Kirkpatrick et al. 1983) from random assignments: an expert, another rank and a few of its
-    experts are drawn, and one of these exchanges, or none, is taken by the heat bath. Several runs.
- 3. *Polishing* of each run's best on more token ids: expert after expert takes its best exchange that gains,
-    until there is none. The best of these is taken.
+    experts are drawn, and one of these exchanges, or none, is taken by the heat bath. Runs end up 2 % apart.
+ 3. *Offspring*: the best run and mixtures of two are annealed again, warm and briefly. The placement of
+    speculative.py is one of those that are mixed.
+ 4. *Polishing* of the best one on more token ids: expert after expert takes its best exchange that gains,
+    until there is none.
 
 *Balance* is a cap, not a weight: what a rank carries above its fair share and `spare` of the layer's choices
 costs `price` choices each. A cap means the same in every model, a weight (theta in Speculative MoE, never
-given) does not. To compare with a solver of imbalance m (max over mean) on R ranks, give spare (m - 1) / R.
+given) does not. How much balance the best places cost differs from model to model; so the cap also keeps
+below what cross-entropy comes to (`evener`), the most local of the others. To compare with a solver of
+imbalance m (max over mean) on R ranks, give spare (m - 1) / R and no `evener`.
 
 *Not kept*, since held-out tokens were no more local with them: counting a token id that was seen n times
-n / (n + prior) of its choices, which is what shrinking its shares towards the layer's comes to where ranks
-are balanced; and labelling rare token ids by their choices in all layers (linear empirical Bayes).
+n / (n + prior) of its choices; the posterior mean of a token id's choices in place of its counts, in the
+objective or as labels (linear empirical Bayes over the experts of the layer, or of all layers).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import linear_sum_assignment
 
 from moesaic.core.clusters import Clusters
 from moesaic.core.profile import Counts, Profile
 from moesaic.core.tokens import IntArray
+from moesaic.policy.cocluster import speculative
 from moesaic.policy.cocluster.layers import each_alone
 from moesaic.policy.cocluster.solver import Progress, rooms
 
@@ -49,15 +55,24 @@ class Search:
     spare: float = 0.025
     """Share of a layer's choices that a rank may carry beyond its fair one, in the profile: 0.025 is 1.05
     times the mean on 2 ranks and 1.2 times on 8. More is more local."""
+    evener: float | None = 0.9
+    """... and at most this share of what the busiest rank of cross-entropy's placement carries; None: `spare`
+    alone."""
     price: float = 2.0
     """Choices that one choice above that costs."""
     heads: int = 2048
     """Most frequent token ids that count each for itself while annealing."""
     sample: int = 1024
     """Rarer ones that stand for the rest."""
-    runs: int = 3
+    runs: int = 4
     steps: int = 24_000
     """Of one run."""
+    offspring: int = 8
+    """Shorter runs, from what was found."""
+    brief: int = 10_000
+    """Steps of such a run."""
+    warm: float = 1e-3
+    """Its first temperature."""
     width: int = 4
     """Exchanges that a step looks at."""
     hot: float = 3e-3
@@ -91,10 +106,50 @@ def place(counts: Counts, num_experts: int, ranks: int, rng: np.random.Generator
         return labels
     rows = dense(counts, num_experts)
     loads = rows.sum(axis=0, dtype=np.float64)
+    rival = speculative.searched(rows, ranks, rng, speculative.Search())
+    if search.evener is not None:
+        search = replace(search, spare=min(search.spare, search.evener * overload(rival, loads, ranks)))
     small = _Layer.of(chosen(rows, search.heads, search.sample, rng), loads, ranks, search)
     large = _Layer.of(chosen(rows, search.polish // 2, search.polish // 2, rng), loads, ranks, search)
     runs = [anneal(small, rng.permutation(labels), rng, search) for _ in range(search.runs)]
-    return max((polish(large, run) for run in runs), key=large.value)
+    return polish(large, crossed(small, [*runs, polish(small, rival)], rng, search))
+
+
+def overload(labels: IntArray, loads: FloatArray, ranks: int) -> float:
+    """Share of loads that the busiest rank carries beyond its fair one. Example: 5 and 3 -> 0.125."""
+    return float(np.bincount(labels, loads, ranks).max() / loads.sum() - 1 / ranks)
+
+
+def crossed(layer: _Layer, runs: list[IntArray], rng: np.random.Generator, search: Search) -> IntArray:
+    """The best assignment [E] of `runs` and their offspring: short runs, each of which replaces the worst.
+
+    By turns they start from the best one and from a mixture of two. Worse ones are dropped.
+    """
+    brief = replace(search, hot=search.warm, steps=search.brief)
+    values = [layer.value(run) for run in runs]
+    for turn in range(search.offspring):
+        best, worst = int(np.argmax(values)), int(np.argmin(values))
+        one, other = rng.choice(len(runs), 2, replace=False) if len(runs) > 1 else (best, best)
+        start = mixed(layer, runs[one], runs[other], rng) if turn % 2 else runs[best]
+        found = anneal(layer, start, rng, brief)
+        if (value := layer.value(found)) > values[worst]:
+            runs[worst], values[worst] = found, value
+    return runs[int(np.argmax(values))]
+
+
+def mixed(layer: _Layer, one: IntArray, other: IntArray, rng: np.random.Generator) -> IntArray:
+    """[E] `one`, with the experts that `other` has elsewhere exchanged at random.
+
+    Ranks mean nothing by themselves: those of `other` are numbered so that most load agrees with `one`.
+    Example: 0 0 0 1 1 1 and 1 1 0 0 0 1, which agree but for experts 2 and 5: these change places, or don't.
+    """
+    shared = np.zeros((layer.ranks, layer.ranks))
+    np.add.at(shared, (other, one), layer.loads)
+    numbers = linear_sum_assignment(shared, maximize=True)[1]
+    free = (numbers[other] != one).nonzero()[0]
+    found = one.copy()
+    found[free] = rng.permutation(one[free])
+    return found
 
 
 # ---- which tokens count
@@ -163,6 +218,9 @@ class _State:
         self.carried = np.bincount(labels, weights=layer.loads, minlength=layer.ranks)
         """[R] loads."""
         self.local = self._local()
+        every = range(layer.ranks)
+        self._rest = [[[r for r in every if r not in (here, there)] for there in every] for here in every]
+        """The ranks beside two."""
 
     def _local(self) -> float:
         return float(self.choices.max(axis=0).sum(dtype=np.float64))
@@ -175,7 +233,7 @@ class _State:
         given += self.choices[here] - layer.rows[expert]
         np.maximum(best, given, out=best)
         if layer.ranks > 2:
-            np.maximum(best, np.delete(self.choices, (here, there), axis=0).max(axis=0), out=best)
+            np.maximum(best, self.choices.take(self._rest[here][there], axis=0).max(axis=0), out=best)
         more = layer.loads[others] - layer.loads[expert]
         gains: FloatArray = best.sum(axis=1, dtype=np.float64) - self.local
         return gains - layer.price * (self._over(here, more) + self._over(there, -more))

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 from moesaic.collectives.one_shot import OneShotGroup
 from moesaic.config import WorkerConfig
@@ -28,8 +29,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine decides when its workers end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     secret = bytes.fromhex(sys.stdin.readline())
-    for task in (_end_with_the_first, _live):
-        threading.Thread(target=task, daemon=True).start()
+    threading.Thread(target=_end_with_the_first, args=(Path(arguments.socket),), daemon=True).start()
+    threading.Thread(target=_live, daemon=True).start()
     config = WorkerConfig.from_json(arguments.config)
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
@@ -52,8 +53,12 @@ def _live() -> None:
             time.sleep(ALIVE_SECONDS)
 
 
-def _end_with_the_first() -> None:
+def _end_with_the_first(meeting: Path) -> None:
+    """meeting: the socket, alone in its folder; still there where the first one ended before all had met."""
     sys.stdin.read()
+    with contextlib.suppress(OSError):
+        meeting.unlink(missing_ok=True)
+        meeting.parent.rmdir()
     os._exit(0)
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from moesaic.collectives.group import Group
 from moesaic.collectives.one_shot import OneShotGroup
 from moesaic.config import WorkerConfig, worker_environment
+from moesaic.runtime.machine import allowed_cpus, cores
 from moesaic.transport.gathering import gather
 
 ALIVE_SECONDS = 0.2
@@ -105,7 +106,8 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 def of_rank(config: WorkerConfig, rank: int) -> WorkerConfig:
     """What one rank of the group is told: its share of the worker's cores and threads."""
-    size, cpus = config.group.size, config.cpus
+    size = config.group.size
+    cpus = config.cpus or (tuple(allowed_cpus()) if config.model.pin_threads else ())
     mine = cpus[rank * len(cpus) // size : (rank + 1) * len(cpus) // size] if len(cpus) >= size else cpus
-    threads = None if config.most_threads is None else max(1, config.most_threads // size)
-    return replace(config, cpus=mine, most_threads=threads)
+    threads = config.most_threads or len(cpus) or cores()
+    return replace(config, cpus=mine, most_threads=max(1, threads // size))

@@ -7,7 +7,7 @@ sums of the down projection, are added up in the order of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ class GroupExperts:
         self,
         group: Group,
         kernels: Kernels,
-        weights: Mapping[int, ExpertWeights],
+        weights: Callable[[int], ExpertWeights],
         owners: Mapping[int, IntArray],
         counted: Counted,
         expert_ranks: int = 1,
@@ -84,7 +84,7 @@ class GroupExperts:
 
     def _compute(self, layer: int, hidden: torch.Tensor, ids: IntArray) -> torch.Tensor:
         """hidden [p, h] and one expert each -> [p, h]."""
-        return self._kernels.experts(self._weights[layer], hidden, torch.from_numpy(ids)[:, None])[:, 0]
+        return self._kernels.experts(self._weights(layer), hidden, torch.from_numpy(ids)[:, None])[:, 0]
 
 
 def cut(weights: ExpertWeights, part: int, parts: int) -> ExpertWeights:

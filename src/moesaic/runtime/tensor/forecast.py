@@ -20,11 +20,6 @@ NONE: IntArray = np.zeros(0, dtype=np.int64)
 class Scattering(Protocol):
     """Where the rows of a step are put together."""
 
-    @property
-    def name(self) -> str:
-        """Of the form that it makes."""
-        ...
-
     def begin(self, token_ids: IntArray) -> None:
         """Another step, of these rows [n]."""
         ...
@@ -40,8 +35,6 @@ class Scattering(Protocol):
 
 class InOrder:
     """Nothing is expected: rows are scattered in the batch's order."""
-
-    name = "reduce-scatter"
 
     def __init__(self, group: Group) -> None:
         self._ranks = group.size
@@ -71,10 +64,6 @@ class Forecast:
         self._tokens = NONE
         self._past: list[IntArray] = []
         """Ranks of the rows in the last routed layers, two at most."""
-
-    @property
-    def name(self) -> str:
-        return f"shuffled ({self._align})"
 
     def begin(self, token_ids: IntArray) -> None:
         """Ids beyond the tables' vocabulary are taken for its last one."""

@@ -31,11 +31,6 @@ from moesaic.runtime.tensor.forecast import Scattering
 class Form(Protocol):
     """One of the four, on one rank."""
 
-    @property
-    def name(self) -> str:
-        """For people."""
-        ...
-
     def begin(self, token_ids: IntArray) -> None:
         """A step of these rows [n] begins."""
         ...
@@ -62,8 +57,6 @@ def dense_feed_forward(
 class DeepSpeed:
     """`deepspeed`: every rank has every row's sum, and drops the rows of the others."""
 
-    name = "deepspeed"
-
     def __init__(self, group: Group, experts: GroupExperts) -> None:
         self._group, self._experts = group, experts
 
@@ -83,8 +76,6 @@ class DeepSpeed:
 
 class AllReduce:
     """`all-reduce`: no token travels; every rank gates every row and computes what it has the experts for."""
-
-    name = "all-reduce"
 
     def __init__(self, group: Group, experts: GroupExperts) -> None:
         self._group, self._experts = group, experts
@@ -106,10 +97,6 @@ class Scattered:
 
     def __init__(self, group: Group, experts: GroupExperts, scattering: Scattering) -> None:
         self._group, self._experts, self._scattering = group, experts, scattering
-
-    @property
-    def name(self) -> str:
-        return self._scattering.name
 
     def begin(self, token_ids: IntArray) -> None:
         self._scattering.begin(token_ids)

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from moesaic.collectives.group import Group
 from moesaic.config import GroupConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
+from moesaic.core.offload import Offload
 from moesaic.core.placement import Placement
 from moesaic.core.tables import Tables
 from moesaic.core.tokens import IntArray
-from moesaic.kernels import table
+from moesaic.kernels.table import Kernels
+from moesaic.kernels.weights import ExpertWeights
 from moesaic.kvcache.paged import PagedKV
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.shard import Shard
-from moesaic.runtime.loaded import Loaded, device_of, kv_type, load_model
+from moesaic.runtime import offloaded
+from moesaic.runtime.loaded import Loaded, device_of, kv_type, layout_of, load_model
+from moesaic.runtime.tensor import paged
 from moesaic.runtime.tensor.counted import Counted
 from moesaic.runtime.tensor.experts import GroupExperts, cut
 from moesaic.runtime.tensor.forecast import Forecast, InOrder
 from moesaic.runtime.tensor.forms import AllReduce, DeepSpeed, Form, Scattered
-from moesaic.runtime.tensor.sharded import Sharded
+from moesaic.runtime.tensor.sharded import InGroup, InMemory, Sharded
 
 
 def check(config: WorkerConfig) -> None:
@@ -53,6 +58,8 @@ def check(config: WorkerConfig) -> None:
     if config.group.expert_ranks > spec.expert_width:
         width = f"at most the experts' width, {spec.expert_width}"
         raise ConfigError.field("--expert-tensor-parallel-size", config.group.expert_ranks, width)
+    if config.offload is not None:
+        paged.check(config, config.offload)
 
 
 @dataclass(frozen=True)
@@ -64,16 +71,23 @@ class Placed:
     tables: Tables | None
     """Where rows are expected to want them."""
 
+    def of(self, unit: int) -> dict[int, list[int]]:
+        """Layer -> the experts of a unit, ascending."""
+        return {layer: np.flatnonzero(owners == unit).tolist() for layer, owners in self.owners.items()}
+
+    @property
+    def most(self) -> int:
+        """Experts of one layer in one unit."""
+        return max(int(np.bincount(owners).max()) for owners in self.owners.values())
+
 
 def placed(config: WorkerConfig) -> Placed:
     """As the placement's file says, else in equal ranges. Of copies that which the tables expect, or one.
 
     Raises ConfigError for a file that does not fit, and for `shuffled` without tables.
     """
-    group, model = config.group, config.model
+    group, layout = config.group, layout_of(config.model)
     units = group.size // group.expert_ranks
-    path = files.resolve(model.model, model.revision)
-    layout = registry.expert_layout(path, table.pick("cpu", model.kernels), "cpu", model.dtype)
     if group.placement is None:
         found = Placed(equal_owners(layout.layers, layout.num_experts, units), None)
     else:
@@ -101,15 +115,17 @@ def equal_owners(layers: tuple[int, ...], num_experts: int, units: int) -> Mappi
 
 
 def load_rank(config: WorkerConfig, group: Group, where: Placed, progress: Progress | None = None) -> Loaded:
-    """This rank's heads, and the experts that it is given."""
+    """This rank's heads and, where the whole model is in memory, the experts that it is given."""
+    layout, shard = layout_of(config.model), Shard(group.rank, group.size)
+    loaded = load_model(
+        config.model, progress, layout, config.most_threads, shard, own_memory=config.offload is not None
+    )
+    if config.offload is not None:
+        return loaded
     path = files.resolve(config.model.model, config.model.revision)
-    kernels = table.pick("cpu", config.model.kernels)
-    layout = registry.expert_layout(path, kernels, "cpu", config.model.dtype)
-    shard = Shard(group.rank, group.size)
-    loaded = load_model(config.model, progress, layout, config.most_threads, shard)
     unit, part = divmod(group.rank, config.group.expert_ranks)
-    wanted = {layer: np.flatnonzero(owners == unit).tolist() for layer, owners in where.owners.items()}
-    weights = registry.load_experts(path, kernels, wanted, "cpu", config.model.dtype)
+    mapped, dtype = config.model.mmap, config.model.dtype
+    weights = registry.load_experts(path, loaded.kernels, where.of(unit), "cpu", dtype, mapped)
     if config.group.expert_ranks > 1:
         weights = {layer: cut(one, part, config.group.expert_ranks) for layer, one in weights.items()}
     return replace(loaded, model=replace(loaded.model, experts=weights))
@@ -117,13 +133,29 @@ def load_rank(config: WorkerConfig, group: Group, where: Placed, progress: Progr
 
 def join(config: WorkerConfig, group: Group, where: Placed, loaded: Loaded, num_blocks: int) -> Sharded:
     """The parts of a loaded rank, put together. All ranks have as many KV blocks."""
-    model, ranks, counted = loaded.model, config.group.expert_ranks, Counted()
-    owners = {layer: one * ranks for layer, one in where.owners.items()}
-    experts = GroupExperts(group, loaded.kernels, model.experts, owners, counted, ranks)
+    model, counted = loaded.model, Counted()
     size, dtype = config.cache.block_size, kv_type(config.cache, loaded)
     kv = PagedKV(model.spec.kv, model.spec.num_layers, num_blocks, size, dtype, loaded.device, loaded.kernels)
-    form = _form(config.group, group, experts, counted, where.tables)
-    return Sharded(model, kv, size, group, form, counted)
+    if config.offload is not None:
+        return _paged(config, config.offload, group, where, loaded, kv)
+    form = _form(config.group, group, where, loaded.kernels, model.expert_weights, counted)
+    run = InMemory(model, kv, size, group, form).run
+    return Sharded(run, group, _named(config.group, where), InGroup(loaded.kernels, group, counted))
+
+
+def _paged(
+    config: WorkerConfig, offload: Offload, group: Group, where: Placed, loaded: Loaded, kv: PagedKV
+) -> Sharded:
+    """A rank whose experts come from the disk."""
+    counted, kernels = Counted(), loaded.kernels
+    held = offloaded.levels(config, offload, layout_of(config.model), where.of(group.rank))
+    weights = paged.OfPass(held.experts)
+    form = partial(_form, config.group, group, where, kernels, weights, counted)
+    after = paged.Together(loaded.model, group, form, weights)
+    pieces = offloaded.Pieces(loaded, held, after, where.most, kv)
+    passes = offloaded.passes_over(config, offload, pieces)
+    experts = InGroup(kernels, group, counted, passes.stats)
+    return Sharded(passes.run, group, _named(config.group, where), experts)
 
 
 def follower(config: WorkerConfig, group: Group) -> Sharded:
@@ -134,14 +166,28 @@ def follower(config: WorkerConfig, group: Group) -> Sharded:
     return join(config, group, where, loaded, num_blocks)
 
 
+def _named(config: GroupConfig, where: Placed) -> str:
+    """The form, for people."""
+    form = config.form or ("reduce-scatter" if where.tables is None else "shuffled")
+    return f"shuffled ({config.align})" if form == "shuffled" else form
+
+
 def _form(
-    config: GroupConfig, group: Group, experts: GroupExperts, counted: Counted, tables: Tables | None
+    config: GroupConfig,
+    group: Group,
+    where: Placed,
+    kernels: Kernels,
+    weights: Callable[[int], ExpertWeights],
+    counted: Counted,
 ) -> Form:
     """The one that --moe-collectives names."""
+    ranks = config.expert_ranks
+    owners = {layer: one * ranks for layer, one in where.owners.items()}
+    experts = GroupExperts(group, kernels, weights, owners, counted, ranks)
     if config.form == "deepspeed":
         return DeepSpeed(group, experts)
     if config.form == "all-reduce":
         return AllReduce(group, experts)
-    if config.form == "reduce-scatter" or tables is None:
+    if config.form == "reduce-scatter" or where.tables is None:
         return Scattered(group, experts, InOrder(group))
-    return Scattered(group, experts, Forecast(group, counted, tables, config.align, config.expert_ranks))
+    return Scattered(group, experts, Forecast(group, counted, where.tables, config.align, ranks))

@@ -6,10 +6,13 @@ too. All have the same KV blocks under the same numbers, each with the keys and 
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import torch
 
 from moesaic.collectives.group import Group
-from moesaic.core.metrics import ExpertStats, GroupStats
+from moesaic.core.metrics import ExpertStats, GroupStats, PassStats
 from moesaic.core.tokens import TokenBatch
 from moesaic.experts.client import DirectExperts
 from moesaic.kernels.batch import AttentionBatch
@@ -23,17 +26,28 @@ from moesaic.runtime.tensor.forms import Form, dense_feed_forward
 from moesaic.runtime.tensor.steps import pack, unpack
 from moesaic.runtime.walk import Stages, Walk
 
+Run = Callable[[TokenBatch], torch.Tensor]
+"""A step on one rank: hidden states [m, h] of the logit_rows after the last block."""
+
 
 class InGroup(DirectExperts):
     """Steps ask nobody: the experts are inside the form. What remains is what was counted."""
 
-    def __init__(self, kernels: Kernels, group: Group, counted: Counted) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        group: Group,
+        counted: Counted,
+        passes: Callable[[], tuple[PassStats, ...]] = tuple,
+    ) -> None:
+        """passes: so far, of a model that is larger than the fast memory."""
         super().__init__({}, kernels)
-        self._group, self._counted = group, counted
+        self._group, self._counted, self._passes = group, counted, passes
 
     def stats(self) -> ExpertStats:
         traffic, counted = self._group.traffic, self._counted
         return ExpertStats(
+            passes=self._passes(),
             group=GroupStats(
                 all_reduce_bytes=traffic.all_reduce,
                 reduce_scatter_bytes=traffic.reduce_scatter,
@@ -41,21 +55,20 @@ class InGroup(DirectExperts):
                 all_to_all_bytes=traffic.all_to_all,
                 metadata_bytes=traffic.metadata,
                 **vars(counted),
-            )
+            ),
         )
 
 
 class Sharded:
-    """What Forward is for one process."""
+    """What Forward is for one process. The rank's end of the group is closed with it."""
 
-    def __init__(
-        self, model: Model, kv: PagedKV, block_size: int, group: Group, form: Form, counted: Counted
-    ) -> None:
+    def __init__(self, run: Run, group: Group, form: str, experts: InGroup) -> None:
+        """form: its name, for people."""
         self.crew: Crew | None = None
         """The other ranks' processes, of the first rank."""
-        self._model, self._kv, self._block_size = model, kv, block_size
-        self._group, self.form = group, form
-        self.experts = InGroup(model.kernels, group, counted)
+        self.form, self.experts = form, experts
+        self._run, self._group = run, group
+        weakref.finalize(self, group.close)
 
     def begin(self, batch: TokenBatch) -> Walk:
         """On the first rank: start a step on all of them."""
@@ -66,22 +79,34 @@ class Sharded:
         """On the others: compute what the first one begins, until it is gone. Raises ConnectionLost then."""
         with torch.inference_mode():
             while True:
-                self._hidden(unpack(self._group.announce(b"")))
+                self._run(unpack(self._group.announce(b"")))
 
     def _stages(self, batch: TokenBatch) -> Stages:
         yield from ()  # it waits inside the collectives and nowhere else
-        return self._hidden(batch)[torch.from_numpy(batch.logit_rows)]
+        try:
+            return self._run(batch)
+        except BaseException:
+            self._group.close()  # the others stand in the middle of a step
+            raise
 
-    def _hidden(self, batch: TokenBatch) -> torch.Tensor:
-        """[n, h] after the last block."""
+
+class InMemory:
+    """Steps over a model that is in memory, heads and experts of this rank."""
+
+    def __init__(self, model: Model, kv: PagedKV, block_size: int, group: Group, form: Form) -> None:
+        self._model, self._kv, self._block_size = model, kv, block_size
+        self._group, self._form = group, form
+
+    def run(self, batch: TokenBatch) -> torch.Tensor:
+        """See `Run`."""
         attention = AttentionBatch.build(batch, self._block_size, torch.device("cpu"))
         positions = torch.from_numpy(batch.positions)
         hidden = self._model.embed(torch.from_numpy(batch.token_ids))
-        self.form.begin(batch.token_ids)
+        self._form.begin(batch.token_ids)
         for layer, block in enumerate(self._model.blocks):
             partial = to_partial(block, layer, hidden, positions, attention, self._kv)
             if block.routed:
-                hidden = self.form.feed_forward(layer, block, hidden, partial)
+                hidden = self._form.feed_forward(layer, block, hidden, partial)
             else:
                 hidden = dense_feed_forward(self._group, block, hidden, partial)
-        return hidden
+        return hidden[torch.from_numpy(batch.logit_rows)]

@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "rows.h"
+#include "cache.h"
 
 namespace MOESAIC_ISA {
 
@@ -176,17 +176,29 @@ class AttentionOf {
         if (begin >= end) return;
         float* scores = work + lines * key_width_;
         score(unit, origin, begin, end, work, scores);
-        const float* chances[MOST_LINES];
         for (int64_t line = 0; line < lines; line++) {
-            float* own = scores + line * SPLIT;
             int64_t first = std::max(first_of(unit, line / unit.heads) - origin, begin);
             int64_t last = std::min(last_of(unit, line / unit.heads) - origin, end);
-            soften(own, begin, end, first, last, part.most + line, part.sum + line);
-            chances[line] = own + begin;
+            soften(scores + line * SPLIT, begin, end, first, last, part.most + line, part.sum + line);
         }
+        weigh(unit, origin, begin, end, scores, part);
+    }
+
+    // The sum of values origin + [begin, end), each times its chance.
+    void weigh(const Unit& unit, int64_t origin, int64_t begin, int64_t end, float* chances,
+               const Gathered& part) const {
+        int64_t lines = unit.lines();
         const T* values[SPLIT];
         for (int64_t i = begin; i < end; i++) values[i - begin] = value_at(unit, origin + i);
-        outer<T>(chances, lines, values, job_.value_width, end - begin, part.values, value_width_);
+        if constexpr (sizeof(T) == 1) {
+            float scales[SPLIT];
+            int64_t width = job_.values == nullptr ? job_.key_width : job_.value_width;
+            for (int64_t i = begin; i < end; i++) scales[i] = scale_of(values[i - begin], width);
+            rescale(chances, lines, scales, begin, end);
+        }
+        const float* own[MOST_LINES] = {};
+        for (int64_t line = 0; line < lines; line++) own[line] = chances + line * SPLIT + begin;
+        outer<T>(own, lines, values, job_.value_width, end - begin, part.values, value_width_);
         if (value_width_ == job_.value_width) return;
         for (int64_t line = 0; line < lines; line++) {
             float* row = part.values + line * value_width_;
@@ -195,7 +207,7 @@ class AttentionOf {
     }
 
     const T* in_block(const void* cache, int64_t slot, int64_t kv_head, int64_t width) const {
-        return static_cast<const T*>(cache) + (slot * job_.kv_heads + kv_head) * width;
+        return static_cast<const T*>(cache) + (slot * job_.kv_heads + kv_head) * stored<T>(width);
     }
     int64_t slot_of(int64_t sequence, int64_t position) const {
         int64_t block = job_.block_tables[sequence * job_.table_width + position / job_.block_size];
@@ -212,12 +224,25 @@ class AttentionOf {
                float* scores) const {
         const float* rows[MOST_LINES];
         for (int64_t line = 0; line < unit.lines(); line++) rows[line] = query + line * key_width_;
+        int64_t stride = job_.kv_heads * stored<T>(job_.key_width);
+        [[maybe_unused]] float scales[SPLIT];
         for (int64_t i = begin; i < end;) {
             int64_t run = std::min(job_.block_size - (origin + i) % job_.block_size, end - i);
             const T* keys = in_block(job_.keys, slot_of(unit.sequence, origin + i), unit.kv_head, job_.key_width);
-            multiply<T>(rows, unit.lines(), keys, job_.kv_heads * job_.key_width, run, job_.key_width,
-                        scores + i, SPLIT);
+            multiply<T>(rows, unit.lines(), keys, stride, run, job_.key_width, scores + i, SPLIT);
+            if constexpr (sizeof(T) == 1) {
+                for (int64_t r = 0; r < run; r++) scales[i + r] = scale_of(keys + r * stride, job_.key_width);
+            }
             i += run;
+        }
+        if constexpr (sizeof(T) == 1) rescale(scores, unit.lines(), scales, begin, end);
+    }
+
+    // Numbers [begin, end) of each line times the scales of the rows that they belong to.
+    static void rescale(float* numbers, int64_t lines, const float* scales, int64_t begin, int64_t end) {
+        for (int64_t line = 0; line < lines; line++) {
+            float* own = numbers + line * SPLIT;
+            for (int64_t i = begin; i < end; i++) own[i] *= scales[i];
         }
     }
 
@@ -261,7 +286,8 @@ class AttentionOf {
 };
 
 inline void attention(const moesaic::Attention& job) {
-    job.wide ? AttentionOf<float>(job).run() : AttentionOf<bf16>(job).run();
+    if (job.item == 1) return AttentionOf<int8_t>(job).run();
+    job.item == 2 ? AttentionOf<bf16>(job).run() : AttentionOf<float>(job).run();
 }
 
 }  // namespace MOESAIC_ISA

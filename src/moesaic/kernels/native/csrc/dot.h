@@ -11,43 +11,43 @@ namespace MOESAIC_ISA {
 
 constexpr int64_t BLOCK = 1024;
 
+// In a register: GCC would read weights of an AVX2 tile from memory for every row.
+template <class V>
+MOESAIC_INLINE void keep([[maybe_unused]] V& x) {
+#if defined(__AVX2__)
+    asm("" : "+v"(x));
+#endif
+}
+
 template <class T, int R, int C>
-MOESAIC_INLINE void tile_step(Vec (&sums)[R][C], const float* const* rows, const T* const* weights) {
-    for (int half = 0; half < 2; half++) {
+MOESAIC_INLINE void tile_step(Vec (&sums)[R][C], const RowOf<T>* const* rows, const T* const* weights) {
+    using F = Form<T>;
+    using Operand = typename F::Operand;
+    for (int v = 0; v < F::kVectors; v++) {
         if constexpr (R <= C) {
-            Vec x[R];
-            for (int r = 0; r < R; r++) x[r] = load(rows[r] + half * LANES);
+            Operand x[R];
+            for (int r = 0; r < R; r++) x[r] = F::row(rows[r], v);
             for (int c = 0; c < C; c++) {
-                Vec w = half ? high(weights[c]) : low(weights[c]);
+                Operand w = F::stored(weights[c], v);
                 for (int r = 0; r < R; r++) sums[r][c] = fma(x[r], w, sums[r][c]);
             }
         } else {
-            Vec w[C];
-            for (int c = 0; c < C; c++) w[c] = half ? high(weights[c]) : low(weights[c]);
+            Operand w[C];
+            for (int c = 0; c < C; c++) w[c] = F::stored(weights[c], v), keep(w[c]);
             for (int r = 0; r < R; r++) {
-                Vec x = load(rows[r] + half * LANES);
+                Operand x = F::row(rows[r], v);
                 for (int c = 0; c < C; c++) sums[r][c] = fma(x, w[c], sums[r][c]);
             }
         }
     }
 }
 
-// out[r * stride + c] = (or +=) rows[r] . weights[c] over `count` numbers, at most BLOCK. Rows are packed
-// and padded with zeros; weights are not padded. `ahead` numbers further on lie the weights needed next.
-template <class T, int R, int C>
-MOESAIC_INLINE void tile(const float* const* rows, const T* const* weights, int64_t count, int64_t ahead, bool first,
-                 float* out, int64_t stride) {
-    Vec sums[R][C];
-    for (int r = 0; r < R; r++) {
-        for (int c = 0; c < C; c++) sums[r][c] = zero();
-    }
-    const float* x[R];
-    const T* w[C];
-    for (int r = 0; r < R; r++) x[r] = rows[r];
-    for (int c = 0; c < C; c++) w[c] = weights[c];
-    int64_t whole = count / CHUNK * CHUNK;
-    for (int64_t i = 0; i < whole; i += CHUNK) {
-        for (int c = 0; c < C; c++) {
+// Whole chunks of a tile: `count` numbers. `ahead` numbers further on lie the weights needed next; 0: nowhere.
+template <class T, int R, int C, bool kFetch>
+MOESAIC_INLINE void tile_steps(Vec (&sums)[R][C], const RowOf<T>* (&x)[R], const T* (&w)[C], int64_t count,
+                               int64_t ahead) {
+    for (int64_t i = 0; i < count; i += CHUNK) {
+        for (int c = 0; kFetch && c < C; c++) {
             prefetch(w[c] + ahead);
             if (sizeof(T) * CHUNK > 64) prefetch(w[c] + ahead + CHUNK / 2);
         }
@@ -55,42 +55,73 @@ MOESAIC_INLINE void tile(const float* const* rows, const T* const* weights, int6
         for (int r = 0; r < R; r++) x[r] += CHUNK;
         for (int c = 0; c < C; c++) w[c] += CHUNK;
     }
+}
+
+// The total of each sum, in registers until then.
+template <int R, int C>
+MOESAIC_INLINE void fold(const Vec (&sums)[R][C], float (&totals)[R * C + 3]) {
+    Vec flat[R * C + 3];
+    MOESAIC_UNROLL for (int i = 0; i < R * C + 3; i++) flat[i] = i < R * C ? sums[i / C][i % C] : zero();
+    constexpr int kEights = R * C / 8 * 8;
+    MOESAIC_UNROLL for (int i = 0; i < kEights; i += 8) totals8(flat + i, totals + i);
+    MOESAIC_UNROLL for (int i = kEights; i < R * C; i += 4) totals4(flat + i, totals + i);
+}
+
+// out[r * stride + c] = (or +=) rows[r] . weights[c] over `count` numbers, at most BLOCK. Rows are packed
+// and padded with zeros; weights are not padded.
+template <class T, int R, int C>
+MOESAIC_INLINE void tile(const RowOf<T>* const* rows, const T* const* weights, int64_t count, int64_t ahead, bool first,
+                 float* out, int64_t stride) {
+    const RowOf<T>* x[R];
+    const T* w[C];
+    for (int r = 0; r < R; r++) x[r] = rows[r];
+    for (int c = 0; c < C; c++) w[c] = weights[c];
+    int64_t whole = count / CHUNK * CHUNK;
+    T rest[C][CHUNK];
+    if (whole < count) {  // before the sums fill the registers
+        std::memset(rest, 0, sizeof rest);
+        for (int c = 0; c < C; c++) std::memcpy(rest[c], w[c] + whole, size_t(count - whole) * sizeof(T));
+    }
+    Vec sums[R][C];
+    for (int r = 0; r < R; r++) {
+        for (int c = 0; c < C; c++) sums[r][c] = zero();
+    }
+    if (ahead != 0) {
+        tile_steps<T, R, C, true>(sums, x, w, whole, ahead);
+    } else {
+        tile_steps<T, R, C, false>(sums, x, w, whole, 0);
+    }
     if (whole < count) {
-        T rest[C][CHUNK] = {};
-        for (int c = 0; c < C; c++) {
-            std::memcpy(rest[c], w[c], size_t(count - whole) * sizeof(T));
-            w[c] = rest[c];
-        }
+        for (int c = 0; c < C; c++) w[c] = rest[c];
         tile_step<T, R, C>(sums, x, w);
     }
+    float totals[R * C + 3];
+    fold<R, C>(sums, totals);
     for (int r = 0; r < R; r++) {
-        float folded[(C + 3) / 4 * 4];
-        for (int c = 0; c < C; c += 4) {
-            Vec four[4];
-            for (int i = 0; i < 4; i++) four[i] = c + i < C ? sums[r][c + i < C ? c + i : 0] : zero();
-            totals4(four, folded + c);
-        }
         float* to = out + r * stride;
-        for (int c = 0; c < C; c++) to[c] = first ? folded[c] : to[c] + folded[c];
+        const float* from = totals + r * C;
+        for (int c = 0; c < C; c++) to[c] = first ? from[c] : to[c] + from[c];
     }
 }
 
-// Where the weights lie that will be read next, to be fetched while others are used. Columns that several
-// tiles of rows use are fetched once; then every tile fetches its share of what follows them.
+// Where the weights lie that will be read next, to be fetched while others are used: those of the next columns,
+// then what follows all of these. Where several tiles of rows use the columns, every tile fetches its share of that,
+// and float32 columns, which lie in the L2 cache by then, are left there: they would push the rows out of the nearest.
 template <class T>
 struct Fetch {
     const T* then;  // what follows these columns, or null
     int64_t tile, tiles;
 
     int64_t ahead(const T* weights, int64_t group, bool last, int64_t step) const {
-        if (tiles > 1) return then != nullptr && group % tiles == tile ? then - weights : 0;
+        if (tiles > 1 && then != nullptr && group % tiles == tile) return then - weights;
+        if (tiles > 1) return sizeof(T) == 4 || last ? 0 : step;
         return !last ? step : then != nullptr ? then - (weights + group * step) : 0;
     }
 };
 
 // As many columns of a weight matrix as fit a tile of R rows, several times over.
 template <class T, int R>
-inline void strip(const float* const* rows, const T* weights, int64_t ld, int64_t columns, int64_t count,
+inline void strip(const RowOf<T>* const* rows, const T* weights, int64_t ld, int64_t columns, int64_t count,
                   Fetch<T> fetch, bool first, float* out, int64_t stride) {
     // Few rows need several columns, or the multiply-adds wait for each other; with more than four the lines
     // that are read and fetched at one time push each other out of the nearest cache.
@@ -109,7 +140,7 @@ inline void strip(const float* const* rows, const T* weights, int64_t ld, int64_
 }
 
 template <class T, int R>
-inline void strip_of(int64_t n, const float* const* rows, const T* weights, int64_t ld, int64_t columns,
+inline void strip_of(int64_t n, const RowOf<T>* const* rows, const T* weights, int64_t ld, int64_t columns,
                      int64_t count, Fetch<T> fetch, bool first, float* out, int64_t stride) {
     if (n == R) return strip<T, R>(rows, weights, ld, columns, count, fetch, first, out, stride);
     if constexpr (R > 1) {
@@ -121,9 +152,9 @@ inline void strip_of(int64_t n, const float* const* rows, const T* weights, int6
 // Reads each weight once for every TILE_ROWS rows; keep `columns` so few that they stay in the L2 cache.
 // `then`: as many weights that this thread will read next, if it knows.
 template <class T>
-void multiply(const float* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
+void multiply(const RowOf<T>* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
               float* out, int64_t stride, const T* then = nullptr) {
-    const float* block_rows[TILE_ROWS];
+    const RowOf<T>* block_rows[TILE_ROWS];
     int64_t tiles = (n + TILE_ROWS - 1) / TILE_ROWS;
     for (int64_t t = 0; t < tiles; t++) {  // of like size: 8 rows are 4 and 4, not 6 and 2
         int64_t r = n * t / tiles, some = n * (t + 1) / tiles - r;

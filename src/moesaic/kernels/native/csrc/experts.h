@@ -74,7 +74,7 @@ inline void order_bands(const moesaic::Experts& job, int64_t inner, int64_t down
 
 template <class T>
 void inner_strip(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end,
-                 const int64_t* pairs, const float* hidden, float* inner) {
+                 const int64_t* pairs, const RowOf<T>* hidden, RowOf<T>* inner) {
     int64_t columns = std::min(INNER_COLUMNS, end - begin);
     int64_t width = padded(job.h), inner_width = padded(job.w);
     const T* gate = reinterpret_cast<const T*>(job.gate[group.expert]) + begin * job.h;
@@ -82,7 +82,7 @@ void inner_strip(const moesaic::Experts& job, const Group& group, int64_t begin,
     const T* next = begin + columns < end ? gate + columns * job.h : nullptr;
     float left[PANEL * INNER_COLUMNS] = {}, right[PANEL * INNER_COLUMNS] = {};
     for (int64_t first = group.begin; first < group.end; first += PANEL) {
-        const float* x[PANEL];
+        const RowOf<T>* x[PANEL];
         int64_t n = std::min(PANEL, group.end - first);
         for (int64_t i = 0; i < n; i++) x[i] = hidden + job.row_of(pairs[first + i]) * width;
         bool last = first + n == group.end;
@@ -100,13 +100,13 @@ void inner_strip(const moesaic::Experts& job, const Group& group, int64_t begin,
 
 template <class T>
 void down_strip(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end,
-                const int64_t* pairs, const float* inner) {
+                const int64_t* pairs, const RowOf<T>* inner) {
     int64_t columns = std::min(DOWN_COLUMNS, end - begin), inner_width = padded(job.w);
     const T* down = reinterpret_cast<const T*>(job.down[group.expert]) + begin * job.w;
     const T* next = begin + columns < end ? down + columns * job.w : nullptr;
     float sums[PANEL * DOWN_COLUMNS];
     for (int64_t first = group.begin; first < group.end; first += PANEL) {
-        const float* x[PANEL];
+        const RowOf<T>* x[PANEL];
         int64_t n = std::min(PANEL, group.end - first);
         for (int64_t i = 0; i < n; i++) x[i] = inner + (first + i) * inner_width;
         multiply<T>(x, n, down, job.w, columns, job.w, sums, DOWN_COLUMNS,
@@ -119,10 +119,10 @@ void down_strip(const moesaic::Experts& job, const Group& group, int64_t begin, 
 
 // The rows as `multiply` wants them, one after another.
 template <class T>
-const float* packed_rows(const moesaic::Experts& job) {
+const RowOf<T>* packed_rows(const moesaic::Experts& job) {
     if (!job.apart.rows) return packed<T>(job.hidden, job.n, job.h, kRows);
     int64_t width = padded(job.h);
-    float* out = scratch(kRows, job.n * width);
+    RowOf<T>* out = room_of<T>(kRows, job.n * width);
     parallel_rows(job.n, width, [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; row++) {
             pack<T>(reinterpret_cast<const float*>(job.apart.rows[row]), job.h, out + row * width);
@@ -144,8 +144,8 @@ int64_t experts_of(const moesaic::Experts& job) {
     Array<Band> bands(groups.size * (inner_bands + (job.h + down_columns - 1) / down_columns));
     order_bands(job, inner_columns, down_columns, groups, bands);
     for (int64_t g = 0; g < groups.size; g++) groups[g].missing = inner_bands;
-    const float* hidden = packed_rows<T>(job);
-    float* inner = scratch(kInner, total * padded(job.w));
+    const RowOf<T>* hidden = packed_rows<T>(job);
+    RowOf<T>* inner = room_of<T>(kInner, total * padded(job.w));
     parallel(bands.size, 3 * total * job.h * job.w, [&](int64_t task, int) {
         Band band = bands[task];
         Group& group = groups[band.group];
@@ -168,7 +168,7 @@ int64_t experts_of(const moesaic::Experts& job) {
 }
 
 inline int64_t experts(const moesaic::Experts& job) {
-    return job.wide ? experts_of<float>(job) : experts_of<bf16>(job);
+    return job.wide ? experts_of<float>(job) : experts_of<Narrow>(job);
 }
 
 // A dense MLP is one expert that every row is routed to.

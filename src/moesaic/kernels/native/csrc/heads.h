@@ -7,11 +7,11 @@ namespace MOESAIC_ISA {
 
 // Head `head` of rows [first, last): sums over k where the numbers of one output lie together.
 template <class T>
-void head_dot(const moesaic::HeadLinear& job, int64_t head, int64_t first, int64_t last, float* memory) {
+void head_dot(const moesaic::HeadLinear& job, int64_t head, int64_t first, int64_t last, RowOf<T>* memory) {
     int64_t width = padded(job.k);
     const T* weight = static_cast<const T*>(job.weight) + head * job.weight_head;
     for (int64_t begin = first; begin < last; begin += PANEL) {
-        const float* x[PANEL];
+        const RowOf<T>* x[PANEL];
         int64_t n = last - begin < PANEL ? last - begin : PANEL;
         for (int64_t i = 0; i < n; i++) {
             const float* row = job.rows + (begin + i) * job.row_stride + head * job.head_stride;
@@ -48,7 +48,8 @@ void head_linear_of(const moesaic::HeadLinear& job) {
         int64_t head = task / bands, first = task % bands * kBand;
         int64_t last = first + kBand < job.n ? first + kBand : job.n;
         if (job.weight_k == 1) {
-            head_dot<T>(job, head, first, last, worker_scratch(worker, PANEL * padded(job.k)));
+            float* memory = worker_scratch(worker, PANEL * padded(job.k));
+            head_dot<T>(job, head, first, last, reinterpret_cast<RowOf<T>*>(memory));
         } else {
             head_outer<T>(job, head, first, last, worker_scratch(worker, 2 * job.k));
         }
@@ -56,7 +57,7 @@ void head_linear_of(const moesaic::HeadLinear& job) {
 }
 
 inline void head_linear(const moesaic::HeadLinear& job) {
-    job.wide ? head_linear_of<float>(job) : head_linear_of<bf16>(job);
+    job.wide ? head_linear_of<float>(job) : head_linear_of<Narrow>(job);
 }
 
 }  // namespace MOESAIC_ISA

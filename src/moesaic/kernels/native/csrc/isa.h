@@ -8,7 +8,7 @@
 
 namespace moesaic {
 
-// Fastest first; the portable one is always there.
+// Fastest first; the portable one is always there. Behind it what nobody gets who does not ask: it rounds rows.
 std::vector<const Table*> available();
 // The table with this name, or null.
 const Table* find(const std::string& name);

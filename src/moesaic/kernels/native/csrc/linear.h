@@ -53,12 +53,20 @@ inline void parallel_rows(int64_t count, int64_t floats_a_row, const Body& body)
     });
 }
 
+// Memory for packed rows of `numbers` together, whole chunks.
+template <class T>
+inline RowOf<T>* room_of(moesaic::Slot slot, int64_t numbers) {
+    return reinterpret_cast<RowOf<T>*>(scratch(slot, numbers * int64_t(sizeof(RowOf<T>)) / 4));
+}
+
 // Rows [n, k] in the order of T's vectors; the rows themselves where they need no change.
 template <class T>
-inline const float* packed(const float* rows, int64_t n, int64_t k, moesaic::Slot slot) {
-    if (sizeof(T) == 4 && k % CHUNK == 0) return rows;
+inline const RowOf<T>* packed(const float* rows, int64_t n, int64_t k, moesaic::Slot slot) {
+    if constexpr (kInOrder<T>) {
+        if (k % CHUNK == 0) return rows;
+    }
     int64_t width = padded(k);
-    float* out = scratch(slot, n * width);
+    RowOf<T>* out = room_of<T>(slot, n * width);
     parallel_rows(n, width, [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; row++) pack<T>(rows + row * k, k, out + row * width);
     });
@@ -67,8 +75,8 @@ inline const float* packed(const float* rows, int64_t n, int64_t k, moesaic::Slo
 
 // Rows of one task, PANEL at most, and what they are multiplied with.
 template <class T, class Use>
-inline void panels(const float* rows, int64_t width, int64_t n, const Use& use) {
-    const float* some[PANEL];
+inline void panels(const RowOf<T>* rows, int64_t width, int64_t n, const Use& use) {
+    const RowOf<T>* some[PANEL];
     for (int64_t begin = 0; begin < n; begin += PANEL) {
         int64_t count = n - begin < PANEL ? n - begin : PANEL;
         for (int64_t i = 0; i < count; i++) some[i] = rows + (begin + i) * width;
@@ -78,7 +86,7 @@ inline void panels(const float* rows, int64_t width, int64_t n, const Use& use) 
 
 template <class T>
 void linear_of(const moesaic::Linear& job) {
-    const float* rows = packed<T>(job.rows, job.n, job.k, kRows);
+    const RowOf<T>* rows = packed<T>(job.rows, job.n, job.k, kRows);
     int64_t width = padded(job.k);
     // Many rows are split too: a narrow matrix (a gate, a key projection) has few columns to share.
     int64_t bands = job.n > 4 * PANEL ? (job.n + 4 * PANEL - 1) / (4 * PANEL) : 1;
@@ -96,7 +104,7 @@ void linear_of(const moesaic::Linear& job) {
         int64_t begin = strip * COLUMNS;
         int64_t some = part->columns - begin < COLUMNS ? part->columns - begin : COLUMNS;
         const T* weight = static_cast<const T*>(part->weight) + begin * job.k;
-        panels<T>(rows + first * width, width, last - first, [&](int64_t row, int64_t n, const float* const* x) {
+        panels<T>(rows + first * width, width, last - first, [&](int64_t row, int64_t n, const RowOf<T>* const* x) {
             float* out = part->out + (first + row) * part->columns + begin;
             multiply<T>(x, n, weight, job.k, some, job.k, out, part->columns);
             if (part->bias == nullptr) return;
@@ -107,7 +115,7 @@ void linear_of(const moesaic::Linear& job) {
     });
 }
 
-inline void linear(const moesaic::Linear& job) { job.wide ? linear_of<float>(job) : linear_of<bf16>(job); }
+inline void linear(const moesaic::Linear& job) { job.wide ? linear_of<float>(job) : linear_of<Narrow>(job); }
 
 // out[columns] = sum over i of x[i] * weight[i * ld ..], in the order of i: for weights whose columns,
 // not rows, lie together. R rows at once.

@@ -7,6 +7,8 @@
 
 #include <functional>
 #include <mutex>
+#include <stdexcept>
+#include <utility>
 
 #include "isa.h"
 #include "pool.h"
@@ -19,7 +21,6 @@ namespace moesaic {
 namespace {
 
 const Table* active = available().front();
-std::mutex busy;  // scratch memory and the pool have one user at a time
 
 template <class U>
 U* at(Address address) {
@@ -30,12 +31,12 @@ U* at(Address address) {
 template <class Call>
 auto outside_python(const Call& call) {
     nb::gil_scoped_release release;
-    std::lock_guard<std::mutex> lock(busy);
+    std::lock_guard<std::mutex> lock(workshop().busy);
     return call();
 }
 
-// The operations of one step in their order, to be run again in one call: what they read and write stays
-// where it was, what lies there may change.
+// The operations of one step in their order, to be run again in one call, in the workshop of the thread that
+// calls: what they read and write stays where it was, what lies there may change.
 class Tape {
    public:
     // A (token, rank) pair whose expert was not held, or kAllHeld.
@@ -124,15 +125,15 @@ void gated_mlp(Address rows, Address gate, Address up, Address down, Address out
 void attention(Address query, Address keys, Address values, Address query_starts, Address context_lens,
                Address block_tables, Address out, int64_t n, int64_t sequences, int64_t table_width,
                int64_t block_size, int64_t heads, int64_t kv_heads, int64_t key_width, int64_t value_width,
-               int64_t window, float scale, bool wide) {
+               int64_t window, float scale, int64_t item) {
     perform(active->attention,
             Attention{at<float>(query), at<void>(keys), at<void>(values), at<int64_t>(query_starts),
                       at<int64_t>(context_lens), at<int64_t>(block_tables), at<float>(out), n, sequences,
-                      table_width, block_size, heads, kv_heads, key_width, value_width, window, scale, wide});
+                      table_width, block_size, heads, kv_heads, key_width, value_width, window, scale, item});
 }
 
-void store(Address rows, Address slots, Address cache, int64_t n, int64_t width, bool wide) {
-    perform(active->store, Store{at<float>(rows), at<int64_t>(slots), at<void>(cache), n, width, wide});
+void store(Address rows, Address slots, Address cache, int64_t n, int64_t heads, int64_t width, int64_t item) {
+    perform(active->store, Store{at<float>(rows), at<int64_t>(slots), at<void>(cache), n, heads, width, item});
 }
 
 void norm(Address rows, Address added, Address weight, Address sum, Address out, int64_t n, int64_t h,
@@ -179,16 +180,27 @@ std::vector<std::string> names() {
 void use(const std::string& name) {
     const Table* table = find(name);
     if (table == nullptr) throw nb::value_error(("no kernels for " + name + " on this CPU").c_str());
-    std::lock_guard<std::mutex> lock(busy);
+    std::lock_guard<std::mutex> lock(shared_workshop().busy);
     active = table;
 }
 
 void set_threads(int threads, bool pin) {
-    outside_python([&] { configure(threads, pin); });
+    if (has_own_workshop()) throw std::runtime_error("this thread has a pool of its own: call shared_pool() first");
+    outside_python([&] { shared_workshop().configure(threads, pin); });
 }
 
 int threads() {
     return outside_python([] { return pool().threads(); });
+}
+
+void own_pool(int threads, std::vector<int> cpus) {
+    nb::gil_scoped_release release;
+    own_workshop(threads, std::move(cpus));
+}
+
+void shared_pool() {
+    nb::gil_scoped_release release;
+    return_to_shared();
 }
 
 }  // namespace
@@ -197,15 +209,19 @@ int threads() {
 NB_MODULE(_native, m) {
     using namespace moesaic;
     // A child forked in the middle of another thread's operation would find the mutex taken for ever.
-    pthread_atfork([] { busy.lock(); }, [] { busy.unlock(); }, [] { busy.unlock(); });
+    pthread_atfork([] { shared_workshop().busy.lock(); }, [] { shared_workshop().busy.unlock(); },
+                   [] { shared_workshop().busy.unlock(); });
     nb::set_leak_warnings(false);  // a recording may outlive the interpreter's last look
     m.doc() = "CPU kernels over addresses and sizes; see ops.py for shapes";
     m.attr("ALL_HELD") = kAllHeld;
-    m.def("instruction_sets", names, "what this CPU can run, fastest first");
+    m.def("instruction_sets", names, "what this CPU can run, fastest first; behind portable: only by name");
     m.def("use", use, "name"_a);
     m.def("active", [] { return std::string(active->name); });
     m.def("set_threads", set_threads, "threads"_a, "pin"_a);
     m.def("threads", threads);
+    m.def("own_pool", own_pool, "threads"_a, "cpus"_a);
+    m.def("shared_pool", shared_pool);
+    m.def("cpus", [] { return workshop().cpus(); });
     m.def("linear1", linear1);
     m.def("linear3", linear3);
     m.def("head_linear", head_linear);

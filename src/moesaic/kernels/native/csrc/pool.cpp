@@ -5,8 +5,8 @@
 
 #include <chrono>
 #include <cstdlib>
-#include <memory>
 #include <new>
+#include <utility>
 
 #if defined(__linux__)
 #include <sched.h>
@@ -58,14 +58,17 @@ void place_this_thread(const std::vector<int>& cpus) {
 #endif
 }
 
+thread_local Workshop* current = nullptr;  // null: the shared one
+
 }  // namespace
 
-Pool::Pool(int threads, const std::vector<int>& cpus) {
+Pool::Pool(int threads, const std::vector<int>& cpus, Workshop* owner) {
     if (!cpus.empty()) place_this_thread({cpus[0]});
     try {
         for (int worker = 1; worker < threads; worker++) {
             int cpu = cpus.empty() ? -1 : cpus[size_t(worker) % cpus.size()];
-            workers_.emplace_back([this, worker, cpu] {
+            workers_.emplace_back([this, worker, cpu, owner] {
+                current = owner;
                 if (cpu >= 0) place_this_thread({cpu});
                 work(worker);
             });
@@ -165,74 +168,110 @@ bool Pool::spin_until(bool (Pool::*ready)(uint32_t) const, uint32_t seen) {
     return true;
 }
 
+Memory::Memory(Memory&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+
+Memory::~Memory() { std::free(data_); }
+
+float* Memory::room(int64_t floats) {
+    if (floats > size_) {
+        std::free(data_);
+        size_ = (floats + floats / 4 + 1023) / 1024 * 1024;
+        data_ = static_cast<float*>(std::aligned_alloc(64, size_t(size_) * 4));
+        if (data_ == nullptr) {
+            size_ = 0;
+            throw std::bad_alloc();
+        }
+    }
+    return data_;
+}
+
 namespace {
 
-std::unique_ptr<Pool> the_pool;
-int wanted_threads = 0;
-bool wanted_pin = false;
-std::vector<int> given_cpus;  // of the thread that was pinned, before it was
+thread_local std::unique_ptr<Workshop> owned;  // ends with its thread
 
-struct Memory {
-    float* data = nullptr;
-    int64_t size = 0;
-
-    float* room(int64_t floats) {
-        if (floats > size) {
-            std::free(data);
-            size = (floats + floats / 4 + 1023) / 1024 * 1024;
-            data = static_cast<float*>(std::aligned_alloc(64, size_t(size) * 4));
-            if (data == nullptr) {
-                size = 0;
-                throw std::bad_alloc();
-            }
-        }
-        return data;
-    }
-};
-
-Memory memories[kSlots];
-std::vector<Memory> worker_memories;
-
-// Threads do not survive a fork: the child starts with no pool, and leaks the parent's records.
-void after_fork() { the_pool.release(); }
+void after_fork() {  // in the child, which has one thread
+    shared_workshop().forget_threads();
+    if (owned) owned->forget_threads();
+}
 
 }  // namespace
 
-Pool& pool() {
-    if (!the_pool) {
+Workshop::~Workshop() { dismiss(); }
+
+void Workshop::dismiss() {
+    pool_.reset();
+    if (!given_.empty()) place_this_thread(given_);  // new threads inherit its cores
+    given_.clear();
+}
+
+void Workshop::forget_threads() { (void)pool_.release(); }
+
+std::vector<int> Workshop::cpus() const { return given_.empty() ? allowed_cpus() : given_; }
+
+Pool& Workshop::pool() {
+    if (!pool_) {
         static bool registered = pthread_atfork(nullptr, nullptr, after_fork) == 0;
         (void)registered;
         std::vector<int> cpus = allowed_cpus();
         int cores = cpus.empty() ? int(std::thread::hardware_concurrency()) : int(cpus.size());
-        int threads = wanted_threads > 0 ? wanted_threads : (cores > 0 ? cores : 1);
-        if (worker_memories.size() < size_t(threads)) worker_memories.resize(size_t(threads));
-        if (wanted_pin) given_cpus = cpus;
-        if (!wanted_pin) cpus.clear();
-        the_pool = std::make_unique<Pool>(threads, cpus);
+        int threads = threads_ > 0 ? threads_ : (cores > 0 ? cores : 1);
+        if (worker_memories_.size() < size_t(threads)) worker_memories_.resize(size_t(threads));
+        if (pin_ && given_.empty()) given_ = cpus;
+        if (!pin_) cpus.clear();
+        pool_ = std::make_unique<Pool>(threads, cpus_.empty() ? cpus : cpus_, this);
     }
-    return *the_pool;
+    return *pool_;
 }
 
-void configure(int threads, bool pin) {
-    int before = wanted_threads;
-    bool pinned = wanted_pin;
-    the_pool.reset();
-    if (!given_cpus.empty()) place_this_thread(given_cpus);  // new threads inherit its cores
-    given_cpus.clear();
-    wanted_threads = threads, wanted_pin = pin;
+void Workshop::configure(int threads, bool pin, std::vector<int> cpus) {
+    int before = threads_;
+    bool pinned = pin_;
+    dismiss();
+    threads_ = threads, pin_ = pin;
+    std::swap(cpus_, cpus);
     try {
         pool();
     } catch (...) {
-        wanted_threads = before, wanted_pin = pinned;
+        dismiss();
+        threads_ = before, pin_ = pinned;
+        std::swap(cpus_, cpus);
         throw;
     }
 }
 
-float* scratch(Slot slot, int64_t floats) { return memories[slot].room(floats); }
+float* Workshop::scratch(Slot slot, int64_t floats) { return memories_[slot].room(floats); }
 
-float* worker_scratch(int worker, int64_t floats) {
-    if (worker_memories.empty()) pool();  // small work runs without asking for the pool
-    return worker_memories[size_t(worker)].room(floats);
+float* Workshop::worker_scratch(int worker, int64_t floats) {
+    if (worker_memories_.empty()) pool();  // small work runs without asking for the pool
+    return worker_memories_[size_t(worker)].room(floats);
 }
+
+Workshop& shared_workshop() {
+    static Workshop* one = new Workshop;  // never ends: threads may compute while the process exits
+    return *one;
+}
+
+Workshop& workshop() { return current != nullptr ? *current : shared_workshop(); }
+
+void own_workshop(int threads, std::vector<int> cpus) {
+    return_to_shared();
+    auto made = std::make_unique<Workshop>();
+    bool pin = !cpus.empty();
+    made->configure(threads, pin, std::move(cpus));
+    owned = std::move(made);
+    current = owned.get();
+}
+
+void return_to_shared() {
+    current = nullptr;
+    owned.reset();
+}
+
+bool has_own_workshop() { return current != nullptr; }
+
+Pool& pool() { return workshop().pool(); }
+float* scratch(Slot slot, int64_t floats) { return workshop().scratch(slot, floats); }
+float* worker_scratch(int worker, int64_t floats) { return workshop().worker_scratch(worker, floats); }
 
 }  // namespace moesaic

@@ -1,15 +1,19 @@
-// One pool of threads per process. Threads that nobody needs sleep.
+// Threads that compute, and the memory that their operations keep: one such workshop for the process, and one
+// for each thread that asks for its own. Threads that nobody needs sleep.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 namespace moesaic {
+
+class Workshop;
 
 // A job is `count` tasks, claimed one at a time by whoever is free: the caller, and every worker that
 // arrives before the job is done. Nobody waits for a worker that has not arrived, so a worker without
@@ -18,8 +22,8 @@ class Pool {
    public:
     using Task = void (*)(void* context, int64_t task, int worker);
 
-    // cpus: where each thread is pinned, the caller (0) among them; empty: nowhere.
-    Pool(int threads, const std::vector<int>& cpus);
+    // cpus: where each thread is pinned, the caller (0) among them; empty: nowhere. owner: whose memory workers use.
+    Pool(int threads, const std::vector<int>& cpus, Workshop* owner);
     ~Pool();
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
@@ -55,13 +59,66 @@ class Pool {
     std::vector<std::thread> workers_;
 };
 
-// The process's pool, made when first used with one thread per core unless `configure` came before.
-Pool& pool();
-// Replaces the pool. threads < 1: one per core that this process may use.
-void configure(int threads, bool pin);
-
 // Memory that is kept from call to call, 64-byte aligned. A slot has one user at a time.
 enum Slot { kRows, kInner, kWork, kSlots };
+
+class Memory {
+   public:
+    Memory() = default;
+    Memory(Memory&& other) noexcept;
+    ~Memory();
+    float* room(int64_t floats);
+
+   private:
+    float* data_ = nullptr;
+    int64_t size_ = 0;
+};
+
+// A pool and the memory of its operations. They compute one at a time: whoever starts one holds `busy`.
+class Workshop {
+   public:
+    Workshop() = default;
+    ~Workshop();
+    Workshop(const Workshop&) = delete;
+    Workshop& operator=(const Workshop&) = delete;
+
+    // Replaces the pool, or fails and changes nothing. threads < 1: one per core that this process may use.
+    // cpus: where to pin; empty with `pin`: to all that this thread may use.
+    void configure(int threads, bool pin, std::vector<int> cpus = {});
+    // Made when first used.
+    Pool& pool();
+    // CPUs that this thread might use before it was pinned.
+    std::vector<int> cpus() const;
+    float* scratch(Slot slot, int64_t floats);
+    float* worker_scratch(int worker, int64_t floats);
+    // In a forked child: threads do not survive, and their records leak.
+    void forget_threads();
+
+    std::mutex busy;
+
+   private:
+    void dismiss();
+
+    std::unique_ptr<Pool> pool_;
+    int threads_ = 0;
+    bool pin_ = false;
+    std::vector<int> cpus_;
+    std::vector<int> given_;  // of the thread that was pinned, before it was
+    Memory memories_[kSlots];
+    std::vector<Memory> worker_memories_;
+};
+
+// The process's, for every thread that did not ask for its own.
+Workshop& shared_workshop();
+// Where the calling thread computes: its own, the one whose worker it is, or the shared one.
+Workshop& workshop();
+// Gives the calling thread its own until it returns to the shared one, or ends.
+void own_workshop(int threads, std::vector<int> cpus);
+void return_to_shared();
+bool has_own_workshop();
+
+// Of the calling thread's workshop. Not inline: each instruction set would compile them for itself.
+Pool& pool();
 float* scratch(Slot slot, int64_t floats);
 float* worker_scratch(int worker, int64_t floats);
 

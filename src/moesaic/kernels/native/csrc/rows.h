@@ -157,18 +157,6 @@ inline void merge(const moesaic::Merge& job) {
 }
 
 template <class T>
-void store_of(const moesaic::Store& job) {
-    parallel_rows(job.n, job.width, [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; r++) {
-            T* to = static_cast<T*>(job.cache) + job.slots[r] * job.width;
-            for (int64_t i = 0; i < job.width; i++) narrow(job.rows[r * job.width + i], to + i);
-        }
-    });
-}
-
-inline void store_rows(const moesaic::Store& job) { job.wide ? store_of<float>(job) : store_of<bf16>(job); }
-
-template <class T>
 void embed_of(const moesaic::Embed& job) {
     parallel_rows(job.n, job.width, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; r++) {

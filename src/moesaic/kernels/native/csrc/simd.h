@@ -1,9 +1,20 @@
-// Vectors of one instruction set: the same few names over AVX-512, AVX2 and portable code.
+// Vectors of one instruction set: the same few names over AVX-512, AVX2 and portable code, and how rows meet
+// weights.
 //
 // Every operation is the same sequence of roundings whoever calls it, so a sum that is written once has
 // the same bits everywhere within one instruction set. The compiler may not contract or reorder: the
 // build passes -ffp-contract=off, and multiply-adds are asked for by name.
 #pragma once
+
+// For loops over registers: a call in between would spill them all. And for prefetches: GCC takes a function that
+// does nothing else for one without effects, and drops its calls.
+#define MOESAIC_INLINE __attribute__((always_inline)) inline
+// So that what a loop indexes stays in registers.
+#if defined(__clang__)
+#define MOESAIC_UNROLL _Pragma("unroll")
+#else
+#define MOESAIC_UNROLL _Pragma("GCC unroll 32")
+#endif
 
 #if defined(MOESAIC_AVX512)
 #include "simd_avx512.h"
@@ -15,9 +26,6 @@
 
 #include <cstdint>
 #include <cstring>
-
-// For loops over registers: a call in between would spill them all.
-#define MOESAIC_INLINE __attribute__((always_inline)) inline
 
 namespace MOESAIC_ISA {
 
@@ -38,6 +46,7 @@ inline float widen(bf16 x) {
     return value;
 }
 inline float widen(float x) { return x; }
+inline float widen(int8_t x) { return float(x); }
 
 inline void narrow(float x, float* out) { *out = x; }
 inline void narrow(float x, bf16* out) {  // to nearest even; NaN stays NaN
@@ -55,20 +64,39 @@ inline Vec low(const float* p) { return load(p); }
 inline Vec high(const float* p) { return load(p + LANES); }
 inline Vec low(const bf16* p) { return widen_even(&p->bits); }
 inline Vec high(const bf16* p) { return widen_odd(&p->bits); }
+inline Vec low(const int8_t* p) { return widen_int8(p); }
+inline Vec high(const int8_t* p) { return widen_int8(p + LANES); }
+
+template <class T>
+constexpr bool kInOrder = sizeof(T) != 2;  // the vectors of a chunk are its halves
+
+// How rows meet stored numbers of type T: the type that rows are packed in, and the vectors of a chunk, which
+// `fma` multiplies.
+template <class T>
+struct Form {
+    using Row = float;
+    using Operand = Vec;
+    static constexpr int kVectors = 2;
+    static Operand row(const float* p, int vector) { return load(p + vector * LANES); }
+    static Operand stored(const T* p, int vector) { return vector ? high(p) : low(p); }
+};
+
+template <class T>
+using RowOf = typename Form<T>::Row;
 
 // Where number i of a row lies once packed for weights of type T.
 template <class T>
 inline int64_t place(int64_t i) {
-    if (sizeof(T) == 4) return i;
+    if (kInOrder<T>) return i;
     int64_t in = i % CHUNK;
     return i - in + in / 2 + (in & 1) * LANES;
 }
 
 // row [count] -> out [padded(count)] in the order of T's vectors, zeros behind.
 template <class T>
-inline void pack(const float* row, int64_t count, float* out) {
+inline void pack(const float* row, int64_t count, RowOf<T>* out) {
     int64_t whole = count / CHUNK * CHUNK;
-    if (sizeof(T) == 4) {
+    if (kInOrder<T>) {
         std::memcpy(out, row, size_t(whole) * 4);
     } else {
         for (int64_t base = 0; base < whole; base += CHUNK) {
@@ -83,6 +111,18 @@ inline void pack(const float* row, int64_t count, float* out) {
         for (int64_t i = whole; i < count; i++) out[place<T>(i)] = row[i];
     }
 }
+
+}  // namespace MOESAIC_ISA
+
+#if defined(MOESAIC_AVX512_BF16)
+#include "pairs_avx512.h"
+#else
+namespace MOESAIC_ISA {
+using Narrow = bf16;  // bf16 weights as products take them
+}
+#endif
+
+namespace MOESAIC_ISA {
 
 // exp(x) to about one unit in the last place; at most x = 88, and below -87 it is exp(-87). NaN stays NaN:
 // of a NaN and a number, vmax and vmin give the second.

@@ -39,12 +39,18 @@ inline Vec widen_odd(const uint16_t* p) {
         _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), mask));
 }
 
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline Vec widen_int8(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+
+MOESAIC_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 // The totals of four vectors, written to out[0..3].
 inline void totals4(const Vec* x, float* out) {
     __m256 c = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(c), _mm256_extractf128_ps(c, 1)));
 }
+
+MOESAIC_INLINE void totals8(const Vec* x, float* out) { totals4(x, out), totals4(x + 4, out + 4); }
 
 }  // namespace MOESAIC_ISA

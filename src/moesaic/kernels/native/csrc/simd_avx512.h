@@ -35,7 +35,11 @@ inline Vec widen_odd(const uint16_t* p) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), mask));
 }
 
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline Vec widen_int8(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+
+MOESAIC_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 inline __m256 fold512(Vec x) {
     __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1));
@@ -48,6 +52,24 @@ inline void totals4(const Vec* x, float* out) {
     __m256 b = _mm256_hadd_ps(fold512(x[2]), fold512(x[3]));
     __m256 c = _mm256_hadd_ps(a, b);
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(c), _mm256_extractf128_ps(c, 1)));
+}
+
+// The same of eight vectors, additions in the same order, half the instructions.
+MOESAIC_INLINE void totals8(const Vec* x, float* out) {
+    Vec half[4], quarter[2];
+    for (int i = 0; i < 4; i++) {
+        Vec a = x[2 * i], b = x[2 * i + 1];
+        half[i] = add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    }
+    for (int i = 0; i < 2; i++) {
+        Vec a = half[2 * i], b = half[2 * i + 1];
+        quarter[i] = add(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+    }
+    Vec a = quarter[0], b = quarter[1];
+    Vec e = add(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+    Vec t = add(_mm512_shuffle_f32x4(e, e, 0x88), _mm512_shuffle_f32x4(e, e, 0xdd));
+    __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_ps(out, _mm256_permutevar8x32_ps(_mm512_castps512_ps256(t), order));
 }
 
 }  // namespace MOESAIC_ISA

@@ -78,11 +78,15 @@ inline Vec widen_odd(const uint16_t* p) {
     return x;
 }
 
-inline void prefetch(const void* p) { __builtin_prefetch(p); }
+inline Vec widen_int8(const int8_t* p) { return Vec{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
+
+MOESAIC_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 
 // The totals of four vectors, written to out[0..3].
 inline void totals4(const Vec* x, float* out) {
     for (int i = 0; i < 4; i++) out[i] = (x[i][0] + x[i][1]) + (x[i][2] + x[i][3]);
 }
+
+MOESAIC_INLINE void totals8(const Vec* x, float* out) { totals4(x, out), totals4(x + 4, out + 4); }
 
 }  // namespace MOESAIC_ISA

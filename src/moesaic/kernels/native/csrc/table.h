@@ -1,5 +1,5 @@
 // What one instruction set offers. Arrays are row-major and dense unless a stride is named; `wide` says
-// that stored numbers are float32, else they are bf16.
+// that stored numbers are float32, else they are bf16. Rows of a KV cache are those of cache.h.
 #pragma once
 
 #include <cstdint>
@@ -81,15 +81,15 @@ struct Attention {
     int64_t n, sequences, table_width, block_size, heads, kv_heads, key_width, value_width;
     int64_t window;  // tokens that a row sees, itself among them; 0: all
     float scale;
-    bool wide;
+    int64_t item;  // bytes of a cached number: 4 float32, 2 bf16, 1 int8 (see cache.h)
 };
 
 struct Store {
-    const float* rows;     // [n, width]
+    const float* rows;     // [n, heads, width]
     const int64_t* slots;  // [n]
-    void* cache;           // [slots, width]
-    int64_t n, width;
-    bool wide;
+    void* cache;           // [slots, heads, width]
+    int64_t n, heads, width;
+    int64_t item;  // as of Attention
 };
 
 // out = rows (+ added) over their root mean square, times weight; rows + added goes to `sum`.

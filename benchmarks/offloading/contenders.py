@@ -1,0 +1,95 @@
+"""Who is compared: for each, the command that starts it, what it alone is told, and the files it reads."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import engines
+from checkpoint import Checkpoint
+
+from offloading.accelerated import DONE
+
+SCHEDULES = ("cgopipe", "on-demand", "serial", "s4")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to run a job."""
+
+    name: str
+    command: list[str]
+    reads: tuple[Path, ...]
+    """Files and folders that are not in the page cache when it starts."""
+    order: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def contenders(arguments: argparse.Namespace, hardware: Path) -> list[Contender]:
+    """moesaic's schedules first, then the peers that were asked for; what they need is written now."""
+    found = [ours(schedule, arguments, hardware) for schedule in arguments.schedules]
+    if arguments.pad:
+        found.append(padded(arguments, hardware))
+    if arguments.accelerate:
+        found.append(accelerate(arguments))
+    if arguments.llama:
+        found.append(llama(arguments))
+    return found
+
+
+def ours(schedule: str, arguments: argparse.Namespace, hardware: Path) -> Contender:
+    """The planner's policy with this schedule."""
+    order: dict[str, Any] = {"schedule": schedule, "hardware": str(hardware)}
+    order["kv_cache_dtype"] = arguments.kv_cache_dtype
+    environment = {"OMP_WAIT_POLICY": "passive"}  # as `moesaic` starts its workers
+    command = [sys.executable, "-m", "offloading.ours"]
+    return Contender(f"moesaic {schedule}", command, (arguments.model,), order, environment)
+
+
+def padded(arguments: argparse.Namespace, hardware: Path) -> Contender:
+    """MoE-Lightning(p): the first schedule again, every prompt as long as the longest."""
+    one = ours((arguments.schedules or ["auto"])[0], arguments, hardware)
+    return replace(one, name="moesaic padded", order=one.order | {"pad": True})
+
+
+def accelerate(arguments: argparse.Namespace) -> Contender:
+    """transformers in accelerate's hooks, as many layers' experts in memory as the cap has room for."""
+    python = engines._python(arguments.accelerate)
+    if Checkpoint(arguments.model).config["model_type"] != "qwen3_moe":
+        raise SystemExit("--accelerate: knows checkpoints of model_type qwen3_moe")
+    folder = (arguments.work or arguments.model.parent) / f"{arguments.model.name}-experts"
+    if not _newer(folder / DONE, arguments.model):
+        command = [python, "-m", "offloading.accelerated", str(arguments.model), str(folder)]
+        subprocess.run(command, check=True, stdout=sys.stderr, cwd=engines.HERE)
+    dtype = arguments.accelerate_dtype
+    order = {"folder": str(folder), "dtype": dtype, "experts": arguments.accelerate_experts}
+    command = [python, "-m", "offloading.accelerated"]
+    environment = {
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 20)
+    }  # freed weights go back at once: less memory at worst
+    return Contender(f"accelerate {dtype}", command, (arguments.model, folder), order, environment)
+
+
+def llama(arguments: argparse.Namespace) -> Contender:
+    """llama.cpp on a file that is mapped, not loaded."""
+    python = engines._python(arguments.llama)
+    file = engines._gguf(python, arguments.model, arguments.work, "bf16")
+    order = {"file": str(file), "rows": arguments.llama_rows}
+    return Contender("llama.cpp mmap", [python, "-m", "offloading.llama"], (file,), order)
+
+
+def cache_numbers(model: Path) -> int:
+    """Numbers of keys and values that a token has in all layers."""
+    checkpoint = Checkpoint(model)
+    heads = checkpoint.setting("num_attention_heads")
+    width = checkpoint.config.get("head_dim") or checkpoint.config["hidden_size"] // heads
+    layers = checkpoint.config["num_hidden_layers"]
+    return int(layers * 2 * checkpoint.setting("num_key_value_heads") * width)
+
+
+def _newer(file: Path, model: Path) -> bool:
+    return file.exists() and file.stat().st_mtime >= (model / "config.json").stat().st_mtime

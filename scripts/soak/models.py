@@ -1,0 +1,66 @@
+"""The checkpoints that are served, and what one process answers with each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+from scripts.soak.plan import Shape, pool
+from tests.cluster.driven import Answer
+from tests.models import cases, tiny
+
+from moesaic import LLM
+from moesaic.testing import byte_tokenizer
+
+transformers.utils.logging.disable_progress_bar()
+
+LONG = {"max_position_embeddings": 288}
+"""Tokens: a prompt of the pool and its answer."""
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral, k 2": ("mixtral", cases.mixtral(sliding_window=40, **LONG)),
+    "mixtral, k 1": ("mixtral", cases.mixtral(num_experts_per_tok=1, **LONG)),
+    "qwen3, k 8": ("qwen3_moe", cases.qwen3(num_experts_per_tok=8, **LONG)),
+    "deepseek, k 6": ("deepseek_v2", cases.deepseek(n_shared_experts=1, **LONG)),
+}
+"""Tiny, with random weights: what a model costs is no matter here."""
+
+
+class Models:
+    """Makes a checkpoint, and its answers, when they are asked for first. folder: for the checkpoints."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._answers: dict[tuple[str, str, bool], list[Answer]] = {}
+
+    def path(self, name: str) -> str:
+        """What LLM takes. name: one of `plan.MODELS`."""
+        if name == "demo":
+            return name
+        path = self._folder / name.replace(", ", "-").replace(" ", "")
+        if not path.exists():
+            kind, options = CHECKPOINTS[name]
+            byte_tokenizer(tiny.save(tiny.build(kind, options), path))
+        return str(path)
+
+    def vocabulary(self, name: str) -> int:
+        """Tokens of the pool are below it."""
+        return 900 if name == "demo" else cases.VOCAB
+
+    def alone(self, shape: Shape) -> list[Answer]:
+        """The pool's answers by the one-process LLM, token ids and log-probabilities."""
+        key = (shape.model, shape.kernels, shape.exact)
+        if key not in self._answers:
+            self._answers[key] = self._ask(*key)
+        return self._answers[key]
+
+    def _ask(self, name: str, kernels: str, exact: bool) -> list[Answer]:
+        requests = pool(greedy=not exact, vocabulary=self.vocabulary(name))
+        model = LLM(self.path(name), threads=1, kv_cache_memory="64MiB", kernels=kernels)
+        found = []
+        for completion in model.generate(
+            [prompt for prompt, _ in requests], [params for _, params in requests]
+        ):
+            [output] = completion.outputs
+            found.append((output.token_ids, [entry.logprob for entry in output.logprobs or []]))
+        return found

@@ -1,0 +1,118 @@
+"""How long the requests of a batch file are, before any of them runs: what a plan is made for."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moesaic.batch.lines import Job as Line
+from moesaic.batch.lines import Key, read
+from moesaic.core.errors import MoesaicError
+from moesaic.planning import Job
+from moesaic.tokenizer import Tokenizer
+
+SAMPLED = 2000
+"""Lines whose tokens are counted for the mean; more of them are taken to be alike."""
+LONGEST = 16
+"""Lines beyond those, which look longest, that are counted for the longest."""
+UNLIMITED = 256
+"""Tokens that a request without a limit is taken to generate; it may go on to --max-model-len."""
+COMPLETION = 16
+"""The API's limit of a completion that names none."""
+
+
+NOTHING = Job(requests=1, prompt=1, generate=1, longest=2)
+"""Of lines that will all be refused: something has to say so."""
+
+
+def survey(
+    path: Path, tokenizer: Tokenizer, limit: int, done: Collection[Key] = (), pad: bool = False
+) -> Job | None:
+    """What a file asks for; None when all of it is done. Lines that will be refused count for nothing.
+
+    limit: the most tokens that a request may have, prompt and answer. done: lines that have their results.
+    pad: each prompt is padded to the longest, and the longest answer may follow any.
+    """
+    counted: list[tuple[int, int]] = []
+    long: list[tuple[int, int, Line]] = []
+    requests, missing = 0, False
+    for line in read(path):
+        if line.key in done:
+            continue
+        missing = True
+        if not isinstance(line, Line):
+            continue
+        if len(counted) < SAMPLED:
+            found = _lengths(line, tokenizer, limit)
+            counted += found
+            requests += len(found) * _answers(line.body)
+            continue
+        requests += len(_prompts(line.body.get("prompt"))) * _answers(line.body)
+        if len(long) < LONGEST:
+            heapq.heappush(long, (_roughly(line.body), line.line, line))
+        else:
+            heapq.heappushpop(long, (_roughly(line.body), line.line, line))
+    if not counted:
+        return NOTHING if missing else None
+    most = counted + [pair for _, _, line in long for pair in _lengths(line, tokenizer, limit)]
+    prompts, generated = zip(*counted, strict=True)
+    job = Job(requests, _mean(prompts), _mean(generated), max(map(sum, most)))
+    return _padded(job, most) if pad else job
+
+
+def _padded(job: Job, counted: Sequence[tuple[int, int]]) -> Job:
+    prompt, answer = (max(each) for each in zip(*counted, strict=True))
+    return replace(job, padded=prompt, longest=prompt + answer)
+
+
+def _lengths(line: Line, tokenizer: Tokenizer, limit: int) -> list[tuple[int, int]]:
+    """(prompt, what it generates at most) of each prompt in a line; what will be refused has none."""
+    body = line.body
+    try:
+        asked = _asked(body)
+        most = None if asked is None else int(asked)
+        if "messages" in body:
+            default, found = UNLIMITED, [len(tokenizer.chat(body["messages"]))]
+        else:
+            default, found = COMPLETION, [_tokens(one, tokenizer) for one in _prompts(body.get("prompt"))]
+    except (MoesaicError, TypeError, ValueError, OverflowError):
+        return []
+    if most is None:  # it gives way to the limit; what is asked for does not
+        return [(prompt, min(default, limit - prompt)) for prompt in found if 0 < prompt < limit]
+    return [(prompt, most) for prompt in found if prompt > 0 and most > 0 and prompt + most <= limit]
+
+
+def _asked(body: Mapping[str, Any]) -> Any:
+    """The limit that a body sets; None: none."""
+    return body.get("max_completion_tokens") or body.get("max_tokens") or None
+
+
+def _roughly(body: Mapping[str, Any]) -> int:
+    """Larger where a request is likely to be longer, in letters."""
+    asked = _asked(body)
+    return len(str(body)) + (4 * asked if isinstance(asked, int) else 0)
+
+
+def _mean(counts: Sequence[int]) -> int:
+    return round(sum(counts) / len(counts))
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    """One text or list of token ids, or several."""
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    return list(prompt) if several else [prompt]
+
+
+def _tokens(prompt: Any, tokenizer: Tokenizer) -> int:
+    if not isinstance(prompt, str | list):
+        raise TypeError("a prompt is a text or a list of token ids")
+    return len(tokenizer.encode(prompt)) if isinstance(prompt, str) else len(prompt)
+
+
+def _answers(body: Mapping[str, Any]) -> int:
+    """To each prompt."""
+    wanted = body.get("n")
+    return wanted if isinstance(wanted, int) and wanted > 0 else 1

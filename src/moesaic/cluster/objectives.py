@@ -1,0 +1,52 @@
+"""Latency objectives, and how often they are missed: counted where tokens pass on their way to the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from moesaic.config import ClusterConfig
+
+
+class Objectives:
+    """Limits in seconds; None: there is none. `clock` is the one of `Request.arrival`.
+
+    Example: limits of 1 and 0.1, a request that arrives at 5: tokens at 6.5, 6.55 and 7 miss the first and
+    the second limit once each.
+    """
+
+    def __init__(
+        self,
+        ttft: float | None = None,
+        itl: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ttft = ttft
+        self._itl = itl
+        self._clock = clock
+        self.missed_ttft = 0
+        """Requests whose first token came later than that after their arrival."""
+        self.missed_itl = 0
+        """Tokens that came later than that after the one before."""
+
+    @classmethod
+    def of(cls, cluster: ClusterConfig, clock: Callable[[], float]) -> Objectives:
+        """--slo-ttft and --slo-itl, which are in milliseconds."""
+        ttft, itl = (None if ms is None else ms / 1e3 for ms in (cluster.slo_ttft, cluster.slo_itl))
+        return cls(ttft, itl, clock)
+
+    @property
+    def missed(self) -> int:
+        """Of both."""
+        return self.missed_ttft + self.missed_itl
+
+    def token(self, arrival: float, last: float | None) -> float | None:
+        """A token comes now. arrival: of its request. last: what this said of the token before."""
+        if self._ttft is None and self._itl is None:
+            return None
+        now = self._clock()
+        if last is None:
+            self.missed_ttft += self._ttft is not None and now - arrival > self._ttft
+        else:
+            self.missed_itl += self._itl is not None and now - last > self._itl
+        return now

@@ -1,0 +1,83 @@
+"""Activation maps side by side, before and after a placement was solved, as an SVG. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import accumulate, pairwise
+
+from moesaic.commands.panels import WIDTH, Panel, cells, page
+from moesaic.policy.activation_map import ActivationMap
+
+LEFT, TOP, WIDE, TALL = 30, 88, WIDTH - 46, 480
+"""Of the map in its panel."""
+HEIGHT = TOP + TALL + 30
+LABELS = 16
+"""Most ranks that are named along a side."""
+
+
+def draw(title: str, maps: Sequence[tuple[str, ActivationMap]]) -> str:
+    """An SVG: of each map its name, what is local, and the choices; those that stay on a rank in one colour,
+    the others in another, the darker the more often."""
+    return page(title, [_panel(name, found) for name, found in maps], columns=len(maps), height=HEIGHT)
+
+
+def _panel(name: str, found: ActivationMap) -> Panel:
+    scale = f"scale({WIDE / len(found.experts):.4f},{TALL / len(found.tokens):.4f})"
+    near, far = (_only(found, local) for local in (True, False))
+    return Panel(
+        name,
+        [
+            f'<text x="8" y="40">{found.local:.1%} of the choices stay on the rank of the token</text>',
+            *(_key(8, "cell", "expert on the token's rank"), _key(220, "far", "expert on another rank")),
+            f'<g transform="translate({LEFT},{TOP}) {scale}" shape-rendering="crispEdges">',
+            *(*cells(near, 1.0), *cells(far, 1.0, "far"), "</g>"),
+            *_borders(found),
+            f'<text class="x" x="{LEFT + WIDE / 2}" y="{HEIGHT - 12}">{_axes(found)}</text>',
+        ],
+    )
+
+
+def _only(found: ActivationMap, local: bool) -> list[list[float]]:
+    """[n, E] the shares inside the blocks of one rank, or outside of them; 0 elsewhere."""
+    down, across = _owners(found.tokens_of), _owners(found.experts_of)
+    return [
+        [value if (here == there) is local else 0.0 for there, value in zip(across, row, strict=True)]
+        for here, row in zip(down, found.shares, strict=True)
+    ]
+
+
+def _owners(sizes: Sequence[int]) -> list[int]:
+    """Example: sizes 2, 1 -> 0, 0, 1."""
+    return [rank for rank, size in enumerate(sizes) for _ in range(size)]
+
+
+def _borders(found: ActivationMap) -> Iterator[str]:
+    """Lines between ranks, and the names of the ranks."""
+    right, bottom = LEFT + WIDE, TOP + TALL
+    named = len(found.experts_of) <= LABELS
+    for rank, (begin, end) in enumerate(_spans(found.experts_of, LEFT, WIDE)):
+        yield f'<path class="border" d="M{end:.1f},{TOP} V{bottom}"/>'
+        if named:
+            yield f'<text class="x" x="{(begin + end) / 2:.1f}" y="{TOP - 6}">rank {rank}</text>'
+    for rank, (begin, end) in enumerate(_spans(found.tokens_of, TOP, TALL)):
+        yield f'<path class="border" d="M{LEFT},{end:.1f} H{right}"/>'
+        if named and end - begin > 40:
+            place = f"translate({LEFT - 8},{(begin + end) / 2:.1f}) rotate(-90)"
+            yield f'<text class="x" transform="{place}">rank {rank}</text>'
+    yield f'<path class="border" d="M{right},{TOP} H{LEFT} V{bottom}"/>'
+
+
+def _spans(sizes: Sequence[int], start: float, length: float) -> Iterator[tuple[float, float]]:
+    """Where each rank begins and ends, in pixels."""
+    ends = [0, *accumulate(sizes)]
+    return pairwise(start + length * end / ends[-1] for end in ends)
+
+
+def _axes(found: ActivationMap) -> str:
+    return escape(f"down: {len(found.tokens)} token ids; across: {len(found.experts)} experts")
+
+
+def _key(x: int, kind: str, name: str) -> str:
+    square = f'<path class="{kind}" d="M{x},{50} h12v12h-12z"/>'
+    return f'{square}<text x="{x + 18}" y="60">{escape(name)}</text>'

@@ -1,0 +1,80 @@
+"""`moesaic hardware measure`: this machine in numbers, for people and as a file for `moesaic plan`."""
+
+from __future__ import annotations
+
+import json as json_module
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from moesaic.commands import hardware_report
+from moesaic.commands.hardware_options import MeasureHardware
+from moesaic.commands.machine import examine
+from moesaic.commands.progress import progress
+from moesaic.config import Device
+from moesaic.core.errors import ConfigError, MoesaicError
+from moesaic.cost.hardware import Hardware
+from moesaic.cost.reading import read
+from moesaic.hardware import cuda, file
+from moesaic.hardware.measure import FULL, SHORT, Effort, Measuring
+
+
+def run(options: MeasureHardware, json: bool) -> int:
+    """Measure, write the file, and print what was found; returns the exit code.
+
+    Raises ConfigError for a device that is not there, a disk that cannot be measured, and a file that cannot
+    be written.
+    """
+    if options.output_file is not None:
+        file.check(options.output_file)
+    hardware = measure(options, FULL)
+    if options.output_file is not None:
+        file.save(hardware, options.output_file)
+    if json:
+        print(json_module.dumps(hardware.to_tables()))
+    else:
+        print(hardware_report.as_text(hardware, options.output_file))
+    return 0
+
+
+def now(model: str, device: Device = "auto") -> Hardware:
+    """What `moesaic plan MODEL --hardware this` takes: less of everything, the disk where the model lies.
+
+    device: cpu for plans that a CPU carries out, also where there is a GPU.
+
+    Raises ConfigError for a disk that cannot be measured.
+    """
+    path = Path(model).expanduser()
+    folder = path if path.is_dir() else path.parent
+    try:
+        hardware = measure(MeasureHardware(path=folder, device=device), SHORT)
+    except ConfigError as error:
+        raise ConfigError(f"--hardware this: {error}; moesaic hardware measure has a --path") from error
+    line = f"{hardware.name}: {hardware.source}; `moesaic hardware measure` takes longer and writes a file"
+    Console(stderr=True).print(line, soft_wrap=True, highlight=False, markup=False)
+    return hardware
+
+
+def measure(options: MeasureHardware, effort: Effort) -> Hardware:
+    """GPU memory over RAM where there is a GPU, else RAM over the disk."""
+    device = None if options.device == "cpu" else cuda.find()
+    if options.device == "cuda" and device is None:
+        raise ConfigError.field("--device", "cuda", "auto, cpu: torch sees no GPU")
+    path = options.path.expanduser()
+    effort = _on_experts_of(path if path.is_dir() else path.parent, effort)
+    with progress(Console(stderr=True), time.monotonic, "figures/s") as show:
+        measuring = Measuring(effort, show, options.threads)
+        if device is not None:
+            return measuring.gpu_over_ram(device, options.name or device.title)
+        return measuring.ram_over_disk(path, options.name or examine().cpu)
+
+
+def _on_experts_of(folder: Path, effort: Effort) -> Effort:
+    """With products of the sizes that the checkpoint in this folder has, where there is one."""
+    try:
+        model = read(json_module.loads((folder / "config.json").read_text(encoding="utf-8")), str(folder))
+    except (OSError, ValueError, MoesaicError):
+        return effort
+    return replace(effort, products=effort.products.of_experts(model.hidden, model.expert_width))

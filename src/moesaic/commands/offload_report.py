@@ -1,0 +1,134 @@
+"""A batch over a model larger than its memory: the plan before it, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from moesaic.commands.processes import in_text
+from moesaic.commands.units import in_bytes
+from moesaic.core.metrics import PassStats
+from moesaic.cost.hardware import GIB
+from moesaic.planning import Job, Planned
+
+PHASES = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class PhaseReport:
+    """All passes with prompts, or all without."""
+
+    name: str
+    passes: int
+    tokens: int
+    padding: int
+    """Rows that were computed beside those of tokens."""
+    predicted: float
+    """Seconds, and so below."""
+    at_link: float
+    """Predicted again, with the speed that the link had in these passes."""
+    measured: float
+    link_busy: float
+    loaded: int
+    """Bytes."""
+
+    @property
+    def link(self) -> float | None:
+        """Bytes/s while something was loaded; None where nothing was."""
+        return _speed(self.loaded, self.link_busy)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "passes": self.passes,
+            "tokens": self.tokens,
+            "padding_rows": self.padding,
+            "predicted_seconds": self.predicted,
+            "predicted_at_link_seconds": self.at_link,
+            "measured_seconds": self.measured,
+            "link_busy_seconds": self.link_busy,
+            "loaded_bytes": self.loaded,
+            "link_bytes_per_s": self.link,
+        }
+
+
+def phases(planned: Planned, passes: Sequence[PassStats]) -> list[PhaseReport]:
+    """Prefill and decode, where there was any of it."""
+    parts = [(name, [one for one in passes if one.prefill is (name == "prefill")]) for name in PHASES]
+    return [_phase(planned, name, mine) for name, mine in parts if mine]
+
+
+def _phase(planned: Planned, name: str, passes: Sequence[PassStats]) -> PhaseReport:
+    loaded, busy = sum(one.loaded for one in passes), sum(one.busy.get("down", 0.0) for one in passes)
+    link = _speed(loaded, busy)
+    return PhaseReport(
+        name,
+        passes=sum(one.passes for one in passes),
+        tokens=sum(one.rows for one in passes),
+        padding=sum(one.padding_rows for one in passes),
+        predicted=sum(planned.predicted(one) for one in passes),
+        at_link=sum(planned.predicted(one, link) for one in passes),
+        measured=sum(one.seconds for one in passes),
+        link_busy=busy,
+        loaded=loaded,
+    )
+
+
+def _speed(loaded: int, seconds: float) -> float | None:
+    return loaded / seconds if loaded and seconds else None
+
+
+def plan_text(planned: Planned, job: Job) -> str:
+    """What was chosen, in three lines."""
+    policy, price, ranks = planned.price.policy, planned.price, planned.worker.group.size
+    away = planned.model.experts - policy.static_experts
+    rest = f"{away} of each layer's {planned.model.experts} experts come from the disk"
+    each = f" on each of {ranks} ranks" if ranks > 1 else ""
+    padded = "" if job.padded is None else f", prompts padded to {job.padded}"
+    prefill = price.prefill_throughput * job.prompt / job.computed
+    held = ", ".join(f"{name} {in_bytes(size)}" for name, size in price.fast.items() if size >= 1 << 20)
+    return (
+        f"{policy.schedule}: {policy.batch} requests at a time in {policy.micro_batches} micro-batches of "
+        f"{policy.micro_batch}; {rest if away else 'all experts fit'}{each}\n"
+        f"memory{each}: {in_bytes(sum(price.fast.values()))} ({held})\n"
+        f"predicted for {job.prompt} + {job.generate} tokens{padded}: prefill {prefill:.1f}, decode "
+        f"{price.decode_throughput:.1f} tokens/s (each limited by the {price.prefill.bottleneck} and the "
+        f"{price.step.bottleneck}), {price.throughput:.1f} generated tokens/s over both"
+    )
+
+
+def _lines(one: PhaseReport) -> dict[str, str]:
+    """What a phase's column says."""
+    told = {
+        "passes": str(one.passes),
+        "tokens": str(one.tokens),
+        "predicted": f"{one.predicted:.2f} s",
+        "at this link": f"{one.at_link:.2f} s",
+        "measured": f"{one.measured:.2f} s",
+    }
+    if one.measured:
+        told["predicted / measured"] = f"{one.predicted / one.measured:.2f}"
+        told["at this link / measured"] = f"{one.at_link / one.measured:.2f}"
+        told["link busy"] = f"{one.link_busy / one.measured:.0%}"
+    told["read"] = in_bytes(one.loaded)
+    told["link"] = "" if one.link is None else f"{one.link / GIB:.2f} GiB/s"
+    return told
+
+
+def result_text(found: Sequence[PhaseReport], seconds: float, ranks: int = 1) -> str:
+    """Predicted and measured, phase by phase; of several ranks the first one's. seconds: of the whole run."""
+    table, columns = Table(box=SIMPLE_HEAD), [_lines(one) for one in found]
+    table.add_column("")
+    for one in found:
+        table.add_column(one.name, justify="right")
+    for name in dict.fromkeys(name for column in columns for name in column):
+        table.add_row(name, *(column.get(name, "") for column in columns))
+    beside = seconds - sum(one.measured for one in found)
+    link = "\nat this link: predicted again, with the speed that the link had in these passes"
+    whose = f"\nthe first of {ranks} ranks; each reads its own experts" if ranks > 1 else ""
+    rows = sum(one.padding for one in found)
+    padding = f"\nbeside tokens: {rows} rows of padding" if rows else ""
+    return f"{in_text(table)}{link}{padding}{whose}\nbeside passes (sampling, text, the API): {beside:.2f} s"

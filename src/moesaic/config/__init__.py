@@ -1,0 +1,65 @@
+"""Every setting, frozen and documented field by field. The command line is generated from here."""
+
+from __future__ import annotations
+
+from moesaic.config.cluster import ClusterConfig, ExpertServerConfig, RanksConfig
+from moesaic.config.environment import api_key, hub_cache, worker_environment
+from moesaic.config.server import ServerConfig, TraceConfig, resolve_server
+from moesaic.config.values import (
+    SMALL_MODEL,
+    Align,
+    Combine,
+    Device,
+    DispatchName,
+    Dtype,
+    Form,
+    HostTransport,
+    KernelName,
+    OffloadSchedule,
+    QueuePolicyName,
+    Schedule,
+    Transport,
+    parse_bytes,
+)
+from moesaic.config.worker import (
+    CacheConfig,
+    GroupConfig,
+    ModelConfig,
+    OffloadConfig,
+    QueueConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
+
+__all__ = [
+    "SMALL_MODEL",
+    "Align",
+    "CacheConfig",
+    "ClusterConfig",
+    "Combine",
+    "Device",
+    "DispatchName",
+    "Dtype",
+    "ExpertServerConfig",
+    "Form",
+    "GroupConfig",
+    "HostTransport",
+    "KernelName",
+    "ModelConfig",
+    "OffloadConfig",
+    "OffloadSchedule",
+    "QueueConfig",
+    "QueuePolicyName",
+    "RanksConfig",
+    "Schedule",
+    "SchedulerConfig",
+    "ServerConfig",
+    "TraceConfig",
+    "Transport",
+    "WorkerConfig",
+    "api_key",
+    "hub_cache",
+    "parse_bytes",
+    "resolve_server",
+    "worker_environment",
+]

@@ -1,0 +1,68 @@
+"""What a setting may be, and how it is read from text."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal
+
+from moesaic.core.errors import ConfigError
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+CacheDtype = Literal[Dtype, "int8"]
+Schedule = Literal["barrier", "lockstep", "async"]
+QueuePolicyName = Literal["defrag", "mtfs", "flfs"]
+Combine = Literal["exact", "partial"]
+Form = Literal["deepspeed", "all-reduce", "reduce-scatter", "shuffled"]
+Align = Literal["move", "variable"]
+DispatchName = Literal["affinity", "affinity-rounds", "least-loaded", "round-robin"]
+KernelName = Literal["auto", "avx512", "avx2", "portable", "avx512_bf16", "reference"]
+OffloadSchedule = Literal["auto", "cgopipe", "on-demand", "s4", "serial"]
+HostTransport = Literal["shm", "socket"]
+"""Between processes of one host."""
+Transport = Literal["auto", HostTransport]
+
+SMALL_MODEL = 1 << 28
+"""Bytes of weights below which one thread computes: at each of the many small products several threads
+lose more waiting for each other than they gain, above all beside the API's own process."""
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_bytes(name: str, text: str | int) -> int:
+    """'512MiB', '4GB', '2g' or a plain number of bytes. Raises ConfigError naming `name`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    unit = _UNITS.get(match.group(2).upper()) if match else None
+    if match is None or unit is None or float(match.group(1)) <= 0:
+        raise ConfigError.field(name, text, "a positive size such as 512MiB, 4GiB or 4GB")
+    return int(float(match.group(1)) * unit)
+
+
+def at_least(name: str, value: int, low: int) -> None:
+    if not isinstance(value, int) or value < low:  # from Python anything may come
+        raise ConfigError.field(name, value, f"an integer of at least {low}")
+
+
+def capacity(name: str, text: str) -> float:
+    """A capacity weight. Raises ConfigError naming `name`."""
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = 0.0
+    if not 0 < weight < math.inf:
+        raise ConfigError.field(name, text, "positive numbers with commas between, such as 2,1")
+    return weight
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError.field(name, value, ", ".join(allowed))
+
+
+def check_key(name: str, key: str) -> None:
+    """A key that a header can carry. The error does not repeat it."""
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{name}: this key cannot be sent; allowed: ASCII characters, no spaces, not empty")

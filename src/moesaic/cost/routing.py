@@ -1,0 +1,89 @@
+"""How few experts rows choose together where they choose alike, from rows that were seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.errors import ConfigError
+from moesaic.core.profile import Profile
+
+FloatArray = npt.NDArray[np.float64]
+LAST = 16
+"""Tokens of a request that are looked at: a decode step computes rows behind all of its context."""
+REQUESTS = 128
+"""Most requests that are looked at."""
+BEYOND = (2, 4, 8, 16, 32, 64)
+"""Times as many rows as requests that were seen."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """A curve: the share of a layer's experts that rows of different requests choose among them."""
+
+    rows: tuple[float, ...]
+    """From 1 on, ascending."""
+    shares: tuple[float, ...]
+    """In the mean of all layers."""
+
+    @classmethod
+    def of(cls, profile: Profile, experts: int, top_k: float) -> Routing:
+        """By the last tokens of a profile's requests.
+
+        experts, top_k: of the model's layers. Raises ConfigError for a profile of another model, or one that
+        kept no routes.
+        """
+        routes = profile.routes
+        if (profile.num_experts, profile.top_k) != (experts, top_k) or not len(routes.tokens):
+            told = f"{routes.requests} requests of {profile.num_experts} experts, {profile.top_k} a token"
+            allowed = f"routes of requests with {experts} experts, {top_k:g} a token"
+            raise ConfigError.field("profile", told, allowed)
+        full = np.flatnonzero(np.diff(routes.starts))
+        chosen = full[np.unique(np.linspace(0, len(full) - 1, REQUESTS).astype(int))]
+        spans = [
+            (max(routes.starts[one], routes.starts[one + 1] - LAST), routes.starts[one + 1]) for one in chosen
+        ]
+        return cls.seen([routes.experts[begin:end] for begin, end in spans], experts)
+
+    @classmethod
+    def seen(cls, requests: list[npt.NDArray[np.integer]], experts: int) -> Routing:
+        """requests: of each some rows' ids [t, layers, k], in a model with so many experts."""
+        left = _left(np.stack([_missed(rows, experts) for rows in requests]))
+        count = len(requests)
+        more = [left[-1] ** times for times in BEYOND]
+        shares = [1.0 - float(one.mean()) for one in (*left[1:], *more)]
+        rows = (*range(1, count + 1), *(times * count for times in BEYOND))
+        return cls(tuple(map(float, rows)), tuple(shares))
+
+    def share(self, rows: float) -> float:
+        """Of a layer's experts, those that so many rows choose among them.
+
+        Between two points of the curve on the line over the logarithm of rows. Fewer than one row choose a
+        part of what one does.
+        """
+        if rows < 1:
+            return rows * self.shares[0]
+        return float(np.interp(np.log(rows), np.log(self.rows), self.shares))
+
+
+def _missed(rows: npt.NDArray[np.integer], experts: int) -> FloatArray:
+    """[layers, E] share of the rows [t, layers, k] that did not choose an expert."""
+    counts = [np.bincount(ids.ravel(), minlength=experts) for ids in rows.swapaxes(0, 1)]
+    found: FloatArray = 1.0 - np.stack(counts) / len(rows)
+    return found
+
+
+def _left(missed: FloatArray) -> FloatArray:
+    """[r, ...] probability of each request's row to miss something -> [r + 1, ...] that n rows all do.
+
+    They are of n different requests, since those of one are alike: the mean of the products over all sets.
+
+    Example: 0.5 and 0: none 1, one 0.25, both 0.
+    """
+    left = np.ones((len(missed) + 1, *missed.shape[1:]))
+    for count, one in enumerate(missed, 1):
+        weight = (np.arange(1, count + 1) / count).reshape(-1, *[1] * one.ndim)
+        left[1 : count + 1] = (1 - weight) * left[1 : count + 1] + weight * one * left[:count]
+    return left

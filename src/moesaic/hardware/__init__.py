@@ -1,0 +1,1 @@
+"""This machine, measured by microbenchmarks that never run the pipeline: memory, disk, link and products."""

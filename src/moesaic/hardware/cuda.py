@@ -1,0 +1,96 @@
+"""A CUDA device and the link to it. Nothing here has run on a GPU yet; its tests put the CPU in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+
+from moesaic.hardware.timing import Show, Stopwatch
+
+Way = Literal["down", "up", "staging"]
+
+
+class Device(Protocol):
+    """What computes on memory of its own."""
+
+    @property
+    def name(self) -> str:
+        """As torch spells it."""
+        ...
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        ...
+
+    def free(self) -> int:
+        """Bytes of its memory that nobody uses."""
+        ...
+
+    def pinned(self, size: int) -> torch.Tensor:
+        """[size] uint8 of the host's memory that the device reads by itself."""
+        ...
+
+    def wait(self) -> None:
+        """Until it has done what it was told."""
+        ...
+
+
+class Cuda:
+    """The CUDA device that torch uses."""
+
+    name = "cuda"
+
+    @property
+    def title(self) -> str:
+        return torch.cuda.get_device_name()
+
+    def free(self) -> int:
+        return int(torch.cuda.mem_get_info()[0])
+
+    def pinned(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
+
+def find() -> Device | None:
+    """The CUDA device that torch sees, or None."""
+    return Cuda() if torch.cuda.is_available() else None
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A way for bytes to go."""
+
+    way: Way
+    """"down" to the device, "up" from it, "staging" from memory to pinned memory."""
+    pinned: bool
+    """Whether the memory on the host's side is."""
+    bandwidth: float
+    """Bytes/s."""
+
+
+def copies(device: Device, size: int, stopwatch: Stopwatch, show: Show) -> tuple[Copy, ...]:
+    """All of them, of `size` bytes at a time. Staging is done by as many threads as torch has here."""
+    there = torch.ones(size, dtype=torch.uint8, device=device.name)
+    here, pinned = torch.ones(size, dtype=torch.uint8), device.pinned(size)
+    pinned.fill_(1)
+    jobs: tuple[tuple[Way, bool, Callable[[], object]], ...] = (
+        ("down", True, partial(there.copy_, pinned, non_blocking=True)),
+        ("down", False, partial(there.copy_, here)),
+        ("up", True, partial(pinned.copy_, there, non_blocking=True)),
+        ("up", False, partial(here.copy_, there)),
+        ("staging", True, partial(pinned.copy_, here)),
+    )
+    found: list[Copy] = []
+    for way, is_pinned, run in jobs:
+        show("link", len(found), len(jobs))
+        found.append(Copy(way, is_pinned, size / stopwatch.seconds(run)))
+    show("link", len(jobs), len(jobs))
+    return tuple(found)

@@ -1,0 +1,199 @@
+"""How fast a disk is read past the page cache, by the bytes of a read and the threads that read.
+
+A hypervisor's or a disk's own cache may serve a second read faster than the first. Checkpoints are read again
+and again, so the repeated reads count; the first is told beside them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from mmap import mmap
+from pathlib import Path
+from typing import IO
+
+from moesaic.core.errors import ConfigError
+from moesaic.hardware.timing import Clock, Show
+from moesaic.offload.reading import ALIGNMENT, DirectFile
+
+LANDING = 64 << 20
+"""Bytes that reads of one thread go to in turn, so that they do not stay in a processor's cache."""
+READERS = (1, 2)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of files and of reads, in bytes."""
+
+    file: int = 1 << 30
+    """Of the file that is written where there is none to read."""
+    least: int = 64 << 20
+    """Of a file that is read."""
+    blocks: tuple[int, ...] = (128 << 10, 1 << 20, 8 << 20)
+    """Of one read."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """One way of reading."""
+
+    repeated: bool
+    block: int
+    """Bytes of one read."""
+    readers: int
+    """Threads, each with every so manieth block."""
+    bandwidth: float
+    """Bytes/s."""
+
+
+@dataclass(frozen=True)
+class Disk:
+    """What was found."""
+
+    file: str
+    """For people: what was read."""
+    memory: int
+    """Bytes of the file system."""
+    direct: bool
+    """Whether reads passed the page cache; else what they left there was dropped."""
+    reads: tuple[Read, ...]
+    write: float | None
+    """Bytes/s, until they were on the disk; None where nothing was written."""
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s of the best repeated read by one thread, as weights are read."""
+        return max(one.bandwidth for one in self.reads if one.repeated and one.readers == 1)
+
+
+def measure(path: Path, sizes: Sizes, limit: float, clock: Clock, show: Show) -> Disk:
+    """Reads the file at `path`, or the largest *.safetensors of that directory, or, where neither is of
+    sizes.least bytes, a file that is written there and deleted.
+
+    limit: seconds for each figure; four times as many for the first read and for writing. Raises ConfigError
+    for a path that is not there, that cannot be read or written, and for a disk that is full.
+    """
+    try:
+        found = _to_read(path, sizes.least)
+        if found is not None:
+            return _measured(found, str(found), None, sizes, limit, clock, show)
+        with _written(path, sizes, limit, clock, show) as (file, write):
+            return _measured(file, f"a temporary file in {path.absolute()}", write, sizes, limit, clock, show)
+    except OSError as error:
+        allowed = f"a directory to write to, or a file to read ({error.strerror})"
+        raise ConfigError.field("--path", str(path), allowed) from error
+
+
+def _to_read(path: Path, least: int) -> Path | None:
+    if path.is_dir():
+        shards = [one for one in path.glob("*.safetensors") if one.stat().st_size >= least]
+        return max(shards, key=lambda one: one.stat().st_size, default=None)
+    if path.stat().st_size < least:
+        raise ConfigError.field("--path", str(path), f"a directory, or a file of at least {least} bytes")
+    return path
+
+
+@contextmanager
+def _written(
+    folder: Path, sizes: Sizes, limit: float, clock: Clock, show: Show
+) -> Iterator[tuple[Path, float]]:
+    """A file of random bytes, and the bytes/s at which it was written; deleted at the end."""
+    size = min(sizes.file, shutil.disk_usage(folder).free // 2) // ALIGNMENT * ALIGNMENT
+    if size < sizes.least:
+        raise ConfigError.field("--path", str(folder), f"a disk with {2 * sizes.least} bytes left")
+    with tempfile.NamedTemporaryFile(prefix="moesaic-", suffix=".measure", dir=folder) as file:
+        begun = clock()
+        done = _fill(file, size, sizes.least, begun + 4 * limit, clock, show)
+        yield Path(file.name), done / max(clock() - begun, 1e-9)
+
+
+def _fill(file: IO[bytes], size: int, piece: int, end: float, clock: Clock, show: Show) -> int:
+    """Piece after piece, each on the disk before the next, until `end`. Returns the bytes."""
+    random, done = os.urandom(piece), 0
+    while done < size and (not done or clock() < end):
+        show("writing the file to read", done, size)
+        file.write(random[: size - done])
+        file.flush()
+        os.fsync(file.fileno())
+        done = min(done + piece, size)
+    show("writing the file to read", size, size)
+    return done
+
+
+def _measured(
+    file: Path, named: str, write: float | None, sizes: Sizes, limit: float, clock: Clock, show: Show
+) -> Disk:
+    memory, size = shutil.disk_usage(file).total, file.stat().st_size // ALIGNMENT * ALIGNMENT
+    blocks = [min(block, size) for block in sizes.blocks]
+    ways = [(block, readers) for readers in READERS for block in dict.fromkeys(blocks)]
+    with DirectFile(file) as opened, ThreadPoolExecutor(max(READERS)) as threads:
+        _drop(file)
+        disk = _Reader(opened, clock, threads)
+        show("disk", 0, len(ways) + 1)
+        span, seconds = disk.read(0, size, blocks[-1], 4 * limit)
+        found = [Read(False, blocks[-1], 1, span / seconds)]
+        for block, readers in ways:
+            show("disk", len(found), len(ways) + 1)
+            found.append(Read(True, block, readers, disk.together(span, block, readers, limit)))
+        show("disk", len(ways) + 1, len(ways) + 1)
+        return Disk(named, memory, opened.direct, tuple(found), write)
+
+
+def _drop(file: Path) -> None:
+    """Forget what the page cache has of it."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    file: DirectFile
+    clock: Clock
+    threads: ThreadPoolExecutor
+
+    def together(self, span: int, block: int, readers: int, limit: float) -> float:
+        """Bytes/s of `readers` threads, each over every so manieth block of the first `span` bytes."""
+        begun = self.clock()
+        running = [
+            self.threads.submit(self.read, reader * block, span, block, limit, readers, again=True)
+            for reader in range(readers)
+        ]
+        total = sum(one.result()[0] for one in running)
+        return total / max(self.clock() - begun, 1e-9)
+
+    def read(
+        self, first: int, span: int, block: int, limit: float, step: int = 1, again: bool = False
+    ) -> tuple[int, float]:
+        """Blocks first, first + step * block, ... of the first `span` bytes, for `limit` seconds at most.
+
+        again: from the beginning once the end is reached, else that is the end. Bytes read, and seconds.
+        """
+        slots = max(1, min(LANDING, span) // block)
+        with mmap(-1, slots * block) as landing, memoryview(landing) as memory:
+            places = [memory[slot * block : (slot + 1) * block] for slot in range(slots)]
+            try:
+                return self._read(
+                    places, range(first, max(span - block, first) + 1, step * block), limit, again
+                )
+            finally:
+                for place in places:
+                    place.release()
+
+    def _read(
+        self, places: Sequence[memoryview], offsets: range, limit: float, again: bool
+    ) -> tuple[int, float]:
+        begun, done, count = self.clock(), 0, 0
+        while again or count < len(offsets):
+            done += self.file.read(offsets[count % len(offsets)], places[count % len(places)])
+            count += 1
+            if self.clock() - begun >= limit:
+                break
+        return done, max(self.clock() - begun, 1e-9)

@@ -1,0 +1,65 @@
+"""Hardware files: TOML that `moesaic.cost.hardware.from_tables` reads once it is parsed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moesaic.core.errors import ConfigError
+from moesaic.cost.hardware import Hardware
+
+
+def check(path: Path) -> None:
+    """Before a minute is spent on what it will hold. Raises ConfigError where it cannot be such a file."""
+    if path.suffix != ".toml" or path.is_dir() or not path.absolute().parent.is_dir():
+        allowed = "a file that ends in .toml, in an existing directory"
+        raise ConfigError.field("--output-file", str(path), allowed)
+
+
+def save(hardware: Hardware, path: Path) -> None:
+    """All of it or nothing. Raises ConfigError where it cannot be written."""
+    unfinished = path.with_name(f"{path.name}.new")
+    try:
+        unfinished.write_text(as_toml(hardware.to_tables()), encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        allowed = f"a file to write into ({error.strerror})"
+        raise ConfigError.field("--output-file", str(path), allowed) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def as_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Tables of numbers, texts and lists of tables, a line each; numbers with six digits.
+
+    >>> print(as_toml({"disk": {"gib": 1.25, "reads": [{"readers": 2}]}}), end="")
+    [disk]
+    gib = 1.25
+    reads = [
+        { readers = 2 },
+    ]
+    """
+    parts = []
+    for name, table in tables.items():
+        lines = [f"{key} = {_value(value)}" for key, value in table.items()]
+        parts.append("\n".join([f"[{name}]", *lines]) + "\n")
+    return "\n".join(parts)
+
+
+def _value(value: Any) -> str:
+    match value:
+        case str():
+            return json.dumps(value, ensure_ascii=False)
+        case bool():
+            return "true" if value else "false"
+        case int():
+            return str(value)
+        case float():
+            return f"{value:.6g}" if "." in f"{value:.6g}" or "e" in f"{value:.6g}" else f"{value:.1f}"
+        case list():
+            return "\n".join(["[", *(f"    {_value(one)}," for one in value), "]"])
+        case Mapping():
+            return f"{{ {', '.join(f'{key} = {_value(inner)}' for key, inner in value.items())} }}"
+    raise TypeError(f"{type(value).__name__} in a hardware file")

@@ -1,0 +1,180 @@
+"""A machine from what was measured on it: GPU memory over RAM, or RAM over a disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
+from moesaic.hardware import cuda, disk, memory, products
+from moesaic.hardware.cuda import Copy, Device
+from moesaic.hardware.disk import Disk
+from moesaic.hardware.memory import Reading
+from moesaic.hardware.products import Rate, name_of
+from moesaic.hardware.timing import Clock, Show, Stopwatch
+from moesaic.kernels.table import Kernels, pick
+from moesaic.runtime.machine import available_memory, cores
+
+DTYPES = (torch.bfloat16, torch.float32)
+"""Of weights. Plans get the figures of the first that the kernels keep as it is: checkpoints are bf16."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long, and how much at a time."""
+
+    seconds: float = 0.5
+    """For each figure."""
+    read: int = 512 << 20
+    """Bytes of memory that are read, at least."""
+    copied: int = 256 << 20
+    """Bytes of a copy to or from a GPU."""
+    disk: disk.Sizes = field(default_factory=disk.Sizes)
+    products: products.Sizes = field(default_factory=products.Sizes)
+
+
+FULL = Effort()
+"""Well under a minute."""
+SHORT = Effort(
+    seconds=0.15,
+    read=256 << 20,
+    disk=disk.Sizes(file=256 << 20, blocks=(1 << 20, 8 << 20)),
+    products=products.Sizes(matrices=16, rows=(1, 4, 16, 512), most_rows=1024),
+)
+"""About ten seconds."""
+
+
+@dataclass(frozen=True)
+class Processing:
+    """A memory and what computes beside it."""
+
+    name: str
+    kernels: str
+    memory: int
+    """Bytes that were free."""
+    readings: tuple[Reading, ...]
+    rates: tuple[Rate, ...]
+
+    @property
+    def dtype(self) -> str:
+        """Type of the weights that `level` speaks of."""
+        return self.readings[0].dtype
+
+    def level(self, usable: float = 0.9) -> Level:
+        """Bandwidth with all threads, peak and share of it in long products, for weights of `dtype`."""
+        bandwidth = [one.bandwidth for one in self.readings if one.dtype == self.dtype][-1]
+        efficiency = products.prefill_efficiency(self.rates, self.dtype)
+        overlap = products.overlap(self.rates, self.dtype, bandwidth)
+        experts = products.by_rows(self.rates, self.dtype)
+        peak = products.peak(self.rates, self.dtype)
+        processor = Processor(peak, efficiency, overlap=overlap, experts=experts)
+        return Level(self.name, self.memory, bandwidth, processor, usable)
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """How a machine is measured."""
+
+    effort: Effort
+    show: Show
+    threads: int | None = None
+    """That compute; None: one per core."""
+    clock: Clock = time.perf_counter
+
+    def ram_over_disk(self, path: Path, name: str) -> Hardware:
+        """Fast: RAM with the CPU. Slow: the disk of `path`, which computes nothing. Raises ConfigError."""
+        begun = self.clock()
+        found = disk.measure(path, self.effort.disk, self.effort.seconds, self.clock, self.show)
+        processing = self._cpu()
+        slow = Level("disk", found.memory, found.bandwidth, None)
+        link = Link(found.bandwidth, found.bandwidth if found.write is None else found.write)
+        hardware = Hardware(name, processing.level(), slow, link)
+        return self._told(hardware, begun, processing, {**_processing("", processing), **_disk(found)})
+
+    def gpu_over_ram(self, device: Device, name: str) -> Hardware:
+        """Fast: the device's memory. Slow: RAM with the CPU, through pinned memory."""
+        begun = self.clock()
+        cpu, gpu = self._cpu(), self._device(device)
+        moved = cuda.copies(device, self.effort.copied, self._watch(device), self.show)
+        speed = {one.way: one.bandwidth for one in moved if one.pinned}
+        link = Link(speed["down"], speed["up"], speed["staging"])
+        hardware = Hardware(name, gpu.level(), cpu.level(0.8), link)
+        found = {**_processing("fast_", gpu), **_processing("slow_", cpu), "link": _copies(moved)}
+        return self._told(hardware, begun, gpu, found)
+
+    def _cpu(self) -> Processing:
+        kernels, threads, free = pick("cpu", "auto"), self.threads or cores(), available_memory()
+        dtypes, watch = _kept(kernels), self._watch()
+        size = memory.enough(self.effort.read, free)
+        ways = [(dtype, count) for dtype in dtypes for count in dict.fromkeys((1, threads))]
+        readings: list[Reading] = []
+        for dtype, count in ways:
+            self.show("memory", len(readings), len(ways))
+            kernels.set_threads(count, False)
+            readings.append(Reading(count, name_of(dtype), memory.read(kernels, dtype, size, watch)))
+        self.show("memory", len(ways), len(ways))
+        kernels.set_threads(threads, False)
+        rates = products.rates(kernels, dtypes, self.effort.products, watch, self.show)
+        name = f"RAM, {threads} thread{'s' if threads > 1 else ''}"
+        return Processing(name, kernels.name, free, tuple(readings), rates)
+
+    def _device(self, device: Device) -> Processing:
+        kernels, watch, free = pick("cuda", "auto"), self._watch(device), device.free()
+        size = min(self.effort.read, free // 8)
+        readings = tuple(
+            Reading(1, name_of(dtype), memory.read(kernels, dtype, size, watch, device.name))
+            for dtype in DTYPES
+        )
+        rates = products.rates(kernels, DTYPES, self.effort.products, watch, self.show, device.name)
+        return Processing(device.title, kernels.name, free, readings, rates)
+
+    def _watch(self, device: Device | None = None) -> Stopwatch:
+        watch = Stopwatch(self.effort.seconds, self.clock)
+        return watch if device is None else replace(watch, wait=device.wait)
+
+    def _told(self, hardware: Hardware, begun: float, fast: Processing, found: dict[str, Any]) -> Hardware:
+        took = self.clock() - begun
+        source = f"measured in {took:.0f} s by microbenchmarks: {fast.kernels}, weights in {fast.dtype}"
+        sizes = self.effort.products
+        told = {"seconds": round(took, 1), "experts": f"{sizes.hidden} x {sizes.width}"}
+        return replace(hardware, source=source, measured={**told, **found})
+
+
+def _kept(kernels: Kernels) -> list[torch.dtype]:
+    return [dtype for dtype in DTYPES if dtype in kernels.stored]
+
+
+def _processing(prefix: str, found: Processing) -> dict[str, Any]:
+    """For the file, in GiB/s and Gflops/s."""
+    return {
+        f"{prefix}memory": [
+            {"threads": one.threads, "dtype": one.dtype, "gib": one.bandwidth / GIB} for one in found.readings
+        ],
+        f"{prefix}products": [
+            {"shape": one.shape, "dtype": one.dtype, "rows": one.rows, "gflops": one.flops / 1e9}
+            for one in found.rates
+        ],
+    }
+
+
+def _disk(found: Disk) -> dict[str, Any]:
+    told: dict[str, Any] = {"file": found.file, "direct": found.direct}
+    told["disk"] = [
+        {
+            "repeated": one.repeated,
+            "block_kib": one.block // 1024,
+            "readers": one.readers,
+            "gib": one.bandwidth / GIB,
+        }
+        for one in found.reads
+    ]
+    return told if found.write is None else {**told, "write_gib": found.write / GIB}
+
+
+def _copies(found: Sequence[Copy]) -> list[dict[str, Any]]:
+    return [{"way": one.way, "pinned": one.pinned, "gib": one.bandwidth / GIB} for one in found]

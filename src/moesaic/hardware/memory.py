@@ -1,0 +1,66 @@
+"""How fast weights are read from memory: one row times a matrix that no cache holds.
+
+A decode step of one request reads every weight like this, by the same kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moesaic.hardware.timing import Stopwatch
+from moesaic.kernels.table import Kernels
+
+COLUMNS = 4096
+"""Of the matrix: a hidden size."""
+TIMES_THE_CACHES = 8
+_CACHES = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A memory, read."""
+
+    threads: int
+    dtype: str
+    """Of the matrix."""
+    bandwidth: float
+    """Bytes/s."""
+
+
+def read(kernels: Kernels, dtype: torch.dtype, size: int, stopwatch: Stopwatch, device: str = "cpu") -> float:
+    """Bytes/s at which a matrix of about `size` bytes is read, by as many threads as the kernels have."""
+    rows = max(1, size // (COLUMNS * dtype.itemsize))
+    matrix = torch.full(
+        (rows, COLUMNS), 0.01, dtype=dtype, device=device
+    )  # written, or zeros would be one page
+    row = torch.full((1, COLUMNS), 0.01, device=device)
+    return matrix.nbytes / stopwatch.seconds(lambda: kernels.linear(row, matrix))
+
+
+def enough(least: int, available: int, caches: Path = _CACHES) -> int:
+    """Bytes to read: `least`, more where caches are large, at most an eighth of what is available.
+
+    Example: 12 last-level caches of 32 MiB: 8 * 12 * 32 MiB = 3 GiB, where 24 GiB are available.
+    """
+    return max(1, min(max(least, TIMES_THE_CACHES * _cache_bytes(caches)), available // 8))
+
+
+def _cache_bytes(root: Path) -> int:
+    """Of all last-level caches together; 0 where the kernel does not tell."""
+    found: dict[str, int] = {}
+    for processor in root.glob("cpu[0-9]*"):
+        levels = sorted(processor.glob("cache/index[0-9]*"))
+        if levels:
+            shared = (levels[-1] / "shared_cpu_list").read_text(encoding="utf-8").strip()
+            found[shared] = _size((levels[-1] / "size").read_text(encoding="utf-8"))
+    return sum(found.values())
+
+
+def _size(text: str) -> int:
+    """'32768K' -> 33554432."""
+    text = text.strip()
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)

@@ -1,0 +1,170 @@
+"""How many flops/s the engine's own products reach, by type of the weights and rows a matrix.
+
+Two shapes: the routed experts of a layer, grouped, each with as many rows; and projections, one matrix after
+another. There are enough matrices that few rows find none of them in a cache.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+
+from moesaic.hardware.timing import Show, Stopwatch
+from moesaic.kernels.table import Kernels
+from moesaic.kernels.weights import ExpertWeights
+
+Shape = Literal["experts", "dense"]
+WEIGHTS = 16 * 3 * 2048 * 768
+"""Numbers of all experts together."""
+FEWEST, MOST = 2, 64
+"""Matrices, however large or small they are."""
+SHAPES: tuple[Shape, ...] = ("experts", "dense")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is multiplied."""
+
+    hidden: int = 2048
+    width: int = 768
+    """Of an expert."""
+    matrices: int = 16
+    """Experts, and projections."""
+    rows: tuple[int, ...] = (1, 2, 4, 8, 16, 64, 512, 2048)
+    """A matrix."""
+    most_rows: int = 2048
+    """All matrices together: with many rows each, fewer matrices are used."""
+
+    def of_experts(self, hidden: int, width: int) -> Sizes:
+        """The same on a model's own experts, so many that no cache holds them."""
+        matrices = min(max(math.ceil(WEIGHTS / (3 * hidden * width)), FEWEST), MOST)
+        return replace(self, hidden=hidden, width=width, matrices=matrices)
+
+    def used(self, rows: int) -> int:
+        """Matrices that are multiplied with `rows` each. Example: 16 of 64 rows, 4 of 512, one of 2048."""
+        return max(1, min(self.matrices, self.most_rows // rows))
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One of the products."""
+
+    shape: Shape
+    dtype: str
+    """Of the weights; rows are float32."""
+    rows: int
+    """That each matrix is multiplied with."""
+    flops: float
+    """Flops/s."""
+
+
+def rates(
+    kernels: Kernels,
+    dtypes: Sequence[torch.dtype],
+    sizes: Sizes,
+    stopwatch: Stopwatch,
+    show: Show,
+    device: str = "cpu",
+) -> tuple[Rate, ...]:
+    """Every combination of type, shape and rows."""
+    found: list[Rate] = []
+    total = len(dtypes) * len(SHAPES) * len(sizes.rows)
+    for dtype in dtypes:
+        for shape, rows, flops, run in _jobs(kernels, dtype, sizes, device):
+            show(f"products on {device}", len(found), total)
+            found.append(Rate(shape, name_of(dtype), rows, flops / stopwatch.seconds(run)))
+    show(f"products on {device}", total, total)
+    return tuple(found)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """torch.bfloat16 -> "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def peak(found: Sequence[Rate], dtype: str) -> float:
+    """Flops/s of the fastest product with weights of that type."""
+    return max(one.flops for one in found if one.dtype == dtype)
+
+
+def prefill_efficiency(found: Sequence[Rate], dtype: str) -> float:
+    """Share of the peak that long products reach: those with the most rows, as many flops of both shapes.
+
+    Example: experts at 75 Gflops/s and projections at 100 with 2048 rows: 85.7 together; 100 is the most of
+    all: 0.857.
+    """
+    longest = max(one.rows for one in found)
+    rates = [one.flops for one in found if one.rows == longest and one.dtype == dtype]
+    return statistics.harmonic_mean(rates) / peak(found, dtype)
+
+
+def by_rows(found: Sequence[Rate], dtype: str) -> tuple[tuple[float, float], ...]:
+    """(rows an expert, flops/s) of the routed experts with weights of that type, fewest rows first."""
+    mine = [one for one in found if one.shape == "experts" and one.dtype == dtype]
+    return tuple(sorted((float(one.rows), one.flops) for one in mine))
+
+
+def overlap(found: Sequence[Rate], dtype: str, bandwidth: float) -> float:
+    """Share of the shorter one of reading weights and computing that is done during the longer, 0 to 1.
+
+    The one with which products of few rows take what they took; bandwidth: bytes/s at which weights are read.
+
+    Example: weights of 2 bytes at 1 byte/s, a peak of 2 flops/s: with 2 rows reading a weight takes 2 s and
+    so does computing. 4 s in all are an overlap of 0, 3 s are 0.5.
+    """
+    top, size = peak(found, dtype), getattr(torch, dtype).itemsize
+    beyond = shorter = 0.0
+    for one in found:
+        if one.dtype == dtype:
+            took, times = 2 * one.rows / one.flops, (2 * one.rows / top, size / bandwidth)
+            beyond += min(times) * (took - max(times)) / took**2
+            shorter += (min(times) / took) ** 2
+    return min(max(1 - beyond / shorter, 0.0), 1.0)
+
+
+Job = tuple[Shape, int, float, Callable[[], object]]
+"""Shape, rows, flops, and what computes it."""
+
+
+def _jobs(kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str) -> Iterator[Job]:
+    hidden, width = sizes.hidden, sizes.width
+    weights = _experts(sizes, dtype, device)
+    for rows in sizes.rows:
+        used = sizes.used(rows)
+        ids = torch.arange(used, device=device).repeat(rows)[:, None]
+        states = _random((used * rows, hidden), torch.float32, device)
+        yield (
+            *("experts", rows, 6.0 * used * rows * hidden * width),
+            partial(kernels.experts, weights, states, ids),
+        )
+    matrices = [_random((hidden, hidden), dtype, device) for _ in range(sizes.matrices)]
+    for rows in sizes.rows:
+        used, states = sizes.used(rows), _random((rows, hidden), torch.float32, device)
+        yield (
+            *("dense", rows, 2.0 * used * rows * hidden * hidden),
+            partial(_each, kernels, states, matrices[:used]),
+        )
+
+
+def _each(kernels: Kernels, states: torch.Tensor, matrices: Sequence[torch.Tensor]) -> None:
+    for matrix in matrices:
+        kernels.linear(states, matrix)
+
+
+def _experts(sizes: Sizes, dtype: torch.dtype, device: str) -> ExpertWeights:
+    def part(*shape: int) -> tuple[torch.Tensor, ...]:
+        return tuple(_random(shape, dtype, device) for _ in range(sizes.matrices))
+
+    hidden, width = sizes.hidden, sizes.width
+    return ExpertWeights(part(width, hidden), part(width, hidden), part(hidden, width))
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Not constants: GPUs draw less power on those, and run faster."""
+    return torch.empty(shape, dtype=dtype, device=device).uniform_(-0.05, 0.05)

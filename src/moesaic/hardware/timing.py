@@ -1,0 +1,54 @@
+"""How long something takes that can be run again."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Clock = Callable[[], float]
+Show = Callable[[str, int, int], None]
+"""What is measured, figures so far, figures in all."""
+
+SHORTEST = 0.01
+"""Seconds of one timing: what is over sooner is run several times in it."""
+
+
+def _at_once() -> None:
+    """A CPU is done when the call returns."""
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """Times one thing after another."""
+
+    limit: float
+    """Seconds for each figure."""
+    clock: Clock = time.perf_counter
+    wait: Callable[[], None] = _at_once
+    """Until the device has done what it was told."""
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Of one run: the median of the timings that fit into `limit`, after a first run that is not counted.
+
+        A first run that takes longer than `limit` is the only one, and counts.
+        """
+        first = max(self._timed(run, 1), 1e-9)
+        if first >= self.limit:
+            return first
+        times = math.ceil(SHORTEST / first)
+        begun = self.clock()
+        taken = [self._timed(run, times) / times]
+        while self.clock() - begun < self.limit:
+            taken.append(self._timed(run, times) / times)
+        return max(statistics.median(taken), 1e-9)
+
+    def _timed(self, run: Callable[[], object], times: int) -> float:
+        self.wait()
+        begun = self.clock()
+        for _ in range(times):
+            run()
+        self.wait()
+        return self.clock() - begun

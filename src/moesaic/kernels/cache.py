@@ -1,0 +1,27 @@
+"""How a KV cache stores a row: the key or the value of one token and head, or the latent of all heads.
+
+In a float type a row is its numbers. In int8 it is `width` integers and behind them the four bytes of a
+float32, their scale: each number is its integer times the scale. One scale a token is the grouping that
+ZeroQuant (Yao et al. 2022) has for activations; here each head has its own. Integers and scales are one
+tensor, so whatever copies blocks copies both.
+"""
+
+from __future__ import annotations
+
+import torch
+
+SCALE_BYTES = 4
+LEVELS = 127
+"""Integers are -LEVELS to LEVELS: scale = largest magnitude / LEVELS."""
+LEAST_PEAK = LEVELS * 2.0**-126
+"""A row whose largest magnitude is below is stored as zeros, its scale 0. Other scales are normal numbers."""
+
+
+def stored_width(width: int, dtype: torch.dtype) -> int:
+    """Elements of a stored row of `width` numbers."""
+    return width + SCALE_BYTES if dtype is torch.int8 else width
+
+
+def width_of(stored: torch.Tensor) -> int:
+    """Numbers of each row [..., stored width]."""
+    return stored.shape[-1] - SCALE_BYTES if stored.dtype is torch.int8 else stored.shape[-1]

@@ -1,0 +1,79 @@
+// How a KV cache stores a row, the key or the value of one token and head: its numbers in float32 or bf16, or
+// in 8 bits. Then they are whole multiples, -127 to 127, of one float32 that lies behind them, their scale.
+#pragma once
+
+#include <limits>
+
+#include "rows.h"
+
+namespace MOESAIC_ISA {
+
+constexpr float kLeastPeak = 127 * 0x1p-126f;  // below it the scale would lose digits: the row is taken as 0
+
+// Elements of T from a row to the next.
+template <class T>
+constexpr int64_t stored(int64_t width) {
+    return width + (sizeof(T) == 1 ? 4 : 0);
+}
+
+inline float scale_of(const int8_t* row, int64_t width) {
+    float scale;
+    std::memcpy(&scale, row + width, 4);
+    return scale;
+}
+
+// The largest magnitude of a row, not finite where one of them is not: as bits they are in the same order.
+inline float peak_of(const float* row, int64_t width) {
+    uint32_t most = 0;
+    for (int64_t i = 0; i < width; i++) {
+        uint32_t bits;
+        std::memcpy(&bits, row + i, 4);
+        bits &= 0x7fffffffu;
+        most = bits > most ? bits : most;
+    }
+    float peak;
+    std::memcpy(&peak, &most, 4);
+    return peak;
+}
+
+inline float scale_for(float peak) {
+    if (peak < kLeastPeak) return 0;
+    return peak <= std::numeric_limits<float>::max() ? peak / 127 : std::numeric_limits<float>::quiet_NaN();
+}
+
+template <class T>
+inline void keep(const float* row, int64_t width, T* out) {
+    for (int64_t i = 0; i < width; i++) narrow(row[i], out + i);
+}
+inline void keep(const float* row, int64_t width, int8_t* out) {
+    float scale = scale_for(peak_of(row, width));
+    std::memset(out, 0, size_t(width));
+    std::memcpy(out + width, &scale, 4);
+    if (!(scale > 0)) return;
+    for (int64_t i = 0; i < width; i += LANES) {
+        int64_t count = width - i < LANES ? width - i : LANES;
+        float lanes[LANES];
+        store(lanes, nearest(divide(load_some(row + i, count), set1(scale))));
+        for (int64_t c = 0; c < count; c++) out[i + c] = int8_t(lanes[c]);
+    }
+}
+
+template <class T>
+void store_of(const moesaic::Store& job) {
+    parallel_rows(job.n, job.heads * job.width, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            const float* from = job.rows + r * job.heads * job.width;
+            T* to = static_cast<T*>(job.cache) + job.slots[r] * job.heads * stored<T>(job.width);
+            for (int64_t head = 0; head < job.heads; head++) {
+                keep(from + head * job.width, job.width, to + head * stored<T>(job.width));
+            }
+        }
+    });
+}
+
+inline void store_rows(const moesaic::Store& job) {
+    if (job.item == 1) return store_of<int8_t>(job);
+    job.item == 2 ? store_of<bf16>(job) : store_of<float>(job);
+}
+
+}  // namespace MOESAIC_ISA

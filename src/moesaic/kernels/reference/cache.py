@@ -1,0 +1,31 @@
+"""Rows as a KV cache stores them, and back. See `kernels.cache` for the layout."""
+
+from __future__ import annotations
+
+import torch
+
+from moesaic.kernels.cache import LEAST_PEAK, LEVELS, SCALE_BYTES
+
+
+def encode(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [..., d] float32 in `dtype`: [..., stored width].
+
+    In int8 each number is rounded to the nearest multiple of its row's scale, of two equally near ones to the
+    even. A row with an infinity or a NaN has the scale NaN: all of it is NaN from then on.
+    """
+    if dtype is not torch.int8:
+        return rows.to(dtype)
+    peak = rows.abs().amax(-1, keepdim=True)
+    scale = torch.where(peak < LEAST_PEAK, 0.0, peak / LEVELS)
+    scale.masked_fill_(~peak.isfinite(), torch.nan)
+    integers = torch.where(scale > 0, rows / scale, 0.0).round()
+    return torch.cat((integers.to(torch.int8), scale.view(torch.int8)), dim=-1)
+
+
+def decode(stored: torch.Tensor) -> torch.Tensor:
+    """The numbers of stored rows [..., stored width]: [..., d] float32."""
+    if stored.dtype is not torch.int8:
+        return stored.float()
+    integers, scale = stored.tensor_split([-SCALE_BYTES], dim=-1)
+    scale = scale.clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return integers.float().mul_(scale)

@@ -1,0 +1,119 @@
+"""Where the tensors of a safetensors directory lie, told from the files' headers alone and without torch.
+
+A file is eight bytes of length (little-endian), a JSON header of that length, then the tensors. The header
+tells of each name its dtype, shape and data_offsets [begin, end], counted from the header's end. A directory
+holds one file, or several and an index that tells which one has a tensor (safetensors, "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from moesaic.core.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}
+"""Stored types that are understood, and the bytes of a number."""
+STORED = {"float32": "F32", "bfloat16": "BF16"}
+"""What weights are computed from, and how files spell it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one tensor lies: dense, rows one after the other."""
+
+    file: Path
+    offset: int
+    """Of its first byte, from the beginning of the file. Any number: files need not be aligned."""
+    size: int
+    """Bytes."""
+    dtype: str
+    """One of WIDTHS."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    file: Path
+    """The same object in every Place."""
+    begin: int
+    """Where the tensors begin in the file."""
+    size: int
+    """Bytes of all tensors."""
+    entries: dict[str, Any]
+
+
+class Headers:
+    """The headers of one directory, each read when one of its tensors is first asked for.
+
+    Raises CheckpointError, in one line, for what is missing, damaged or of another shape or type.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._shards = _index(path)
+        self._headers: dict[str, _Header] = {}
+
+    def find(self, name: str, *shape: int) -> Place:
+        """A tensor of exactly this shape, all of whose bytes are in its file."""
+        shard = self._shards.get(name, INDEX) if self._shards else SINGLE
+        if shard == INDEX:
+            raise CheckpointError(f"{self.path / INDEX}: tensor {name} is missing")
+        header = self._headers.get(shard) or self._open(shard)
+        file, entry = header.file, header.entries.get(name)
+        if not isinstance(entry, dict):
+            raise CheckpointError(f"{file}: tensor {name} is missing")
+        kind, found = str(entry.get("dtype")), entry.get("shape")
+        if kind not in WIDTHS or found != list(shape):
+            allowed = f"{', '.join(WIDTHS)} {list(shape)}"
+            raise CheckpointError(f"{file}: tensor {name}: got {kind} {found}; allowed: {allowed}")
+        span, size = entry.get("data_offsets"), math.prod(shape) * WIDTHS[kind]
+        if not _fits(span, size, header.size):
+            place = f"{size} bytes at {span} of {header.size}"
+            raise CheckpointError(f"{file}: truncated or corrupt: tensor {name} has {place}")
+        return Place(file, header.begin + span[0], size, kind, shape)
+
+    def _open(self, shard: str) -> _Header:
+        file = self.path / shard
+        try:
+            header = self._headers[shard] = _read(file)
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{file}: not a safetensors file ({error})") from error
+        return header
+
+
+def _index(path: Path) -> dict[str, str]:
+    """Tensor -> file; empty where all are in one file."""
+    file = path / INDEX
+    if not file.is_file():
+        return {}
+    try:
+        table = json.loads(file.read_bytes())["weight_map"]
+        return {str(name): Path(shard).name for name, shard in table.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file}: is no index of tensors ({error!r})") from error
+
+
+def _read(file: Path) -> _Header:
+    """Raises OSError or ValueError."""
+    with file.open("rb") as opened:
+        size = file.stat().st_size
+        length = int.from_bytes(opened.read(8), "little")
+        begin = 8 + length
+        if begin > size:
+            raise ValueError(f"{size} bytes, of which the header is said to be {begin}")
+        entries = json.loads(opened.read(length))
+    if not isinstance(entries, dict):
+        raise ValueError(f"its header is a {type(entries).__name__}")
+    return _Header(file, begin, size - begin, entries)
+
+
+def _fits(span: Any, size: int, length: int) -> TypeGuard[list[int]]:
+    """Whether `span`, read from a file, is [begin, end] of `size` bytes among `length`."""
+    whole = isinstance(span, list) and [type(at) for at in span] == [int, int]
+    return whole and 0 <= span[0] <= span[1] <= length and span[1] - span[0] == size

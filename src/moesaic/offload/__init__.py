@@ -1,0 +1,1 @@
+"""Runs models larger than the fast memory: task lists on lanes."""

@@ -1,0 +1,224 @@
+"""Carries out a list of tasks on lanes that work at once: a thread for each, and what they wait for.
+
+A lane does its tasks in the order of the list; a task begins when those it needs have ended. Nobody spins: a
+lane whose next task may not begin yet sleeps until the task that it waits for has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from queue import SimpleQueue
+from threading import Lock, Thread
+
+from moesaic.core.errors import ConfigError
+from moesaic.policy.tasks import Kind, Lane, Task
+from moesaic.policy.timeline import Timeline
+
+Setup = Callable[[Lane], AbstractContextManager[object]]
+Do = Callable[[Task], object]
+Clock = Callable[[], float]
+
+
+class Lanes:
+    """Use it as a context: `with Lanes(setup) as lanes: timeline = lanes.run(tasks, do)`.
+
+    The fast lane is the thread that enters the context and runs lists, one at a time. Each other lane gets a
+    thread when a list first uses it; it sleeps between lists and ends with the context.
+    """
+
+    def __init__(self, setup: Setup, clock: Clock = time.perf_counter) -> None:
+        """setup: called in each lane's own thread before its first task, and its answer entered there; left
+        when the context ends. clock: seconds.
+        """
+        self._setup, self._clock = setup, clock
+        self._threads: dict[Lane, _LaneThread] = {}
+        self._stack = ExitStack()
+        self._unsettled: _Run | None = None
+
+    def __enter__(self) -> Lanes:
+        self._stack.enter_context(self._setup(Lane.FAST))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._stack:
+            self._settle()
+            for thread in self._threads.values():
+                thread.close()
+            self._threads.clear()
+
+    def run(self, tasks: Sequence[Task], do: Do) -> Timeline:
+        """Carries out every task: `do(task)` is called in its lane's thread, for Kind.SYNC not at all.
+
+        Answers when each began and ended, in seconds from the beginning of this run, and how busy each lane
+        was. After an error in any lane no further task begins; once all lanes are at rest the first error is
+        raised here, and the lanes can be used again. Ctrl-C is such an error, seen at the latest when the
+        task ends that the caller waits for; a second one does not wait for the lanes, the next run does.
+        Raises ConfigError for a task that needs itself or a later one.
+
+        Example: tasks a (fast), b (down, needs a), c (fast, needs b) with a clock that counts how often it is
+        read: they begin at 1, 3, 5 and end at 2, 4, 6; busy fast 2, down 1.
+        """
+        self._settle()
+        self._unsettled = run = _Run(tasks, do, self._clock)
+        with run:
+            for lane in run.lanes:
+                if lane is not Lane.FAST:
+                    self._thread(lane).post(run)
+            run.work(Lane.FAST)
+            self._wait()
+            self._unsettled = None
+        self._settle()
+        return run.result()
+
+    def _thread(self, lane: Lane) -> _LaneThread:
+        if lane not in self._threads:
+            self._threads[lane] = _LaneThread(lane, self._setup)
+        return self._threads[lane]
+
+    def _settle(self) -> None:
+        """Has the lanes come to rest after a run that broke off."""
+        if self._unsettled is not None:
+            self._unsettled.stop()
+            self._wait()
+            self._unsettled = None
+
+    def _wait(self) -> None:
+        for thread in self._threads.values():
+            thread.wait()
+
+
+class _LaneThread:
+    """A thread that does one lane's tasks of run after run."""
+
+    def __init__(self, lane: Lane, setup: Setup) -> None:
+        self._lane, self._setup = lane, setup
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._stack = ExitStack()
+        self._is_set_up = False
+        self._thread = Thread(target=self._live, name=f"lane {lane.value}", daemon=True)
+        self._thread.start()
+
+    def post(self, run: _Run) -> None:
+        self._calls.put(partial(self._work, run))
+
+    def wait(self) -> None:
+        """Until all is done that was posted."""
+        done = _taken()
+        self._calls.put(done.release)
+        done.acquire()
+
+    def close(self) -> None:
+        self._calls.put(None)
+        self._thread.join()
+
+    def _live(self) -> None:
+        with self._stack:
+            while (call := self._calls.get()) is not None:
+                call()
+                del call  # a run's memory is not held until the next one
+
+    def _work(self, run: _Run) -> None:
+        with run:
+            if not self._is_set_up:
+                self._stack.enter_context(self._setup(self._lane))
+                self._is_set_up = True
+            run.work(self._lane)
+
+
+class _Run:
+    """A list being carried out. As a context it keeps the error of a lane, and stops all of them."""
+
+    def __init__(self, tasks: Sequence[Task], do: Do, clock: Clock) -> None:
+        self._tasks, self._do, self._clock = tasks, do, clock
+        self.lanes = _places(tasks)
+        self._mutex = Lock()  # over what follows
+        self._ended = [False] * len(tasks)
+        self._awaited: dict[int, list[Lane]] = {}
+        """Task -> lanes that sleep until it has ended."""
+        self._bells = {lane: _taken() for lane in self.lanes}
+        """Released to wake a lane."""
+        self._stopped = False
+        self._error: BaseException | None = None
+        self._starts, self._ends = [0.0] * len(tasks), [0.0] * len(tasks)
+        self._zero = clock()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is not None:
+            self.stop(error)
+        return True
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """No further task begins. Of several errors the first is kept."""
+        with self._mutex:
+            self._stopped = True
+            if self._error is None:
+                self._error = error
+            for bell in self._bells.values():
+                if bell.locked():
+                    bell.release()
+
+    def work(self, lane: Lane) -> None:
+        """The lane's tasks in order, until a lane has an error."""
+        for place in self.lanes.get(lane, ()):
+            task = self._tasks[place]
+            for need in reversed(task.needs):  # the latest first: then the others have mostly ended
+                if not self._ended[need]:
+                    self._sleep_until(need, lane)
+            if self._stopped:
+                return
+            self._starts[place] = self._clock() - self._zero
+            if task.kind is not Kind.SYNC:
+                self._do(task)
+            self._ends[place] = self._clock() - self._zero
+            self._end(place)
+
+    def _sleep_until(self, need: int, lane: Lane) -> None:
+        with self._mutex:
+            if self._ended[need] or self._stopped:
+                return
+            self._awaited.setdefault(need, []).append(lane)
+        self._bells[lane].acquire()
+
+    def _end(self, place: int) -> None:
+        with self._mutex:
+            self._ended[place] = True
+            if self._stopped:
+                return  # all lanes are awake
+            for lane in self._awaited.pop(place, ()):
+                self._bells[lane].release()
+
+    def result(self) -> Timeline:
+        """Raises the error that stopped the run."""
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback leads here: together they would not be freed
+        busy = {
+            lane: sum(self._ends[place] - self._starts[place] for place in self.lanes.get(lane, ()))
+            for lane in Lane
+        }
+        return Timeline(self._starts, self._ends, busy)
+
+
+def _places(tasks: Sequence[Task]) -> dict[Lane, list[int]]:
+    """Of each lane's tasks, in order."""
+    found: dict[Lane, list[int]] = {}
+    for place, task in enumerate(tasks):
+        if task.needs and max(task.needs) >= place:
+            raise ConfigError.field(f"needs of task {place}", task.needs, f"0 to {place - 1}")
+        found.setdefault(task.lane, []).append(place)
+    return found
+
+
+def _taken() -> Lock:
+    lock = Lock()
+    lock.acquire()
+    return lock

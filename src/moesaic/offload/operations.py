@@ -1,0 +1,144 @@
+"""What each kind of task does for a micro-batch: stages of a block, and moves between the levels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from moesaic.models.block import Projected
+from moesaic.models.model import Model
+from moesaic.offload.after import AfterAttention, Do
+from moesaic.offload.caches import Cache
+from moesaic.offload.link import Link
+from moesaic.offload.parts import Part
+from moesaic.policy.tasks import Kind, Task
+
+
+class Loads(Protocol):
+    """How the routed experts of all layers come to the fast level; offload.weights has one."""
+
+    def load_page(self, count: int, layer: int, page: int, pages: int) -> int: ...
+
+    def load_chosen(self, count: int, layer: int, experts: Sequence[int]) -> int: ...
+
+
+class Operations:
+    """Carries out tasks on the parts of the pass that `begin` was told of.
+
+    Called from the threads of all lanes; tasks that touch the same part come one after the other, as their
+    list says. What `after` has no tasks for may not stand in a list.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        experts: Loads,
+        static: Mapping[int, frozenset[int]],
+        down: Link,
+        up: Link,
+        after: AfterAttention,
+    ) -> None:
+        """static: layer -> experts that are always on the fast level."""
+        self._model = model
+        self._experts = experts
+        self._static = static
+        self._down, self._up = down, up
+        self._after = after
+        self._parts: Sequence[Part] = ()
+        self._cache: Cache | None = None
+        self._turn = 0
+        self._pages = 0
+        self.loaded = 0
+        """Bytes of weights so far."""
+        self._do: dict[Kind, Do] = {
+            **after.tasks,
+            Kind.PRE: self._pre,
+            Kind.SAVE_QKV: self._save_qkv,
+            Kind.ATTENTION: self._attention,
+            Kind.LOAD_ROWS: self._load_rows,
+            Kind.LOAD_CACHE: self._load_cache,
+            Kind.SAVE_CACHE: self._save_cache,
+            Kind.PROMPT: self._prompt,
+            Kind.HEAD: self._head,
+        }
+        rows_move = {Kind.SAVE_ROWS: self._save_rows, Kind.LOAD_ANSWERS: self._load_rows_again}
+        self._of_pass = {False: self._do, True: {**self._do, **rows_move}}
+        """With prompts the rows' residual moves where a decode step asks the slow processor's experts."""
+
+    def begin(self, parts: Sequence[Part], cache: Cache, turn: int, pages: int, prefill: bool) -> None:
+        """The next pass. turn: of its first layer, counted over all passes; pages: of a layer."""
+        self._parts, self._cache, self._turn, self._pages = parts, cache, turn, pages
+        self._do = self._of_pass[prefill]
+        self._after.begin(parts, turn, prefill)
+
+    def __call__(self, task: Task) -> None:
+        if task.kind is Kind.LOAD_PAGE:
+            self._load_page(task.layer, task.micro_batch)
+        elif task.kind is Kind.LOAD_CHOSEN:
+            self._load_chosen(task.layer)
+        else:
+            self._do[task.kind](task, self._parts[task.micro_batch])
+
+    # ---- weights
+
+    def _load_page(self, layer: int, page: int) -> None:
+        """A layer beyond the last is the next pass's first."""
+        layers = len(self._model.blocks)
+        self.loaded += self._experts.load_page(self._turn + layer, layer % layers, page, self._pages)
+
+    def _load_chosen(self, layer: int) -> None:
+        if not self._model.blocks[layer].routed:
+            return
+        gated = [part.gated for part in self._parts]
+        ids = [one.expert_ids.numpy() for one in gated if one is not None and one.expert_ids is not None]
+        chosen = np.unique(np.concatenate(ids)).tolist()
+        wanted = [expert for expert in chosen if expert not in self._static[layer]]
+        self.loaded += self._experts.load_chosen(self._turn + layer, layer, wanted)
+
+    # ---- the stages of a block
+
+    def _pre(self, task: Task, part: Part) -> None:
+        self._after.merge(task.layer - 1, part)
+        part.projected = self._model.blocks[task.layer].pre_attention(part.hidden, part.positions)
+
+    def _attention(self, task: Task, part: Part) -> None:
+        assert self._cache is not None
+        self._cache.attend(task.layer, self._model.blocks[task.layer], part)
+        part.projected = None
+
+    def _prompt(self, task: Task, part: Part) -> None:
+        self._pre(task, part)
+        self._attention(task, part)
+        self._do[Kind.POST](task, part)
+
+    def _head(self, task: Task, part: Part) -> None:
+        """The rows are ready for the logits, which are computed for all of them together."""
+        self._after.merge(task.layer - 1, part)
+
+    # ---- moves
+
+    def _save_qkv(self, task: Task, part: Part) -> None:
+        rows = part.projected
+        assert rows is not None
+        value = None if rows.value is None else self._up.copy(rows.value)
+        part.projected = Projected(self._up.copy(rows.query), self._up.copy(rows.key), value)
+
+    def _load_rows(self, task: Task, part: Part) -> None:
+        assert part.attended is not None
+        part.attended = self._down.copy(part.attended)
+
+    def _save_rows(self, task: Task, part: Part) -> None:
+        part.hidden = self._up.copy(part.hidden)
+
+    def _load_rows_again(self, task: Task, part: Part) -> None:
+        part.hidden = self._down.copy(part.hidden)
+
+    def _load_cache(self, task: Task, part: Part) -> None:
+        assert self._cache is not None
+        self._cache.load(task.layer, part)
+
+    def _save_cache(self, task: Task, part: Part) -> None:
+        assert self._cache is not None
+        self._cache.save(task.layer, part)

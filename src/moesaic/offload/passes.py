@@ -1,0 +1,160 @@
+"""One step of the engine as one pass over the model: into micro-batches, onto lanes, and back into rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from moesaic.core.metrics import PassStats
+from moesaic.core.tokens import IntArray, TokenBatch
+from moesaic.models.model import Model
+from moesaic.offload.caches import Cache
+from moesaic.offload.operations import Operations
+from moesaic.offload.parts import UNPADDED, Part, Rows, by_rows, by_sequences
+from moesaic.policy.pipeline import decode, prefill
+from moesaic.policy.policies import Policy, shape_of
+from moesaic.policy.tasks import Kind, Lane, Shape, Task
+from moesaic.policy.timeline import Timeline
+
+
+class Runs(Protocol):
+    """offload.lanes.Lanes, or one that also tells what it saw."""
+
+    def run(self, tasks: Sequence[Task], do: Callable[[Task], None]) -> Timeline: ...
+
+
+NOTHING = Timeline((), (), dict.fromkeys(Lane, 0.0))
+"""Of no tasks."""
+Observe = Callable[[Sequence[Task], Timeline], None]
+"""Is told the tasks of a pass that has just ended, and when each began and ended."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How passes are made."""
+
+    policy: Policy
+    prefill_rows: int
+    """Rows of a micro-batch in a pass with prompts."""
+    experts: int
+    """Routed experts of a layer that a process has, the most of all processes: they make the same lists."""
+    rows: Rows = UNPADDED
+
+
+class Passes:
+    """Runs steps, one at a time. A pass with more rows than sequences is prefill, whoever else is in it."""
+
+    def __init__(
+        self,
+        model: Model,
+        way: Way,
+        operations: Operations,
+        lanes: Runs,
+        prompts: Cache,
+        decodes: Cache,
+        observe: Observe | None = None,
+    ) -> None:
+        """prompts, decodes: the cache as the attention of either kind of pass finds it."""
+        self.observe = observe
+        self._model = model
+        self._way = way
+        self._operations = operations
+        self._lanes = lanes
+        self._caches = {True: prompts, False: decodes}
+        self._turn = 0
+        self._first: int | None = None
+        """The turn whose layer, a model's first, is loaded."""
+        self._stats: dict[tuple[bool, int, int], PassStats] = {}
+
+    def run(self, batch: TokenBatch) -> torch.Tensor:
+        """Hidden states [m, h] of the logit_rows after the last block; the cache has all rows then."""
+        asked, batch = batch, self._way.rows.of(batch)
+        prompts = batch.num_rows > batch.num_sequences
+        cache = self._caches[prompts]
+        parts = [self._part(*one, cache) for one in self._divide(batch, prompts)]
+        shape = self.shape(prompts, len(parts))
+        self._operations.begin(parts, cache, self._turn, shape.pages, prompts)
+        before = self._operations.loaded
+        first = self._load_first(shape)
+        self._first = None  # until all has come: a pass that breaks off leaves the slots as they are
+        tasks = _listed(self._way.policy, shape, prompts)
+        timeline = self._lanes.run(tasks, self._operations)
+        if self.observe is not None:
+            self.observe(tasks, timeline)
+        self._turn += shape.layers
+        self._first = self._turn if shape.pages else None
+        self._count(asked, batch, len(parts), (first, timeline), self._operations.loaded - before)
+        return _rows_wanted(batch, parts)
+
+    def shape(self, prompts: bool, count: int) -> Shape:
+        """What there is to schedule in a pass of `count` micro-batches."""
+        spec = self._model.spec
+        shape = shape_of(self._way.policy, self._way.experts, spec.num_layers, count, prompts)
+        return replace(shape, dense=frozenset(range(spec.num_layers)) - frozenset(spec.moe_layers))
+
+    def stats(self) -> tuple[PassStats, ...]:
+        """Passes so far, by what they were."""
+        return tuple(self._stats.values())
+
+    def _divide(self, batch: TokenBatch, prompts: bool) -> list[tuple[TokenBatch, IntArray]]:
+        policy = self._way.policy
+        if prompts:
+            moves = policy.slow_attention or policy.slow_cache > 0
+            return by_rows(batch, self._way.prefill_rows, whole=moves or self._way.rows.whole)
+        return by_sequences(batch, policy.micro_batch)
+
+    def _part(self, batch: TokenBatch, origin: IntArray, cache: Cache) -> Part:
+        hidden = self._model.embed(torch.from_numpy(batch.token_ids))
+        positions = torch.from_numpy(batch.positions)
+        return Part(batch, origin, cache.attention(batch), positions, hidden)
+
+    def _load_first(self, shape: Shape) -> Timeline:
+        """The first layer, where the pass before did not leave it."""
+        if not shape.pages_of(0) or self._first == self._turn:
+            return NOTHING
+        pages = range(shape.pages_of(0))
+        return self._lanes.run(
+            [Task(Kind.LOAD_PAGE, Lane.DOWN, 0, page, ()) for page in pages], self._operations
+        )
+
+    def _count(
+        self, asked: TokenBatch, batch: TokenBatch, parts: int, times: tuple[Timeline, Timeline], loaded: int
+    ) -> None:
+        """asked: of the batch, what the step has. times: of the first layer's load, and of the list."""
+        key = batch.num_rows > batch.num_sequences, parts, batch.num_sequences
+        context = int(asked.context_lens.sum())
+        old = self._stats.get(key, PassStats(*key))
+        busy = {lane.name.lower(): sum(one.busy[lane] for one in times) for lane in Lane}
+        self._stats[key] = replace(
+            old,
+            passes=old.passes + 1,
+            cold=old.cold + bool(times[0].ends),
+            rows=old.rows + asked.num_rows,
+            context=old.context + context,
+            padding_rows=old.padding_rows + batch.num_rows - asked.num_rows,
+            padding_context=old.padding_context + self._way.rows.context(batch) - context,
+            loaded=old.loaded + loaded,
+            seconds=old.seconds + sum(one.makespan for one in times),
+            busy={name: old.busy.get(name, 0.0) + busy[name] for name in busy},
+        )
+
+
+@lru_cache(maxsize=4)  # a list takes megabytes where layers and micro-batches are many
+def _listed(policy: Policy, shape: Shape, prompts: bool) -> Sequence[Task]:
+    if prompts:
+        return prefill(shape, rows_move=not policy.fast_residual)
+    return decode(policy.schedule, shape)
+
+
+def _rows_wanted(batch: TokenBatch, parts: Sequence[Part]) -> torch.Tensor:
+    out = torch.empty(len(batch.logit_rows), parts[0].hidden.shape[1])
+    for part in parts:
+        rows = part.batch.logit_rows
+        lines = np.searchsorted(batch.logit_rows, part.origin[rows])
+        out[torch.from_numpy(lines)] = part.hidden[torch.from_numpy(rows)]
+    return out

@@ -1,0 +1,132 @@
+"""Logit bias, penalties and min_tokens of a whole batch, in vLLM's order.
+
+A request changes the logits of few tokens: those it names, and those it has seen. Of all requests together
+these are (row, token) pairs in flat arrays, so that one gather, one line of arithmetic and one scatter do for
+all of them. Each pair is computed by itself: a row's numbers do not depend on who shares its batch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+
+from moesaic.core.request import Request, SamplingParams
+from moesaic.core.tokens import IntArray
+
+Pairs = tuple[torch.Tensor, torch.Tensor]
+"""Rows [m] and tokens [m] of m logits. No pair is there twice."""
+
+
+class TokenCounts:
+    """The distinct tokens that a request has seen, and how often it generated each.
+
+    >>> counts = TokenCounts(seen=[7, 8], generated=[8, 9])
+    >>> counts.append(9)
+    >>> counts.tokens.tolist(), counts.often.tolist()
+    ([7, 8, 9], [0, 1, 2])
+    """
+
+    def __init__(self, seen: Iterable[int], generated: Iterable[int]) -> None:
+        self._places: dict[int, int] = {}
+        self._tokens, self._often = array("q"), array("q")
+        for token in seen:
+            self._place(token)
+        for token in generated:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        """One more generated token."""
+        self._often[self._place(token)] += 1
+
+    def _place(self, token: int) -> int:
+        place = self._places.setdefault(token, len(self._tokens))
+        if place == len(self._tokens):
+            self._tokens.append(token)
+            self._often.append(0)
+        return place
+
+    @property
+    def tokens(self) -> IntArray:
+        return np.array(self._tokens, dtype=np.int64)
+
+    @property
+    def often(self) -> IntArray:
+        return np.array(self._often, dtype=np.int64)
+
+
+class Adjustment:
+    """What one request changes in its logits."""
+
+    def __init__(self, request: Request, generated: list[int]) -> None:
+        params = request.params
+        self.params = params
+        self.biased = np.array(list(params.logit_bias), dtype=np.int64)
+        self.bias = list(params.logit_bias.values())
+        self.counts: TokenCounts | None = None
+        """Of a penalised request; the prompt's tokens are among them where repetition counts."""
+        if params.penalised:
+            seen = request.prompt_token_ids if params.repetition_penalty != 1.0 else []
+            self.counts = TokenCounts(seen, generated)
+        self._stops = np.array(sorted(request.stop_ids), dtype=np.int64)
+        self._generated = len(generated)
+
+    @staticmethod
+    def wanted(params: SamplingParams) -> bool:
+        """Whether a request changes any logit."""
+        return params.penalised or bool(params.logit_bias) or params.min_tokens > 0
+
+    @property
+    def forbidden(self) -> IntArray:
+        """Tokens that may not come next: those that end the answer, before its min_tokens-th token."""
+        return self._stops if self._generated < self.params.min_tokens else self._stops[:0]
+
+    def append(self, token: int) -> None:
+        """One more generated token."""
+        self._generated += 1
+        if self.counts is not None:
+            self.counts.append(token)
+
+
+def adjust(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[Adjustment]) -> None:
+    """In place, row rows[i] of logits [p, vocab] float32 by adjustments[i]."""
+    biased = _pairs(rows, [one.biased for one in adjustments], logits.device)
+    bias = [value for one in adjustments for value in one.bias]
+    logits[biased] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
+    _penalise(logits, rows, adjustments)
+    forbidden = _pairs(rows, [one.forbidden for one in adjustments], logits.device)
+    logits[forbidden] = -torch.inf
+
+
+def _penalise(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[Adjustment]) -> None:
+    """Repetition, then frequency and presence penalty, in place."""
+    penalised = [
+        (row, one.params, one.counts)
+        for row, one in zip(rows, adjustments, strict=True)
+        if one.counts is not None
+    ]
+    if not penalised:
+        return
+    tokens = [counts.tokens for _, _, counts in penalised]
+    lengths = torch.tensor([len(part) for part in tokens])
+    often = torch.from_numpy(np.concatenate([counts.often for _, _, counts in penalised]))
+    often = often.to(logits.device, logits.dtype)
+
+    def each(value: Callable[[SamplingParams], float]) -> torch.Tensor:
+        """[m] a request's number for each of its pairs."""
+        numbers = torch.tensor([value(params) for _, params, _ in penalised], dtype=logits.dtype)
+        return numbers.repeat_interleave(lengths).to(logits.device)
+
+    pairs = _pairs([row for row, _, _ in penalised], tokens, logits.device)
+    found, scale = logits[pairs], each(lambda params: params.repetition_penalty)
+    found = torch.where(found > 0, found / scale, found * scale)
+    frequency, presence = each(lambda params: params.frequency_penalty), each(lambda p: p.presence_penalty)
+    logits[pairs] = found - (frequency * often + presence * (often > 0))
+
+
+def _pairs(rows: Sequence[int], tokens: Sequence[IntArray], device: torch.device) -> Pairs:
+    """rows[i] with each of tokens[i]."""
+    lines = np.repeat(np.array(rows, dtype=np.int64), [len(part) for part in tokens])
+    return torch.from_numpy(lines).to(device), torch.from_numpy(np.concatenate(tokens)).to(device)

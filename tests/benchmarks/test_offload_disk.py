@@ -1,0 +1,72 @@
+"""The offload benchmark's runs of a checkpoint from the disk, from end to end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moesaic.cost.machines import MACHINES
+from moesaic.hardware import file
+from moesaic.kernels import table
+
+from .conftest import FOLDER
+
+pytestmark = pytest.mark.slow
+
+
+QUESTIONS = ["one", "two twice", "three and three more", "four"]
+needs_native = pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build")
+
+
+@needs_native
+def test_schedules_run_side_by_side_and_agree(tmp_path: Path) -> None:
+    model, found = tmp_path / "model", tmp_path / "found.json"
+    _script("make_checkpoint.py", "qwen3-moe-0.01b", str(model))
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps({"turns": [text, "more"]}) + "\n" for text in QUESTIONS))
+    hardware = tmp_path / "machine.toml"
+    file.save(next(iter(MACHINES.values())), hardware)
+    printed = _script(
+        *("offload.py", "disk", str(model), "--prompts", str(questions), "--hardware", str(hardware)),
+        *("--cap", "11MiB", "--no-limit", "--schedules", "cgopipe", "on-demand", "--batches", "1", "balance"),
+        *("--pad", "--json", str(found)),
+        *("--prompt-len", "9", "--gen-len", "3", "--few", "2", "--rounds", "1"),
+    )
+    rows = json.loads(found.read_text())["rows"]
+    assert [row["ended"] for row in rows] == ["done"] * 6, rows
+    assert [row["batch"] for row in rows[:3]] == [1, 1, 1]
+    assert rows[3]["batch"] == rows[4]["batch"] == rows[5]["batch"] > 1
+    assert [row["tokens"] for row in rows] == [2, 2, 2, *(3 * row["batch"] for row in rows[3:])]
+    assert [(row["equal"], row["compared"]) for row in rows] == [(row["batch"], row["batch"]) for row in rows]
+    for row in rows:
+        [run] = row["runs"]
+        assert run["known"]["policy"]["static_experts"] < 16, "not all experts fit: some come from the disk"
+        assert run["measured"]["prefill"]["loaded_bytes"] > 0
+        assert row["prefill_s"] + row["decode_s"] == pytest.approx(row["seconds"])
+        padded = row["contender"] == "moesaic padded" and row["batch"] > 1
+        assert bool(run["measured"]["prefill"]["padding_rows"]) is padded
+    assert "moesaic on-demand" in printed and "moesaic padded" in printed
+
+
+def test_what_cannot_be_run_is_told_in_one_line(tmp_path: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"other": 1}\n')
+    command = ["disk", "demo", "--prompts", str(questions), "--no-limit"]
+    ended = _run("offload.py", *command)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines() == [f"--prompts: {questions}: no line has turns, a prompt or a question"]
+
+
+def _script(*command: str) -> str:
+    ended = _run(*command)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    whole = [sys.executable, str(FOLDER / command[0]), *command[1:]]
+    return subprocess.run(whole, capture_output=True, text=True, timeout=200, check=False)

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.models import cases, tiny
+
+from moesaic import cli
+from moesaic.commands import hardware, hardware_report
+from moesaic.commands.hardware_options import MeasureHardware
+from moesaic.commands.plan import find_hardware
+from moesaic.core.errors import ConfigError
+from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
+from moesaic.hardware import cuda
+from moesaic.hardware.measure import FULL, SHORT, Effort
+
+DISK = [
+    {"repeated": False, "block_kib": 8192, "readers": 1, "gib": 0.5},
+    {"repeated": True, "block_kib": 8192, "readers": 1, "gib": 1.0},
+    {"repeated": True, "block_kib": 8192, "readers": 2, "gib": 1.75},
+]
+READ = [{"threads": 1, "dtype": "bfloat16", "gib": 9.5}, {"threads": 2, "dtype": "bfloat16", "gib": 11.25}]
+RATES = [
+    {"shape": shape, "dtype": "bfloat16", "rows": rows, "gflops": rows * scale}
+    for shape, scale in (("experts", 1.5), ("dense", 2.25))
+    for rows in (1, 64)
+]
+THIS = Hardware(
+    name="two cores",
+    fast=Level("RAM", 0.007 * GIB, 11.25 * GIB, Processor(144e9, 0.875)),
+    slow=Level("disk", 256 * GIB, 1.0 * GIB, None),
+    link=Link(1.0 * GIB, 0.25 * GIB),
+    source="measured in 9 s by microbenchmarks; weights in bfloat16",
+    measured={
+        "memory": READ,
+        "products": RATES,
+        "disk": DISK,
+        "file": "a temporary file in /data",
+        "direct": True,
+        "write_gib": 0.25,
+    },
+)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[MeasureHardware, Effort]]:
+    """In place of measuring."""
+    calls: list[tuple[MeasureHardware, Effort]] = []
+
+    def measure(options: MeasureHardware, effort: Effort) -> Hardware:
+        calls.append((options, effort))
+        return THIS
+
+    monkeypatch.setattr(hardware, "measure", measure)
+    return calls
+
+
+def test_a_table_and_a_file(tmp_path: Path, asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "this.toml"
+    line = [
+        "hardware",
+        "measure",
+        "-o",
+        str(path),
+        "--path",
+        str(tmp_path),
+        "--threads",
+        "2",
+        "--name",
+        "box",
+    ]
+    assert cli.main(line) == 0
+    shown = capsys.readouterr().out
+    for text in ("two cores: measured in 9 s", "11.25", "144.0", "88%", "8.0 MiB", "the first time", "1.75"):
+        assert text in shown, text
+    assert "Repeated reads, which plans are given, are 2.0 times as fast" in shown
+    assert f"moesaic plan MODEL --hardware {path}" in shown
+    assert find_hardware(str(path)).measured == THIS.measured
+    wanted = MeasureHardware(output_file=path, path=tmp_path, threads=2, name="box")
+    assert asked == [(wanted, FULL)]
+
+
+def test_for_machines(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["hardware", "measure", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(THIS.to_tables()))
+
+
+def test_a_plan_measures_first_and_says_so(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", "demo", "--hardware", "this", "--prompt-len", "8", "--gen-len", "2", "--json"]
+    assert cli.main([*line, "--policy", "flexgen"]) == 2, "FlexGen's search wants a slow level that computes"
+    assert cli.main(line) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["hardware"]["machine"]["name"] == "two cores"
+    said = (
+        "two cores: measured in 9 s by microbenchmarks; weights in bfloat16; `moesaic hardware measure` takes"
+    )
+    assert said in printed.err
+    assert asked[-1] == (MeasureHardware(path=Path()), SHORT)
+
+
+def test_the_disk_of_the_model_is_measured(tmp_path: Path, asked: list[Any]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for model, folder in (
+        (str(tmp_path), tmp_path),
+        (str(tmp_path / "config.json"), tmp_path),
+        ("mixtral-8x7b", Path()),
+    ):
+        hardware.now(model)
+        assert asked[-1][0].path == folder
+
+
+def test_a_disk_that_cannot_be_measured_is_said_for_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(options: MeasureHardware, effort: Effort) -> Hardware:
+        raise ConfigError.field("--path", str(options.path), "a directory to write to")
+
+    monkeypatch.setattr(hardware, "measure", measure)
+    with pytest.raises(
+        ConfigError, match=r"--hardware this: --path: got '\.'.* hardware measure has a --path"
+    ):
+        hardware.now("dbrx")
+
+
+def test_a_model_that_is_not_there_is_not_measured_for(
+    asked: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["plan", "no/such/model", "--hardware", "this", "--prompt-len", "8", "--gen-len", "2"]
+    assert cli.main(line) == 2 and asked == []
+    assert "model: got 'no/such/model'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["--threads", "0"], "--threads: got 0; allowed: an integer of at least 1"),
+        (["-o", "this.json"], "--output-file: got 'this.json'; allowed: a file that ends in .toml"),
+        (["--device", "tpu"], "--device: got 'tpu'; allowed: auto, cpu, cuda"),
+    ],
+)
+def test_mistakes_are_one_line(
+    line: list[str], message: str, asked: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["hardware", "measure", *line]) == 2 and asked == []
+    shown = capsys.readouterr().err
+    assert message in shown and len(shown.splitlines()) == 1
+
+
+class Measuring:
+    """In place of the measuring: says what was asked of it."""
+
+    def __init__(self, effort: Effort, show: object, threads: int | None) -> None:
+        self.asked = effort, threads
+
+    def ram_over_disk(self, path: Path, name: str) -> Hardware:
+        return replace(THIS, name=f"{name} over {path} {self.asked[1]}")
+
+    def gpu_over_ram(self, device: Any, name: str) -> Hardware:
+        return replace(THIS, name=f"{name} on {device.title}")
+
+
+class Gpu:
+    title = "H100"
+
+
+def test_the_kind_of_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "Measuring", Measuring)
+
+    def name(gpu: Gpu | None, **options: Any) -> str:
+        monkeypatch.setattr(cuda, "find", lambda: gpu)
+        return hardware.measure(MeasureHardware(**options), FULL).name
+
+    assert name(None, name="a", path=Path("/x"), threads=3) == "a over /x 3"
+    assert name(Gpu()) == "H100 on H100" and name(Gpu(), name="a") == "a on H100"
+    assert name(Gpu(), name="a", device="cpu").startswith("a over .")
+    with pytest.raises(ConfigError, match="--device: got 'cuda'; allowed: auto, cpu: torch sees no GPU"):
+        name(None, device="cuda")
+
+
+def test_remarks() -> None:
+    assert len(hardware_report.remarks(THIS)) == 1
+    steady = replace(THIS, link=Link(0.7 * GIB, 0.25 * GIB))
+    assert hardware_report.remarks(steady) == []
+    poor = {key: value for key, value in THIS.measured.items() if key != "write_gib"} | {"direct": False}
+    cached, silent = hardware_report.remarks(replace(steady, measured=poor))
+    assert "has no O_DIRECT" in cached and "Nothing was written" in silent
+
+
+def test_both_levels_of_a_gpu_and_its_link_are_shown() -> None:
+    link = [{"way": "down", "pinned": True, "gib": 21.5}, {"way": "down", "pinned": False, "gib": 6.125}]
+    measured: dict[str, Any] = {"link": link}
+    for level in ("fast", "slow"):
+        measured |= {f"{level}_memory": READ, f"{level}_products": RATES}
+    shown = hardware_report.as_text(
+        replace(THIS, link=replace(THIS.link, staging=4.5 * GIB), measured=measured), None
+    )
+    for text in (
+        "Products, Gflops/s, fast level",
+        "Weights read for one row, slow level",
+        "pageable",
+        "6.12",
+    ):
+        assert text in shown, text
+    assert "copy into pinned memory" in shown and "4.50" in shown and "moesaic plan" not in shown
+
+
+def test_products_are_those_of_the_checkpoints_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory, a shard in it, and what is no checkpoint."""
+    seen: list[Effort] = []
+
+    def measuring(effort: Effort, *others: Any) -> Measuring:
+        seen.append(effort)
+        return Measuring(effort, *others)
+
+    monkeypatch.setattr(hardware, "Measuring", measuring)
+    plain, model = tmp_path / "plain", tmp_path / "model"
+    for folder in (plain, model):
+        folder.mkdir()
+    tiny.save(tiny.build("qwen3_moe", cases.qwen3(hidden_size=128, moe_intermediate_size=96)), model)
+    (plain / "config.json").write_text('{"model_type": "unknown"}')
+    for path in (model, model / "model.safetensors", plain):
+        hardware.measure(MeasureHardware(path=path, device="cpu"), SHORT)
+    shapes = [(one.products.hidden, one.products.width, one.products.matrices) for one in seen]
+    assert shapes == [(128, 96, 64), (128, 96, 64), (2048, 768, 16)]
+    assert seen[0].products.rows == SHORT.products.rows
+    assert SHORT.products.of_experts(4096, 14336).matrices == 2

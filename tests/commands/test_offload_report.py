@@ -1,0 +1,70 @@
+"""Predicted, predicted with the link's speed of the run, and measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.models import cases, tiny
+from tests.test_planning import HARDWARE, JOB, SIZES
+
+from moesaic.commands.offload_report import phases, result_text
+from moesaic.config import ModelConfig, OffloadConfig, WorkerConfig
+from moesaic.core.metrics import PassStats
+from moesaic.cost.hardware import GIB
+from moesaic.planning import Planned, plan
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Planned:
+    model = tiny.build("qwen3_moe", cases.qwen3(**SIZES))
+    path = tiny.save(model, tmp_path_factory.mktemp("told"), torch.bfloat16)
+    options = OffloadConfig("6MiB", offload_schedule="serial", micro_batch_size=4, micro_batches=2)
+    return plan(WorkerConfig(ModelConfig(str(path))), options, JOB, HARDWARE)
+
+
+def made(found: Planned, speed: float, seconds: float = 2.0) -> PassStats:
+    """Three decode steps, whose experts came at `speed`."""
+    away = found.model.experts - found.price.policy.static_experts
+    loaded = 3 * found.model.layers * away * found.model.expert * 2
+    busy = {"fast": 0.1, "down": loaded / speed}
+    return PassStats(
+        False, 2, 8, passes=3, rows=24, context=3 * 8 * 35, loaded=loaded, seconds=seconds, busy=busy
+    )
+
+
+def test_the_second_prediction_has_the_speed_of_the_run(found: Planned) -> None:
+    """Serial: seconds are those of the link and of computing; only the former are others then."""
+    planned_speed = HARDWARE.link.down
+    [same] = phases(found, [made(found, planned_speed)])
+    assert same.link == pytest.approx(planned_speed) and same.at_link == pytest.approx(same.predicted)
+    [twice] = phases(found, [made(found, 2 * planned_speed)])
+    assert twice.predicted == same.predicted
+    assert twice.at_link == pytest.approx(same.predicted - same.link_busy / 2, rel=1e-3)
+
+
+def test_each_phase_has_its_own_speed(found: Planned) -> None:
+    slow, quick = made(found, GIB / 100), replace(made(found, GIB / 10), prefill=True)
+    prefill, decode = phases(found, [slow, quick, slow])
+    assert (prefill.name, decode.name, decode.passes) == ("prefill", "decode", 6)
+    assert prefill.link == pytest.approx(GIB / 10) and decode.link == pytest.approx(GIB / 100)
+
+
+def test_a_table_with_both_predictions(found: Planned) -> None:
+    one = made(found, GIB / 100)
+    [phase] = phases(found, [one])
+    told = result_text([phase], seconds=2.5)
+    lines = [line.split() for line in told.splitlines()]
+    assert ["at", "this", "link", f"{phase.at_link:.2f}", "s"] in lines
+    assert ["predicted", "/", "measured", f"{phase.predicted / 2:.2f}"] in lines
+    assert ["at", "this", "link", "/", "measured", f"{phase.at_link / 2:.2f}"] in lines
+    assert ["link", "0.01", "GiB/s"] in lines
+    assert phase.as_json()["predicted_at_link_seconds"] == phase.at_link
+    assert told.endswith("beside passes (sampling, text, the API): 0.50 s")
+
+
+def test_what_loaded_nothing_has_no_other_prediction(found: Planned) -> None:
+    [phase] = phases(found, [replace(made(found, 1.0), loaded=0, busy={"fast": 1.0})])
+    assert phase.link is None and phase.at_link == phase.predicted
+    assert phase.as_json()["link_bytes_per_s"] is None

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moesaic.cost import ops
+from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
+from moesaic.cost.ranks import model_of_rank, share_of_rank
+from moesaic.cost.sizes import KNOWN, GroupedQuery, ModelSizes
+
+HERE = Hardware(
+    "two cores",
+    Level("RAM", 8 * GIB, 10 * GIB, Processor(1e11, prefill=0.5)),
+    Level("disk", 100 * GIB, GIB, None),
+    Link(0.2 * GIB, 0.1 * GIB, latency=1e-4),
+)
+
+
+def test_worked_example() -> None:
+    model = ModelSizes("tiny", 2, 16, 100, GroupedQuery(8, 2, 4), 2, 8, 2, 10)
+    mine = model_of_rank(model, 4, 2)
+    assert mine.attention == GroupedQuery(2, 1, 4)
+    assert (mine.experts, mine.top_k, mine.expert) == (2, 0.5, model.expert)
+    assert mine.routed == model.routed / 4 and mine.other < model.other
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v2-lite", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_together_are_the_model(name: str, ranks: int) -> None:
+    """Routed experts and heads; what is whole on every rank counts once for each."""
+    model = KNOWN[name]
+    mine = model_of_rank(model, ranks, model.experts // ranks)
+    for rows in (1, 7, 300):
+        whole, part = ops.routed(model, rows), ops.routed(mine, rows)
+        for one, other in ((whole.flops, part.flops), (whole.bytes, part.bytes)):
+            assert ranks * other == pytest.approx(one)
+        attended = ops.attention(model, rows, 100, 2.0), ops.attention(mine, rows, 100, 2.0)
+        assert ranks * attended[1].flops == attended[0].flops
+    assert model.weights < ranks * mine.weights < model.weights + ranks * model.other
+    if isinstance(model.attention, GroupedQuery):
+        assert ranks * mine.cache(1, 2.0) == model.cache(1, 2.0)
+    else:
+        assert mine.cache(1, 2.0) == model.cache(1, 2.0), "a latent is whole on each"
+
+
+def test_ranks_share_processor_bandwidth_and_link_but_not_memory() -> None:
+    mine = share_of_rank(HERE, 2)
+    assert mine.fast == replace(
+        HERE.fast,
+        bandwidth=5 * GIB,
+        processor=replace(HERE.fast.processor, flops=5e10),  # type: ignore[type-var]
+    )
+    assert (mine.link.down, mine.link.up, mine.link.latency) == (0.1 * GIB, 0.05 * GIB, 1e-4)
+    assert mine.slow == HERE.slow and share_of_rank(HERE, 1) == HERE

@@ -1,0 +1,238 @@
+"""A CUDA device that is none: torch code that is meant for a GPU runs here on machines without one.
+
+Tensors of class `OnDevice` say that they are on cuda:0. Their numbers lie in an ordinary CPU tensor, which
+nothing but this file gets at. Every operation of torch comes by here (`torch.utils._python_dispatch`), is
+refused where CUDA would refuse it, and is carried out on the CPU tensors: the arithmetic, to the last bit, is
+that of a CPU. What is refused, each with torch's own kind of error:
+
+- tensors of two devices in one operation, but for copies, CPU tensors without dimensions among elementwise
+  operands, and CPU indices into a tensor of the device;
+- numpy arrays of the device's memory;
+- products of integers.
+
+Fresh memory of the device holds what an allocator may leave there: NaN, and integers that index nothing. A
+copy to or from the device is always one: nothing that is written to the one side later shows on the other.
+`test_sanitizer.py` compares these rules with torch's own model of a GPU, `test_cuda.py` with a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DEVICE = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+NAME = "a GPU that is none"
+GIB = 1 << 30
+ADDRESSES = 1 << 62
+"""Added to a CPU address it is nobody's: who reads there is stopped by the processor."""
+_REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
+_CUDA, _META, _TYPES = 1, 14, 20
+"""Places in c10's registry of device guards, as `c10/core/DeviceType.h` numbers them."""
+
+COPIES = {"copy_", "_to_copy", "to", "copy"}
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+SCALARS = {"floor_divide", "floor_divide_", "masked_fill", "masked_fill_", "fill_", "__and__", "__or__"}
+"""Elementwise operations that torch does not tag as such."""
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "mv", "dot", "einsum"}
+FRESH = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+class OnDevice(torch.Tensor):
+    """Says that it is on the device; `numbers` has the same sizes and strides."""
+
+    numbers: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor) -> OnDevice:
+        with torch.inference_mode(numbers.is_inference()):  # an inference tensor where that is one
+            made: OnDevice = torch.Tensor._make_wrapper_subclass(
+                cls, numbers.shape, strides=numbers.stride(), storage_offset=numbers.storage_offset(),
+                dtype=numbers.dtype, device=DEVICE,
+            )  # fmt: skip
+        made.numbers = numbers
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return carry_out(func, args, kwargs or {})
+
+    def numpy(self, *_: object, **__: object) -> Any:
+        raise TypeError(
+            f"can't convert {DEVICE} device type tensor to numpy. "
+            "Use Tensor.cpu() to copy the tensor to host memory first."
+        )
+
+    def tolist(self) -> Any:
+        return self.numbers.tolist()
+
+    def data_ptr(self) -> int:
+        return ADDRESSES + self.numbers.data_ptr()
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"OnDevice({self.numbers!r})"
+
+
+class Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees also the operations that make tensors of the device from nothing, or from those of the CPU."""
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return carry_out(func, args, kwargs or {})
+
+
+@contextmanager
+def sanitized(free: int = 64 * GIB) -> Iterator[None]:
+    """Within it torch has one CUDA device, of which this many bytes are free. Of the calling thread only."""
+    there: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "_lazy_init": lambda: None,
+        "synchronize": lambda device=None: None,
+        "get_device_name": lambda device=None: NAME,
+        "mem_get_info": lambda device=None: (free, 2 * free),
+    }
+    with guarded(), mock.patch.multiple(torch.cuda, **there), Dispatch():  # type: ignore[no-untyped-call]
+        yield
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Within it torch's own code may name a CUDA device where there is none.
+
+    Its device guards look up who changes the current device, and a CPU build has nobody for CUDA: the one of
+    the meta device, who does nothing, takes the place.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    registry = (ctypes.c_void_p * _TYPES).in_dll(library, _REGISTRY)
+    before, lifting = registry[_CUDA], torch._C._only_lift_cpu_tensors()
+    registry[_CUDA] = registry[_META]
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes it here and moves it
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(lifting)
+        registry[_CUDA] = before
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What one of torch's operations says of itself."""
+
+    name: str
+    arguments: tuple[str, ...]
+    written: frozenset[str]
+    """Arguments that it writes to."""
+    takes_scalars: bool
+    """Scalars of the CPU may be among its operands."""
+
+    @classmethod
+    @functools.cache
+    def of(cls, func: OpOverload) -> Operation:
+        arguments, name = func._schema.arguments, func._schema.name.partition("::")[2]
+        written = frozenset(one.name for one in arguments if one.alias_info and one.alias_info.is_write)
+        if name in INDEXING:
+            written |= {"self"}
+        scalars = torch.Tag.pointwise in func.tags or name in SCALARS | INDEXING
+        return cls(name, tuple(one.name for one in arguments), written, scalars)
+
+
+Operands = list[tuple[str, torch.Tensor]]
+"""Tensors, and the arguments that they came as."""
+
+
+def carry_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One operation: checked, done on the CPU, its results where a GPU would have them."""
+    operation = Operation.of(func)
+    given = dict(zip(operation.arguments, args, strict=False)) | kwargs
+    operands = _operands(given)
+    check(operation, operands)
+    device = _result_device(operation.name, given, operands)
+    owners = {id(one.numbers): one for _, one in operands if isinstance(one, OnDevice)}
+    plain = {key: _map(value, _numbers) for key, value in given.items()}
+    if given.get("device") is not None:
+        plain["device"] = CPU
+    if given.get("pin_memory"):
+        plain["pin_memory"] = False
+    if operation.name == "to" and device != given["self"].device:
+        plain["copy"] = True
+    result = func(**plain)
+    if operation.name in FRESH and device == DEVICE:
+        _spoil(result)
+
+    def labelled(one: torch.Tensor) -> torch.Tensor:
+        """In-place operations return who they were asked of."""
+        return owners[id(one)] if id(one) in owners else OnDevice(one) if device == DEVICE else one
+
+    return _map(result, labelled)
+
+
+def check(operation: Operation, operands: Operands) -> None:
+    """Raises RuntimeError where CUDA would."""
+    there = [one for _, one in operands if isinstance(one, OnDevice)]
+    if there and len(there) < len(operands) and operation.name not in COPIES:
+        indexing = operation.name in INDEXING
+        here = [
+            (key, one)
+            for key, one in operands
+            if not isinstance(one, OnDevice) and not (indexing and key == "indices")
+        ]
+        if any(one.dim() or key in operation.written or not operation.takes_scalars for key, one in here):
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{DEVICE} and cpu! (when checking {operation.name})"
+            )
+    if operation.name in PRODUCTS and there and not there[0].is_floating_point():
+        raise RuntimeError(f'"addmm_cuda" not implemented for {there[0].dtype}')
+
+
+def _result_device(name: str, given: Mapping[str, Any], operands: Operands) -> torch.device:
+    """Where the results are: where it is said, else where the operands are."""
+    if given.get("device") is not None:
+        return CPU if torch.device(given["device"]).type == "cpu" else DEVICE
+    if name == "to" and "other" in given:
+        return given["other"].device  # type: ignore[no-any-return]
+    if name in COPIES or name in INDEXING:
+        return given["self"].device  # type: ignore[no-any-return]
+    return DEVICE if any(isinstance(one, OnDevice) for _, one in operands) else CPU
+
+
+def _spoil(fresh: torch.Tensor) -> None:
+    if fresh.is_floating_point():
+        fresh.fill_(torch.nan)
+    elif fresh.dtype is not torch.bool:
+        fresh.fill_(torch.iinfo(fresh.dtype).max)
+
+
+def _operands(given: Mapping[str, Any]) -> Operands:
+    return [
+        (key, one)
+        for key, value in given.items()
+        for one in (value if isinstance(value, list | tuple) else (value,))
+        if isinstance(one, torch.Tensor)
+    ]
+
+
+def _numbers(one: torch.Tensor) -> torch.Tensor:
+    return one.numbers if isinstance(one, OnDevice) else one
+
+
+def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)([_map(one, change) for one in value])
+    return value

@@ -1,0 +1,164 @@
+"""The same on a real GPU. Nothing here runs where torch sees none; `test_engine.py` does in its stead."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.device import cases
+from tests.models import tiny
+
+from moesaic import LLM, RequestOutput, SamplingParams
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.slow,
+]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def whole_float32() -> Iterator[None]:
+    """Without TensorFloat-32, which rounds the operands of products to 10 bits."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", cases.ALLOWED)
+def test_what_the_sanitizer_allows(name: str, mode: Any) -> None:
+    with mode():
+        cases.ALLOWED[name]("cuda")
+
+
+@pytest.mark.parametrize("name", cases.REFUSED)
+def test_what_the_sanitizer_refuses(name: str) -> None:
+    with torch.inference_mode(), pytest.raises(RuntimeError):
+        cases.REFUSED[name]("cuda")
+
+
+@pytest.mark.parametrize("fact", cases.FACTS)
+def test_what_the_sanitizer_takes_for_a_fact(fact: cases.Operation) -> None:
+    with torch.inference_mode():
+        fact("cuda")
+
+
+def test_numpy_and_products_of_integers_are_refused() -> None:
+    ids = torch.ones(2, 2, dtype=torch.int64, device="cuda")
+    with pytest.raises(RuntimeError, match="not implemented for"):
+        ids @ ids
+    with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
+        ids.numpy()
+
+
+@pytest.mark.parametrize("model", cases.MODELS)
+def test_64_greedy_tokens_are_those_of_transformers(tmp_path: Path, model: str) -> None:
+    theirs = cases.write(model, tmp_path)
+    llm = LLM(str(tmp_path), device="cuda")
+    assert llm.info.device == torch.cuda.get_device_name() and llm.info.kv_dtype == "float32"
+    found = [one.outputs[0] for one in llm.generate(cases.prompts(), GREEDY)]
+    for prompt, output in zip(cases.prompts(), found, strict=True):
+        assert output.token_ids == tiny.reference_greedy(theirs, prompt, 64)
+        wanted = torch.log_softmax(tiny.reference_logits(theirs, prompt + output.token_ids), dim=-1)
+        taken = wanted[len(prompt) - 1 : -1].gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        logprobs = torch.tensor([entry.logprob for entry in output.logprobs or []])
+        assert ((logprobs - taken).abs() / taken.abs().clamp(min=1.0)).max() < 1e-4
+
+
+@pytest.mark.parametrize("setting", cases.SETTINGS)
+@pytest.mark.parametrize("model", cases.MODELS)
+def test_every_way_to_sample_gives_the_tokens_of_the_cpu(tmp_path: Path, model: str, setting: str) -> None:
+    cases.write(model, tmp_path)
+    settings = cases.SETTINGS[setting]
+    if setting == "blocks run out":
+        settings = settings | {"kv_cache_memory": cases.one_request(tmp_path)}
+    on_cpu = LLM(str(tmp_path), device="cpu", kernels="reference", threads=1, **settings)
+    llm = LLM(str(tmp_path), device="cuda", **settings)
+    assert cases.tokens(cases.answers(llm)) == cases.tokens(cases.answers(on_cpu))
+    assert (llm.stats().preemptions > 0) == (setting == "blocks run out")
+
+
+@pytest.mark.parametrize("cache", ["auto", "float32", "float16", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("model", cases.MODELS)
+def test_narrow_weights_and_caches_give_nearly_the_same(
+    tmp_path: Path, model: str, dtype: str, cache: str
+) -> None:
+    """The first token's probabilities: of one model in two arithmetics, each rounding as it does."""
+    cases.write(model, tmp_path)
+    llm = LLM(str(tmp_path), device="cuda", dtype=dtype, kv_cache_dtype=cache)
+    assert (llm.info.dtype, llm.info.kv_dtype) == (dtype, dtype if cache == "auto" else cache)
+    wide = LLM(str(tmp_path), device="cpu", kernels="reference", threads=1)
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+
+    def logprobs(found: list[RequestOutput]) -> torch.Tensor:
+        return torch.tensor([entry.logprob for one in found for entry in one.prompt_logprobs or [] if entry])
+
+    narrow, exact = (
+        logprobs([one.outputs[0] for one in each.generate(cases.prompts(), params)]) for each in (llm, wide)
+    )
+    assert narrow.isfinite().all() and (narrow - exact).abs().median() < 0.3
+
+
+@contextlib.contextmanager
+def serving(*flags: str) -> Iterator[dict[str, Any]]:
+    """`moesaic serve demo --device cuda` as a process, and what it says of itself."""
+    command = [sys.executable, "-m", "moesaic", "serve", "demo", "--device", "cuda", "--dtype", "float32"]
+    process = subprocess.Popen([*command, "--port", "0", "--json", *flags], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert line, f"the server ended with code {process.wait()} before it served"
+        yield json.loads(line)
+    finally:
+        process.terminate()
+        process.wait(30)
+        process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--expert-servers", "2", "--kv-cache-memory", "64MiB"),
+        (
+            "--attention-workers",
+            "2",
+            "--expert-servers",
+            "1",
+            "--kv-cache-memory",
+            "64MiB",
+            "--schedule",
+            "async",
+        ),
+    ],
+    ids=["one process", "expert servers", "workers and a server, asynchronous"],
+)
+def test_a_server_answers_as_the_library_on_a_cpu(flags: tuple[str, ...]) -> None:
+    question = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0}
+    with serving(*flags) as info:
+        assert info["device"] == torch.cuda.get_device_name()
+        body = json.dumps(question).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{info['url']}/v1/completions", body, headers)
+        with urllib.request.urlopen(request) as answer:
+            text = json.load(answer)["choices"][0]["text"]
+    llm = LLM("demo", device="cpu", dtype="float32", kernels="reference")
+    assert text == llm.generate("def add(a, b):", SamplingParams(max_tokens=24, temperature=0))[0].text
+
+
+def test_the_gpu_is_measured() -> None:
+    command = [sys.executable, "-m", "moesaic", "hardware", "measure", "--device", "cuda", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert torch.cuda.get_device_name() in done.stdout

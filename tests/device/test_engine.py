@@ -1,0 +1,133 @@
+"""The engine on the sanitizer's device: nothing is mixed, and answers are those of the CPU, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from tests.device import cases
+from tests.device.sanitizer import NAME, sanitized
+
+from moesaic import LLM, RequestOutput, SamplingParams
+from moesaic.kernels import batch
+from moesaic.kvcache import paged
+from moesaic.models.checkpoint import Checkpoint
+from moesaic.runtime import sampler
+
+Written = Callable[[str], Path]
+QUICK = {"mixtral-window", "qwen3-window-yarn-k8", "deepseek-full"}
+"""The rest of the models is slow."""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """Where the checkpoint of a model lies."""
+    known: dict[str, Path] = {}
+
+    def path(name: str) -> Path:
+        if name not in known:
+            known[name] = tmp_path_factory.mktemp(name)
+            cases.write(name, known[name])
+        return known[name]
+
+    return path
+
+
+def on_cpu(path: Path, **settings: Any) -> LLM:
+    """With weights as well aligned as a device's: last digits of a CPU's products depend on that."""
+    settings = settings | {"device": "cpu", "kernels": "reference", "threads": 1, "mmap": False}
+    return LLM(str(path), **settings)
+
+
+def on_device(path: Path, new: int = cases.NEW, **settings: Any) -> tuple[LLM, list[list[RequestOutput]]]:
+    with sanitized():
+        llm = LLM(str(path), device="cuda", threads=1, **settings)
+        return llm, cases.answers(llm, new)
+
+
+def same(found: list[list[RequestOutput]], llm: LLM, new: int = cases.NEW) -> bool:
+    """Tokens and every log-probability."""
+    return found == cases.answers(llm, new)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(model, marks=() if model in QUICK else pytest.mark.slow) for model in cases.MODELS],
+)
+def test_first_tokens_are_those_of_the_cpu(written: Written, model: str) -> None:
+    path = written(model)
+    llm, found = on_device(path, new=3, max_num_batched_tokens=40, max_num_seqs=8)
+    assert (llm.info.device, llm.info.kernels) == (NAME, "reference (torch)")
+    assert same(found, on_cpu(path, max_num_batched_tokens=40, max_num_seqs=8), new=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", cases.SETTINGS)
+@pytest.mark.parametrize("model", cases.MODELS)
+def test_answers_are_those_of_the_cpu(written: Written, model: str, setting: str) -> None:
+    path, settings = written(model), cases.SETTINGS[setting]
+    if setting == "blocks run out":
+        settings = settings | {"kv_cache_memory": cases.one_request(path)}
+    llm, found = on_device(path, new=8, **settings)
+    assert same(found, on_cpu(path, **settings), new=8)
+    stats = llm.stats()
+    assert (stats.preemptions > 0) == (setting == "blocks run out")
+    assert (stats.blocks.prefix_hits > 0) == settings.get("enable_prefix_caching", True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["auto", "float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("qwen3-bias-dense-layers", "bfloat16"), ("deepseek-full", "float16")]
+)
+def test_narrow_weights_and_caches(written: Written, model: str, dtype: str, cache: str) -> None:
+    llm, found = on_device(written(model), new=4, dtype=dtype, kv_cache_dtype=cache)
+    stored = dtype if cache == "auto" else cache
+    assert (llm.info.dtype, llm.info.kv_dtype) == (dtype, stored), "auto: the type of the weights"
+    assert same(found, on_cpu(written(model), dtype=dtype, kv_cache_dtype=stored), new=4)
+
+
+def test_a_gpu_keeps_the_types_of_the_checkpoint(tmp_path: Path) -> None:
+    cases.write("mixtral-window", tmp_path, torch.float16)
+    with sanitized():
+        info = LLM(str(tmp_path), threads=1).info
+    assert (info.device, info.dtype, info.kv_dtype) == (NAME, "float16", "float16"), "device auto takes it"
+
+
+def test_the_experts_that_rows_choose_are_recorded(written: Written) -> None:
+    def recorded(**settings: Any) -> npt.NDArray[Any]:
+        rows: list[npt.NDArray[Any]] = []
+        params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+        settings |= {"threads": 1, "kernels": "reference", "routing": rows.append}
+        LLM(str(written("deepseek-full")), **settings).generate(cases.prompts()[:3], params)
+        return np.concatenate(rows)
+
+    with sanitized():
+        found = recorded(device="cuda")
+    assert len(found) > 32 and (found == recorded(device="cpu")).all()
+
+
+def _left_behind(change: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda *given, **named: change(*given, **named).cpu()
+
+
+FORGOTTEN = {
+    "blocks and slots": (batch, "_move", _left_behind(batch._move)),
+    "the cache": (paged, "_zeros", _left_behind(paged._zeros)),
+    "the weights": (Checkpoint, "tensor", _left_behind(Checkpoint.tensor)),
+    "what was drawn": (sampler, "_draw", _left_behind(sampler._draw)),
+}
+
+
+@pytest.mark.parametrize("what", FORGOTTEN)
+def test_what_is_left_on_the_cpu_is_found(
+    written: Written, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*FORGOTTEN[what])
+    with pytest.raises(RuntimeError, match="two devices, cuda:0 and cpu"):
+        on_device(written("mixtral-window"))

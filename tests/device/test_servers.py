@@ -1,0 +1,165 @@
+"""Experts on servers, with the worker or the servers on the sanitizer's device."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.device import cases
+from tests.device.sanitizer import sanitized
+
+from moesaic.config import CacheConfig, ExpertServerConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from moesaic.core import messages
+from moesaic.core.errors import ConfigError
+from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
+from moesaic.core.request import Request, SamplingParams
+from moesaic.experts.arithmetic import Part
+from moesaic.experts.process import _arithmetic
+from moesaic.experts.server import ExpertServer
+from moesaic.experts.torched import Torched
+from moesaic.policy.brain.service import Enough, Service
+from moesaic.policy.microqueue import MostTokensFirst
+from moesaic.runtime.load import build_worker
+from moesaic.runtime.loaded import layout_of
+from moesaic.transport.bell import Bell
+from moesaic.transport.listening import Listener
+from moesaic.transport.local import local_pair
+
+SECRET = b"a secret of the tests"
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deepseek")
+    cases.write("deepseek-lite-yarn", folder)
+    return folder
+
+
+def config(path: Path, device: str, kv_cache_memory: str = "1MiB", **scheduler: Any) -> WorkerConfig:
+    model = ModelConfig(str(path), device=device, kernels="reference", threads=1)  # type: ignore[arg-type]
+    schedule = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, **scheduler)
+    return WorkerConfig(model, CacheConfig(kv_cache_memory), schedule, remote_experts=True, supervised=True)
+
+
+@contextmanager
+def server(path: Path, layout: ExpertLayout, folder: Path) -> Iterator[Directory]:
+    """A thread with all experts, on the CPU, and who is to be asked."""
+    arithmetic = Torched(path, layout, "cpu", "reference", 1)
+    held = {layer: list(range(layout.num_experts)) for layer in layout.layers}
+    arithmetic.take(held)
+    address = f"unix:{folder}/server"
+    service = Service(layout.layers, MostTokensFirst(), Enough())
+    listener = Listener(address, SECRET)
+    serving = ExpertServer(layout, arithmetic, listener, service, time.monotonic)
+    stopped = threading.Event()
+
+    def run() -> None:
+        while not stopped.is_set():
+            serving.turn(0.01)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield Directory(1, [ServerEntry(0, 1, address)], {0: held})
+    finally:
+        stopped.set()
+        thread.join()
+        serving.close()
+
+
+def generated(config: WorkerConfig, directory: Directory) -> dict[int, list[int]]:
+    """Tokens of a worker that asks servers."""
+    ours, theirs = local_pair()
+    worker, _ = build_worker(config, theirs, time.monotonic, bell=Bell())
+    params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, seed=0)
+    requests = [Request(number, prompt, params) for number, prompt in enumerate(cases.prompts()[:4])]
+    ours.send(messages.Serving(directory, SECRET))
+    ours.send(messages.Submit(requests))
+    found: dict[int, list[int]] = {request.request_id: [] for request in requests}
+    with closing(worker._experts):  # type: ignore[type-var]
+        while any(len(tokens) < NEW for tokens in found.values()):
+            worker.turn(1.0)
+            while (message := ours.receive(0.0)) is not None:
+                if isinstance(message, messages.Tokens):
+                    for number, token in zip(message.request_ids, message.token_ids, strict=True):
+                        found[number].append(token)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
+    """With all on the CPU."""
+    on_cpu = config(path, "cpu")
+    with server(path, layout_of(on_cpu.model), tmp_path_factory.mktemp("expected")) as directory:
+        return generated(on_cpu, directory)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        {"inflight_batches": 2},
+        {"schedule": "async"},
+        pytest.param({"schedule": "barrier"}, marks=pytest.mark.slow),
+        pytest.param({"combine": "partial"}, marks=pytest.mark.slow),
+        pytest.param({"schedule": "async", "combine": "partial"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_on_a_gpu_asks_servers_on_the_cpu(
+    path: Path, expected: dict[int, list[int]], tmp_path: Path, scheduler: dict[str, Any]
+) -> None:
+    on_cpu = config(path, "cpu")
+    with server(path, layout_of(on_cpu.model), tmp_path) as directory, sanitized():
+        assert generated(config(path, "cuda", **scheduler), directory) == expected
+
+
+def test_a_server_on_a_gpu_computes_the_same(path: Path) -> None:
+    layout = layout_of(config(path, "cpu").model)
+    rng = np.random.default_rng(0)
+    hidden = rng.standard_normal((5, layout.hidden), dtype=np.float32)
+    rows = np.arange(5, dtype=np.int32)
+    found = []
+    for device in ("cpu", "cuda"):
+        parts = [
+            Part(hidden, rows, (rows % 3 + first).astype(np.int32), np.zeros_like(hidden), np.arange(5))
+            for first in (0, 2)
+        ]
+        with sanitized():
+            arithmetic = Torched(path, layout, device, "auto" if device == "cuda" else "reference", 1)
+            arithmetic.take({2: range(6)})
+            arithmetic.run(2, parts)
+            arithmetic.keep({2: [1]})
+            assert arithmetic.held == {2: [1]}
+        found.append([part.out for part in parts])
+    assert all(np.allclose(one, other, atol=1e-6) and one.any() for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_a_server_on_a_cpu_takes_what_a_worker_on_a_gpu_computes_from(path: Path, kernels: str) -> None:
+    """Native kernels do not know float16, in which a GPU keeps some checkpoints."""
+    layout = replace(layout_of(config(path, "cpu").model), dtype="float16")
+    assert layout.expert_bytes == 3 * layout.hidden * layout.width * 2
+    settings = ExpertServerConfig(str(path), layout, "unix:x", kernels=kernels)  # type: ignore[arg-type]
+    arithmetic = _arithmetic(settings)
+    assert arithmetic.name == "reference (torch)"
+    arithmetic.take({1: [3]})
+    hidden, zero = np.ones((1, layout.hidden), np.float32), np.zeros(1, np.int32)
+    out = np.zeros_like(hidden)
+    arithmetic.run(1, [Part(hidden, zero, zero + 3, out, np.zeros(1, np.int64))])
+    assert out.any()
+
+
+def test_processes_that_share_a_gpu_need_to_be_told_what_to_take(path: Path) -> None:
+    ours, theirs = local_pair()
+    with sanitized(), pytest.raises(ConfigError, match="^--kv-cache-memory: got 'auto'; allowed: a size"):
+        build_worker(config(path, "cuda", "auto"), theirs, time.monotonic, bell=Bell())
+    assert ours.receive(0.0) is None, "before anybody loads anything"
+    with server(path, layout_of(config(path, "cpu").model), path.parent) as directory:
+        assert generated(config(path, "cpu", "auto"), directory), "on a CPU memory is taken as it is written"

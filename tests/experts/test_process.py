@@ -1,0 +1,43 @@
+"""By which rule and policy an expert server's process begins runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moesaic.config import ExpertServerConfig, QueueConfig
+from moesaic.core.experts import ExpertLayout
+from moesaic.experts.process import BARRIER_SECONDS, EVERYBODY, _policy, _start_rule
+from moesaic.policy.brain.service import Enough
+from moesaic.policy.microqueue import Defrag, DefragWithHistory, FirstLayerFirst, MostTokensFirst
+
+LAYOUT = ExpertLayout({0: "a", 1: "b"}, "g", "u", "d", 8, 4, 2, 1, "float32")
+
+
+def config(**settings: Any) -> ExpertServerConfig:
+    made = ExpertServerConfig("m", LAYOUT, "unix:x", **settings)
+    assert ExpertServerConfig.from_json(made.to_json()).queues == made.queues
+    return made
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "async"])
+def test_a_run_begins_at_once_unless_it_is_told_to_wait(schedule: str) -> None:
+    assert _start_rule(config(schedule=schedule)) == Enough(pairs=1, wait=0.0)
+    waiting = QueueConfig(expert_batch_pairs=24, expert_batch_wait=2.5)
+    assert _start_rule(config(schedule=schedule, queues=waiting)) == Enough(pairs=24, wait=0.0025)
+
+
+def test_at_a_barrier_it_waits_for_everybody() -> None:
+    assert _start_rule(config(schedule="barrier")) == Enough(EVERYBODY, BARRIER_SECONDS)
+
+
+def test_the_policy_that_is_set_counts_where_servers_have_queues_of_one() -> None:
+    assert _policy(config(schedule="lockstep")) == MostTokensFirst()
+    assert _policy(config(schedule="barrier")) == FirstLayerFirst()
+    assert _policy(config(schedule="async")) == Defrag(urgency=None)
+    said = QueueConfig(queue_urgency=0.5)
+    assert _policy(config(schedule="async", queue_policy="flfs", queues=said)) == FirstLayerFirst(urgency=0.5)
+    remembering = _policy(config(schedule="async", queues=QueueConfig(0.5, queue_history=3)))
+    assert isinstance(remembering, DefragWithHistory)
+    assert remembering.settings == Defrag(urgency=0.5)

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from moesaic.hardware import products
+from moesaic.hardware.products import Rate, Sizes
+from moesaic.hardware.timing import Stopwatch
+from moesaic.kernels.table import REFERENCE, Kernels, pick
+from moesaic.kernels.weights import ExpertWeights
+
+TINY = Sizes(hidden=64, width=32, matrices=4, rows=(1, 3, 8), most_rows=16)
+
+
+def spied(kernels: Kernels, seen: list[tuple[Any, ...]]) -> Kernels:
+    """Notes what is computed."""
+
+    def experts(
+        weights: ExpertWeights,
+        hidden: torch.Tensor,
+        expert_ids: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        rows = expert_ids.flatten().bincount().tolist()
+        seen.append(("experts", tuple(hidden.shape), rows, weights.of(0)[0].dtype))
+        return kernels.experts(weights, hidden, expert_ids, out)
+
+    def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        seen.append(("dense", tuple(rows.shape), weight.data_ptr(), weight.dtype))
+        return kernels.linear(rows, weight)
+
+    return replace(kernels, experts=experts, linear=linear)
+
+
+def measured(kernels: Kernels, dtypes: list[torch.dtype], sizes: Sizes) -> tuple[Rate, ...]:
+    clock = iter(range(100_000))
+    return products.rates(kernels, dtypes, sizes, Stopwatch(0.5, partial(next, clock)), lambda *_: None)
+
+
+def test_every_expert_has_as_many_rows_and_every_matrix_is_used() -> None:
+    seen: list[tuple[Any, ...]] = []
+    measured(spied(pick("cpu", "auto"), seen), [torch.bfloat16], TINY)
+    experts = [one[1:] for one in seen if one[0] == "experts"]
+    assert experts == [
+        ((4, 64), [1, 1, 1, 1], torch.bfloat16),
+        ((12, 64), [3, 3, 3, 3], torch.bfloat16),
+        ((16, 64), [8, 8], torch.bfloat16),
+    ]
+    dense = [one[1:] for one in seen if one[0] == "dense"]
+    assert [shape for shape, _, _ in dense] == [(1, 64)] * 4 + [(3, 64)] * 4 + [(8, 64)] * 2
+    assert len({address for _, address, _ in dense}) == 4
+
+
+def test_overlap_is_read_off_few_rows() -> None:
+    """Weights of 2 bytes at 1 byte/s, a peak of 2 flops/s: 2 rows compute 2 s a weight, read in 2."""
+
+    def found(seconds: float) -> float:
+        rates = [Rate("dense", "bfloat16", 2, 4 / seconds), Rate("dense", "bfloat16", 1000, 2.0)]
+        return products.overlap([*rates, Rate("dense", "float32", 2, 9.0)], "bfloat16", 1.0)
+
+    assert found(4.0) == pytest.approx(0.0, abs=1e-3)
+    assert found(3.0) == pytest.approx(0.5, abs=1e-3)
+    assert found(2.0) == pytest.approx(1.0, abs=1e-3)
+    assert (found(9.0), found(1.0)) == (0.0, 1.0), "measured beyond both roofs"
+
+
+def test_flops_over_seconds() -> None:
+    found = measured(REFERENCE, [torch.float32, torch.bfloat16], TINY)
+    assert len(found) == 2 * 2 * 3 and {one.dtype for one in found} == {"float32", "bfloat16"}
+    rates = {(one.shape, one.rows): one.flops for one in found}
+    assert rates["experts", 3] == 4 * 3 * 6 * 64 * 32, "gate, up and down, multiply and add, in one second"
+    assert rates["dense", 3] == 4 * 3 * 2 * 64 * 64
+    assert rates["experts", 8] == 2 * 8 * 6 * 64 * 32
+
+
+def test_fewer_matrices_with_more_rows() -> None:
+    sizes = Sizes()
+    assert [sizes.used(rows) for rows in sizes.rows] == [16, 16, 16, 16, 16, 16, 4, 1]
+
+
+def test_progress_ends_at_all_of_it() -> None:
+    shown: list[tuple[str, int, int]] = []
+    watch = Stopwatch(1e-9)
+    products.rates(REFERENCE, [torch.float32], TINY, watch, lambda *step: shown.append(step))
+    assert [done for _, done, _ in shown] == list(range(7)) and {total for _, _, total in shown} == {6}
+
+
+def test_the_peak_and_the_share_of_long_products() -> None:
+    found = [
+        Rate("experts", "bfloat16", 64, 100.0),
+        Rate("experts", "bfloat16", 2048, 75.0),
+        Rate("dense", "bfloat16", 2048, 100.0),
+        Rate("dense", "float32", 2048, 400.0),
+    ]
+    assert products.peak(found, "bfloat16") == 100
+    assert products.prefill_efficiency(found, "bfloat16") == pytest.approx(0.857, abs=1e-3)
+    assert products.prefill_efficiency(found, "float32") == 1

@@ -1,0 +1,61 @@
+"""What a cache stores and what it takes, in every type."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moesaic import LLM
+from moesaic.kernels.reference.cache import decode
+from moesaic.kernels.table import REFERENCE
+from moesaic.kvcache.paged import PagedKV, bytes_per_token
+from moesaic.models.spec import KVLayout
+
+GROUPED = KVLayout(3, 24, 20)
+LATENT = KVLayout(1, 40, 33, value_in_key=True)
+DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+
+
+def paged(layout: KVLayout, dtype: torch.dtype) -> PagedKV:
+    return PagedKV(layout, 2, 5, 4, dtype, torch.device("cpu"), REFERENCE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", [GROUPED, LATENT])
+def test_rows_are_found_again_and_nothing_else_changes(layout: KVLayout, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    kv, slots = paged(layout, dtype), torch.tensor([7, 19, 0])
+    key, value = torch.randn(3, layout.kv_heads, layout.key_width), None
+    if not layout.value_in_key:
+        value = torch.randn(3, layout.kv_heads, layout.value_width)
+    kv.write(1, key, value, slots)
+    for rows, stored in ((key, kv.keys(1)), (value, kv.values(1))):
+        if rows is not None:
+            found = decode(stored).flatten(0, 1)
+            assert torch.allclose(found[slots], rows, atol=0.02)
+            assert found.count_nonzero() == rows.numel() - int((found[slots] == 0).sum())
+    assert not kv.keys(0).any() and not kv.values(0).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", [GROUPED, LATENT])
+def test_a_token_takes_what_is_said(layout: KVLayout, dtype: torch.dtype) -> None:
+    kv = paged(layout, dtype)
+    parts = [kv.keys(0)] if layout.value_in_key else [kv.keys(0), kv.values(0)]
+    assert 2 * sum(part.nbytes for part in parts) == bytes_per_token(layout, 2, dtype) * 5 * 4
+
+
+def test_a_token_in_int8_has_a_scale_for_each_row() -> None:
+    assert bytes_per_token(GROUPED, 2, torch.int8) == 2 * 3 * (24 + 4 + 20 + 4)
+    assert bytes_per_token(LATENT, 2, torch.int8) == 2 * (40 + 4)
+
+
+def test_the_same_memory_holds_about_four_times_as_many_tokens_in_int8() -> None:
+    """Of the demo's heads, 32 numbers wide, 4 * 32 / 36 times as many."""
+    whole, narrow = (
+        LLM("demo", threads=1, kv_cache_memory="32MiB", kv_cache_dtype=dtype).info
+        for dtype in ("float32", "int8")
+    )
+    assert (whole.kv_dtype, narrow.kv_dtype) == ("float32", "int8")
+    assert narrow.num_blocks / whole.num_blocks == pytest.approx(4 * 32 / 36, rel=1e-3)
+    assert narrow.kv_bytes <= 32 << 20

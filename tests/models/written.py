@@ -1,0 +1,31 @@
+"""Tiny checkpoints for tests of whole engines, each written when a test asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tests.models import cases, tiny
+
+from moesaic.testing import byte_tokenizer
+
+MODELS = {
+    "mixtral-window": "float32",
+    "qwen3-bias-dense-layers": "bfloat16",
+    "deepseek-full": "bfloat16",
+}
+"""A case, and the type of its weights."""
+
+
+class Written(dict[str, Path]):
+    """Case of MODELS -> its folder. make: an empty folder of a name."""
+
+    def __init__(self, make: Callable[[str], Path]) -> None:
+        self._make = make
+
+    def __missing__(self, name: str) -> Path:
+        dtype = getattr(torch, MODELS[name])
+        self[name] = tiny.save(tiny.build(*cases.CASES[name]), self._make(name), dtype)
+        byte_tokenizer(self[name])  # nothing is asked of it but to be there
+        return self[name]

@@ -1,0 +1,136 @@
+"""What tasks leave in memory between a gate and its merge."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.core.test_tokens import batch
+from tests.models import cases, tiny
+
+from moesaic.kernels import table
+from moesaic.kvcache.paged import PagedKV
+from moesaic.models import registry
+from moesaic.models.model import Model
+from moesaic.offload.after import Alone
+from moesaic.offload.caches import Resident
+from moesaic.offload.link import Link
+from moesaic.offload.operations import Operations
+from moesaic.offload.parts import Part
+from moesaic.policy.tasks import Kind, Lane, Task
+
+
+class Held:
+    """All experts, and what was asked for."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.chosen: list[tuple[int, int, list[int]]] = []
+        self.turns: list[tuple[int, int]] = []
+
+    def load_page(self, count: int, layer: int, page: int, pages: int) -> int:
+        return 100 * page + pages
+
+    def load_chosen(self, count: int, layer: int, experts: Any) -> int:
+        self.chosen.append((count, layer, list(experts)))
+        return 7
+
+    def experts(self, count: int, layer: int) -> Any:
+        self.turns.append((count, layer))
+        return self._model.experts[layer]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    path = tiny.save(tiny.build("qwen3_moe", cases.qwen3()), tmp_path_factory.mktemp("operations"))
+    return registry.load(Path(path), table.REFERENCE)
+
+
+def parts_of(model: Model, cache: Resident, count: int) -> list[Part]:
+    """One row each, of sequences with a block of their own."""
+    made = []
+    for index in range(count):
+        rows = batch([1], before=[0], wanted=[0])
+        rows = type(rows)(**{**vars(rows), "token_ids": np.array([index + 3])})
+        rows = type(rows)(**{**vars(rows), "block_tables": np.array([[index]])})
+        hidden = model.embed(torch.from_numpy(rows.token_ids))
+        positions = torch.from_numpy(rows.positions)
+        made.append(Part(rows, np.array([index]), cache.attention(rows), positions, hidden))
+    return made
+
+
+@pytest.fixture
+def made(model: Model) -> tuple[Operations, Held, list[Part]]:
+    spec = model.spec
+    kv = PagedKV(spec.kv, spec.num_layers, 4, 4, torch.float32, torch.device("cpu"), table.REFERENCE)
+    cache, held = Resident(kv, 4), Held(model)
+    static = {layer: frozenset({0, 5}) for layer in range(3)}
+    after = Alone(model, held, static, Link(), Link())
+    operations = Operations(model, held, static, Link(), Link(), after)
+    parts = parts_of(model, cache, 3)
+    operations.begin(parts, cache, turn=30, pages=2, prefill=False)
+    return operations, held, parts
+
+
+def do(operations: Operations, kind: Kind, layer: int, part: int, lane: Lane = Lane.FAST) -> None:
+    with torch.inference_mode():
+        operations(Task(kind, lane, layer, part, ()))
+
+
+def test_one_memory_serves_the_answers_of_all_micro_batches(
+    made: tuple[Operations, Held, list[Part]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operations, held, parts = made
+    used, model = [], operations._model
+    after = operations._after
+    kernel = model.kernels.experts
+
+    def seen(weights: Any, rows: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        used.append(out.data_ptr())
+        return kernel(weights, rows, ids, out)
+
+    kernels = replace(model.kernels, experts=seen)  # type: ignore[arg-type]
+    monkeypatch.setattr(after, "_model", replace(model, kernels=kernels))
+    for layer in (0, 1):
+        for part in range(3):
+            for kind in (Kind.PRE, Kind.ATTENTION, Kind.POST):
+                do(operations, kind, layer, part)
+            assert parts[part].gated is None and parts[part].answers is None
+    assert len(used) == 6 and len(set(used)) == 1
+    assert held.turns == [(30, 0)] * 3 + [(31, 1)] * 3
+
+
+def test_experts_are_chosen_by_all_rows_and_those_that_stay_are_not_loaded(
+    made: tuple[Operations, Held, list[Part]],
+) -> None:
+    operations, held, parts = made
+    for part in range(3):
+        for kind in (Kind.PRE, Kind.ATTENTION, Kind.GATE):
+            do(operations, kind, 0, part)
+    ids = {int(one) for part in parts for one in part.gated.expert_ids.flatten()}  # type: ignore[union-attr]
+    do(operations, Kind.LOAD_CHOSEN, 0, 0, Lane.DOWN)
+    assert held.chosen == [(30, 0, sorted(ids - {0, 5}))] and operations.loaded == 7
+    assert all(part.answers is None for part in parts), "rows wait without memory for their answers"
+    before = [part.hidden for part in parts]
+    for part in range(3):
+        do(operations, Kind.EXPERTS, 0, part)
+        assert parts[part].gated is None and not torch.equal(parts[part].hidden, before[part])
+
+
+def test_a_layer_beyond_the_last_is_the_next_pass_s_first(made: tuple[Operations, Held, list[Part]]) -> None:
+    operations, _, _ = made
+    do(operations, Kind.LOAD_PAGE, 3, 1, Lane.DOWN)
+    assert operations.loaded == 102
+
+
+def test_the_slow_lane_merges_nothing(made: tuple[Operations, Held, list[Part]]) -> None:
+    """In a layer without experts of its own both lanes have a task; one of them goes on with the rows."""
+    operations, _, parts = made
+    for kind in (Kind.PRE, Kind.ATTENTION, Kind.GATE):
+        do(operations, kind, 0, 0)
+    do(operations, Kind.EXPERTS, 0, 0, Lane.SLOW)
+    assert parts[0].gated is not None

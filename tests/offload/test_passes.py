@@ -1,0 +1,208 @@
+"""Passes that break off, over a real checkpoint: what comes after has the floats of the model in memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.models import cases, tiny
+
+from moesaic import LLM, SamplingParams
+from moesaic.core.errors import CheckpointError
+from moesaic.core.offload import Offload
+from moesaic.kernels import table
+from moesaic.offload.operations import Operations
+from moesaic.offload.reading import DirectFile
+from moesaic.testing import byte_tokenizer
+
+pytestmark = pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build")
+
+DISK = Offload(1 << 30, "cgopipe", micro_batch=2, micro_batches=2, prefill_rows=19)
+WAYS = {
+    "pages": DISK,
+    "on demand": replace(DISK, schedule="on-demand", static_experts=1),
+    "two cores": replace(DISK, link=4e9, slow_attention=True, slow_cache=1.0),
+    "in place": replace(DISK, schedule="in-place", link=4e9, slow_attention=True, static_experts=1),
+}
+PROMPTS = [tiny.prompt(length, cases.VOCAB, seed=length) for length in (1, 40, 17, 5, 33)]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers: an odd number, so that a pass's first layer comes to both slots."""
+    made = tiny.save(tiny.build("qwen3_moe", cases.qwen3()), tmp_path_factory.mktemp("passes"))
+    byte_tokenizer(made)
+    return made
+
+
+def llm(path: Path, offload: Offload | None, **settings: Any) -> LLM:
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, **settings}
+    return LLM(str(path), threads=1, offload=offload, max_model_len=64, **settings)
+
+
+def floats(made: LLM, params: SamplingParams = PARAMS) -> list[Any]:
+    outputs = [result.outputs[0] for result in made.generate(PROMPTS, params)]
+    return [
+        (one.token_ids, [(p.token_id, p.logprob) for p in one.logprobs or () if p is not None])
+        for one in outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def wanted(path: Path) -> list[Any]:
+    return floats(llm(path, None))
+
+
+def raises_at(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, call: int, error: BaseException
+) -> None:
+    """The method `name` of `owner` raises `error` the `call`-th time."""
+    whole: Callable[..., Any] = getattr(owner, name)
+    calls = 0
+
+    def broken(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise error
+        return whole(*arguments)
+
+    monkeypatch.setattr(owner, name, broken)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_pass_that_breaks_off_anywhere_is_a_pass_that_was_never_run(
+    path: Path, wanted: list[Any], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    made = llm(path, WAYS[way], enable_prefix_caching=False)
+    assert floats(made) == wanted
+    for call in (1, 5, 12, 17, 22, 40, 75, 120):
+        with monkeypatch.context() as patched:
+            raises_at(patched, Operations, "__call__", call, KeyboardInterrupt())
+            with pytest.raises(KeyboardInterrupt):
+                floats(made)
+        assert floats(made) == wanted, call
+        stats = made.stats()
+        assert (stats.running, stats.waiting, stats.blocks.used) == (0, 0, 0)
+
+
+def test_passes_that_waited_for_their_first_layer_are_counted(path: Path) -> None:
+    """Pages: the first pass alone. On demand a decode step leaves nothing to the prompts after it."""
+    for way, prompts_wait in (("pages", False), ("on demand", True)):
+        made = llm(path, WAYS[way], enable_prefix_caching=False)
+        for _ in range(2):
+            floats(made)
+        passes = made.stats().experts.passes
+        prompts, steps = ([one for one in passes if one.prefill is prefill] for prefill in (True, False))
+        count = sum(one.passes for one in prompts)
+        assert count > 2 and sum(one.cold for one in steps) == 0
+        assert sum(one.cold for one in prompts) == 1 if not prompts_wait else count >= 2
+        for one in passes:
+            assert one.busy["down"] <= one.seconds
+
+
+def test_a_disk_that_fails_in_the_middle_is_told_and_can_come_back(
+    path: Path, wanted: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = llm(path, DISK)
+    with monkeypatch.context() as patched:
+        raises_at(patched, DirectFile, "read", 9, OSError(5, "Input/output error"))
+        with pytest.raises(CheckpointError, match="cannot be read .*Input/output error"):
+            floats(made)
+    assert floats(made) == wanted
+
+
+def test_a_file_that_is_cut_in_the_middle_is_told(path: Path, tmp_path: Path) -> None:
+    model = tiny.build("qwen3_moe", cases.qwen3())
+    tiny.save(model, tmp_path)
+    byte_tokenizer(tmp_path)
+    made = llm(tmp_path, DISK)
+    os.truncate(tmp_path / "model.safetensors", 8192)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: truncated"):
+        floats(made)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_requests_that_do_not_fit_together_are_put_back(path: Path, wanted: list[Any], way: str) -> None:
+    """A cache of four blocks, one request of the maximum length: others are preempted, and go on later."""
+    token = 3 * 2 * 2 * 16 * 4
+    assert floats(llm(path, WAYS[way], kv_cache_memory=str(64 * token))) == wanted
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_logits_of_a_few_rows_at_a_time_are_the_same(path: Path, rows: int) -> None:
+    params = replace(PARAMS, temperature=0.9, top_p=0.9, seed=3, prompt_logprobs=2)
+    assert floats(llm(path, replace(DISK, logit_rows=rows)), params) == floats(llm(path, DISK), params)
+
+
+def test_a_stream_that_is_closed_leaves_the_others_alone(path: Path, wanted: list[Any]) -> None:
+    made = llm(path, DISK)
+    first = made.stream(PROMPTS[1], PARAMS)
+    next(first)
+    first.close()  # type: ignore[attr-defined]
+    assert floats(made) == wanted
+
+
+def test_passes_are_counted(path: Path) -> None:
+    made = llm(path, DISK)
+    floats(made)
+    passes = made.stats().experts.passes
+    assert {one.prefill for one in passes} == {True, False}
+    assert sum(one.rows for one in passes) == sum(map(len, PROMPTS)) + len(PROMPTS) * 5
+    layer = 12 * 3 * 48 * 20 * 4
+    for one in passes:
+        assert one.loaded >= one.passes * 3 * layer and one.seconds > 0
+        assert one.busy["down"] > 0 and one.busy["fast"] > 0
+
+
+PROGRAM = """
+import re, sys
+from moesaic import LLM, SamplingParams
+from moesaic.core.offload import Offload
+
+def told(name):
+    return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
+
+path, prefill, padded = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) or None
+LLM(path, threads=1, max_model_len=64).generate([[1, 2, 3]], SamplingParams(max_tokens=2))  # libraries
+open("/proc/self/clear_refs", "w").write("5")
+before = told("VmRSS")
+offload = Offload(1 << 30, "cgopipe", micro_batch=8, micro_batches=2, prefill_rows=prefill, logit_rows=8,
+                  padded=padded)
+seats = dict(max_num_seqs=16, max_num_batched_tokens=2048, kv_cache_memory="4MiB", max_model_len=512)
+llm = LLM(path, threads=1, offload=offload, **seats)
+params = SamplingParams(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)
+llm.generate([[index + 1] * (100 + 20 * index) for index in range(16)], params)
+print(told("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux tells the peak")
+@pytest.mark.parametrize("padded", [0, 400])
+def test_memory_stays_what_the_policy_holds(tmp_path: Path, padded: int) -> None:
+    """Of a model of 24 + 96 MiB: two layers of eight, a cache, rows and their workspace."""
+    options = cases.qwen3(
+        hidden_size=256, moe_intermediate_size=512, num_experts=8, num_hidden_layers=8,
+        vocab_size=12288, max_position_embeddings=512,
+    )  # fmt: skip
+    tiny.save(tiny.build("qwen3_moe", options), tmp_path)
+    byte_tokenizer(tmp_path)
+    paths = os.pathsep.join(dict.fromkeys(one for one in sys.path if one))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), "512", str(padded)],
+        env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found = re.search(r"\d+", done.stdout)
+    assert found is not None
+    layers, other, cache, rows = 2 * 12, 27, 4, 2
+    workspace = 512 * (4 * (256 + 2 * 512) + 2 * 256) * 4 / 2**20
+    assert int(found[0]) <= layers + other + cache + rows + workspace + 10

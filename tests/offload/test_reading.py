@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moesaic.offload.reading import ALIGNMENT, PIECE, DirectFile
+
+DATA = random.Random(0).randbytes(PIECE + 5 * ALIGNMENT + 123)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """DATA, all of it on the disk."""
+    file = tmp_path_factory.mktemp("reading") / "file"
+    with file.open("wb") as opened:
+        opened.write(DATA)
+        opened.flush()
+        os.fsync(opened.fileno())
+    return file
+
+
+def memory(size: int) -> memoryview:
+    """At the beginning of a page."""
+    return memoryview(mmap.mmap(-1, size))
+
+
+def descriptors(path: Path) -> int:
+    """How often this process has the file open."""
+    links = Path("/proc/self/fd").iterdir()
+    return sum(str(path) == str(link.readlink()) for link in links if link.is_symlink())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("offset", [0, ALIGNMENT, PIECE - ALIGNMENT, PIECE + ALIGNMENT])
+@pytest.mark.parametrize("size", [ALIGNMENT, 3 * ALIGNMENT, PIECE + 2 * ALIGNMENT, 2 * PIECE])
+def test_the_bytes_of_the_file(path: Path, direct: bool, offset: int, size: int) -> None:
+    into = memory(size)
+    into[:] = b"\x5a" * size
+    with DirectFile(path, direct) as file:
+        got = file.read(offset, into)
+    wanted = DATA[offset : offset + size]
+    assert got == len(wanted) and into[:got] == wanted
+    assert set(into[got:].tolist()) <= {0x5A}, "behind the file's end nothing is written"
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_behind_the_end_there_is_nothing(path: Path, direct: bool) -> None:
+    with DirectFile(path, direct) as file:
+        assert file.read(PIECE + 5 * ALIGNMENT, memory(ALIGNMENT)) == 123
+        assert file.read(PIECE + 6 * ALIGNMENT, memory(ALIGNMENT)) == 0
+        assert file.read(0, memory(ALIGNMENT)[:0]) == 0
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_only_whole_blocks(path: Path, direct: bool) -> None:
+    into = memory(4 * ALIGNMENT)
+    with DirectFile(path, direct) as file:
+        for offset, part in (
+            (1, into),
+            (-ALIGNMENT, into),
+            (0, into[: ALIGNMENT + 1]),
+            (0, into[512 : 512 + ALIGNMENT]),
+        ):
+            with pytest.raises(ValueError, match="no multiples of 4096"):
+                file.read(offset, part)
+    assert not any(into)
+
+
+def cached(path: Path) -> int:
+    """Blocks of the file that are in the page cache."""
+    with path.open("rb") as file:
+        mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    blocks = np.zeros(-(-len(mapped) // ALIGNMENT), np.uint8)
+    pointers = [ctypes.c_void_p(array.ctypes.data) for array in (mapped, blocks)]
+    if ctypes.CDLL(None).mincore(pointers[0], ctypes.c_size_t(len(mapped)), pointers[1]):
+        pytest.skip("this system does not tell what is cached")
+    return int((blocks & 1).sum())
+
+
+@pytest.fixture
+def droppable(path: Path) -> Path:
+    """The file, none of it cached, where the file system can do without."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached(path):
+        pytest.skip("this file system keeps its files in memory")
+    return path
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_nothing_stays_in_the_page_cache(droppable: Path, direct: bool) -> None:
+    into = memory(PIECE + 6 * ALIGNMENT)
+    with DirectFile(droppable, direct) as file:
+        file.read(0, into[: 3 * ALIGNMENT])
+        assert cached(droppable) == 0
+        file.read(0, into)
+    assert cached(droppable) == 0
+
+
+def test_plain_reads_do_not_take_what_was_cached_before(droppable: Path) -> None:
+    droppable.read_bytes()
+    assert cached(droppable) > PIECE // ALIGNMENT
+    with DirectFile(droppable, direct=False):
+        assert cached(droppable) == 0
+
+
+# ---- file systems without O_DIRECT
+
+
+def refuse_to_open(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(number, "no direct reads")
+        return opened(path, flags, *rest, **more)
+
+    opened = os.open
+    monkeypatch.setattr(os, "open", refuse)
+
+
+def refuse_to_read(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+        if isinstance(buffers[0], mmap.mmap):  # the block that is tried
+            raise OSError(number, "no direct reads")
+        return read(descriptor, buffers, offset)
+
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", refuse)
+
+
+@pytest.mark.parametrize("refuse", [refuse_to_open, refuse_to_read])
+def test_plain_reads_take_the_place_of_direct_ones(
+    path: Path, monkeypatch: pytest.MonkeyPatch, refuse: Callable[[pytest.MonkeyPatch, int], None]
+) -> None:
+    refuse(monkeypatch, errno.EINVAL)
+    with DirectFile(path) as file:
+        assert not file.direct and descriptors(path) == 1
+        into = memory(2 * ALIGNMENT)
+        assert file.read(ALIGNMENT, into) == len(into) and into == DATA[ALIGNMENT : 3 * ALIGNMENT]
+
+
+@pytest.mark.parametrize("refuse", [refuse_to_open, refuse_to_read])
+def test_other_errors_are_told(
+    path: Path, monkeypatch: pytest.MonkeyPatch, refuse: Callable[[pytest.MonkeyPatch, int], None]
+) -> None:
+    refuse(monkeypatch, errno.EIO)
+    with pytest.raises(OSError, match="no direct reads"):
+        DirectFile(path)
+    assert descriptors(path) == 0
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    for direct in (True, False):
+        with pytest.raises(FileNotFoundError):
+            DirectFile(tmp_path / "none", direct)
+
+
+# ---- the end
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_files_are_closed(path: Path, direct: bool) -> None:
+    file = DirectFile(path, direct)
+    assert descriptors(path) == 1
+    file.close()
+    file.close()
+    assert descriptors(path) == 0
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        file.read(0, memory(ALIGNMENT))
+    file = DirectFile(path, direct)
+    del file
+    assert descriptors(path) == 0, "the object's end closes it too"

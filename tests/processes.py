@@ -1,0 +1,23 @@
+"""Processes as they are seen from outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def children(pid: int, module: str | None = None) -> list[int]:
+    """Ids of those that the main thread of `pid` started. module: only those that run it as `python -m`."""
+    started = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in started if module is None or module in _command(child)]
+
+
+def gone(pid: int) -> bool:
+    """Whether it ended, waited for or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def _command(pid: str) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")

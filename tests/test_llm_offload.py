@@ -1,0 +1,101 @@
+"""A model larger than its fast memory: the floats of the one in memory, whatever the policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moesaic import LLM, RequestOutput, SamplingParams
+from moesaic.core.offload import Offload
+from moesaic.kernels import table
+from tests.models import cases, tiny
+from tests.models.written import MODELS, Written
+
+NEW = 12
+FAST = "qwen3-bias-dense-layers"
+CACHES = [
+    (FAST, MODELS[FAST]),
+    *(
+        pytest.param(name, cache, marks=pytest.mark.slow)
+        for name, weights in MODELS.items()
+        for cache in (weights, "int8")
+        if (name, cache) != (FAST, MODELS[FAST])
+    ),
+]
+"""A case, and the type of its cache."""
+DISK = Offload(1 << 30, "cgopipe", micro_batch=2, micro_batches=4, prefill_rows=19)
+"""RAM over the checkpoint's disk."""
+CORES = replace(DISK, link=4e9, slow_attention=True, slow_cache=1.0)
+"""Two cores, and a link between them that nobody waits for."""
+BESIDE = replace(CORES, slow_attention=False)
+"""The same, attention on the fast core: the cache moves."""
+POLICIES = {
+    "pages": DISK,
+    "one micro-batch": replace(DISK, micro_batch=8, micro_batches=1, prefill_rows=200),
+    "rows one by one": replace(DISK, micro_batch=1, micro_batches=8, prefill_rows=1),
+    "some experts stay": replace(DISK, micro_batch=3, micro_batches=2, static_experts=2),
+    "on demand": replace(DISK, schedule="on-demand", static_experts=1),
+    "serial": replace(DISK, schedule="serial"),
+    "s4": replace(DISK, schedule="s4"),
+    "padded": replace(DISK, padded=84, prefill_rows=2 * 84),
+    "padded less than the longest, one micro-batch": replace(DISK, micro_batch=8, micro_batches=1, padded=30),
+    "padded more than the longest, one by one": replace(DISK, micro_batch=1, padded=100, prefill_rows=1),
+    "padded, on demand": replace(DISK, schedule="on-demand", static_experts=1, micro_batch=3, padded=84),
+    "two cores": CORES,
+    "two cores, some experts stay": replace(CORES, static_experts=2, micro_batch=3),
+    "two cores, s2": replace(CORES, schedule="s2"),
+    "two cores, s3": replace(CORES, schedule="s3"),
+    "two cores, serial": replace(CORES, schedule="serial", fast_residual=False),
+    "two cores, in place": replace(CORES, schedule="in-place", static_experts=1),
+    "two cores, all in place": replace(CORES, schedule="in-place"),
+    "two cores, the cache moves": BESIDE,
+    "two cores, the cache moves, s4": replace(BESIDE, schedule="s4", static_experts=1),
+    "two cores, the cache moves, on demand": replace(BESIDE, schedule="on-demand"),
+    "two cores, the cache moves, in place": replace(BESIDE, schedule="in-place", static_experts=1),
+}
+needs_native = pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build")
+
+
+def prompts() -> list[list[int]]:
+    """Around block boundaries, past windows; two share 60 tokens; more of them than seats."""
+    drawn = [tiny.prompt(length, cases.VOCAB, seed=length) for length in (1, 16, 17, 40, 84, 5, 9, 33)]
+    return [*drawn, drawn[4][:60] + drawn[1]]
+
+
+def params(index: int) -> SamplingParams:
+    """Of different lengths, so that requests leave and join; every second one is sampled."""
+    temperature = 0.8 if index % 2 else 0.0
+    length = NEW - index % 3
+    return SamplingParams(temperature=temperature, seed=index, max_tokens=length, logprobs=3, ignore_eos=True)
+
+
+def floats(output: RequestOutput) -> Any:
+    """Tokens and every log-probability."""
+    return output.token_ids, [(one.token_id, one.logprob, one.top) for one in output.logprobs or () if one]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return Written(tmp_path_factory.mktemp)
+
+
+def answers(path: Path, cache: str, **settings: Any) -> list[Any]:
+    llm = LLM(str(path), threads=1, kv_cache_dtype=cache, max_model_len=128, **settings)
+    results = llm.generate(prompts(), [params(i) for i in range(len(prompts()))])
+    return [floats(result.outputs[0]) for result in results]
+
+
+@needs_native
+@pytest.mark.parametrize(("name", "cache"), CACHES)
+def test_every_logprob_is_the_same_float_under_every_policy(
+    checkpoints: dict[str, Path], name: str, cache: str
+) -> None:
+    wanted = answers(checkpoints[name], cache)
+    for policy, offload in POLICIES.items():
+        for rows in (23, 512):  # prompts in chunks, and whole
+            seats = {"max_num_seqs": offload.batch, "max_num_batched_tokens": rows}
+            same = answers(checkpoints[name], cache, offload=offload, **seats) == wanted
+            assert same, (policy, rows)
