@@ -61,7 +61,7 @@ def stats(served: Cluster) -> GroupStats:
     def latest() -> GroupStats:
         return served._launched.engine.stats().worker.experts.group
 
-    assert soon(lambda: latest() != GroupStats())
+    served.until(lambda: latest() != GroupStats())
     return latest()
 
 
