@@ -32,7 +32,7 @@ from moesaic.transport.sockets import StreamAnswerer
 SECRET = b"a secret of the tests"
 EXPERTS, HIDDEN = 4, 3
 LAYOUT = ExpertLayout({0: "a", 1: "b"}, "gate", "up", "down", HIDDEN, 2, EXPERTS, 2, "float32")
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds after which something hangs."""
 EVERYTHING = {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]}
 

@@ -28,7 +28,7 @@ from moesaic.transport.listening import Listener, connect
 
 SECRET = b"a secret of the tests"
 EXPERTS = 4
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds after which something hangs."""
 Rows = np.ndarray
 
@@ -65,6 +65,15 @@ class Client:
         request.hidden[:], request.experts[:], request.rows[:] = hidden, experts, rows
         if request.weights is not None:
             request.weights[:] = np.arange(len(experts)) + 1
+        self.caller.post(call)
+        self.found[call.number] = []
+        return call
+
+    def knock(self, hidden: int, work: bool) -> Call:
+        """At the gate of a step."""
+        call = self.caller.open(wire.size(0, 0, hidden, False), 1, 4 * hidden)
+        assert call is not None
+        wire.knock(call.request, hidden, work)
         self.caller.post(call)
         self.found[call.number] = []
         return call
@@ -209,6 +218,26 @@ def test_several_clients_in_one_run(serve: Serve, path: Path, layout: ExpertLayo
     assert (served.runs, served.pairs, served.expert_runs) == (1, 5, 2)
     wanted = _direct(path, "reference")(0, hidden, [2, 2, 1], [0, 1, 1])
     np.testing.assert_allclose(answer(second), wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_a_run_waits_for_the_clients_that_are_in_a_step(serve: Serve, layout: ExpertLayout) -> None:
+    """Not for one that stands at the gate, which every client must reach before it opens."""
+    place = serve(rule=Enough(pairs=100, wait=1e9))
+    one, other = place.join(), place.join()
+    hidden = noise(1, layout.hidden)
+    outside = other.knock(layout.hidden, work=False)
+    place.until(lambda: place.server.served.calls == 1)
+    call = one.ask(0, hidden, [1], [0])
+    place.until(lambda: one.has(call))
+    assert not other.has(outside)
+    inside = one.knock(layout.hidden, work=True)
+    place.until(lambda: one.has(inside) and other.has(outside))
+    call = one.ask(0, hidden, [1], [0])
+    for _ in range(5):
+        place.server.turn(0.0)
+    assert not one.has(call), "the other one is in the step now"
+    late = other.ask(0, hidden, [2], [0])
+    place.until(lambda: one.has(call) and other.has(late))
 
 
 @pytest.mark.parametrize("groups", [1, EXPERTS])

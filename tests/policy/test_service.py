@@ -161,6 +161,16 @@ def test_nobody_waits_for_a_client_that_left() -> None:
     assert parts(subject.next_run(0.0)) == [(0, [0])]
 
 
+def test_nobody_waits_for_a_client_that_paused() -> None:
+    subject = service(rule=Enough(pairs=99, wait=1.0))
+    subject.client_paused(1)
+    ask(subject, 0, 0, 3, [1])
+    assert parts(subject.next_run(0.0)) == [(0, [0])]
+    subject.client_joined(1)
+    ask(subject, 1, 0, 5, [1])
+    assert subject.next_run(0.0) is None
+
+
 def test_a_client_leaves_in_the_middle_of_its_call() -> None:
     """One group of call 0 ran: what is left of it is forgotten, and leaving twice changes nothing."""
     subject = service(groups=EXPERTS)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.experts import wire
 from moesaic.experts.outstanding import End
 from moesaic.transport.calls import Call
 
-GATES = 2
-"""Servers at which all knock: one of them may be frozen, which shows in what is asked of it afterwards."""
-
 
 class Entrance:
-    """Knocks at the servers with the lowest ids, where all knock, until one of them lets it in."""
+    """Knocks at every server until one of them lets it in.
+
+    One server could do; but it may be frozen, and each learns from a knock that this client is in no step.
+    """
 
     def __init__(self, hidden: int) -> None:
         self._hidden = hidden
@@ -44,11 +44,10 @@ class Entrance:
         entered, self._let_in = self._let_in, False
         return entered
 
-    def knock(self, ends: Mapping[int, End]) -> None:
-        """Where nobody has yet."""
+    def knock(self, gates: Sequence[End]) -> None:
+        """Where it has not yet."""
         if self._work is None:
             return
-        gates = [ends[server] for server in sorted(ends)[:GATES]]
         self._knocks = [knock for knock in self._knocks if any(knock[0] is gate for gate in gates)]
         for gate in gates:
             if not any(end is gate for end, _ in self._knocks):

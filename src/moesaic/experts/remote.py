@@ -193,7 +193,7 @@ class RemoteExperts:
             self._replicas.mask(server)
             self._fail(server)
         self._retry()
-        self._entrance.knock(self._ends)
+        self._entrance.knock([end for server, end in self._ends.items() if server in self._entries])
 
     def _join(self, entry: ServerEntry, caller: Caller) -> None:
         if self._entries.get(entry.server) != entry or entry.server in self._ends:

@@ -153,6 +153,7 @@ class ExpertServer:
         self._calls[call] = _Call(incoming, request, answer, end, rows, pairs)
         self.served.calls += 1
         if request.work is not None:
+            self._service.client_paused(client)  # it is in no step until a gate opens
             self._open(self._gate.knocked(client, call, request.work))
             return
         self._service.client_joined(client)  # again, if a run began without it
@@ -166,9 +167,11 @@ class ExpertServer:
         self._calls = {number: call for number, call in self._calls.items() if call.end is not end}
 
     def _open(self, calls: list[int]) -> None:
-        """Answer those that knocked: all begin a step."""
+        """Answer those that knocked: all begin a step, and its runs wait for all."""
         for number in calls:
             self._answer(number, NONE)
+        for client in self._ends if calls else ():
+            self._service.client_joined(client)
 
     def _run(self, run: Run, started: float) -> None:
         """Compute the parts of `run` as one batch and publish each in its call."""

@@ -85,6 +85,10 @@ class Service:
         """Starts wait for it, until one had to begin without it. Again: nothing."""
         self._clients.add(client)
 
+    def client_paused(self, client: int) -> None:
+        """Starts do not wait for it until it joins again."""
+        self._clients.discard(client)
+
     def client_left(self, client: int) -> None:
         """Forget the client and what it asked for: nobody waits for it."""
         self._clients.discard(client)
