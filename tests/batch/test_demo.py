@@ -66,14 +66,14 @@ def test_killed_at_every_turn_it_answers_what_an_undisturbed_run_answers(files):
     when_lines(files[1], 3, process)
     worker = worker_of(process)
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     when_gone(worker)
     kept = len(results(files[1]))
 
     process = start(files, demo=True, window=4)
     when_lines(files[1], kept + 2, process)
     os.kill(worker_of(process), signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     if len(results(files[1])) < LINES:
         assert process.returncode == 1
         last = err.rstrip().split("\n")[-1]
@@ -89,7 +89,7 @@ def test_ctrl_c_ends_the_worker_too(files):
     when_lines(files[1], 1, process)
     worker = worker_of(process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     when_gone(worker)
     assert process.returncode == 130
     assert "Traceback" not in err

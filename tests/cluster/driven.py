@@ -23,6 +23,9 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.core.request import TokenLogprob
 from moesaic.launch import Launched, launch
 
+PATIENCE = 120.0
+"""Seconds after which something hangs, on a busy machine too."""
+
 Answer = tuple[list[int], list[float]]
 """Token ids, and the log-probability of each."""
 
@@ -57,7 +60,7 @@ class Cluster:
         self._launched = launched
         self.running = Running()
         while launched.engine.info is None:
-            self.pump(60.0)
+            self.pump(PATIENCE)
             if launched.engine.dead is not None:
                 raise ConnectionLost(launched.engine.dead)
 
@@ -74,7 +77,7 @@ class Cluster:
         counters = self.supervisor.report().counters
         return counters.failovers - counters.silent_failovers
 
-    def until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
         """Look after the engine's messages until `condition` holds."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -115,7 +118,7 @@ class Cluster:
     def finish(self, disturb: Callable[[int], None] = lambda tokens: None) -> list[Answer]:
         """Until every request ended; `disturb` is told how many tokens there are, after each message."""
         while self.running.unfinished:
-            self.pump(60.0)
+            self.pump(PATIENCE)
             disturb(self.running.tokens)
         return [self.running.answers[number] for number in sorted(self.running.answers)]
 

@@ -47,7 +47,7 @@ def ranks(served: Cluster) -> list[int]:
 
 
 def soon(true: object) -> bool:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not true():  # type: ignore[operator]
         if time.monotonic() > end:
             return False

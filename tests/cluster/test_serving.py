@@ -99,7 +99,7 @@ def test_scaling_and_a_kill_during_traffic(server: Server) -> None:
     assert len(json.loads(up.stdout)["processes"]) == 6
     before = status(server)
     os.kill(before["processes"][3]["pid"], signal.SIGKILL)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while (after := status(server))["processes"][3]["incarnation"] == 1:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -143,7 +143,7 @@ def test_a_server_that_is_killed_leaves_nothing_behind(
     started = [process["pid"] for process in running.info["cluster"]["processes"]]
     running.process.kill()
     running.process.communicate()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not all(map(gone, started)):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -20,7 +20,7 @@ from moesaic.collectives.packets import metadata_bytes
 from tests.collectives import scenarios
 from tests.collectives.scenarios import ROWS, WIDTH, Outcome
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 KINDS, SIZES = ("threads", "processes"), (1, 2, 3, 4)
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, METADATA, MESSAGES = range(6)
 Outcomes = Callable[[str, int], list[Outcome]]

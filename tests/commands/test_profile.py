@@ -187,7 +187,7 @@ def test_what_is_served_is_recorded(tmp_path: Path) -> None:
             request.add_header("Content-Type", "application/json")
             urllib.request.urlopen(request, timeout=60).close()
         process.send_signal(signal.SIGTERM)
-        err = process.communicate(timeout=60)[1]
+        err = process.communicate(timeout=120)[1]
     finally:
         process.kill()
         process.communicate()

@@ -244,7 +244,7 @@ def test_a_run_that_is_cut_short_says_so_and_goes_on(
         os.truncate(shard, len(whole) // 2)
     else:
         process.send_signal(what)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == code, err
     if what == "shard":
         assert "truncated" in err.strip().splitlines()[-1]
@@ -321,7 +321,7 @@ def test_a_rank_that_dies_ends_the_run_by_name(shared: Path, files: tuple[Path, 
     first = worker_of(process)
     [rank] = children(first)
     os.kill(rank, signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 1, err
     last = err.strip().splitlines()[-1]
     assert "rank 1 of the group is gone" in last and "the same command goes on from there" in last, err

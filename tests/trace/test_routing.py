@@ -147,7 +147,7 @@ def test_the_profile_is_brought_up_to_date_and_at_last_whole(tmp_path: Path) -> 
         assert folder_of(file).stat().st_mode & 0o777 == 0o700
         sink = worker(file)
         sink(whole(0, 3))
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while file.read_bytes() == b"of the last run":
             assert time.monotonic() < until
             time.sleep(0.01)
