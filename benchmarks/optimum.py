@@ -4,7 +4,7 @@
     python benchmarks/optimum.py --experts 12 --ranks 4 --ids 60 --seeds 0 1 2
 
 An instance is one layer of made-up routing with few experts, of which only the --ids most frequent token ids
-count. Its optimum is that of an integer program (`bounds.exact`) over all placements with equally many
+count. Its optimum is that of an integer program (`exact.exact`) over all placements with equally many
 experts on each rank; `ours` runs without a cap on loads, as the bound knows none. A row is the mean of those
 instances of a shape that were solved in --seconds each:
 
@@ -29,7 +29,8 @@ from rich.table import Table
 
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Counts
-from moesaic.policy.cocluster.bounds import bound, exact
+from moesaic.policy.cocluster.bounds import bound
+from moesaic.policy.cocluster.exact import exact
 from moesaic.policy.cocluster.ours import Search, dense, place
 
 LIKE = routings.SHAPES[0]

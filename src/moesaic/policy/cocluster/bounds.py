@@ -1,14 +1,10 @@
-"""How local placement can get at all: the optimum of small layers, an upper bound of large ones.
+"""How local placement can get at most: an upper bound.
 
-Both are about given counts, each token id on its best rank, and placements that give each rank E / R experts,
-give or take one. Who places by these counts reaches less on tokens that are not among them.
+It is about given counts, each token id on its best rank, and placements that give each rank E / R experts,
+give or take one. Who places by these counts reaches less on tokens that are not among them. The optimum
+itself, of small layers, is in `exact.py`.
 
-`exact` is an integer program (HiGHS) over all groups of experts that a rank can hold: which are taken, and
-which of them each token goes to. With a variable for each expert and rank instead, the linear relaxation
-would put 1 / R of everything everywhere and HiGHS would try it all. It is for a dozen experts and tens of
-token ids.
-
-`upper_bound` is a semidefinite relaxation, solved from its dual side. Let x_r in {0, 1}^E be the experts of
+The bound is a semidefinite relaxation, solved from its dual side. Let x_r in {0, 1}^E be the experts of
 rank r, s = E / R of them (where R doesn't divide E, experts that nobody chooses fill up), and U the sum of
 all x_r x_r', which is 1 where two experts share a rank. A token with choices w has max_r w . x_r local ones,
 and for any t, any c > 0 and any l >= 0
@@ -16,37 +12,34 @@ and for any t, any c > 0 and any l >= 0
     w . x_r  <=  t + (w + l - t / s) . x_r  <=  t + c / 2 + z' U z / (2 c),    z = w + l - t / s,
 
 with equality at the best ones where U is a placement. Summed over tokens that is a constant plus <C, U>. Of
-all U two things are kept: its eigenvalues are s, once along (1 .. 1), and R - 1 others of at most s (the
+all U three things are kept: its eigenvalues are s, once along (1 .. 1), and R - 1 others of at most s (the
 relaxation of Donath and Hoffman 1973); its rows have a 1 on the diagonal and others of at most 1 with the sum
-s - 1. A matrix of multipliers Y splits <C, U> between the two:
+s - 1; it is transitive (the triangles of Grötschel and Wakabayashi 1989). Multipliers Y and T split <C, U>:
 
-    <C - Y, U>  <=  s / E * sum(C - Y) + s * (R - 1 largest eigenvalues across (1 .. 1))
-    <Y, U>      <=  sum_e (Y_ee + the s - 1 largest others of row e).
+    <C - Y - T, U>  <=  s / E * sum(C - Y - T) + s * (R - 1 largest eigenvalues across (1 .. 1))
+    <Y, U>          <=  sum_e (Y_ee + the s - 1 largest others of row e)
+    <T, U>          <=  sum of T's multipliers, see `_Triangles`.
 
-Any t, c, l, Y give a bound, so it needs no convergence to be true; ADMM makes it small. With a cap on the
+Any t, c, l, Y, T give a bound, so it needs no convergence to be true; ADMM makes it small. With a cap on the
 ranks' loads (as `ours` has) each expert has a multiplier b_e >= 0 that adds b_e * (cap - sum_f load_f U_ef).
 
-How loose it is: in layers of 6 to 12 experts, whose optimum is known, it was 0 to 6 % above that on 2 ranks,
-3 to 8 % on 3, 7 to 9 % on 4, and up to 15 % where ranks differ in size. On benchmarks/routings.py it is 3 or
-4 % above `ours` on 2 ranks, 7 to 9 % on 4, 10 to 13 % on 8, for 64 and 128 experts. Gaps of that size are the
-bound's own: they don't tell that a better placement exists.
+How loose it is: in layers of 6 to 12 experts, whose optimum is known, it was 0 to 4 % above that on 2 ranks,
+6 % on 3, 4 to 8 % on 4, and up to 14 % where ranks differ in size. On benchmarks/routings.py it is 2 % above
+`ours` on 2 ranks, 8 % on 4, 12 % on 8 of 64 experts. Gaps of that size may be the bound's own: they don't
+tell that a better placement exists.
+
+Multipliers of triangles take 4 E^3 bytes, twice that on 2 ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import combinations
-from math import comb
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import block_array, csr_array, eye_array, kron
 
-from moesaic.core.errors import ConfigError
-from moesaic.core.profile import Counts, Profile
-from moesaic.core.tokens import IntArray
+from moesaic.core.profile import Profile
 from moesaic.policy.cocluster.ours import chosen, dense
 from moesaic.policy.cocluster.solver import rooms
 
@@ -54,57 +47,14 @@ FloatArray = npt.NDArray[np.float64]
 
 SAMPLE = 1024
 """Frequent token ids, and as many rarer ones, by which U and the multipliers are found."""
-GROUPS = 1000
-"""As many as an integer program is solved for."""
 CHUNK = 8192
 """Token ids at a time where all are summed up: bounds memory."""
 TINY = 1e-12
 START, LEAST = 30.0, 3.0
 BALANCE, GROWTH = 10.0, 1.5
 """ADMM's penalty changes by this factor where one residual is so many times the other."""
-
-
-def exact(counts: Counts, num_experts: int, ranks: int, seconds: float = np.inf) -> tuple[float, IntArray]:
-    """The best local activation rate of a small layer, and ranks [E] that reach it.
-
-    Raises ConfigError where `ranks` is not in 1 .. num_experts or can be filled in more than GROUPS ways,
-    TimeoutError where the optimum was not proved in `seconds`.
-    Example: a token that chooses experts 0 and 2, one that chooses 1 and 3, 2 ranks -> 1.0, ranks 0 1 0 1.
-    """
-    room = rooms(num_experts, ranks)
-    if sum(comb(num_experts, size) for size in set(room.tolist())) > GROUPS:
-        raise ConfigError.field("experts", num_experts, f"{GROUPS} ways to fill one of {ranks} ranks at most")
-    held = np.array(
-        [
-            np.isin(np.arange(num_experts), group)
-            for size in sorted(set(room.tolist()))
-            for group in combinations(range(num_experts), size)
-        ],
-        dtype=np.float64,
-    )
-    rows = dense(counts, num_experts).astype(np.float64)
-    tokens, groups = len(rows), len(held)
-    # one variable for each group: a rank holds it; one for each token and group: the token goes there
-    there = kron(np.ones((tokens, 1)), eye_array(groups)), -eye_array(tokens * groups)
-    once = csr_array(np.vstack([held.T, np.ones(groups)])), None
-    somewhere = None, kron(eye_array(tokens), np.ones((1, groups)))
-    ones = np.ones(num_experts + 1 + tokens)
-    ones[num_experts] = ranks
-    found = milp(
-        np.concatenate([np.zeros(groups), -(rows @ held.T).ravel()]),
-        constraints=LinearConstraint(
-            block_array([there, once, somewhere], format="csr"),
-            np.concatenate([np.zeros(tokens * groups), ones]),
-            np.concatenate([np.full(tokens * groups, np.inf), ones]),
-        ),
-        integrality=np.repeat([1, 0], [groups, tokens * groups]),
-        bounds=Bounds(0.0, 1.0),
-        options={"mip_rel_gap": 0.0, "time_limit": seconds},
-    )
-    if found.status != 0:
-        raise TimeoutError(f"no optimum was proved in {seconds} seconds")
-    taken = held[found.x[:groups] > 0.5]
-    return float(-found.fun / rows.sum()), taken.argmax(axis=0).astype(np.int64)
+EASE = 8.0
+"""Triangles pay by ADMM's penalty over so many times the experts: each pair is in about as many."""
 
 
 def upper_bound(
@@ -141,8 +91,9 @@ def bound(rows: FloatArray, ranks: int, rounds: int, spare: float = 1.0) -> floa
         return simple
     relaxed = _Relaxation(rows.sum(axis=0), ranks, 1 / ranks + spare)
     some = chosen(rows.astype(np.float32), SAMPLE, SAMPLE, np.random.default_rng(0)).T.astype(np.float64)
-    _descended(relaxed, some, rounds, 2)
-    least = _descended(relaxed, rows, max(1, rounds // 8), 8)
+    least = _descended(relaxed, some, rounds, 2)
+    if len(some) < len(rows):  # what holds for a sample is no bound for all
+        least = _descended(relaxed, rows, max(1, rounds // 8), rounds)
     return min(simple, least, 1.0)
 
 
@@ -217,17 +168,18 @@ class _Relaxation:
         """[E, E] Y"""
         self.paid = np.zeros(experts)
         """[E] b"""
+        self.triangles = _Triangles(experts, ranks)
         self.weight = self.least = 0.0
         """ADMM's penalty."""
 
     def step(self, pairs: FloatArray) -> float:
         """A bound of <pairs, U> by the multipliers as they are; then better ones."""
         fined = np.outer(self.paid, self.loads)
-        left = pairs - self.split - (fined + fined.T) / 2
+        left = pairs - self.split - self.triangles.pairs - (fined + fined.T) / 2
         values, _ = _across(left)
         found = self.size / len(left) * float(left.sum()) + self.size * float(values[1 - self.ranks :].sum())
         found += _row_by_row(self.split, self.size)
-        found += float(self.paid.sum()) * self.cap
+        found += float(self.paid.sum()) * self.cap + self.triangles.most
         self._improve(left)
         return found
 
@@ -242,12 +194,43 @@ class _Relaxation:
         self.split += self.weight * (self.shared - self.boxed)
         over = self.shared @ self.loads - self.cap
         self.paid = np.maximum(0.0, self.paid + self.weight / 2 * over)
+        self.triangles.pay(self.shared, self.weight / (EASE * len(left)))
         apart = float(np.linalg.norm(self.shared - self.boxed))
         moved = float(np.linalg.norm(self.boxed - before))
         if apart > BALANCE * moved:
             self.weight *= GROWTH
         elif moved > BALANCE * apart and self.weight > self.least:
             self.weight /= GROWTH
+
+
+class _Triangles:
+    """Multipliers of U_ef + U_eg - U_fg <= 1: where e is with f and with g, these are together, too.
+
+    On 2 ranks also of U_ef + U_eg + U_fg >= 1: of three experts two are together. One for each (e, f, g).
+    """
+
+    def __init__(self, experts: int, ranks: int) -> None:
+        shape = (experts, experts, experts)
+        self.apart = np.zeros(shape, dtype=np.float32)
+        self.joined = np.zeros(shape if ranks == 2 else (0, 0, 0), dtype=np.float32)
+        self.pairs = np.zeros((experts, experts))
+        """[E, E] T, symmetric: all of them, by what they weigh U with."""
+        self.most = 0.0
+        """No placement's <T, U> is above."""
+
+    def pay(self, shared: FloatArray, rate: float) -> None:
+        """A step of gradient ascent: more for what U = shared violates, less for the others, none below 0."""
+        one = ((shared + shared.T) / 2).astype(np.float32)
+        both = one[:, :, None] + one[:, None, :] - 1
+        self.apart = np.maximum(self.apart + np.float32(rate) * (both - one), 0)
+        first = self.apart.sum(axis=2, dtype=np.float64)
+        self.pairs = first + first.T - self.apart.sum(axis=0, dtype=np.float64)
+        self.most = float(first.sum())
+        if self.joined.size:
+            self.joined = np.maximum(self.joined - np.float32(rate) * (both + one), 0)
+            third = self.joined.sum(axis=2, dtype=np.float64)
+            self.pairs -= 3 * third
+            self.most -= float(third.sum())
 
 
 def _across(matrix: FloatArray) -> tuple[FloatArray, FloatArray]:
