@@ -34,7 +34,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-5) ->
 def met(native: Kernels, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Rows as the products of `native` with a weight [o, i] or, of heads, [H, i, o] take them.
 
-    avx512_bf16 rounds those that meet bf16 weights, of heads where the numbers of a sum lie together.
+    Those in ROUNDING round rows that meet bf16 weights, of heads where the numbers of a sum lie together.
     """
     rounds = native.name in ROUNDING_NAMES and weight.dtype is torch.bfloat16
     together = weight.stride(1) == 1

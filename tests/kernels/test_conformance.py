@@ -1,7 +1,7 @@
 """The native products against the reference: projections, products per head, dense MLPs, experts.
 
 bf16 weights are compared with the reference on the same numbers in float32: widening them is exact. So
-are rows that avx512_bf16 rounds.
+are rows that some instruction sets round.
 """
 
 from __future__ import annotations

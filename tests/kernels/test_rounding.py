@@ -1,9 +1,10 @@
-"""avx512_bf16 rounds rows that meet bf16 weights; all else has the bits of avx512. Only its name picks it."""
+"""Kernels that round rows that meet bf16 weights: all else has the bits of avx512. Only a name picks them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.kernels import test_bitwise as operations
 from tests.kernels.native import CACHED, same_bits, stored
 from tests.kernels.paged import cache, tokens
 from tests.models.written import Written
+from torch.nn import functional
 
 from moesaic import LLM, SamplingParams
 from moesaic.core.errors import ConfigError
@@ -22,8 +24,10 @@ from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Kernels
 
 torch.set_num_threads(1)
-ROUNDING = "avx512_bf16"
-needs_it = pytest.mark.skipif(ROUNDING not in table.instruction_sets(), reason=f"no {ROUNDING} on this CPU")
+HERE = [name for name in table.instruction_sets() if name in table.ROUNDING]
+each = pytest.mark.parametrize(
+    "name", HERE or [pytest.param("", marks=pytest.mark.skip("no instructions for bf16 on this CPU"))]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -49,25 +53,34 @@ def everything_else(name: str) -> list[torch.Tensor]:
     return found + [attention(native, dtype) for dtype in CACHED]
 
 
-@needs_it
-def test_all_but_products_with_bf16_weights_has_the_bits_of_avx512() -> None:
-    for found, wanted in zip(everything_else(ROUNDING), everything_else("avx512"), strict=True):
+@each
+def test_all_but_products_with_bf16_weights_has_the_bits_of_avx512(name: str) -> None:
+    for found, wanted in zip(everything_else(name), everything_else("avx512"), strict=True):
         assert same_bits(found, wanted)
 
 
-@needs_it
-def test_rows_are_rounded_to_the_nearest_even() -> None:
+@each
+def test_rows_are_rounded_to_the_nearest_even(name: str) -> None:
     one = torch.ones(1, 1, dtype=torch.bfloat16)
     rows = torch.cat([1 + torch.arange(-9.0, 9.0)[:, None] / 512, stored(200, 1) * 1e9])
-    assert torch.equal(table.pick("cpu", ROUNDING).linear(rows, one), rows.bfloat16().float())
+    assert torch.equal(table.pick("cpu", name).linear(rows, one), rows.bfloat16().float())
     assert torch.equal(table.pick("cpu", "avx512").linear(rows, one), rows)
 
 
-@needs_it
+@each
+def test_numbers_below_the_smallest_normal_one_count_as_zero(name: str) -> None:
+    one, tiny = torch.ones(1, 1, dtype=torch.bfloat16), 2.0**-126
+    linear = table.pick("cpu", name).linear
+    rows = torch.tensor([[tiny], [0.999 * tiny], [-tiny / 2]])
+    assert linear(rows, one).flatten().tolist() == [tiny, 0.0, 0.0]
+    assert linear(torch.ones(1, 1), one * tiny / 2).item() == 0.0
+
+
+@each
 @pytest.mark.parametrize("strange", [float("nan"), float("inf"), -float("inf")])
-def test_strange_numbers_stay_in_their_row(strange: float) -> None:
+def test_strange_numbers_stay_in_their_row(name: str, strange: float) -> None:
     rows, weight = stored(7, 70), stored(5, 70, dtype=torch.bfloat16)
-    native = table.pick("cpu", ROUNDING)
+    native = table.pick("cpu", name)
     wanted = native.linear(rows, weight)
     rows[3, 68] = strange
     found = native.linear(rows, weight)
@@ -76,13 +89,55 @@ def test_strange_numbers_stay_in_their_row(strange: float) -> None:
     assert same_bits(found[others], wanted[others])
 
 
-def test_only_its_name_picks_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert table.pick("cpu").name not in {f"native ({name})" for name in table.ROUNDING}
-    if ROUNDING in table.instruction_sets():
-        assert table.pick("cpu", ROUNDING).name == f"native ({ROUNDING})"
+@pytest.mark.parametrize("name", sorted(table.ROUNDING))
+def test_only_its_name_picks_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert table.pick("cpu").name != f"native ({name})"
+    if name in HERE:
+        assert table.pick("cpu", name).name == f"native ({name})"
     monkeypatch.setattr(table, "instruction_sets", lambda: ("avx512", "avx2", "portable"))
-    with pytest.raises(ConfigError, match="got 'avx512_bf16'; allowed: auto, avx512, avx2, portable, ref"):
-        table.pick("cpu", ROUNDING)
+    with pytest.raises(ConfigError, match=f"got '{name}'; allowed: auto, avx512, avx2, portable, ref"):
+        table.pick("cpu", name)
+
+
+def test_what_linux_refuses_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise ValueError(f"Linux refuses this process the registers of {name}")
+
+    monkeypatch.setattr(table, "instruction_sets", lambda: ("avx512", "amx_bf16"))
+    monkeypatch.setattr(table, "_native", SimpleNamespace(use=refuse))
+    with pytest.raises(
+        ConfigError, match="^--kernels: Linux refuses this process the registers of amx_bf16$"
+    ):
+        table.pick("cpu", "amx_bf16")
+
+
+def in_tiles(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """rows [n, k] times weight [o, k] transposed, as TDPBF16PS adds: [n, o], all float32."""
+    short = -rows.shape[1] % 32
+    rows, weight = (functional.pad(one.bfloat16().float(), (0, short)) for one in (rows, weight))
+    sums = torch.zeros(len(rows), len(weight))
+    for begin in range(0, rows.shape[1], 32):
+        halves = []
+        for parity in range(2):
+            half = torch.zeros_like(sums)
+            for i in range(begin + parity, begin + 32, 2):
+                # The product of two bf16 numbers and its sum with a float32 one are exact here: one rounding.
+                half = (half.double() + rows[:, None, i].double() * weight[None, :, i].double()).float()
+            halves.append(half)
+        sums = sums + (halves[0] + halves[1])
+    return sums
+
+
+@pytest.mark.skipif("amx_bf16" not in HERE, reason="no amx_bf16 on this CPU")
+@pytest.mark.parametrize("width", [31, 33, 100])
+def test_tiles_add_in_the_order_of_their_instruction(width: int) -> None:
+    torch.manual_seed(0)
+    whole = torch.randint(-64, 64, (2, 70, width)).float()  # few bits each: double adds them without rounding
+    rows, weight = whole[0] * 2.0 ** torch.randint(0, 20, (70, 1)), whole[1].bfloat16()
+    rows[:, ::3] /= 2**17
+    found = table.pick("cpu", "amx_bf16").linear(rows, weight)
+    assert same_bits(found, in_tiles(rows, weight.float()))
+    assert not same_bits(found, (rows.double() @ weight.double().t()).float())
 
 
 PROMPTS = [[1, 2, 3], [9, 8, 7, 6] * 9, [5] * 40, [4, 3] * 17]
@@ -95,20 +150,20 @@ def answers(path: Path, kernels: str, **settings: Any) -> list[tuple[list[int], 
     return [(one.token_ids, [entry.logprob for entry in one.logprobs or ()]) for one in outputs]
 
 
-@needs_it
+@each
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3-bias-dense-layers", "deepseek-full"])
+@pytest.mark.parametrize("model", ["qwen3-bias-dense-layers", "deepseek-full"])
 def test_clusters_and_models_in_pages_have_the_bits_of_one_process(
-    name: str, tmp_path_factory: pytest.TempPathFactory
+    name: str, model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    path = Written(tmp_path_factory.mktemp)[name]
-    wanted = answers(path, ROUNDING)
+    path = Written(tmp_path_factory.mktemp)[model]
+    wanted = answers(path, name)
     assert wanted != answers(path, "avx512")
     paged = Offload(1 << 30, "cgopipe", micro_batch=2, micro_batches=2, prefill_rows=19)
-    assert answers(path, ROUNDING, offload=paged, max_num_seqs=4) == wanted
+    assert answers(path, name, offload=paged, max_num_seqs=4) == wanted
     for settings in ({"attention_workers": 2}, {"schedule": "async", "max_num_batched_tokens": 16}):
-        with cluster(str(path), kernels=ROUNDING, max_model_len=128, **settings) as served:
+        with cluster(str(path), kernels=name, max_model_len=128, **settings) as served:
             served.submit(PROMPTS, [GREEDY] * len(PROMPTS))
             assert served.finish() == wanted
             servers = [one for one in served.supervisor.report().processes if one.role == "expert server"]
-            assert {one.kernels for one in servers} == {f"native ({ROUNDING})"}
+            assert {one.kernels for one in servers} == {f"native ({name})"}

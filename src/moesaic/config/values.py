@@ -17,7 +17,7 @@ Combine = Literal["exact", "partial"]
 Form = Literal["deepspeed", "all-reduce", "reduce-scatter", "shuffled"]
 Align = Literal["move", "variable"]
 DispatchName = Literal["affinity", "affinity-rounds", "least-loaded", "round-robin"]
-KernelName = Literal["auto", "avx512", "avx2", "portable", "avx512_bf16", "reference"]
+KernelName = Literal["auto", "avx512", "avx2", "portable", "avx512_bf16", "amx_bf16", "reference"]
 OffloadSchedule = Literal["auto", "cgopipe", "on-demand", "s4", "serial"]
 HostTransport = Literal["shm", "socket"]
 """Between processes of one host."""

@@ -57,8 +57,8 @@ class ModelConfig:
     with --fast-memory all is copied."""
     kernels: KernelName = "auto"
     """Implementation of the arithmetic on a CPU: the native kernels of one instruction set, or the torch
-    reference; auto: the fastest that this CPU can run in float32. avx512_bf16 rounds rows that meet bf16
-    weights to bf16 and multiplies faster; its answers may differ."""
+    reference; auto: the fastest that this CPU can run in float32. avx512_bf16 and amx_bf16 round rows that
+    meet bf16 weights to bf16 and multiply faster; their answers may differ."""
 
 
 @dataclass(frozen=True)

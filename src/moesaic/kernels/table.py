@@ -164,7 +164,7 @@ REFERENCE = Kernels(
 )
 
 
-ROUNDING = frozenset({"avx512_bf16"})
+ROUNDING = frozenset({"avx512_bf16", "amx_bf16"})
 """Instruction sets that round rows which meet bf16 weights to bf16: only their name picks them."""
 
 
@@ -196,7 +196,10 @@ def pick(device: str, wanted: str = "auto") -> Kernels:
 def _natively(name: str) -> Kernels:
     """The native kernels of one instruction set. One is in use at a time, in the whole process."""
     assert _native is not None
-    _native.use(name)
+    try:
+        _native.use(name)
+    except ValueError as error:
+        raise ConfigError(f"--kernels: {error}") from None
     return Kernels(
         name=f"native ({name})",
         stored=checks.STORED,

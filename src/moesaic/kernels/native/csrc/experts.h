@@ -18,6 +18,7 @@ constexpr int64_t DOWN_COLUMNS = 128;
 
 struct Group {  // the (token, rank) pairs of one active expert
     int64_t expert, begin, end;
+    int64_t place;  // of its first inner row, in sets of rows that are packed together
     std::atomic<int64_t> missing;  // bands of inner rows that are not there yet
 };
 
@@ -93,10 +94,16 @@ void inner_strip(const moesaic::Experts& job, const Group& group, int64_t begin,
             for (int64_t c = 0; c < columns; c += LANES) {
                 store(row + c, silu_times(load(row + c), load(right + i * INNER_COLUMNS + c)));
             }
-            pack<T>(row, columns, inner + (first + i) * inner_width + begin);
+            pack<T>(row, columns, inner + (group.place + first - group.begin + i) * inner_width + begin);
         }
     }
 }
+
+#if defined(MOESAIC_AMX_BF16)
+}  // namespace MOESAIC_ISA
+#include "inner_amx.h"
+namespace MOESAIC_ISA {
+#endif
 
 template <class T>
 void down_strip(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end,
@@ -105,30 +112,47 @@ void down_strip(const moesaic::Experts& job, const Group& group, int64_t begin, 
     const T* down = reinterpret_cast<const T*>(job.down[group.expert]) + begin * job.w;
     const T* next = begin + columns < end ? down + columns * job.w : nullptr;
     float sums[PANEL * DOWN_COLUMNS];
-    for (int64_t first = group.begin; first < group.end; first += PANEL) {
-        const RowOf<T>* x[PANEL];
-        int64_t n = std::min(PANEL, group.end - first);
-        for (int64_t i = 0; i < n; i++) x[i] = inner + (first + i) * inner_width;
-        multiply<T>(x, n, down, job.w, columns, job.w, sums, DOWN_COLUMNS,
-                    first + n == group.end ? next : nullptr);
+    int64_t rows = group.end - group.begin;
+    panels<T>(inner + group.place * inner_width, inner_width, rows, [&](int64_t first, int64_t n, auto x) {
+        multiply<T>(x, n, down, job.w, columns, job.w, sums, DOWN_COLUMNS, first + n == rows ? next : nullptr);
         for (int64_t i = 0; i < n; i++) {
-            std::memcpy(job.out_of(pairs[first + i]) + begin, sums + i * DOWN_COLUMNS, size_t(columns) * 4);
-        }
-    }
-}
-
-// The rows as `multiply` wants them, one after another.
-template <class T>
-const RowOf<T>* packed_rows(const moesaic::Experts& job) {
-    if (!job.apart.rows) return packed<T>(job.hidden, job.n, job.h, kRows);
-    int64_t width = padded(job.h);
-    RowOf<T>* out = room_of<T>(kRows, job.n * width);
-    parallel_rows(job.n, width, [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; row++) {
-            pack<T>(reinterpret_cast<const float*>(job.apart.rows[row]), job.h, out + row * width);
+            float* out = job.out_of(pairs[group.begin + first + i]) + begin;
+            std::memcpy(out, sums + i * DOWN_COLUMNS, size_t(columns) * 4);
         }
     });
-    return out;
+}
+
+// Gives every group its place among the inner rows; returns how many rows these have room for.
+template <class T>
+int64_t place_groups(Array<Group>& groups) {
+    int64_t rows = 0;
+    for (int64_t g = 0; g < groups.size; g++) {
+        groups[g].place = rows;
+        rows += in_sets<T>(groups[g].end - groups[g].begin);
+    }
+    return rows;
+}
+
+// The rows as `inner_strip` wants them: one after another, or where they are packed together the rows of each group.
+template <class T>
+const RowOf<T>* packed_rows(const moesaic::Experts& job, const Array<int64_t>& pairs, const Array<Group>& groups,
+                            int64_t placed) {
+    auto row_at = [&](int64_t row) {
+        return job.apart.rows ? reinterpret_cast<const float*>(job.apart.rows[row]) : job.hidden + row * job.h;
+    };
+    if constexpr (kTogether<T> > 1) {
+        Array<const float*> rows(placed);
+        for (int64_t i = 0; i < placed; i++) rows[i] = nullptr;
+        for (int64_t g = 0; g < groups.size; g++) {
+            const Group& group = groups[g];
+            for (int64_t i = group.begin; i < group.end; i++) {
+                rows[group.place + i - group.begin] = row_at(job.row_of(pairs[i]));
+            }
+        }
+        return packed_at<T>(placed, job.h, kRows, [&](int64_t row) { return rows[row]; });
+    }
+    if (!job.apart.rows) return packed<T>(job.hidden, job.n, job.h, kRows);
+    return packed_at<T>(job.n, job.h, kRows, row_at);
 }
 
 template <class T>
@@ -144,12 +168,14 @@ int64_t experts_of(const moesaic::Experts& job) {
     Array<Band> bands(groups.size * (inner_bands + (job.h + down_columns - 1) / down_columns));
     order_bands(job, inner_columns, down_columns, groups, bands);
     for (int64_t g = 0; g < groups.size; g++) groups[g].missing = inner_bands;
-    const RowOf<T>* hidden = packed_rows<T>(job);
-    RowOf<T>* inner = room_of<T>(kInner, total * padded(job.w));
+    int64_t placed = place_groups<T>(groups);
+    const RowOf<T>* hidden = packed_rows<T>(job, pairs, groups, placed);
+    RowOf<T>* inner = room_of<T>(kInner, placed * padded(job.w));
     parallel(bands.size, 3 * total * job.h * job.w, [&](int64_t task, int) {
         Band band = bands[task];
         Group& group = groups[band.group];
         if (!band.down) {
+            Registers<T> registers;
             for (int64_t c = band.begin; c < band.end; c += INNER_COLUMNS) {
                 inner_strip<T>(job, group, c, band.end, pairs.data, hidden, inner);
             }
@@ -160,6 +186,7 @@ int64_t experts_of(const moesaic::Experts& job) {
         for (int tries = 0; group.missing.load(std::memory_order_acquire) > 0; tries++) {
             if (tries > 1000) std::this_thread::yield();
         }
+        Registers<T> registers;
         for (int64_t c = band.begin; c < band.end; c += DOWN_COLUMNS) {
             down_strip<T>(job, group, c, band.end, pairs.data, inner);
         }

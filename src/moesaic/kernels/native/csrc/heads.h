@@ -11,15 +11,14 @@ void head_dot(const moesaic::HeadLinear& job, int64_t head, int64_t first, int64
     int64_t width = padded(job.k);
     const T* weight = static_cast<const T*>(job.weight) + head * job.weight_head;
     for (int64_t begin = first; begin < last; begin += PANEL) {
-        const RowOf<T>* x[PANEL];
+        const float* rows[PANEL] = {};
         int64_t n = last - begin < PANEL ? last - begin : PANEL;
-        for (int64_t i = 0; i < n; i++) {
-            const float* row = job.rows + (begin + i) * job.row_stride + head * job.head_stride;
-            pack<T>(row, job.k, memory + i * width);
-            x[i] = memory + i * width;
-        }
+        for (int64_t i = 0; i < n; i++) rows[i] = job.rows + (begin + i) * job.row_stride + head * job.head_stride;
+        for (int64_t i = 0; i < n; i += kTogether<T>) pack_set<T>(rows + i, job.k, memory + i * width);
         float* out = job.out + (begin * job.heads + head) * job.columns;
-        multiply<T>(x, n, weight, job.weight_column, job.columns, job.k, out, job.heads * job.columns);
+        panels<T>(memory, width, n, [&](int64_t, int64_t, auto x) {
+            multiply<T>(x, n, weight, job.weight_column, job.columns, job.k, out, job.heads * job.columns);
+        });
     }
 }
 
@@ -48,6 +47,7 @@ void head_linear_of(const moesaic::HeadLinear& job) {
         int64_t head = task / bands, first = task % bands * kBand;
         int64_t last = first + kBand < job.n ? first + kBand : job.n;
         if (job.weight_k == 1) {
+            Registers<T> registers;
             float* memory = worker_scratch(worker, PANEL * padded(job.k));
             head_dot<T>(job, head, first, last, reinterpret_cast<RowOf<T>*>(memory));
         } else {

@@ -3,6 +3,10 @@
 #if defined(MOESAIC_HAS_AVX512_BF16)
 #include <cpuid.h>
 #endif
+#if defined(MOESAIC_HAS_AMX_BF16)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace portable {
 extern const moesaic::Table kTable;
@@ -20,15 +24,35 @@ namespace avx512_bf16 {
 extern const moesaic::Table kTable;
 }
 #endif
+#if defined(MOESAIC_HAS_AMX_BF16)
+namespace amx_bf16 {
+extern const moesaic::Table kTable;
+}
+#endif
 
 namespace moesaic {
+namespace {
 
 #if defined(MOESAIC_HAS_AVX512_BF16)
-static bool multiplies_bf16() {  // CPUID leaf 7, subleaf 1, EAX bit 5; compilers know no name for it before GCC 11
+bool multiplies_bf16() {  // CPUID leaf 7, subleaf 1, EAX bit 5; compilers know no name for it before GCC 11
     unsigned a = 0, b = 0, c = 0, d = 0;
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
 }
 #endif
+
+#if defined(MOESAIC_HAS_AMX_BF16)
+constexpr int kTileData = 18;  // number of the state
+constexpr int kSupported = 0x1021, kRequest = 0x1023;  // ARCH_GET_XCOMP_SUPP, ARCH_REQ_XCOMP_PERM
+
+bool has_tiles() {  // CPUID leaf 7, EDX bits 22 and 24: bf16 and the tiles; and a kernel that keeps their registers
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    unsigned long states = 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1) &&
+           syscall(SYS_arch_prctl, kSupported, &states) == 0 && (states >> kTileData & 1);
+}
+#endif
+
+}  // namespace
 
 std::vector<const Table*> available() {
     std::vector<const Table*> tables;
@@ -39,7 +63,11 @@ std::vector<const Table*> available() {
 #endif
     tables.push_back(&portable::kTable);
 #if defined(MOESAIC_HAS_AVX512_BF16)
-    if (tables.front() == &avx512::kTable && multiplies_bf16()) tables.push_back(&avx512_bf16::kTable);
+    bool rounds = tables.front() == &avx512::kTable && multiplies_bf16();
+    if (rounds) tables.push_back(&avx512_bf16::kTable);
+#endif
+#if defined(MOESAIC_HAS_AMX_BF16)
+    if (rounds && has_tiles()) tables.push_back(&amx_bf16::kTable);
 #endif
     return tables;
 }
@@ -49,6 +77,13 @@ const Table* find(const std::string& name) {
         if (name == table->name) return table;
     }
     return nullptr;
+}
+
+bool permitted([[maybe_unused]] const Table* table) {
+#if defined(MOESAIC_HAS_AMX_BF16)
+    if (table == &amx_bf16::kTable) return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#endif
+    return true;
 }
 
 }  // namespace moesaic

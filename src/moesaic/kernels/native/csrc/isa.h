@@ -12,5 +12,7 @@ namespace moesaic {
 std::vector<const Table*> available();
 // The table with this name, or null.
 const Table* find(const std::string& name);
+// Whether this process may run it: Linux gives a process the registers of tiles when it asks for them.
+bool permitted(const Table* table);
 
 }  // namespace moesaic

@@ -13,7 +13,11 @@ using moesaic::kWork;
 using moesaic::scratch;
 using moesaic::worker_scratch;
 
-constexpr int64_t PANEL = 8 * TILE_ROWS;  // rows whose results are held before they are used
+#if defined(MOESAIC_AMX_BF16)
+constexpr int64_t PANEL = 4 * SIDE;  // rows whose results are held before they are used
+#else
+constexpr int64_t PANEL = 8 * TILE_ROWS;
+#endif
 constexpr int64_t COLUMNS = 64;           // of a task: its weights stay in the L2 cache
 
 template <class U>
@@ -25,6 +29,7 @@ struct Array {  // std::vector would instantiate code for one instruction set th
     Array(const Array&) = delete;
     Array& operator=(const Array&) = delete;
     U& operator[](int64_t i) { return data[i]; }
+    const U& operator[](int64_t i) const { return data[i]; }
 };
 
 // Runs `body(task, worker)` for every task: on the pool, or here when all of them together are too little work
@@ -59,28 +64,43 @@ inline RowOf<T>* room_of(moesaic::Slot slot, int64_t numbers) {
     return reinterpret_cast<RowOf<T>*>(scratch(slot, numbers * int64_t(sizeof(RowOf<T>)) / 4));
 }
 
+// n rows [k], the first of which lies at row_at(0), in the order of T's vectors. row_at may be null behind the last.
+template <class T, class RowAt>
+inline const RowOf<T>* packed_at(int64_t n, int64_t k, moesaic::Slot slot, const RowAt& row_at) {
+    constexpr int64_t kSet = kTogether<T>;
+    int64_t width = padded(k);
+    RowOf<T>* out = room_of<T>(slot, in_sets<T>(n) * width);
+    parallel_rows(in_sets<T>(n) / kSet, kSet * width, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin * kSet; row < end * kSet; row += kSet) {
+            const float* rows[kSet];
+            for (int64_t i = 0; i < kSet; i++) rows[i] = row_at(row + i);
+            pack_set<T>(rows, k, out + row * width);
+        }
+    });
+    return out;
+}
+
 // Rows [n, k] in the order of T's vectors; the rows themselves where they need no change.
 template <class T>
 inline const RowOf<T>* packed(const float* rows, int64_t n, int64_t k, moesaic::Slot slot) {
     if constexpr (kInOrder<T>) {
         if (k % CHUNK == 0) return rows;
     }
-    int64_t width = padded(k);
-    RowOf<T>* out = room_of<T>(slot, n * width);
-    parallel_rows(n, width, [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; row++) pack<T>(rows + row * k, k, out + row * width);
-    });
-    return out;
+    return packed_at<T>(n, k, slot, [&](int64_t row) { return row < n ? rows + row * k : nullptr; });
 }
 
-// Rows of one task, PANEL at most, and what they are multiplied with.
+// Packed rows of one task, PANEL at most, as `multiply` takes them.
 template <class T, class Use>
 inline void panels(const RowOf<T>* rows, int64_t width, int64_t n, const Use& use) {
-    const RowOf<T>* some[PANEL];
     for (int64_t begin = 0; begin < n; begin += PANEL) {
         int64_t count = n - begin < PANEL ? n - begin : PANEL;
-        for (int64_t i = 0; i < count; i++) some[i] = rows + (begin + i) * width;
-        use(begin, count, some);
+        if constexpr (kTogether<T> > 1) {
+            use(begin, count, rows + begin * width);
+        } else {
+            const RowOf<T>* some[PANEL];
+            for (int64_t i = 0; i < count; i++) some[i] = rows + (begin + i) * width;
+            use(begin, count, some);
+        }
     }
 }
 
@@ -90,13 +110,14 @@ void linear_of(const moesaic::Linear& job) {
     int64_t width = padded(job.k);
     // Many rows are split too: a narrow matrix (a gate, a key projection) has few columns to share.
     int64_t bands = job.n > 4 * PANEL ? (job.n + 4 * PANEL - 1) / (4 * PANEL) : 1;
-    int64_t band = (job.n + bands - 1) / bands;
+    int64_t band = in_sets<T>((job.n + bands - 1) / bands);
     int64_t strips = 0, products = 0;
     for (int64_t p = 0; p < job.num_parts; p++) {
         strips += (job.parts[p].columns + COLUMNS - 1) / COLUMNS;
         products += job.n * job.k * job.parts[p].columns;
     }
     parallel(strips * bands, products, [&](int64_t task, int) {
+        Registers<T> registers;
         int64_t strip = task / bands, first = task % bands * band;
         int64_t last = first + band < job.n ? first + band : job.n;
         const moesaic::Part* part = job.parts;
@@ -104,7 +125,7 @@ void linear_of(const moesaic::Linear& job) {
         int64_t begin = strip * COLUMNS;
         int64_t some = part->columns - begin < COLUMNS ? part->columns - begin : COLUMNS;
         const T* weight = static_cast<const T*>(part->weight) + begin * job.k;
-        panels<T>(rows + first * width, width, last - first, [&](int64_t row, int64_t n, const RowOf<T>* const* x) {
+        panels<T>(rows + first * width, width, last - first, [&](int64_t row, int64_t n, auto x) {
             float* out = part->out + (first + row) * part->columns + begin;
             multiply<T>(x, n, weight, job.k, some, job.k, out, part->columns);
             if (part->bias == nullptr) return;

@@ -180,6 +180,7 @@ std::vector<std::string> names() {
 void use(const std::string& name) {
     const Table* table = find(name);
     if (table == nullptr) throw nb::value_error(("no kernels for " + name + " on this CPU").c_str());
+    if (!permitted(table)) throw nb::value_error(("Linux refuses this process the registers of " + name).c_str());
     std::lock_guard<std::mutex> lock(shared_workshop().busy);
     active = table;
 }

@@ -20,9 +20,7 @@ struct Form<Paired> {
     static Operand stored(const Paired* p, int) { return Pairs(_mm512_loadu_si512(p)); }
 };
 
-inline void round_chunk(const float* p, bf16* out) {  // to nearest even
-    _mm512_storeu_si512(out, __m512i(_mm512_cvtne2ps_pbh(load(p + LANES), load(p))));
-}
+inline void round_chunk(const float* p, bf16* out) { _mm512_storeu_si512(out, rounded(load(p), load(p + LANES))); }
 
 template <>
 inline void pack<Paired>(const float* row, int64_t count, bf16* out) {

@@ -92,6 +92,21 @@ inline int64_t place(int64_t i) {
     return i - in + in / 2 + (in & 1) * LANES;
 }
 
+template <class T>
+constexpr int64_t kTogether = 1;  // rows that are packed together
+
+// What a thread holds while it multiplies with weights of type T.
+template <class T>
+struct Registers {
+    Registers() {}
+};
+
+// So many rows, filled up to whole sets of those that are packed together.
+template <class T>
+inline int64_t in_sets(int64_t rows) {
+    return (rows + kTogether<T> - 1) / kTogether<T> * kTogether<T>;
+}
+
 // row [count] -> out [padded(count)] in the order of T's vectors, zeros behind.
 template <class T>
 inline void pack(const float* row, int64_t count, RowOf<T>* out) {
@@ -112,9 +127,17 @@ inline void pack(const float* row, int64_t count, RowOf<T>* out) {
     }
 }
 
+// The rows [count] of one set -> out [kTogether, padded(count)].
+template <class T>
+inline void pack_set(const float* const* rows, int64_t count, RowOf<T>* out) {
+    pack<T>(rows[0], count, out);
+}
+
 }  // namespace MOESAIC_ISA
 
-#if defined(MOESAIC_AVX512_BF16)
+#if defined(MOESAIC_AMX_BF16)
+#include "tiles_amx.h"
+#elif defined(MOESAIC_AVX512_BF16)
 #include "pairs_avx512.h"
 #else
 namespace MOESAIC_ISA {

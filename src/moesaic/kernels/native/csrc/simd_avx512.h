@@ -39,6 +39,11 @@ inline Vec widen_int8(const int8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 
+#if defined(MOESAIC_AVX512_BF16)
+// Two vectors as one of bf16, to nearest even.
+inline __m512i rounded(Vec low, Vec high) { return __m512i(_mm512_cvtne2ps_pbh(high, low)); }
+#endif
+
 MOESAIC_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 inline __m256 fold512(Vec x) {

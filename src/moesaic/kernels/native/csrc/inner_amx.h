@@ -1,0 +1,75 @@
+// Gate, up and SiLU in tiles: what they give stands as the panels that the down projection reads, with no number moved
+// from lane to lane but for the pairs.
+#pragma once
+
+namespace MOESAIC_ISA {
+
+// One number of each of 16 rows and the number after it, side by side.
+inline __m512i paired(Vec number, Vec after) {
+    alignas(64) static constexpr uint16_t kOrder[2 * LANES] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                               8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), rounded(number, after));
+}
+
+// silu(gate) * up of blocks [columns][P * SIDE] as the numbers of P panels, zeros behind.
+template <int P>
+inline void silu_panels(const float* gate, const float* up, int64_t columns, int64_t panel, bf16* inner) {
+    for (int64_t row = 0; row < P * SIDE; row += SIDE) {
+        auto number = [&](int64_t column) {
+            int64_t at = column * P * SIDE + row;
+            return column < columns ? silu_times(load(gate + at), load(up + at)) : zero();
+        };
+        for (int64_t column = 0; column < padded(columns); column += 2) {
+            _mm512_storeu_si512(inner + row / SIDE * panel + column * SIDE, paired(number(column), number(column + 1)));
+        }
+    }
+}
+
+template <int P>
+inline void inner_panels(const Strip& gate, const Strip& up, const bf16* hidden, int64_t panel, bf16* inner) {
+    alignas(64) float left[INNER_COLUMNS * P * SIDE], right[INNER_COLUMNS * P * SIDE];
+    products_of<P>(gate, hidden, ToBlocks<P>{left});
+    products_of<P>(up, hidden, ToBlocks<P>{right});
+    silu_panels<P>(left, right, gate.columns, panel, inner);
+}
+
+// The same of few rows: a vector of columns for each, not of rows that are not there.
+inline void inner_rows(const Strip& gate, const Strip& up, const bf16* hidden, int64_t n, bf16* inner) {
+    float left[FEW * INNER_COLUMNS] = {}, right[FEW * INNER_COLUMNS] = {};
+    products_of<1>(gate, hidden, ToRows<1>(left, INNER_COLUMNS, n));
+    products_of<1>(up, hidden, ToRows<1>(right, INNER_COLUMNS, n));
+    const float* rows[SIDE] = {};
+    for (int64_t i = 0; i < n; i++) {
+        rows[i] = left + i * INNER_COLUMNS;
+        for (int64_t c = i * INNER_COLUMNS; c < i * INNER_COLUMNS + gate.columns; c += LANES) {
+            store(left + c, silu_times(load(left + c), load(right + c)));
+        }
+    }
+    pack_set<Tiled>(rows, gate.columns, inner);
+}
+
+template <>
+inline void inner_strip<Tiled>(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end, const int64_t*,
+                               const bf16* hidden, bf16* inner) {
+    int64_t columns = std::min(INNER_COLUMNS, end - begin), n = group.end - group.begin;
+    const Tiled* gate = reinterpret_cast<const Tiled*>(job.gate[group.expert]) + begin * job.h;
+    const Tiled* up = reinterpret_cast<const Tiled*>(job.up[group.expert]) + begin * job.h;
+    for (int64_t row = 0; row < n; row += 2 * SIDE) {
+        bool fresh = row == 0, last = n - row <= 2 * SIDE;
+        const Tiled* next = last && begin + columns < end ? gate + columns * job.h : nullptr;
+        Strip left{gate, fresh ? up : nullptr, job.h, columns, job.h, fresh};
+        Strip right{up, next, job.h, columns, job.h, fresh};
+        const bf16* from = hidden + (group.place + row) * padded(job.h);
+        bf16* to = inner + (group.place + row) * padded(job.w) + begin * SIDE;
+        int64_t panel = SIDE * padded(job.w);
+        if (n - row > SIDE) {
+            inner_panels<2>(left, right, from, panel, to);
+        } else if (n - row > FEW) {
+            inner_panels<1>(left, right, from, panel, to);
+        } else {
+            inner_rows(left, right, from, n - row, to);
+        }
+    }
+}
+
+}  // namespace MOESAIC_ISA
