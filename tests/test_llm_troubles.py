@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from moesaic.core.errors import CheckpointError, RequestError
 from moesaic.experts.client import DirectExperts
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.forward import Forward
+from tests.breaking import raises_at
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -22,23 +22,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return LLM("demo", threads=1, max_num_batched_tokens=64)
-
-
-def raises_at(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, call: int, error: BaseException
-) -> None:
-    """The method `name` of `owner` raises `error` the `call`-th time."""
-    whole: Callable[..., Any] = getattr(owner, name)
-    calls = 0
-
-    def broken(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise error
-        return whole(*arguments)
-
-    monkeypatch.setattr(owner, name, broken)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")])

@@ -6,12 +6,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.breaking import raises_at
 from tests.models import cases, tiny
 
 from moesaic import LLM, SamplingParams
@@ -59,23 +59,6 @@ def floats(made: LLM, params: SamplingParams = PARAMS) -> list[Any]:
 @pytest.fixture(scope="module")
 def wanted(path: Path) -> list[Any]:
     return floats(llm(path, None))
-
-
-def raises_at(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, call: int, error: BaseException
-) -> None:
-    """The method `name` of `owner` raises `error` the `call`-th time."""
-    whole: Callable[..., Any] = getattr(owner, name)
-    calls = 0
-
-    def broken(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise error
-        return whole(*arguments)
-
-    monkeypatch.setattr(owner, name, broken)
 
 
 @pytest.mark.parametrize("way", WAYS)
