@@ -12,37 +12,10 @@ from `routings.py`, checkpoints from `make_checkpoint.py`.
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
-
 from grouped import ablation, latency, serve
-from rich.console import Console
+from parts import run
 
 PARTS = {"latency": latency, "ablation": ablation, "serve": serve}
 
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, part in PARTS.items():
-        command = commands.add_parser(name, help=(part.__doc__ or "").splitlines()[0])
-        part.add(command)
-        command.add_argument("--json", type=Path, help="write all numbers here")
-        command.add_argument("--quick", action="store_true", help="few and short runs")
-    return parser.parse_args()
-
-
-def main() -> None:
-    arguments = parse()
-    part = PARTS[arguments.command]
-    if arguments.quick:
-        part.quick(arguments)
-    found = part.measure(arguments)
-    part.show(found, Console(width=150))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2))
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, PARTS, 150)
