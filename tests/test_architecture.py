@@ -122,6 +122,7 @@ LATE_IMPORTS = {
     "cli": "what a command does is imported when it is called, so that --help answers at once",
     "commands.plan": "only --hardware this needs torch, which takes seconds to import",
     "commands.place": "only --model needs torch, which takes seconds to import",
+    "commands.serve": "the API takes most of a second to import, which the worker loads in as well",
     "experts.process": "a server on the native kernels never imports torch, one on the reference has to",
     "models.files": "the hub's library is needed for hub ids only and takes a second to import",
 }
@@ -232,7 +233,7 @@ HEAVY = ("torch", "transformers", "fastapi", "huggingface_hub")
     [
         ("moesaic", (*HEAVY, "numpy", "rich")),
         ("moesaic.cli", (*HEAVY, "rich.progress")),
-        ("moesaic.commands.serve", HEAVY[:2]),
+        ("moesaic.commands.serve", HEAVY[:3]),
         ("moesaic.server.app", HEAVY[:2]),
         ("moesaic.server.run", HEAVY[:2]),
         ("moesaic.engine", HEAVY),

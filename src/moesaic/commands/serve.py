@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import closing
 from ipaddress import ip_address
 from pathlib import Path
+from socket import socket
 
 from moesaic import __version__
 from moesaic.commands.announce import Announcer
@@ -15,10 +16,7 @@ from moesaic.core.cluster import ClusterStatus
 from moesaic.core.errors import EngineDeadError
 from moesaic.core.messages import Message
 from moesaic.launch import Launched, launch
-from moesaic.server.app import create_app
-from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.run import bind, serve
-from moesaic.server.service import Service
 from moesaic.trace.options import RecordConfig
 from moesaic.transport.base import Connection
 
@@ -58,31 +56,38 @@ def run(
         closing(bind(server.host, server.port)) as listener,
         announced(config.trace),
         announced(record.record_routing, "the routing is in {0}: look at it with moesaic profile show {0}"),
+        launch(
+            config, cluster, chat_template=template, max_waiting=server.max_queue, record=record
+        ) as launched,
     ):
-        host, port = listener.getsockname()[:2]
-        with (
-            launch(
-                config, cluster, chat_template=template, max_waiting=server.max_queue, record=record
-            ) as launched,
-            Announcer(name, host, port, as_json, reported(launched)) as announcer,
-        ):
-            connection = Observed(launched.connection, announcer.observe)
-            engine = AsyncEngine(launched.engine, connection, obituary=launched.how_it_ended)
-            service = Service(
-                engine,
-                name,
-                launched.default_sampling,
-                __version__,
-                cluster=launched.supervisor,
-                may_change=server.api_key is not None or ip_address(host.partition("%")[0]).is_loopback,
-            )
-            app = create_app(service, api_key=server.api_key)
-            level = "info" if server.access_log else "warning"
-            try:
-                return serve(app, engine, listener, log_level=level, access_log=server.access_log)
-            except EngineDeadError as error:
-                ended = launched.how_it_ended()
-                raise EngineDeadError(f"{ended}, and the server with it ({error})") from error
+        return _serve(launched, listener, name, server, as_json)
+
+
+def _serve(launched: Launched, listener: socket, name: str, server: ServerConfig, as_json: bool) -> int:
+    """The HTTP API in front of `launched`."""
+    from moesaic.server.app import create_app  # slow to import: the worker loads meanwhile
+    from moesaic.server.async_engine import AsyncEngine
+    from moesaic.server.service import Service
+
+    host, port = listener.getsockname()[:2]
+    with Announcer(name, host, port, as_json, reported(launched)) as announcer:
+        connection = Observed(launched.connection, announcer.observe)
+        engine = AsyncEngine(launched.engine, connection, obituary=launched.how_it_ended)
+        service = Service(
+            engine,
+            name,
+            launched.default_sampling,
+            __version__,
+            cluster=launched.supervisor,
+            may_change=server.api_key is not None or ip_address(host.partition("%")[0]).is_loopback,
+        )
+        app = create_app(service, api_key=server.api_key)
+        level = "info" if server.access_log else "warning"
+        try:
+            return serve(app, engine, listener, log_level=level, access_log=server.access_log)
+        except EngineDeadError as error:
+            ended = launched.how_it_ended()
+            raise EngineDeadError(f"{ended}, and the server with it ({error})") from error
 
 
 def reported(launched: Launched) -> Callable[[], ClusterStatus] | None:

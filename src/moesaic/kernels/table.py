@@ -241,6 +241,5 @@ def _one_core(cpu: int) -> Generator[None]:
 
 
 def _recorder() -> Recorder:
-    recording.prepare()
     arena = memory.Arena()
     return lambda step: recording.Recording(step, arena)

@@ -10,12 +10,15 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from moesaic.core.errors import ConfigError, EngineDeadError
-from moesaic.server.async_engine import AsyncEngine
+
+if TYPE_CHECKING:  # `bind` is there before the slow imports
+    from moesaic.server.async_engine import AsyncEngine
 
 _BACKLOG = 2048
 _LAST_WORDS_SECONDS = 10

@@ -19,6 +19,11 @@ from moesaic.kernels.native.memory import MEMORY, Arena
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Torch's own arithmetic would be missing from a recording, so it is an error."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: to keep its compiler out, torch would load it: more than a second, and 70 MB."""
+        return False
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
@@ -28,12 +33,6 @@ class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (not views or function._schema.is_mutable) and name not in ("empty", "new_empty", "detach_"):
             raise RuntimeError(f"torch's {name} cannot be part of a recorded step")
         return answer
-
-
-def prepare() -> None:
-    """Have torch load what it loads at the first recording: a second that no request should wait for."""
-    with _OnlyViews():  # type: ignore[no-untyped-call]
-        torch.empty(1).view(1)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
