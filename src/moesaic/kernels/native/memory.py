@@ -13,6 +13,9 @@ import torch
 
 Bytes = npt.NDArray[np.uint8]
 ALIGNMENT = 64
+LARGE = 1 << 20
+"""Bytes from which on results do not come from torch: it calls glibc's aligned allocation, which does not
+find the room that a result of the same size left, so that a prefill took 170 MB more than it needs."""
 
 
 class Arena:
@@ -31,7 +34,7 @@ class Arena:
         view = memory[: math.prod(shape) * dtype.itemsize]
         # The tensor's storage owns `view`, so it ends with the last tensor over it.
         weakref.finalize(view, self._free[size].append, memory)
-        return torch.from_numpy(view).view(dtype).view(shape)
+        return _over(view, shape, dtype)
 
 
 class Memory(threading.local):
@@ -44,9 +47,12 @@ class Memory(threading.local):
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Uninitialised, on the CPU."""
-        if self.arena is None:
+        if self.arena is not None:
+            return self.arena.empty(shape, dtype)
+        size = math.prod(shape) * dtype.itemsize
+        if size < LARGE:
             return torch.empty(shape, dtype=dtype)
-        return self.arena.empty(shape, dtype)
+        return _over(_aligned(size), shape, dtype)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the caller's that a recording will write again must live as long as the recording."""
@@ -59,6 +65,10 @@ MEMORY = Memory()
 
 
 def _aligned(size: int) -> Bytes:
-    memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)
+    memory = np.empty(size + ALIGNMENT, dtype=np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size]
+
+
+def _over(memory: Bytes, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(memory).view(dtype).view(shape)
