@@ -211,6 +211,7 @@ def test_chat_and_texts(checkpoint: Path) -> None:
     assert one[0].text == llm.generate("hello", GREEDY)[0].text
     two = llm.chat([[{"role": "user", "content": text}] for text in ("a", "b")], GREEDY)
     assert len(two) == 2
+    assert llm.chat([]) == []
 
 
 def test_mistakes_are_one_line_and_leave_the_engine_working(checkpoint: Path) -> None:

@@ -3,12 +3,13 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError
 from moesaic.testing import byte_tokenizer
@@ -53,6 +54,25 @@ def test_pieces_join_to_the_whole_text_and_split_no_character(tokenizer: Tokeniz
         assert not any("\ufffd" in piece for piece in pieces)
 
 
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(text=st.text("ab \u20ac\U0001f600", max_size=6).map("a".__add__), data=st.data())
+def test_an_answer_goes_on_with_the_text_before_it(
+    tokenizer: Tokenizer, text: str, data: st.DataObject
+) -> None:
+    ids = tokenizer.encode(text)
+    cut = data.draw(st.integers(1, len(ids)))
+    before = tokenizer.decode(ids[:cut])
+    decoder = IncrementalDecoder(tokenizer, before=ids[:cut])
+    answer = "".join([*map(decoder.push, ([token] for token in ids[cut:])), decoder.finish()])
+    assert before.rstrip("\ufffd") + answer == tokenizer.decode(ids)
+
+
+def test_a_token_within_a_text_keeps_its_space(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a b a")
+    assert "".join(tokenizer.token(token) for token in ids).removeprefix(" ") == "a b a"
+    assert b"".join(tokenizer.token_bytes(token) for token in ids).removeprefix(b" ") == b"a b a"
+
+
 def test_an_unfinished_character_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a\u20ac")[:-1]
     decoder = IncrementalDecoder(tokenizer)
@@ -90,6 +110,35 @@ def test_hidden_tokens_without_end_cost_no_more(tmp_path: Path) -> None:
 def test_the_bytes_of_a_token_that_is_no_character(tokenizer: Tokenizer) -> None:
     parts = [tokenizer.token_bytes(token) for token in tokenizer.encode("\u20ac")]
     assert b"".join(parts)[-3:] == "\u20ac".encode()
+
+
+@pytest.mark.parametrize(
+    ("settings", "first"),
+    [
+        ({"add_bos_token": True, "bos_token": "<s>"}, ["<s>"]),
+        ({"add_bos_token": True, "bos_token": {"content": "<s>"}}, ["<s>"]),
+        ({"add_bos_token": False, "bos_token": "<s>"}, []),
+        ({"bos_token": "<s>"}, []),
+        ({"add_bos_token": True, "bos_token": None}, []),
+        ({"add_bos_token": True, "bos_token": "<none>"}, []),
+    ],
+)
+def test_a_text_begins_with_the_bos_token_that_the_settings_ask_for(
+    tmp_path: Path, settings: dict[str, Any], first: list[str]
+) -> None:
+    byte_tokenizer(tmp_path, ["<s>"], **settings)
+    tokenizer = Tokenizer(tmp_path)
+    assert [tokenizer.token(token) for token in tokenizer.encode("ab")] == [*first, "a", "b"]
+    assert [tokenizer.token(token) for token in tokenizer.encode("ab", False)] == ["a", "b"]
+
+
+def test_a_bos_token_that_tokenizer_json_adds_comes_once(tmp_path: Path) -> None:
+    byte_tokenizer(tmp_path, ["<s>"], add_bos_token=True, bos_token="<s>")
+    file = str(tmp_path / "tokenizer.json")
+    own = HFTokenizer.from_file(file)
+    own.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    own.save(file)
+    assert Tokenizer(tmp_path).encode("a")[:2] == [256, own.token_to_id("a")]
 
 
 def test_a_lone_surrogate_is_a_request_error(tokenizer: Tokenizer) -> None:
@@ -146,8 +195,9 @@ def test_nothing_cannot_be_continued(tmp_path: Path, messages: list[dict[str, st
         ("{{ messages|tojson(separators=(',',':'), sort_keys=true) }}", '[{"content":"é","role":"user"}]'),
         ("{{ messages[0].role|tojson(indent=2) }}", '"user"'),
         ("a{% generation %}{{ messages[0].content }}{% endgeneration %}b", "aéb"),
+        ("{{ 'tools' if tools is not none or documents is not none else 'plain' }}", "plain"),
     ],
-    ids=["compact", "indented", "generation"],
+    ids=["compact", "indented", "generation", "no tools"],
 )
 def test_what_templates_use_of_transformers_is_there(tmp_path: Path, template: str, text: str) -> None:
     tokenizer = Tokenizer(write_byte_tokenizer(tmp_path, chat_template=template))
@@ -192,6 +242,10 @@ def test_damage_is_one_clear_line(tmp_path: Path) -> None:
     write_byte_tokenizer(tmp_path, chat_template="{% if %}")
     with pytest.raises(CheckpointError, match="chat template is damaged"):
         Tokenizer(tmp_path)
+    for template in (5, {"default": "x"}, [{"name": "default", "template": 5}]):
+        write_byte_tokenizer(tmp_path, chat_template=template)
+        with pytest.raises(CheckpointError, match="chat_template: got .* allowed: a text"):
+            Tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(CheckpointError, match="not JSON"):
         Tokenizer(tmp_path)

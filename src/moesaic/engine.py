@@ -98,9 +98,10 @@ class Engine:
     def stats(self) -> EngineStats:
         return EngineStats(unfinished=len(self._streams), worker=self._worker)
 
-    def submit(self, prompt_token_ids: list[int], params: SamplingParams) -> int:
+    def submit(self, prompt_token_ids: list[int], params: SamplingParams, *, own_text: bool = False) -> int:
         """Send a prompt to the worker. Returns the id that its outputs carry.
 
+        own_text: the answer is no continuation of the prompt's text but one of its own, as in a chat.
         Raises RequestError, OverloadedError or EngineDeadError; then nothing was sent.
         """
         info = self._require_worker()
@@ -120,7 +121,8 @@ class Engine:
                 arrival=self._clock(),
             )
             self._next_id += 1
-            decoder = IncrementalDecoder(self.tokenizer, params.skip_special_tokens)
+            before = () if own_text else prompt_token_ids
+            decoder = IncrementalDecoder(self.tokenizer, params.skip_special_tokens, before)
             streams[request.request_id] = _Stream(request, group, index, decoder)
             requests.append(request)
         self._send(messages.Submit(requests))
@@ -235,9 +237,8 @@ def _fit(prompt: list[int], params: SamplingParams, info: messages.WorkerInfo) -
             "prompt",
             code="context_length_exceeded",
         )
-    if params.prompt_logprobs is not None and len(prompt) < 2:
-        return replace(params, max_tokens=params.max_tokens or room, prompt_logprobs=None)
-    return replace(params, max_tokens=params.max_tokens or room)
+    scores = params.prompt_logprobs if len(prompt) > 1 else None
+    return replace(params, max_tokens=params.max_tokens or room, prompt_logprobs=scores)
 
 
 def _advance(
@@ -288,13 +289,6 @@ def _split_at_stop(text: str, stops: Sequence[str], keep: bool, final: bool) -> 
         return text[: at + len(stop) if keep else at], "", stop
     if final or not stops:
         return text, "", None
-    longest = max(
-        (
-            size
-            for stop in stops
-            for size in range(1, min(len(stop), len(text) + 1))
-            if text.endswith(stop[:size])
-        ),
-        default=0,
-    )
+    beginnings = (stop[:size] for stop in stops for size in range(1, min(len(stop), len(text) + 1)))
+    longest = max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
     return text[: len(text) - longest], text[len(text) - longest :], None

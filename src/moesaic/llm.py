@@ -127,7 +127,10 @@ class LLM:
         params: one for all, one each, or None for the checkpoint's own defaults. Raises
         RequestError when a prompt cannot be served; then none is.
         """
-        batch = self._submit(_as_list(prompts), params)
+        return self._complete(self._submit(_as_list(prompts), params))
+
+    def _complete(self, batch: _Batch) -> list[Completion]:
+        """Every prompt of `batch`, continued to its end."""
         parts: dict[int, dict[int, RequestOutput]] = {request_id: {} for request_id in batch.prompts}
         for output in self._outputs(batch):
             mine = parts[output.request_id]
@@ -143,23 +146,27 @@ class LLM:
         params: SamplingParams | None = None,
     ) -> list[Completion]:
         """Answer one conversation or several, in the checkpoint's own chat format."""
-        several = conversations if _nested(conversations) else [conversations]
+        several = conversations if not conversations or _nested(conversations) else [conversations]
         prompts: list[Prompt] = [self.tokenizer.chat(one) for one in several]  # type: ignore[arg-type]
-        return self.generate(prompts, params or replace(self.default_sampling, max_tokens=None))
+        chosen = params or replace(self.default_sampling, max_tokens=None)
+        return self._complete(self._submit(prompts, chosen, own_text=True))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Pieces of the answer as they come. Closing the iterator cancels the request."""
         yield from self._outputs(self._submit([prompt], params))
 
     def _submit(
-        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        own_text: bool = False,
     ) -> _Batch:
         each = _one_each(params or self.default_sampling, len(prompts))
         batch = _Batch()
         try:
             for prompt, own in zip(prompts, each, strict=True):
                 tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
-                request_id = self._engine.submit(tokens, own)
+                request_id = self._engine.submit(tokens, own, own_text=own_text)
                 batch.prompts[request_id] = tokens
                 batch.unfinished += own.n
                 self._batches[request_id] = batch

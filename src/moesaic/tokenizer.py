@@ -44,7 +44,10 @@ class Tokenizer:
         self._settings = _read_settings(settings_file) if settings_file.is_file() else {}
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._bytes_of_character = byte_level_alphabet()
+        self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        self._anchor_text = self.decode(self._anchor)
         self._template = self._find_template(path, chat_template)
+        self._bos = self._missing_bos()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`; RequestError when it cannot be encoded as UTF-8."""
@@ -53,15 +56,19 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise RequestError(f"prompt: not valid Unicode text: {error.reason}", "prompt") from error
         # A batch of one: unlike `encode` it lets other threads run, and a long text takes seconds.
-        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return [*self._bos, *ids] if add_special_tokens else list(ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def token(self, token_id: int) -> str:
-        """One token as text, special tokens included."""
-        return self.decode([token_id], skip_special_tokens=False)
+        """One token as it stands within a text, special tokens included.
+
+        At the beginning of a text SentencePiece's decoders drop a space, so another token goes before.
+        """
+        return self.decode([*self._anchor, token_id], False).removeprefix(self._anchor_text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, also when they are part of a character."""
@@ -123,7 +130,7 @@ class Tokenizer:
                 messages=_marked(messages) if continue_final_message else list(messages),
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens(),
-                **variables,
+                **{"tools": None, "documents": None, **variables},  # the names that transformers always sets
             )
         except (jinja2.TemplateError, *TEMPLATE_ERRORS) as error:
             raise RequestError(f"messages: the chat template refuses them: {error}", "messages") from error
@@ -133,21 +140,35 @@ class Tokenizer:
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         values = {name: self._settings.get(name) for name in names}
         return {
-            name: value["content"] if isinstance(value, dict) else str(value)
+            name: str(value.get("content", "") if isinstance(value, dict) else value)
             for name, value in values.items()
             if value is not None
         }
 
+    def _missing_bos(self) -> list[int]:
+        """The BOS token that the settings want and tokenizer.json does not add, as it is with DeepSeek's.
+
+        There it is the Llama class of transformers 4 that puts it before a text.
+        """
+        name = self._special_tokens().get("bos_token")
+        token = None if name is None else self._tokenizer.token_to_id(name)
+        if token is None or self._settings.get("add_bos_token") is not True:
+            return []
+        return [] if token in self._tokenizer.encode("a").ids else [token]
+
     def _find_template(self, path: Path, override: Path | None) -> jinja2.Template | None:
         source: Any = self._settings.get("chat_template")
         if isinstance(source, list):  # several named templates: the one called default
-            source = next((t["template"] for t in source if t.get("name") == "default"), None)
+            named = (each for each in source if isinstance(each, dict))
+            source = next((each.get("template") for each in named if each.get("name") == "default"), None)
         if (path / "chat_template.jinja").is_file():
             source = (path / "chat_template.jinja").read_text(encoding="utf-8")
         if override is not None:
             if not override.is_file():
                 raise ConfigError.field("--chat-template", str(override), "a file with a Jinja template")
             source = override.read_text(encoding="utf-8")
+        if source is not None and not isinstance(source, str):
+            raise CheckpointError(f"{path}: chat_template: got {source!r}; allowed: a text")
         return None if source is None else _compile(source, override or path)
 
 
@@ -203,7 +224,7 @@ def _cut_at_mark(text: str) -> str:
 def _read_settings(file: Path) -> dict[str, Any]:
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not JSON: {error}") from error
     if not isinstance(settings, dict):
         raise CheckpointError(f"{file}: not a JSON object")
@@ -223,20 +244,24 @@ class IncrementalDecoder:
 
     A token's text depends on its neighbours (leading spaces, bytes of one character), so a short
     window of tokens is decoded again and again, and only what further tokens cannot change is
-    handed out. The window always begins with tokens whose text was handed out before.
+    handed out. The window always begins with tokens whose text was handed out before, at first with the
+    last ones of `before`, whose text the answer goes on with.
     """
 
     _LONGEST = 32
     """Tokens. A window that never settles holds bytes that are no text: hand it out as it is."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, before: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._window: list[int] = []
-        self._old_tokens = 0
-        """Tokens at the start of the window that were settled by an earlier push."""
-        self._given = 0
+        self._window = self._end_of(before)
+        text = tokenizer.decode(self._window, self._skip)
+        self._given = len(text.rstrip(REPLACEMENT))
         """Characters of the window's text that were handed out."""
+        self._old_tokens = len(self._window) if self._given == len(text) else 0
+        """Tokens at the start of the window that were settled by an earlier push."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that became certain with these tokens."""
@@ -262,3 +287,11 @@ class IncrementalDecoder:
         piece = text[self._given :]
         self._given = max(self._given, len(text))
         return piece
+
+    def _end_of(self, tokens: Sequence[int]) -> list[int]:
+        """The last token that is text by itself, and what follows it."""
+        for start in range(len(tokens) - 1, max(len(tokens) - 1 - self._LONGEST, -1), -1):
+            text = self._tokenizer.decode([tokens[start]], self._skip)
+            if text and REPLACEMENT not in text:
+                return list(tokens[start:])
+        return []

@@ -30,12 +30,15 @@ def refusal(status: int, code: str, **headers: str) -> Answer:
 
 @dataclass
 class FakeServer:
-    """answer: body -> (status, JSON, headers). delay: seconds, times what the body says."""
+    """answer: body -> (status, JSON, headers). delay: seconds. A body may say after how many others it is."""
 
     answer: Callable[[dict[str, Any]], Answer] = completion
     delay: float = 0.0
     seen: Counter[str] = field(default_factory=Counter)
     """Prompts asked for, and how often."""
+    answered: int = 0
+    turn: asyncio.Condition = field(default_factory=asyncio.Condition)
+    """Of those that wait for others to be answered."""
     flying: int = 0
     peak: int = 0
     started: int = 0
@@ -47,9 +50,14 @@ class FakeServer:
         self.flying += 1
         self.peak = max(self.peak, self.flying)
         try:
-            await asyncio.sleep(self.delay * body.get("slow", 1))
+            await asyncio.sleep(self.delay)
+            async with self.turn:
+                await self.turn.wait_for(lambda: self.answered >= body.get("after", 0))
         finally:
             self.flying -= 1
+        async with self.turn:
+            self.answered += 1
+            self.turn.notify_all()
         status, answer, headers = self.answer(body)
         pairs = [(name.lower().replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
         pairs.append((b"x-request-id", b"req-1"))

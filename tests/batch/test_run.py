@@ -43,7 +43,7 @@ def test_every_line_gets_its_result(files):
 
 
 def test_results_come_as_they_finish_and_the_window_is_kept(files):
-    files[0].write_text(line("slow", slow=20) + "\n" + "".join(line(f"{n}") + "\n" for n in range(10)))
+    files[0].write_text(line("slow", after=10) + "\n" + "".join(line(f"{n}") + "\n" for n in range(10)))
     fake = FakeServer(delay=0.01)
     run(fake, files, window=3)
     assert results(files[1])[-1]["custom_id"] == "slow"

@@ -104,7 +104,13 @@ def test_what_is_neither_path_nor_id_is_refused(name: str) -> None:
 
 
 def test_json_that_is_no_object_is_refused(tmp_path: Path) -> None:
-    for text, problem in (("[1]", "no JSON object"), ("{", "not valid JSON"), ("\xff", "JSON")):
+    broken = (
+        ("[1]", "no JSON object"),
+        ("{", "not valid JSON"),
+        ("\xff", "JSON"),
+        ("[" * 100_000, "valid JSON"),
+    )
+    for text, problem in broken:
         (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
         with pytest.raises(CheckpointError, match=problem):
             files.read_json(tmp_path / "config.json")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -166,13 +165,14 @@ def test_the_right_key_is_let_in(launch: Launch) -> None:
         wrong.models.list()
 
 
-def test_load_beyond_the_queue_is_429_and_nothing_is_lost(launch: Launch) -> None:
+def test_load_beyond_the_queue_is_429_and_nothing_is_lost(launch: Launch, until: Until) -> None:
     live = launch(max_waiting=2)  # and four running
     live.worker.open.clear()
     with ThreadPoolExecutor(12) as pool:
         calls = [pool.submit(live.post, "/v1/completions", prompt="say:ok") for _ in range(12)]
-        threading.Timer(0.5, live.worker.open.set).start()
-        responses = [call.result(10) for call in calls]
+        until(lambda: sum(call.done() for call in calls) == 6, seconds=60)
+        live.worker.open.set()
+        responses = [call.result(60) for call in calls]
     refused = [response for response in responses if response.status_code == 429]
     served = [response for response in responses if response.status_code == 200]
     assert len(refused) == 6 and len(served) == 6
@@ -234,13 +234,14 @@ def test_nothing_is_served_before_the_worker_is_ready(launch: Launch) -> None:
     assert live.get("/metrics").status_code == 200
 
 
-def test_the_worker_dies_and_every_request_gets_an_answer(launch: Launch) -> None:
+def test_the_worker_dies_and_every_request_gets_an_answer(launch: Launch, until: Until) -> None:
     live = launch()
     live.worker.open.clear()
-    threading.Timer(0.3, live.worker.die).start()
     with ThreadPoolExecutor(3) as pool:
         whole = [pool.submit(live.post, "/v1/completions", prompt="x") for _ in range(2)]
         stream = pool.submit(live.post, "/v1/chat/completions", messages=ASK, stream=True)
+        until(lambda: live.front.engine.num_unfinished == 3, seconds=60)
+        live.worker.die()
         assert [call.result(10).status_code for call in whole] == [503, 503]
         assert error_of(whole[0].result())["code"] == "engine_dead"
         event = stream.result(10).text.split("\n\n")[0]
@@ -259,10 +260,13 @@ def test_an_error_in_a_stream_reaches_the_openai_client(launch: Launch) -> None:
         list(stream)
 
 
-def test_the_workers_last_words_are_passed_on(launch: Launch) -> None:
+def test_the_workers_last_words_are_passed_on(launch: Launch, until: Until) -> None:
     live = launch()
     live.worker.open.clear()
     words = messages.Failed("out of memory", user_error=False)
-    threading.Timer(0.3, lambda: live.worker.connection.send(words)).start()
-    response = live.post("/v1/completions", prompt="x")
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(live.post, "/v1/completions", prompt="x")
+        until(lambda: live.front.engine.num_unfinished == 1, seconds=60)
+        live.worker.connection.send(words)
+        response = call.result(60)
     assert response.status_code == 503 and "out of memory" in error_of(response)["message"]

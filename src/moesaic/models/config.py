@@ -32,6 +32,10 @@ def _refuse(name: str, value: object, allowed: str) -> CheckpointError:
     return CheckpointError(f"config.json: {name}: got {value!r}; allowed: {allowed}")
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 class Fields:
     """config.json, key by key. `done` refuses whatever nobody asked for.
 
@@ -71,9 +75,15 @@ class Fields:
     def number(self, name: str, default: Any = _REQUIRED, minimum: float = 0.0) -> float:
         """A number of at least `minimum`."""
         value = self.raw(name, default)
-        good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not minimum <= value < float("inf"):
+        if not _is_number(value) or not minimum <= value < float("inf"):
             raise _refuse(self._where + name, value, f"a number of at least {minimum:g}")
+        return float(value)
+
+    def number_above(self, name: str, low: float, default: Any = _REQUIRED) -> float:
+        """A number greater than `low`."""
+        value = self.raw(name, default)
+        if not _is_number(value) or not low < value < float("inf"):
+            raise _refuse(self._where + name, value, f"a number above {low:g}")
         return float(value)
 
     def maybe_number(self, name: str, minimum: float = 0.0) -> float | None:
@@ -117,7 +127,8 @@ class Fields:
     def done(self) -> None:
         """Raises CheckpointError for the first key that was not read and is not benign."""
         if not self._where and self._raw.get("quantization_config") is not None:
-            method = self._raw["quantization_config"].get("quant_method", "unknown")
+            told = self._raw["quantization_config"]
+            method = told.get("quant_method", "unknown") if isinstance(told, dict) else told
             raise CheckpointError(
                 f"config.json: quantization_config: got quant_method {method!r}; "
                 "allowed: none, quantized checkpoints are not supported"

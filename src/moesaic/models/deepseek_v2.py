@@ -117,7 +117,8 @@ def _groups(fields: Fields, experts: int) -> tuple[int, int]:
 
 
 def _attention(fields: Fields, turning: rope.RopeConfig) -> LatentSizes:
-    plain, turned = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
+    plain = fields.integer("qk_nope_head_dim")
+    turned = rope.turned_width("qk_rope_head_dim", fields.integer("qk_rope_head_dim"))
     stretch = 1.0
     if turning.mscale_all_dim:
         stretch = rope.mscale(turning.factor, turning.mscale_all_dim)

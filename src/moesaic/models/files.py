@@ -76,7 +76,7 @@ def read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{file}: this file is missing") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{file}: is not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: holds no JSON object")

@@ -13,7 +13,7 @@ from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.config import Fields
 from moesaic.models.layers import GatedMLP, GroupedQueryAttention, Projection
-from moesaic.models.rope import RopeTable
+from moesaic.models.rope import RopeTable, turned_width
 from moesaic.models.shard import WHOLE, Shard
 
 
@@ -93,7 +93,7 @@ def read_heads(fields: Fields, epsilon: float, normed: bool = False) -> Heads:
         raise CheckpointError(
             f"config.json: num_key_value_heads: got {key}; allowed: a divisor of {query} attention heads"
         )
-    width = fields.maybe_integer("head_dim") or hidden // query
+    width = turned_width("head_dim", fields.maybe_integer("head_dim") or hidden // query)
     return Heads(hidden, query, key, width, fields.flag("attention_bias", False), normed, epsilon)
 
 

@@ -150,10 +150,10 @@ def load_experts(
 def _parse(path: Path) -> tuple[ModelFile, Any]:
     raw = read_json(path / "config.json")
     model_type = raw.get("model_type")
-    if model_type not in MODELS:
+    if not isinstance(model_type, str) or model_type not in MODELS:
         allowed = ", ".join(sorted(MODELS))
         raise CheckpointError(f"{path}: model_type: got {model_type!r}; allowed: {allowed}")
-    file = MODELS[str(model_type)]
+    file = MODELS[model_type]
     return file, file.parse(raw)
 
 

@@ -64,13 +64,13 @@ def read(fields: Fields, max_position: int, default_theta: float) -> RopeConfig:
 
     Raises CheckpointError for an unknown kind, a missing or an unknown key.
     """
-    theta = fields.number("rope_theta", default_theta)
+    theta = fields.number_above("rope_theta", 1.0, default_theta)
     parts = fields.child("rope_scaling") or Fields({}, "rope_scaling.")
     newer = fields.child("rope_parameters")
     if newer is not None:
         parts.done()
         parts = newer
-    theta = parts.number("rope_theta", theta)
+    theta = parts.number_above("rope_theta", 1.0, theta)
     kind = parts.raw("rope_type", parts.raw("type", "default"))
     parts.ignore("type")
     parts.only("partial_rotary_factor", 1.0, 1, None, why="this model turns whole heads")
@@ -81,15 +81,24 @@ def read(fields: Fields, max_position: int, default_theta: float) -> RopeConfig:
     return config
 
 
+def turned_width(name: str, width: int) -> int:
+    """`width` numbers of a head that are turned. CheckpointError, naming the key, when they are no pairs."""
+    if width % 2:
+        raise CheckpointError(
+            f"config.json: {name}: got {width}; allowed: an even integer, heads turn in pairs"
+        )
+    return width
+
+
 def _scaled(parts: Fields, kind: str, theta: float, max_position: int) -> RopeConfig:
     if kind == "default":
         return RopeConfig(kind, theta)
     if kind in ("linear", "dynamic"):
-        return RopeConfig(kind, theta, parts.number("factor"))
+        return RopeConfig(kind, theta, parts.number_above("factor", 0.0))
     original = parts.integer("original_max_position_embeddings", max_position)
     if kind == "llama3":
-        low, high = parts.number("low_freq_factor"), parts.number("high_freq_factor")
-        factor = parts.number("factor")
+        low, high = (parts.number_above(name, 0.0) for name in ("low_freq_factor", "high_freq_factor"))
+        factor = parts.number_above("factor", 0.0)
         return RopeConfig(kind, theta, factor, original, low_freq_factor=low, high_freq_factor=high)
     return RopeConfig(
         kind,

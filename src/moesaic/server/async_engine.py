@@ -136,14 +136,14 @@ class AsyncEngine:
             raise NotServingError("the model is still loading", "loading", retry_after=1.0)
         return self.engine.info
 
-    def open(self, jobs: Sequence[tuple[list[int], SamplingParams]]) -> Stream:
-        """Submit every (prompt, parameters) or, when one is refused, none."""
+    def open(self, jobs: Sequence[tuple[list[int], SamplingParams]], *, own_text: bool = False) -> Stream:
+        """Submit every (prompt, parameters) or, when one is refused, none. own_text: see Engine.submit."""
         self.require_serving()
         self._require_room_ever(jobs)
         stream = Stream(self)
         try:
             for number, (prompt, params) in enumerate(jobs):
-                self._submit(stream, number, prompt, params)
+                self._submit(stream, number, prompt, params, own_text)
         except MoesaicError:
             stream.close()
             raise
@@ -179,9 +179,11 @@ class AsyncEngine:
         self.draining = True
         await self._idle.wait()
 
-    def _submit(self, stream: Stream, number: int, prompt: list[int], params: SamplingParams) -> None:
+    def _submit(
+        self, stream: Stream, number: int, prompt: list[int], params: SamplingParams, own_text: bool
+    ) -> None:
         try:
-            group = self.engine.submit(prompt, params)
+            group = self.engine.submit(prompt, params, own_text=own_text)
         except EngineDeadError as error:
             self._die(str(error))
             raise

@@ -48,16 +48,16 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
     params = chat_params(body, service)
     prompt = await chat_prompt(body.messages, body, service.tokenizer)
     reply = _Reply(body, len(prompt), service)
-    source = _open(service, prompt, params)
+    source = _open(service, prompt, params, own_text=not body.continue_final_message)
     if body.stream:
         return EventStream(reply.chunks(source), source)
     return await answer(request.receive, source, reply.whole(source))
 
 
-def _open(service: Service, prompt: list[int], params: SamplingParams) -> Stream:
+def _open(service: Service, prompt: list[int], params: SamplingParams, own_text: bool) -> Stream:
     """Submit; errors name the fields of a chat, not the engine's."""
     try:
-        return service.engine.open([(prompt, params)])
+        return service.engine.open([(prompt, params)], own_text=own_text)
     except RequestError as error:
         renamed = "messages" if error.field == "prompt" else error.field
         raise RequestError(str(error), renamed, error.code) from error

@@ -86,8 +86,8 @@ class _Reply:
         first = index not in self._writers
         if first:
             skip = self._body.skip_special_tokens is not False
-            tokenizer, top = self._service.tokenizer, self._body.logprobs or 0
-            self._writers[index] = CompletionLogprobsWriter(tokenizer, top, skip)
+            tokenizer, top, echoed = self._service.tokenizer, self._body.logprobs or 0, bool(self._body.echo)
+            self._writers[index] = CompletionLogprobsWriter(tokenizer, top, skip, from_start=echoed)
         echo = self._prompts[number] if first and self._body.echo else None
         return CompletionChoice(
             index=index,

@@ -16,13 +16,15 @@ LOWEST = -9999.0
 class CompletionLogprobsWriter:
     """The completions shape, piece by piece: it remembers how far into the text it is.
 
-    num_top: candidates to show. skip_special: special tokens are no part of the text.
+    num_top: candidates to show. skip_special: special tokens are no part of the text. from_start: the first
+    token is the first of a text, where SentencePiece's decoders drop a space.
     """
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int, skip_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, num_top: int, skip_special: bool, from_start: bool) -> None:
         self._tokenizer = tokenizer
         self._num_top = num_top
         self._skip_special = skip_special
+        self._at_start = from_start
         self._offset = 0
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -39,8 +41,13 @@ class CompletionLogprobsWriter:
     def _advance(self, token: int) -> int:
         """Where in the text `token` begins; moves past it."""
         start = self._offset
-        if not (self._skip_special and not self._tokenizer.decode([token], True)):
-            self._offset += len(self._characters.decode(self._tokenizer.token_bytes(token)))
+        raw, alone = self._tokenizer.token_bytes(token), self._tokenizer.decode([token], self._skip_special)
+        if self._skip_special and not alone and raw.strip():
+            return start
+        if self._at_start and raw == b" " + alone.encode():
+            raw = alone.encode()
+        self._at_start = False
+        self._offset += len(self._characters.decode(raw))
         return start
 
     def _candidates(self, entry: TokenLogprob) -> dict[str, float]:

@@ -1,0 +1,55 @@
+"""Whatever stands in config.json, it is understood or refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.models import cases, tiny
+
+from moesaic.core.errors import MoesaicError
+from moesaic.kernels.table import pick
+from moesaic.models import registry
+from moesaic.models.files import generation_defaults
+
+VALUES = (None, True, "x", [1], {}, {"a": 1}, -1, 0, 7, 1.5, float("nan"))
+LARGEST = 10_000
+"""Tokens of a context whose table of angles a test may build."""
+
+
+def broken_by(path: Path, config: dict[str, Any]) -> str | None:
+    """How reading the checkpoint with this config went wrong, other than by a refusal in one line."""
+    (path / "config.json").write_text(json.dumps(config))
+    try:
+        generation_defaults(path)
+        if registry.read_spec(path).max_position <= LARGEST:
+            registry.load(path, pick("cpu"))
+    except MoesaicError as error:
+        return repr(error) if "\n" in str(error) else None
+    except Exception as error:
+        return repr(error)
+    return None
+
+
+def changed(config: dict[str, Any], name: str, value: object) -> dict[str, Any]:
+    """`config` with another value of a key, `rope_parameters.factor` being one within another."""
+    first, _, second = name.partition(".")
+    return {**config, first: {**config[first], second: value} if second else value}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["mixtral-linear", "qwen3-llama3-tied", "deepseek-full"])
+def test_no_value_of_any_key_breaks_the_reader(case: str, tmp_path: Path) -> None:
+    path = tiny.save(tiny.build(*cases.CASES[case]), tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    rotary = [f"rope_parameters.{name}" for name in config["rope_parameters"]]
+    names = [*config, *rotary, "rope_scaling", "quantization_config", "head_dim", "sliding_window"]
+    went_wrong = {
+        (name, repr(value)): how
+        for name in names
+        for value in VALUES
+        if (how := broken_by(path, changed(config, name, value))) is not None
+    }
+    assert not went_wrong
