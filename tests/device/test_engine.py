@@ -17,7 +17,6 @@ from moesaic import LLM, RequestOutput, SamplingParams
 from moesaic.kernels import batch
 from moesaic.kvcache import paged
 from moesaic.models.checkpoint import Checkpoint
-from moesaic.runtime import sampler
 
 Written = Callable[[str], Path]
 QUICK = {"mixtral-window", "qwen3-window-yarn-k8", "deepseek-full"}
@@ -120,7 +119,6 @@ FORGOTTEN = {
     "blocks and slots": (batch, "_move", _left_behind(batch._move)),
     "the cache": (paged, "_zeros", _left_behind(paged._zeros)),
     "the weights": (Checkpoint, "tensor", _left_behind(Checkpoint.tensor)),
-    "what was drawn": (sampler, "_draw", _left_behind(sampler._draw)),
 }
 
 

@@ -74,9 +74,11 @@ class AttentionBatch:
         return cls.build(TokenBatch(block_tables=tables, **copies), block_size)
 
     def fill_slots(self) -> None:
-        """After the arrays of `batch` changed."""
-        counts = np.diff(self.batch.query_starts)
-        np.copyto(self.slots.numpy(), _slots(self.batch, counts, self.block_size))
+        """After the arrays of `batch`, which has one row a sequence, changed."""
+        rows = self.batch
+        block, offset = np.divmod(rows.positions, self.block_size)
+        held = rows.block_tables[rows.query_starts[:-1], block]
+        np.add(held * self.block_size, offset, out=self.slots.numpy())
 
     @cached_property
     def decode(self) -> tuple[DecodeGroup, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
+from itertools import accumulate
 
 import numpy as np
 
@@ -23,18 +24,19 @@ def step_plan(step: int, chunks: list[Chunk], blocks: KVBlocks) -> StepPlan:
     if not chunks:
         return _nothing(step)
     sequences = [sequence for sequence, _ in chunks]
-    starts = _ints([sequence.num_computed for sequence in sequences])
-    counts = _ints([rows for _, rows in chunks])
-    lengths = _ints([sequence.num_tokens for sequence in sequences])
-    query_starts = np.concatenate((_ints([0]), np.cumsum(counts)))
-    ends = starts + counts
-    sampled = np.flatnonzero(ends == lengths)
+    counts = [rows for _, rows in chunks]
+    starts = [sequence.num_computed for sequence in sequences]
+    ends = [sequence.num_computed + rows for sequence, rows in chunks]
+    query_starts = _ints([0, *accumulate(counts)])
+    sampled = _ints([i for i, sequence in enumerate(sequences) if ends[i] == sequence.num_tokens])
     scored = _ints([i for i, sequence in enumerate(sequences) if sequence.scored_now])
     batch = TokenBatch(
         token_ids=np.concatenate([s.tokens.array[s.num_computed : s.num_computed + n] for s, n in chunks]),
-        positions=np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], counts),
+        positions=_ints(
+            [place for start, end in zip(starts, ends, strict=True) for place in range(start, end)]
+        ),
         query_starts=query_starts,
-        context_lens=ends,
+        context_lens=_ints(ends),
         block_tables=_block_tables([blocks.table(sequence.request_id) for sequence in sequences]),
         logit_rows=_logit_rows(query_starts, sampled, scored),
     )
