@@ -212,6 +212,9 @@ def test_the_template_file_wins_over_the_config_and_the_flag_over_both(tmp_path:
     assert Tokenizer(path, tmp_path / "own.jinja").render([]) == "own"
     with pytest.raises(ConfigError, match="--chat-template"):
         Tokenizer(path, tmp_path / "none.jinja")
+    (path / "chat_template.jinja").write_bytes(b"{{ \xff }}")
+    with pytest.raises(CheckpointError, match="chat_template.jinja: a chat template that is not UTF-8"):
+        Tokenizer(path)
 
 
 @pytest.mark.parametrize(

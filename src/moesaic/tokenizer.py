@@ -161,12 +161,14 @@ class Tokenizer:
         if isinstance(source, list):  # several named templates: the one called default
             named = (each for each in source if isinstance(each, dict))
             source = next((each.get("template") for each in named if each.get("name") == "default"), None)
-        if (path / "chat_template.jinja").is_file():
-            source = (path / "chat_template.jinja").read_text(encoding="utf-8")
-        if override is not None:
-            if not override.is_file():
-                raise ConfigError.field("--chat-template", str(override), "a file with a Jinja template")
-            source = override.read_text(encoding="utf-8")
+        file = override or path / "chat_template.jinja"
+        if override is not None and not file.is_file():
+            raise ConfigError.field("--chat-template", str(file), "a file with a Jinja template")
+        if file.is_file():
+            try:
+                source = file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise CheckpointError(f"{file}: a chat template that is not UTF-8: {error.reason}") from error
         if source is not None and not isinstance(source, str):
             raise CheckpointError(f"{path}: chat_template: got {source!r}; allowed: a text")
         return None if source is None else _compile(source, override or path)

@@ -137,7 +137,7 @@ class _Errand:
     def _say_what_serves(self, served: Served) -> None:
         if served.info is not None:
             info = served.info
-            threads = f"{info.threads} threads"
+            threads = f"{info.threads} thread{'s' if info.threads > 1 else ''}"
             if info.ranks > 1:
                 threads += f" on each of {info.ranks} ranks, {info.collectives}"
             chosen = f"{info.model_type} on {info.device}, {info.kernels}, {info.dtype}, {threads}"
