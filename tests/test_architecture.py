@@ -125,6 +125,7 @@ LATE_IMPORTS = {
     "commands.serve": "the API takes most of a second to import, which the worker loads in as well",
     "experts.process": "a server on the native kernels never imports torch, one on the reference has to",
     "models.files": "the hub's library is needed for hub ids only and takes a second to import",
+    "policy.planner": "only FlexGen's own search needs SciPy, which takes half a second to import",
 }
 BROAD_EXCEPTS = {
     "cluster.failures": "a bug in one thing that the supervisor does must not end its watch over the rest",

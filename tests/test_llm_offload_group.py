@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,9 @@ class Case:
             str(self.path), threads=1, tensor_parallel_size=ranks, **self.settings(offload, **settings)
         )
 
+    @cached_property
     def alone(self) -> list[Any]:
+        """Answers of one process with all of it in memory."""
         return answers(LLM(str(self.path), threads=1, **self.settings()))
 
 
@@ -113,7 +116,7 @@ def test_two_processes_have_the_floats_of_the_group_in_memory(
 ) -> None:
     case = checkpoints[name]
     wanted = answers(case.group(moe_collectives=form))
-    assert tokens(wanted) == tokens(case.alone())
+    assert tokens(wanted) == tokens(case.alone)
     for policy in ("pages", "some experts stay") if name == "qwen3" else ("pages",):
         assert answers(case.group(POLICIES[policy], moe_collectives=form)) == wanted, policy
 
@@ -136,7 +139,7 @@ def test_every_policy_in_every_form(
     settings: dict[str, Any] = {"tensor_parallel_size": ranks, "moe_collectives": form}
     with group_of_threads(str(case.path), **case.settings(**settings)) as (made, _, _):
         wanted = answers(made)
-    assert tokens(wanted) == tokens(case.alone())
+    assert tokens(wanted) == tokens(case.alone)
     most = -(-registry.read_spec(case.path).num_experts // ranks)
     for policy, offload in POLICIES.items():
         with group_of_threads(str(case.path), **case.settings(offload, **settings)) as (made, _, _):

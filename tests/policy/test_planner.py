@@ -179,6 +179,27 @@ def test_flexgens_policy_is_priced_as_its_own_schedule() -> None:
     assert price.throughput < search(MIXTRAL, L4, JOB).throughput
 
 
+def test_machines_with_the_same_memories_share_what_fits() -> None:
+    """Which is what each of them holds."""
+    quick = replace(SMALL, slow=replace(SMALL.slow, bandwidth=9e8, processor=None), link=Link(9e7, 8e7))
+    others = (
+        replace(SMALL, fast=replace(SMALL.fast, memory=3e6)),
+        replace(SMALL, slow=replace(SMALL.slow, usable=0.5)),
+        replace(SMALL, link=replace(SMALL.link, staging=1e9)),
+    )
+    first, second, *rest = (Pricing(TINY, one, Workload(20, 10)) for one in (SMALL, quick, *others))
+    assert planner._footprint(first) is planner._footprint(second)
+    assert len({planner._footprint(one) for one in (first, *rest)}) == 4
+    for pricing in (first, second, *rest):
+        shared, found = planner._footprint(pricing), list(candidates(pricing, Limits()))
+        assert found and all(pricing.footprint.fits(one) for one in found)
+        for one in found:
+            assert (shared.fast(one), shared.slow(one)) == (
+                pricing.footprint.fast(one),
+                pricing.footprint.slow(one),
+            )
+
+
 @pytest.mark.slow
 def test_helps_name_the_bottleneck() -> None:
     found = helps(TINY, SMALL, Workload(20, 10), search(TINY, SMALL, Workload(20, 10)))

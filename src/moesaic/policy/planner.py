@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from moesaic.core.errors import ConfigError
-from moesaic.cost.hardware import GIB, Hardware, Level
+from moesaic.cost.hardware import GIB, Hardware, Level, Link
 from moesaic.cost.sizes import ModelSizes
-from moesaic.policy import flexgen
+from moesaic.policy.footprint import Footprint
 from moesaic.policy.pipeline import Schedule
 from moesaic.policy.policies import Policy, Workload, slow_share
 from moesaic.policy.pricing import Price, Pricing
@@ -162,43 +163,68 @@ def filled(pricing: Pricing, policy: Policy) -> Iterator[Policy]:
 
     Experts first, cache first, or half the room for each.
     """
-    shares = (0.0,) if policy.slow_attention else (0.0, 0.5, 1.0)
-    found = dict.fromkeys(_fill(pricing, policy, share) for share in shares)
-    for one in found:
-        needless = one.in_place and one.static_experts == pricing.model.experts
-        if not needless and pricing.footprint.fits(one):
+    for fitting in _filled(_footprint(pricing), replace(policy, schedule=SEARCHED[0])):
+        one = replace(fitting, schedule=policy.schedule)
+        if not (one.in_place and one.static_experts == pricing.model.experts):
             yield one
 
 
-def _fill(pricing: Pricing, policy: Policy, for_cache: float) -> Policy:
+def _memories(hardware: Hardware) -> Hardware:
+    """All that a footprint asks about a machine, which is the same of a slower and of a faster one."""
+    fast, slow = (
+        replace(one, name="", bandwidth=1.0, processor=None) for one in (hardware.fast, hardware.slow)
+    )
+    return Hardware("", fast, slow, Link(1.0, 1.0, hardware.link.staging and 1.0))
+
+
+@lru_cache(maxsize=16)
+def _footprint(pricing: Pricing) -> Footprint:
+    """One object for all machines with the same memories: what fits there is found once."""
+    return _shared(pricing.model, _memories(pricing.hardware), pricing.workload)
+
+
+_shared = lru_cache(maxsize=16)(Footprint)
+
+
+@lru_cache(maxsize=1 << 14)
+def _filled(footprint: Footprint, policy: Policy) -> tuple[Policy, ...]:
+    """Of each way to fill the fast level, where the result fits. It is the same under every schedule."""
+    shares = (0.0,) if policy.slow_attention else (0.0, 0.5, 1.0)
+    found = dict.fromkeys(_fill(footprint, policy, share) for share in shares)
+    return tuple(one for one in found if footprint.fits(one))
+
+
+def _fill(footprint: Footprint, policy: Policy, for_cache: float) -> Policy:
     """Room is first given to the cache, up to its share, then to experts, then again to the cache."""
     if not policy.slow_attention:
-        policy = _with_cache(pricing, policy, for_cache)
-    model, footprint = pricing.model, pricing.footprint
+        policy = _with_cache(footprint, policy, for_cache)
+    model = footprint.model
     expert = model.expert * model.number * max(model.moe_layers - 2, 1)
-    static = math.floor(_room(pricing, policy) / expert)
+    static = math.floor(_room(footprint, policy) / expert)
     whole = replace(policy, static_experts=model.experts)
-    if sum(footprint.fast(whole).values()) <= pricing.hardware.fast.room:
+    if _held(footprint, whole) <= footprint.hardware.fast.room:
         policy = whole
     else:
         policy = replace(policy, static_experts=min(max(static, 0), model.experts - 1))
-    return policy if policy.slow_attention else _with_cache(pricing, policy, 1.0)
+    return policy if policy.slow_attention else _with_cache(footprint, policy, 1.0)
 
 
-def _with_cache(pricing: Pricing, policy: Policy, share: float) -> Policy:
+def _with_cache(footprint: Footprint, policy: Policy, share: float) -> Policy:
     """With as many blocks of each request's cache on the fast level as fit in a share of its room."""
-    nothing, all_of_it = (
-        sum(pricing.footprint.fast(replace(policy, slow_cache=slow)).values()) for slow in (1.0, 0.0)
-    )
-    room = pricing.hardware.fast.room - nothing
+    nothing, all_of_it = (_held(footprint, replace(policy, slow_cache=slow)) for slow in (1.0, 0.0))
+    room = footprint.hardware.fast.room - nothing
     fitting = min(max(share * room, 0.0) / (all_of_it - nothing), 1.0) if all_of_it > nothing else 1.0
-    return replace(policy, slow_cache=slow_share(pricing.workload, fitting))
+    return replace(policy, slow_cache=slow_share(footprint.workload, fitting))
 
 
-def _room(pricing: Pricing, policy: Policy) -> float:
+def _room(footprint: Footprint, policy: Policy) -> float:
     """Bytes that are free on the fast level; below 0 where too much is there."""
-    held = sum(pricing.footprint.fast(replace(policy, static_experts=0)).values())
-    return pricing.hardware.fast.room - held
+    return footprint.hardware.fast.room - _held(footprint, replace(policy, static_experts=0))
+
+
+def _held(footprint: Footprint, policy: Policy) -> float:
+    """Bytes on the fast level."""
+    return sum(footprint.fast(policy).values())
 
 
 def is_fast_only(model: ModelSizes, policy: Policy) -> bool:
@@ -212,6 +238,8 @@ def by_flexgen(model: ModelSizes, hardware: Hardware, workload: Workload) -> tup
 
     Its constants are the machine's peaks: nothing is fitted. Raises ConfigError where nothing fits.
     """
+    from moesaic.policy import flexgen
+
     queries_per_key = model.attention.pair_flops / (2 * model.attention.cached)
     constants = flexgen.Constants.of(hardware, queries_per_key)
     found = flexgen.search(model, constants, workload.prompt, workload.generate)

@@ -10,6 +10,8 @@ from enum import Enum
 class Lane(Enum):
     """What works on its own."""
 
+    __hash__ = object.__hash__  # of the member itself: Enum's hashes the name, in Python, at each look-up
+
     FAST = "fast compute"
     SLOW = "slow compute"
     DOWN = "link down"
@@ -19,6 +21,8 @@ class Lane(Enum):
 
 class Kind(Enum):
     """What a task does for one micro-batch of one layer; a page's number takes the micro-batch's place."""
+
+    __hash__ = object.__hash__
 
     PRE = "pre-attention"
     """Norm, query, key, value."""

@@ -28,7 +28,9 @@ objective or as labels (linear empirical Bayes over the experts of the layer, or
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -196,9 +198,8 @@ class _Layer:
     @classmethod
     def of(cls, rows: RowArray, loads: FloatArray, ranks: int, search: Search) -> _Layer:
         total = float(rows.sum(dtype=np.float64))
-        return cls(
-            rows, loads * (total / loads.sum()), (1 / ranks + search.spare) * total, ranks, search.price
-        )
+        cap = (1 / ranks + search.spare) * total
+        return cls(rows, loads * (total / loads.sum()), cap, ranks, search.price)
 
     def value(self, labels: IntArray) -> float:
         """Choices on the tokens' best ranks, minus what overloaded ranks pay."""
@@ -217,6 +218,7 @@ class _State:
         """[R, m] choices of each token on each rank."""
         self.carried = np.bincount(labels, weights=layer.loads, minlength=layer.ranks)
         """[R] loads."""
+        self.members = [np.flatnonzero(labels == rank) for rank in range(layer.ranks)]
         self.local = self._local()
         every = range(layer.ranks)
         self._rest = [[[r for r in every if r not in (here, there)] for there in every] for here in every]
@@ -227,20 +229,20 @@ class _State:
 
     def gains(self, expert: int, others: IntArray) -> FloatArray:
         """[n] what exchanging `expert` with each of `others`, all on one other rank, adds to the value."""
-        layer, here, there = self.layer, self.labels[expert], self.labels[others[0]]
-        given = layer.rows[others]
-        best = np.subtract(self.choices[there] + layer.rows[expert], given)
-        given += self.choices[here] - layer.rows[expert]
+        layer, here, there = self.layer, self.labels.item(expert), self.labels.item(others[0])
+        own, given = layer.rows[expert], layer.rows.take(others, axis=0)
+        best = np.subtract(self.choices[there] + own, given)
+        given += self.choices[here] - own
         np.maximum(best, given, out=best)
         if layer.ranks > 2:
             np.maximum(best, self.choices.take(self._rest[here][there], axis=0).max(axis=0), out=best)
-        more = layer.loads[others] - layer.loads[expert]
+        more = layer.loads.take(others) - layer.loads.item(expert)
         gains: FloatArray = best.sum(axis=1, dtype=np.float64) - self.local
         return gains - layer.price * (self._over(here, more) + self._over(there, -more))
 
     def _over(self, rank: int, more: FloatArray) -> FloatArray:
         """[n] how much further above the cap `more` load takes a rank."""
-        excess = self.carried[rank] - self.layer.cap
+        excess = self.carried.item(rank) - self.layer.cap
         change: FloatArray = np.maximum(excess + more, 0.0) - max(excess, 0.0)
         return change
 
@@ -253,6 +255,7 @@ class _State:
         self.carried[here] -= loads[one] - loads[other]
         self.carried[there] += loads[one] - loads[other]
         self.labels[one], self.labels[other] = there, here
+        self.members[here], self.members[there] = (np.flatnonzero(self.labels == r) for r in (here, there))
         self.local = self._local()
 
 
@@ -262,17 +265,16 @@ def anneal(layer: _Layer, labels: IntArray, rng: np.random.Generator, search: Se
     best, best_value = state.labels.copy(), value
     total, last = float(layer.loads.sum()), max(1, search.steps - 1)
     experts = rng.integers(len(labels), size=search.steps).tolist()
-    heights = rng.random(search.steps)
+    heights = rng.random(search.steps).tolist()
     for step, expert in enumerate(experts):
         heat = total * search.hot * (search.cold / search.hot) ** (step / last)
-        there = (state.labels[expert] + rng.integers(1, layer.ranks)) % layer.ranks
-        others = rng.permutation(np.flatnonzero(state.labels == there))[: search.width]
-        gains = state.gains(expert, others)
-        likely = np.exp((np.append(gains, 0.0) - max(0.0, gains.max())) / heat).cumsum()
-        taken = int(np.searchsorted(likely, heights[step] * likely[-1], side="right"))
-        if taken < len(others):
+        there = (state.labels.item(expert) + int(rng.integers(1, layer.ranks))) % layer.ranks
+        others = rng.permutation(state.members[there])[: search.width]
+        gains = [*state.gains(expert, others).tolist(), 0.0]
+        likely = list(accumulate(np.exp([(gain - max(gains)) / heat for gain in gains]).tolist()))
+        if (taken := bisect_right(likely, heights[step] * likely[-1])) < len(others):
             state.exchange(expert, int(others[taken]))
-            value += float(gains[taken])
+            value += gains[taken]
             if value > best_value:
                 best, best_value = state.labels.copy(), value
     return best
@@ -285,8 +287,7 @@ def polish(layer: _Layer, labels: IntArray) -> IntArray:
     idle, expert = 0, 0
     while idle < len(labels):
         best, other = least, -1
-        for rank in range(layer.ranks):
-            others = np.flatnonzero(state.labels == rank)
+        for rank, others in enumerate(state.members):
             if rank != state.labels[expert]:
                 gains = state.gains(expert, others)
                 if gains.max() > best:
