@@ -68,7 +68,10 @@ def test_without_replicas_tokens_wait_for_the_restart(schedule: str, expected: l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["lockstep", "async"])
-def test_a_frozen_server_is_gone_around_and_comes_back(schedule: str, expected: list[Answer]) -> None:
+def test_a_frozen_server_is_gone_around_and_comes_back(
+    schedule: str, expected: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moesaic.cluster.supervisor.FROZEN_SECONDS", 600.0)  # not to be replaced meanwhile
     with cluster(attention_workers=2, expert_servers=2, min_replicas=2, schedule=schedule) as served:
         served.submit(*workload(6, TOKENS))
         freeze = Once(served, "expert server 0", signal.SIGSTOP, 50)

@@ -283,7 +283,7 @@ def test_a_group_answers_as_the_group_in_memory_does(
     whole, alone = (files[0], tmp_path / "whole.jsonl"), (files[0], tmp_path / "alone.jsonl")
     assert cli.main(command(shared, whole, *group, "--kv-cache-dtype", "float32", cap=None)) == 0
     printed = capsys.readouterr()
-    assert f"1 threads on each of 2 ranks, {form}, KV cache of" in printed.err
+    assert f"1 thread on each of 2 ranks, {form}, KV cache of" in printed.err
     assert "tokens in float32" in printed.err
     assert answers(files[1]) == answers(whole[1])
     assert cli.main(command(shared, alone, cap=None)) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -48,13 +50,15 @@ class Executor:
         layered: Layered | None = None,
         recorder: Recorder | None = None,
         logit_rows: int | None = None,
+        logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """layered: for brains that run the model place by place. recorder: of the rows' routing.
-        logit_rows: whose logits are in memory at one time, at most."""
+        """layered: for brains that run the model place by place. recorder: of the rows' routing. logit_rows:
+        whose logits are in memory at one time, at most. logits: of what steps return; None: the model's."""
         self._model = model
         self._forward = forward
         self._device = device
         self._connection = connection
+        self._logits = logits or model.logits
         self._sampler = Sampler(model.spec.vocab_size)
         self._experts = experts
         self._layered = layered
@@ -166,7 +170,7 @@ class Executor:
         """The next token of each request, and log-probabilities where any of them asked: else none at all."""
         most = self._logit_rows or len(ids)
         if len(ids) <= most:
-            return self._sampler.sample(ids, self._model.logits(hidden))
+            return self._sampler.sample(ids, self._logits(hidden))
         tokens: list[IntArray] = []
         logprobs: list[TokenLogprob | None] = []
         for begin in range(0, len(ids), most):

@@ -52,6 +52,13 @@ class Forward:
         self._make_recorder = model.kernels.recorder if recorded_blocks else None
         self._free = [_Recorded(self._make_recorder())] if self._make_recorder else []
         """Those that no step under way uses: two steps must not share memory."""
+        self._heads: dict[int, tuple[torch.Tensor, Recording[torch.Tensor]]] = {}
+        """By the id of the hidden states that a recorded step returns each time: these, and their logits."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [m, h], as a walk returned it -> [m, V] float32, good until the next step."""
+        _, head = self._heads.get(id(hidden), (None, None))
+        return self._model.logits(hidden) if head is None else head.run()
 
     def begin(self, batch: TokenBatch) -> Walk:
         """Start a step. `Walk.advance` goes on with it whenever the experts have answered."""
@@ -132,6 +139,8 @@ class Forward:
             if isinstance(item, torch.Tensor):
                 where: Chosen = [np.asarray(ids) for ids in chosen]
                 recorded.decodes[batch.num_rows] = _Decode(attention, parts, where)
+                if batch.num_rows == 1:  # for many rows Python costs little, and the logits take memory
+                    self._heads[id(item)] = item, recorded.recorder(partial(self._model.logits, item))
                 return item
             answer = yield item
 

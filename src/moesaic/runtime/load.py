@@ -104,7 +104,8 @@ def build_worker(
     if trace is not None:
         brain, make = traced.TracedBrain(brain, trace), partial(traced.TracedExecutor, trace)
     seen = recorder(config, spec, routing)
-    executor = make(loaded.model, forward, loaded.device, connection, experts, layered, seen)
+    parts = loaded.model, forward, loaded.device, connection, experts, layered, seen
+    executor = make(*parts, logits=forward.logits)
     worker = Worker(connection, brain, executor, clock, journal, experts, bell)
     return worker, _describe(loaded, layout, scheduler, max_model_len, block_size, num_blocks, kv_dtype)
 
