@@ -21,12 +21,12 @@ extern const moesaic::Table kTable;
 #endif
 #if defined(MOESAIC_HAS_AVX512_BF16)
 namespace avx512_bf16 {
-extern const moesaic::Table kTable;
+extern const moesaic::Products kProducts;
 }
 #endif
 #if defined(MOESAIC_HAS_AMX_BF16)
 namespace amx_bf16 {
-extern const moesaic::Table kTable;
+extern const moesaic::Products kProducts;
 }
 #endif
 
@@ -34,6 +34,17 @@ namespace moesaic {
 namespace {
 
 #if defined(MOESAIC_HAS_AVX512_BF16)
+Table beside_avx512(const Products& products) {
+    Table table = avx512::kTable;
+    static_cast<Products&>(table) = products;
+    return table;
+}
+
+const Table kAvx512Bf16 = beside_avx512(avx512_bf16::kProducts);
+#if defined(MOESAIC_HAS_AMX_BF16)
+const Table kAmxBf16 = beside_avx512(amx_bf16::kProducts);
+#endif
+
 bool multiplies_bf16() {  // CPUID leaf 7, subleaf 1, EAX bit 5; compilers know no name for it before GCC 11
     unsigned a = 0, b = 0, c = 0, d = 0;
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
@@ -64,10 +75,10 @@ std::vector<const Table*> available() {
     tables.push_back(&portable::kTable);
 #if defined(MOESAIC_HAS_AVX512_BF16)
     bool rounds = tables.front() == &avx512::kTable && multiplies_bf16();
-    if (rounds) tables.push_back(&avx512_bf16::kTable);
+    if (rounds) tables.push_back(&kAvx512Bf16);
 #endif
 #if defined(MOESAIC_HAS_AMX_BF16)
-    if (rounds && has_tiles()) tables.push_back(&amx_bf16::kTable);
+    if (rounds && has_tiles()) tables.push_back(&kAmxBf16);
 #endif
     return tables;
 }
@@ -81,7 +92,7 @@ const Table* find(const std::string& name) {
 
 bool permitted([[maybe_unused]] const Table* table) {
 #if defined(MOESAIC_HAS_AMX_BF16)
-    if (table == &amx_bf16::kTable) return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+    if (table == &kAmxBf16) return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 #endif
     return true;
 }

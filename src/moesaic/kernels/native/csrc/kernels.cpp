@@ -1,5 +1,8 @@
-// Compiled once per instruction set: MOESAIC_ISA names the namespace and the table.
+// Compiled once per instruction set: MOESAIC_ISA names the namespace and the table. The sets that round rows
+// bring their products alone; isa.cpp takes the rest from avx512.
+#if !defined(MOESAIC_AVX512_BF16)
 #include "attention.h"
+#endif
 #include "experts.h"
 #include "heads.h"
 
@@ -7,22 +10,16 @@ namespace MOESAIC_ISA {
 
 #define MOESAIC_TEXT2(x) #x
 #define MOESAIC_TEXT(x) MOESAIC_TEXT2(x)
+#define MOESAIC_PRODUCTS {MOESAIC_TEXT(MOESAIC_ISA), linear, head_linear, experts, gated_mlp}
 
+#if defined(MOESAIC_AVX512_BF16)
+extern const moesaic::Products kProducts;
+const moesaic::Products kProducts = MOESAIC_PRODUCTS;
+#else
 extern const moesaic::Table kTable;
 const moesaic::Table kTable = {
-    MOESAIC_TEXT(MOESAIC_ISA),
-    linear,
-    head_linear,
-    experts,
-    gated_mlp,
-    attention,
-    store_rows,
-    norm,
-    rope,
-    gate,
-    merge,
-    embed,
-    join_rows,
+    MOESAIC_PRODUCTS, attention, store_rows, norm, rope, gate, merge, embed, join_rows,
 };
+#endif
 
 }  // namespace MOESAIC_ISA

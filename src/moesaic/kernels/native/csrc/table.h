@@ -157,12 +157,16 @@ struct Join {
 
 constexpr int64_t kAllHeld = -1;
 
-struct Table {
+// Where weights are multiplied: all that rounding the rows changes.
+struct Products {
     const char* name;
     void (*linear)(const Linear&);
     void (*head_linear)(const HeadLinear&);
     int64_t (*experts)(const Experts&);  // kAllHeld, or which (token, rank) pair's is not
     void (*gated_mlp)(const GatedMlp&);
+};
+
+struct Table : Products {
     void (*attention)(const Attention&);
     void (*store)(const Store&);
     void (*norm)(const Norm&);
