@@ -189,7 +189,10 @@ class AttentionOf {
                const Gathered& part) const {
         int64_t lines = unit.lines();
         const T* values[SPLIT];
-        for (int64_t i = begin; i < end; i++) values[i - begin] = value_at(unit, origin + i);
+        each_run(unit, origin, begin, end, [&](int64_t i, int64_t run, int64_t slot) {
+            const T* first = value_at(unit, slot);
+            for (int64_t r = 0; r < run; r++) values[i + r - begin] = first + r * value_stride();
+        });
         if constexpr (sizeof(T) == 1) {
             float scales[SPLIT];
             int64_t width = job_.values == nullptr ? job_.key_width : job_.value_width;
@@ -209,14 +212,24 @@ class AttentionOf {
     const T* in_block(const void* cache, int64_t slot, int64_t kv_head, int64_t width) const {
         return static_cast<const T*>(cache) + (slot * job_.kv_heads + kv_head) * stored<T>(width);
     }
-    int64_t slot_of(int64_t sequence, int64_t position) const {
-        int64_t block = job_.block_tables[sequence * job_.table_width + position / job_.block_size];
-        return block * job_.block_size + position % job_.block_size;
-    }
-    const T* value_at(const Unit& unit, int64_t position) const {
-        int64_t slot = slot_of(unit.sequence, position);
+    const T* value_at(const Unit& unit, int64_t slot) const {
         if (job_.values == nullptr) return in_block(job_.keys, slot, unit.kv_head, job_.key_width);
         return in_block(job_.values, slot, unit.kv_head, job_.value_width);
+    }
+    int64_t value_stride() const {
+        return job_.kv_heads * stored<T>(job_.values == nullptr ? job_.key_width : job_.value_width);
+    }
+
+    // `use(i, run, slot)` for each run of tokens origin + [begin, end) that lie in one block, one slot after another.
+    template <class Use>
+    void each_run(const Unit& unit, int64_t origin, int64_t begin, int64_t end, const Use& use) const {
+        const int64_t* table = job_.block_tables + unit.sequence * job_.table_width;
+        for (int64_t i = begin; i < end;) {
+            int64_t block = (origin + i) / job_.block_size, offset = (origin + i) - block * job_.block_size;
+            int64_t run = std::min(job_.block_size - offset, end - i);
+            use(i, run, table[block] * job_.block_size + offset);
+            i += run;
+        }
     }
 
     // Products of the query with keys origin + [begin, end), block after block.
@@ -226,15 +239,13 @@ class AttentionOf {
         for (int64_t line = 0; line < unit.lines(); line++) rows[line] = query + line * key_width_;
         int64_t stride = job_.kv_heads * stored<T>(job_.key_width);
         [[maybe_unused]] float scales[SPLIT];
-        for (int64_t i = begin; i < end;) {
-            int64_t run = std::min(job_.block_size - (origin + i) % job_.block_size, end - i);
-            const T* keys = in_block(job_.keys, slot_of(unit.sequence, origin + i), unit.kv_head, job_.key_width);
+        each_run(unit, origin, begin, end, [&](int64_t i, int64_t run, int64_t slot) {
+            const T* keys = in_block(job_.keys, slot, unit.kv_head, job_.key_width);
             multiply<T>(rows, unit.lines(), keys, stride, run, job_.key_width, scores + i, SPLIT);
             if constexpr (sizeof(T) == 1) {
                 for (int64_t r = 0; r < run; r++) scales[i + r] = scale_of(keys + r * stride, job_.key_width);
             }
-            i += run;
-        }
+        });
         if constexpr (sizeof(T) == 1) rescale(scores, unit.lines(), scales, begin, end);
     }
 
@@ -255,19 +266,22 @@ class AttentionOf {
             return;
         }
         int64_t from = first / LANES * LANES, to = whole_lanes(last);
-        for (int64_t i = from; i < first; i++) scores[i] = scores[first];
-        for (int64_t i = last; i < to; i++) scores[i] = scores[first];
-        Vec scale = set1(job_.scale), peak = mul(load(scores + from), scale);
-        for (int64_t i = from; i < to; i += LANES) peak = vmax(peak, mul(load(scores + i), scale));
+        Vec scale = set1(job_.scale), usual = set1(scores[first]);
+        auto scaled = [&](int64_t i) {
+            return mul(inside(load(scores + i), usual, first - i, last - i), scale);
+        };
+        Vec peak = scaled(from);
+        for (int64_t i = from + LANES; i < to; i += LANES) peak = vmax(peak, scaled(i));
         *most = largest(peak);
-        for (int64_t i = from; i < to; i += LANES) {
-            store(scores + i, exponential(sub(mul(load(scores + i), scale), set1(*most))));
-        }
-        for (int64_t i = std::min(from, begin); i < first; i++) scores[i] = 0;
-        for (int64_t i = last; i < std::max(to, end); i++) scores[i] = 0;
         Vec sums = zero();
-        for (int64_t i = from; i < to; i += LANES) sums = add(sums, load(scores + i));
+        for (int64_t i = from; i < to; i += LANES) {
+            Vec chances = inside(exponential(sub(scaled(i), set1(*most))), zero(), first - i, last - i);
+            store(scores + i, chances);
+            sums = add(sums, chances);
+        }
         *sum = total(sums);
+        for (int64_t i = begin; i < from; i++) scores[i] = 0;
+        for (int64_t i = to; i < end; i++) scores[i] = 0;
     }
 
     void finish(const Unit& unit, const Gathered& all) const {

@@ -1,6 +1,8 @@
 // Projections: several matrices over the same rows, split over threads by columns.
 #pragma once
 
+#include <type_traits>
+
 #include "dot.h"
 #include "pool.h"
 #include "table.h"
@@ -139,10 +141,10 @@ void linear_of(const moesaic::Linear& job) {
 inline void linear(const moesaic::Linear& job) { job.wide ? linear_of<float>(job) : linear_of<Narrow>(job); }
 
 // out[columns] = sum over i of x[i] * weight[i * ld ..], in the order of i: for weights whose columns,
-// not rows, lie together. R rows at once.
+// not rows, lie together. R rows at once, C chunks of columns.
 template <class T, int R, int C>
 MOESAIC_INLINE void outer_tile(const float* const* x, const T* const* weights, int64_t offset, int64_t k,
-                       float (*out)[C * CHUNK]) {
+                       float* const* out) {
     Vec sums[R][2 * C];
     for (int r = 0; r < R; r++) {
         for (int c = 0; c < 2 * C; c++) sums[r][c] = zero();
@@ -157,51 +159,37 @@ MOESAIC_INLINE void outer_tile(const float* const* x, const T* const* weights, i
         }
     }
     for (int r = 0; r < R; r++) {
-        for (int c = 0; c < 2 * C; c++) store(out[r] + c * LANES, sums[r][c]);
+        for (int c = 0; c < C; c++) store_chunk<T>(out[r] + c * CHUNK, sums[r][2 * c], sums[r][2 * c + 1]);
     }
 }
 
-// The same for n rows and `columns` numbers of each weight row, into out[row * stride ..] (added to what
-// is there when `more`).
+// The same for n rows and `columns` numbers of each weight row, into out[row * stride ..].
 template <class T>
 inline void outer(const float* const* x, int64_t n, const T* const* weights, int64_t columns, int64_t k,
                   float* out, int64_t stride) {
     constexpr int R = LANES == 16 ? 4 : 2, C = LANES == 16 ? 2 : 1;
+    float spare[C * CHUNK];  // where a tile's rows behind the last one go
     for (int64_t r = 0; r < n; r += R) {
         const float* rows[R];
-        int64_t some = n - r < R ? n - r : R;
+        int64_t some = n - r < R ? n - r : R, column = 0;
         for (int i = 0; i < R; i++) rows[i] = x[r + (i < some ? i : 0)];
-        for (int64_t column = 0; column < columns;) {
-            float sums[R][C * CHUNK];
-            int64_t left = columns - column, taken = left;
-            if (left >= C * CHUNK) {
-                taken = C * CHUNK;
-                some == 1 ? outer_tile<T, 1, C>(rows, weights, column, k, sums)
-                          : outer_tile<T, R, C>(rows, weights, column, k, sums);
-            } else if (left >= CHUNK) {
-                taken = CHUNK;
-                float narrow_sums[R][CHUNK];
-                some == 1 ? outer_tile<T, 1, 1>(rows, weights, column, k, narrow_sums)
-                          : outer_tile<T, R, 1>(rows, weights, column, k, narrow_sums);
-                for (int64_t i = 0; i < some; i++) std::memcpy(sums[i], narrow_sums[i], sizeof narrow_sums[i]);
-            } else {
-                for (int64_t i = 0; i < some; i++) {
-                    for (int64_t c = 0; c < left; c++) {
-                        Vec sum = zero();
-                        for (int64_t j = 0; j < k; j++) {
-                            sum = fma(set1(rows[i][j]), set1(widen(weights[j][column + c])), sum);
-                        }
-                        sums[i][place<T>(c)] = first(sum);
-                    }
-                }
+        auto tile_of = [&](auto chunks) {
+            constexpr int kChunks = decltype(chunks)::value;
+            for (; column + kChunks * CHUNK <= columns; column += kChunks * CHUNK) {
+                float* to[R];
+                for (int i = 0; i < R; i++) to[i] = i < some ? out + (r + i) * stride + column : spare;
+                some == 1 ? outer_tile<T, 1, kChunks>(rows, weights, column, k, to)
+                          : outer_tile<T, R, kChunks>(rows, weights, column, k, to);
             }
+        };
+        tile_of(std::integral_constant<int, C>{});
+        if constexpr (C > 1) tile_of(std::integral_constant<int, 1>{});
+        for (; column < columns; column++) {
             for (int64_t i = 0; i < some; i++) {
-                float* to = out + (r + i) * stride + column;
-                for (int64_t c = 0; c < taken; c++) {
-                    to[c] = sums[i][c / CHUNK * CHUNK + place<T>(c % CHUNK)];
-                }
+                Vec sum = zero();
+                for (int64_t j = 0; j < k; j++) sum = fma(set1(rows[i][j]), set1(widen(weights[j][column])), sum);
+                out[(r + i) * stride + column] = first(sum);
             }
-            column += taken;
         }
     }
 }

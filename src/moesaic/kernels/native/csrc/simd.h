@@ -70,6 +70,16 @@ inline Vec high(const int8_t* p) { return widen_int8(p + LANES); }
 template <class T>
 constexpr bool kInOrder = sizeof(T) != 2;  // the vectors of a chunk are its halves
 
+// The sums of a chunk of columns, one vector each of those above, in the columns' order.
+template <class T>
+inline void store_chunk(float* to, Vec a, Vec b) {
+    if constexpr (kInOrder<T>) {
+        store(to, a), store(to + LANES, b);
+    } else {
+        store_in_turn(to, a, b);
+    }
+}
+
 // How rows meet stored numbers of type T: the type that rows are packed in, and the vectors of a chunk, which
 // `fma` multiplies.
 template <class T>
@@ -185,9 +195,10 @@ inline float total(Vec x) {
 inline float largest(Vec x) {
     float lanes[LANES];
     store(lanes, x);
-    float best = lanes[0];
-    for (int i = 1; i < LANES; i++) best = lanes[i] > best ? lanes[i] : best;
-    return best;
+    for (int half = LANES / 2; half > 0; half /= 2) {
+        for (int i = 0; i < half; i++) lanes[i] = lanes[i + half] > lanes[i] ? lanes[i + half] : lanes[i];
+    }
+    return lanes[0];
 }
 
 }  // namespace MOESAIC_ISA

@@ -43,6 +43,20 @@ inline Vec widen_int8(const int8_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
 
+// Lanes [from, to) of a, the others of b.
+inline Vec inside(Vec a, Vec b, int64_t from, int64_t to) {
+    __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    __m256i before = _mm256_cmpgt_epi32(_mm256_set1_epi32(int(from)), lanes);
+    __m256i in = _mm256_andnot_si256(before, _mm256_cmpgt_epi32(_mm256_set1_epi32(int(to)), lanes));
+    return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(in));
+}
+
+// a[0], b[0], a[1], b[1], ..
+inline void store_in_turn(float* p, Vec a, Vec b) {
+    Vec low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
+    store(p, _mm256_permute2f128_ps(low, high, 0x20)), store(p + LANES, _mm256_permute2f128_ps(low, high, 0x31));
+}
+
 MOESAIC_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 // The totals of four vectors, written to out[0..3].

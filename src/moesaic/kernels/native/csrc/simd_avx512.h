@@ -44,6 +44,20 @@ inline Vec widen_int8(const int8_t* p) {
 inline __m512i rounded(Vec low, Vec high) { return __m512i(_mm512_cvtne2ps_pbh(high, low)); }
 #endif
 
+// Lanes [from, to) of a, the others of b.
+inline Vec inside(Vec a, Vec b, int64_t from, int64_t to) {
+    __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __mmask16 in = _mm512_cmpge_epi32_mask(lanes, _mm512_set1_epi32(int(from)));
+    return _mm512_mask_mov_ps(b, _mm512_mask_cmplt_epi32_mask(in, lanes, _mm512_set1_epi32(int(to))), a);
+}
+
+// a[0], b[0], a[1], b[1], ..
+inline void store_in_turn(float* p, Vec a, Vec b) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    store(p, _mm512_permutex2var_ps(a, low, b)), store(p + LANES, _mm512_permutex2var_ps(a, high, b));
+}
+
 MOESAIC_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 inline __m256 fold512(Vec x) {

@@ -80,6 +80,17 @@ inline Vec widen_odd(const uint16_t* p) {
 
 inline Vec widen_int8(const int8_t* p) { return Vec{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
 
+// Lanes [from, to) of a, the others of b.
+inline Vec inside(Vec a, Vec b, int64_t from, int64_t to) {
+    for (int64_t i = 0; i < LANES; i++) b[i] = i >= from && i < to ? a[i] : b[i];
+    return b;
+}
+
+// a[0], b[0], a[1], b[1], ..
+inline void store_in_turn(float* p, Vec a, Vec b) {
+    store(p, Vec{a[0], b[0], a[1], b[1]}), store(p + LANES, Vec{a[2], b[2], a[3], b[3]});
+}
+
 MOESAIC_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 
 // The totals of four vectors, written to out[0..3].
