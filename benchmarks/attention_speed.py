@@ -1,0 +1,146 @@
+"""How fast attention over a paged cache is, beside torch's over dense tensors.
+
+    python benchmarks/attention_speed.py
+
+Sequences of one length each; 16 query heads and 4 key heads of 64 numbers unless told otherwise. torch's line
+is `scaled_dot_product_attention` in float32 on keys and values that lie together, in as many threads; it has
+none where a chunk follows cached tokens. GB/s counts the cache, read once; GFLOP/s the products that a row
+needs, with keys and with values, none of those behind it.
+Medians; the engines take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn.functional import scaled_dot_product_attention
+
+from moesaic.core.tokens import TokenBatch
+from moesaic.kernels import table
+from moesaic.kernels.batch import AttentionBatch
+
+CASES = [(1, 1, 100), (1, 1, 8000), (8, 1, 1000), (32, 1, 100), (1, 512, 512), (32, 64, 64), (4, 128, 2000)]
+"""(sequences, new tokens, tokens with those) each."""
+BLOCK = 16
+
+
+def steps(sequences: int, rows: int, context: int) -> AttentionBatch:
+    """A step of sequences whose blocks lie anywhere in the cache."""
+    width = -(-context // BLOCK)
+    blocks = np.random.default_rng(0).permutation(sequences * width).reshape(sequences, width)
+    batch = TokenBatch(
+        token_ids=np.zeros(sequences * rows, np.int64),
+        positions=np.tile(np.arange(context - rows, context), sequences),
+        query_starts=np.arange(sequences + 1) * rows,
+        context_lens=np.full(sequences, context),
+        block_tables=blocks,
+        logit_rows=np.arange(1),
+    )
+    return AttentionBatch.build(batch, BLOCK)
+
+
+def calls(
+    case: tuple[int, int, int], heads: tuple[int, int, int], dtype: torch.dtype
+) -> list[Callable[[], Any]]:
+    """moesaic's call, and torch's where it has one."""
+    sequences, rows, context = case
+    query_heads, key_heads, width = heads
+    batch = steps(*case)
+    query = torch.randn(sequences * rows, query_heads, width)
+    shape = (batch.batch.block_tables.size, BLOCK, key_heads, width)
+    keys, values = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    kernels = table.pick("cpu")
+    found: list[Callable[[], Any]] = [
+        lambda: kernels.paged_attention(query, keys, values, batch, width**-0.5)
+    ]
+    if rows in (1, context):
+        key, value = torch.randn(2, sequences, key_heads, context, width)
+        own = query.view(sequences, rows, query_heads, width).transpose(1, 2).contiguous()
+        found.append(
+            lambda: scaled_dot_product_attention(own, key, value, is_causal=rows > 1, enable_gqa=True)
+        )
+    return found
+
+
+def medians(engines: list[Callable[[], Any]], rounds: int) -> list[float]:
+    """Seconds of each, taking turns."""
+    times: list[list[float]] = [[] for _ in engines]
+    for turn in range(rounds + 2):
+        for taken, call in zip(times, engines, strict=True):
+            started = time.perf_counter()
+            call()
+            if turn > 1:
+                taken.append(time.perf_counter() - started)
+    return [statistics.median(taken) for taken in times]
+
+
+def measure(
+    case: tuple[int, int, int], heads: tuple[int, int, int], dtype: torch.dtype, rounds: int
+) -> dict[str, Any]:
+    sequences, rows, context = case
+    query_heads, key_heads, width = heads
+    seconds, *other = medians(calls(case, heads, dtype), rounds)
+    seen = sequences * (rows * context - rows * (rows - 1) // 2)
+    return {
+        "sequences": sequences,
+        "new tokens": rows,
+        "context": context,
+        "microseconds": seconds * 1e6,
+        "gb_per_s": 2 * sequences * context * key_heads * width * dtype.itemsize / seconds / 1e9,
+        "gflop_per_s": 4 * seen * query_heads * width / seconds / 1e9,
+        "torch_microseconds": other[0] * 1e6 if other else None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--heads", type=int, nargs=3, default=[16, 4, 64], metavar=("QUERY", "KEY", "WIDTH"))
+    parser.add_argument("--kv-cache-dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    arguments = parser.parse_args()
+    table.pick("cpu").set_threads(arguments.threads, False)
+    torch.set_num_threads(arguments.threads)
+    dtype = getattr(torch, arguments.kv_cache_dtype)
+    with torch.inference_mode():
+        results = [measure(case, tuple(arguments.heads), dtype, arguments.rounds) for case in CASES]
+    shown = Table(title=f"{arguments.kv_cache_dtype} cache, {arguments.threads} threads")
+    for column in (
+        "sequences",
+        "new tokens",
+        "context",
+        "us",
+        "GB/s",
+        "GFLOP/s",
+        "torch us",
+        "torch / moesaic",
+    ):
+        shown.add_column(column, justify="right")
+    for row in results:
+        theirs = row["torch_microseconds"]
+        shown.add_row(
+            *(str(row[name]) for name in ("sequences", "new tokens", "context")),
+            f"{row['microseconds']:.0f}",
+            f"{row['gb_per_s']:.1f}",
+            f"{row['gflop_per_s']:.0f}",
+            "" if theirs is None else f"{theirs:.0f}",
+            "" if theirs is None else f"{theirs / row['microseconds']:.2f}x",
+        )
+    Console(width=100).print(shown)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()
