@@ -32,6 +32,8 @@ from moesaic.kernels.batch import AttentionBatch
 CASES = [(1, 1, 100), (1, 1, 8000), (8, 1, 1000), (32, 1, 100), (1, 512, 512), (32, 64, 64), (4, 128, 2000)]
 """(sequences, new tokens, tokens with those) each."""
 BLOCK = 16
+PAUSE = 0.3
+"""Seconds before each turn: threads of the other engine keep a core busy for a while, waiting for more."""
 
 
 def steps(sequences: int, rows: int, context: int) -> AttentionBatch:
@@ -73,14 +75,16 @@ def calls(
 
 
 def medians(engines: list[Callable[[], Any]], rounds: int) -> list[float]:
-    """Seconds of each, taking turns."""
+    """Seconds of each, in three turns of `rounds` calls."""
     times: list[list[float]] = [[] for _ in engines]
-    for turn in range(rounds + 2):
+    for _ in range(3):
         for taken, call in zip(times, engines, strict=True):
-            started = time.perf_counter()
-            call()
-            if turn > 1:
-                taken.append(time.perf_counter() - started)
+            time.sleep(PAUSE)
+            for turn in range(rounds + 2):
+                started = time.perf_counter()
+                call()
+                if turn > 1:
+                    taken.append(time.perf_counter() - started)
     return [statistics.median(taken) for taken in times]
 
 
@@ -107,7 +111,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs=3, default=[16, 4, 64], metavar=("QUERY", "KEY", "WIDTH"))
     parser.add_argument("--kv-cache-dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args()
     table.pick("cpu").set_threads(arguments.threads, False)
