@@ -8,7 +8,7 @@ import torch
 from moesaic import LLM
 from moesaic.kernels.reference.cache import decode
 from moesaic.kernels.table import REFERENCE
-from moesaic.kvcache.paged import PagedKV, bytes_per_token
+from moesaic.kvcache.paged import HUGE_PAGE, PagedKV, bytes_per_token
 from moesaic.models.spec import KVLayout
 
 GROUPED = KVLayout(3, 24, 20)
@@ -59,3 +59,17 @@ def test_the_same_memory_holds_about_four_times_as_many_tokens_in_int8() -> None
     assert (whole.kv_dtype, narrow.kv_dtype) == ("float32", "int8")
     assert narrow.num_blocks / whole.num_blocks == pytest.approx(4 * 32 / 36, rel=1e-3)
     assert narrow.kv_bytes <= 32 << 20
+
+
+def test_large_layers_begin_at_a_huge_page_and_hold_zeros() -> None:
+    layout = KVLayout(kv_heads=2, key_width=64, value_width=48, value_in_key=False)
+    kv = PagedKV(layout, 3, 700, 16, torch.bfloat16, torch.device("cpu"), REFERENCE)
+    for layer in range(3):
+        keys, values = kv.keys(layer), kv.values(layer)
+        assert keys.shape == (700, 16, 2, 64) and values.shape == (700, 16, 2, 48)
+        assert keys.data_ptr() % HUGE_PAGE == 0 and values.data_ptr() % HUGE_PAGE == 0
+        assert not keys.any() and not values.any()
+        keys.fill_(layer + 1), values.fill_(layer + 1)
+    assert all(
+        (kv.keys(layer) == layer + 1).all() and (kv.values(layer) == layer + 1).all() for layer in range(3)
+    )

@@ -11,6 +11,9 @@ from moesaic.kernels.cache import stored_width
 from moesaic.kernels.table import Kernels
 from moesaic.models.spec import KVLayout
 
+HUGE_PAGE = 1 << 21
+"""Bytes."""
+
 
 class PagedKV:
     """Keys and values of every layer in blocks of `block_size` tokens.
@@ -33,10 +36,10 @@ class PagedKV:
         self._store = kernels.store
         shape = (num_layers, num_blocks, block_size, layout.kv_heads)
         # zeros, not empty: masked-out slots are read and multiplied by 0, and 0 * NaN is NaN.
-        self._keys = _zeros((*shape, stored_width(layout.key_width, dtype)), dtype, device).unbind()
+        self._keys = _zeros((*shape, stored_width(layout.key_width, dtype)), dtype, device)
         self._values = tuple(keys[..., : layout.value_width] for keys in self._keys)
         if not layout.value_in_key:
-            self._values = _zeros((*shape, stored_width(layout.value_width, dtype)), dtype, device).unbind()
+            self._values = _zeros((*shape, stored_width(layout.value_width, dtype)), dtype, device)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor) -> None:
         """Store rows.
@@ -57,11 +60,18 @@ class PagedKV:
         return self._values[layer]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU, memory that the system hands out page by page, when a block is first written."""
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """A tensor per layer. On a CPU, memory that the system hands out page by page, when a block is first
+    written: huge pages, which numpy asks for. A layer begins with one, so that only the last page that its
+    blocks reach, which are given out from the first on, is used in part."""
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+        return torch.zeros(shape, dtype=dtype, device=device).unbind()
+    size = math.prod(shape[1:]) * dtype.itemsize
+    step = size if size < HUGE_PAGE else -(-size // HUGE_PAGE) * HUGE_PAGE
+    memory = np.zeros(shape[0] * step + HUGE_PAGE, np.uint8)
+    begin = -memory.ctypes.data % HUGE_PAGE
+    parts = (memory[start : start + size] for start in range(begin, begin + shape[0] * step, step))
+    return tuple(torch.from_numpy(part).view(dtype).view(shape[1:]) for part in parts)
 
 
 def bytes_per_token(layout: KVLayout, num_layers: int, dtype: torch.dtype) -> int:

@@ -99,6 +99,7 @@ class Forward:
         hidden = self._model.embed(token_ids)
         for layer, block in enumerate(self._model.blocks):
             gated = to_gate(block, layer, hidden, positions, attention, self._kv)
+            del hidden  # many rows are megabytes: they go as soon as nothing needs them
             if gated.expert_ids is None:
                 hidden = block.merge(gated, block.dense(gated.normed), None)
                 continue
@@ -108,6 +109,7 @@ class Forward:
             dense = block.dense(gated.normed)
             answer = yield None
             hidden = block.merge(gated, dense, None if answer is None else answer.to(self._device))
+            del gated, ask, dense, answer
         return hidden
 
     def _recorded(self, batch: TokenBatch, recorded: _Recorded, chosen: Chosen) -> Stages:
@@ -169,6 +171,7 @@ def to_partial(
     rows = block.pre_attention(hidden, positions)
     kv.write(layer, rows.key, rows.value, attention.slots)
     attended = block.attention(rows.query, kv.keys(layer), kv.values(layer), attention)
+    del rows
     return block.output_projection(attended)
 
 

@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <pthread.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -21,6 +22,7 @@ namespace {
 constexpr int64_t kPatience = 100'000;     // nanoseconds that a thread spins before it sleeps
 constexpr int64_t kPreempted = 400'000;    // a longer gap while spinning: another thread wanted the core
 constexpr int64_t kQuiet = 50'000'000;     // then nobody spins for so long
+constexpr size_t kHugePage = 1 << 21;      // bytes; scratch from here on comes from the system
 
 int64_t now() {
     return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
@@ -171,13 +173,36 @@ bool Pool::spin_until(bool (Pool::*ready)(uint32_t) const, uint32_t seen) {
 Memory::Memory(Memory&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
 
-Memory::~Memory() { std::free(data_); }
+namespace {
+
+// What is never written costs no memory, and what is given back leaves no hole among other allocations.
+float* take(size_t bytes) {
+    if (bytes < kHugePage) return static_cast<float*>(std::aligned_alloc(64, bytes));
+    void* found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (found == MAP_FAILED) return nullptr;
+#if defined(MADV_HUGEPAGE)
+    madvise(found, bytes, MADV_HUGEPAGE);  // where the kernel has none it says so, and that is all
+#endif
+    return static_cast<float*>(found);
+}
+
+void give_back(float* data, size_t bytes) {
+    if (bytes < kHugePage) {
+        std::free(data);
+    } else {
+        munmap(data, bytes);
+    }
+}
+
+}  // namespace
+
+Memory::~Memory() { give_back(data_, size_t(size_) * 4); }
 
 float* Memory::room(int64_t floats) {
     if (floats > size_) {
-        std::free(data_);
+        give_back(data_, size_t(size_) * 4);
         size_ = (floats + floats / 4 + 1023) / 1024 * 1024;
-        data_ = static_cast<float*>(std::aligned_alloc(64, size_t(size_) * 4));
+        data_ = take(size_t(size_) * 4);
         if (data_ == nullptr) {
             size_ = 0;
             throw std::bad_alloc();
