@@ -10,7 +10,6 @@ all-to-all answer the same two calls.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -95,15 +94,17 @@ class RoutedExperts(Protocol):
 class DirectExperts:
     """All experts of all layers in this process, computed when asked."""
 
-    def __init__(self, weights: Mapping[int, ExpertWeights], kernels: Kernels) -> None:
+    def __init__(self, weights: Mapping[int, ExpertWeights], kernels: Kernels, rows: int) -> None:
+        """rows: of the largest step."""
         self._weights = weights
         self._kernels = kernels
+        self._rows = rows
         self._answer: tuple[Ticket, torch.Tensor] | None = None
         self._submitted = 0
         self._entering = False
         self._memory: torch.Tensor | None = None
-        """Of the largest answer so far. Fresh memory for each would be paged in anew by the system, which
-        took a fifth of the time of a prefill."""
+        """[rows, k, h] of every answer, from the first one on; what no step reaches the system never gives.
+        Fresh memory for each would be paged in anew, which took a fifth of the time of a prefill."""
 
     def submit(self, ask: Ask) -> Ticket:
         if ask.weights is not None:
@@ -149,8 +150,6 @@ class DirectExperts:
 
     def _room(self, hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         """[n, k, h], over the answer before."""
-        shape = (*expert_ids.shape, hidden.shape[1])
-        numbers = math.prod(shape)
-        if self._memory is None or self._memory.numel() < numbers:
-            self._memory = hidden.new_empty(numbers)
-        return self._memory[:numbers].view(shape)
+        if self._memory is None:
+            self._memory = hidden.new_empty(self._rows, expert_ids.shape[1], hidden.shape[1])
+        return self._memory[: len(hidden)]

@@ -112,8 +112,9 @@ class DecoderBlock:
 
     def pre_attention(self, hidden: torch.Tensor, positions: torch.Tensor) -> Projected:
         """hidden [n, h] and positions [n] -> query, key and value of each row."""
-        normed = self.kernels.rms_norm(hidden, self.input_norm, self.epsilon)
-        return self.attention_part.project(normed, positions)
+        return self.attention_part.project(
+            self.kernels.rms_norm(hidden, self.input_norm, self.epsilon), positions
+        )
 
     def attention(
         self,

@@ -46,6 +46,7 @@ class GroupedQueryAttention:
         """rows [n, h], positions [n] -> rotated query and key, and the value."""
         parts = (self.query, self.key, self.value)
         query, key, value = self.kernels.linears(rows, [p.weight for p in parts], [p.bias for p in parts])
+        del rows  # many rows are megabytes: they go as soon as nothing needs them
         return Projected(
             query=self._turn(query, positions, self.query_norm),
             key=self._turn(key, positions, self.key_norm),

@@ -99,7 +99,7 @@ class Forward:
         hidden = self._model.embed(token_ids)
         for layer, block in enumerate(self._model.blocks):
             gated = to_gate(block, layer, hidden, positions, attention, self._kv)
-            del hidden  # many rows are megabytes: they go as soon as nothing needs them
+            del hidden  # as in every stage: many rows are megabytes, and go as soon as nothing needs them
             if gated.expert_ids is None:
                 hidden = block.merge(gated, block.dense(gated.normed), None)
                 continue

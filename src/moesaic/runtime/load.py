@@ -90,7 +90,8 @@ def build_worker(
     scheduler = config.scheduler
     limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_model_len)
     blocks = KVBlocks(num_blocks, block_size, config.cache.enable_prefix_caching)
-    experts: RoutedExperts = DirectExperts(loaded.model.experts, loaded.kernels)
+    rows = scheduler.max_num_batched_tokens
+    experts: RoutedExperts = DirectExperts(loaded.model.experts, loaded.kernels, rows)
     trace = traced.timeline(config.trace, clock)
     recorded = 0 if config.model.enforce_eager else -(-max_model_len // block_size)
     layered: Layered | None = None

@@ -92,7 +92,7 @@ class StreamedExperts(DirectExperts):
     """Nobody asks these: a pass computes its experts itself. They know what passes did."""
 
     def __init__(self, passes: Passes, kernels: table.Kernels) -> None:
-        super().__init__({}, kernels)
+        super().__init__({}, kernels, rows=0)
         self._passes = passes
 
     def stats(self) -> ExpertStats:

@@ -41,7 +41,7 @@ class InGroup(DirectExperts):
         passes: Callable[[], tuple[PassStats, ...]] = tuple,
     ) -> None:
         """passes: so far, of a model that is larger than the fast memory."""
-        super().__init__({}, kernels)
+        super().__init__({}, kernels, rows=0)
         self._group, self._counted, self._passes = group, counted, passes
 
     def stats(self) -> ExpertStats:
