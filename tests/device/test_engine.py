@@ -115,9 +115,11 @@ def _left_behind(change: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return lambda *given, **named: change(*given, **named).cpu()
 
 
-FORGOTTEN = {
+CPU = torch.device("cpu")
+paged_zeros = paged._zeros
+FORGOTTEN: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "blocks and slots": (batch, "_move", _left_behind(batch._move)),
-    "the cache": (paged, "_zeros", _left_behind(paged._zeros)),
+    "the cache": (paged, "_zeros", lambda shape, dtype, device: paged_zeros(shape, dtype, CPU)),
     "the weights": (Checkpoint, "tensor", _left_behind(Checkpoint.tensor)),
 }
 
