@@ -59,7 +59,7 @@ def reads_per_step(llm: LLM, stopwatch: Stopwatch, prompts: list[list[int]], new
     """Mean weights that one decode step reads, as numbers and in bytes, counted from the real routing."""
     forward, model = llm._worker._executor._forward, llm._worker._executor._model
     experts, recorder = forward._experts, forward._make_recorder
-    forward._experts = Counting(model.experts, model.kernels)
+    forward._experts = Counting(model.experts, model.kernels, forward._experts._rows)
     forward._make_recorder = None  # recorded steps do not pass through Python
     Counting.numbers_read = Counting.bytes_read = 0
     run(llm, stopwatch, prompts, 1)

@@ -184,7 +184,7 @@ def _model(path: Path) -> LLM:
 def _put(llm: LLM, kind: Any) -> Any:
     """An instance of `kind` in place of the model's experts."""
     forward, model = llm._worker._executor._forward, llm._worker._executor._model
-    forward._experts = kind(model.experts, model.kernels)
+    forward._experts = kind(model.experts, model.kernels, forward._experts._rows)
     return forward._experts
 
 
