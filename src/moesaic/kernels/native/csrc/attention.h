@@ -189,9 +189,10 @@ class AttentionOf {
                const Gathered& part) const {
         int64_t lines = unit.lines();
         const T* values[SPLIT];
+        int64_t stride = job_.kv_heads * stored<T>(job_.values == nullptr ? job_.key_width : job_.value_width);
         each_run(unit, origin, begin, end, [&](int64_t i, int64_t run, int64_t slot) {
             const T* first = value_at(unit, slot);
-            for (int64_t r = 0; r < run; r++) values[i + r - begin] = first + r * value_stride();
+            for (int64_t r = 0; r < run; r++) values[i + r - begin] = first + r * stride;
         });
         if constexpr (sizeof(T) == 1) {
             float scales[SPLIT];
@@ -215,9 +216,6 @@ class AttentionOf {
     const T* value_at(const Unit& unit, int64_t slot) const {
         if (job_.values == nullptr) return in_block(job_.keys, slot, unit.kv_head, job_.key_width);
         return in_block(job_.values, slot, unit.kv_head, job_.value_width);
-    }
-    int64_t value_stride() const {
-        return job_.kv_heads * stored<T>(job_.values == nullptr ? job_.key_width : job_.value_width);
     }
 
     // `use(i, run, slot)` for each run of tokens origin + [begin, end) that lie in one block, one slot after another.

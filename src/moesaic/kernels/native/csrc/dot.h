@@ -86,10 +86,11 @@ MOESAIC_INLINE void tile(const RowOf<T>* const* rows, const T* const* weights, i
     for (int r = 0; r < R; r++) {
         for (int c = 0; c < C; c++) sums[r][c] = zero();
     }
-    if constexpr (C > 1) {  // a single column is the last, behind which nothing is fetched
-        if (ahead != 0) tile_steps<T, R, C, true>(sums, x, w, whole, ahead);
+    if (ahead != 0) {
+        tile_steps<T, R, C, true>(sums, x, w, whole, ahead);
+    } else {
+        tile_steps<T, R, C, false>(sums, x, w, whole, 0);
     }
-    if (C == 1 || ahead == 0) tile_steps<T, R, C, false>(sums, x, w, whole, 0);
     if (whole < count) {
         for (int c = 0; c < C; c++) w[c] = rest[c];
         tile_step<T, R, C>(sums, x, w);

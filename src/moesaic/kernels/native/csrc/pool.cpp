@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdint>
 #include <cstdlib>
 #include <new>
 #include <utility>
@@ -22,7 +23,11 @@ namespace {
 constexpr int64_t kPatience = 100'000;     // nanoseconds that a thread spins before it sleeps
 constexpr int64_t kPreempted = 400'000;    // a longer gap while spinning: another thread wanted the core
 constexpr int64_t kQuiet = 50'000'000;     // then nobody spins for so long
+#if defined(__SANITIZE_ADDRESS__)
+constexpr size_t kHugePage = SIZE_MAX;     // AddressSanitizer watches what malloc gives
+#else
 constexpr size_t kHugePage = 1 << 21;      // bytes; scratch from here on comes from the system
+#endif
 
 int64_t now() {
     return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
