@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from moesaic.core.errors import CheckpointError
@@ -164,7 +165,15 @@ class RopeTable:
 
     @classmethod
     def build(cls, config: RopeConfig, width: int, positions: int, device: str) -> RopeTable:
-        """The table for positions 0 .. positions - 1 and heads of `width` numbers."""
-        angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies(config, width)
-        scale = config.angle_scale
-        return cls((angles.cos() * scale).to(device), (angles.sin_() * scale).to(device))
+        """The table for positions 0 .. positions - 1 and heads of `width` numbers.
+
+        In double precision, then rounded. Not by torch: the first time that several threads compute a cosine
+        in a process, one may get another kernel of MKL's, wrong from the fourth digit on, so that once in a
+        hundred starts or so the process's tokens had other bits (github.com/pytorch/pytorch/issues/188792).
+        """
+        places = np.arange(positions, dtype=np.float32)[:, None]
+        angles = places * frequencies(config, width).numpy()
+        scale = np.float32(config.angle_scale)
+        cosine = np.cos(angles, out=np.empty_like(angles), dtype=np.float64, casting="same_kind") * scale
+        sine = np.sin(angles, out=angles, dtype=np.float64, casting="same_kind") * scale
+        return cls(torch.from_numpy(cosine).to(device), torch.from_numpy(sine).to(device))
