@@ -31,6 +31,14 @@ SHAPES = st.builds(
 OTHERS = tuple(lane for lane in Lane if lane is not Lane.FAST)
 
 
+@pytest.fixture(autouse=True)
+def _ctrl_c() -> Iterator[None]:
+    """Ctrl-C interrupts, also where a shell that started pytest in the background had it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def nothing(lane: Lane) -> AbstractContextManager[None]:
     return nullcontext()
 
