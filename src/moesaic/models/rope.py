@@ -171,9 +171,9 @@ class RopeTable:
         in a process, one may get another kernel of MKL's, wrong from the fourth digit on, so that once in a
         hundred starts or so the process's tokens had other bits (github.com/pytorch/pytorch/issues/188792).
         """
-        places = np.arange(positions, dtype=np.float32)[:, None]
-        angles = places * frequencies(config, width).numpy()
-        scale = np.float32(config.angle_scale)
-        cosine = np.cos(angles, out=np.empty_like(angles), dtype=np.float64, casting="same_kind") * scale
-        sine = np.sin(angles, out=angles, dtype=np.float64, casting="same_kind") * scale
+        angles = np.arange(positions, dtype=np.float32)[:, None] * frequencies(config, width).numpy()
+        cosine = np.cos(angles, out=np.empty_like(angles), dtype=np.float64, casting="same_kind")
+        sine = np.sin(angles, out=angles, dtype=np.float64, casting="same_kind")
+        for table in (cosine, sine):
+            table *= np.float32(config.angle_scale)
         return cls(torch.from_numpy(cosine).to(device), torch.from_numpy(sine).to(device))
