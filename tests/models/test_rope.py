@@ -34,7 +34,7 @@ assert found == {table()}, f"{len(found)} different tables"
 
 @pytest.mark.slow
 def test_every_process_has_the_same_table() -> None:
-    """Computed by torch, eight of these 400 would be wrong."""
+    """Computed by torch, two to nine of these 400 were wrong."""
     done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
