@@ -84,6 +84,16 @@ class Cluster:
             assert time.monotonic() < deadline, f"it did not happen: {self.supervisor.report()}"
             self.take(0.02)
 
+    def connected(self) -> None:
+        """Until every attention worker is connected to every expert server: serving waits for none of it."""
+
+        def all_met() -> bool:
+            found = self.supervisor.status()
+            workers = sum(member.role == "attention worker" for member in found)
+            return all(member.stats.clients == workers for member in found if member.role == "expert server")
+
+        self.until(all_met)
+
     def submit(self, prompts: list[list[int]], params: list[SamplingParams]) -> None:
         """Numbered in order, from 0 on."""
         for prompt, one in zip(prompts, params, strict=True):
