@@ -47,15 +47,17 @@ def gated_mlp(native: Kernels, dtype: torch.dtype) -> Iterator[Compute]:
 
 
 def experts(native: Kernels, dtype: torch.dtype) -> Iterator[Compute]:
-    def make(*shape: int) -> tuple[torch.Tensor, ...]:
-        return tuple(stored(*shape, dtype=dtype, spread=0.1) for _ in range(6))
-
-    table = ExpertWeights(make(80, 140), make(80, 140), make(140, 80))
-    rows = stored(INPUTS, 140)
-    drawn = torch.stack([torch.randperm(6)[:3] for _ in range(INPUTS)])
-    skewed = torch.where(torch.rand(INPUTS, 3) < 0.8, 4, drawn)
-    for ids in (drawn, skewed):
-        yield lambda some, ids=ids: native.experts(table, rows[some], ids[some])
+    # Of many experts the inner rows of later ones take the room of earlier ones.
+    for number, hidden, width in ((6, 140, 80), (40, 33, 24)):
+        gate, up, down = (
+            tuple(stored(*shape, dtype=dtype, spread=0.1) for _ in range(number))
+            for shape in ((width, hidden), (width, hidden), (hidden, width))
+        )
+        table, rows = ExpertWeights(gate, up, down), stored(INPUTS, hidden)
+        drawn = torch.stack([torch.randperm(number)[:3] for _ in range(INPUTS)])
+        skewed = torch.where(torch.rand(INPUTS, 3) < 0.8, 4, drawn)
+        for ids in (drawn, skewed):
+            yield lambda some, t=table, r=rows, ids=ids: native.experts(t, r[some], ids[some])
 
 
 def norms(native: Kernels, dtype: torch.dtype) -> Iterator[Compute]:

@@ -18,8 +18,10 @@ constexpr int64_t DOWN_COLUMNS = 128;
 
 struct Group {  // the (token, rank) pairs of one active expert
     int64_t expert, begin, end;
-    int64_t place;  // of its first inner row, in sets of rows that are packed together
+    int64_t place;  // of its first row, in sets of rows that are packed together
+    int64_t room;   // of its first inner row, where those of an earlier group may have been
     std::atomic<int64_t> missing;  // bands of inner rows that are not there yet
+    std::atomic<int64_t> unread;   // down bands that still need them
 };
 
 struct Band {  // neighbouring strips of columns: one task
@@ -94,7 +96,7 @@ void inner_strip(const moesaic::Experts& job, const Group& group, int64_t begin,
             for (int64_t c = 0; c < columns; c += LANES) {
                 store(row + c, silu_times(load(row + c), load(right + i * INNER_COLUMNS + c)));
             }
-            pack<T>(row, columns, inner + (group.place + first - group.begin + i) * inner_width + begin);
+            pack<T>(row, columns, inner + (group.room + first - group.begin + i) * inner_width + begin);
         }
     }
 }
@@ -113,7 +115,7 @@ void down_strip(const moesaic::Experts& job, const Group& group, int64_t begin, 
     const T* next = begin + columns < end ? down + columns * job.w : nullptr;
     float sums[PANEL * DOWN_COLUMNS];
     int64_t rows = group.end - group.begin;
-    panels<T>(inner + group.place * inner_width, inner_width, rows, [&](int64_t first, int64_t n, auto x) {
+    panels<T>(inner + group.room * inner_width, inner_width, rows, [&](int64_t first, int64_t n, auto x) {
         multiply<T>(x, n, down, job.w, columns, job.w, sums, DOWN_COLUMNS, first + n == rows ? next : nullptr);
         for (int64_t i = 0; i < n; i++) {
             float* out = job.out_of(pairs[group.begin + first + i]) + begin;
@@ -122,7 +124,7 @@ void down_strip(const moesaic::Experts& job, const Group& group, int64_t begin, 
     });
 }
 
-// Gives every group its place among the inner rows; returns how many rows these have room for.
+// Gives every group its place among all rows; returns how many these are.
 template <class T>
 int64_t place_groups(Array<Group>& groups) {
     int64_t rows = 0;
@@ -131,6 +133,27 @@ int64_t place_groups(Array<Group>& groups) {
         rows += in_sets<T>(groups[g].end - groups[g].begin);
     }
     return rows;
+}
+
+// Groups that have inner rows at a time: so many that hardly anybody waits for a room to be read, and few enough
+// that rooms of many rows stay in a cache.
+inline int64_t rooms(int64_t bands_of_group) { return 3 + 2 * moesaic::pool().threads() / bands_of_group; }
+
+// Gives every group a room for its inner rows, from the `taken` groups before it on; returns the rows of all rooms.
+template <class T>
+int64_t give_rooms(Array<Group>& groups, int64_t taken, int64_t placed) {
+    int64_t largest = 0;
+    for (int64_t g = 0; g < groups.size; g++) largest = std::max(largest, in_sets<T>(groups[g].end - groups[g].begin));
+    bool shared = taken * largest < placed;
+    for (int64_t g = 0; g < groups.size; g++) groups[g].room = shared ? g % taken * largest : groups[g].place;
+    return shared ? taken * largest : placed;
+}
+
+// For what somebody is at who began before.
+inline void wait_for(const std::atomic<int64_t>& left) {
+    for (int tries = 0; left.load(std::memory_order_acquire) > 0; tries++) {
+        if (tries > 1000) std::this_thread::yield();
+    }
 }
 
 // The rows as `inner_strip` wants them: one after another, or where they are packed together the rows of each group.
@@ -165,31 +188,31 @@ int64_t experts_of(const moesaic::Experts& job) {
     int64_t inner_columns = band_columns(job.w, INNER_COLUMNS, groups.size);
     int64_t down_columns = band_columns(job.h, DOWN_COLUMNS, groups.size);
     int64_t inner_bands = (job.w + inner_columns - 1) / inner_columns;
-    Array<Band> bands(groups.size * (inner_bands + (job.h + down_columns - 1) / down_columns));
+    int64_t down_bands = (job.h + down_columns - 1) / down_columns;
+    Array<Band> bands(groups.size * (inner_bands + down_bands));
     order_bands(job, inner_columns, down_columns, groups, bands);
-    for (int64_t g = 0; g < groups.size; g++) groups[g].missing = inner_bands;
-    int64_t placed = place_groups<T>(groups);
+    for (int64_t g = 0; g < groups.size; g++) groups[g].missing = inner_bands, groups[g].unread = down_bands;
+    int64_t placed = place_groups<T>(groups), apart = rooms(inner_bands + down_bands);
     const RowOf<T>* hidden = packed_rows<T>(job, pairs, groups, placed);
-    RowOf<T>* inner = room_of<T>(kInner, placed * padded(job.w));
+    RowOf<T>* inner = room_of<T>(kInner, give_rooms<T>(groups, apart, placed) * padded(job.w));
     parallel(bands.size, 3 * total * job.h * job.w, [&](int64_t task, int) {
         Band band = bands[task];
         Group& group = groups[band.group];
+        // Whatever is waited for was claimed before this task: somebody is at it.
+        if (band.down) wait_for(group.missing);
+        if (!band.down && band.group >= apart) wait_for(groups[band.group - apart].unread);
+        Registers<T> registers;
         if (!band.down) {
-            Registers<T> registers;
             for (int64_t c = band.begin; c < band.end; c += INNER_COLUMNS) {
                 inner_strip<T>(job, group, c, band.end, pairs.data, hidden, inner);
             }
             group.missing.fetch_sub(1, std::memory_order_release);
             return;
         }
-        // Its inner bands were claimed before this one, so somebody is at the last of them.
-        for (int tries = 0; group.missing.load(std::memory_order_acquire) > 0; tries++) {
-            if (tries > 1000) std::this_thread::yield();
-        }
-        Registers<T> registers;
         for (int64_t c = band.begin; c < band.end; c += DOWN_COLUMNS) {
             down_strip<T>(job, group, c, band.end, pairs.data, inner);
         }
+        group.unread.fetch_sub(1, std::memory_order_release);
     });
     return moesaic::kAllHeld;
 }

@@ -60,7 +60,7 @@ inline void inner_strip<Tiled>(const moesaic::Experts& job, const Group& group, 
         Strip left{gate, fresh ? up : nullptr, job.h, columns, job.h, fresh};
         Strip right{up, next, job.h, columns, job.h, fresh};
         const bf16* from = hidden + (group.place + row) * padded(job.h);
-        bf16* to = inner + (group.place + row) * padded(job.w) + begin * SIDE;
+        bf16* to = inner + (group.room + row) * padded(job.w) + begin * SIDE;
         int64_t panel = SIDE * padded(job.w);
         if (n - row > SIDE) {
             inner_panels<2>(left, right, from, panel, to);

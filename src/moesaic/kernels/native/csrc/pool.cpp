@@ -20,9 +20,8 @@
 namespace moesaic {
 namespace {
 
-constexpr int64_t kPatience = 100'000;     // nanoseconds that a thread spins before it sleeps
-constexpr int64_t kPreempted = 400'000;    // a longer gap while spinning: another thread wanted the core
-constexpr int64_t kQuiet = 50'000'000;     // then nobody spins for so long
+constexpr int64_t kMoment = 10'000;        // nanoseconds that a thread spins and keeps its core
+constexpr int64_t kPatience = 2'000'000;   // and that it spins at all, before it sleeps
 #if defined(__SANITIZE_ADDRESS__)
 constexpr size_t kHugePage = SIZE_MAX;     // AddressSanitizer watches what malloc gives
 #else
@@ -162,15 +161,15 @@ void Pool::leave() {
     }
 }
 
-// Whether `ready` came true within the patience; where cores are short there is none.
+// Whether `ready` came true within the patience. After a moment the core is offered to others meanwhile: who has
+// nothing else to run comes back at once, and whoever needs it loses no more than a switch.
 bool Pool::spin_until(bool (Pool::*ready)(uint32_t) const, uint32_t seen) {
-    int64_t start = now(), last = start;
+    int64_t start = now();
     while (!(this->*ready)(seen)) {
         for (int i = 0; i < 16; i++) pause();
-        int64_t time = now();
-        if (time - last > kPreempted) quiet_until_ = time + kQuiet;
-        if (time - start > kPatience || time < quiet_until_) return (this->*ready)(seen);
-        last = time;
+        int64_t spent = now() - start;
+        if (spent > kPatience) return (this->*ready)(seen);
+        if (spent > kMoment) std::this_thread::yield();
     }
     return true;
 }

@@ -49,7 +49,6 @@ class Pool {
     alignas(64) std::atomic<int64_t> next_{0};
     alignas(64) std::atomic<uint32_t> gate_{0};  // kOpen while workers may arrive, plus workers inside
     alignas(64) std::atomic<uint32_t> epoch_{0};
-    std::atomic<int64_t> quiet_until_{0};  // nanoseconds; before it nobody spins
     std::atomic<bool> stop_{false};
     std::atomic<int> sleepers_{0};
     std::atomic<bool> caller_sleeps_{false};
