@@ -61,10 +61,8 @@ class Client:
         answers = len(hidden) if partial else len(experts)
         call = self.caller.open(wire.size(len(hidden), len(experts), width, partial), answers, 4 * width)
         assert call is not None
-        request = wire.begin(call.request, layer, len(hidden), len(experts), width, partial)
-        request.hidden[:], request.experts[:], request.rows[:] = hidden, experts, rows
-        if request.weights is not None:
-            request.weights[:] = np.arange(len(experts)) + 1
+        weights = np.arange(len(experts), dtype=np.float32) + 1 if partial else None
+        wire.write(call.request, layer, np.array(experts), np.array(rows), weights, hidden)
         self.caller.post(call)
         self.found[call.number] = []
         return call
@@ -353,7 +351,8 @@ def test_what_is_no_request_drops_its_client_alone(
     place = serve()
     hostile, good = place.join("stream"), place.join()
     memory = bytearray(wire.size(1, 1, layout.hidden, False))
-    wire.begin(memoryview(memory), 1 if case == "dense layer" else 0, 1, 1, layout.hidden)
+    layer, first = 1 if case == "dense layer" else 0, np.zeros(1, np.int64)
+    wire.write(memoryview(memory), layer, first, first, None, noise(1, layout.hidden))
     wide = 4 * layout.hidden
     data = b"no request" if case == "bytes" else bytes(memory)
     junk(hostile, data, 2 if case == "rows" else 1, wide - 4 if case == "row bytes" else wide)

@@ -33,10 +33,9 @@ def header(
 def written(experts: list[int], rows: list[int], hidden: np.ndarray, partial: bool = False) -> bytearray:
     """A request of layer 2, second attempt; weights 0, 1, 2, ... when partial."""
     memory = bytearray(wire.size(len(hidden), len(experts), HIDDEN, partial))
-    request = wire.begin(memoryview(memory), 2, len(hidden), len(experts), HIDDEN, partial, attempt=1)
-    request.experts[:], request.rows[:], request.hidden[:] = experts, rows, hidden
-    if request.weights is not None:
-        request.weights[:] = np.arange(len(experts))
+    weights = np.arange(len(experts), dtype=np.float32) if partial else None
+    named = np.array(experts, np.int64), np.array(rows, np.int64)
+    wire.write(memoryview(memory), 2, *named, weights, hidden, attempt=1)
     return memory
 
 

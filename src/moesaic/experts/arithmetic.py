@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moesaic.core.tokens import IntArray
-from moesaic.experts.wire import FloatRows, Index
+from moesaic.experts.wire import FloatRows
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,9 @@ class Part:
 
     hidden: FloatRows
     """[m, h]"""
-    rows: Index
+    rows: IntArray
     """[p] row of each pair."""
-    experts: Index
+    experts: IntArray
     """[p]"""
     out: FloatRows
     """[q, h]"""

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 
 from moesaic.core.experts import Directory
 from moesaic.core.metrics import ExpertStats
+from moesaic.core.tokens import IntArray
+from moesaic.experts.wire import FloatRows
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 
@@ -43,6 +46,33 @@ class Ask:
     weights: torch.Tensor | None = None
     """[n, k] float32, if partial sums are wanted: of a row's pairs that one server answers the first is their
     weighted sum, the others are zeros."""
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """A recorded step asks the same again and again: of tensors on the CPU these are views."""
+        hidden, (rows, top_k) = self.hidden.cpu().contiguous().numpy(), self.expert_ids.shape
+        return Arrays(
+            hidden,
+            self.expert_ids.cpu().numpy().reshape(-1),
+            None if self.weights is None else self.weights.cpu().numpy().reshape(-1),
+            None if self.out is None else self.out.numpy().reshape(rows * top_k, hidden.shape[1]),
+            top_k,
+        )
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """A question pair by pair; (row, rank) is pair row * k + rank."""
+
+    hidden: FloatRows
+    """[n, h]"""
+    experts: IntArray
+    """[n * k]"""
+    weights: FloatRows | None
+    """[n * k]"""
+    out: FloatRows | None
+    """[n * k, h]"""
+    top_k: int
 
 
 class RoutedExperts(Protocol):

@@ -6,13 +6,9 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from moesaic.core.experts import ExpertLayout
-from moesaic.core.tokens import IntArray
 from moesaic.experts.arithmetic import Part
 from moesaic.experts.store import Store
-from moesaic.experts.wire import FloatRows
 from moesaic.kernels.native import plain
 
 
@@ -39,22 +35,6 @@ class Native:
             self._store.keep(wanted)
 
     def run(self, layer: int, parts: Sequence[Part]) -> None:
-        rows, row_of, out = [], [], []
-        begin = 0
-        for part in parts:
-            row_of.append(part.rows.astype(np.int64) + begin)
-            rows.append(_addresses(part.hidden, np.arange(len(part.hidden))))
-            out.append(_addresses(part.out, part.lines))
-            begin += len(part.hidden)
-        experts = np.concatenate([part.experts for part in parts]).astype(np.int64)
-        scattered = plain.Scattered(np.concatenate(rows), np.concatenate(row_of), np.concatenate(out))
+        found = [(part.hidden, part.rows, part.experts, part.out, part.lines) for part in parts]
         with self._reading:
-            plain.experts(self._store.table(layer), self._size, self._wide, scattered, experts)
-
-
-def _addresses(array: FloatRows, lines: IntArray) -> plain.Addresses:
-    """Of these lines [n] of a dense array [m, h]."""
-    if not array.flags.c_contiguous or array.dtype != np.float32:
-        raise ValueError("rows are dense float32")
-    found: plain.Addresses = (lines * array.strides[0] + array.__array_interface__["data"][0]).view(np.uint64)
-    return found
+            plain.experts(self._store.table(layer), self._size, self._wide, found)

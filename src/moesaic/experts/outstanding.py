@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,15 @@ from moesaic.experts import wire
 from moesaic.experts.client import Ticket
 from moesaic.policy.replicas import ReplicaStats
 from moesaic.transport.calls import Call, Caller
+
+
+@lru_cache(maxsize=64)
+def every_pair(pairs: int, top_k: int) -> tuple[IntArray, IntArray]:
+    """All pairs of a submission [p], and the row of each. Kept: not to be written."""
+    found = np.arange(pairs)
+    rows: IntArray = found // top_k
+    found.flags.writeable = rows.flags.writeable = False
+    return found, rows
 
 
 @dataclass(eq=False)
@@ -50,9 +60,9 @@ class Submission:
 
     def rows_of(self, pairs: IntArray) -> tuple[wire.FloatRows, IntArray]:
         """The rows [m, h] that these pairs need, each once, and which of them each pair needs [p]."""
-        row_of = pairs // self.top_k
         if len(pairs) == len(self.experts):
-            return self.hidden, row_of
+            return self.hidden, every_pair(len(pairs), self.top_k)[1]
+        row_of = pairs // self.top_k
         used = np.zeros(len(self.hidden), dtype=bool)
         used[row_of] = True
         places: IntArray = (np.cumsum(used) - 1)[row_of]
@@ -102,6 +112,9 @@ class Sent:
     def _mark(self, places: IntArray) -> int:
         """These of the pairs are there; how many of them were not before."""
         if self._arrived is None:
+            if len(places) == self.left:  # a poll tells of each row once
+                self.left = 0
+                return len(places)
             self._arrived = np.zeros(self.left, dtype=bool)
         self._arrived[places] = True
         before, self.left = self.left, int(np.count_nonzero(~self._arrived))

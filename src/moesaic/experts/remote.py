@@ -21,7 +21,7 @@ from moesaic.experts import wire
 from moesaic.experts.client import Ask, Ticket
 from moesaic.experts.connecting import Connector
 from moesaic.experts.entrance import Entrance
-from moesaic.experts.outstanding import End, Memory, Posted, Sent, Submission, Summed
+from moesaic.experts.outstanding import End, Memory, Posted, Sent, Submission, Summed, every_pair
 from moesaic.policy.replicas import NOBODY, Replicas
 from moesaic.transport.bell import Bell
 from moesaic.transport.calls import Caller
@@ -73,15 +73,13 @@ class RemoteExperts:
     def submit(self, ask: Ask) -> Ticket:
         ticket = Ticket(self._submitted)
         self._submitted += 1
-        experts = ask.expert_ids.cpu().numpy().reshape(-1)
-        rows = ask.hidden.cpu().contiguous().numpy()
-        wanted = None if ask.out is None else ask.out.numpy().reshape(len(experts), rows.shape[1])
-        memory, into = self._memory.take(len(experts), rows.shape[1], wanted)
-        scores = None if ask.weights is None else ask.weights.cpu().numpy().reshape(-1)
-        top_k = ask.expert_ids.shape[1]
-        submission = Submission(ticket, ask.layer, rows, experts, scores, top_k, memory, into)
+        asked = ask.arrays
+        memory, into = self._memory.take(len(asked.experts), asked.hidden.shape[1], asked.out)
+        submission = Submission(
+            ticket, ask.layer, asked.hidden, asked.experts, asked.weights, asked.top_k, memory, into
+        )
         self._submissions[ticket.number] = submission
-        self._send(submission, np.arange(len(experts)))
+        self._send(submission, every_pair(len(asked.experts), asked.top_k)[0])
         if self._everyone:
             self._send_empty(submission)
         return ticket
@@ -245,9 +243,9 @@ class RemoteExperts:
             call = end.caller.open(size, answers, 4 * width)
             if call is None:
                 return False
-            layer, attempt = submission.layer, submission.attempt
-            request = wire.begin(call.request, layer, count, len(pairs), width, partial, attempt)
-            request.fill(submission.experts[pairs], row_of, submission.scores_of(pairs), hidden)
+            scores = submission.scores_of(pairs)
+            asked = submission.experts[pairs], row_of, scores, hidden
+            wire.write(call.request, submission.layer, *asked, submission.attempt)
             end.caller.post(call)
         except ConnectionLost:
             return False  # `_pump` hears of it too and sends again
@@ -255,7 +253,7 @@ class RemoteExperts:
         end.calls[call.number] = made(submission, pairs, call, self._version)
         owed = max(1, len(pairs))  # an empty call is answered too, unless the server is frozen
         self._replicas.sent(server, owed, self._clock(), again=submission.attempt > 0)
-        self._posted.add(layer, server, len(pairs), size + answers * 4 * width)
+        self._posted.add(submission.layer, server, len(pairs), size + answers * 4 * width)
         return True
 
     def _fail(self, server: int) -> None:

@@ -56,7 +56,7 @@ class Torched:
 
     def run(self, layer: int, parts: Sequence[Part]) -> None:
         rows = np.concatenate([part.hidden[part.rows] for part in parts])
-        experts = np.concatenate([part.experts for part in parts]).astype(np.int64)
+        experts = np.concatenate([part.experts for part in parts])
         hidden = torch.from_numpy(rows).to(self._device)
         ids = torch.from_numpy(experts).to(self._device)[:, None]
         with torch.inference_mode():

@@ -12,7 +12,7 @@ A knock is a request without pairs: its sender is at the beginning of a step and
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,6 @@ from moesaic.core.errors import DamagedMessage
 from moesaic.core.tokens import IntArray
 
 FloatRows = npt.NDArray[np.float32]
-Index = npt.NDArray[np.int32]
 
 _HEADER = struct.Struct("<4sHHIIII")  # magic, layer, flags, rows, pairs, hidden size, attempt; 24 bytes
 _MAGIC = b"MOE1"
@@ -37,25 +36,16 @@ class Request:
     layer: int
     attempt: int
     """How often its pairs were sent before, to whomever."""
-    experts: Index
+    experts: IntArray
     """[p] logical ids."""
-    rows: Index
+    rows: IntArray
     """[p] row of each pair."""
     weights: FloatRows | None
     """[p] gate weights; None unless one weighted sum per row is asked for."""
     hidden: FloatRows
-    """[m, h]"""
-
+    """[m, h] in the message itself."""
     work: bool | None = None
     """Of a knock: whether the sender has rows to compute. None for every other request."""
-
-    def fill(self, experts: IntArray, rows: IntArray, weights: FloatRows | None, hidden: FloatRows) -> None:
-        """Write what is asked, of a request that `begin` made."""
-        self.experts[:] = experts
-        self.rows[:] = rows
-        if self.weights is not None:
-            self.weights[:] = weights
-        self.hidden[:] = hidden
 
     @property
     def answer_rows(self) -> int:
@@ -68,19 +58,26 @@ def size(rows: int, pairs: int, hidden: int, partial: bool) -> int:
     return _HEADER.size + 4 * pairs * (3 if partial else 2) + 4 * rows * hidden
 
 
-def begin(
+def write(
     memory: memoryview,
     layer: int,
-    rows: int,
-    pairs: int,
-    hidden: int,
-    partial: bool = False,
+    experts: IntArray,
+    rows: IntArray,
+    weights: FloatRows | None,
+    hidden: FloatRows,
     attempt: int = 0,
-) -> Request:
-    """Writes the header into `memory` (of `size` bytes) and returns the arrays behind it, to be filled."""
-    flags = _PARTIAL if partial else 0
-    _HEADER.pack_into(memory, 0, _MAGIC, layer, flags, rows, pairs, hidden, attempt)
-    return _arrays(memory, layer, rows, pairs, hidden, partial, attempt)
+) -> None:
+    """A request into `memory` (of `size` bytes). The arrays are those of `Request`."""
+    (count, width), pairs = hidden.shape, len(experts)
+    flags = 0 if weights is None else _PARTIAL
+    _HEADER.pack_into(memory, 0, _MAGIC, layer, flags, count, pairs, width, attempt)
+    named = np.frombuffer(memory, np.int32, 2 * pairs, _HEADER.size)
+    named[:pairs], named[pairs:] = experts, rows
+    at = _HEADER.size + 8 * pairs
+    if weights is not None:
+        np.frombuffer(memory, np.float32, pairs, at)[:] = weights
+        at += 4 * pairs
+    np.frombuffer(memory, np.float32, count * width, at).reshape(count, width)[:] = hidden
 
 
 def knock(memory: memoryview, hidden: int, work: bool) -> None:
@@ -100,24 +97,16 @@ def parse(memory: memoryview, num_layers: int, num_experts: int, hidden: int) ->
         raise DamagedMessage(f"a knock claims {rows} rows and {pairs} pairs")
     if max(rows, pairs) > MOST_ROWS or len(memory) != size(rows, pairs, hidden, partial):
         raise DamagedMessage(f"a request of {len(memory)} bytes claims {rows} rows and {pairs} pairs")
-    request = _arrays(memory, layer, rows, pairs, hidden, partial, attempt)
-    # Copies: in shared memory a hostile client could change what was checked.
-    experts, places = request.experts.copy(), request.rows.copy()
-    for name, array, end in (("expert", experts, num_experts), ("row", places, rows)):
-        if pairs and not 0 <= int(array.min()) <= int(array.max()) < end:
-            raise DamagedMessage(f"a request names {name} {int(array.min())} to {int(array.max())} of {end}")
-    work = flags == _KNOCK_WITH_WORK if flags >= _KNOCK else None
-    return replace(request, experts=experts, rows=places, work=work)
-
-
-def _arrays(
-    memory: memoryview, layer: int, rows: int, pairs: int, hidden: int, partial: bool, attempt: int
-) -> Request:
     at = _HEADER.size
-    experts = np.frombuffer(memory, dtype=np.int32, count=pairs, offset=at)
-    places = np.frombuffer(memory, dtype=np.int32, count=pairs, offset=at + 4 * pairs)
+    # A copy: in shared memory a hostile client could change what was checked.
+    named = np.frombuffer(memory, np.int32, 2 * pairs, at).astype(np.int64)
+    experts, places = named[:pairs], named[pairs:]
+    for name, array, end in (("expert", experts, num_experts), ("row", places, rows)):
+        if pairs and array.view(np.uint64).max() >= end:  # negative ones are huge
+            raise DamagedMessage(f"a request names {name} {array.min()} to {array.max()} of {end}")
     at += 8 * pairs
-    weights = np.frombuffer(memory, dtype=np.float32, count=pairs, offset=at) if partial else None
+    weights = np.frombuffer(memory, np.float32, pairs, at) if partial else None
     at += 4 * pairs if partial else 0
-    values = np.frombuffer(memory, dtype=np.float32, count=rows * hidden, offset=at).reshape(rows, hidden)
-    return Request(layer, attempt, experts, places, weights, values)
+    values = np.frombuffer(memory, np.float32, rows * hidden, at).reshape(rows, hidden)
+    work = flags == _KNOCK_WITH_WORK if flags >= _KNOCK else None
+    return Request(layer, attempt, experts, places, weights, values, work)

@@ -157,11 +157,11 @@ class FirstLayerFirst(_Switches):
 
     def choose(self, tokens: IntArray, waited: FloatArray) -> Queue | None:
         queue = self.urgent(tokens, waited)
-        busy = np.flatnonzero(tokens.any(axis=1))
-        if queue is not None or not len(busy):
+        if queue is not None:
             return queue
-        first = int(busy[0])
-        return first, int(self.counted(tokens)[first].argmax())
+        first = int(tokens.any(axis=1).argmax())
+        fullest = int(self.counted(tokens)[first].argmax())
+        return (first, fullest) if tokens[first, fullest] else None
 
 
 POLICIES: dict[str, type[Defrag] | type[MostTokensFirst] | type[FirstLayerFirst]] = {

@@ -80,6 +80,8 @@ class Replicas:
         """The server of this client's own rank."""
         self._servers: dict[int, _Server] = {}
         self._holders: dict[int, IntArray] = {}
+        self._only: dict[int, int] = {}
+        """Layer -> the one server that holds all of it."""
         self._masked: dict[int, float] = {}
         """Servers given up for their silence -> seconds that they had."""
         self._silence: dict[int, float] = {}
@@ -98,6 +100,11 @@ class Replicas:
                 for expert in ids:
                     rows[expert].append(server)
         self._holders = {layer: _padded(rows) for layer, rows in found.items()}
+        self._only = {
+            layer: int(table[0, 0])
+            for layer, table in self._holders.items()
+            if table.shape[1] == 1 and (table == table[0, 0]).all()
+        }
         self._spare.clear()
 
     @property
@@ -138,9 +145,9 @@ class Replicas:
         All pairs of an expert go to one server, so that its weights are read once. Example: expert 3 is held
         by servers 0 and 1, of which 0 has more pairs outstanding: every pair of expert 3 goes to 1.
         """
-        table = self._holders.get(layer)
-        if table is None:
-            return np.full(len(experts), NOBODY, dtype=np.int64)
+        table, only = self._holders.get(layer), self._only.get(layer, NOBODY)
+        if table is None or only != NOBODY:
+            return np.full(len(experts), only if only in self._servers else NOBODY, dtype=np.int64)
         if table.shape[1] == 1:
             return self._only_holder(table[experts, 0])
         wanted, counts = np.unique(experts, return_counts=True)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
+from moesaic.core.tokens import IntArray
 from moesaic.kernels.native import _native
 
 
@@ -26,48 +25,16 @@ def set_threads(threads: int, pin: bool) -> None:
 
 
 Addresses = npt.NDArray[np.uint64]
+FloatRows = npt.NDArray[np.float32]
+Part = tuple[FloatRows, IntArray, IntArray, FloatRows, IntArray]
+"""Rows [m, h], of each pair its row and its expert [p], answers [q, h], of each pair its line there [p]."""
 
 
-@dataclass(frozen=True)
-class Scattered:
-    """Rows and answers that lie anywhere. Whoever makes one vouches for the addresses."""
-
-    rows: Addresses
-    """[n] of float32 [h] each."""
-    row_of: npt.NDArray[np.int64]
-    """[p] 0 to n - 1"""
-    out: Addresses
-    """[p] of float32 [h] each."""
-
-
-def experts(
-    table: Addresses,
-    size: tuple[int, int],
-    wide: bool,
-    where: Scattered,
-    expert_ids: npt.NDArray[np.int64],
-) -> None:
-    """Pair i: row where.row_of[i] through expert expert_ids[i], unweighted, to where.out[i].
+def experts(table: Addresses, size: tuple[int, int], wide: bool, parts: list[Part]) -> None:
+    """Each pair's row through its expert, unweighted, to its line; all parts as one batch.
 
     table [3, E]: addresses of gate [w, h], up [w, h] and down [h, w] of each expert, 0 where it is not held;
-    size: (h, w); wide: stored in float32, else bf16. Raises KeyError for an expert that is not held, and
-    nothing is written then; ValueError for arrays that do not fit.
+    size: (h, w); wide: stored in float32, else bf16. Raises KeyError for an expert that is not held,
+    ValueError for arrays that do not fit; nothing is written then.
     """
-    arrays = (where.rows, where.row_of, where.out, expert_ids, table)
-    kinds = [array.dtype for array in arrays]
-    pairs = len(expert_ids)
-    if kinds != [np.uint64, np.int64, np.uint64, np.int64, np.uint64] or table.shape[0] != 3:
-        raise ValueError(f"arrays of {', '.join(map(str, kinds))} do not fit")
-    if not len(where.row_of) == len(where.out) == pairs or not all(one.flags.c_contiguous for one in arrays):
-        raise ValueError(f"{len(where.row_of)} rows, {len(where.out)} answers, {pairs} experts do not fit")
-    if pairs == 0:
-        return
-    if not 0 <= int(where.row_of.min()) <= int(where.row_of.max()) < len(where.rows):
-        raise ValueError(f"rows {where.row_of.min()} to {where.row_of.max()} of {len(where.rows)}")
-    gate, up, down = (int(table.ctypes.data) + line * table.strides[0] for line in range(3))
-    rows, row_of, out, ids = (int(one.ctypes.data) for one in arrays[:4])
-    absent = _native.scattered_experts(
-        rows, row_of, ids, gate, up, down, out, len(where.rows), pairs, *size, table.shape[1], wide
-    )
-    if absent != _native.ALL_HELD:
-        raise KeyError(f"expert {int(expert_ids[absent])} is not held here")
+    _native.gathered_experts(table, *size, wide, parts)

@@ -76,10 +76,8 @@ class Service:
         """Client -> its calls that wait."""
         self._clients: set[int] = set()
         self._left: dict[int, int] = {}
-
-    @property
-    def waiting_pairs(self) -> int:
-        return int(self._tokens.sum())
+        self.waiting_pairs = 0
+        """The sum of `_tokens`, of which an empty call counts one."""
 
     def client_joined(self, client: int) -> None:
         """Starts wait for it, until one had to begin without it. Again: nothing."""
@@ -97,7 +95,9 @@ class Service:
         for key in list(self._queues):
             queue = self._queues[key]
             queue.parts = [(call, pairs) for call, pairs in queue.parts if call not in gone]
+            self.waiting_pairs -= int(self._tokens[key])
             self._tokens[key] = sum(max(1, len(pairs)) for _, pairs in queue.parts)
+            self.waiting_pairs += int(self._tokens[key])
             if not queue.parts:
                 del self._queues[key]
         for call in gone:
@@ -114,6 +114,7 @@ class Service:
             queue = self._queues.setdefault((line, group), _Queue(since=now))
             queue.parts.append((call, pairs))
             self._tokens[line, group] += max(1, len(pairs))
+            self.waiting_pairs += max(1, len(pairs))
 
     def next_run(self, now: float) -> Run | None:
         """What to compute now; None: nothing is there, or not enough yet (see `wait`)."""
@@ -131,6 +132,7 @@ class Service:
         if chosen is None:
             return None
         queue = self._queues.pop(chosen)
+        self.waiting_pairs -= int(self._tokens[chosen])
         self._tokens[chosen] = 0
         for call, mine in queue.parts:
             self._served(call, len(mine))

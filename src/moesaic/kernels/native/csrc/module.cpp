@@ -8,8 +8,10 @@
 #include <functional>
 #include <mutex>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
+#include "gathered.h"
 #include "isa.h"
 #include "pool.h"
 
@@ -108,12 +110,21 @@ int64_t experts(Address hidden, Address ids, Address gate, Address up, Address d
                            at<uint64_t>(down), at<float>(out), n, top_k, h, w, experts, wide});
 }
 
-int64_t scattered_experts(Address rows, Address row_of, Address ids, Address gate, Address up, Address down,
-                          Address out, int64_t n, int64_t pairs, int64_t h, int64_t w, int64_t experts, bool wide) {
-    Experts job{nullptr,        at<int64_t>(ids), at<uint64_t>(gate), at<uint64_t>(up), at<uint64_t>(down), nullptr, n,
-                /*top_k=*/0,    h,                w,                  experts,          wide};
-    job.apart = {at<uint64_t>(rows), at<int64_t>(row_of), at<uint64_t>(out), pairs};
-    return perform(active->experts, job);
+// Not to be recorded: what it reads lies somewhere else each time.
+void gathered_experts(const Matrix<const uint64_t>& table, int64_t h, int64_t w, bool wide, nb::list parts) {
+    Gathered batch;
+    if (table.shape(0) != 3) throw nb::value_error("a table has the addresses of gate, up and down");
+    try {
+        for (nb::handle part : parts) batch.add(part, h);
+    } catch (const nb::cast_error&) {
+        throw nb::value_error("a part is rows, places, experts, answers and lines, dense, of float32 and int64");
+    }
+    if (batch.ids.empty()) return;
+    int64_t absent = outside_python([&] { return active->experts(batch.job(table, h, w, wide)); });
+    if (absent != kAllHeld) {
+        std::string which = std::to_string(batch.ids[size_t(absent)]);
+        throw nb::key_error(("expert " + which + " is not held here").c_str());
+    }
 }
 
 void gated_mlp(Address rows, Address gate, Address up, Address down, Address out, int64_t n, int64_t h, int64_t w,
@@ -227,7 +238,7 @@ NB_MODULE(_native, m) {
     m.def("linear3", linear3);
     m.def("head_linear", head_linear);
     m.def("experts", experts);
-    m.def("scattered_experts", scattered_experts);
+    m.def("gathered_experts", gathered_experts);
     m.def("gated_mlp", gated_mlp);
     m.def("attention", attention);
     m.def("store", store);
