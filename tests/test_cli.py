@@ -39,6 +39,25 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == moesaic.__version__
 
 
+INTERRUPTED = """
+import sys
+from moesaic.__main__ import main
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "cyclopts":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Finder())
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_while_modules_load_is_quiet() -> None:
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
