@@ -1,4 +1,4 @@
-"""What holds for every test: no network, properties without a deadline."""
+"""What holds for every test: no network; properties without a deadline, on the same examples every time."""
 
 from __future__ import annotations
 
@@ -8,5 +8,7 @@ import hypothesis
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-hypothesis.settings.register_profile("moesaic", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("moesaic", deadline=None, print_blob=True, derandomize=True)
+hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
+"""Other examples: `pytest --hypothesis-profile=random`, and with --hypothesis-seed the same ones again."""
 hypothesis.settings.load_profile("moesaic")
