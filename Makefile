@@ -1,8 +1,9 @@
 # make setup   a virtual environment in .venv with pinned versions and torch's CPU build (done once)
 # make demo    serve the checkpoint inside the package and stream an answer from it
 # make check   what to run before a commit: format, lint, types, architecture, fast tests
-# make test    every test
-# make soak    210 rounds of real clusters whose processes are killed and frozen; every answer is compared
+# make test    every test but the full matrices of settings, whose pairs it covers
+# make soak    the rest of the full matrices, then 210 rounds of real clusters whose processes are killed and frozen;
+#              every answer is compared
 # make sanitize   the tests of the native code under AddressSanitizer and UndefinedBehaviorSanitizer
 
 PYTHON ?= python3
@@ -30,9 +31,10 @@ check: lint
 	$(BIN)/pytest -m "not slow" -n 2 --dist worksteal
 
 test: $(STAMP)
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -m "not matrix" -n 2 --dist loadfile
 
 soak: $(STAMP)
+	$(BIN)/pytest -m matrix -n 2
 	$(BIN)/python -m scripts.soak $(SOAK)
 
 SANITIZED := build/sanitize

@@ -11,21 +11,12 @@ import pytest
 from moesaic import LLM, RequestOutput, SamplingParams
 from moesaic.core.offload import Offload
 from moesaic.kernels import table
+from tests import pairs
 from tests.models import cases, tiny
 from tests.models.written import MODELS, Written
 
 NEW = 12
 FAST = "qwen3-bias-dense-layers"
-CACHES = [
-    (FAST, MODELS[FAST]),
-    *(
-        pytest.param(name, cache, marks=pytest.mark.slow)
-        for name, weights in MODELS.items()
-        for cache in (weights, "int8")
-        if (name, cache) != (FAST, MODELS[FAST])
-    ),
-]
-"""A case, and the type of its cache."""
 DISK = Offload(1 << 30, "cgopipe", micro_batch=2, micro_batches=4, prefill_rows=19)
 """RAM over the checkpoint's disk."""
 CORES = replace(DISK, link=4e9, slow_attention=True, slow_cache=1.0)
@@ -56,6 +47,10 @@ POLICIES = {
     "two cores, the cache moves, on demand": replace(BESIDE, schedule="on-demand"),
     "two cores, the cache moves, in place": replace(BESIDE, schedule="in-place", static_experts=1),
 }
+CASES = pairs.params(
+    MODELS, ("as weights", "int8"), POLICIES, (23, 512),
+    fast=[(FAST, "as weights", "pages", 23), (FAST, "as weights", "two cores", 512)],
+)  # fmt: skip
 needs_native = pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build")
 
 
@@ -77,9 +72,22 @@ def floats(output: RequestOutput) -> Any:
     return output.token_ids, [(one.token_id, one.logprob, one.top) for one in output.logprobs or () if one]
 
 
+class Checkpoints:
+    """And their answers from memory, once a test asks."""
+
+    def __init__(self, written: Written) -> None:
+        self.paths = written
+        self._wanted: dict[tuple[str, str], list[Any]] = {}
+
+    def wanted(self, name: str, cache: str) -> list[Any]:
+        if (name, cache) not in self._wanted:
+            self._wanted[name, cache] = answers(self.paths[name], cache)
+        return self._wanted[name, cache]
+
+
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return Written(tmp_path_factory.mktemp)
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(Written(tmp_path_factory.mktemp))
 
 
 def answers(path: Path, cache: str, **settings: Any) -> list[Any]:
@@ -89,13 +97,12 @@ def answers(path: Path, cache: str, **settings: Any) -> list[Any]:
 
 
 @needs_native
-@pytest.mark.parametrize(("name", "cache"), CACHES)
+@pytest.mark.parametrize(("name", "cache", "policy", "rows"), CASES)
 def test_every_logprob_is_the_same_float_under_every_policy(
-    checkpoints: dict[str, Path], name: str, cache: str
+    checkpoints: Checkpoints, name: str, cache: str, policy: str, rows: int
 ) -> None:
-    wanted = answers(checkpoints[name], cache)
-    for policy, offload in POLICIES.items():
-        for rows in (23, 512):  # prompts in chunks, and whole
-            seats = {"max_num_seqs": offload.batch, "max_num_batched_tokens": rows}
-            same = answers(checkpoints[name], cache, offload=offload, **seats) == wanted
-            assert same, (policy, rows)
+    """cache: of which type. rows: of a step, so that prompts come in chunks or whole."""
+    offload, cache = POLICIES[policy], MODELS[name] if cache == "as weights" else cache
+    seats = {"max_num_seqs": offload.batch, "max_num_batched_tokens": rows}
+    found = answers(checkpoints.paths[name], cache, offload=offload, **seats)
+    assert found == checkpoints.wanted(name, cache)

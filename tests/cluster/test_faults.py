@@ -11,11 +11,11 @@ import pytest
 
 from moesaic import SamplingParams
 from moesaic.cluster.supervisor import FROZEN_SECONDS
+from tests import pairs
 from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_identity import alone, workload
 
 TOKENS = 64
-FAST = (("expert server 0", "lockstep", 0),)
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +37,8 @@ class Once:
 
 
 SLOW = pytest.mark.slow
-KILLS = [
-    pytest.param(victim, schedule, round_, marks=() if (victim, schedule, round_) in FAST else SLOW)
-    for victim in ("expert server 0", "expert server 1", "attention worker 0")
-    for schedule in ("lockstep", "async", "barrier")
-    for round_ in range(2)
-]
+VICTIMS = ("expert server 0", "expert server 1", "attention worker 0")
+KILLS = pairs.params(VICTIMS, ("lockstep", "async", "barrier"), range(2))
 
 
 @pytest.mark.parametrize(("victim", "schedule", "round_"), KILLS)
@@ -98,7 +94,6 @@ def test_a_frozen_server_without_replicas_is_replaced(
 
 
 @SLOW
-@pytest.mark.slow
 @pytest.mark.parametrize("expert_servers", [0, 1])
 def test_processes_without_work_are_left_alone(expert_servers: int) -> None:
     with cluster(attention_workers=2, expert_servers=expert_servers) as served:

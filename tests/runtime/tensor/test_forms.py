@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests import pairs
 from tests.models import cases, tiny
 from tests.runtime.tensor.placing import recorded, write
 from tests.runtime.tensor.threads import group_of_threads
@@ -90,23 +90,27 @@ def small_cache(path: Path, size: int) -> str:
     return f"{size * LONGEST * bytes_per_token(spec.kv, spec.num_layers, torch.float32)}B"
 
 
+RANKS = ((2, 1), (4, 1), (4, 2))
+"""And of those how many share each expert."""
 EVERY = [
-    pytest.param(*each, marks=() if each == ("qwen3", "shuffled, move", 2, 1) else pytest.mark.slow)
-    for each in itertools.chain(
-        itertools.product(MODELS, FORMS, (2, 4), (1,)),
-        itertools.product(MODELS, FORMS, (4,), (2,)),
-        [("mixtral", "deepspeed", 2, 2), ("deepseek", "shuffled, variable", 2, 2)],
-        [("mixtral", "reduce-scatter", 2, 2), ("qwen3", "all-reduce", 4, 4)],
-    )
-]
+    *pairs.params(MODELS, FORMS, RANKS, fast=[("qwen3", "shuffled, move", (2, 1))]),
+    *(
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in [
+            ("mixtral", "deepspeed", (2, 2)), ("deepseek", "shuffled, variable", (2, 2)),
+            ("mixtral", "reduce-scatter", (2, 2)), ("qwen3", "all-reduce", (4, 4)),
+        ]
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "form", "size", "expert_ranks"), EVERY)
+@pytest.mark.parametrize(("name", "form", "ranks"), EVERY, ids=str)
 def test_the_tokens_of_one_process(
-    name: str, form: str, size: int, expert_ranks: int, alone: dict[str, Alone], tmp_path: Path
+    name: str, form: str, ranks: tuple[int, int], alone: dict[str, Alone], tmp_path: Path
 ) -> None:
     """Greedy and sampled, with prompts in chunks and a cache that holds two or three of the requests."""
-    one, settings, units = alone[name], FORMS[form], size // expert_ranks
+    one, settings, (size, expert_ranks) = alone[name], FORMS[form], ranks
+    units = size // expert_ranks
     if "shuffled" in form:
         settings = settings | {"placement": write(tmp_path, one.profile, units, copies=2 * (units > 1))}
     with group_of_threads(
