@@ -169,4 +169,4 @@ def test_random_traffic() -> None:
 
 @pytest.mark.slow
 def test_random_traffic_long() -> None:
-    run_machine(120, 30)
+    run_machine(60, 30)

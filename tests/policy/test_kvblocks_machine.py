@@ -147,4 +147,4 @@ def test_random_use() -> None:
 
 @pytest.mark.slow
 def test_random_use_long() -> None:
-    run_machine(800, 50)
+    run_machine(260, 50)

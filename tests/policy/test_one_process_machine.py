@@ -120,4 +120,4 @@ def test_random_traffic() -> None:
 
 @pytest.mark.slow
 def test_random_traffic_long() -> None:
-    run_machine(500, 30)
+    run_machine(160, 30)
