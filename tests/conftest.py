@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import hypothesis
+import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 hypothesis.settings.register_profile("moesaic", deadline=None, print_blob=True, derandomize=True)
 hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
-"""Other examples: `pytest --hypothesis-profile=random`, and with --hypothesis-seed the same ones again."""
+# Other examples: `pytest --hypothesis-profile=random`, and with --hypothesis-seed the same ones again.
 hypothesis.settings.load_profile("moesaic")
+
+
+@pytest.fixture(scope="module")
+def quick_workers() -> Iterator[None]:
+    """Worker processes that this one starts are there at once; see `tests.warm`."""
+    from tests import warm  # and with it moesaic, which most tests import anyway
+
+    with warm.process():
+        yield

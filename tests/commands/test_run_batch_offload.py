@@ -25,6 +25,7 @@ from moesaic.testing import byte_tokenizer
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("quick_workers"),
     pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build"),
 ]
 

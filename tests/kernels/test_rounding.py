@@ -152,6 +152,7 @@ def answers(path: Path, kernels: str, **settings: Any) -> list[tuple[list[int], 
 
 @each
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_workers")
 @pytest.mark.parametrize("model", ["qwen3-bias-dense-layers", "deepseek-full"])
 def test_clusters_and_models_in_pages_have_the_bits_of_one_process(
     name: str, model: str, tmp_path_factory: pytest.TempPathFactory

@@ -330,6 +330,7 @@ SHAPES = [
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_workers")
 @pytest.mark.parametrize(("shape", "scheduler"), SHAPES)
 def test_every_worker_writes_its_part_of_one_profile(
     tmp_path: Path,

@@ -23,6 +23,7 @@ from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerCon
 from moesaic.launch import launch
 from moesaic.trace.parts import folder_of
 
+pytestmark = pytest.mark.usefixtures("quick_workers")
 LAYERS = list(range(6))
 """Of the demo; all have experts."""
 TOP_K = 4

@@ -1,0 +1,15 @@
+"""Attention workers start quickly in all tests of clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests import warm
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _warm() -> Iterator[None]:
+    with warm.process():
+        yield

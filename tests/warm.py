@@ -1,0 +1,127 @@
+"""`python -m tests.warm`: attention workers as forks of a process that has imported torch.
+
+Each would take two seconds for that. Everything else is as when `cluster.local` starts them: they are
+children of the process that asked, in process groups of their own, and run the same `main`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+from moesaic.cluster import local
+from moesaic.config import WorkerConfig, worker_environment
+from moesaic.transport.stream import StreamConnection, stream_pair
+
+LARGEST = 1 << 20
+"""Bytes of a request: settings and environment."""
+SUBREAPER = 36
+"""PR_SET_CHILD_SUBREAPER: whose parents end become children of the process that said so."""
+_lock = threading.Lock()
+_warm: socket.socket | None = None
+
+
+@contextmanager
+def process() -> Iterator[None]:
+    """Inside, `launch` and supervisors start workers quickly; on Linux, which alone hands children over."""
+    global _warm
+    if sys.platform != "linux":
+        yield
+        return
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        forking = subprocess.Popen(
+            [sys.executable, "-m", "tests.warm", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_environment(), process_group=0,
+        )  # fmt: skip
+    before, _warm = _warm, ours
+    with (
+        ours,  # whose end ends it
+        patch("moesaic.cluster.members.spawn_worker", spawn_worker),
+        patch("moesaic.launch.spawn_worker", spawn_worker),
+    ):
+        yield
+    _warm = before
+    forking.wait()
+
+
+def spawn_worker(config: WorkerConfig) -> local.ChildProcess:
+    """In place of that of `cluster.local`."""
+    assert _warm is not None
+    ours, theirs = stream_pair()
+    request = json.dumps([config.to_json(), worker_environment()]).encode()
+    with theirs, _lock:
+        _subreaper(True)
+        socket.send_fds(_warm, [request], [theirs.fileno(), 1, 2])
+        pid = int(_warm.recv(64))
+        _subreaper(False)
+    return local.ChildProcess(_Adopted(pid), StreamConnection(ours), "worker process")
+
+
+class _Adopted(subprocess.Popen[bytes]):
+    """A child that somebody else started."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.args, self.returncode = pid, [], None
+        self.stdin = self.stdout = self.stderr = None
+        self._child_created = True
+        self._waitpid_lock = threading.Lock()
+
+
+def _environment() -> dict[str, str]:
+    """With the path of this process: the tests are no package that is installed."""
+    paths = os.pathsep.join(dict.fromkeys([str(Path.cwd()), *(one for one in sys.path if one)]))
+    return worker_environment() | {"PYTHONPATH": paths}
+
+
+def _subreaper(on: bool) -> None:
+    assert ctypes.CDLL(None).prctl(SUBREAPER, int(on), 0, 0, 0) == 0
+
+
+def _serve(asking: socket.socket) -> None:
+    """Answer requests until nobody is left to ask; returns in each worker, with its command line."""
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(asking, LARGEST, 3)
+        if not request:
+            raise SystemExit
+        told, says = os.pipe()
+        if between := os.fork():
+            os.close(says)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            os.waitpid(between, 0)
+            with os.fdopen(told, "rb") as pipe:
+                asking.send(pipe.read())
+            continue
+        if worker := os.fork():
+            os.write(says, str(worker).encode())
+            os._exit(0)
+        os.close(told)
+        os.close(says)
+        os.setpgid(0, 0)
+        asking.close()
+        for number, descriptor in enumerate(descriptors[1:], start=1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        config, environment = json.loads(request)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = ["moesaic.runtime", "--connection-fd", str(descriptors[0]), "--config", config]
+        return
+
+
+if __name__ == "__main__":
+    from moesaic.runtime import load  # noqa: F401
+    from moesaic.runtime.__main__ import main
+
+    _serve(socket.socket(fileno=int(sys.argv[1])))
+    raise SystemExit(main())
