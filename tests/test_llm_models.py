@@ -35,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no prefix reuse": {"enable_prefix_caching": False, "block_size": 5},
     "blocks run out": {**FEW_BLOCKS, "max_num_batched_tokens": 24, "max_num_seqs": 8},
 }
-QUICK = {"mixtral-window", "deepseek-lite-yarn", "deepseek-full"}
+QUICK = {"mixtral-window"}
 """The rest of the models is slow."""
 ON_REFERENCE = ("mixtral-window", "qwen3-window-yarn-k8", "deepseek-full")
 """Also tried with the kernels of a GPU, and of an install without a compiler: each setting with one of them,

@@ -261,6 +261,7 @@ def test_no_template_is_a_request_error(tmp_path: Path) -> None:
         tokenizer.chat([])
 
 
+@pytest.mark.slow
 def test_a_long_text_is_encoded_beside_other_threads(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_byte_tokenizer(tmp_path))
     text = "ab " * 400_000

@@ -59,6 +59,7 @@ def one_result_each(path, ids):
     assert all(result["error"] is None for result in results(path))
 
 
+@pytest.mark.slow
 def test_sigkill_costs_only_what_was_in_flight(files):
     ids = write_input(files[0], 60)
     for least in (5, 20, 40):

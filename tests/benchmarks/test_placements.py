@@ -119,6 +119,7 @@ def test_no_solver_is_above_the_bounds(made: Profile) -> None:
     assert placements.bounds(learned, others, 4, 0) == {}
 
 
+@pytest.mark.slow
 def test_each_domain_is_measured_with_every_other_ones_placement(made: Profile) -> None:
     counts = np.bincount(made.routes.topics, minlength=len(made.topics))
     parts = placements.by_topic(made, 0.5, 0, lambda profile: profile)

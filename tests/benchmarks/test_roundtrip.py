@@ -40,6 +40,7 @@ def test_every_transport_has_a_server_and_a_client() -> None:
     assert set(roundtrip_peers.NEEDS.values()) == set(roundtrip_peers.INSTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["2+2", "1+3"])
 def test_all_clients_make_all_rounds(where: str) -> None:
     found = roundtrip.measure(options(shape=where), "unix", 1)

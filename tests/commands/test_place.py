@@ -282,6 +282,7 @@ def test_both_files_or_neither(
     assert {one: one.read_bytes() for one in tmp_path.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_settings_come_without_torch() -> None:
     code = "import sys, moesaic.commands.place; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

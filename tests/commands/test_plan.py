@@ -83,6 +83,7 @@ def test_for_machines_and_with_another_host(file: Path, capsys: pytest.CaptureFi
     assert found["helps"][0]["gain"] >= found["helps"][-1]["gain"] and found["advice"]
 
 
+@pytest.mark.slow
 def test_flexgen_has_its_own_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*LINE, "--policy", "flexgen", "--json"]) == 0
     theirs = json.loads(capsys.readouterr().out)
@@ -100,6 +101,7 @@ def test_a_hardware_file_and_the_demo(file: Path) -> None:
     assert report.model.experts == 24
 
 
+@pytest.mark.slow
 def test_offloading_that_is_not_worth_it_is_said() -> None:
     text = as_text(plan(Plan("mixtral-8x7b", hardware="h200", prompt_len=77, gen_len=32)))
     assert "Offloading is not worth it here: everything fits" in text

@@ -19,7 +19,7 @@ from moesaic.kvcache import paged
 from moesaic.models.checkpoint import Checkpoint
 
 Written = Callable[[str], Path]
-QUICK = {"mixtral-window", "qwen3-window-yarn-k8", "deepseek-full"}
+QUICK = {"mixtral-window", "deepseek-full"}
 """The rest of the models is slow."""
 
 

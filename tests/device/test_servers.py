@@ -102,6 +102,7 @@ def expected(path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
         return generated(on_cpu, directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scheduler",
     [

@@ -138,6 +138,7 @@ def test_any_bytes(data: bytes) -> None:
 SMALL = st.one_of(st.integers(0, 6), st.integers(0, 2**32 - 1))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 4), st.integers(0, 5), SMALL, SMALL, st.sampled_from([HIDDEN, 0, 5]), st.data())
 def test_any_body_behind_a_header(
     layer: int, flags: int, rows: int, pairs: int, hidden: int, data: st.DataObject

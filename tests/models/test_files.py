@@ -54,6 +54,7 @@ def repository(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_hub_id_is_downloaded_once_without_pickles_or_code(repository: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     with hub(REPOSITORY, repository) as (endpoint, seen):

@@ -103,6 +103,7 @@ def test_partial_sums_add_up_to_the_whole_attention(name: str, size: int, saved:
         assert all(float((part - wanted).abs().max()) > 1e-2 for part in parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
 @SIZES
 @NAMED

@@ -61,7 +61,9 @@ def wanted(path: Path) -> list[Any]:
     return floats(llm(path, None))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(one, marks=() if one == "pages" else pytest.mark.slow) for one in WAYS]
+)
 def test_a_pass_that_breaks_off_anywhere_is_a_pass_that_was_never_run(
     path: Path, wanted: list[Any], monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:

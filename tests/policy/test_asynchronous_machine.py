@@ -164,7 +164,7 @@ def run_machine(examples: int, steps: int) -> None:
 
 
 def test_random_traffic() -> None:
-    run_machine(30, 20)
+    run_machine(12, 20)
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def run_machine(examples: int, steps: int) -> None:
 
 
 def test_random_traffic() -> None:
-    run_machine(40, 15)
+    run_machine(20, 15)
 
 
 @pytest.mark.slow

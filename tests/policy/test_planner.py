@@ -173,12 +173,14 @@ def test_schedules_compare_as_in_table_5() -> None:
     assert throughput("s4", 36, 14) > throughput("s4", 8, 139)
 
 
+@pytest.mark.slow
 def test_flexgens_policy_is_priced_as_its_own_schedule() -> None:
     price, predicted = planner.by_flexgen(MIXTRAL, L4, JOB)
     assert price.policy.schedule == "s4" and not price.policy.slow_attention and predicted > 0
     assert price.throughput < search(MIXTRAL, L4, JOB).throughput
 
 
+@pytest.mark.slow
 def test_machines_with_the_same_memories_share_what_fits() -> None:
     """Which is what each of them holds."""
     quick = replace(SMALL, slow=replace(SMALL.slow, bandwidth=9e8, processor=None), link=Link(9e7, 8e7))

@@ -57,7 +57,7 @@ def requests(draw: st.DrawFn) -> Row:
     return Request(0, prompt, params, (EOS,)), generated, logits
 
 
-@settings(derandomize=True, max_examples=150, deadline=None)
+@settings(derandomize=True, max_examples=50, deadline=None)
 @given(batch=st.lists(requests(), min_size=1, max_size=6), later=st.integers(0, 5))
 def test_a_batch_is_adjusted_to_the_bit_as_its_rows_alone(batch: list[Row], later: int) -> None:
     """Of each row the last `later` generated tokens come after it was admitted."""
@@ -76,7 +76,7 @@ def test_a_batch_is_adjusted_to_the_bit_as_its_rows_alone(batch: list[Row], late
     assert torch.equal(logits.nan_to_num(nan=1e9), wanted.nan_to_num(nan=1e9))
 
 
-@settings(derandomize=True, max_examples=100, deadline=None)
+@settings(derandomize=True, max_examples=35, deadline=None)
 @given(batch=st.lists(requests(), min_size=1, max_size=6))
 def test_reports_of_a_batch_are_to_the_bit_those_of_its_rows_alone(batch: list[Row]) -> None:
     sampler = Sampler(VOCAB)

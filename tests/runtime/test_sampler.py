@@ -95,6 +95,7 @@ def make(request_id: int = 0, prompt: list[int] | None = None, **params: object)
     return Request(request_id, prompt or [1], SamplingParams(**{"seed": 1} | params), (EOS,))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_sampled_tokens_follow_the_distribution() -> None:
     """20,000 draws: every share within four standard deviations of its probability."""
     probabilities = torch.tensor([0.5, 0.25, 0.15, 0.09, 0.01])

@@ -49,6 +49,7 @@ def published(live: Live) -> BaseSchema:
     return schemathesis.openapi.from_dict(live.get("/openapi.json").json())
 
 
+@pytest.mark.slow
 def test_every_operation_is_fuzzed(published: BaseSchema) -> None:
     found = {(item.ok().method.upper(), item.ok().path) for item in published.get_all_operations()}
     assert found == OPERATIONS

@@ -136,6 +136,7 @@ def test_a_client_that_stalls_does_not_keep_a_drained_server(served: Served) -> 
     assert "Traceback" not in served.process.stderr.read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", ["0"], indirect=True)
 def test_an_idle_server_stops_with_zero(served: Served) -> None:
     served.wait_ready()
@@ -143,6 +144,7 @@ def test_an_idle_server_stops_with_zero(served: Served) -> None:
     assert served.process.wait(5) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", ["fail"], indirect=True)
 def test_a_worker_that_cannot_load_ends_the_server(served: Served) -> None:
     assert served.process.wait(10) == 2

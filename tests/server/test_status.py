@@ -31,6 +31,7 @@ def samples(live: Live) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_importing_the_server_needs_no_torch() -> None:
     code = "import sys, moesaic.server.app, moesaic.server.run; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -113,6 +113,7 @@ def test_a_frozen_server_is_silent_and_goes_on(kind: str, tmp_path: Path) -> Non
         caller.close()
 
 
+@pytest.mark.slow
 @KINDS
 def test_no_wake_up_is_lost(kind: str, tmp_path: Path) -> None:
     """Both sides go to sleep after every message, in every order that two cores produce."""

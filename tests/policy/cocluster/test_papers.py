@@ -35,6 +35,7 @@ def partitions(room: IntArray) -> Iterator[IntArray]:
 # ---- all three
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", PAPERS)
 @pytest.mark.parametrize(("size", "ranks"), [(8, 4), (7, 3), (5, 1), (5, 5)])
 def test_rooms_are_exact_and_seeds_decide(solver: str, size: int, ranks: int) -> None:
@@ -317,6 +318,7 @@ def test_balanced_worked_example() -> None:
     assert same_clusters(found, np.array([0, 1, 1, 0])) and proven
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [[4, 4], [2, 2, 2, 2], [3, 3, 2]])
 @pytest.mark.parametrize("seed", range(4))
 def test_balanced_is_the_best_of_all(seed: int, room: list[int]) -> None:
