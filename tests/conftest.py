@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -14,6 +15,12 @@ hypothesis.settings.register_profile("moesaic", deadline=None, print_blob=True, 
 hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
 # Other examples: `pytest --hypothesis-profile=random`, and with --hypothesis-seed the same ones again.
 hypothesis.settings.load_profile("moesaic")
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: no collection of garbage need look at seven thousand tests and torch again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

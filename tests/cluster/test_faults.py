@@ -11,7 +11,6 @@ import pytest
 
 from moesaic import SamplingParams
 from moesaic.cluster.supervisor import FROZEN_SECONDS
-from tests import pairs
 from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_identity import alone, workload
 
@@ -37,11 +36,12 @@ class Once:
 
 
 SLOW = pytest.mark.slow
-VICTIMS = ("expert server 0", "expert server 1", "attention worker 0")
-KILLS = pairs.params(VICTIMS, ("lockstep", "async", "barrier"), range(2))
 
 
-@pytest.mark.parametrize(("victim", "schedule", "round_"), KILLS)
+@SLOW
+@pytest.mark.parametrize("round_", range(2))
+@pytest.mark.parametrize("schedule", ["lockstep", "async", "barrier"])
+@pytest.mark.parametrize("victim", ["expert server 0", "expert server 1", "attention worker 0"])
 def test_a_killed_process_costs_a_pause(
     victim: str, schedule: str, round_: int, expected: list[Answer]
 ) -> None:

@@ -14,14 +14,12 @@ import pytest
 from moesaic import LLM, SamplingParams
 from moesaic.cluster import local
 from moesaic.config import QueueConfig, Schedule
-from tests import pairs
 from tests.cluster.driven import Answer, cluster
 
-# What the matrix keeps for itself, test_models.py does with other models.
 SHAPES = [
-    pytest.param({"attention_workers": 1, "expert_servers": 1}, id="1 worker, 1 server", marks=pairs.REST),
-    pytest.param({"attention_workers": 1, "expert_servers": 3}, id="1 worker, 3 servers", marks=pairs.REST),
-    pytest.param({"attention_workers": 2, "expert_servers": 1}, id="2 workers, 1 server", marks=pairs.REST),
+    pytest.param({"attention_workers": 1, "expert_servers": 1}, id="1 worker, 1 server"),
+    pytest.param({"attention_workers": 1, "expert_servers": 3}, id="1 worker, 3 servers"),
+    pytest.param({"attention_workers": 2, "expert_servers": 1}, id="2 workers, 1 server"),
     pytest.param(
         {"attention_workers": 2, "expert_servers": 2, "min_replicas": 2, "max_num_batched_tokens": 16},
         id="2 workers, 2 servers, every expert twice, prompts in chunks of 16",
@@ -29,18 +27,12 @@ SHAPES = [
     pytest.param(
         {"attention_workers": 1, "expert_servers": 2, "inflight_batches": 2}, id="two batches in flight"
     ),
-    pytest.param(
-        {"schedule": "barrier", "attention_workers": 2, "expert_servers": 2},
-        id="barrier, 2 and 2",
-        marks=pairs.REST,
-    ),
+    pytest.param({"schedule": "barrier", "attention_workers": 2, "expert_servers": 2}, id="barrier, 2 and 2"),
     pytest.param(
         {"schedule": "barrier", "attention_workers": 3, "expert_servers": 1, "max_num_batched_tokens": 16},
         id="barrier, 3 workers, 1 server, prompts in chunks",
     ),
-    pytest.param(
-        {"schedule": "async", "expert_servers": 1}, id="async, 1 worker, 1 server", marks=pairs.REST
-    ),
+    pytest.param({"schedule": "async", "expert_servers": 1}, id="async, 1 worker, 1 server"),
     pytest.param(
         {"schedule": "async", "attention_workers": 2, "expert_servers": 3, "queue_policy": "mtfs"},
         id="async mtfs, 2 workers, 3 servers",

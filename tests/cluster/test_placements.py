@@ -27,7 +27,6 @@ from moesaic.policy.cocluster import SOLVERS, ours
 from moesaic.policy.cocluster.tokens import labelled
 from moesaic.policy.locality import homes_in, hosts
 from moesaic.testing import byte_tokenizer
-from tests import pairs
 from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_identity import workload
 from tests.models import cases, tiny
@@ -119,7 +118,7 @@ def connected(served: Cluster) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pairs.REST)])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_the_same_bits_under_random_placements(seed: int, alone: Alone, tmp_path: Path) -> None:
     file = write(tmp_path, alone.profile, shuffled(alone.profile, seed))
     with cluster(placement=file, **RANKS) as served:
@@ -129,9 +128,7 @@ def test_the_same_bits_under_random_placements(seed: int, alone: Alone, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "solver", [pytest.param(one, marks=() if one in ("ours", "metis") else pairs.REST) for one in SOLVERS]
-)
+@pytest.mark.parametrize("solver", SOLVERS)
 def test_the_same_bits_under_each_solvers_placement(solver: str, alone: Alone, tmp_path: Path) -> None:
     if solver == "metis":
         pytest.importorskip("pymetis")

@@ -86,7 +86,7 @@ def test_every_expert_keeps_its_copies(expected: list[Answer]) -> None:
 def test_attention_workers_come_and_go_during_traffic(schedule: str, expected: list[Answer]) -> None:
     with cluster(attention_workers=1, expert_servers=1, schedule=schedule) as served:
         traffic = Traffic(served)
-        for workers in (2, 1, 2):
+        for workers in (3, 1, 2):
             future = served.supervisor.scale(attention_workers=workers)
             traffic.during(future)
             future.result()
