@@ -119,6 +119,7 @@ IMPURE = (
     *("time", "os", "queue", "secrets"),
 )
 LATE_IMPORTS = {
+    "__main__": "Ctrl-C while modules load ends the command quietly, too",
     "cli": "what a command does is imported when it is called, so that --help answers at once",
     "commands.plan": "only --hardware this needs torch, which takes seconds to import",
     "commands.place": "only --model needs torch, which takes seconds to import",
