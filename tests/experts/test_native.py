@@ -39,7 +39,7 @@ def expert(weights: np.ndarray, number: int, row: np.ndarray) -> np.ndarray:
 
 
 def part(rows: int, lines: list[int], places: list[int], experts: list[int], shift: int = 0) -> Part:
-    """Rows begin `shift` bytes behind an address that numbers are aligned to."""
+    """Rows begin `shift` bytes behind an address that any number is aligned to."""
     memory = memoryview(bytearray(4 * rows * HIDDEN + shift))[shift:]
     hidden = np.frombuffer(memory, np.float32).reshape(rows, HIDDEN)
     hidden[:] = np.random.default_rng(rows).standard_normal(hidden.shape)
@@ -47,7 +47,7 @@ def part(rows: int, lines: list[int], places: list[int], experts: list[int], shi
     return hidden, np.array(places), np.array(experts), out, np.array(lines)
 
 
-@pytest.mark.parametrize("shift", [0, 3])
+@pytest.mark.parametrize("shift", [0, 4])
 def test_each_pair_goes_to_its_line_and_nothing_else_is_written(weights: np.ndarray, shift: int) -> None:
     parts = [part(2, [3, 0, 1], [1, 0, 1], [2, 0, 0], shift), part(1, [0], [0], [2], shift)]
     answer(weights, parts)
