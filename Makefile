@@ -47,4 +47,4 @@ sanitize: $(STAMP)
 	PYTHONPATH=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so):$$(gcc -print-file-name=libubsan.so)" \
 		$(BIN)/pytest -p no:cacheprovider -m "not slow" tests/kernels tests/models/test_native.py tests/test_llm_bits.py \
-		tests/transport
+		tests/experts/test_native.py tests/transport
