@@ -2,8 +2,8 @@
 # make demo    serve the checkpoint inside the package and stream an answer from it
 # make check   what to run before a commit: format, lint, types, architecture, fast tests
 # make test    every test but the full matrices of settings, whose pairs it covers
-# make soak    the rest of the full matrices, then 210 rounds of real clusters whose processes are killed and frozen;
-#              every answer is compared
+# make soak    the rest of the full matrices, properties on other examples, then 210 rounds of real clusters whose
+#              processes are killed and frozen; every answer is compared
 # make sanitize   the tests of the native code under AddressSanitizer and UndefinedBehaviorSanitizer
 
 PYTHON ?= python3
@@ -35,6 +35,8 @@ test: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/pytest -m matrix -n 2
+	$(BIN)/pytest -m hypothesis --hypothesis-profile=random
+	$(BIN)/pytest --hypothesis-profile=random tests/policy/test_*_machine.py
 	$(BIN)/python -m scripts.soak $(SOAK)
 
 SANITIZED := build/sanitize

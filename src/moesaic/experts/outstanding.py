@@ -112,7 +112,7 @@ class Sent:
     def _mark(self, places: IntArray) -> int:
         """These of the pairs are there; how many of them were not before."""
         if self._arrived is None:
-            if len(places) == self.left:  # a poll tells of each row once
+            if len(places) == self.left:  # `places` names each once
                 self.left = 0
                 return len(places)
             self._arrived = np.zeros(self.left, dtype=bool)
