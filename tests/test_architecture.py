@@ -33,7 +33,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     # a server reads its own weights and decides what runs next; a client decides who is asked
     "experts": (
         *("config", "core", "kernels", "models", "policy.brain.service", "policy.microqueue"),
-        *("policy.gate", "policy.replicas", "trace", "transport"),
+        *("policy.gate", "policy.replicas", "policy.worth", "trace", "transport"),
     ),
     "offload": ("core", "kernels", "kvcache", "models", "policy"),
     # reads memory and disk, and multiplies, by what the engine does it with

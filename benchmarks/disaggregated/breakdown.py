@@ -129,7 +129,7 @@ def watch_worker() -> None:
     from moesaic.kernels.native import recording
     from moesaic.models import block
     from moesaic.policy import kvblocks
-    from moesaic.policy.brain import asynchronous, barrier, one_process
+    from moesaic.policy.brain import asynchronous, barrier, one_process, runs
     from moesaic.runtime import executor, forward, layered, worker
 
     watch = Stopwatch()
@@ -137,7 +137,7 @@ def watch_worker() -> None:
     watch.wrap(StreamConnection, "receive", "waiting")
     for brain in (one_process.OneProcess, barrier.Barrier, asynchronous.Asynchronous):
         watch.wrap(brain, "handle", "schedule")
-    for module in (one_process, asynchronous):
+    for module in (one_process, runs):
         watch.wrap(module, "step_plan", "page table")
     for name in ("allocate", "commit", "free"):
         watch.wrap(kvblocks.KVBlocks, name, "page table")
@@ -145,8 +145,7 @@ def watch_worker() -> None:
     watch.wrap(forward.Walk, "advance", "pre-processing")
     watch.wrap(layered.Layered, "run", "pre-processing")
     watch.wrap(remote.RemoteExperts, "_pump", "pre-processing")
-    for module in (forward, layered):
-        watch.wrap(module, "to_gate", "execution")
+    watch.wrap(forward, "to_gate", "execution")
     for name in ("dense", "merge"):
         watch.wrap(block.Block, name, "execution")
     watch.wrap(recording.Recording, "run", "execution")

@@ -94,6 +94,6 @@ def launch(
 
 def _checked(config: WorkerConfig, cluster: ClusterConfig | None) -> Path:
     """Where the checkpoint is. Raises ConfigError for settings that do not go together."""
-    if config.queues.expert_batch_pairs > 1 and (cluster is None or cluster.expert_servers == 0):
+    if config.queues.expert_batch_pairs is not None and (cluster is None or cluster.expert_servers == 0):
         raise ConfigError.field("--expert-servers", 0, "at least 1 with --expert-batch-pairs")
     return files.resolve(config.model.model, config.model.revision)

@@ -27,13 +27,13 @@ def test_rows_count_for_as_long_as_they_waited() -> None:
     one = brain()
     watched = depths.Watched(one, 0.0)
     watched.before_change(1.0)
-    one._ready.tokens[1] = 4
+    one._ready._rows[1] = 4
     watched.before_change(3.0)
-    one._ready.tokens[1] = 0
+    one._ready._rows[1] = 0
     assert watched.ask(4.0) == (2.0, [0.0, 2.0, 0.0, 0.0])
     assert watched.ask(5.0) == (4.5, [0.0, 0.0, 0.0, 0.0])
     watched.before_change(5.5)
-    one._ready.tokens[3] = 8
+    one._ready._rows[3] = 8
     assert watched.ask(6.0) == (5.5, [0.0, 0.0, 0.0, 4.0])  # no change since, but time has passed
 
 
@@ -54,10 +54,10 @@ def test_brains_are_watched_from_their_making_on(monkeypatch: pytest.MonkeyPatch
         return one.handle(Arrived([Request(number, [5, 6, 7], SamplingParams(max_tokens=4))]), now)
 
     assert isinstance(arrive(0)[-1], RunLayer)
-    one._ready.tokens[2] = 6
+    one._ready._rows[2] = 6
     now = 2.0
     arrive(1)
-    one._ready.tokens[2] = 0
+    one._ready._rows[2] = 0
     now = 3.0
     assert watched.ask(now) == (1.5, [0.0, 0.0, 4.0, 0.0])
 

@@ -8,9 +8,16 @@ import pytest
 
 from moesaic.config import ExpertServerConfig, QueueConfig
 from moesaic.core.experts import ExpertLayout
-from moesaic.experts.process import BARRIER_SECONDS, EVERYBODY, _policy, _start_rule
-from moesaic.policy.brain.service import Enough
-from moesaic.policy.microqueue import Defrag, DefragWithHistory, FirstLayerFirst, MostTokensFirst
+from moesaic.experts.process import (
+    BARRIER_SECONDS,
+    EVERYBODY,
+    LONGEST_WAIT,
+    WAITED_RUNS,
+    _policy,
+    _start_rule,
+)
+from moesaic.policy.brain.service import Enough, WhileSmall
+from moesaic.policy.microqueue import Defrag, DefragWithHistory, FirstLayerFirst
 
 LAYOUT = ExpertLayout({0: "a", 1: "b"}, "g", "u", "d", 8, 4, 2, 1, "float32")
 
@@ -22,19 +29,20 @@ def config(**settings: Any) -> ExpertServerConfig:
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "async"])
-def test_a_run_begins_at_once_unless_it_is_told_to_wait(schedule: str) -> None:
-    assert _start_rule(config(schedule=schedule)) == Enough(pairs=1, wait=0.0)
+def test_a_run_begins_as_it_is_told_or_as_it_is_worth(schedule: str) -> None:
+    assert _start_rule(config(schedule=schedule), 4) == WhileSmall(24, LONGEST_WAIT, WAITED_RUNS)
     waiting = QueueConfig(expert_batch_pairs=24, expert_batch_wait=2.5)
-    assert _start_rule(config(schedule=schedule, queues=waiting)) == Enough(pairs=24, wait=0.0025)
+    assert _start_rule(config(schedule=schedule, queues=waiting), 4) == Enough(pairs=24, wait=0.0025)
+    at_once = QueueConfig(expert_batch_pairs=1)
+    assert _start_rule(config(schedule=schedule, queues=at_once), 4) == Enough(pairs=1, wait=0.0)
 
 
 def test_at_a_barrier_it_waits_for_everybody() -> None:
-    assert _start_rule(config(schedule="barrier")) == Enough(EVERYBODY, BARRIER_SECONDS)
+    assert _start_rule(config(schedule="barrier"), 4) == Enough(EVERYBODY, BARRIER_SECONDS)
 
 
 def test_the_policy_that_is_set_counts_where_servers_have_queues_of_one() -> None:
-    assert _policy(config(schedule="lockstep")) == MostTokensFirst()
-    assert _policy(config(schedule="barrier")) == FirstLayerFirst()
+    assert _policy(config(schedule="lockstep")) == _policy(config(schedule="barrier")) == FirstLayerFirst()
     assert _policy(config(schedule="async")) == Defrag(urgency=None)
     said = QueueConfig(queue_urgency=0.5)
     assert _policy(config(schedule="async", queue_policy="flfs", queues=said)) == FirstLayerFirst(urgency=0.5)

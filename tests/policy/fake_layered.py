@@ -286,7 +286,7 @@ class FakeLayered(FakeExecutor):
         """After `drain`: as of FakeExecutor; and nothing waits or is kept."""
         super().check_everybody()
         brain = self.asynchronous
-        assert not self.asked and not len(brain._pool) and not brain._unread and not brain._units
+        assert not self.asked and not len(brain._runs) and not brain._units
         assert not brain._ready.tokens.any() and not brain._rows
         assert set(self.out) | self.failed == self.forgotten
 

@@ -22,10 +22,12 @@ from moesaic.policy.brain.actions import (
     StepFailed,
 )
 from moesaic.policy.brain.asynchronous import Asynchronous
-from moesaic.policy.brain.ready import Gather, Ready
-from moesaic.policy.brain.unit import joined
+from moesaic.policy.brain.plan import step_plan
+from moesaic.policy.brain.ready import Gather
+from moesaic.policy.brain.unit import Run, Unit, sources
 from moesaic.policy.kvblocks import KVBlocks
 from moesaic.policy.microqueue import POLICIES, Defrag, FirstLayerFirst, MostTokensFirst, policy_named
+from moesaic.policy.sequence import Sequence
 
 from .fake_executor import FakeExecutor
 from .fake_layered import FakeLayered
@@ -167,9 +169,13 @@ def test_rows_under_way_are_at_most_those_of_a_step() -> None:
 
 
 def test_neighbouring_sources_are_joined() -> None:
-    sources = [Source(3, 0, 2), Source(3, 2, 3), Source(3, 4, 5), Source(4, 5, 6), Source(4, 6, 9)]
-    assert joined(sources) == [Source(3, 0, 3), Source(3, 4, 5), Source(4, 5, 9)]
-    assert joined([]) == []
+    sequence = Sequence(request(0, [1]), 64, 0.0)
+    plan = step_plan(0, [], KVBlocks(8, 4))
+    third, fourth = Run(3, 0, plan, [], 0), Run(4, 0, plan, [], 0)
+    rows = [(third, 0, 2), (third, 2, 3), (third, 4, 5), (fourth, 5, 6), (fourth, 6, 9)]
+    units = [Unit(sequence, stop - start, run, start) for run, start, stop in rows]
+    assert sources(units) == [Source(3, 0, 3), Source(3, 4, 5), Source(4, 5, 9)]
+    assert sources([]) == sources([Unit(sequence, 1)]) == []
     subject = worker(top_k=1)
     subject.arrive(request(0, [1, 2]), request(1, [3]))
     subject.step()
@@ -436,9 +442,9 @@ def test_the_policy_sees_rows_and_how_long_the_oldest_waits() -> None:
 
 
 def test_rows_wait_for_others_while_answers_are_out() -> None:
-    """Four units under way; the parts of one are in: with share 0.5 it waits for a second one."""
-    for share, goes in ((0.0, True), (0.25, True), (0.5, False)):
-        subject = FakeLayered(Limits(4, 16, 64), 32, 4, policy=Defrag(), top_k=1, gather=Gather(share))
+    """Four units under way; the parts of one are in: where two rows are worth a run it waits for another."""
+    for rows, goes in ((0, True), (1, True), (2, False)):
+        subject = FakeLayered(Limits(4, 16, 64), 32, 4, policy=Defrag(), top_k=1, gather=Gather(rows))
         subject.arrive(*(request(number, [number]) for number in range(4)))
         subject.step()
         subject.answer(0, [2])
@@ -451,7 +457,7 @@ def test_rows_wait_for_others_while_answers_are_out() -> None:
 
 
 def test_nobody_waits_for_a_cancelled_request() -> None:
-    subject = FakeLayered(Limits(4, 16, 64), 32, 4, policy=Defrag(), top_k=1, gather=Gather(1.0))
+    subject = FakeLayered(Limits(4, 16, 64), 32, 4, policy=Defrag(), top_k=1, gather=Gather(99))
     subject.arrive(request(0, [1]), request(1, [2]))
     subject.step()
     subject.answer(0, [0])
@@ -460,16 +466,46 @@ def test_nobody_waits_for_a_cancelled_request() -> None:
     assert subject.action is not None and subject.action.plan.request_ids.tolist() == [0]
 
 
-def test_a_chunk_and_decodes_go_on_without_each_other() -> None:
-    """A chunk has most of the rows, decodes are most of the units: neither waits for the other."""
-    ready = Ready(3)
-    ready.tokens[:, 0], ready.units[:, 0] = [512, 4, 1], [1, 4, 1]
-    assert Gather(0.5).enough(ready, all_rows=516, all_units=5)[:, 0].tolist() == [True, True, False]
+def test_enough_is_worth_a_run_or_all_there_is() -> None:
+    ready = np.array([[512], [64], [4]])
+    assert Gather(64).enough(ready, under_way=580)[:, 0].tolist() == [True, True, False]
+    assert Gather(999).enough(ready, under_way=512)[:, 0].tolist() == [True, False, False]
+    assert Gather().enough(ready, under_way=580).all()
+
+
+def test_rows_that_go_on_together_keep_their_batch() -> None:
+    """The same object; whoever goes on with others, or without some, has another."""
+    subject = worker(layers=3, top_k=1)
+    subject.arrive(request(0, [1]), request(1, [2]), request(2, [3]))
+    first = subject.action
+    assert first is not None
+    subject.step()
+    subject.answer(0, [2, 0, 1])
+    second = subject.action
+    assert second is not None and second.plan.batch is first.plan.batch and second.plan.step == 1
+    subject.step()
+    subject.answer(1, [2])
+    third = subject.action
+    assert third is not None and third.plan.request_ids.tolist() == [2]
+    assert third.plan.batch is not first.plan.batch
+    subject.drain()
+    subject.check_everybody()
+
+
+def test_rows_stand_in_the_order_of_the_run_that_they_come_from() -> None:
+    """However their experts answered."""
+    subject = FakeLayered(Limits(4, 16, 64), 32, 4, policy=Defrag(), top_k=1, gather=Gather(99))
+    subject.arrive(*(request(number, [number]) for number in range(3)))
+    subject.step()
+    for pair in (2, 0, 1):
+        subject.answer(0, [pair])
+    assert subject.action is not None and subject.action.sources == [Source(0, 0, 3)]
 
 
 def test_too_few_rows_hold_up_no_others() -> None:
-    """Six units, share 0.5: flfs would take the one that waits at the first gate, where three go on later."""
-    subject = FakeLayered(Limits(8, 16, 64), 32, 4, policy=FirstLayerFirst(), top_k=1, gather=Gather(0.5))
+    """Six units, three are worth a run: flfs would take the one that waits at the first gate, and three go on
+    later."""
+    subject = FakeLayered(Limits(8, 16, 64), 32, 4, policy=FirstLayerFirst(), top_k=1, gather=Gather(3))
     subject.arrive(*(request(number, [number]) for number in range(6)))
     subject.step()
     subject.answer(0, [1, 2, 3])

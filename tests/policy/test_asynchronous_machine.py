@@ -53,7 +53,7 @@ class AsynchronousMachine(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         layers=st.integers(1, 4),
         top_k=st.sampled_from([1, 2, 6, 8]),
-        share=st.sampled_from([0.0, 0.4, 1.0]),
+        worth=st.sampled_from([0, 3, 99]),
     )
     def start(
         self,
@@ -67,13 +67,13 @@ class AsynchronousMachine(RuleBasedStateMachine):
         policy: Callable[[], QueuePolicy],
         layers: int,
         top_k: int,
-        share: float,
+        worth: int,
     ) -> None:
         self.limits = Limits(seats, seats + extra_rows, max_len, chunk)
         self.pool = (-(-max_len // size) + extra_blocks, size, reuse)
-        self.policy, self.model = policy, (layers, top_k, Gather(share))
+        self.policy, self.model = policy, (layers, top_k, Gather(worth))
         self.executor = FakeLayered(
-            self.limits, *self.pool, policy=policy(), layers=layers, top_k=top_k, gather=Gather(share)
+            self.limits, *self.pool, policy=policy(), layers=layers, top_k=top_k, gather=Gather(worth)
         )
 
     @rule(shapes=st.lists(SHAPES, min_size=1, max_size=4), known=st.sampled_from([0, 0, 0, 2, 9]))

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from moesaic.policy.brain.service import Enough, Run, Service, StartRule
+from moesaic.policy.brain.service import Enough, Run, Service, StartRule, Waiting, WhileSmall
 from moesaic.policy.microqueue import Defrag, FirstLayerFirst, MostTokensFirst, QueuePolicy
 
 from .replay import equal
@@ -106,10 +106,36 @@ def test_a_call_without_pairs_runs_with_the_others_of_its_layer() -> None:
 
 def test_enough_is_pairs_or_patience_or_everybody() -> None:
     rule = Enough(pairs=4, wait=0.5)
-    assert not rule.ready(pairs=3, oldest=0.4, clients=2, waiting=1)
-    assert rule.ready(pairs=4, oldest=0.0, clients=2, waiting=1)
-    assert rule.ready(pairs=1, oldest=0.5, clients=2, waiting=1)
-    assert rule.ready(pairs=1, oldest=0.0, clients=2, waiting=2)
+    assert not rule.ready(Waiting(pairs=3, usual=9.0, clients=2, asking=1))
+    assert rule.ready(Waiting(pairs=4, usual=0.0, clients=2, asking=1))
+    assert rule.ready(Waiting(pairs=1, usual=0.0, clients=2, asking=2))
+    assert rule.patience(took=9.0) == 0.5
+
+
+def test_clients_with_small_calls_wait_for_each_other() -> None:
+    rule = WhileSmall(pairs=32, wait=0.1, runs=3.0)
+    assert not rule.ready(Waiting(pairs=99, usual=31.0, clients=2, asking=1))
+    assert rule.ready(Waiting(pairs=1, usual=31.0, clients=2, asking=2))
+    assert rule.ready(Waiting(pairs=1, usual=32.0, clients=2, asking=1)), "larger ones come as they are"
+    assert [rule.patience(took) for took in (0.0, 0.01, 9.0)] == [0.0, pytest.approx(0.03), 0.1]
+
+
+def test_calls_that_grow_are_not_waited_for_any_more() -> None:
+    """And those that shrink are. Before anything ran, nobody knows what waiting costs, so nobody waits."""
+    subject, now, call = service(rule=WhileSmall(pairs=4, wait=0.5, runs=3.0)), 0.0, 0
+    waited = []
+    for size in [1] * 5 + [8] * 12 + [1] * 30:
+        ask(subject, call, 0, 3, [0] * size, now)
+        waited.append(subject.next_run(now) is None)
+        if waited[-1]:
+            left = subject.wait(now)
+            assert left is not None and 0 < left <= 0.5
+            ask(subject, call + 1, 1, 3, [0], now)
+            assert len(parts(subject.next_run(now))) == 2
+        subject.client_joined(1)
+        now, call = now + 0.1, call + 2
+        assert subject.next_run(now) is None
+    assert waited[:5] == [False] + [True] * 4 and not waited[16] and waited[-1]
 
 
 def test_a_start_waits_for_the_other_client() -> None:
@@ -117,7 +143,7 @@ def test_a_start_waits_for_the_other_client() -> None:
     ask(subject, 0, 0, 3, [1], now=1.0)
     ask(subject, 1, 0, 3, [2], now=1.2)  # the same client again: the other one has nothing in
     assert subject.next_run(1.2) is None
-    assert subject.wait(1.2, longest=0.5) == pytest.approx(0.3)
+    assert subject.wait(1.2) == pytest.approx(0.3)
     ask(subject, 2, 1, 5, [2], now=1.3)
     assert parts(subject.next_run(1.3)) == [(0, [0]), (1, [0])]
     assert subject.next_run(1.3) is None, "client 0 has nothing in now"
@@ -126,9 +152,9 @@ def test_a_start_waits_for_the_other_client() -> None:
 
 def test_there_is_nothing_to_wait_for_without_calls() -> None:
     subject = service(rule=Enough(pairs=10, wait=0.5))
-    assert subject.wait(0.0, longest=0.5) is None and subject.next_run(1e9) is None
+    assert subject.wait(0.0) is None and subject.next_run(1e9) is None
     ask(subject, 0, 0, 3, [1], now=1.0)
-    assert subject.wait(100.0, longest=0.5) == 0.0
+    assert subject.wait(100.0) == 0.0
 
 
 def test_a_client_waits_until_its_last_pair_runs() -> None:
@@ -196,11 +222,14 @@ class Asked:
 
 class ServiceMachine(RuleBasedStateMachine):
     @initialize(
-        groups=st.sampled_from([1, EXPERTS]), pairs=st.integers(1, 6), wait=st.sampled_from([0.0, 2.0])
+        groups=st.sampled_from([1, EXPERTS]),
+        pairs=st.integers(1, 6),
+        wait=st.sampled_from([0.0, 2.0]),
+        small=st.booleans(),
     )
-    def start(self, groups: int, pairs: int, wait: float) -> None:
-        self.subject = service(groups, Enough(pairs, wait), clients=0)
-        self.groups, self.longest = groups, wait
+    def start(self, groups: int, pairs: int, wait: float, small: bool) -> None:
+        rule = WhileSmall(pairs, wait, runs=2.0) if small else Enough(pairs, wait)
+        self.subject, self.groups = service(groups, rule, clients=0), groups
         self.now, self.calls, self.clients = 0.0, dict[int, Asked](), set[int]()
 
     @rule(client=st.integers(0, 3))
@@ -251,7 +280,7 @@ class ServiceMachine(RuleBasedStateMachine):
             return
         left = sum(len(asked.experts) - asked.computed.total() for asked in self.calls.values())
         assert self.subject.waiting_pairs == left
-        assert (self.subject.wait(self.now, self.longest) is None) == (left == 0)
+        assert (self.subject.wait(self.now) is None) == (left == 0)
 
     def teardown(self) -> None:
         if not hasattr(self, "subject"):
@@ -312,7 +341,7 @@ def traffic(recorded: Recorded, turns: int) -> None:
             calls += 1
         if rng.random() < 0.5:
             recorded.tell("next_run", now)
-            recorded.tell("wait", now, 0.5)
+            recorded.tell("wait", now)
 
 
 def replayed(subject: Service, log: list[tuple[str, tuple[Any, ...], object]]) -> bool:

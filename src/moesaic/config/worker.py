@@ -109,9 +109,11 @@ class QueueConfig:
     queue_history: int = 0
     """With --schedule async and --queue-policy defrag: in the look ahead a layer also counts for the rows
     that waited there at the last so many choices, on average; 0: only for those of now."""
-    expert_batch_pairs: int = 1
+    expert_batch_pairs: int | None = None
     """(row, expert) pairs with which an expert server begins a run; 1: it begins with whatever is there.
-    It never waits longer than until each of its clients has asked."""
+    None: with whatever is there where calls mostly have 6 pairs or more for each expert that it has; else
+    its clients wait for each other, for three runs at most. It never waits longer than until each of them has
+    asked."""
     expert_batch_wait: float = 0.0
     """With --expert-batch-pairs: milliseconds after which it begins with fewer, at most 100."""
 
@@ -119,13 +121,16 @@ class QueueConfig:
         if self.queue_urgency is not None and not 0 <= self.queue_urgency < math.inf:
             raise ConfigError.field("--queue-urgency", self.queue_urgency, "seconds, 0 or more")
         at_least("--queue-history", self.queue_history, 0)
-        at_least("--expert-batch-pairs", self.expert_batch_pairs, 1)
+        if self.expert_batch_pairs is not None:
+            at_least("--expert-batch-pairs", self.expert_batch_pairs, 1)
         if not 0 <= self.expert_batch_wait <= 100:
             raise ConfigError.field("--expert-batch-wait", self.expert_batch_wait, "milliseconds, 0 to 100")
-        if self.expert_batch_pairs > 1 and not self.expert_batch_wait:
+        if (self.expert_batch_pairs or 1) > 1 and not self.expert_batch_wait:
             raise ConfigError.field("--expert-batch-wait", 0, "above 0 with --expert-batch-pairs")
-        if self.expert_batch_wait and self.expert_batch_pairs == 1:
-            raise ConfigError.field("--expert-batch-pairs", 1, "at least 2 with --expert-batch-wait")
+        if self.expert_batch_wait and self.expert_batch_pairs in (None, 1):
+            raise ConfigError.field(
+                "--expert-batch-pairs", self.expert_batch_pairs, "at least 2 with --expert-batch-wait"
+            )
 
     def urgency(self, default: float | None) -> float | None:
         """Seconds, as policies take it; None: never. default: where nothing was said.
@@ -144,7 +149,7 @@ class QueueConfig:
         ):
             if given and schedule != "async":
                 raise ConfigError.field("--schedule", schedule, f"async with {flag}")
-        if self.expert_batch_pairs > 1 and schedule == "barrier":
+        if schedule == "barrier" and self.expert_batch_pairs is not None:
             allowed = "lockstep, async with --expert-batch-pairs: at a barrier servers wait for all workers"
             raise ConfigError.field("--schedule", schedule, allowed)
 

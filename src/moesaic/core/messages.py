@@ -188,7 +188,7 @@ class Enlisted:
     queue_policy: str
     queue_urgency: float | None = None
     queue_history: int = 0
-    expert_batch_pairs: int = 1
+    expert_batch_pairs: int | None = None
     expert_batch_wait: float = 0.0
     """Milliseconds."""
 

@@ -16,7 +16,8 @@ from moesaic.experts.arithmetic import Arithmetic
 from moesaic.experts.server import ExpertServer
 from moesaic.experts.traced import TracedArithmetic, TracedService
 from moesaic.models.headers import STORED
-from moesaic.policy.brain.service import Enough, Service
+from moesaic.policy import worth
+from moesaic.policy.brain.service import Enough, Service, StartRule, WhileSmall
 from moesaic.policy.microqueue import QueuePolicy, policy_named
 from moesaic.trace.track import Track
 from moesaic.transport.bell import Bell
@@ -28,9 +29,13 @@ EVERYBODY = 1 << 62
 """Pairs that are never there: a run starts when every client's rows are in."""
 BARRIER_SECONDS = 1.0
 """A client that a run waited for in vain has died or gone elsewhere."""
-_POLICIES = {"lockstep": "mtfs", "barrier": "flfs"}
-"""What runs next by schedule; async: as set. With a barrier, clients that came out of step at a death would
-stay so if the fuller queue ran first: who is behind goes first, and meets the others at their layer."""
+LONGEST_WAIT, WAITED_RUNS = 0.1, 3.0
+"""Seconds, and runs, that a server waits for clients that have not asked yet, at most: whoever is a layer
+behind has caught up by then."""
+_POLICIES = {"lockstep": "flfs", "barrier": "flfs"}
+"""What runs next by schedule; async: as set. Clients that are out of step would stay so if the fuller queue
+ran first, and two servers could each wait for the one that the other serves later: who is behind goes first,
+and meets the others at their layer."""
 
 
 def serve(supervisor: StreamConnection, config: ExpertServerConfig, bell: Bell, secret: bytes = b"") -> int:
@@ -49,13 +54,13 @@ def serve(supervisor: StreamConnection, config: ExpertServerConfig, bell: Bell, 
     arithmetic = _arithmetic(config)
     arithmetic.take(first.experts)
     listener = Listener(config.address, secret or first.secret)
-    rule, policy = _start_rule(config), _policy(config)
+    rule, policy = _start_rule(config, max(map(len, first.experts.values()), default=0)), _policy(config)
     service = Service(config.layout.layers, policy, rule)
     if config.trace is not None:
         track = Track(Path(config.trace), time.monotonic)
         service = traced = TracedService(track, config.layout.layers, policy, rule)
         arithmetic = TracedArithmetic(arithmetic, traced, track)
-    server = ExpertServer(config.layout, arithmetic, listener, service, time.monotonic, rule.wait)
+    server = ExpertServer(config.layout, arithmetic, listener, service, time.monotonic)
     holding = _Holding(supervisor, arithmetic, listener.address, config.threads)
     holding.tell(first)
     stopped = threading.Event()
@@ -76,10 +81,14 @@ def serve(supervisor: StreamConnection, config: ExpertServerConfig, bell: Bell, 
         server.close()
 
 
-def _start_rule(config: ExpertServerConfig) -> Enough:
+def _start_rule(config: ExpertServerConfig, experts: int) -> StartRule:
+    """experts: of a layer that this server begins with, the most."""
     if config.schedule == "barrier":
         return Enough(EVERYBODY, BARRIER_SECONDS)
-    return Enough(config.queues.expert_batch_pairs, config.queues.expert_batch_wait / 1000)
+    pairs, wait = config.queues.expert_batch_pairs, config.queues.expert_batch_wait
+    if pairs is None:
+        return WhileSmall(worth.pairs(experts), LONGEST_WAIT, WAITED_RUNS)
+    return Enough(pairs, (wait or 0.0) / 1000)
 
 
 def _policy(config: ExpertServerConfig) -> QueuePolicy:

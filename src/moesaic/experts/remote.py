@@ -42,10 +42,11 @@ class RemoteExperts:
         connector: Connector,
         bell: Bell,
         clock: Callable[[], float],
-        tell: bool = False,
+        tell: int | None = None,
         everyone: bool = False,
     ) -> None:
-        """bell: the one that `connector` rings. tell: keep what comes in for `arrivals`. everyone: each
+        """bell: the one that `connector` rings. tell: keep what comes in for `arrivals`, and of
+        submissions of at most so many rows only once all of it is there. everyone: each
         submission asks each server, those that hold none of its experts with an empty call (for barriers).
         """
         self._layout = layout
@@ -204,8 +205,10 @@ class RemoteExperts:
         submission = sent.submission
         pairs, fresh = sent.receive(indices)
         submission.missing -= fresh
-        if self._tell:
+        if self._tell is not None and len(submission.hidden) > self._tell:
             self._news.append((submission.ticket, pairs))
+        elif self._tell is not None and fresh and not submission.missing:
+            self._news.append((submission.ticket, every_pair(len(submission.experts), submission.top_k)[0]))
         self._replicas.answered(end.entry.server, fresh, self._clock())
         if not sent.left:
             del end.calls[sent.call.number]

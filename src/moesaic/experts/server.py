@@ -70,16 +70,13 @@ class ExpertServer:
         listener: Listener,
         service: Service,
         clock: Callable[[], float],
-        longest_wait: float = 0.0,
     ) -> None:
-        """longest_wait: of the brain's start rule, seconds."""
         self._layout = layout
         self._arithmetic = arithmetic
         self._listener = listener
         self._service = service
         self._gate = Gate()
         self._clock = clock
-        self._longest_wait = longest_wait
         self._ends: dict[int, Answerer] = {}
         self._calls: dict[int, _Call] = {}
         self._next_client = 0
@@ -109,7 +106,7 @@ class ExpertServer:
         if run is not None:
             self._run(run, now)
             return
-        patience = self._service.wait(now, self._longest_wait)
+        patience = self._service.wait(now)
         limits = [limit for limit in (timeout, patience) if limit is not None]
         fds = (self._listener.fileno(), *bells)
         wait(list(self._ends.values()), fds, min(limits, default=None), SPIN)

@@ -120,6 +120,11 @@ class Batching:
             sequence.stage = Stage.FINISHED
         return sequence
 
+    @property
+    def may_admit(self) -> bool:
+        """Somebody waits and there is a seat; whether there are blocks is for `schedule` to see."""
+        return bool(self.waiting) and len(self.running) < self.limits.max_num_seqs
+
     def free(self, sequence: Sequence) -> None:
         """Give back the blocks of a removed request that ran. No step may use them any more."""
         self.blocks.free(sequence.request_id)

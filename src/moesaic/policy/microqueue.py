@@ -102,6 +102,8 @@ class Defrag(_Switches):
 
     def choose(self, tokens: IntArray, waited: FloatArray, past: FloatArray | None = None) -> Queue | None:
         """As QueuePolicy. past: [B] rows to add to each layer's total in the lookahead."""
+        if np.count_nonzero(tokens) == 1:  # mostly so, and scores take a while
+            return _best(tokens, tokens)
         return self.urgent(tokens, waited) or _best(tokens, self.scores(tokens, past))
 
     def scores(self, tokens: IntArray, past: FloatArray | None = None) -> FloatArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from moesaic.kernels.table import Recorder, Recording
 from moesaic.kvcache.paged import PagedKV
 from moesaic.models.block import Block, Gated
 from moesaic.models.model import Model
-from moesaic.runtime.walk import Chosen, Combine, Stages, Walk
+from moesaic.runtime.walk import Chosen, Combine, Dropped, Held, Stages, Walk
 
 RECORDED_ROWS = 64
 """Decode steps of more rows are not recorded: Python's share of their time is small."""
@@ -72,6 +73,11 @@ class Forward:
             return Walk(self._experts, self._recorded(batch, recorded, chosen), chosen)
         return Walk(self._experts, self._last_rows(batch, chosen), chosen)
 
+    def begin_behind(self, place: int, batch: TokenBatch, hidden: torch.Tensor) -> Walk:
+        """As `begin`, of rows [n, h] that the experts of `place` layers have answered already."""
+        first = self._model.spec.moe_layers[place - 1] + 1
+        return Walk(self._experts, self._last_rows(batch, [], hidden, first))
+
     def _only_experts(self) -> Stages:
         """A step without rows: whoever waits for everybody's rows at each layer waits for these too."""
         hidden = torch.zeros((0, self._model.spec.hidden_size), device=self._device)
@@ -81,11 +87,13 @@ class Forward:
             yield None
         return hidden
 
-    def _last_rows(self, batch: TokenBatch, chosen: Chosen) -> Stages:
+    def _last_rows(
+        self, batch: TokenBatch, chosen: Chosen, hidden: torch.Tensor | None = None, first: int = 0
+    ) -> Stages:
         attention = AttentionBatch.build(batch, self._block_size, self._device)
         positions = torch.from_numpy(batch.positions).to(self._device)
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)
-        hidden = yield from self._walk(token_ids, positions, attention, chosen)
+        hidden = yield from self._walk(token_ids, positions, attention, chosen, hidden, first)
         return hidden[torch.from_numpy(batch.logit_rows).to(self._device)]
 
     def _walk(
@@ -94,10 +102,14 @@ class Forward:
         positions: torch.Tensor,
         attention: AttentionBatch,
         chosen: Chosen,
+        hidden: torch.Tensor | None = None,
+        first: int = 0,
     ) -> Stages:
-        """Every stage of every block. Returns hidden states [n, h]; chosen: gets each layer's expert ids."""
-        hidden = self._model.embed(token_ids)
-        for layer, block in enumerate(self._model.blocks):
+        """Every stage of every block, or of those from `first` on, where rows are `hidden` [n, h]. Returns
+        hidden states [n, h]; chosen: gets each layer's expert ids."""
+        if hidden is None:
+            hidden = self._model.embed(token_ids)
+        for layer, block in enumerate(self._model.blocks[first:], first):
             gated = to_gate(block, layer, hidden, positions, attention, self._kv)
             del hidden  # as in every stage: many rows are megabytes, and go as soon as nothing needs them
             if gated.expert_ids is None:
@@ -106,19 +118,24 @@ class Forward:
             chosen.append(gated.expert_ids)  # in a recording: from now on nothing else is written there
             ask, gated = self._combine.ask(layer, gated)
             yield ask
-            dense = block.dense(gated.normed)
-            answer = yield None
-            hidden = block.merge(gated, dense, None if answer is None else answer.to(self._device))
-            del gated, ask, dense, answer
+            held = Held(block, gated, block.dense(gated.normed))
+            del gated, ask
+            answer = yield held
+            hidden = held.merge(None if answer is None else answer.to(self._device))
+            del held, answer
         return hidden
 
     def _recorded(self, batch: TokenBatch, recorded: _Recorded, chosen: Chosen) -> Stages:
         """A decode step. The first one of its size is recorded."""
         decode = recorded.decodes.get(batch.num_rows)
-        if decode is None:
-            hidden = yield from self._record(batch, recorded)
-        else:
-            hidden = yield from decode.replay(batch)
+        try:
+            if decode is None:
+                hidden = yield from self._record(batch, recorded)
+            else:
+                hidden = yield from decode.replay(batch)
+        except Dropped:
+            self._free.append(recorded)
+            raise
         chosen += recorded.decodes[batch.num_rows].chosen
         self._free.append(recorded)  # not where the step broke off: late answers may be written there
         return hidden
@@ -175,18 +192,30 @@ def to_partial(
     return block.output_projection(attended)
 
 
-_Item = Ask | torch.Tensor | None
+_Item = Ask | Held | torch.Tensor | None
 """What stages yield, or in the end return."""
 
 
 def _next(stages: Stages, answer: torch.Tensor | None, out: torch.Tensor | None) -> _Item:
-    """The next item of `stages`, all of whose questions are answered in `out`."""
+    """The next item of `stages`, all of whose questions are answered in `out`.
+
+    A recording keeps its items for ever, but what one holds matters until the answer is there: then later
+    stages may have the memory, as they will in every replay.
+    """
     try:
-        ask = stages.send(answer)
+        item = stages.send(answer)
     except StopIteration as end:
         hidden: torch.Tensor = end.value
         return hidden
-    return None if ask is None else replace(ask, out=out)
+    if isinstance(item, Ask):
+        return replace(item, out=out)
+    return None if item is None else item.each(_borrowed)
+
+
+def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, which this one does not keep: whoever looks at it knows that it is still there."""
+    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.from_numpy(np.ctypeslib.as_array(memory)).view(tensor.dtype).view(tensor.shape)
 
 
 def _in_one(walk: Walk) -> Stages:

@@ -20,6 +20,7 @@ from moesaic.experts.remote import RemoteExperts
 from moesaic.kvcache.paged import PagedKV, bytes_per_token
 from moesaic.models.checkpoint import Progress
 from moesaic.offload.padding import block_pool
+from moesaic.policy import worth
 from moesaic.policy.batching import Limits
 from moesaic.policy.brain.actions import Brain
 from moesaic.policy.brain.asynchronous import Asynchronous
@@ -54,8 +55,6 @@ from moesaic.transport.bell import Bell
 URGENT_SECONDS = 0.1
 """Rows of the asynchronous brain that waited for longer run first, as in the public code of its paper; see
 --queue-urgency."""
-GATHER_SHARE = 0.3
-"""Of a worker's rows under way, before some go on without the rest: measured, see docs/measurements.md."""
 HEAP_SLACK = 1 << 20
 """Bytes of a connection's shared memory beside its rows."""
 
@@ -94,13 +93,13 @@ def build_worker(
     experts: RoutedExperts = DirectExperts(loaded.model.experts, loaded.kernels, rows)
     trace = traced.timeline(config.trace, clock)
     recorded = 0 if config.model.enforce_eager else -(-max_model_len // block_size)
-    layered: Layered | None = None
+    remote: RemoteExperts | None = None
     combine = _combine(scheduler, layout, loaded.device)
     if layout is not None and combine is not None:
         experts = remote = _remote(config, layout, clock, trace)
-        layered = Layered(loaded.model, remote, kv, block_size, loaded.device, combine)
     brain = _brain(config, limits, blocks, layout)
     forward = Forward(loaded.model, experts, kv, block_size, loaded.device, recorded, combine)
+    layered = None if remote is None else Layered(forward, remote)
     make: Callable[..., Executor] = Executor
     if trace is not None:
         brain, make = traced.TracedBrain(brain, trace), partial(traced.TracedExecutor, trace)
@@ -186,8 +185,8 @@ def _brain(config: WorkerConfig, limits: Limits, blocks: KVBlocks, layout: Exper
         raise ConfigError.field("--schedule", scheduler.schedule, "lockstep without --expert-servers")
     urgency, history = queues.urgency(URGENT_SECONDS), queues.queue_history
     policy = policy_named(scheduler.queue_policy, urgency, history=history)
-    places, top_k, gather = len(layout.layers), layout.top_k, Gather(GATHER_SHARE)
-    return Asynchronous(limits, blocks, policy, places, top_k, gather)
+    gather = Gather(worth.rows(layout.num_experts, layout.top_k))
+    return Asynchronous(limits, blocks, policy, len(layout.layers), layout.top_k, gather)
 
 
 def _combine(scheduler: SchedulerConfig, layout: ExpertLayout | None, device: torch.device) -> Combine | None:
@@ -224,7 +223,7 @@ def _remote(
         connector,
         bell,
         clock,
-        tell=schedule == "async",
+        tell=worth.rows(layout.num_experts, layout.top_k) if schedule == "async" else None,
         everyone=schedule == "barrier",
     )
 

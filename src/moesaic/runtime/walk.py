@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import replace
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.experts.client import Ask, RoutedExperts, Ticket
-from moesaic.models.block import Gated
+from moesaic.models.block import Block, Gated
 
 
 class Combine:
@@ -34,11 +34,37 @@ class Combine:
         return ask, replace(gated, weights=self._ones[: len(gated.weights)])
 
 
+@dataclass(frozen=True)
+class Held:
+    """What the answer of a layer's experts is merged with. It never leaves the process."""
+
+    block: Block
+    gated: Gated
+    dense: torch.Tensor | None
+
+    def merge(self, rows: torch.Tensor | None) -> torch.Tensor:
+        """rows [n, k, h] -> hidden states [n, h] behind the block."""
+        return self.block.merge(self.gated, self.dense, rows)
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Held:
+        """The same of other tensors."""
+        gated = self.gated
+        assert gated.expert_ids is not None and gated.weights is not None
+        kept = gated.residual, gated.normed, gated.expert_ids, gated.weights
+        dense = None if self.dense is None else change(self.dense)
+        return Held(self.block, Gated(*map(change, kept)), dense)
+
+
 Chosen = list[torch.Tensor | IntArray]
 """[n, k] expert ids of a step's rows, layer after layer; arrays where a recording writes them each time."""
 
-Stages = Generator[Ask | None, torch.Tensor | None, torch.Tensor]
-"""Yields what it asks, and then None where it needs the answer, which it is sent; returns hidden states."""
+Stages = Generator[Ask | Held | None, torch.Tensor | None, torch.Tensor]
+"""Yields what it asks, and then, where it needs the answer, which it is sent, what that will be merged with
+(None: no rows); returns hidden states."""
+
+
+class Dropped(Exception):
+    """Is thrown into stages from which nobody goes on, once nothing is written into their memory any more."""
 
 
 class Walk:
@@ -48,39 +74,57 @@ class Walk:
         """chosen: where the stages put the expert ids of their rows."""
         self.chosen: Chosen = [] if chosen is None else chosen
         """At the end, until the next step: [n, k] expert ids of all rows, layer after layer."""
+        self.ticket: Ticket | None = None
+        """Of the question whose answer it waits for; None: before the first one, and at the end."""
+        self.held: Held | None = None
+        """What that answer will be merged with."""
         self._experts = experts
         self._stages = stages
-        self._ticket: Ticket | None = None
-        self._waits = False
 
     def advance(self) -> torch.Tensor | None:
         """Go on as far as answers are there. Returns hidden states [m, h] of the batch's logit_rows after the
         last block, before the final norm, once; None: it waits for experts. The keys and values of all rows
         are in the cache then, and the result holds until the next step."""
         while True:
-            used, answer = None, None
-            if self._waits:
-                used = self._ticket
-                assert used is not None
-                answer = self._experts.poll(used)
-                if answer is None:
-                    return None
-            try:
-                ask = self._stages.send(answer)
-            except StopIteration as end:
-                hidden: torch.Tensor = end.value
+            answer = None if self.ticket is None else self._experts.poll(self.ticket)
+            if self.ticket is not None and answer is None:
+                return None
+            hidden = self.go_on(answer)
+            if hidden is not None:
                 return hidden
-            finally:
-                if used is not None:
-                    self._experts.release(used)
-            self._waits = ask is None
-            if ask is not None:
-                self._ticket = self._experts.submit(ask)
+
+    def go_on(self, answer: torch.Tensor | None) -> torch.Tensor | None:
+        """To the next question, or to the end: the same result. answer: [n, k, h] to the question before."""
+        used, self.ticket, self.held = self.ticket, None, None
+        try:
+            ask = self._stages.send(answer)
+        except StopIteration as end:
+            hidden: torch.Tensor = end.value
+            return hidden
+        finally:
+            if used is not None:
+                self._experts.release(used)
+        assert isinstance(ask, Ask)
+        self.ticket = self._experts.submit(ask)
+        held = self._stages.send(None)
+        assert not isinstance(held, Ask)
+        self.held = held
+        return None
+
+    def drop(self) -> None:
+        """Nobody goes on from here. The last question has its answer, so that other steps may have the memory
+        of this one."""
+        try:
+            self._stages.throw(Dropped())
+        except Dropped:
+            pass
+        if self.ticket is not None:
+            self._experts.release(self.ticket)
 
     @property
     def ready(self) -> bool:
         """Whether `advance` would get any further."""
-        return not self._waits or (self._ticket is not None and self._experts.poll(self._ticket) is not None)
+        return self.ticket is None or self._experts.poll(self.ticket) is not None
 
     def finish(self) -> torch.Tensor:
         """`advance` to the end, where experts answer at once."""

@@ -18,9 +18,7 @@ step of the other schedules.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, field
 
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.tokens import IntArray
@@ -31,23 +29,20 @@ from moesaic.policy.brain.actions import (
     Cancelled,
     Emit,
     Event,
-    Forget,
     LayerDone,
     PartsArrived,
     Release,
-    RunLayer,
-    Source,
     StepDone,
     StepFailed,
     StepPlan,
 )
-from moesaic.policy.brain.plan import admit, step_plan
+from moesaic.policy.brain.plan import admit
 from moesaic.policy.brain.ready import Gather, Ready
-from moesaic.policy.brain.unit import Unit, joined
+from moesaic.policy.brain.runs import Runs
+from moesaic.policy.brain.unit import Unit
 from moesaic.policy.kvblocks import KVBlocks
 from moesaic.policy.microqueue import QueuePolicy
 from moesaic.policy.sequence import Stage
-from moesaic.policy.tokenpool import TokenPool, Units
 
 
 @dataclass(frozen=True)
@@ -55,9 +50,10 @@ class _Flight:
     """The run under way."""
 
     plan: StepPlan
-    place: int
     units: list[Unit]
     started: float
+    cancelled: list[Unit] = field(default_factory=list)
+    """Those of them whose requests were, meanwhile."""
 
 
 class Asynchronous:
@@ -78,18 +74,14 @@ class Asynchronous:
         self._blocks = blocks
         self._policy = policy
         self._places = routed_layers + 1
-        self._top_k = top_k
-        self._pool = TokenPool()
         self._gather = gather or Gather()
         self._ready = Ready(self._places)
         self._units: dict[int, Unit] = {}
         """Of each request that has one."""
         self._rows = 0
         """Of all units."""
-        self._unread: dict[int, int] = {}
-        """Run -> its rows that no later run took yet; those of dropped units are taken."""
         self._flight: _Flight | None = None
-        self._runs = 0
+        self._runs = Runs(blocks, top_k)
         self._prefill_tokens = self._decode_tokens = 0
         self._run_seconds = 0.0
 
@@ -119,7 +111,7 @@ class Asynchronous:
         return WorkerStats(
             running=len(self._batching.running),
             waiting=len(self._batching.waiting),
-            steps=self._runs,
+            steps=self._runs.count,
             preemptions=self._batching.preemptions,
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,
@@ -131,16 +123,18 @@ class Asynchronous:
 
     def _cancelled(self, request_ids: list[int]) -> list[Action]:
         """A unit in the run under way keeps its blocks until that ends."""
-        running = set() if self._flight is None else {u.sequence.request_id for u in self._flight.units}
+        flight = self._flight
+        running = set() if flight is None else {unit.sequence.request_id for unit in flight.units}
         released, actions = [], []
         for request_id in request_ids:
             was_running = request_id in self._batching.running
             sequence = self._batching.remove(request_id)
-            if sequence is None or not was_running or request_id in running:
-                continue
-            self._batching.free(sequence)
-            released.append(request_id)
-            actions += self._drop(request_id)
+            if flight is not None and sequence is not None and request_id in running:
+                flight.cancelled.append(self._units[request_id])
+            elif sequence is not None and was_running:
+                self._batching.free(sequence)
+                released.append(request_id)
+                actions += self._drop(request_id)
         return actions + ([Release(released)] if released else [])
 
     def _drop(self, request_id: int) -> list[Action]:
@@ -148,8 +142,7 @@ class Asynchronous:
         if request_id not in self._units:
             return []
         unit = self._end(request_id)
-        self._pool.drop(request_id)
-        return self._taken([unit])
+        return self._runs.drop(unit)
 
     def _end(self, request_id: int) -> Unit:
         """The request has no unit any more."""
@@ -161,21 +154,19 @@ class Asynchronous:
     def _arrived(self, parts: list[tuple[int, IntArray]], now: float) -> list[Action]:
         """Units whose last part came go into the queue of the next place."""
         for run, pairs in parts:
-            complete = self._pool.arrived(run, pairs)
-            for request_id in [] if complete is None else complete.request_ids.tolist():
-                self._ready.add(self._units[request_id], now)
-        return self._forget([run for run, _ in parts])
+            units = self._runs.arrived(run, pairs)
+            self._ready.add(units, sum(unit.rows for unit in units), now)
+        return self._runs.forget([run for run, _ in parts])
 
     def _layer_done(self, run: int, now: float) -> list[Action]:
         """Its units wait for experts now; those that were cancelled meanwhile are dropped."""
         flight = self._land(run)
         self._run_seconds += now - flight.started
-        gone = [unit for unit in flight.units if unit.sequence.stage is Stage.FINISHED]
         actions: list[Action] = []
-        for unit in gone:
+        for unit in flight.cancelled:
             self._batching.free(unit.sequence)
             actions += self._drop(unit.sequence.request_id)
-        released = [unit.sequence.request_id for unit in gone]
+        released = [unit.sequence.request_id for unit in flight.cancelled]
         return actions + ([Release(released)] if released else [])
 
     def _step_done(self, run: int, tokens: IntArray, now: float) -> list[Action]:
@@ -212,11 +203,7 @@ class Asynchronous:
             if unit.sequence.stage is Stage.FINISHED:
                 self._batching.free(unit.sequence)
                 ended.append(request_id)
-        if self._unread.pop(run, None) is not None:
-            for unit in flight.units:
-                self._pool.drop(unit.sequence.request_id)
-            self._pool.arrived(run, self._pool.missing(run))  # whatever was asked for, nobody waits for it
-        return [Forget([run]), *([Release(ended)] if ended else [])]
+        return [self._runs.failed(run, flight.units), *([Release(ended)] if ended else [])]
 
     def _land(self, run: int) -> _Flight:
         flight = self._flight
@@ -236,13 +223,15 @@ class Asynchronous:
     def _fill(self, now: float) -> list[Action]:
         """Requests without a unit get one: their next token's row, or a chunk of their prompt."""
         room = self._limits.max_num_batched_tokens - self._rows
-        if room <= 0:
+        everybody = len(self._units) == len(self._batching.running)
+        if room <= 0 or (everybody and not self._batching.may_admit):
             return []
         schedule = self._batching.schedule(now, self._units.keys(), room)
-        for sequence, rows in schedule.chunks:
-            unit = self._units[sequence.request_id] = Unit(sequence, rows)
-            self._rows += rows
-            self._ready.add(unit, now)
+        units = [Unit(sequence, rows) for sequence, rows in schedule.chunks]
+        self._units.update((unit.sequence.request_id, unit) for unit in units)
+        rows = sum(unit.rows for unit in units)
+        self._rows += rows
+        self._ready.add(units, rows, now)
         actions: list[Action] = []
         if schedule.preempted:
             actions.append(Release([sequence.request_id for sequence in schedule.preempted], preempted=True))
@@ -252,45 +241,16 @@ class Asynchronous:
 
     def _next_run(self, now: float) -> list[Action]:
         """All units that are ready at the place that the policy picks among those with enough of them."""
+        if not self._ready:
+            return []
         tokens = self._ready.tokens
         if tokens.sum() < self._rows:  # others are still with the experts
-            tokens = tokens * self._gather.enough(self._ready, self._rows, len(self._units))
+            tokens = tokens * self._gather.enough(tokens, self._rows)
         chosen = self._policy.choose(tokens, self._ready.waited(now)) if tokens.any() else None
         if chosen is None:
             return []
         place = chosen[0]
         units = self._ready.take(place)
-        run, self._runs = self._runs, self._runs + 1
-        plan = step_plan(run, [(unit.sequence, unit.rows) for unit in units], self._blocks)
-        self._flight = _Flight(plan, place, units, now)
-        sources = joined([unit.source for unit in units if unit.source is not None])
-        forgotten = self._taken(units)
-        if place < self._places - 1:
-            self._send(run, place, plan, units)
-        return [RunLayer(plan, place, sources), *forgotten]
-
-    def _send(self, run: int, place: int, plan: StepPlan, units: list[Unit]) -> None:
-        """The units will wait for the parts of this run."""
-        rows = np.array([unit.rows for unit in units])
-        positions = plan.batch.positions[plan.batch.query_starts[:-1]]
-        waiting = Units.of_run(run, place, plan.request_ids, plan.epochs, positions, rows)
-        self._pool.open(waiting, self._top_k)
-        self._unread[run] = plan.batch.num_rows
-        for unit, start in zip(units, waiting.starts.tolist(), strict=True):
-            unit.place, unit.source = place + 1, Source(run, start, start + unit.rows)
-
-    def _taken(self, units: list[Unit]) -> list[Action]:
-        """These units' rows are not needed any more where they are; runs that nobody needs are forgotten."""
-        runs = []
-        for unit in units:
-            if unit.source is not None:
-                self._unread[unit.source.run] -= unit.rows
-                runs.append(unit.source.run)
-        return self._forget(runs)
-
-    def _forget(self, runs: list[int]) -> list[Action]:
-        """A run ends when its rows were taken and every part is in: late ones go into its memory too."""
-        over = [run for run in dict.fromkeys(runs) if not self._unread.get(run, 1) and self._pool.done(run)]
-        for run in over:
-            del self._unread[run]
-        return [Forget(over)] if over else []
+        action, left = self._runs.begin(place, units, last=place == self._places - 1)
+        self._flight = _Flight(action.plan, units, now)
+        return [action, *left]

@@ -14,60 +14,82 @@ from moesaic.policy.microqueue import FloatArray
 BoolArray = npt.NDArray[np.bool_]
 
 
+@dataclass(eq=False)
+class _Group:
+    """Units that became ready at the same time, at the same place."""
+
+    units: list[Unit]
+    since: float
+
+
 class Ready:
     """A queue for each place. What a policy asks for is kept, not counted anew for each choice."""
 
     def __init__(self, places: int) -> None:
-        self.tokens: IntArray = np.zeros((places, 1), dtype=np.int64)
-        """[places, 1] rows that wait."""
-        self.units: IntArray = np.zeros((places, 1), dtype=np.int64)
-        """[places, 1] units that wait."""
-        self._queues: list[list[Unit]] = [[] for _ in range(places)]
+        self._rows = [0] * places
+        self._queues: list[list[_Group]] = [[] for _ in range(places)]
 
-    def add(self, unit: Unit, now: float) -> None:
-        """Behind the others of its place."""
-        unit.since = now
-        self._queues[unit.place].append(unit)
-        self._count(unit, 1)
+    def __bool__(self) -> bool:
+        """Whether any unit waits."""
+        return any(self._rows)
+
+    @property
+    def tokens(self) -> IntArray:
+        """[places, 1] rows that wait."""
+        return np.array(self._rows)[:, None]
+
+    def add(self, units: list[Unit], rows: int, now: float) -> None:
+        """Units of one place, in the order of their run. rows: of all of them."""
+        if units:
+            place = units[0].place
+            self._queues[place].append(_Group(units, now))
+            self._rows[place] += rows
 
     def discard(self, unit: Unit) -> None:
         """Take it out, if it waits anywhere."""
-        if unit in self._queues[unit.place]:
-            self._queues[unit.place].remove(unit)
-            self._count(unit, -1)
+        queue = self._queues[unit.place]
+        for group in [one for one in queue if unit in one.units]:
+            group.units = [one for one in group.units if one is not unit]
+            self._rows[unit.place] -= unit.rows
+            if not group.units:
+                queue.remove(group)
 
     def take(self, place: int) -> list[Unit]:
-        """All of a place, oldest first."""
-        units, self._queues[place] = self._queues[place], []
-        self.tokens[place] = self.units[place] = 0
-        return units
-
-    def _count(self, unit: Unit, sign: int) -> None:
-        self.tokens[unit.place] += sign * unit.rows
-        self.units[unit.place] += sign
+        """All of a place, in the order of the runs that they come from; at place 0, where they begin, oldest
+        first."""
+        groups, self._queues[place] = self._queues[place], []
+        self._rows[place] = 0
+        if len(groups) == 1:
+            return groups[0].units
+        units = [unit for group in groups for unit in group.units]
+        return sorted(units, key=_where) if place else units
 
     def waited(self, now: float) -> FloatArray:
         """[places, 1] seconds that the oldest unit of each place has waited; 0 where there is none."""
         return np.array([[now - queue[0].since if queue else 0.0] for queue in self._queues])
 
 
+def _where(unit: Unit) -> tuple[int, int]:
+    assert unit.run is not None
+    return unit.run.number, unit.start
+
+
 @dataclass(frozen=True)
 class Gather:
     """Whether a run may begin while experts still compute for others of the same worker.
 
-    A run has a fixed cost, here and at every server that it asks, so rows that go on in small groups make
-    each other slower. The paper's schedulers never wait. Here a group waits until it is at least `share` of
-    the rows, or of the units, that are under way (a chunk of a prompt has many rows, decodes are many units);
-    when no answer is out any more it runs in any case.
+    A run has a fixed cost, here and at every server that it asks: weights are read for it. Rows that go on in
+    small groups make each other slower. The paper's schedulers never wait. Here a group waits until it has
+    the rows that are worth a run, or is all there is; when no answer is out any more it runs in any case.
     """
 
-    share: float = 0.0
-    """0: never waits; 1: all go together."""
+    rows: int = 0
+    """Worth a run; 0: whatever is there."""
 
-    def enough(self, ready: Ready, all_rows: int, all_units: int) -> BoolArray:
-        """[places, 1] where a run may begin. all_rows and all_units: of everything under way.
+    def enough(self, ready: IntArray, under_way: int) -> BoolArray:
+        """[places, 1] where a run may begin. ready: [places, 1] rows; under_way: rows in all.
 
-        Example: share 0.5; 3 of 8 rows and 2 of 4 units are enough.
+        Example: 8 rows are worth a run. Of 20 rows under way 8 at one place are enough, of 5 only all 5.
         """
-        enough: BoolArray = (ready.tokens >= self.share * all_rows) | (ready.units >= self.share * all_units)
+        enough: BoolArray = ready >= min(self.rows, under_way)
         return enough

@@ -17,6 +17,9 @@ import numpy.typing as npt
 from moesaic.core.tokens import IntArray
 from moesaic.policy.microqueue import QueuePolicy
 
+RECENT = 0.1
+"""What the last one counts in a mean."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -27,11 +30,27 @@ class Run:
     """(call, its pairs), in order of arrival."""
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """What a server sees before a run."""
+
+    pairs: int
+    """That wait in all."""
+    usual: float
+    """Pairs of a call, lately."""
+    clients: int
+    """There are."""
+    asking: int
+    """Of these, with a call that waits."""
+
+
 class StartRule(Protocol):
     """When the queues may be served."""
 
-    def ready(self, pairs: int, oldest: float, clients: int, waiting: int) -> bool:
-        """pairs that wait in all, the longest wait in seconds, clients there are, clients that wait."""
+    def ready(self, waiting: Waiting) -> bool: ...
+
+    def patience(self, took: float) -> float:
+        """Seconds that the oldest pair waits at most. took: what a run took lately."""
         ...
 
 
@@ -49,8 +68,34 @@ class Enough:
     wait: float = 0.0
     """Seconds after which the oldest pair runs with whatever there is."""
 
-    def ready(self, pairs: int, oldest: float, clients: int, waiting: int) -> bool:
-        return pairs >= self.pairs or oldest >= self.wait or waiting >= clients
+    def ready(self, waiting: Waiting) -> bool:
+        return waiting.pairs >= self.pairs or waiting.asking >= waiting.clients
+
+    def patience(self, took: float) -> float:
+        return self.wait
+
+
+@dataclass(frozen=True)
+class WhileSmall:
+    """Ours: clients wait for each other as long as their calls are too small to read weights for.
+
+    Then a run for two takes little longer than for one, and clients that once got their answers together ask
+    together again. Larger calls are served as they come: one client's rows are computed while another's are
+    on their way.
+    """
+
+    pairs: int
+    """Of a call that is worth a run of its own."""
+    wait: float
+    """Seconds at most."""
+    runs: float
+    """What so many runs take, at most: a client that went elsewhere costs little then."""
+
+    def ready(self, waiting: Waiting) -> bool:
+        return waiting.usual >= self.pairs or waiting.asking >= waiting.clients
+
+    def patience(self, took: float) -> float:
+        return min(self.wait, self.runs * took)
 
 
 @dataclass
@@ -78,6 +123,12 @@ class Service:
         self._left: dict[int, int] = {}
         self.waiting_pairs = 0
         """The sum of `_tokens`, of which an empty call counts one."""
+        self._took = 0.0
+        """Seconds of a run, the last ones more."""
+        self._usual = 0.0
+        """Pairs of a call, the last ones more."""
+        self._began: float | None = None
+        """When the last one did, until the server asks for the next."""
 
     def client_joined(self, client: int) -> None:
         """Starts wait for it, until one had to begin without it. Again: nothing."""
@@ -108,6 +159,7 @@ class Service:
     ) -> None:
         """A call of `client` for pairs through `experts` [p] of `layer`. Calls are never numbered twice."""
         line = self._line[layer]
+        self._usual += RECENT * (len(experts) - self._usual)
         self._client[call], self._left[call] = client, len(experts)
         self._waiting[client] = self._waiting.get(client, 0) + 1
         for group, pairs in self._split(experts):
@@ -118,13 +170,17 @@ class Service:
 
     def next_run(self, now: float) -> Run | None:
         """What to compute now; None: nothing is there, or not enough yet (see `wait`)."""
+        if self._began is not None:
+            self._took += RECENT * (now - self._began - self._took)
+            self._began = None
         if not self._queues:
             return None
-        pairs, oldest, clients, waiting = self._state(now)
-        if not self._rule.ready(pairs, oldest, clients, waiting):
-            return None
-        if not self._rule.ready(pairs, 0.0, clients, waiting):  # it waited in vain: not again at each layer
-            self._clients.intersection_update(self._waiting)
+        if not self._rule.ready(
+            Waiting(self.waiting_pairs, self._usual, len(self._clients), len(self._waiting))
+        ):
+            if self._oldest(now) < self._rule.patience(self._took):
+                return None
+            self._clients.intersection_update(self._waiting)  # it waited in vain: not again at each layer
         waited = np.zeros(self._tokens.shape)
         for key, queue in self._queues.items():
             waited[key] = now - queue.since
@@ -136,18 +192,18 @@ class Service:
         self._tokens[chosen] = 0
         for call, mine in queue.parts:
             self._served(call, len(mine))
+        self._began = now
         return Run(self._layers[chosen[0]], queue.parts)
 
-    def wait(self, now: float, longest: float) -> float | None:
-        """Seconds until a start rule that said no may say yes though nothing arrives; None: never."""
+    def wait(self, now: float) -> float | None:
+        """Seconds until a run may begin though nothing arrives; None: never."""
         if not self._queues:
             return None
-        oldest = max(now - queue.since for queue in self._queues.values())
-        return max(0.0, longest - oldest)
+        return max(0.0, self._rule.patience(self._took) - self._oldest(now))
 
-    def _state(self, now: float) -> tuple[int, float, int, int]:
-        oldest = max(now - queue.since for queue in self._queues.values())
-        return self.waiting_pairs, oldest, len(self._clients), len(self._waiting)
+    def _oldest(self, now: float) -> float:
+        """Seconds that the oldest pair has waited."""
+        return max(now - queue.since for queue in self._queues.values())
 
     def _served(self, call: int, pairs: int) -> None:
         self._left[call] -= pairs
