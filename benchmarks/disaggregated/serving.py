@@ -8,7 +8,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -200,7 +200,8 @@ class Served:
         assert self.launched.supervisor is not None
         for one in self.launched.supervisor.status():
             for thread in Path(f"/proc/{one.pid}/task").iterdir():
-                os.sched_setaffinity(int(thread.name), {cores[one.number % len(cores)]})
+                with suppress(ProcessLookupError):  # it has ended
+                    os.sched_setaffinity(int(thread.name), {cores[one.number % len(cores)]})
 
 
 def random_prompts(count: int, length: int, vocabulary: int, seed: int = 0) -> list[list[int]]:

@@ -28,6 +28,7 @@ from moesaic.policy.brain.unit import Run, Unit, sources
 from moesaic.policy.kvblocks import KVBlocks
 from moesaic.policy.microqueue import POLICIES, Defrag, FirstLayerFirst, MostTokensFirst, policy_named
 from moesaic.policy.sequence import Sequence
+from moesaic.policy.tokenpool import Units
 
 from .fake_executor import FakeExecutor
 from .fake_layered import FakeLayered
@@ -171,7 +172,8 @@ def test_rows_under_way_are_at_most_those_of_a_step() -> None:
 def test_neighbouring_sources_are_joined() -> None:
     sequence = Sequence(request(0, [1]), 64, 0.0)
     plan = step_plan(0, [], KVBlocks(8, 4))
-    third, fourth = Run(3, 0, plan, [], 0), Run(4, 0, plan, [], 0)
+    none = np.zeros(0, dtype=np.int64)
+    third, fourth = (Run(i, 0, plan, [], Units.of_run(i, 0, none, none, none, none)) for i in (3, 4))
     rows = [(third, 0, 2), (third, 2, 3), (third, 4, 5), (fourth, 5, 6), (fourth, 6, 9)]
     units = [Unit(sequence, stop - start, run, start) for run, start, stop in rows]
     assert sources(units) == [Source(3, 0, 3), Source(3, 4, 5), Source(4, 5, 9)]

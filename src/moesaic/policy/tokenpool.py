@@ -80,7 +80,7 @@ class Units:
 class _Call:
     """What a call still waits for."""
 
-    __slots__ = ("dropped", "lacking", "num_out", "out", "unit_of", "units")
+    __slots__ = ("dropped", "lacking", "num_out", "out", "top_k", "units")
 
     def __init__(self, units: Units, top_k: int) -> None:
         self.units = units
@@ -88,9 +88,8 @@ class _Call:
         """[u] parts that each unit lacks."""
         self.dropped: Mask = np.zeros(len(units), dtype=bool)
         """[u]"""
-        self.unit_of: IntArray = np.repeat(np.arange(len(units)), self.lacking)
-        """[p] unit of each pair."""
-        self.num_out = len(self.unit_of)
+        self.top_k = top_k
+        self.num_out = int(units.rows.sum()) * top_k
         self.out: Mask = np.ones(self.num_out, dtype=bool)
         """[p] True while the part is out."""
 
@@ -101,12 +100,17 @@ class _Call:
 
     def receive(self, pairs: IntArray) -> IntArray:
         """[r] indices of the units that these parts complete, ascending."""
-        before = self.out.copy()
-        self.out[pairs] = False
-        fresh = np.flatnonzero(before & ~self.out)
-        self.num_out -= len(fresh)
+        fresh: Mask = np.zeros(len(self.out), dtype=bool)
+        fresh[pairs] = True
+        fresh &= self.out
+        self.out ^= fresh
+        self.num_out -= int(np.count_nonzero(fresh))
         waited = self.waiting
-        self.lacking -= np.bincount(self.unit_of[fresh], minlength=len(self.lacking))
+        if not self.num_out:
+            self.lacking[:] = 0
+            return np.flatnonzero(waited)
+        units = np.repeat(np.arange(len(self.units)), self.units.rows * self.top_k)
+        self.lacking -= np.bincount(units[fresh], minlength=len(self.lacking))
         return np.flatnonzero(waited & (self.lacking == 0))
 
 
@@ -152,6 +156,8 @@ class TokenPool:
         ready = record.receive(pairs)
         if not record.num_out:
             del self._calls[call]
+        if len(ready) == len(record.units):
+            return record.units
         return record.units.take(ready) if len(ready) else None
 
     def drop(self, request_id: int) -> None:

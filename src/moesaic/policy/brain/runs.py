@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from moesaic.core.tokens import IntArray
-from moesaic.policy.brain.actions import Action, Forget, RunLayer, Source
+from moesaic.policy.brain.actions import Action, Forget, RunLayer, Source, StepPlan
 from moesaic.policy.brain.plan import step_plan
 from moesaic.policy.brain.unit import Run, Unit, sources
 from moesaic.policy.kvblocks import KVBlocks
@@ -53,7 +53,7 @@ class Runs:
         action = RunLayer(plan, place, sources(units))
         left = self.taken(units)
         if not last:
-            run = Run(number, place, plan, units, 0)
+            run = Run(number, place, plan, units, _waiting(plan))
             for unit, start in zip(units, plan.batch.query_starts.tolist(), strict=False):
                 unit.run, unit.start = run, start
             self._send(run, action)
@@ -99,17 +99,21 @@ class Runs:
 
     def _send(self, run: Run, action: RunLayer) -> None:
         """Its units wait for parts from now on."""
-        plan = run.plan = action.plan
-        run.number, run.place, run.left = plan.step, action.place, len(run.units)
-        starts = plan.batch.query_starts[:-1]
-        rows, positions = np.diff(plan.batch.query_starts), plan.batch.positions[starts]
-        waiting = Units(plan.step, action.place, plan.request_ids, plan.epochs, positions, rows, starts)
-        self._pool.open(waiting, self._top_k)
-        self._runs[plan.step] = run
+        number, place = action.plan.step, action.place
+        run.plan, run.number, run.place, run.left = action.plan, number, place, len(run.units)
+        run.waiting = replace(run.waiting, call=number, layer=place)
+        self._pool.open(run.waiting, self._top_k)
+        self._runs[number] = run
 
     def _over(self, number: int) -> bool:
         run = self._runs.get(number)
         return run is not None and not run.left and self._pool.done(number)
+
+
+def _waiting(plan: StepPlan) -> Units:
+    starts = plan.batch.query_starts[:-1]
+    rows, positions = np.diff(plan.batch.query_starts), plan.batch.positions[starts]
+    return Units(plan.step, 0, plan.request_ids, plan.epochs, positions, rows, starts)
 
 
 def _together(units: list[Unit]) -> Run | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from moesaic.policy.brain.actions import Source, StepPlan
 from moesaic.policy.sequence import Sequence
+from moesaic.policy.tokenpool import Units
 
 
 @dataclass(eq=False)
@@ -35,7 +36,9 @@ class Run:
     plan: StepPlan
     units: list[Unit]
     """In the order of the rows."""
-    left: int
+    waiting: Units
+    """The same, as the token pool knows them."""
+    left: int = 0
     """Units that no later run took, and that were not dropped."""
 
 
