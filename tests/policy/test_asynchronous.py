@@ -57,6 +57,12 @@ def run_of(actions: list[Action]) -> RunLayer:
     return run
 
 
+def requests_under_way(subject: FakeLayered) -> list[int]:
+    assert subject.action is not None
+    ids: list[int] = subject.action.plan.request_ids.tolist()
+    return ids
+
+
 def requests_of(actions: list[Action]) -> list[int]:
     """Whose rows run next."""
     ids: list[int] = run_of(actions).plan.request_ids.tolist()
@@ -468,11 +474,29 @@ def test_nobody_waits_for_a_cancelled_request() -> None:
     assert subject.action is not None and subject.action.plan.request_ids.tolist() == [0]
 
 
-def test_enough_is_worth_a_run_or_all_there_is() -> None:
+def test_enough_is_worth_a_run_or_all_decodes() -> None:
     ready = np.array([[512], [64], [4]])
-    assert Gather(64).enough(ready, under_way=580)[:, 0].tolist() == [True, True, False]
-    assert Gather(999).enough(ready, under_way=512)[:, 0].tolist() == [True, False, False]
-    assert Gather().enough(ready, under_way=580).all()
+    assert Gather(64).enough(ready, decodes=80)[:, 0].tolist() == [True, True, False]
+    assert Gather(999).enough(ready, decodes=512)[:, 0].tolist() == [True, False, False]
+    assert Gather().enough(ready, decodes=580).all()
+
+
+def test_decodes_and_the_chunk_of_a_prompt_do_not_wait_for_each_other() -> None:
+    subject = FakeLayered(Limits(4, 16, 64), 32, 4, policy=FirstLayerFirst(), top_k=1, gather=Gather(99))
+    subject.arrive(request(0, [1], max_tokens=9), request(1, [2], max_tokens=9))
+    subject.step()
+    subject.arrive(request(2, [3] * 9))
+    assert subject.action is not None and subject.action.plan.request_ids.tolist() == [2]
+    subject.step()
+    subject.answer(0, [0])
+    assert subject.action is None, "one decode waits for the other"
+    subject.answer(0, [1])
+    assert requests_under_way(subject) == [0, 1], "and for no chunk"
+    subject.step()
+    subject.answer(1, range(9))
+    assert requests_under_way(subject) == [2]
+    subject.drain()
+    subject.check_everybody()
 
 
 def test_rows_that_go_on_together_keep_their_batch() -> None:

@@ -80,6 +80,8 @@ class Asynchronous:
         """Of each request that has one."""
         self._rows = 0
         """Of all units."""
+        self._decodes = 0
+        """Units of one row."""
         self._flight: _Flight | None = None
         self._runs = Runs(blocks, top_k)
         self._prefill_tokens = self._decode_tokens = 0
@@ -148,6 +150,7 @@ class Asynchronous:
         """The request has no unit any more."""
         unit = self._units.pop(request_id)
         self._rows -= unit.rows
+        self._decodes -= unit.rows == 1
         self._ready.discard(unit)
         return unit
 
@@ -231,6 +234,7 @@ class Asynchronous:
         self._units.update((unit.sequence.request_id, unit) for unit in units)
         rows = sum(unit.rows for unit in units)
         self._rows += rows
+        self._decodes += sum(unit.rows == 1 for unit in units)
         self._ready.add(units, rows, now)
         actions: list[Action] = []
         if schedule.preempted:
@@ -245,7 +249,7 @@ class Asynchronous:
             return []
         tokens = self._ready.tokens
         if tokens.sum() < self._rows:  # others are still with the experts
-            tokens = tokens * self._gather.enough(tokens, self._rows)
+            tokens = tokens * self._gather.enough(tokens, self._decodes)
         chosen = self._policy.choose(tokens, self._ready.waited(now)) if tokens.any() else None
         if chosen is None:
             return []

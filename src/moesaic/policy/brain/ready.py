@@ -80,16 +80,17 @@ class Gather:
 
     A run has a fixed cost, here and at every server that it asks: weights are read for it. Rows that go on in
     small groups make each other slower. The paper's schedulers never wait. Here a group waits until it has
-    the rows that are worth a run, or is all there is; when no answer is out any more it runs in any case.
+    the rows that are worth a run, or as many as there are decodes under way, which do not wait for the chunk
+    of a prompt; when no answer is out any more it runs in any case.
     """
 
     rows: int = 0
     """Worth a run; 0: whatever is there."""
 
-    def enough(self, ready: IntArray, under_way: int) -> BoolArray:
-        """[places, 1] where a run may begin. ready: [places, 1] rows; under_way: rows in all.
+    def enough(self, ready: IntArray, decodes: int) -> BoolArray:
+        """[places, 1] where a run may begin. ready: [places, 1] rows; decodes: under way, a row each.
 
-        Example: 8 rows are worth a run. Of 20 rows under way 8 at one place are enough, of 5 only all 5.
+        Example: 8 rows are worth a run. Of 20 decodes 8 at one place are enough, of 5 only all 5.
         """
-        enough: BoolArray = ready >= min(self.rows, under_way)
+        enough: BoolArray = ready >= min(self.rows, decodes)
         return enough
