@@ -32,10 +32,10 @@ BARRIER_SECONDS = 1.0
 LONGEST_WAIT, WAITED_RUNS = 0.1, 3.0
 """Seconds, and runs, that a server waits for clients that have not asked yet, at most: whoever is a layer
 behind has caught up by then."""
-_POLICIES = {"lockstep": "flfs", "barrier": "flfs"}
-"""What runs next by schedule; async: as set. Clients that are out of step would stay so if the fuller queue
-ran first, and two servers could each wait for the one that the other serves later: who is behind goes first,
-and meets the others at their layer."""
+IN_STEP = "flfs"
+"""What runs next; with async that is set. Clients that are out of step would stay so if the fuller queue ran
+first, and two servers could each wait for the one that the other serves later: who is behind goes first, and
+meets the others at their layer."""
 
 
 def serve(supervisor: StreamConnection, config: ExpertServerConfig, bell: Bell, secret: bytes = b"") -> int:
@@ -88,12 +88,12 @@ def _start_rule(config: ExpertServerConfig, experts: int) -> StartRule:
     pairs, wait = config.queues.expert_batch_pairs, config.queues.expert_batch_wait
     if pairs is None:
         return WhileSmall(worth.pairs(experts), LONGEST_WAIT, WAITED_RUNS)
-    return Enough(pairs, (wait or 0.0) / 1000)
+    return Enough(pairs, wait / 1000)
 
 
 def _policy(config: ExpertServerConfig) -> QueuePolicy:
-    if config.schedule in _POLICIES:
-        return policy_named(_POLICIES[config.schedule])
+    if config.schedule != "async":
+        return policy_named(IN_STEP)
     queues = config.queues
     return policy_named(config.queue_policy, queues.urgency(None), history=queues.queue_history)
 

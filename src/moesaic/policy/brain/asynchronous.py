@@ -157,8 +157,7 @@ class Asynchronous:
     def _arrived(self, parts: list[tuple[int, IntArray]], now: float) -> list[Action]:
         """Units whose last part came go into the queue of the next place."""
         for run, pairs in parts:
-            units = self._runs.arrived(run, pairs)
-            self._ready.add(units, sum(unit.rows for unit in units), now)
+            self._ready.add(self._runs.arrived(run, pairs), now)
         return self._runs.forget([run for run, _ in parts])
 
     def _layer_done(self, run: int, now: float) -> list[Action]:
@@ -232,10 +231,9 @@ class Asynchronous:
         schedule = self._batching.schedule(now, self._units.keys(), room)
         units = [Unit(sequence, rows) for sequence, rows in schedule.chunks]
         self._units.update((unit.sequence.request_id, unit) for unit in units)
-        rows = sum(unit.rows for unit in units)
-        self._rows += rows
+        self._rows += sum(unit.rows for unit in units)
         self._decodes += sum(unit.rows == 1 for unit in units)
-        self._ready.add(units, rows, now)
+        self._ready.add(units, now)
         actions: list[Action] = []
         if schedule.preempted:
             actions.append(Release([sequence.request_id for sequence in schedule.preempted], preempted=True))

@@ -38,12 +38,12 @@ class Ready:
         """[places, 1] rows that wait."""
         return np.array(self._rows)[:, None]
 
-    def add(self, units: list[Unit], rows: int, now: float) -> None:
-        """Units of one place, in the order of their run. rows: of all of them."""
+    def add(self, units: list[Unit], now: float) -> None:
+        """Units of one place, in the order of their run."""
         if units:
             place = units[0].place
             self._queues[place].append(_Group(units, now))
-            self._rows[place] += rows
+            self._rows[place] += sum(unit.rows for unit in units)
 
     def discard(self, unit: Unit) -> None:
         """Take it out, if it waits anywhere."""

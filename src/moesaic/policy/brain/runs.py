@@ -39,11 +39,8 @@ class Runs:
         number, self.count = self.count, self.count + 1
         before = _together(units)
         if before is not None:
-            action = RunLayer(
-                replace(before.plan, step=number),
-                place,
-                [Source(before.number, 0, before.plan.batch.num_rows)],
-            )
+            everything = Source(before.number, 0, before.plan.batch.num_rows)
+            action = RunLayer(replace(before.plan, step=number), place, [everything])
             before.left = 0
             left = self.forget([before.number])
             if not last:
@@ -54,7 +51,7 @@ class Runs:
         left = self.taken(units)
         if not last:
             run = Run(number, place, plan, units, _waiting(plan))
-            for unit, start in zip(units, plan.batch.query_starts.tolist(), strict=False):
+            for unit, start in zip(units, plan.batch.query_starts[:-1].tolist(), strict=True):
                 unit.run, unit.start = run, start
             self._send(run, action)
         return action, left
