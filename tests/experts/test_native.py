@@ -98,3 +98,30 @@ def test_arrays_that_do_not_fit_are_refused(weights: np.ndarray, index: int, fau
     with pytest.raises(KeyError if fault == "outside" and index == 2 else ValueError):
         answer(weights, parts)
     assert (good[3] == 7).all()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("width", [3, 8, 4096])
+def test_rows_are_put_to_their_lines(threads: int, width: int) -> None:
+    plain.set_threads(threads, False)
+    drawn = np.random.default_rng(width)
+    rows = drawn.standard_normal((70, width)).astype(np.float32)
+    for count in (0, 1, 50):
+        lines, places = drawn.permutation(60)[:count], drawn.integers(0, 70, count)
+        out = np.full((60, width), 7, np.float32)
+        wanted = out.copy()
+        wanted[lines] = rows[places]
+        plain.put(out, lines, rows, places)
+        np.testing.assert_array_equal(out, wanted)
+
+
+@pytest.mark.parametrize(
+    ("lines", "places"), [([0, 4], [0, 0]), ([0, -1], [0, 0]), ([0, 1], [0, 2]), ([0], [0, 1])]
+)
+def test_a_line_or_a_place_that_is_none(lines: list[int], places: list[int]) -> None:
+    out, rows = np.zeros((4, 8), np.float32), np.ones((2, 8), np.float32)
+    with pytest.raises(ValueError, match="fit|none"):
+        plain.put(out, np.array(lines), rows, np.array(places))
+    with pytest.raises(ValueError, match="fit"):
+        plain.put(out, np.array([0]), np.ones((2, 9), np.float32), np.array([0]))
+    assert not out.any()

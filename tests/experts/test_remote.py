@@ -18,14 +18,15 @@ from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.experts import wire
 from moesaic.experts.arithmetic import Part
 from moesaic.experts.client import Ask, Ticket
-from moesaic.experts.outstanding import Submission, Summed
+from moesaic.experts.outstanding import Memory, Submission, Summed
 from moesaic.experts.remote import RemoteExperts
 from moesaic.experts.server import ExpertServer
+from moesaic.kernels.reference.experts import put
 from moesaic.policy.brain.service import Enough, Service
 from moesaic.policy.microqueue import MostTokensFirst
 from moesaic.policy.replicas import Patience, Replicas
 from moesaic.transport.bell import Bell
-from moesaic.transport.calls import Caller
+from moesaic.transport.calls import Call, Caller
 from moesaic.transport.listening import Listener, connect
 from moesaic.transport.sockets import StreamAnswerer
 
@@ -178,6 +179,39 @@ def test_rows_of_both_servers_are_put_at_their_pairs(cluster: Cluster) -> None:
     assert not cluster.client.busy and cluster.client.stats().resent_pairs == 0
 
 
+def test_answers_hold_until_they_are_released(cluster: Cluster) -> None:
+    """They may lie where they came in: other calls, and the end of the connection, leave them alone."""
+    cluster.publish(0)
+    kept = []
+    for turn in range(6):
+        ticket, wanted = cluster.submit(turn % 2, rows=2 + turn)
+        kept.append((ticket, cluster.rows(ticket, 0), wanted))
+        if turn == 3:
+            cluster.client.release(kept.pop(1)[0])
+    cluster.publish(1)
+    ticket, wanted = cluster.submit()
+    cluster.rows(ticket, 1)
+    assert list(cluster.client._ends) == [1]
+    for ticket, rows, wanted in kept:
+        torch.testing.assert_close(rows, wanted, rtol=0, atol=0)
+        cluster.client.release(ticket)
+
+
+def test_an_answer_takes_its_room_until_it_is_released(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.publish(0)
+    cluster.until(lambda: cluster.servers[0].clients, 0)
+    cluster.client.arrivals()
+    caller, released = cluster.client._ends[0].caller, list[Call]()
+    monkeypatch.setattr(caller, "release", released.append)
+    ticket, _ = cluster.submit()
+    cluster.rows(ticket, 0)
+    assert not released and not cluster.client.busy
+    cluster.client.release(ticket)
+    assert len(released) == 1
+
+
 def test_bytes_of_questions_and_answers_are_counted(cluster: Cluster) -> None:
     """A row goes to a server once and comes back for each of its pairs; no server is this client's own."""
     cluster.publish(1)
@@ -217,15 +251,17 @@ def test_partial_sums_survive_a_death(cluster: Cluster) -> None:
 def test_a_sum_may_come_alone_and_twice() -> None:
     """Pairs 0 and 1 are row 0's, pairs 3 and 4 rows 1's and 2's: three sums."""
     hidden, scores = np.ones((3, 1), np.float32), np.ones(6, np.float32)
-    out = np.full((6, 1), 9, np.float32)
-    submission = Submission(Ticket(0), 0, hidden, np.zeros(6, np.int64), scores, 2, None, out)
+    memory = Memory(put)
+    submission = Submission(Ticket(0), 0, hidden, np.zeros(6, np.int64), scores, 2)
+    out = submission.room(memory)
+    out[:] = 9
     call = SimpleNamespace(answer=np.array([5, 6, 7], np.float32).tobytes())
     sent = Summed(submission, np.array([0, 1, 3, 4]), call, 1)  # type: ignore[arg-type]
-    pairs, fresh = sent.receive(np.array([2]))
+    pairs, fresh = sent.receive(np.array([2]), memory)
     assert (pairs.tolist(), fresh, sent.left, sent.missing.tolist()) == ([4], 1, 3, [0, 1, 3])
-    pairs, fresh = sent.receive(np.array([0, 2]))
+    pairs, fresh = sent.receive(np.array([0, 2]), memory)
     assert (pairs.tolist(), fresh, sent.left) == ([0, 1, 4], 2, 1)
-    pairs, fresh = sent.receive(np.array([1]))
+    pairs, fresh = sent.receive(np.array([1]), memory)
     assert (pairs.tolist(), fresh, sent.left) == ([3], 1, 0)
     assert out[:, 0].tolist() == [5, 0, 9, 6, 7, 9]
 

@@ -109,6 +109,26 @@ def test_a_replay_needs_nothing_that_the_recording_left_behind(native: Kernels) 
         assert same_bits(recording.run(), step()), len(litter)
 
 
+def test_rows_of_experts_may_lie_elsewhere_at_each_replay(native: Kernels) -> None:
+    """What a step is given is read where it lies now; another merge's rows stay where they were."""
+    hidden, weights, mine = torch.randn(3, HIDDEN), torch.rand(3, 2), torch.randn(3, 2, HIDDEN)
+
+    def step(given: torch.Tensor) -> torch.Tensor:
+        once = native.merge(hidden, None, given, weights)
+        return native.merge(once, once, mine, weights)
+
+    given = torch.randn(3, 2, HIDDEN)
+    recording = recorder(native)(lambda: step(given), given)
+    wanted = step(given)
+    assert same_bits(recording.result, wanted)
+    for _ in range(3):
+        other = torch.randn(3, 2, HIDDEN)
+        mine.copy_(torch.randn(3, 2, HIDDEN))
+        wanted = step(other)
+        given.fill_(torch.nan)
+        assert same_bits(recording.run(other), wanted)
+
+
 COMPUTED_BY_TORCH: dict[str, Callable[[torch.Tensor], object]] = {
     "a sum": lambda rows: rows + 1,
     "a sum in place": lambda rows: rows.add_(1),

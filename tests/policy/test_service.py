@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from moesaic.policy.brain.service import Enough, Run, Service, StartRule, Waiting, WhileSmall
-from moesaic.policy.microqueue import Defrag, FirstLayerFirst, MostTokensFirst, QueuePolicy
+from moesaic.policy.microqueue import Defrag, DefragWithHistory, FirstLayerFirst, MostTokensFirst, QueuePolicy
 
 from .replay import equal
 
@@ -89,6 +89,22 @@ def test_urgency_is_the_oldest_pair_of_a_queue() -> None:
     ask(subject, 2, 1, 5, [1, 2, 3], now=4.5)
     run = subject.next_run(5.0)
     assert run is not None and (run.layer, parts(run)) == (3, [(0, [0]), (1, [0])])
+
+
+def test_a_policy_that_remembers_is_asked_every_time() -> None:
+    """The example of DefragWithHistory: eight pairs of layer 4, alone, count when it looks ahead later."""
+    assert not Defrag().remembers
+    for first, then in ((True, 3), (False, 5)):
+        subject = Service((3, 4, 5), DefragWithHistory(Defrag(lookahead=1, decay=0.5), 10), Enough())
+        subject.client_joined(0)
+        if first:
+            ask(subject, 0, 0, 4, [0] * 8)
+            run = subject.next_run(0.0)
+            assert run is not None and run.layer == 4
+        ask(subject, 1, 0, 3, [0] * 4)
+        ask(subject, 2, 0, 5, [0] * 5)
+        run = subject.next_run(0.0)
+        assert run is not None and run.layer == then
 
 
 def test_a_call_without_pairs_runs_with_the_others_of_its_layer() -> None:

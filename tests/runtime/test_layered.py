@@ -39,7 +39,7 @@ class Answered:
         assert answer is not None
         ticket = Ticket(self._submitted)
         self._submitted += 1
-        self.open[ticket.number] = answer if ask.out is not None else answer.clone()
+        self.open[ticket.number] = answer.clone()
         return ticket
 
     def poll(self, ticket: Ticket) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
+FloatRows = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)

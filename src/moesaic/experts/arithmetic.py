@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from moesaic.core.tokens import IntArray
-from moesaic.experts.wire import FloatRows
+from moesaic.core.tokens import FloatRows, IntArray
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ import torch
 
 from moesaic.core.experts import Directory
 from moesaic.core.metrics import ExpertStats
-from moesaic.core.tokens import IntArray
-from moesaic.experts.wire import FloatRows
+from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 
@@ -41,8 +40,6 @@ class Ask:
     """[n, h] float32"""
     expert_ids: torch.Tensor
     """[n, k] int64, logical."""
-    out: torch.Tensor | None = None
-    """[n, k, h] float32, where the answer is wanted, if that matters."""
     weights: torch.Tensor | None = None
     """[n, k] float32, if partial sums are wanted: of a row's pairs that one server answers the first is their
     weighted sum, the others are zeros."""
@@ -50,12 +47,11 @@ class Ask:
     @cached_property
     def arrays(self) -> Arrays:
         """A recorded step asks the same again and again: of tensors on the CPU these are views."""
-        hidden, (rows, top_k) = self.hidden.cpu().contiguous().numpy(), self.expert_ids.shape
+        hidden, top_k = self.hidden.cpu().contiguous().numpy(), self.expert_ids.shape[1]
         return Arrays(
             hidden,
             self.expert_ids.cpu().numpy().reshape(-1),
             None if self.weights is None else self.weights.cpu().numpy().reshape(-1),
-            None if self.out is None else self.out.numpy().reshape(rows * top_k, hidden.shape[1]),
             top_k,
         )
 
@@ -70,8 +66,6 @@ class Arrays:
     """[n * k]"""
     weights: FloatRows | None
     """[n * k]"""
-    out: FloatRows | None
-    """[n * k, h]"""
     top_k: int
 
 
@@ -141,7 +135,7 @@ class DirectExperts:
             raise ValueError("a direct call has no bytes to save: partial sums are for servers")
         ticket = Ticket(self._submitted)
         self._submitted += 1
-        out = self._room(ask.hidden, ask.expert_ids) if ask.out is None else ask.out
+        out = self._room(ask.hidden, ask.expert_ids)
         rows = self._kernels.experts(self._weights[ask.layer], ask.hidden, ask.expert_ids, out)
         self._answer = (ticket, rows)
         return ticket

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.experts import ServerEntry
 from moesaic.core.metrics import ExpertStats
-from moesaic.core.tokens import IntArray
-from moesaic.experts import wire
+from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.experts.client import Ticket
+from moesaic.kernels.table import Put
 from moesaic.policy.replicas import ReplicaStats
 from moesaic.transport.calls import Call, Caller
 
@@ -32,17 +33,18 @@ class Submission:
 
     ticket: Ticket
     layer: int
-    hidden: wire.FloatRows
+    hidden: FloatRows
     """[n, h]"""
     experts: IntArray
     """[n * k] the expert of each pair."""
-    scores: wire.FloatRows | None
+    scores: FloatRows | None
     """[n * k] the gate weight of each pair, where partial sums are wanted."""
     top_k: int
-    memory: wire.FloatRows | None
-    """Of the answer and whatever it was large enough for before; None: it belongs to who asked."""
-    out: wire.FloatRows
-    """[n * k, h] in it"""
+    out: FloatRows | None = None
+    """[n * k, h] what is there of the answer: where it came in, if one call brought all of it, else in memory
+    of its own; None: nothing is there yet."""
+    holds: Callable[[], None] | None = None
+    """Gives back whatever `out` lies in."""
     missing: int = field(init=False)
     """Pairs that are not there yet, and empty calls that were not answered."""
     unsent: list[IntArray] = field(default_factory=list)
@@ -54,11 +56,24 @@ class Submission:
     def __post_init__(self) -> None:
         self.missing = len(self.experts)
 
-    def scores_of(self, pairs: IntArray) -> wire.FloatRows | None:
+    def room(self, memory: Memory) -> FloatRows:
+        """`out`, for answers that come one after the other."""
+        if self.out is None:
+            kept, self.out = memory.take(len(self.experts), self.hidden.shape[1])
+            self.holds = partial(memory.give_back, kept)
+        return self.out
+
+    def release(self) -> None:
+        """Nobody looks at the answer any more. Late ones are not for anybody."""
+        self.released = True
+        if self.holds is not None:
+            self.holds()
+
+    def scores_of(self, pairs: IntArray) -> FloatRows | None:
         """[p]"""
         return None if self.scores is None else self.scores[pairs]
 
-    def rows_of(self, pairs: IntArray) -> tuple[wire.FloatRows, IntArray]:
+    def rows_of(self, pairs: IntArray) -> tuple[FloatRows, IntArray]:
         """The rows [m, h] that these pairs need, each once, and which of them each pair needs [p]."""
         if len(pairs) == len(self.experts):
             return self.hidden, every_pair(len(pairs), self.top_k)[1]
@@ -88,26 +103,34 @@ class Sent:
         self.left = max(1, len(self.pairs))
 
     @property
-    def _answer(self) -> wire.FloatRows:
+    def _answer(self) -> FloatRows:
         """[rows, h]"""
-        width = self.submission.out.shape[1]
+        width = self.submission.hidden.shape[1]
         return np.frombuffer(self.call.answer, dtype=np.float32).reshape(-1, width)
 
-    def receive(self, indices: IntArray) -> tuple[IntArray, int]:
+    def receive(self, indices: IntArray, memory: Memory) -> tuple[IntArray, int]:
         """Put these rows of the answer, which are there now, in their places.
 
         Returns their pairs, and how many of them are there for the first time: a transport may repeat itself.
         """
-        fresh = self._mark(indices)
-        if not len(self.pairs):
-            return self.pairs, fresh
-        out = self.submission.out
-        if fresh == len(self.pairs) == len(out):  # the usual case: one server answers everything at once
-            out[:] = self._answer
+        fresh, submission = self._mark(indices), self.submission
+        if not len(self.pairs) or submission.released:
+            return self.pairs[:0], fresh
+        if submission.out is None and fresh == len(submission.experts):
+            # The usual case: all of it at once. It stays where it is.
+            submission.out = self._answer
             return self.pairs, fresh
         pairs = self.pairs[indices]
-        out[pairs] = self._answer[indices]
+        memory.put(submission.room(memory), pairs, self._answer, indices)
         return pairs, fresh
+
+    def done(self, release: Callable[[Call], None]) -> None:
+        """The last row is there: the transport may have its memory back once nobody looks at it."""
+        give_back, submission = partial(release, self.call), self.submission
+        if submission.out is not None and submission.holds is None:
+            submission.holds = give_back
+        else:
+            give_back()
 
     def _mark(self, places: IntArray) -> int:
         """These of the pairs are there; how many of them were not before."""
@@ -129,16 +152,16 @@ class Sent:
 class Summed(Sent):
     """A call whose answer has the partial sum of each row's pairs."""
 
-    def receive(self, indices: IntArray) -> tuple[IntArray, int]:
+    def receive(self, indices: IntArray, memory: Memory) -> tuple[IntArray, int]:
         """A sum stands at the first of its pairs, zeros at the others."""
         _, first, row_of = np.unique(
             self.pairs // self.submission.top_k, return_index=True, return_inverse=True
         )
         told = np.flatnonzero(np.isin(row_of, indices))
         pairs, fresh = self.pairs[told], self._mark(told)
-        out = self.submission.out
+        out = self.submission.room(memory)
         out[pairs] = 0
-        out[self.pairs[first[indices]]] = self._answer[indices]
+        memory.put(out, self.pairs[first[indices]], self._answer, indices)
         return pairs, fresh
 
 
@@ -193,15 +216,12 @@ class Posted:
 class Memory:
     """Keeps the memory of answers for later ones: the system pages fresh memory in anew."""
 
-    def __init__(self) -> None:
-        self._free: list[wire.FloatRows] = []
+    def __init__(self, put: Put) -> None:
+        self.put = put
+        self._free: list[FloatRows] = []
 
-    def take(
-        self, rows: int, width: int, wanted: wire.FloatRows | None = None
-    ) -> tuple[wire.FloatRows | None, wire.FloatRows]:
-        """Memory to be given back one day, and [rows, width] in it. wanted: that, which the asker keeps."""
-        if wanted is not None:
-            return None, wanted
+    def take(self, rows: int, width: int) -> tuple[FloatRows, FloatRows]:
+        """Memory to be given back one day, and [rows, width] in it."""
         numbers = rows * width
         fitting = next((memory for memory in self._free if len(memory) >= numbers), None)
         if fitting is None:
@@ -211,7 +231,6 @@ class Memory:
             self._free = [memory for memory in self._free if memory is not fitting]
         return fitting, fitting[:numbers].reshape(rows, width)
 
-    def give_back(self, memory: wire.FloatRows | None) -> None:
+    def give_back(self, memory: FloatRows) -> None:
         """Nobody looks at it any more."""
-        if memory is not None:
-            self._free.append(memory)
+        self._free.append(memory)

@@ -22,10 +22,12 @@ from moesaic.experts.client import Ask, Ticket
 from moesaic.experts.connecting import Connector
 from moesaic.experts.entrance import Entrance
 from moesaic.experts.outstanding import End, Memory, Posted, Sent, Submission, Summed, every_pair
+from moesaic.kernels.reference.experts import put
+from moesaic.kernels.table import Put
 from moesaic.policy.replicas import NOBODY, Replicas
 from moesaic.transport.bell import Bell
 from moesaic.transport.calls import Caller
-from moesaic.transport.waiting import wait
+from moesaic.transport.waiting import give_way, wait
 
 LOG = logging.getLogger(__name__)
 SPIN = 50e-6
@@ -44,10 +46,12 @@ class RemoteExperts:
         clock: Callable[[], float],
         tell: int | None = None,
         everyone: bool = False,
+        put: Put = put,
     ) -> None:
         """bell: the one that `connector` rings. tell: keep what comes in for `arrivals`, and of
         submissions of at most so many rows only once all of it is there. everyone: each
         submission asks each server, those that hold none of its experts with an empty call (for barriers).
+        put: copies answers to where they are wanted.
         """
         self._layout = layout
         self._tell = tell
@@ -64,7 +68,7 @@ class RemoteExperts:
         self._ends: dict[int, End] = {}
         self._submissions: dict[int, Submission] = {}
         self._submitted = 0
-        self._memory = Memory()
+        self._memory = Memory(put)
         self._stuck: list[Submission] = []
         self._posted = Posted(layout.layers, replicas.own)
         self._waited = 0.0
@@ -75,14 +79,12 @@ class RemoteExperts:
         ticket = Ticket(self._submitted)
         self._submitted += 1
         asked = ask.arrays
-        memory, into = self._memory.take(len(asked.experts), asked.hidden.shape[1], asked.out)
-        submission = Submission(
-            ticket, ask.layer, asked.hidden, asked.experts, asked.weights, asked.top_k, memory, into
-        )
+        submission = Submission(ticket, ask.layer, asked.hidden, asked.experts, asked.weights, asked.top_k)
         self._submissions[ticket.number] = submission
         self._send(submission, every_pair(len(asked.experts), asked.top_k)[0])
         if self._everyone:
             self._send_empty(submission)
+        give_way()
         return ticket
 
     def poll(self, ticket: Ticket) -> torch.Tensor | None:
@@ -92,11 +94,7 @@ class RemoteExperts:
         return None if submission.missing else self.rows(ticket)
 
     def release(self, ticket: Ticket) -> None:
-        submission = self._submissions.pop(ticket.number)
-        if not submission.missing:  # else late answers will be written there
-            self._memory.give_back(submission.memory)
-        else:
-            submission.released = True
+        self._submissions.pop(ticket.number).release()
 
     def arrivals(self) -> list[tuple[Ticket, IntArray]]:
         """The pairs (row * k + rank) that came in since the last call, by submission."""
@@ -107,7 +105,8 @@ class RemoteExperts:
     def rows(self, ticket: Ticket) -> torch.Tensor:
         """[n, k, h] with the rows that are there; they hold until `release`."""
         submission = self._submissions[ticket.number]
-        return torch.from_numpy(submission.out).view(-1, submission.top_k, submission.out.shape[1])
+        out = submission.room(self._memory)
+        return torch.from_numpy(out).view(-1, submission.top_k, out.shape[1])
 
     def enter(self, work: bool) -> None:
         self._entrance.enter(work)
@@ -203,7 +202,7 @@ class RemoteExperts:
 
     def _receive(self, end: End, sent: Sent, indices: IntArray) -> None:
         submission = sent.submission
-        pairs, fresh = sent.receive(indices)
+        pairs, fresh = sent.receive(indices, self._memory)
         submission.missing -= fresh
         if self._tell is not None and len(submission.hidden) > self._tell:
             self._news.append((submission.ticket, pairs))
@@ -212,16 +211,14 @@ class RemoteExperts:
         self._replicas.answered(end.entry.server, fresh, self._clock())
         if not sent.left:
             del end.calls[sent.call.number]
-            end.caller.release(sent.call)
+            sent.done(end.caller.release)
             if end.entry.server not in self._entries:
                 self._retire()
 
     def _send(self, submission: Submission, pairs: IntArray) -> None:
         """Each pair to a server that holds its expert; what nobody can take now waits."""
-        servers = self._replicas.route(submission.layer, submission.experts[pairs])
-        asked = set(servers.tolist())
-        for server in asked:
-            mine = pairs if len(asked) == 1 else pairs[servers == server]
+        for server, share in self._replicas.shares(submission.layer, submission.experts[pairs]):
+            mine = pairs if share is None else pairs[share]
             if server == NOBODY or not self._post(server, submission, mine):
                 submission.unsent.append(mine)
         if submission.unsent and submission not in self._stuck:

@@ -15,14 +15,14 @@ import numpy as np
 
 from moesaic.core.errors import ConnectionLost, DamagedMessage
 from moesaic.core.experts import ExpertLayout
-from moesaic.core.tokens import IntArray
+from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.experts import wire
 from moesaic.experts.arithmetic import Arithmetic, Part
 from moesaic.policy.brain.service import Run, Service
 from moesaic.policy.gate import Gate
 from moesaic.transport.calls import Answerer, Incoming
 from moesaic.transport.listening import Listener
-from moesaic.transport.waiting import wait
+from moesaic.transport.waiting import give_way, wait
 
 LOG = logging.getLogger(__name__)
 NONE: IntArray = np.zeros(0, dtype=np.int64)
@@ -51,10 +51,10 @@ class _Call:
 
     incoming: Incoming
     request: wire.Request
-    answer: wire.FloatRows
+    answer: FloatRows
     """[p, h], or [m, h] when partial."""
     end: Answerer
-    rows: wire.FloatRows
+    rows: FloatRows
     """[p, h] what the kernel writes: the answer itself, or what it is summed up from."""
     left: int
     """Pairs that were not computed yet."""
@@ -143,7 +143,7 @@ class ExpertServer:
         known = request.layer in self._line or request.work is not None
         if not known or incoming.row_bytes != 4 * shape[1] or incoming.rows != shape[0]:
             raise DamagedMessage(f"a request for layer {request.layer} has an answer of another size")
-        answer = np.frombuffer(incoming.answer, dtype=np.float32).reshape(shape)
+        answer = np.ndarray(shape, np.float32, incoming.answer)
         call, self._next_call = self._next_call, self._next_call + 1
         pairs = len(request.experts)
         rows = answer if request.weights is None else np.empty((pairs, layout.hidden), dtype=np.float32)
@@ -185,6 +185,7 @@ class ExpertServer:
             return
         for number, pairs in run.parts:
             self._answer(number, pairs)
+        give_way()
         ids = np.concatenate([part.experts for part in parts])
         self._count(run.layer, ids, self._clock() - started)
 

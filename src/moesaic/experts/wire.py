@@ -15,12 +15,9 @@ import struct
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from moesaic.core.errors import DamagedMessage
-from moesaic.core.tokens import IntArray
-
-FloatRows = npt.NDArray[np.float32]
+from moesaic.core.tokens import FloatRows, IntArray
 
 _HEADER = struct.Struct("<4sHHIIII")  # magic, layer, flags, rows, pairs, hidden size, attempt; 24 bytes
 _MAGIC = b"MOE1"

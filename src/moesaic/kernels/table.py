@@ -10,12 +10,13 @@ from typing import Protocol, TypeVar
 import torch
 
 from moesaic.core.errors import ConfigError
+from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.reference import attention, dense, experts, gate
 from moesaic.kernels.weights import ExpertWeights
 
 try:
-    from moesaic.kernels.native import _native, checks, lane, memory, ops, recording
+    from moesaic.kernels.native import _native, checks, lane, memory, ops, plain, recording
 except ImportError:  # installed without a compiler
     _native = None  # type: ignore[assignment]
 
@@ -75,6 +76,10 @@ class Experts(Protocol):
     ) -> torch.Tensor: ...
 
 
+class Put(Protocol):
+    def __call__(self, out: FloatRows, lines: IntArray, rows: FloatRows, places: IntArray, /) -> None: ...
+
+
 Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 
@@ -84,12 +89,12 @@ class Recording(Protocol[Result_co]):
 
     @property
     def result(self) -> Result_co: ...
-    def run(self) -> Result_co: ...
+    def run(self, given: torch.Tensor | None = None) -> Result_co: ...
 
 
 class Recorder(Protocol):
-    def __call__(self, step: Callable[[], Result]) -> Recording[Result]:
-        """Runs a step and records it."""
+    def __call__(self, step: Callable[[], Result], given: torch.Tensor | None = None) -> Recording[Result]:
+        """Runs a step and records it. given: experts' rows that it merges, which `run` gets anew."""
         ...
 
 
@@ -125,6 +130,7 @@ class Kernels:
     merge: Callable[
         [torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], torch.Tensor
     ]
+    put: Put
     set_threads: Callable[[int, bool], None]
     """Threads that compute, and whether each is pinned to a core."""
     recorder: Callable[[], Recorder] | None = None
@@ -160,6 +166,7 @@ REFERENCE = Kernels(
     gate=gate.gate,
     experts=experts.experts,
     merge=gate.merge,
+    put=experts.put,
     set_threads=_torch_threads,
 )
 
@@ -219,6 +226,7 @@ def _natively(name: str) -> Kernels:
         gate=ops.gate,
         experts=ops.experts,
         merge=ops.merge,
+        put=plain.put,
         set_threads=_native_threads,
         recorder=_recorder,
         one_core=_one_core,
@@ -242,4 +250,4 @@ def _one_core(cpu: int) -> Generator[None]:
 
 def _recorder() -> Recorder:
     arena = memory.Arena()
-    return lambda step: recording.Recording(step, arena)
+    return lambda step, given=None: recording.Recording(step, arena, given)

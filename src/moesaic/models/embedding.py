@@ -6,16 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from moesaic.core.profile import TokenArray
+from moesaic.core.tokens import FloatRows
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.registry import read_spec
 
 CHUNK = 1 << 24
 """Most products [rows, known] in memory at a time."""
-FloatRows = npt.NDArray[np.float32]
 
 
 def nearest_known(

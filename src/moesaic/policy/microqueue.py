@@ -38,6 +38,11 @@ Queue = tuple[int, int]
 class QueuePolicy(Protocol):
     """A rule of choice. One that remembers (DefragWithHistory) belongs to a single worker."""
 
+    @property
+    def remembers(self) -> bool:
+        """Whether a choice depends on those before. Else it need not be asked of one queue alone."""
+        ...
+
     def choose(self, tokens: IntArray, waited: FloatArray) -> Queue | None:
         """The queue to run next; None when all are empty. The first one wins a tie.
 
@@ -55,6 +60,10 @@ class _Switches:
     """Seconds: once a queue waited longer, the one that waited longest runs, whatever the rule says."""
     cap: int | None = None
     """Most rows that count of one queue, so that a large chunk of a prompt weighs no more than decodes."""
+
+    @property
+    def remembers(self) -> bool:
+        return False
 
     def __post_init__(self) -> None:
         if self.urgency is not None and not self.urgency >= 0:
@@ -136,6 +145,10 @@ class DefragWithHistory:
         self.settings = settings
         self._totals: deque[IntArray] = deque(maxlen=history)
         """[B] each: the rows that counted in each layer, of the last choices."""
+
+    @property
+    def remembers(self) -> bool:
+        return True
 
     def choose(self, tokens: IntArray, waited: FloatArray) -> Queue | None:
         past = np.mean(self._totals, axis=0) if self._totals else None

@@ -139,15 +139,24 @@ class Replicas:
         self._masked.pop(server, None)
         self._silence.pop(server, None)
 
+    def shares(
+        self, layer: int, experts: npt.NDArray[np.integer]
+    ) -> list[tuple[int, npt.NDArray[np.bool_] | None]]:
+        """As `route`: each server, NOBODY among them, and which of the pairs [p] are its; None: all."""
+        if layer in self._only:
+            return [(self._only_one(layer), None)]
+        servers = self.route(layer, experts)
+        return [(server, servers == server) for server in set(servers.tolist())]
+
     def route(self, layer: int, experts: npt.NDArray[np.integer]) -> IntArray:
         """The server for each of the pairs experts [p] of a layer, NOBODY where none of its holders is there.
 
         All pairs of an expert go to one server, so that its weights are read once. Example: expert 3 is held
         by servers 0 and 1, of which 0 has more pairs outstanding: every pair of expert 3 goes to 1.
         """
-        table, only = self._holders.get(layer), self._only.get(layer, NOBODY)
-        if table is None or only != NOBODY:
-            return np.full(len(experts), only if only in self._servers else NOBODY, dtype=np.int64)
+        table = self._holders.get(layer)
+        if table is None or layer in self._only:
+            return np.full(len(experts), self._only_one(layer), dtype=np.int64)
         if table.shape[1] == 1:
             return self._only_holder(table[experts, 0])
         wanted, counts = np.unique(experts, return_counts=True)
@@ -161,6 +170,10 @@ class Replicas:
                 chosen[wanted[at]] = best
         servers: IntArray = chosen[experts]
         return servers
+
+    def _only_one(self, layer: int) -> int:
+        server = self._only.get(layer, NOBODY)
+        return server if server in self._servers else NOBODY
 
     def _only_holder(self, servers: IntArray) -> IntArray:
         """Without replicas there is nothing to choose."""

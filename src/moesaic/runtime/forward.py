@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -137,7 +137,7 @@ class Forward:
             self._free.append(recorded)
             raise
         chosen += recorded.decodes[batch.num_rows].chosen
-        self._free.append(recorded)  # not where the step broke off: late answers may be written there
+        self._free.append(recorded)  # not where the step broke off: its rows may be asked for once more
         return hidden
 
     def _record(self, batch: TokenBatch, recorded: _Recorded) -> Stages:
@@ -148,12 +148,10 @@ class Forward:
         stages = self._walk(token_ids, positions, attention, chosen)
         if not self._apart:
             stages = _in_one(Walk(self._experts, stages))
-        spec = self._model.spec
-        out = torch.empty(batch.num_rows, spec.top_k, spec.hidden_size) if self._apart else None
         parts: list[Recording[_Item]] = []
         answer: torch.Tensor | None = None
         while True:
-            parts.append(recorded.recorder(partial(_next, stages, answer, out)))
+            parts.append(recorded.recorder(partial(_next, stages, answer), answer))
             item = parts[-1].result
             if isinstance(item, torch.Tensor):
                 where: Chosen = [np.asarray(ids) for ids in chosen]
@@ -196,8 +194,8 @@ _Item = Ask | Held | torch.Tensor | None
 """What stages yield, or in the end return."""
 
 
-def _next(stages: Stages, answer: torch.Tensor | None, out: torch.Tensor | None) -> _Item:
-    """The next item of `stages`, all of whose questions are answered in `out`.
+def _next(stages: Stages, answer: torch.Tensor | None) -> _Item:
+    """The next item of `stages`.
 
     A recording keeps its items for ever, but what one holds matters until the answer is there: then later
     stages may have the memory, as they will in every replay.
@@ -207,9 +205,7 @@ def _next(stages: Stages, answer: torch.Tensor | None, out: torch.Tensor | None)
     except StopIteration as end:
         hidden: torch.Tensor = end.value
         return hidden
-    if isinstance(item, Ask):
-        return replace(item, out=out)
-    return None if item is None else item.each(_borrowed)
+    return item.each(_borrowed) if isinstance(item, Held) else item
 
 
 def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
@@ -237,11 +233,12 @@ class _Decode:
     def replay(self, batch: TokenBatch) -> Stages:
         """The same operations on the rows of `batch`."""
         self._fill(batch)
+        answer: torch.Tensor | None = None
         for part in self.parts[:-1]:
-            item = part.run()
+            item = part.run(answer)
             assert not isinstance(item, torch.Tensor)
-            yield item
-        hidden = self.parts[-1].run()
+            answer = yield item
+        hidden = self.parts[-1].run(answer)
         assert isinstance(hidden, torch.Tensor)
         return hidden
 

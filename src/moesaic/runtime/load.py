@@ -17,6 +17,7 @@ from moesaic.core.routing import RowSink
 from moesaic.experts.client import DirectExperts, RoutedExperts
 from moesaic.experts.connecting import Connector
 from moesaic.experts.remote import RemoteExperts
+from moesaic.kernels.table import Put
 from moesaic.kvcache.paged import PagedKV, bytes_per_token
 from moesaic.models.checkpoint import Progress
 from moesaic.offload.padding import block_pool
@@ -96,7 +97,7 @@ def build_worker(
     remote: RemoteExperts | None = None
     combine = _combine(scheduler, layout, loaded.device)
     if layout is not None and combine is not None:
-        experts = remote = _remote(config, layout, clock, trace)
+        experts = remote = _remote(config, layout, clock, trace, loaded.kernels.put)
     brain = _brain(config, limits, blocks, layout)
     forward = Forward(loaded.model, experts, kv, block_size, loaded.device, recorded, combine)
     layered = None if remote is None else Layered(forward, remote)
@@ -206,7 +207,11 @@ def _tell_layout(config: ModelConfig, connection: Connection) -> ExpertLayout:
 
 
 def _remote(
-    config: WorkerConfig, layout: ExpertLayout, clock: Callable[[], float], trace: traced.Timeline | None
+    config: WorkerConfig,
+    layout: ExpertLayout,
+    clock: Callable[[], float],
+    trace: traced.Timeline | None,
+    put: Put,
 ) -> RemoteExperts:
     """The servers' client. Shared memory holds two of the largest steps on each connection."""
     rows = config.scheduler.max_num_batched_tokens
@@ -225,6 +230,7 @@ def _remote(
         clock,
         tell=worth.rows(layout.num_experts, layout.top_k) if schedule == "async" else None,
         everyone=schedule == "barrier",
+        put=put,
     )
 
 

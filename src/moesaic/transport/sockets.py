@@ -50,8 +50,7 @@ class StreamCall:
         self.number, self.rows, self.row_bytes = number, rows, row_bytes
         self._blocks = blocks.take(request_bytes), blocks.take(rows * row_bytes)
         self.request = self._blocks[0].data[:request_bytes]
-        self._answer = self._blocks[1].data[: rows * row_bytes]
-        self.answer = self._answer.toreadonly()
+        self.answer = self._blocks[1].data[: rows * row_bytes]
         self._outstanding = Outstanding(rows)
         """Rows that no frame has named."""
         self._left = rows
@@ -170,7 +169,7 @@ class StreamCaller(_StreamEnd):
             except ValueError as error:
                 raise DamagedMessage(f"the server sent a damaged frame: {error}") from None
             indices = named.astype(np.int64)
-            yield pieces(call._answer, indices, call.row_bytes)
+            yield pieces(call.answer, indices, call.row_bytes)
             self._arrived(call, indices)
 
     def _arrived(self, call: StreamCall, indices: IntArray) -> None:

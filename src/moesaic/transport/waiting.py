@@ -44,6 +44,12 @@ def wait(
     return (left is None or left > 0) and _sleep(ends, poller, left)
 
 
+def give_way() -> None:
+    """Call this once peers were told what they wait for, before anything that nobody waits for: where cores
+    are few a peer may be runnable, and wait for this very core. Else it costs next to nothing."""
+    os.sched_yield()
+
+
 def _sleep(ends: Sequence[End], poller: select.poll, seconds: float | None) -> bool:
     """Sleep until the socket of some end says something. True if there is news."""
     armed = [end.arm() for end in ends]  # all of them, also after one that has news

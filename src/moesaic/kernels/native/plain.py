@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from moesaic.core.tokens import IntArray
+from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.kernels.native import _native
 
 
@@ -25,7 +25,6 @@ def set_threads(threads: int, pin: bool) -> None:
 
 
 Addresses = npt.NDArray[np.uint64]
-FloatRows = npt.NDArray[np.float32]
 Part = tuple[FloatRows, IntArray, IntArray, FloatRows, IntArray]
 """Rows [m, h], of each pair its row and its expert [p], answers [q, h], of each pair its line there [p]."""
 
@@ -38,3 +37,12 @@ def experts(table: Addresses, size: tuple[int, int], wide: bool, parts: list[Par
     ValueError for arrays that do not fit; nothing is written then.
     """
     _native.gathered_experts(table, *size, wide, parts)
+
+
+def put(out: FloatRows, lines: IntArray, rows: FloatRows, places: IntArray) -> None:
+    """out[lines] = rows[places], by all threads.
+
+    out [n, h], rows [m, h] dense; lines, places [p]. Raises ValueError for arrays that do not fit, and for
+    lines or places that are none; nothing is written then.
+    """
+    _native.put(out, lines, rows, places)

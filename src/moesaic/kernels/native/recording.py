@@ -49,11 +49,12 @@ Result = TypeVar("Result")
 class Recording(Generic[Result]):
     """One recorded step."""
 
-    def __init__(self, step: Callable[[], Result], arena: Arena) -> None:
-        """Runs `step` once; its result is then in `result`. Raises RuntimeError if it computes with torch."""
+    def __init__(self, step: Callable[[], Result], arena: Arena, given: torch.Tensor | None = None) -> None:
+        """Runs `step` once; its result is then in `result`. given: rows of experts that `step` merges, dense.
+        Raises RuntimeError if it computes with torch."""
         self._tape = _native.Tape()
         MEMORY.arena, MEMORY.kept = arena, []
-        _native.record(self._tape)
+        _native.record(self._tape, _address(given))
         try:
             with _OnlyViews():  # type: ignore[no-untyped-call]
                 self.result = step()
@@ -62,9 +63,14 @@ class Recording(Generic[Result]):
             self._kept = MEMORY.kept
             MEMORY.arena, MEMORY.kept = None, []
 
-    def run(self) -> Result:
-        """The result for what lies in the step's inputs now. It holds until the next run."""
-        absent = self._tape.run()
+    def run(self, given: torch.Tensor | None = None) -> Result:
+        """The result for what lies in the step's inputs now. It holds until the next run. given: in place of
+        those of the recording, of the same shape; they may lie anywhere."""
+        absent = self._tape.run(_address(given))
         if absent != _native.ALL_HELD:
             raise KeyError("a routed expert is not held here")
         return self.result
+
+
+def _address(rows: torch.Tensor | None) -> int:
+    return 0 if rows is None else rows.data_ptr()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.kernels.reference.dense import gated_mlp
 from moesaic.kernels.weights import ExpertWeights
 
@@ -58,3 +59,10 @@ def experts_plain(weights: ExpertWeights, hidden: torch.Tensor, expert_ids: torc
             wide = functional.silu(gate.float() @ hidden[token]) * (up.float() @ hidden[token])
             rows[token, rank] = down.float() @ wide
     return rows
+
+
+def put(out: FloatRows, lines: IntArray, rows: FloatRows, places: IntArray) -> None:
+    """Answers of experts that came from elsewhere, to their pairs: out[lines] = rows[places].
+
+    out [n, h], rows [m, h], lines and places [p]."""
+    out[lines] = rows[places]

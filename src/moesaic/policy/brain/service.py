@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -100,8 +101,13 @@ class WhileSmall:
 
 @dataclass
 class _Queue:
+    since: float
     parts: list[tuple[int, IntArray]] = field(default_factory=list)
-    since: float = 0.0
+
+    @property
+    def pairs(self) -> int:
+        """That wait here, of which an empty call counts one."""
+        return sum(max(1, len(pairs)) for _, pairs in self.parts)
 
 
 class Service:
@@ -112,9 +118,9 @@ class Service:
         self._line = {layer: line for line, layer in enumerate(self._layers)}
         self._policy = policy
         self._rule = rule
-        self._groups = groups
-        self._tokens: IntArray = np.zeros((len(self._layers), groups), dtype=np.int64)
+        self._shape = len(self._layers), groups
         self._queues: dict[tuple[int, int], _Queue] = {}
+        """Those that are not empty, by line and group."""
         self._client: dict[int, int] = {}
         """Call -> its client, while any of its pairs waits."""
         self._waiting: dict[int, int] = {}
@@ -122,7 +128,7 @@ class Service:
         self._clients: set[int] = set()
         self._left: dict[int, int] = {}
         self.waiting_pairs = 0
-        """The sum of `_tokens`, of which an empty call counts one."""
+        """In all queues."""
         self._took = 0.0
         """Seconds of a run, the last ones more."""
         self._usual = 0.0
@@ -146,11 +152,9 @@ class Service:
         for key in list(self._queues):
             queue = self._queues[key]
             queue.parts = [(call, pairs) for call, pairs in queue.parts if call not in gone]
-            self.waiting_pairs -= int(self._tokens[key])
-            self._tokens[key] = sum(max(1, len(pairs)) for _, pairs in queue.parts)
-            self.waiting_pairs += int(self._tokens[key])
             if not queue.parts:
                 del self._queues[key]
+        self.waiting_pairs = sum(queue.pairs for queue in self._queues.values())
         for call in gone:
             del self._client[call], self._left[call]
 
@@ -163,9 +167,8 @@ class Service:
         self._client[call], self._left[call] = client, len(experts)
         self._waiting[client] = self._waiting.get(client, 0) + 1
         for group, pairs in self._split(experts):
-            queue = self._queues.setdefault((line, group), _Queue(since=now))
+            queue = self._queues.setdefault((line, group), _Queue(now))
             queue.parts.append((call, pairs))
-            self._tokens[line, group] += max(1, len(pairs))
             self.waiting_pairs += max(1, len(pairs))
 
     def next_run(self, now: float) -> Run | None:
@@ -181,19 +184,23 @@ class Service:
             if self._oldest(now) < self._rule.patience(self._took):
                 return None
             self._clients.intersection_update(self._waiting)  # it waited in vain: not again at each layer
-        waited = np.zeros(self._tokens.shape)
-        for key, queue in self._queues.items():
-            waited[key] = now - queue.since
-        chosen = self._policy.choose(self._tokens, waited)
-        if chosen is None:
-            return None
+        chosen = self._choice(now)
         queue = self._queues.pop(chosen)
-        self.waiting_pairs -= int(self._tokens[chosen])
-        self._tokens[chosen] = 0
+        self.waiting_pairs -= queue.pairs
         for call, mine in queue.parts:
             self._served(call, len(mine))
         self._began = now
         return Run(self._layers[chosen[0]], queue.parts)
+
+    def _choice(self, now: float) -> tuple[int, int]:
+        if len(self._queues) == 1 and not self._policy.remembers:  # mostly so, and caches are cold
+            return next(iter(self._queues))
+        tokens, waited = np.zeros(self._shape, dtype=np.int64), np.zeros(self._shape)
+        for key, queue in self._queues.items():
+            tokens[key], waited[key] = queue.pairs, now - queue.since
+        chosen = self._policy.choose(tokens, waited)
+        assert chosen is not None  # no queue is empty
+        return chosen
 
     def wait(self, now: float) -> float | None:
         """Seconds until a run may begin though nothing arrives; None: never."""
@@ -217,8 +224,16 @@ class Service:
 
     def _split(self, experts: npt.NDArray[np.integer]) -> list[tuple[int, IntArray]]:
         """Pairs by group, in their order."""
-        if self._groups == 1 or not len(experts):
-            return [(0, np.arange(len(experts)))]
+        if self._shape[1] == 1 or not len(experts):
+            return [(0, _every(len(experts)))]
         order = np.argsort(experts, kind="stable")
         groups, starts = np.unique(experts[order], return_index=True)
         return list(zip(groups.tolist(), np.split(order, starts[1:]), strict=True))
+
+
+@lru_cache(maxsize=64)
+def _every(pairs: int) -> IntArray:
+    """[p] all of them. Kept: not to be written."""
+    found = np.arange(pairs)
+    found.flags.writeable = False
+    return found

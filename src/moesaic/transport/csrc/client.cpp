@@ -20,7 +20,7 @@ nb::object Client::open(uint64_t request_bytes, uint64_t rows, uint64_t row_byte
     uint64_t index = free_.back();
     free_.pop_back();
     nb::object call = nb::cast(Call{++number_, rows, row_bytes, index, view(extent.offset, request_bytes, true),
-                                    view(extent.answer(), rows * row_bytes, false)});
+                                    view(extent.answer(), rows * row_bytes, true)});
     slots_[index] = {State::kOpen, extent, Out(rows), call};
     return call;
 }

@@ -4,9 +4,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
+#include "pool.h"
 #include "table.h"
 
 namespace moesaic {
@@ -56,6 +59,50 @@ class Gathered {
 
     std::vector<uint64_t> rows, out;
     std::vector<int64_t> row_of, ids;
+};
+
+// Rows that came in, to the lines where they are wanted: row places[i] of `rows` is line lines[i] of `out`.
+class Put {
+   public:
+    Put(const Matrix<float>& out, const Vector<const int64_t>& lines, const Matrix<const float>& rows,
+        const Vector<const int64_t>& places)
+        : out_(out.data()), rows_(rows.data()), lines_(lines.data()), places_(places.data()),
+          count_(int64_t(lines.shape(0))), width_(int64_t(rows.shape(1))) {
+        if (out.shape(1) != rows.shape(1) || places.shape(0) != lines.shape(0)) {
+            throw nb::value_error("rows, places and lines do not fit");
+        }
+        for (int64_t i = 0; i < count_; i++) {  // negative ones are huge
+            if (size_t(lines_[i]) >= out.shape(0) || size_t(places_[i]) >= rows.shape(0)) {
+                throw nb::value_error("a row or a line that is none");
+            }
+        }
+    }
+
+    void run() {
+        piece_ = std::max<int64_t>(1, kPiece / (width_ * 4 + 1));
+        int64_t pieces = (count_ + piece_ - 1) / piece_;
+        auto copy = [](void* put, int64_t piece, int) { static_cast<Put*>(put)->copy(piece); };
+        if (pieces > 1) {
+            pool().run(pieces, copy, this);
+        } else if (pieces == 1) {
+            this->copy(0);
+        }
+    }
+
+   private:
+    static constexpr int64_t kPiece = 1 << 16;  // bytes that are worth a turn of their own
+
+    void copy(int64_t piece) const {
+        for (int64_t i = piece * piece_; i < std::min(count_, (piece + 1) * piece_); i++) {
+            std::memcpy(out_ + lines_[i] * width_, rows_ + places_[i] * width_, size_t(width_) * 4);
+        }
+    }
+
+    float* out_;
+    const float* rows_;
+    const int64_t* lines_;
+    const int64_t* places_;
+    int64_t count_, width_, piece_ = 1;
 };
 
 }  // namespace moesaic

@@ -42,7 +42,8 @@ auto outside_python(const Call& call) {
 class Tape {
    public:
     // A (token, rank) pair whose expert was not held, or kAllHeld.
-    int64_t run() const {
+    int64_t run(Address rows) {
+        now = rows;
         return outside_python([this] {
             for (const auto& job : jobs) {
                 int64_t absent = job();
@@ -52,6 +53,8 @@ class Tape {
         });
     }
     std::vector<std::function<int64_t()>> jobs;
+    // Experts' rows that a recorded merge read, which lie elsewhere at each run, and where: 0 for none.
+    Address given = 0, now = 0;
 };
 
 thread_local Tape* recorded = nullptr;  // where this thread's operations are noted while they run
@@ -127,6 +130,12 @@ void gathered_experts(const Matrix<const uint64_t>& table, int64_t h, int64_t w,
     }
 }
 
+void put(const Matrix<float>& out, const Vector<const int64_t>& lines, const Matrix<const float>& rows,
+         const Vector<const int64_t>& places) {
+    Put job(out, lines, rows, places);
+    outside_python([&] { job.run(); });
+}
+
 void gated_mlp(Address rows, Address gate, Address up, Address down, Address out, int64_t n, int64_t h, int64_t w,
                bool wide) {
     perform(active->gated_mlp,
@@ -168,8 +177,14 @@ void gate(Address rows, Address weight, Address ids, Address weights, int64_t n,
 
 void merge(Address residual, Address dense, Address rows, Address weights, Address out, int64_t n, int64_t top_k,
            int64_t h) {
-    perform(active->merge, Merge{at<float>(residual), at<float>(dense), at<float>(rows), at<float>(weights),
-                                 at<float>(out), n, top_k, h});
+    Merge job{at<float>(residual), at<float>(dense), at<float>(rows), at<float>(weights), at<float>(out), n, top_k, h};
+    if (recorded == nullptr || rows == 0 || rows != recorded->given) return perform(active->merge, job);
+    recorded->jobs.push_back([merge = active->merge, job, tape = recorded]() mutable {
+        job.rows = at<float>(tape->now);
+        merge(job);
+        return kAllHeld;
+    });
+    outside_python([&] { active->merge(job); });
 }
 
 void embed(Address table, Address ids, Address out, int64_t n, int64_t width, bool wide) {
@@ -239,6 +254,7 @@ NB_MODULE(_native, m) {
     m.def("head_linear", head_linear);
     m.def("experts", experts);
     m.def("gathered_experts", gathered_experts);
+    m.def("put", put);
     m.def("gated_mlp", gated_mlp);
     m.def("attention", attention);
     m.def("store", store);
@@ -252,6 +268,9 @@ NB_MODULE(_native, m) {
         .def(nb::init<>())
         .def("run", &Tape::run)
         .def("__len__", [](const Tape& tape) { return tape.jobs.size(); });
-    m.def("record", [](Tape& tape) { recorded = &tape; });
+    m.def("record", [](Tape& tape, Address given) {
+        tape.given = given;
+        recorded = &tape;
+    });
     m.def("stop", [] { recorded = nullptr; });
 }
