@@ -61,7 +61,7 @@ class Dialling:
         self.wanted: list[ServerEntry] = []
         self.stopped: list[int] = []
         self.kept: list[tuple[ServerEntry, Caller]] = []
-        self.kind = "shm"
+        self.kind, self.heap = "shm", 1 << 20
 
     def start(self, entry: ServerEntry, secret: bytes) -> None:
         self.wanted.append(entry)
@@ -76,7 +76,7 @@ class Dialling:
         wanted, self.wanted = self.wanted, []
         for entry in wanted:
             with contextlib.suppress(ConnectionLost):
-                self.kept.append((entry, connect(entry.address, SECRET, self.kind, 1 << 20)))
+                self.kept.append((entry, connect(entry.address, SECRET, self.kind, self.heap)))
 
     def made(self) -> list[tuple[ServerEntry, Caller]]:
         self.dial()
@@ -210,6 +210,45 @@ def test_an_answer_takes_its_room_until_it_is_released(
     assert not released and not cluster.client.busy
     cluster.client.release(ticket)
     assert len(released) == 1
+
+
+@pytest.mark.parametrize("kind", ["shm", "stream"])
+def test_answers_that_wait_make_room_for_questions(cluster: Cluster, kind: str) -> None:
+    """A connection has room for two calls or so. Were answers to keep theirs, the third question would wait
+    for ever: nobody looks at the first answer before."""
+    cluster.connector.kind, cluster.connector.heap = kind, 4096
+    cluster.publish(0)
+    kept = []
+    for turn in range(8):
+        ticket, wanted = cluster.submit(turn % 2, rows=20)
+        kept.append((ticket, cluster.rows(ticket, 0), wanted))
+    for ticket, _, wanted in kept:
+        torch.testing.assert_close(cluster.client.rows(ticket), wanted, rtol=0, atol=0)
+        cluster.client.release(ticket)
+
+
+def test_an_empty_call_leaves_the_answer_of_another_alone(tmp_path: Path) -> None:
+    """With `everyone` the server that was asked for nothing answers too, before or after. Were the other's
+    answer not given back, there would soon be no room."""
+    cluster = Cluster(tmp_path, everyone=True)
+    cluster.connector.heap = 4096
+    try:
+        held = {0: EVERYTHING, 1: {layer: [] for layer in LAYOUT.layers}}
+        cluster.client.update(Directory(9, cluster.entries, held), SECRET)
+        cluster.until(lambda: all(server.clients for server in cluster.servers), 0, 1)
+        cluster.client.arrivals()
+        for order in 5 * ((0, 1), (1, 0)):
+            calls = cluster.servers[0].served.calls
+            ticket, wanted = cluster.submit(rows=20)
+            for server in order:
+                served = cluster.servers[server].served
+                cluster.until(lambda s=served, c=calls: s.calls > c, server)
+                cluster.client.poll(ticket)
+            torch.testing.assert_close(cluster.rows(ticket, 0, 1), wanted, rtol=0, atol=0)
+            cluster.client.release(ticket)
+            assert all(not end.calls for end in cluster.client._ends.values())
+    finally:
+        cluster.close()
 
 
 def test_bytes_of_questions_and_answers_are_counted(cluster: Cluster) -> None:
@@ -369,14 +408,20 @@ def test_a_directory_that_names_a_server_twice(cluster: Cluster) -> None:
 
 
 def test_released_before_the_rows_came(cluster: Cluster) -> None:
-    """Late rows go into memory that nobody else has."""
-    cluster.publish(0)
+    """Late rows go into memory that nobody else has, also when some had come before."""
+    cluster.publish(0, 1)
+    cluster.until(lambda: all(server.clients for server in cluster.servers), 0, 1)
     cluster.client.arrivals()
-    ticket, _ = cluster.submit()
-    cluster.client.release(ticket)
-    other, wanted = cluster.submit(1)
-    torch.testing.assert_close(cluster.rows(other, 0), wanted, rtol=0, atol=0)
-    assert not cluster.client.busy
+    for submit in (cluster.submit, cluster.submit_summed):
+        ticket = submit(rows=6)[0]
+        calls = cluster.servers[0].served.calls
+        cluster.until(lambda calls=calls: cluster.servers[0].served.calls > calls, 0)
+        assert cluster.client.poll(ticket) is None
+        cluster.client.release(ticket)
+        other, wanted = cluster.submit(1, rows=6)
+        torch.testing.assert_close(cluster.rows(other, 0, 1), wanted, rtol=0, atol=0)
+        cluster.client.release(other)
+        assert not cluster.client.busy
 
 
 def test_a_call_without_pairs_is_no_work(tmp_path: Path) -> None:

@@ -43,8 +43,10 @@ class Submission:
     out: FloatRows | None = None
     """[n * k, h] what is there of the answer: where it came in, if one call brought all of it, else in memory
     of its own; None: nothing is there yet."""
-    holds: Callable[[], None] | None = None
-    """Gives back whatever `out` lies in."""
+    inside: Sent | None = None
+    """The call in whose memory `out` is."""
+    give_back: Callable[[], None] | None = None
+    """Whatever `out` lies in, once no more of it comes in there."""
     missing: int = field(init=False)
     """Pairs that are not there yet, and empty calls that were not answered."""
     unsent: list[IntArray] = field(default_factory=list)
@@ -60,14 +62,23 @@ class Submission:
         """`out`, for answers that come one after the other."""
         if self.out is None:
             kept, self.out = memory.take(len(self.experts), self.hidden.shape[1])
-            self.holds = partial(memory.give_back, kept)
+            self.give_back = partial(memory.give_back, kept)
         return self.out
 
+    def move(self, memory: Memory) -> bool:
+        """An answer that is all there into memory of its own: its transport lacks room. False: it was."""
+        if self.inside is None or self.out is None or self.give_back is None:
+            return False
+        answer, give_back, self.out, self.inside = self.out, self.give_back, None, None
+        self.room(memory)[:] = answer
+        give_back()
+        return True
+
     def release(self) -> None:
-        """Nobody looks at the answer any more. Late ones are not for anybody."""
+        """Nobody looks at the answer any more; what is late is for nobody."""
         self.released = True
-        if self.holds is not None:
-            self.holds()
+        if self.give_back is not None:
+            self.give_back()
 
     def scores_of(self, pairs: IntArray) -> FloatRows | None:
         """[p]"""
@@ -118,7 +129,7 @@ class Sent:
             return self.pairs[:0], fresh
         if submission.out is None and fresh == len(submission.experts):
             # The usual case: all of it at once. It stays where it is.
-            submission.out = self._answer
+            submission.out, submission.inside = self._answer, self
             return self.pairs, fresh
         pairs = self.pairs[indices]
         memory.put(submission.room(memory), pairs, self._answer, indices)
@@ -126,11 +137,10 @@ class Sent:
 
     def done(self, release: Callable[[Call], None]) -> None:
         """The last row is there: the transport may have its memory back once nobody looks at it."""
-        give_back, submission = partial(release, self.call), self.submission
-        if submission.out is not None and submission.holds is None:
-            submission.holds = give_back
+        if self.submission.inside is self:
+            self.submission.give_back = partial(release, self.call)
         else:
-            give_back()
+            release(self.call)
 
     def _mark(self, places: IntArray) -> int:
         """These of the pairs are there; how many of them were not before."""
@@ -159,6 +169,8 @@ class Summed(Sent):
         )
         told = np.flatnonzero(np.isin(row_of, indices))
         pairs, fresh = self.pairs[told], self._mark(told)
+        if self.submission.released:
+            return pairs[:0], fresh
         out = self.submission.room(memory)
         out[pairs] = 0
         memory.put(out, self.pairs[first[indices]], self._answer, indices)
