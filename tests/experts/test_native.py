@@ -122,6 +122,9 @@ def test_a_line_or_a_place_that_is_none(lines: list[int], places: list[int]) -> 
     out, rows = np.zeros((4, 8), np.float32), np.ones((2, 8), np.float32)
     with pytest.raises(ValueError, match="fit|none"):
         plain.put(out, np.array(lines), rows, np.array(places))
+    for other in (out.astype(np.float64), np.zeros((8, 4), np.float32).T):
+        with pytest.raises(TypeError):
+            plain.put(other, np.array([0]), rows, np.array([0]))
     with pytest.raises(ValueError, match="fit"):
         plain.put(out, np.array([0]), np.ones((2, 9), np.float32), np.array([0]))
     assert not out.any()

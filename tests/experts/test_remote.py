@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,7 +181,7 @@ def test_rows_of_both_servers_are_put_at_their_pairs(cluster: Cluster) -> None:
     assert not cluster.client.busy and cluster.client.stats().resent_pairs == 0
 
 
-def test_answers_hold_until_they_are_released(cluster: Cluster) -> None:
+def test_answers_hold_while_there_is_room(cluster: Cluster) -> None:
     """They may lie where they came in: other calls, and the end of the connection, leave them alone."""
     cluster.publish(0)
     kept = []
@@ -210,6 +212,37 @@ def test_an_answer_takes_its_room_until_it_is_released(
     assert not released and not cluster.client.busy
     cluster.client.release(ticket)
     assert len(released) == 1
+
+
+def test_nothing_keeps_what_was_released(cluster: Cluster) -> None:
+    """Without the collector of cycles: large answers must not wait for it."""
+    cluster.publish(0)
+    gc.disable()
+    try:
+        ticket, _ = cluster.submit()
+        cluster.rows(ticket, 0)
+        kept = weakref.ref(cluster.client._submissions[ticket.number])
+        cluster.client.release(ticket)
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_a_question_without_rows_is_asked_of_everyone_and_waited_for(tmp_path: Path) -> None:
+    """Also where one server holds everything."""
+    cluster = Cluster(tmp_path, everyone=True)
+    try:
+        cluster.publish(0)
+        cluster.until(lambda: cluster.servers[0].clients, 0)
+        cluster.client.arrivals()
+        ids = torch.zeros((0, 2), dtype=torch.int64)
+        ticket = cluster.client.submit(Ask(0, torch.zeros(0, HIDDEN), ids))
+        assert cluster.client.busy and cluster.client.poll(ticket) is None
+        assert cluster.rows(ticket, 0).shape == (0, 2, HIDDEN)
+        cluster.client.release(ticket)
+        assert not cluster.client.busy and cluster.servers[0].served.calls == 1
+    finally:
+        cluster.close()
 
 
 @pytest.mark.parametrize("kind", ["shm", "stream"])
@@ -408,7 +441,7 @@ def test_a_directory_that_names_a_server_twice(cluster: Cluster) -> None:
 
 
 def test_released_before_the_rows_came(cluster: Cluster) -> None:
-    """Late rows go into memory that nobody else has, also when some had come before."""
+    """Late rows are for nobody, also when some had come before: others may have the memory."""
     cluster.publish(0, 1)
     cluster.until(lambda: all(server.clients for server in cluster.servers), 0, 1)
     cluster.client.arrivals()

@@ -127,6 +127,8 @@ def test_rows_of_experts_may_lie_elsewhere_at_each_replay(native: Kernels) -> No
         wanted = step(other)
         given.fill_(torch.nan)
         assert same_bits(recording.run(other), wanted)
+    with pytest.raises(ValueError, match="every run or never"):
+        recording.run()
 
 
 COMPUTED_BY_TORCH: dict[str, Callable[[torch.Tensor], object]] = {

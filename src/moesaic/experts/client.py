@@ -75,7 +75,7 @@ class RoutedExperts(Protocol):
     def submit(self, ask: Ask) -> Ticket: ...
 
     def poll(self, ticket: Ticket) -> torch.Tensor | None:
-        """rows [n, k, h] float32, unweighted unless partial sums were asked for, that hold until `release`;
+        """rows [n, k, h] float32, unweighted unless partial sums were asked for, until the next call;
         None while some are missing. They may lie on the CPU though the question did not."""
         ...
 

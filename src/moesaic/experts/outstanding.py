@@ -43,10 +43,10 @@ class Submission:
     out: FloatRows | None = None
     """[n * k, h] what is there of the answer: where it came in, if one call brought all of it, else in memory
     of its own; None: nothing is there yet."""
-    inside: Sent | None = None
-    """The call in whose memory `out` is."""
+    inside: Call | None = None
+    """In whose memory `out` is."""
     give_back: Callable[[], None] | None = None
-    """Whatever `out` lies in, once no more of it comes in there."""
+    """Whatever `out` lies in; of an answer that is where it came in, from `Sent.done` on."""
     missing: int = field(init=False)
     """Pairs that are not there yet, and empty calls that were not answered."""
     unsent: list[IntArray] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Submission:
         return self.out
 
     def move(self, memory: Memory) -> bool:
-        """An answer that is all there into memory of its own: its transport lacks room. False: it was."""
+        """Put an answer elsewhere that is where it came in: room is needed there. False: it is not there."""
         if self.inside is None or self.out is None or self.give_back is None:
             return False
         answer, give_back, self.out, self.inside = self.out, self.give_back, None, None
@@ -79,6 +79,7 @@ class Submission:
         self.released = True
         if self.give_back is not None:
             self.give_back()
+        self.out = self.inside = self.give_back = None
 
     def scores_of(self, pairs: IntArray) -> FloatRows | None:
         """[p]"""
@@ -129,7 +130,7 @@ class Sent:
             return self.pairs[:0], fresh
         if submission.out is None and fresh == len(submission.experts):
             # The usual case: all of it at once. It stays where it is.
-            submission.out, submission.inside = self._answer, self
+            submission.out, submission.inside = self._answer, self.call
             return self.pairs, fresh
         pairs = self.pairs[indices]
         memory.put(submission.room(memory), pairs, self._answer, indices)
@@ -137,7 +138,7 @@ class Sent:
 
     def done(self, release: Callable[[Call], None]) -> None:
         """The last row is there: the transport may have its memory back once nobody looks at it."""
-        if self.submission.inside is self:
+        if self.submission.inside is self.call:
             self.submission.give_back = partial(release, self.call)
         else:
             release(self.call)

@@ -103,7 +103,7 @@ class RemoteExperts:
         return news
 
     def rows(self, ticket: Ticket) -> torch.Tensor:
-        """[n, k, h] with the rows that are there; they hold until `release`."""
+        """[n, k, h] with the rows that are there; they hold until the next call."""
         submission = self._submissions[ticket.number]
         out = submission.room(self._memory)
         return torch.from_numpy(out).view(-1, submission.top_k, out.shape[1])

@@ -142,9 +142,10 @@ class Replicas:
     def shares(
         self, layer: int, experts: npt.NDArray[np.integer]
     ) -> list[tuple[int, npt.NDArray[np.bool_] | None]]:
-        """As `route`: each server, NOBODY among them, and which of the pairs [p] are its; None: all."""
+        """As `route`: each server, NOBODY among them, and which of the pairs [p] are its; None: all.
+        Of no pairs nobody has a share."""
         if layer in self._only:
-            return [(self._only_one(layer), None)]
+            return [(self._only_one(layer), None)] if len(experts) else []
         servers = self.route(layer, experts)
         return [(server, servers == server) for server in set(servers.tolist())]
 

@@ -64,7 +64,7 @@ Stages = Generator[Ask | Held | None, torch.Tensor | None, torch.Tensor]
 
 
 class Dropped(Exception):
-    """Is thrown into stages from which nobody goes on, once nothing is written into their memory any more."""
+    """Is thrown into stages from which nobody goes on, once nothing of theirs will be asked again."""
 
 
 class Walk:

@@ -41,8 +41,13 @@ auto outside_python(const Call& call) {
 // calls: what they read and write stays where it was, what lies there may change.
 class Tape {
    public:
+    Tape() = default;
+    Tape(const Tape&) = delete;  // its jobs look at it
+    Tape& operator=(const Tape&) = delete;
+
     // A (token, rank) pair whose expert was not held, or kAllHeld.
     int64_t run(Address rows) {
+        if ((given == 0) != (rows == 0)) throw nb::value_error("rows are given at every run or never");
         now = rows;
         return outside_python([this] {
             for (const auto& job : jobs) {
@@ -254,7 +259,7 @@ NB_MODULE(_native, m) {
     m.def("head_linear", head_linear);
     m.def("experts", experts);
     m.def("gathered_experts", gathered_experts);
-    m.def("put", put);
+    m.def("put", put, nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert());
     m.def("gated_mlp", gated_mlp);
     m.def("attention", attention);
     m.def("store", store);
