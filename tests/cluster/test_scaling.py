@@ -9,6 +9,9 @@ from concurrent.futures import Future
 
 import pytest
 
+from moesaic.cluster import members
+from moesaic.cluster.local import ChildProcess
+from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError, ScalingError
 from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_identity import alone, workload
@@ -140,18 +143,18 @@ def test_a_newcomer_that_keeps_dying_leaves_everything_as_it_was(expected: list[
 
 
 @pytest.mark.slow
-def test_a_worker_that_keeps_dying_leaves_everything_as_it_was() -> None:
+def test_a_worker_that_keeps_dying_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     with cluster(attention_workers=1, expert_servers=1) as served:
+        spawn = members.spawn_worker
+
+        def stillborn(config: WorkerConfig) -> ChildProcess:
+            process = spawn(config)
+            os.kill(process.pid, signal.SIGKILL)
+            return process
+
+        monkeypatch.setattr(members, "spawn_worker", stillborn)
         future = served.supervisor.scale(attention_workers=2)
-
-        def kill() -> bool:
-            for member in served.supervisor.status():
-                if member.name == "attention worker 1" and member.pid is not None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(member.pid, signal.SIGKILL)
-            return future.done()
-
-        served.until(kill)
+        served.until(future.done)
         with pytest.raises(ScalingError, match="attention worker 1 did not come up"):
             future.result()
         assert names(served) == ["attention worker 0", "expert server 0"]
