@@ -42,19 +42,34 @@ MOESAIC_INLINE void tile_step(Vec (&sums)[R][C], const RowOf<T>* const* rows, co
     }
 }
 
+// What is needed after some columns, fetched while their tiles compute: a few lines in each step all the time, since
+// in bursts the memory would be idle between them.
+struct Stream {
+    const char* at = nullptr;
+    const char* end = nullptr;
+    int lines = 0;  // of a step
+
+    MOESAIC_INLINE void step() {
+        for (int i = 0; i < lines && at < end; i++, at += 64) prefetch_l2(at);
+    }
+};
+
 // Whole chunks of a tile: `count` numbers. `ahead` numbers further on lie the weights needed next; 0: nowhere.
 template <class T, int R, int C, bool kFetch>
 MOESAIC_INLINE void tile_steps(Vec (&sums)[R][C], const RowOf<T>* (&x)[R], const T* (&w)[C], int64_t count,
-                               int64_t ahead) {
+                               int64_t ahead, Stream& stream) {
+    Stream mine = stream;
     for (int64_t i = 0; i < count; i += CHUNK) {
         for (int c = 0; kFetch && c < C; c++) {
             prefetch(w[c] + ahead);
             if (sizeof(T) * CHUNK > 64) prefetch(w[c] + ahead + CHUNK / 2);
         }
+        mine.step();
         tile_step<T, R, C>(sums, x, w);
         for (int r = 0; r < R; r++) x[r] += CHUNK;
         for (int c = 0; c < C; c++) w[c] += CHUNK;
     }
+    stream.at = mine.at;
 }
 
 // The total of each sum, in registers until then.
@@ -70,8 +85,8 @@ MOESAIC_INLINE void fold(const Vec (&sums)[R][C], float (&totals)[R * C + 3]) {
 // out[r * stride + c] = (or +=) rows[r] . weights[c] over `count` numbers, at most BLOCK. Rows are packed
 // and padded with zeros; weights are not padded.
 template <class T, int R, int C>
-MOESAIC_INLINE void tile(const RowOf<T>* const* rows, const T* const* weights, int64_t count, int64_t ahead, bool first,
-                 float* out, int64_t stride) {
+MOESAIC_INLINE void tile(const RowOf<T>* const* rows, const T* const* weights, int64_t count, int64_t ahead,
+                         Stream& stream, bool first, float* out, int64_t stride) {
     const RowOf<T>* x[R];
     const T* w[C];
     for (int r = 0; r < R; r++) x[r] = rows[r];
@@ -87,9 +102,9 @@ MOESAIC_INLINE void tile(const RowOf<T>* const* rows, const T* const* weights, i
         for (int c = 0; c < C; c++) sums[r][c] = zero();
     }
     if (ahead != 0) {
-        tile_steps<T, R, C, true>(sums, x, w, whole, ahead);
+        tile_steps<T, R, C, true>(sums, x, w, whole, ahead, stream);
     } else {
-        tile_steps<T, R, C, false>(sums, x, w, whole, 0);
+        tile_steps<T, R, C, false>(sums, x, w, whole, 0, stream);
     }
     if (whole < count) {
         for (int c = 0; c < C; c++) w[c] = rest[c];
@@ -104,25 +119,11 @@ MOESAIC_INLINE void tile(const RowOf<T>* const* rows, const T* const* weights, i
     }
 }
 
-// Where the weights lie that will be read next, to be fetched while others are used: those of the next columns,
-// then what follows all of these. Where several tiles of rows use the columns, every tile fetches its share of that,
-// and float32 columns, which lie in the L2 cache by then, are left there: they would push the rows out of the nearest.
-template <class T>
-struct Fetch {
-    const T* then;  // what follows these columns, or null
-    int64_t tile, tiles;
-
-    int64_t ahead(const T* weights, int64_t group, bool last, int64_t step) const {
-        if (tiles > 1 && then != nullptr && group % tiles == tile) return then - weights;
-        if (tiles > 1) return sizeof(T) == 4 || last ? 0 : step;
-        return !last ? step : then != nullptr ? then - (weights + group * step) : 0;
-    }
-};
-
-// As many columns of a weight matrix as fit a tile of R rows, several times over.
+// As many columns of a weight matrix as fit a tile of R rows, several times over. `near`: whether each tile fetches the
+// next one's columns; `then`: what the last one fetches, or null.
 template <class T, int R>
-inline void strip(const RowOf<T>* const* rows, const T* weights, int64_t ld, int64_t columns, int64_t count,
-                  Fetch<T> fetch, bool first, float* out, int64_t stride) {
+inline void strip(const RowOf<T>* const* rows, const T* weights, int64_t ld, int64_t columns, int64_t count, bool near,
+                  const T* then, Stream& stream, bool first, float* out, int64_t stride) {
     // Few rows need several columns, or the multiply-adds wait for each other; with more than four the lines
     // that are read and fetched at one time push each other out of the nearest cache.
     constexpr int C = R <= 3 ? 4 : TILE_COLUMNS;
@@ -130,42 +131,49 @@ inline void strip(const RowOf<T>* const* rows, const T* weights, int64_t ld, int
     int64_t column = 0;
     for (; column + C <= columns; column += C) {
         for (int c = 0; c < C; c++) w[c] = weights + (column + c) * ld;
-        int64_t ahead = fetch.ahead(weights, column / C, column + 2 * C > columns, C * ld);
-        tile<T, R, C>(rows, w, count, ahead, first, out + column, stride);
+        int64_t ahead = column + 2 * C <= columns ? (near ? C * ld : 0) : then != nullptr ? then - w[0] : 0;
+        tile<T, R, C>(rows, w, count, ahead, stream, first, out + column, stride);
     }
     for (; column < columns; column++) {
         w[0] = weights + column * ld;
-        tile<T, R, 1>(rows, w, count, 0, first, out + column, stride);
+        tile<T, R, 1>(rows, w, count, 0, stream, first, out + column, stride);
     }
 }
 
 template <class T, int R>
 inline void strip_of(int64_t n, const RowOf<T>* const* rows, const T* weights, int64_t ld, int64_t columns,
-                     int64_t count, Fetch<T> fetch, bool first, float* out, int64_t stride) {
-    if (n == R) return strip<T, R>(rows, weights, ld, columns, count, fetch, first, out, stride);
+                     int64_t count, bool near, const T* then, Stream& stream, bool first, float* out, int64_t stride) {
+    if (n == R) return strip<T, R>(rows, weights, ld, columns, count, near, then, stream, first, out, stride);
     if constexpr (R > 1) {
-        strip_of<T, R - 1>(n, rows, weights, ld, columns, count, fetch, first, out, stride);
+        strip_of<T, R - 1>(n, rows, weights, ld, columns, count, near, then, stream, first, out, stride);
     }
 }
 
 // out[r * stride + c] = rows[r] . weights[c * ld ..] for n rows and all `columns`, over k numbers.
 // Reads each weight once for every TILE_ROWS rows; keep `columns` so few that they stay in the L2 cache.
-// `then`: as many weights that this thread will read next, if it knows.
+// `then`: as many weights that this thread will read next, if it knows. A single tile of rows fetches what it needs
+// next itself. Several share out what comes after these columns, which lie in the L2 cache for all but the first; from
+// there they fetch them too, but float32 columns would push the rows out of the nearest cache.
 template <class T>
 void multiply(const RowOf<T>* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
               float* out, int64_t stride, const T* then = nullptr) {
     const RowOf<T>* block_rows[TILE_ROWS];
     int64_t tiles = (n + TILE_ROWS - 1) / TILE_ROWS;
+    bool single = tiles == 1, near = single || sizeof(T) < 4;
+    Stream stream;
+    if (!single && then != nullptr) {
+        constexpr int64_t kLines = TILE_COLUMNS * CHUNK * int64_t(sizeof(T)) / 64;  // that a step of a tile reads
+        const char* from = reinterpret_cast<const char*>(then);
+        stream = {from, from + columns * k * int64_t(sizeof(T)), int((kLines + tiles - 1) / tiles)};
+    }
     for (int64_t t = 0; t < tiles; t++) {  // of like size: 8 rows are 4 and 4, not 6 and 2
         int64_t r = n * t / tiles, some = n * (t + 1) / tiles - r;
         for (int64_t begin = 0; begin < k; begin += BLOCK) {
             int64_t count = k - begin < BLOCK ? k - begin : BLOCK;
             for (int64_t i = 0; i < some; i++) block_rows[i] = rows[r + i] + begin;
-            const T* next = tiles == 1 && begin + BLOCK < k ? weights + begin + BLOCK : then;
-            if (next == then && then != nullptr && tiles > 1) next += begin;
-            Fetch<T> fetch{next, t, tiles};
-            strip_of<T, TILE_ROWS>(some, block_rows, weights + begin, ld, columns, count, fetch, begin == 0,
-                                   out + r * stride, stride);
+            const T* next = !single ? nullptr : begin + BLOCK < k ? weights + begin + BLOCK : then;
+            strip_of<T, TILE_ROWS>(some, block_rows, weights + begin, ld, columns, count, near, next, stream,
+                                   begin == 0, out + r * stride, stride);
         }
     }
 }

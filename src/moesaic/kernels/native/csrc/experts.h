@@ -75,14 +75,31 @@ inline void order_bands(const moesaic::Experts& job, int64_t inner, int64_t down
     if (groups.size > 0) add(groups.size - 1, true);
 }
 
+// The weights behind a thread's last strip of a band: those of the band that it will most likely claim next.
+template <class T>
+struct After {
+    const moesaic::Experts& job;
+    const Array<Group>& groups;
+    const Array<Band>& bands;
+
+    const T* operator()() const {
+        int64_t next = moesaic::pool().unclaimed();
+        if (next >= bands.size) return nullptr;
+        const Band& band = bands[next];
+        int64_t expert = groups[band.group].expert;
+        return band.down ? reinterpret_cast<const T*>(job.down[expert]) + band.begin * job.w
+                         : reinterpret_cast<const T*>(job.gate[expert]) + band.begin * job.h;
+    }
+};
+
 template <class T>
 void inner_strip(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end,
-                 const int64_t* pairs, const RowOf<T>* hidden, RowOf<T>* inner) {
+                 const int64_t* pairs, const RowOf<T>* hidden, RowOf<T>* inner, const After<T>& after) {
     int64_t columns = std::min(INNER_COLUMNS, end - begin);
     int64_t width = padded(job.h), inner_width = padded(job.w);
     const T* gate = reinterpret_cast<const T*>(job.gate[group.expert]) + begin * job.h;
     const T* up = reinterpret_cast<const T*>(job.up[group.expert]) + begin * job.h;
-    const T* next = begin + columns < end ? gate + columns * job.h : nullptr;
+    const T* next = begin + columns < end ? gate + columns * job.h : after();
     float left[PANEL * INNER_COLUMNS] = {}, right[PANEL * INNER_COLUMNS] = {};
     for (int64_t first = group.begin; first < group.end; first += PANEL) {
         const RowOf<T>* x[PANEL];
@@ -109,10 +126,10 @@ namespace MOESAIC_ISA {
 
 template <class T>
 void down_strip(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end,
-                const int64_t* pairs, const RowOf<T>* inner) {
+                const int64_t* pairs, const RowOf<T>* inner, const After<T>& after) {
     int64_t columns = std::min(DOWN_COLUMNS, end - begin), inner_width = padded(job.w);
     const T* down = reinterpret_cast<const T*>(job.down[group.expert]) + begin * job.w;
-    const T* next = begin + columns < end ? down + columns * job.w : nullptr;
+    const T* next = begin + columns < end ? down + columns * job.w : after();
     float sums[PANEL * DOWN_COLUMNS];
     int64_t rows = group.end - group.begin;
     panels<T>(inner + group.room * inner_width, inner_width, rows, [&](int64_t first, int64_t n, auto x) {
@@ -195,6 +212,7 @@ int64_t experts_of(const moesaic::Experts& job) {
     int64_t placed = place_groups<T>(groups), apart = rooms(inner_bands + down_bands);
     const RowOf<T>* hidden = packed_rows<T>(job, pairs, groups, placed);
     RowOf<T>* inner = room_of<T>(kInner, give_rooms<T>(groups, apart, placed) * padded(job.w));
+    After<T> after{job, groups, bands};
     parallel(bands.size, 3 * total * job.h * job.w, [&](int64_t task, int) {
         Band band = bands[task];
         Group& group = groups[band.group];
@@ -204,13 +222,13 @@ int64_t experts_of(const moesaic::Experts& job) {
         Registers<T> registers;
         if (!band.down) {
             for (int64_t c = band.begin; c < band.end; c += INNER_COLUMNS) {
-                inner_strip<T>(job, group, c, band.end, pairs.data, hidden, inner);
+                inner_strip<T>(job, group, c, band.end, pairs.data, hidden, inner, after);
             }
             group.missing.fetch_sub(1, std::memory_order_release);
             return;
         }
         for (int64_t c = band.begin; c < band.end; c += DOWN_COLUMNS) {
-            down_strip<T>(job, group, c, band.end, pairs.data, inner);
+            down_strip<T>(job, group, c, band.end, pairs.data, inner, after);
         }
         group.unread.fetch_sub(1, std::memory_order_release);
     });

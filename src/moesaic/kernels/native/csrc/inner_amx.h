@@ -50,13 +50,13 @@ inline void inner_rows(const Strip& gate, const Strip& up, const bf16* hidden, i
 
 template <>
 inline void inner_strip<Tiled>(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end, const int64_t*,
-                               const bf16* hidden, bf16* inner) {
+                               const bf16* hidden, bf16* inner, const After<Tiled>& after) {
     int64_t columns = std::min(INNER_COLUMNS, end - begin), n = group.end - group.begin;
     const Tiled* gate = reinterpret_cast<const Tiled*>(job.gate[group.expert]) + begin * job.h;
     const Tiled* up = reinterpret_cast<const Tiled*>(job.up[group.expert]) + begin * job.h;
     for (int64_t row = 0; row < n; row += 2 * SIDE) {
         bool fresh = row == 0, last = n - row <= 2 * SIDE;
-        const Tiled* next = last && begin + columns < end ? gate + columns * job.h : nullptr;
+        const Tiled* next = !last ? nullptr : begin + columns < end ? gate + columns * job.h : after();
         Strip left{gate, fresh ? up : nullptr, job.h, columns, job.h, fresh};
         Strip right{up, next, job.h, columns, job.h, fresh};
         const bf16* from = hidden + (group.place + row) * padded(job.h);

@@ -1,6 +1,7 @@
 // Projections: several matrices over the same rows, split over threads by columns.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "dot.h"
@@ -106,6 +107,22 @@ inline void panels(const RowOf<T>* rows, int64_t width, int64_t n, const Use& us
     }
 }
 
+// Columns of one part that a task multiplies, with all rows or some.
+template <class T>
+struct Share {
+    const moesaic::Part* part;
+    int64_t begin, columns;
+    const T* weight;
+};
+
+template <class T>
+Share<T> share_of(const moesaic::Linear& job, int64_t strip) {
+    const moesaic::Part* part = job.parts;
+    for (int64_t own; strip >= (own = (part->columns + COLUMNS - 1) / COLUMNS); part++) strip -= own;
+    int64_t begin = strip * COLUMNS;
+    return {part, begin, std::min(COLUMNS, part->columns - begin), static_cast<const T*>(part->weight) + begin * job.k};
+}
+
 template <class T>
 void linear_of(const moesaic::Linear& job) {
     const RowOf<T>* rows = packed<T>(job.rows, job.n, job.k, kRows);
@@ -118,21 +135,21 @@ void linear_of(const moesaic::Linear& job) {
         strips += (job.parts[p].columns + COLUMNS - 1) / COLUMNS;
         products += job.n * job.k * job.parts[p].columns;
     }
-    parallel(strips * bands, products, [&](int64_t task, int) {
+    int64_t tasks = strips * bands;
+    parallel(tasks, products, [&](int64_t task, int) {
         Registers<T> registers;
-        int64_t strip = task / bands, first = task % bands * band;
-        int64_t last = first + band < job.n ? first + band : job.n;
-        const moesaic::Part* part = job.parts;
-        for (int64_t own; strip >= (own = (part->columns + COLUMNS - 1) / COLUMNS); part++) strip -= own;
-        int64_t begin = strip * COLUMNS;
-        int64_t some = part->columns - begin < COLUMNS ? part->columns - begin : COLUMNS;
-        const T* weight = static_cast<const T*>(part->weight) + begin * job.k;
+        int64_t first = task % bands * band, last = first + band < job.n ? first + band : job.n;
+        Share<T> mine = share_of<T>(job, task / bands);
+        const moesaic::Part& part = *mine.part;
         panels<T>(rows + first * width, width, last - first, [&](int64_t row, int64_t n, auto x) {
-            float* out = part->out + (first + row) * part->columns + begin;
-            multiply<T>(x, n, weight, job.k, some, job.k, out, part->columns);
-            if (part->bias == nullptr) return;
+            // Tasks take like times, so threads claim them in turn.
+            int64_t next = row + n == last - first ? task + moesaic::pool().threads() : tasks;
+            const T* then = next < tasks ? share_of<T>(job, next / bands).weight : nullptr;
+            float* out = part.out + (first + row) * part.columns + mine.begin;
+            multiply<T>(x, n, mine.weight, job.k, mine.columns, job.k, out, part.columns, then);
+            if (part.bias == nullptr) return;
             for (int64_t i = 0; i < n; i++) {
-                for (int64_t c = 0; c < some; c++) out[i * part->columns + c] += part->bias[begin + c];
+                for (int64_t c = 0; c < mine.columns; c++) out[i * part.columns + c] += part.bias[mine.begin + c];
             }
         });
     });

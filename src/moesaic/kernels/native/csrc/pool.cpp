@@ -100,7 +100,10 @@ void Pool::stop() {
 
 void Pool::run(int64_t count, Task task, void* context) {
     if (workers_.empty() || count <= 1) {
-        for (int64_t i = 0; i < count; i++) task(context, i, 0);
+        for (int64_t i = 0; i < count; i++) {
+            next_.store(i + 1, std::memory_order_relaxed);
+            task(context, i, 0);
+        }
         return;
     }
     task_ = task, context_ = context, count_ = count;

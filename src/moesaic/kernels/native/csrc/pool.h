@@ -30,6 +30,8 @@ class Pool {
 
     int threads() const { return int(workers_.size()) + 1; }
     void run(int64_t count, Task task, void* context);
+    // The task that whoever is free next will claim, if the job has it: most likely what the caller does next.
+    int64_t unclaimed() const { return next_.load(std::memory_order_relaxed); }
 
    private:
     void stop();

@@ -58,6 +58,7 @@ inline void store_in_turn(float* p, Vec a, Vec b) {
 }
 
 MOESAIC_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+MOESAIC_INLINE void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 // The totals of four vectors, written to out[0..3].
 inline void totals4(const Vec* x, float* out) {

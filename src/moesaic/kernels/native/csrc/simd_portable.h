@@ -92,6 +92,7 @@ inline void store_in_turn(float* p, Vec a, Vec b) {
 }
 
 MOESAIC_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+MOESAIC_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p); }
 
 // The totals of four vectors, written to out[0..3].
 inline void totals4(const Vec* x, float* out) {
