@@ -57,7 +57,7 @@ class Joiner:
 
 def given_up(process: RemoteProcess) -> None:
     """As the supervisor does with who is silent."""
-    process.connection.send(messages.Enlisted(LAYOUT, "m", "auto", "lockstep", "defrag"))
+    process.connection.send(messages.Enlisted(LAYOUT, "m", "auto", True, "lockstep", "defrag"))
     process.kill()
 
 
@@ -69,7 +69,7 @@ def test_who_was_given_up_joins_again_until_it_is_sent_away(tmp_path: Path) -> N
         if len(peers) < 3:
             given_up(process)
         else:
-            process.connection.send(messages.Enlisted(LAYOUT, "m", "auto", "lockstep", "defrag"))
+            process.connection.send(messages.Enlisted(LAYOUT, "m", "auto", True, "lockstep", "defrag"))
             process.stop()
 
     with doorway(welcome) as door:
@@ -110,10 +110,10 @@ def test_a_cluster_that_was_started_anew_is_joined(tmp_path: Path) -> None:
 
 def test_a_server_by_hand_schedules_as_the_others(tmp_path: Path) -> None:
     joining = Joining("tcp:127.0.0.1:1", SECRET, model=tmp_path)
-    told = messages.Enlisted(LAYOUT, "m", "auto", "async", "defrag", 0.25, 4, 8, 1.5)
+    told = messages.Enlisted(LAYOUT, "m", "auto", False, "async", "defrag", 0.25, 4, 8, 1.5)
     config = _config(joining, told, "127.0.0.1")
     assert config.queues == QueueConfig(0.25, 4, 8, 1.5)
-    assert (config.schedule, config.queue_policy) == ("async", "defrag")
+    assert (config.schedule, config.queue_policy, config.mmap) == ("async", "defrag", False)
 
 
 def test_who_is_refused_does_not_ask_again(tmp_path: Path) -> None:

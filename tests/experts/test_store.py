@@ -46,12 +46,13 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return tiny.save(model, path, request.param)
 
 
+@pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
-def test_bits_of_the_models_loader(checkpoint: Path, dtype: str) -> None:
+def test_bits_of_the_models_loader(checkpoint: Path, dtype: str, mapped: bool) -> None:
     kernels = table.pick("cpu", "auto")
     layout = registry.expert_layout(checkpoint, kernels, "cpu", dtype)
     assert layout.layers == (0, 2)
-    store = Store(checkpoint, layout)
+    store = Store(checkpoint, layout, mapped)
     wanted = {0: [1, 3], 2: [0]}
     store.take(wanted)
     assert store.held == wanted
@@ -63,6 +64,20 @@ def test_bits_of_the_models_loader(checkpoint: Path, dtype: str) -> None:
                     assert addresses[line, expert] == 0
                 else:
                     assert at(addresses[line, expert], tensor.nbytes) == bits(tensor)
+
+
+def test_experts_that_come_and_go_take_the_same_memory(checkpoint: Path) -> None:
+    """Not mapped: whoever comes next lies where one lay that is gone, and the files are not mapped at all."""
+    layout = registry.expert_layout(checkpoint, table.pick("cpu", "auto"), "cpu", "auto")
+    store = Store(checkpoint, layout, mapped=False)
+    store.take({0: [0, 1]})
+    first = {int(store.table(0)[0, expert]) for expert in (0, 1)}
+    for wanted in ([1, 2], [2, 3], [0, 3], [0, 1]):
+        store.keep({0: wanted})
+        store.take({0: wanted})
+        assert store.held == {0: wanted}
+        assert {int(store.table(0)[0, expert]) for expert in wanted} == first
+    assert str(checkpoint) not in Path("/proc/self/maps").read_text()
 
 
 @pytest.mark.parametrize("kind", [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from moesaic.models import memory
-from moesaic.models.memory import ALIGNMENT, Copies
+from moesaic.models.memory import Copies
+from moesaic.models.pages import ALIGNMENT
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -47,7 +47,7 @@ EVERY_MESSAGE: list[messages.Message] = [
     messages.Enlist(2.5),
     messages.Enlisted(
         ExpertLayout({0: "a.0"}, "g", "u", "d", 8, 4, 16, 2, "float32"),
-        *("m", "auto", "async", "defrag", 0.25, 4, 8, 1.5),
+        *("m", "auto", False, "async", "defrag", 0.25, 4, 8, 1.5),
     ),
     messages.Hold(2, {1: [0, 3]}, b"secret"),
     messages.Holds(2, "tcp:127.0.0.1:80", "native", 1),

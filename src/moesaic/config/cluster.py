@@ -189,6 +189,8 @@ class ExpertServerConfig:
     address: str
     """Where to listen: unix:PATH, unix:@NAME (@ alone: any free name) or tcp:HOST:PORT (0: any free port)."""
     kernels: KernelName = "auto"
+    mmap: bool = True
+    """Whether weights stay in the mapped files."""
     device: str = "cpu"
     threads: int = 1
     cpus: tuple[int, ...] = ()

@@ -184,6 +184,7 @@ class Enlisted:
     model: str
     """The directory of the checkpoint on the supervisor's machine."""
     kernels: str
+    mmap: bool
     schedule: str
     queue_policy: str
     queue_urgency: float | None = None

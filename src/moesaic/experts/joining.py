@@ -115,6 +115,7 @@ def _config(joining: Joining, enlisted: messages.Enlisted, here: str) -> ExpertS
         layout=enlisted.layout,
         address=joining.listen or str(addresses.Address(host=here)),
         kernels=joining.kernels or cast("KernelName", enlisted.kernels),
+        mmap=enlisted.mmap,
         threads=joining.threads,
         schedule=cast("Schedule", enlisted.schedule),
         queue_policy=cast("QueuePolicyName", enlisted.queue_policy),

@@ -1,4 +1,4 @@
-"""An expert server's arithmetic on the native kernels and the mapped checkpoint. No torch in its process."""
+"""An expert server's arithmetic on the native kernels and the checkpoint. No torch in its process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from moesaic.kernels.native import plain
 class Native:
     """`Arithmetic` on the compiled kernels. `take` and `keep` may be called by another thread than `run`."""
 
-    def __init__(self, path: Path, layout: ExpertLayout, kernels: str, threads: int) -> None:
+    def __init__(
+        self, path: Path, layout: ExpertLayout, kernels: str, threads: int, mapped: bool = True
+    ) -> None:
         self.name = f"native ({plain.use(None if kernels == 'auto' else kernels)})"
         plain.set_threads(threads, pin=False)
-        self._store = Store(path, layout)
+        self._store = Store(path, layout, mapped)
         self._reading = threading.Lock()
         """Held while the kernel reads addresses: what lies there must not be dropped."""
         self._size, self._wide = (layout.hidden, layout.width), layout.dtype == "float32"

@@ -105,14 +105,14 @@ def _arithmetic(config: ExpertServerConfig) -> Arithmetic:
         try:
             from moesaic.experts.native import Native
 
-            return Native(Path(config.model), config.layout, config.kernels, config.threads)
+            return Native(Path(config.model), config.layout, config.kernels, config.threads, config.mmap)
         except ImportError:
             if config.kernels != "auto":
                 raise
     from moesaic.experts.torched import Torched
 
     kernels = "reference" if on_cpu and config.kernels == "auto" else config.kernels
-    return Torched(Path(config.model), config.layout, config.device, kernels, config.threads)
+    return Torched(Path(config.model), config.layout, config.device, kernels, config.threads, config.mmap)
 
 
 class _Holding:

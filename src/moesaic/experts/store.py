@@ -1,7 +1,8 @@
-"""The weights of an expert server, read from the mapped checkpoint by numpy alone.
+"""The weights of an expert server, read from the checkpoint by numpy alone.
 
-A row that the checkpoint stores in the type it is computed from stays where it is: processes of one host
-share its pages, and taking an expert in costs a look into the file's header. Other types are converted once.
+A row that the checkpoint stores in the type it is computed from stays where it is mapped: processes of one
+host share its pages, and taking an expert in costs a look into the file's header. Other types are converted
+once. Where the files are not to be mapped, experts are read into memory of the server's own.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import ExpertLayout
+from moesaic.experts.slots import Slots
 from moesaic.models.headers import INDEX as INDEX
 from moesaic.models.headers import SINGLE as SINGLE
-from moesaic.models.headers import STORED, WIDTHS, Headers
+from moesaic.models.headers import STORED, WIDTHS, Headers, Place
 
 Bytes = npt.NDArray[np.uint8]
 PAGE = 4096
@@ -26,13 +28,17 @@ PAGE = 4096
 class Store:
     """Expert weights by layer, as tables of addresses. `take` and `drop` change what is held."""
 
-    def __init__(self, path: Path, layout: ExpertLayout) -> None:
+    def __init__(self, path: Path, layout: ExpertLayout, mapped: bool = True) -> None:
         self.layout = layout
-        self._checkpoint = _Mapped(path)
+        self._checkpoint = _Mapped(path) if mapped else _Read(path)
+        matrix = layout.hidden * layout.width * WIDTHS[STORED[layout.dtype]]
+        self._slots = None if mapped else Slots([matrix] * 3)
         self._tables = {
             layer: np.zeros((3, layout.num_experts), dtype=np.uint64) for layer in layout.prefixes
         }
         self._held: dict[tuple[int, int], list[Bytes]] = {}
+        self._places: dict[tuple[int, int], Bytes] = {}
+        """Slots of those that were copied."""
 
     def table(self, layer: int) -> npt.NDArray[np.uint64]:
         """[3, E] addresses of gate, up and down; 0 where an expert is not held."""
@@ -61,6 +67,8 @@ class Store:
         for layer, expert in set(self._held) - kept:
             self._tables[layer][:, expert] = 0
             del self._held[layer, expert]
+            if self._slots is not None:
+                self._slots.give_back(self._places.pop((layer, expert)))
 
     def _take(self, layer: int, expert: int) -> None:
         if not 0 <= expert < self.layout.num_experts:
@@ -69,28 +77,55 @@ class Store:
             self._checkpoint.matrix(name, rows, columns, STORED[self.layout.dtype])
             for name, rows, columns in self.layout.tensors(layer, expert)
         ]
+        if self._slots is not None:
+            self._places[layer, expert], parts = self._slots.copy(parts)
         self._held[layer, expert] = parts
         self._tables[layer][:, expert] = [part.ctypes.data for part in parts]
 
 
-class _Mapped:
-    """The files of one directory, mapped."""
+class _Files:
+    """Of one directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._headers = Headers(path)
-        self._files: dict[Path, Bytes] = {}
 
     def matrix(self, name: str, rows: int, columns: int, stored: str) -> Bytes:
         """The bytes of a matrix in type `stored`: in place when the file has that type, else converted."""
         place = self._headers.find(name, rows, columns)
-        part = self._map(place.file)[place.offset : place.offset + place.size]
+        part = self.part(place)
         if len(part) < place.size:
             raise CheckpointError(f"{place.file}: truncated since its header was read: tensor {name}")
         if place.dtype != stored:
             return _converted(part, place.dtype, stored)
-        part[::PAGE].max()  # touches every page: else the first requests would wait for each of them
         return part.copy() if part.ctypes.data % WIDTHS[place.dtype] else part
+
+    def part(self, place: Place) -> Bytes:
+        """What lies there, or less where the file ends."""
+        raise NotImplementedError
+
+
+class _Read(_Files):
+    """Read anew each time."""
+
+    def part(self, place: Place) -> Bytes:
+        try:
+            return np.fromfile(place.file, np.uint8, place.size, offset=place.offset)
+        except OSError as error:
+            raise CheckpointError(f"{place.file}: cannot be read ({error})") from error
+
+
+class _Mapped(_Files):
+    """Mapped, and every page touched: else the first requests would wait for each of them."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._files: dict[Path, Bytes] = {}
+
+    def part(self, place: Place) -> Bytes:
+        part = self._map(place.file)[place.offset : place.offset + place.size]
+        part[::PAGE].max(initial=0)
+        return part
 
     def _map(self, file: Path) -> Bytes:
         if file not in self._files:

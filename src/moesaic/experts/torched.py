@@ -19,11 +19,19 @@ from moesaic.models import registry
 class Torched:
     """`Arithmetic` on the kernels that `kernels.table` picks for a device."""
 
-    def __init__(self, path: Path, layout: ExpertLayout, device: str, kernels: str, threads: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        layout: ExpertLayout,
+        device: str,
+        kernels: str,
+        threads: int,
+        mapped: bool = True,
+    ) -> None:
         self._kernels = table.pick(device, kernels)
         self._kernels.set_threads(threads, False)
         self.name = self._kernels.name
-        self._path, self._layout, self._device = path, layout, device
+        self._path, self._layout, self._device, self._is_mapped = path, layout, device, mapped
         none: tuple[torch.Tensor | None, ...] = (None,) * layout.num_experts
         self._weights = {layer: ExpertWeights(none, none, none) for layer in layout.prefixes}
 
@@ -36,7 +44,7 @@ class Torched:
             layer: sorted(set(experts) - set(self._weights[layer].held)) for layer, experts in wanted.items()
         }
         dtype = self._layout.dtype
-        read = registry.load_experts(self._path, self._kernels, new, self._device, dtype)
+        read = registry.load_experts(self._path, self._kernels, new, self._device, dtype, self._is_mapped)
         for layer, more in read.items():
             held = self._weights[layer]
             both = [

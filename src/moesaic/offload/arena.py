@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moesaic.core.errors import ConfigError
-from moesaic.models.memory import huge_pages
+from moesaic.models.pages import huge_pages
 from moesaic.offload.reading import ALIGNMENT
 
 
@@ -27,7 +27,7 @@ class Arena:
         if self.size <= 0:
             raise ConfigError.field("fast memory", size, f"at least {ALIGNMENT} bytes")
         try:
-            self._memory = huge_pages(self.size)
+            self._memory = torch.frombuffer(huge_pages(self.size), dtype=torch.uint8)
         except (OSError, OverflowError) as error:
             raise ConfigError.field("fast memory", size, f"what can be mapped ({error})") from error
 
