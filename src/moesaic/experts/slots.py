@@ -23,11 +23,11 @@ class Slots:
 
     >>> slots = Slots([3, 5])
     >>> slot, parts = slots.copy([np.full(3, 7, np.uint8), np.full(5, 9, np.uint8)])
-    >>> parts[1].tolist(), slots.count
-    ([9, 9, 9, 9, 9], 1)
+    >>> parts[1].tolist()
+    [9, 9, 9, 9, 9]
     >>> slots.give_back(slot)
-    >>> slots.count
-    0
+    >>> slots.copy(parts)[0] is slot
+    True
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -35,8 +35,6 @@ class Slots:
         self._sizes = tuple(sizes)
         self._slot = sum(map(aligned, sizes))
         self._free: list[Bytes] = []
-        self.count = 0
-        """Slots in use."""
 
     def copy(self, parts: Sequence[Bytes]) -> tuple[Bytes, list[Bytes]]:
         """A slot, and the matrices in it."""
@@ -48,13 +46,11 @@ class Slots:
             copy[:] = part
             copies.append(copy)
             begin += aligned(size)
-        self.count += 1
         return slot, copies
 
     def give_back(self, slot: Bytes) -> None:
         """Nobody reads it any more."""
         self._free.append(slot)
-        self.count -= 1
 
     def _grow(self) -> None:
         slots = max(1, CHUNK // self._slot)

@@ -8,7 +8,7 @@ once. Where the files are not to be mapped, experts are read into memory of the 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +16,11 @@ import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import ExpertLayout
-from moesaic.experts.slots import Slots
+from moesaic.experts.slots import Bytes, Slots
 from moesaic.models.headers import INDEX as INDEX
 from moesaic.models.headers import SINGLE as SINGLE
 from moesaic.models.headers import STORED, WIDTHS, Headers, Place
 
-Bytes = npt.NDArray[np.uint8]
 PAGE = 4096
 
 
@@ -30,7 +29,7 @@ class Store:
 
     def __init__(self, path: Path, layout: ExpertLayout, mapped: bool = True) -> None:
         self.layout = layout
-        self._checkpoint = _Mapped(path) if mapped else _Read(path)
+        self._checkpoint = _Checkpoint(path, _Mapped().part if mapped else _read)
         matrix = layout.hidden * layout.width * WIDTHS[STORED[layout.dtype]]
         self._slots = None if mapped else Slots([matrix] * 3)
         self._tables = {
@@ -83,43 +82,38 @@ class Store:
         self._tables[layer][:, expert] = [part.ctypes.data for part in parts]
 
 
-class _Files:
-    """Of one directory."""
+class _Checkpoint:
+    """The matrices of one directory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, part: Callable[[Place], Bytes]) -> None:
+        """part: what lies in a place, or less where the file ends."""
         self.path = path
         self._headers = Headers(path)
+        self._part = part
 
     def matrix(self, name: str, rows: int, columns: int, stored: str) -> Bytes:
         """The bytes of a matrix in type `stored`: in place when the file has that type, else converted."""
         place = self._headers.find(name, rows, columns)
-        part = self.part(place)
+        part = self._part(place)
         if len(part) < place.size:
             raise CheckpointError(f"{place.file}: truncated since its header was read: tensor {name}")
         if place.dtype != stored:
             return _converted(part, place.dtype, stored)
         return part.copy() if part.ctypes.data % WIDTHS[place.dtype] else part
 
-    def part(self, place: Place) -> Bytes:
-        """What lies there, or less where the file ends."""
-        raise NotImplementedError
+
+def _read(place: Place) -> Bytes:
+    """A copy of what lies there."""
+    try:
+        return np.fromfile(place.file, np.uint8, place.size, offset=place.offset)
+    except OSError as error:
+        raise CheckpointError(f"{place.file}: cannot be read ({error})") from error
 
 
-class _Read(_Files):
-    """Read anew each time."""
+class _Mapped:
+    """Files, mapped, and every page touched: else the first requests would wait for each of them."""
 
-    def part(self, place: Place) -> Bytes:
-        try:
-            return np.fromfile(place.file, np.uint8, place.size, offset=place.offset)
-        except OSError as error:
-            raise CheckpointError(f"{place.file}: cannot be read ({error})") from error
-
-
-class _Mapped(_Files):
-    """Mapped, and every page touched: else the first requests would wait for each of them."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self) -> None:
         self._files: dict[Path, Bytes] = {}
 
     def part(self, place: Place) -> Bytes:

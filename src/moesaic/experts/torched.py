@@ -31,7 +31,7 @@ class Torched:
         self._kernels = table.pick(device, kernels)
         self._kernels.set_threads(threads, False)
         self.name = self._kernels.name
-        self._path, self._layout, self._device, self._is_mapped = path, layout, device, mapped
+        self._path, self._layout, self._device, self._mapped = path, layout, device, mapped
         none: tuple[torch.Tensor | None, ...] = (None,) * layout.num_experts
         self._weights = {layer: ExpertWeights(none, none, none) for layer in layout.prefixes}
 
@@ -44,7 +44,7 @@ class Torched:
             layer: sorted(set(experts) - set(self._weights[layer].held)) for layer, experts in wanted.items()
         }
         dtype = self._layout.dtype
-        read = registry.load_experts(self._path, self._kernels, new, self._device, dtype, self._is_mapped)
+        read = registry.load_experts(self._path, self._kernels, new, self._device, dtype, self._mapped)
         for layer, more in read.items():
             held = self._weights[layer]
             both = [

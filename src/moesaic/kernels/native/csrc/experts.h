@@ -75,7 +75,8 @@ inline void order_bands(const moesaic::Experts& job, int64_t inner, int64_t down
     if (groups.size > 0) add(groups.size - 1, true);
 }
 
-// The weights behind a thread's last strip of a band: those of the band that it will most likely claim next.
+// The weights behind a thread's last strip of a band: those of the band that it will most likely claim next. A
+// guess: a wrong one costs the fetching of weights that another thread reads.
 template <class T>
 struct After {
     const moesaic::Experts& job;
