@@ -39,3 +39,28 @@ def test_rung_after_its_end_it_writes_into_nobody_elses_file() -> None:
         os.read(reading, 1)
     os.close(reading)
     os.close(writing)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before the byte", "behind the byte"])
+def test_cleared_while_it_is_rung_it_does_not_ring_for_ever(
+    first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sleeps on it would wake again and again without ever being told to look."""
+    bell, write = Bell(), os.write
+    bell.ring()  # so there is something to clear
+
+    def interrupted(descriptor: int, data: bytes) -> int:
+        if first:
+            bell.clear()
+        written = write(descriptor, data)
+        if not first:
+            bell.clear()
+        return written
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", interrupted)
+        bell.ring()
+    assert bell.rung  # in both cases it was rung after the last look
+    bell.clear()
+    assert not rings(bell)
+    bell.close()

@@ -24,10 +24,11 @@ class Bell:
 
     def ring(self) -> None:
         """From any thread. Nothing happens after `close`: the descriptor may be somebody else's by then."""
-        self.rung = True
         with self._closing, contextlib.suppress(BlockingIOError):  # full: it rings already
             if not self._closed:
                 os.write(self._writing, b"\0")
+        # Last: if `clear` comes before the byte and takes `rung` with it, nobody would ever read that byte.
+        self.rung = True
 
     def clear(self) -> None:
         """Before looking at what it rang for."""
