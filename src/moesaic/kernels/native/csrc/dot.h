@@ -5,13 +5,17 @@
 // share a tile changes which registers are busy, never a bit of the result.
 #pragma once
 
+#include <type_traits>
+
+#include "pool.h"
 #include "simd.h"
 
 namespace MOESAIC_ISA {
 
 constexpr int64_t BLOCK = 1024;
+constexpr int64_t WIDE = BLOCK + 64 / sizeof(float);  // from a widened column to the next, in other sets of the cache
 
-// In a register: GCC would read weights of an AVX2 tile from memory for every row.
+// In a register: GCC would read a tile's weights from memory for every row, and rows for every column.
 template <class V>
 MOESAIC_INLINE void keep([[maybe_unused]] V& x) {
 #if defined(__AVX2__)
@@ -36,6 +40,7 @@ MOESAIC_INLINE void tile_step(Vec (&sums)[R][C], const RowOf<T>* const* rows, co
             for (int c = 0; c < C; c++) w[c] = F::stored(weights[c], v), keep(w[c]);
             for (int r = 0; r < R; r++) {
                 Operand x = F::row(rows[r], v);
+                if constexpr (LANES == 16) keep(x);  // with 32 registers there is one for it
                 for (int c = 0; c < C; c++) sums[r][c] = fma(x, w[c], sums[r][c]);
             }
         }
@@ -119,14 +124,15 @@ MOESAIC_INLINE void tile(const RowOf<T>* const* rows, const T* const* weights, i
     }
 }
 
+// Columns of a tile of so many rows. Few rows need several, or the multiply-adds wait for each other; with more than
+// four the lines that are read and fetched at one time push each other out of the nearest cache.
+constexpr int columns_of(int rows) { return rows <= 3 ? 4 : TILE_COLUMNS; }
+
 // As many columns of a weight matrix as fit a tile of R rows, several times over. `near`: whether each tile fetches the
 // next one's columns; `then`: what the last one fetches, or null.
-template <class T, int R>
+template <class T, int R, int C>
 inline void strip(const RowOf<T>* const* rows, const T* weights, int64_t ld, int64_t columns, int64_t count, bool near,
                   const T* then, Stream& stream, bool first, float* out, int64_t stride) {
-    // Few rows need several columns, or the multiply-adds wait for each other; with more than four the lines
-    // that are read and fetched at one time push each other out of the nearest cache.
-    constexpr int C = R <= 3 ? 4 : TILE_COLUMNS;
     const T* w[C];
     int64_t column = 0;
     for (; column + C <= columns; column += C) {
@@ -140,12 +146,51 @@ inline void strip(const RowOf<T>* const* rows, const T* weights, int64_t ld, int
     }
 }
 
-template <class T, int R>
+// The strip of n rows, at most R. C: columns of a tile; 0: as they suit n.
+template <class T, int R = TILE_ROWS, int C = 0>
 inline void strip_of(int64_t n, const RowOf<T>* const* rows, const T* weights, int64_t ld, int64_t columns,
                      int64_t count, bool near, const T* then, Stream& stream, bool first, float* out, int64_t stride) {
-    if (n == R) return strip<T, R>(rows, weights, ld, columns, count, near, then, stream, first, out, stride);
+    constexpr int kColumns = C > 0 ? C : columns_of(R);
+    if (n == R) return strip<T, R, kColumns>(rows, weights, ld, columns, count, near, then, stream, first, out, stride);
     if constexpr (R > 1) {
-        strip_of<T, R - 1>(n, rows, weights, ld, columns, count, near, then, stream, first, out, stride);
+        strip_of<T, R - 1, C>(n, rows, weights, ld, columns, count, near, then, stream, first, out, stride);
+    }
+}
+
+// Whether T's numbers are made floats once for all tiles of n rows, not again in each: with many rows that pays, where
+// the nearest cache has room for the columns of a tile and its rows.
+template <class T>
+inline bool widened(int64_t n) {
+    constexpr int64_t kRoom = (WIDE_ROWS * BLOCK + WIDE_COLUMNS * WIDE) * int64_t(sizeof(float));
+    static const bool fits = kRoom <= moesaic::nearest_cache();
+    return fits && n >= MANY_ROWS;
+}
+
+// `multiply` of many rows: the columns of a tile are widened in the order of T's vectors, so that rows that were packed
+// for T meet them like float32. The columns stay in the nearest cache, and the rows pass by from the next one.
+template <class T>
+void multiply_widened(const RowOf<T>* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
+                      float* out, int64_t stride, Stream stream) {
+    alignas(64) float wide[WIDE_COLUMNS * WIDE];
+    const float* some[WIDE_ROWS];
+    int64_t tiles = (n + WIDE_ROWS - 1) / WIDE_ROWS;
+    for (int64_t begin = 0; begin < k; begin += BLOCK) {
+        int64_t count = k - begin < BLOCK ? k - begin : BLOCK;
+        for (int64_t column = 0; column < columns; column += WIDE_COLUMNS) {
+            int64_t wanted = columns - column < WIDE_COLUMNS ? columns - column : WIDE_COLUMNS;
+            for (int64_t c = 0; c < wanted; c++) widen<T>(weights + (column + c) * ld + begin, count, wide + c * WIDE);
+            auto pass_rows = [&](auto of_tile) {
+                for (int64_t t = 0; t < tiles; t++) {
+                    int64_t r = n * t / tiles, more = n * (t + 1) / tiles - r;
+                    for (int64_t i = 0; i < more; i++) some[i] = rows[r + i] + begin;
+                    strip_of<float, WIDE_ROWS, decltype(of_tile)::value>(
+                        more, some, wide, WIDE, wanted, padded(count), false, nullptr, stream, begin == 0,
+                        out + r * stride + column, stride);
+                }
+            };
+            wanted == WIDE_COLUMNS ? pass_rows(std::integral_constant<int, WIDE_COLUMNS>{})
+                                   : pass_rows(std::integral_constant<int, 0>{});
+        }
     }
 }
 
@@ -166,14 +211,17 @@ void multiply(const RowOf<T>* const* rows, int64_t n, const T* weights, int64_t 
         const char* from = reinterpret_cast<const char*>(then);
         stream = {from, from + columns * k * int64_t(sizeof(T)), int((kLines + tiles - 1) / tiles)};
     }
+    if constexpr (kToWiden<T>) {
+        if (widened<T>(n)) return multiply_widened<T>(rows, n, weights, ld, columns, k, out, stride, stream);
+    }
     for (int64_t t = 0; t < tiles; t++) {  // of like size: 8 rows are 4 and 4, not 6 and 2
         int64_t r = n * t / tiles, some = n * (t + 1) / tiles - r;
         for (int64_t begin = 0; begin < k; begin += BLOCK) {
             int64_t count = k - begin < BLOCK ? k - begin : BLOCK;
             for (int64_t i = 0; i < some; i++) block_rows[i] = rows[r + i] + begin;
             const T* next = !single ? nullptr : begin + BLOCK < k ? weights + begin + BLOCK : then;
-            strip_of<T, TILE_ROWS>(some, block_rows, weights + begin, ld, columns, count, near, next, stream,
-                                   begin == 0, out + r * stride, stride);
+            strip_of<T>(some, block_rows, weights + begin, ld, columns, count, near, next, stream, begin == 0,
+                        out + r * stride, stride);
         }
     }
 }

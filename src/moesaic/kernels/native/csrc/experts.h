@@ -101,7 +101,7 @@ void inner_strip(const moesaic::Experts& job, const Group& group, int64_t begin,
     const T* gate = reinterpret_cast<const T*>(job.gate[group.expert]) + begin * job.h;
     const T* up = reinterpret_cast<const T*>(job.up[group.expert]) + begin * job.h;
     const T* next = begin + columns < end ? gate + columns * job.h : after();
-    float left[PANEL * INNER_COLUMNS] = {}, right[PANEL * INNER_COLUMNS] = {};
+    float left[PANEL * INNER_COLUMNS], right[PANEL * INNER_COLUMNS];
     for (int64_t first = group.begin; first < group.end; first += PANEL) {
         const RowOf<T>* x[PANEL];
         int64_t n = std::min(PANEL, group.end - first);
@@ -110,10 +110,9 @@ void inner_strip(const moesaic::Experts& job, const Group& group, int64_t begin,
         multiply<T>(x, n, gate, job.h, columns, job.h, left, INNER_COLUMNS, first == group.begin ? up : nullptr);
         multiply<T>(x, n, up, job.h, columns, job.h, right, INNER_COLUMNS, last ? next : nullptr);
         for (int64_t i = 0; i < n; i++) {
-            float* row = left + i * INNER_COLUMNS;
-            for (int64_t c = 0; c < columns; c += LANES) {
-                store(row + c, silu_times(load(row + c), load(right + i * INNER_COLUMNS + c)));
-            }
+            float *row = left + i * INNER_COLUMNS, *other = right + i * INNER_COLUMNS;
+            for (int64_t c = columns; c % LANES != 0; c++) row[c] = other[c] = 0;
+            for (int64_t c = 0; c < columns; c += LANES) store(row + c, silu_times(load(row + c), load(other + c)));
             pack<T>(row, columns, inner + (group.room + first - group.begin + i) * inner_width + begin);
         }
     }

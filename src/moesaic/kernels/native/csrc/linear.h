@@ -19,7 +19,7 @@ using moesaic::worker_scratch;
 #if defined(MOESAIC_AMX_BF16)
 constexpr int64_t PANEL = 4 * SIDE;  // rows whose results are held before they are used
 #else
-constexpr int64_t PANEL = 8 * TILE_ROWS;
+constexpr int64_t PANEL = 16 * TILE_ROWS;
 #endif
 constexpr int64_t COLUMNS = 64;           // of a task: its weights stay in the L2 cache
 

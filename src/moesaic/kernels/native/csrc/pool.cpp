@@ -302,6 +302,14 @@ void return_to_shared() {
 
 bool has_own_workshop() { return current != nullptr; }
 
+int64_t nearest_cache() {
+    long bytes = 0;
+#if defined(_SC_LEVEL1_DCACHE_SIZE)
+    bytes = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+#endif
+    return bytes > 0 ? bytes : 1 << 15;
+}
+
 Pool& pool() { return workshop().pool(); }
 float* scratch(Slot slot, int64_t floats) { return workshop().scratch(slot, floats); }
 float* worker_scratch(int worker, int64_t floats) { return workshop().worker_scratch(worker, floats); }

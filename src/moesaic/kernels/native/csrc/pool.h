@@ -118,6 +118,9 @@ void own_workshop(int threads, std::vector<int> cpus);
 void return_to_shared();
 bool has_own_workshop();
 
+// Bytes of a core's first data cache; of a small one where the system does not say.
+int64_t nearest_cache();
+
 // Of the calling thread's workshop. Not inline: each instruction set would compile them for itself.
 Pool& pool();
 float* scratch(Slot slot, int64_t floats);

@@ -102,6 +102,26 @@ inline int64_t place(int64_t i) {
     return i - in + in / 2 + (in & 1) * LANES;
 }
 
+// Whether a tile makes floats of T's numbers before it multiplies.
+template <class T>
+constexpr bool kToWiden = false;
+template <>
+constexpr bool kToWiden<bf16> = true;
+
+// stored [count] -> out [padded(count)] in the order of T's vectors, zeros behind.
+template <class T>
+inline void widen(const T* stored, int64_t count, float* out) {
+    int64_t whole = count / CHUNK * CHUNK;
+    for (int64_t i = 0; i < whole; i += CHUNK) {
+        store(out + i, low(stored + i)), store(out + i + LANES, high(stored + i));
+    }
+    if (whole < count) {
+        T rest[CHUNK] = {};
+        std::memcpy(rest, stored + whole, size_t(count - whole) * sizeof(T));
+        store(out + whole, low(rest)), store(out + whole + LANES, high(rest));
+    }
+}
+
 template <class T>
 constexpr int64_t kTogether = 1;  // rows that are packed together
 

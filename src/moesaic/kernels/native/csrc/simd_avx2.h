@@ -10,6 +10,8 @@ namespace MOESAIC_ISA {
 using Vec = __m256;
 constexpr int64_t LANES = 8;
 constexpr int TILE_ROWS = 4, TILE_COLUMNS = 3;  // 12 sums, 3 weights and a row in 16 registers
+constexpr int WIDE_ROWS = 4, WIDE_COLUMNS = 3;
+constexpr int64_t MANY_ROWS = 20;
 
 inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }

@@ -10,6 +10,8 @@ namespace MOESAIC_ISA {
 using Vec = __m512;
 constexpr int64_t LANES = 16;
 constexpr int TILE_ROWS = 6, TILE_COLUMNS = 4;  // 24 sums, 4 weights and a row in 32 registers
+constexpr int WIDE_ROWS = 4, WIDE_COLUMNS = 6;  // where columns stay and rows pass by: as many sums, fewer rows
+constexpr int64_t MANY_ROWS = 32;               // from which on that pays
 
 inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }

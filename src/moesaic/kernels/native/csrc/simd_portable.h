@@ -16,6 +16,8 @@ typedef float Vec __attribute__((vector_size(16)));
 typedef uint32_t Bits __attribute__((vector_size(16)));
 constexpr int64_t LANES = 4;
 constexpr int TILE_ROWS = 4, TILE_COLUMNS = 2;
+constexpr int WIDE_ROWS = 4, WIDE_COLUMNS = 2;
+constexpr int64_t MANY_ROWS = 20;
 
 inline Vec load(const float* p) {
     Vec x;
