@@ -246,7 +246,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--solvers", nargs="+", choices=list(SOLVERS), default=list(SOLVERS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--share", type=float, default=0.2, help="of the requests, that solvers see")
-    parser.add_argument("--bound-rounds", type=int, default=100, help="more are nearer; 0: no bounds")
+    parser.add_argument("--bound-rounds", type=int, default=400, help="more are nearer; 0: no bounds")
     parser.add_argument("--json", type=Path, help="write all numbers here")
     parser.add_argument("--quick", action="store_true", help="one small routing of each kind")
     return parser.parse_args()
