@@ -36,6 +36,8 @@ def test_a_layer_of_a_tiny_model_counted_by_hand() -> None:
     assert ops.routed(model, 1, share=0.5).flops == routed.flops / 2
     assert ops.gate(model, rows).weights == 2 * 4 * 2 and ops.shared(model, rows) == ops.Work()
     assert ops.head(model, rows).flops == 2 * rows * 4 * 10
+    between = ops.between(model, rows, answers=3)
+    assert between == ops.Work(activations=2 * rows * ((2 + 2 + 4) * 4 + 2 * 3 * 4 + 2 * (6 + 6)))
 
 
 def test_latent_attention_reads_one_latent_for_all_heads() -> None:

@@ -136,6 +136,16 @@ def feed_forward(model: ModelSizes, rows: float, share: float = 1.0) -> Work:
     return gate(model, rows) + shared(model, rows) + routed(model, rows, share)
 
 
+def between(model: ModelSizes, rows: float, answers: float) -> Work:
+    """What lies between the products of a layer: two norms, rotations, residuals, the sum of the answers.
+
+    Rows are read and written, each with so many `answers` of experts; there are next to no flops. It counts
+    where rows are more than caches hold: in prefill.
+    """
+    numbers = (8 + 2 * answers) * model.hidden + 2 * (model.attention.query + model.attention.cached)
+    return Work(activations=rows * numbers * model.row_number)
+
+
 def head(model: ModelSizes, rows: float) -> Work:
     """Logits of the rows that are sampled."""
     return _product(model, rows, model.hidden, model.vocab, model.hidden * model.vocab)

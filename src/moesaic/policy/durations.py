@@ -76,8 +76,10 @@ class Durations:
         beside += ops.query_key_value(model, rows) + attended + ops.output_projection(model, rows)
         routed = NOTHING if dense else ops.routed(model, rows)
         efficiency = fast.processor.prefill if fast.processor else 1.0
+        between = ops.between(model, rows, 0 if dense else model.top_k)
+        computed = self._computed(fast, beside, routed, rows, efficiency) + seconds(between, fast)
         return {
-            (Kind.PROMPT, Lane.FAST): self._computed(fast, beside, routed, rows, efficiency),
+            (Kind.PROMPT, Lane.FAST): computed,
             **_fast(Kind.HEAD, ops.head(model, requests), fast),
             **self._move(Kind.SAVE_CACHE, rows * self._token * policy.slow_cache),
             **self._move(Kind.SAVE_ROWS, rows * model.hidden * model.row_number),
