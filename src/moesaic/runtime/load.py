@@ -56,6 +56,9 @@ from moesaic.transport.bell import Bell
 URGENT_SECONDS = 0.1
 """Rows of the asynchronous brain that waited for longer run first, as in the public code of its paper; see
 --queue-urgency."""
+LINGER = 0.05
+"""Seconds in which a request may follow the last one before the first pass, where a pass reads the model from
+a disk: one of the first request alone takes as long as one of all."""
 HEAP_SLACK = 1 << 20
 """Bytes of a connection's shared memory beside its rows."""
 
@@ -138,7 +141,9 @@ def _build_group(
     blocks = block_pool(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching, padded)
     device = loaded.device
     executor = Executor(loaded.model, forward, device, connection, forward.experts, logit_rows=rows)
-    worker = Worker(connection, OneProcess(limits, blocks), executor, clock, journal, forward.experts, bell)
+    brain = OneProcess(limits, blocks)
+    linger = 0.0 if offload is None else LINGER
+    worker = Worker(connection, brain, executor, clock, journal, forward.experts, bell, linger)
     block_size = config.cache.block_size
     info = _describe(loaded, None, scheduler, max_model_len, block_size, num_blocks, kv_dtype)
     kv_bytes = group.size * info.kv_bytes
@@ -172,7 +177,7 @@ def _build_offloaded(
         brain, make = traced.TracedBrain(brain, trace), partial(traced.TracedExecutor, trace)
     device, rows = loaded.device, offload.logit_rows
     executor = make(loaded.model, forward, device, connection, forward.experts, logit_rows=rows)
-    worker = Worker(connection, brain, executor, clock, journal, forward.experts)
+    worker = Worker(connection, brain, executor, clock, journal, forward.experts, linger=LINGER)
     return worker, _describe(loaded, layout, scheduler, max_model_len, block_size, num_blocks, kv_dtype)
 
 

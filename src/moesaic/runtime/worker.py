@@ -47,13 +47,18 @@ class Worker:
         journal: Journal | None = None,
         experts: RoutedExperts | None = None,
         bell: Bell | None = None,
+        linger: float = 0.0,
     ) -> None:
-        """experts: who is asked for them, where that is not this process. bell: rings at each message."""
+        """experts: who is asked for them, where that is not this process. bell: rings at each message.
+
+        linger: seconds in which, while nothing is under way, another message may follow the last one.
+        """
         self._connection = connection
         self._brain = brain
         self._executor = executor
         self._experts = experts
         self._bell = bell
+        self._linger = linger
         self._clock = clock
         self._journal = journal
         self._events: deque[Event] = deque()
@@ -75,7 +80,8 @@ class Worker:
         Waits `timeout` seconds (None: for ever) only when there is nothing to do. False when
         nothing was done.
         """
-        self._collect(0.0 if self._events or self._executor.busy else timeout)
+        busy = bool(self._events) or self._executor.busy
+        self._collect(0.0 if busy else timeout, 0.0 if busy else self._linger)
         if not self._events and not self._stopping:
             self._progress(timeout)
         self._settle()
@@ -121,8 +127,9 @@ class Worker:
             self._settled = settled
             self._connection.send(messages.Settled(settled))
 
-    def _collect(self, timeout: float | None) -> None:
-        """Messages into events; a step's end stays behind what arrived while it ran."""
+    def _collect(self, timeout: float | None, linger: float) -> None:
+        """Messages into events, each `linger` seconds behind the one before at most; a step's end stays
+        behind what arrived while it ran."""
         if self._bell is not None:
             self._bell.clear()
         message = self._connection.receive(timeout)
@@ -138,7 +145,7 @@ class Worker:
                     self._stopping = True
                 case _:
                     raise ConnectionLost(f"a worker was sent {type(message).__name__}")
-            message = self._connection.receive(0.0)
+            message = self._connection.receive(linger)
 
     def _put(self, event: Event) -> None:
         """Behind what waits, but before the step's end; arrivals become one event, hence one step."""
