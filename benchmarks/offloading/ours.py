@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from offloading.telling import Telling
@@ -39,7 +40,7 @@ def planned(order: dict[str, Any], requests: float) -> Planned:
     from moesaic.planning import Job, plan
 
     lengths = [len(prompt) for prompt in order["prompts"]]
-    mean, longest = round(sum(lengths) / len(lengths)), max(lengths)
+    mean, longest = math.ceil(sum(lengths) / len(lengths)), max(lengths)
     job = Job(requests, mean, order["new"], longest + order["new"], longest if order.get("pad") else None)
     worker = WorkerConfig(
         ModelConfig(order["model"], threads=order["threads"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,11 @@ def test_worked_example(tokenizer: Tokenizer, written: Any) -> None:
         line("b", prompt=[1] * 20),
         line("c", prompt=["y" * 30, [2] * 30], n=2, max_tokens=40),
     )
-    assert survey(path, tokenizer, LIMIT) == Job(requests=6, prompt=22, generate=25, longest=70)
+    assert survey(path, tokenizer, LIMIT) == Job(requests=6, prompt=23, generate=26, longest=70)
     # padded: to 30 tokens, and 40 may follow
-    padded = Job(requests=6, prompt=22, generate=25, longest=70, padded=30)
+    padded = Job(requests=6, prompt=23, generate=26, longest=70, padded=30)
     assert survey(path, tokenizer, LIMIT, pad=True) == padded
-    assert round((10 + 20 + 30 + 30) / 4) == 22 and round((5 + COMPLETION + 40 + 40) / 4) == 25
+    assert math.ceil((10 + 20 + 30 + 30) / 4) == 23 and math.ceil((5 + COMPLETION + 40 + 40) / 4) == 26
 
 
 def test_chats(tokenizer: Tokenizer, written: Any) -> None:
