@@ -126,7 +126,7 @@ def test_rows_of_padding_are_told_apart(
     files[0].write_text("".join(ask(f"r{length}", length) + "\n" for length in (1, 3, 30)))
     assert cli.main(command(path, files, "--pad")) == 0
     printed = capsys.readouterr()
-    assert "predicted for 11 + 6 tokens, prompts padded to 30" in printed.err
+    assert "predicted for 12 + 6 tokens, prompts padded to 30" in printed.err
     assert "beside tokens: 56 rows of padding" in printed.out
 
 

@@ -8,8 +8,8 @@ split of w into a + (w - a), where a is 0 but on a few experts S, the token's mo
         a . x_b  <=  h + sum_{e<f} N_ef x_be x_bf  <=  h + sum_{e<f} N_ef U_ef,
 
     h being the most that a . x - sum N_ef x_e x_f comes to over all subsets x of S, which are tried out.
-    So a token gains from two experts together just as much as U has them together: twice what one gives for
-    two that it always chooses both, never more than what its choices come to.
+    So a token that chooses two experts alike, once each, has at most 1 + U_ef local choices: with a = 1 on
+    both and N_ef = 1, h is 1.
  2. *How much is there*, for any t, c > 0 and l >= 0, s being the experts of a rank:
 
         (w - a) . x_b  <=  t + z . x_b  <=  t + c / 2 + z' U z / (2 c),    z = w + l - a - t / s,
