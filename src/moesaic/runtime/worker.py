@@ -51,7 +51,8 @@ class Worker:
     ) -> None:
         """experts: who is asked for them, where that is not this process. bell: rings at each message.
 
-        linger: seconds in which, while nothing is under way, another message may follow the last one.
+        linger: seconds in which, while nothing is under way, another message may follow the last one. For
+        callers who send so many and then wait: a stream without pauses would hold up the first step.
         """
         self._connection = connection
         self._brain = brain

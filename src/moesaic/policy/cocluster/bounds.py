@@ -19,7 +19,8 @@ Any multipliers give a bound, so it needs no convergence to be true; ADMM makes 
 ranks' loads (as `ours` has) each expert has a multiplier b_e >= 0 that adds b_e * (cap - sum_f load_f U_ef).
 
 That U is transitive (the triangles of Grötschel and Wakabayashi 1989) is not used: with multipliers for it,
-too, bounds of 64 experts were 0.1 to 0.2 % lower on 2 and 4 ranks and less than 0.1 % on 8.
+too, bounds of 64 experts (two layers of benchmarks/routings.py, 300 rounds) were 0.1 to 0.3 % lower on 2 and
+4 ranks and less than 0.1 % on 8. How loose the bound is: benchmarks/optimum.py, docs/measurements.md.
 """
 
 from __future__ import annotations
@@ -111,9 +112,9 @@ class _Relaxation:
         values, _ = _across(left)
         found = self.size / len(left) * float(left.sum()) + self.size * float(values[1 - self.ranks :].sum())
         found += _row_by_row(self.split, self.size)
-        paid = float(self.paid.sum()) * self.cap
+        found += float(self.paid.sum()) * self.cap
         self._improve(left)
-        return found + paid
+        return found
 
     def _improve(self, left: FloatArray) -> None:
         if not self.weight:

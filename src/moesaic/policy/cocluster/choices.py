@@ -127,7 +127,7 @@ class Tokens:
         return (slice(start, start + CHUNK) for start in range(0, len(self.rows), CHUNK))
 
     def _pairs(self, part: slice) -> tuple[IntArray, IntArray]:
-        """[t, P] the experts of each pair of S, twice."""
+        """[t, P] the one and the other expert of each pair of S."""
         chosen = self.chosen[part]
         return chosen[:, self.subsets.first], chosen[:, self.subsets.second]
 
