@@ -138,13 +138,14 @@ def test_api_key_comes_from_the_flag_then_the_environment() -> None:
     assert config.resolve_server(ServerConfig(), environment).api_key == "from-outside"
     assert config.resolve_server(ServerConfig(api_key="flag"), environment).api_key == "flag"
     assert config.resolve_server(ServerConfig(), {}).api_key is None
-    assert config.resolve_server(ServerConfig(), {"MOESAIC_API_KEY": ""}).api_key is None
 
 
 def test_a_bad_key_is_refused_and_not_repeated() -> None:
     with pytest.raises(ConfigError, match="^MOESAIC_API_KEY: ") as caught:
         config.api_key({"MOESAIC_API_KEY": "se cret"})
     assert "cret" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"^MOESAIC_API_KEY: .*not empty"):
+        config.resolve_server(ServerConfig(), {"MOESAIC_API_KEY": ""})
 
 
 def test_hub_cache_follows_the_hubs_variables() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -182,6 +183,22 @@ def test_what_cannot_be_served_is_refused_and_nothing_is_sent(
         rig.engine.submit(prompt, params)
     assert error.value.field == field
     assert rig.sent() == [] and rig.engine.num_unfinished == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "allowed"),
+    [
+        ({"stop": 5}, "a list"),
+        ({"stop_token_ids": 5}, "a list"),
+        ({"logit_bias": [1]}, "numbers by token id"),
+        ({"ignore_eos": "no"}, "True, False"),
+    ],
+)
+def test_parameters_of_another_type_are_named(wrong: dict[str, Any], allowed: str) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**wrong)
+    assert error.value.field == name and str(error.value) == f"{name}: got {value!r}; allowed: {allowed}"
 
 
 def test_a_full_queue_refuses_until_something_ends(tokenizer: Tokenizer) -> None:

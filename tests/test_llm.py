@@ -207,8 +207,16 @@ def test_the_end_of_sequence_ends_an_answer_and_min_tokens_puts_it_off(checkpoin
 
 def test_chat_and_texts(checkpoint: Path) -> None:
     llm = LLM(str(checkpoint))
-    one = llm.chat([{"role": "user", "content": "hello"}], GREEDY)
+    said = [{"role": "user", "content": "hello"}]
+    one = llm.chat(said, GREEDY)
     assert one[0].text == llm.generate("hello", GREEDY)[0].text
+    parts = [{"type": "text", "text": "hello"}]
+    assert llm.chat([{"role": "user", "content": parts}], GREEDY)[0].text == one[0].text
+    assert llm.chat([{"role": "assistant", "content": None}, *said], GREEDY)[0].text == one[0].text
+    ids = llm.tokenizer.encode("hello")
+    for form in ({"prompt": "hello"}, {"prompt_token_ids": ids}, torch.tensor(ids), np.array(ids)):
+        assert llm.generate(form, GREEDY)[0].prompt_token_ids == ids  # type: ignore[arg-type]
+        assert llm.generate([form], GREEDY)[0].text == llm.generate("hello", GREEDY)[0].text
     two = llm.chat([[{"role": "user", "content": text}] for text in ("a", "b")], GREEDY)
     assert len(two) == 2
     assert llm.chat([]) == []
@@ -224,6 +232,12 @@ def test_mistakes_are_one_line_and_leave_the_engine_working(checkpoint: Path) ->
     llm = LLM(str(checkpoint))
     with pytest.raises(RequestError):
         llm.generate(["fine", ""], GREEDY)
-    with pytest.raises(ConfigError, match="params"):
-        llm.generate(["a", "b"], [GREEDY])
+    for wrong in ([GREEDY], [], {"max_tokens": 2}, [GREEDY, None]):
+        with pytest.raises(ConfigError, match="params"):
+            llm.generate(["a", "b"], wrong)  # type: ignore[arg-type]
+    for prompt in ({"prompt": 5}, {"prompt": "a", "multi_modal_data": {}}, [1, 2.5], {"text": "a"}):
+        with pytest.raises(RequestError, match="^prompt: got .*; allowed: text, a list of token ids"):
+            llm.generate([prompt], GREEDY)  # type: ignore[list-item]
+    with pytest.raises(RequestError, match="^messages: content: got {'type': 'image'}; allowed: a text"):
+        llm.chat([{"role": "user", "content": [{"type": "image"}]}])
     assert len(llm.generate(["fine"], GREEDY)[0].outputs[0].token_ids) == NEW

@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -20,6 +21,7 @@ import pytest
 from moesaic import LLM, SamplingParams
 
 STREAMS = 64
+COMMAND = (sys.executable, "-m", "moesaic", "serve", "demo", "--port", "0", "--threads", "1")
 
 
 @dataclass
@@ -41,19 +43,7 @@ class Server:
 
 
 def start(*flags: str) -> Server:
-    command = [
-        sys.executable,
-        "-m",
-        "moesaic",
-        "serve",
-        "demo",
-        "--port",
-        "0",
-        "--threads",
-        "1",
-        "--json",
-    ]
-    process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*COMMAND, *flags, "--json"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
         return Server(process, json.loads(line))
@@ -151,3 +141,26 @@ def test_sigkill_of_the_worker_ends_the_server_with_a_clear_answer() -> None:
     assert running.process.wait(30) == 1
     assert running.process.stdout is not None
     running.process.stdout.close()
+
+
+def children(pid: int) -> list[int]:
+    task = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(one) for one in task.read_text().split()] if task.exists() else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("more", [(), ("--expert-servers", "1")])
+def test_a_signal_while_it_starts_ends_what_it_started(signum: signal.Signals, more: tuple[str, ...]) -> None:
+    """As soon as there is a worker, which is long before it has loaded anything."""
+    process = subprocess.Popen([*COMMAND, *more], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while not (workers := children(process.pid)):
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signum)
+    said = process.communicate(timeout=30)[0]
+    assert process.returncode == 0 and "Traceback" not in said, said
+    deadline = time.monotonic() + 10  # one that was just being started sees the end of its connection
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -174,7 +174,7 @@ class Bench:
     def _level(self, cpu: int, sizes: ModelSizes, requests: int, context: int) -> Level:
         kernels, dtype = self.loaded.kernels, products.name_of(self.loaded.dtype)
         assert kernels.one_core is not None
-        shape = products.Sizes(sizes.hidden, sizes.expert_width, min(sizes.experts, 64), ROWS, 8192)
+        shape = products.Sizes(sizes.hidden, sizes.expert_width, min(sizes.experts, 64), ROWS, 8192, 1)
         with kernels.one_core(cpu):
             bandwidth = memory.read(kernels, self.loaded.dtype, BEYOND_CACHES, self.watch)
             found = products.rates(kernels, [self.loaded.dtype], shape, self.watch, lambda *_: None)

@@ -23,8 +23,8 @@ from moesaic.runtime.worker import Journal
 from moesaic.tokenizer import Tokenizer
 from moesaic.transport.local import local_pair
 
-Prompt = str | list[int]
-"""Text, or token ids."""
+Prompt = str | list[int] | Mapping[str, Any]
+"""Text, or token ids; also as {"prompt": text} or {"prompt_token_ids": ids}."""
 Message = Mapping[str, Any]
 """{"role": ..., "content": ...}"""
 
@@ -148,7 +148,7 @@ class LLM:
         """Answer one conversation or several, in the checkpoint's own chat format."""
         several = conversations if not conversations or _nested(conversations) else [conversations]
         prompts: list[Prompt] = [self.tokenizer.chat(one) for one in several]  # type: ignore[arg-type]
-        chosen = params or replace(self.default_sampling, max_tokens=None)
+        chosen = replace(self.default_sampling, max_tokens=None) if params is None else params
         return self._complete(self._submit(prompts, chosen, own_text=True))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -161,11 +161,12 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         own_text: bool = False,
     ) -> _Batch:
-        each = _one_each(params or self.default_sampling, len(prompts))
+        each = _one_each(self.default_sampling if params is None else params, len(prompts))
         batch = _Batch()
         try:
             for prompt, own in zip(prompts, each, strict=True):
-                tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+                given = _plain(prompt)
+                tokens = self.tokenizer.encode(given) if isinstance(given, str) else _token_ids(given)
                 request_id = self._engine.submit(tokens, own, own_text=own_text)
                 batch.prompts[request_id] = tokens
                 batch.unfinished += own.n
@@ -231,26 +232,45 @@ def _worker_config(model: str, settings: Mapping[str, Any]) -> WorkerConfig:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, as text or token ids, is a list of one."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
-    items = list(prompts)
+    items = list(getattr(prompts, "tolist", lambda: prompts)())
     if items and all(isinstance(item, Integral) for item in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
+        return [items]
+    return items
 
 
-def _token_ids(prompt: Iterable[object]) -> list[int]:
+def _plain(prompt: Prompt) -> object:
+    """Text or token ids, out of vLLM's dictionaries too."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    if len(prompt) == 1 and isinstance(prompt.get("prompt"), str):
+        return prompt["prompt"]
+    if len(prompt) == 1 and "prompt_token_ids" in prompt:
+        return prompt["prompt_token_ids"]
+    raise RequestError(f"prompt: got a dictionary of {list(prompt)}; allowed: {_ALLOWED}", "prompt")
+
+
+def _token_ids(prompt: object) -> list[int]:
     """Plain integers of integers of any library."""
-    tokens = list(prompt)
-    wrong = next((token for token in tokens if not isinstance(token, Integral)), None)
-    if wrong is not None:
-        raise RequestError(f"prompt: got {wrong!r}; allowed: text, or a list of token ids", "prompt")
-    return [int(token) for token in tokens]  # type: ignore[call-overload]
+    listed: Any = getattr(prompt, "tolist", lambda: prompt)()
+    tokens: list[Any] = list(listed) if isinstance(listed, Iterable) else [listed]
+    wrong = [token for token in tokens if not isinstance(token, Integral)]
+    if wrong:
+        raise RequestError(f"prompt: got {wrong[0]!r}; allowed: {_ALLOWED}", "prompt")
+    return [int(token) for token in tokens]
+
+
+_ALLOWED = "text, a list of token ids, or one of them as {'prompt': ..} or {'prompt_token_ids': ..}"
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
+    wrong = [one for one in params if not isinstance(one, SamplingParams)]
+    if wrong:
+        got = params if isinstance(params, Mapping) else wrong[0]
+        raise ConfigError.field("params", repr(got), "SamplingParams, or a list of them")
     if len(params) != count:
         raise ConfigError.field("params", f"{len(params)} of them", f"one, or one for each of {count}")
     return list(params)

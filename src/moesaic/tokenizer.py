@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,6 +49,11 @@ class Tokenizer:
         self._anchor_text = self.decode(self._anchor)
         self._template = self._find_template(path, chat_template)
         self._bos = self._missing_bos()
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters that one token stands for at most: of a text as it is after normalisation."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`; RequestError when it cannot be encoded as UTF-8."""
@@ -125,9 +131,10 @@ class Tokenizer:
                 "continue_final_message: allowed only with add_generation_prompt false",
                 "continue_final_message",
             )
+        plain = [{**message, "content": _text_of(message.get("content"))} for message in messages]
         try:
             text = self._template.render(
-                messages=_marked(messages) if continue_final_message else list(messages),
+                messages=_marked(plain) if continue_final_message else plain,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens(),
                 **{"tools": None, "documents": None, **variables},  # the names that transformers always sets
@@ -205,6 +212,19 @@ def _raise_exception(message: str) -> NoReturn:
 def _to_json(value: object, ensure_ascii: bool = False, **form: Any) -> str:
     """Plain JSON, as transformers has it (`form`: indent, separators, sort_keys): jinja escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **form)
+
+
+def _text_of(content: object) -> str:
+    """What a message says: a text, parts of text in lines of their own, or nothing."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, Sequence) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+    wrong = next((part for part, text in zip(parts, texts, strict=True) if not isinstance(text, str)), None)
+    if wrong is not None:
+        allowed = 'a text, or a list of {"type": "text", "text": ...}'
+        raise RequestError(f"messages: content: got {wrong!r}; allowed: {allowed}", "messages")
+    return "\n".join(text for text in texts if text is not None)
 
 
 def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

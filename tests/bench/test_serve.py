@@ -19,7 +19,9 @@ def quiet():
 
 
 def bench(server, console=None, **settings):
-    given = {"base_url": server.url, "num_prompts": 6, "random_input_len": 11, "random_output_len": 5}
+    given = {"base_url": server.url, "num_prompts": 6}
+    if not {"mix", "trace", "dataset_path"} & settings.keys():
+        given |= {"random_input_len": 11, "random_output_len": 5}
     return run(ServeBench(**(given | settings)), console or quiet())
 
 

@@ -223,7 +223,8 @@ def test_products_are_those_of_the_checkpoints_experts(
     (plain / "config.json").write_text('{"model_type": "unknown"}')
     for path in (model, model / "model.safetensors", plain):
         hardware.measure(MeasureHardware(path=path, device="cpu"), SHORT)
-    shapes = [(one.products.hidden, one.products.width, one.products.matrices) for one in seen]
-    assert shapes == [(128, 96, 64), (128, 96, 64), (2048, 768, 16)]
-    assert seen[0].products.rows == SHORT.products.rows
-    assert SHORT.products.of_experts(4096, 14336).matrices == 2
+    sizes = [one.products for one in seen]
+    shapes = [(one.hidden, one.width, one.top_k, one.matrices) for one in sizes]
+    assert shapes == [(128, 96, 4, 64), (128, 96, 4, 64), (2048, 768, 8, 16)]
+    assert sizes[0].rows == SHORT.products.rows
+    assert SHORT.products.of_experts(4096, 14336, 2).matrices == 2

@@ -13,7 +13,7 @@ from moesaic.hardware.timing import Stopwatch
 from moesaic.kernels.table import REFERENCE, Kernels, pick
 from moesaic.kernels.weights import ExpertWeights
 
-TINY = Sizes(hidden=64, width=32, matrices=4, rows=(1, 3, 8), most_rows=16)
+TINY = Sizes(hidden=64, width=32, matrices=4, rows=(1, 3, 8), most_rows=16, top_k=1)
 
 
 def spied(kernels: Kernels, seen: list[tuple[Any, ...]]) -> Kernels:
@@ -55,6 +55,20 @@ def test_every_expert_has_as_many_rows_and_every_matrix_is_used() -> None:
     assert len({address for _, address, _ in dense}) == 4
 
 
+def test_a_row_goes_to_several_experts() -> None:
+    seen: list[tuple[Any, ...]] = []
+    measured(spied(pick("cpu", "auto"), seen), [torch.bfloat16], replace(TINY, top_k=3, matrices=5))
+    experts = [one[1:3] for one in seen if one[0] == "experts"]
+    assert experts == [
+        ((2, 64), [2, 1, 1, 1, 1]),
+        ((5, 64), [3, 3, 3, 3, 3]),
+        ((14, 64), [9, 9, 8, 8, 8]),
+    ], "of 5, 15 and 40 pairs, filled up to whole rows"
+    seen.clear()
+    measured(spied(pick("cpu", "auto"), seen), [torch.bfloat16], replace(TINY, top_k=8, rows=(4,)))
+    assert seen[0][1:3] == ((4, 64), [4, 4, 4, 4]), "no row has an expert twice"
+
+
 def test_overlap_is_read_off_few_rows() -> None:
     """Weights of 2 bytes at 1 byte/s, a peak of 2 flops/s: 2 rows compute 2 s a weight, read in 2."""
 
@@ -79,7 +93,8 @@ def test_flops_over_seconds() -> None:
 
 def test_fewer_matrices_with_more_rows() -> None:
     sizes = Sizes()
-    assert [sizes.used(rows) for rows in sizes.rows] == [16, 16, 16, 16, 16, 16, 4, 1]
+    assert [sizes.used("dense", rows) for rows in sizes.rows] == [16, 16, 16, 16, 16, 16, 4, 1]
+    assert [sizes.used("experts", rows) for rows in sizes.rows] == [16, 16, 16, 16, 16, 16, 16, 8]
 
 
 def test_progress_ends_at_all_of_it() -> None:

@@ -85,8 +85,11 @@ def test_no_network_is_told_in_one_line(offline: str, tmp_path: Path) -> None:
     assert said == f"refused: model: '{REPOSITORY}' is not in the local cache and the hub is out of reach"
 
 
-def test_a_directory_is_itself(repository: Path) -> None:
+def test_a_directory_is_itself_and_has_no_revisions(repository: Path) -> None:
     assert files.resolve(str(repository)) == repository
+    for model in (str(repository), "demo"):
+        with pytest.raises(ConfigError, match="^--revision: got 'v2'; allowed: none for a model in a dir"):
+            files.resolve(model, "v2")
 
 
 def test_the_demo_is_in_the_package() -> None:

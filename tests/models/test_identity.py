@@ -108,6 +108,22 @@ def test_sharded_checkpoints_are_read(tmp_path: Path) -> None:
     assert error(Driver(registry.load(tmp_path, pick("cpu"))).prefill(tokens), wanted) < 1e-4
 
 
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_head_beside_tied_embeddings_counts_where_it_differs(tmp_path: Path, differs: bool) -> None:
+    """As in transformers, which ties them only where the file's two tensors are the same."""
+    untied = tiny.build("qwen3_moe", cases.qwen3())
+    if not differs:
+        untied.lm_head.weight.data = untied.model.embed_tokens.weight.data.clone()
+    path = tiny.edit(tiny.save(untied, tmp_path), tie_word_embeddings=True)
+    ours = registry.load(path, pick("cpu"))
+    assert (ours.head is ours.embedding) is not differs
+    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    theirs = type(untied).from_pretrained(path, dtype=torch.float32)
+    wanted = tiny.reference_logits(theirs, tokens)
+    assert torch.equal(wanted, tiny.reference_logits(untied, tokens))
+    assert error(Driver(ours).prefill(tokens), wanted) < 1e-4
+
+
 def test_the_lower_layers_of_qwen3_can_see_everything(tmp_path: Path) -> None:
     # transformers 5 gives every layer the window; the model's makers only those from max_window_layers.
     theirs = tiny.build("qwen3_moe", cases.qwen3(use_sliding_window=True, sliding_window=9))

@@ -179,6 +179,13 @@ def test_a_wrong_type_is_named(copy: Any) -> None:
     )
 
 
+def test_without_or_with_a_wrong_embedding_it_is_named(copy: Any) -> None:
+    name = "model.embed_tokens.weight"
+    refused(rewrite(copy("mixtral"), lambda tensors: tensors.pop(name)), name, "missing")
+    half = torch.zeros(96, 48).to(torch.float8_e4m3fn)
+    refused(rewrite(copy("mixtral"), lambda tensors: tensors.update({name: half})), name, "F8_E4M3", "BF16")
+
+
 def test_pickled_weights_are_not_read(copy: Any) -> None:
     path = copy("mixtral")
     (path / "model.safetensors").rename(path / "pytorch_model.bin")

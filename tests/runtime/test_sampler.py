@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moesaic.core.request import Request, SamplingParams
 from moesaic.runtime.noise import uniform
-from moesaic.runtime.sampler import Sampler
+from moesaic.runtime.sampler import Sampler, token_logprobs
 
 VOCAB = 13
 EOS = 3
@@ -164,6 +164,11 @@ def test_no_parameters_lead_out_of_the_vocabulary(params: dict[str, object]) -> 
     logits = torch.tensor([[3e4, -2.0, 1.0, 0.0]])
     for _ in range(5):
         assert 0 <= sampler.sample(np.array([0]), logits.clone())[0][0] < 4
+
+
+def test_of_a_small_vocabulary_all_are_the_likeliest() -> None:
+    found = token_logprobs(torch.log_softmax(torch.tensor([[0.0, 2.0, 1.0]]), dim=-1), [0], 20)
+    assert [token for token, _ in found[0].top] == [1, 2, 0]
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])

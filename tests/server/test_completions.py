@@ -7,7 +7,12 @@ import json
 import openai
 import pytest
 
+from moesaic.server.logprobs import CompletionLogprobsWriter
+from moesaic.server.prompts import Prompt
+from moesaic.tokenizer import Tokenizer
+
 from .conftest import MODEL, Launch, Live
+from .fake_worker import BOS, EOS
 
 
 def events(text: str) -> list[str]:
@@ -127,6 +132,30 @@ def test_text_offsets_point_into_the_text_also_inside_a_character(live: Live) ->
     assert choice.logprobs.tokens == ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "b", "</s>"]
     assert choice.logprobs.text_offset == [0, 1, 1, 1, 2, 3]
     assert choice.text == "a\u20acb"
+
+
+def test_text_offsets_count_the_special_tokens_that_the_client_sent(live: Live) -> None:
+    body = {"prompt": "<s>xy</s>z", "echo": True, "logprobs": 0, "max_tokens": 1}
+    for extra in ({}, {"skip_special_tokens": False}):
+        choice = live.post("/v1/completions", **body, **extra).json()["choices"][0]
+        assert choice["text"] == "<s>xy</s>za"
+        assert choice["logprobs"]["text_offset"] == [0, 3, 4, 5, 9, 10]
+    body["prompt"] = [BOS, 120, EOS]
+    shown = live.post("/v1/completions", **body, skip_special_tokens=False).json()["choices"][0]
+    assert shown["logprobs"]["text_offset"] == [0, 3, 4, 8]
+    left_out = live.post("/v1/completions", **body).json()["choices"][0]
+    assert left_out["logprobs"]["text_offset"] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_token_that_the_tokenizer_put_first_is_no_part_of_the_echo(
+    tokenizer: Tokenizer, skip: bool
+) -> None:
+    writer = CompletionLogprobsWriter(tokenizer, 0, skip, Prompt([BOS, 120, 121], "xy"))
+    assert writer.write([BOS, 120, 121], [None] * 3).text_offset == [0, 0, 1]
+    assert writer.write([EOS, 97], [None] * 2).text_offset == [2, 2 if skip else 6], (
+        "the answer's own are shown"
+    )
 
 
 def test_echo_puts_the_prompt_first(live: Live) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 
 from moesaic.core import messages
+from moesaic.server import prompts
+from moesaic.server.requests import CompletionRequest
 
 from .conftest import MODEL, Launch, Live
 from .test_chat import ASK
@@ -51,7 +55,7 @@ def error_of(response: httpx.Response) -> dict[str, str]:
         ("prompt", "", "empty"),
         ("prompt", [[]], "empty"),
         ("prompt", ["x" * 300], "context length"),
-        ("prompt", [1, "a"], "prompt[0]: got 1; Input should be a valid string or Input"),
+        ("prompt", [1, "a"], "prompt[1]: got 'a'; Input should be a valid integer"),
         ("prompt", [999], "999"),
         ("prompt", {"a": 1}, "prompt"),
         ("prompt", ["a"] * 2049, "2049 prompts"),
@@ -205,6 +209,52 @@ def test_a_call_that_no_queue_would_ever_take_is_not_told_to_come_back(launch: L
     assert error_of(refused)["param"] == "prompt"
     assert "4 prompts, 8 completions in all; allowed in one call: at most 6" in refused.text
     assert live.post("/v1/completions", prompt=["x"] * 3, n=2, max_tokens=1).status_code == 200
+
+
+def test_what_can_never_be_served_is_not_tokenized(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    live = launch(max_waiting=2)
+
+    def encode(*_: object) -> list[int]:
+        raise AssertionError("a text was tokenized")
+
+    monkeypatch.setattr(live.front.engine.tokenizer, "encode", encode)
+    many = live.post("/v1/completions", prompt=["x"] * 4, n=2)
+    assert "4 prompts, 8 completions in all; allowed in one call: at most 6" in many.text
+    # 256 tokens, none of them longer than </s>.
+    says = "got 1025 characters; allowed: at most 1024, the context full of tokens of 4"
+    for long in ("x" * 1025, ["x", "x" * 1025]):
+        assert f"prompt: {says}" in live.post("/v1/completions", prompt=long).text
+    messages = [{"role": "user", "content": "x" * 1000}, {"role": "user", "content": "x" * 25}]
+    assert f"messages: {says}" in live.post("/v1/chat/completions", messages=messages).text
+
+
+def test_what_takes_long_does_not_hold_up_others(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = live.front.engine.tokenizer
+    threads: set[str] = set()
+
+    def noting(method: Callable[..., object]) -> Callable[..., object]:
+        def call(*given: object, **named: object) -> object:
+            if threading.current_thread() is not live.worker:
+                threads.add(threading.current_thread().name)
+            return method(*given, **named)
+
+        return call
+
+    for name in ("encode", "token"):
+        monkeypatch.setattr(tokenizer, name, noting(getattr(tokenizer, name)))
+    monkeypatch.setattr(prompts, "_AT_ONCE", 30)
+    assert live.post("/v1/completions", prompt=["x" * 10] * 3, max_tokens=1).status_code == 200
+    (loop,) = threads
+    threads.clear()
+    assert live.post("/v1/completions", prompt=["x" * 10] * 4, max_tokens=1).status_code == 200
+    assert live.post("/tokenize", prompt="x" * 40, return_token_strs=True).json()["token_strs"] == ["x"] * 40
+    assert threads and loop not in threads
+
+
+def test_of_many_wrong_items_one_is_looked_for() -> None:
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate({"prompt": [5] * 1000 + ["x"]})
+    assert caught.value.error_count() == 4, "one of each form that a prompt may have"
 
 
 @pytest.mark.parametrize(

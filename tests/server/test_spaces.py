@@ -83,6 +83,16 @@ def test_tokens_carry_their_space_and_offsets_point_at_them(spaced: Live, echo: 
     assert places and all(text.startswith(token, at) for at, token in places)
 
 
+def test_offsets_of_a_prompt_with_special_tokens(spaced: Live) -> None:
+    """The tokenizer puts a space before the word after one; the client's text has none there."""
+    body = {"prompt": "<s>a b</s> c", "echo": True, "logprobs": 0, "max_tokens": 0}
+    choice = spaced.post("/v1/completions", **body).json()["choices"][0]
+    text, scores = choice["text"], choice["logprobs"]
+    places = list(zip(scores["text_offset"], scores["tokens"], strict=True))
+    assert text == "<s>a b</s> c"
+    assert all(text.startswith(token.strip(), at + (text[at] == " ")) for at, token in places), places
+
+
 def test_candidates_that_differ_in_the_space_are_two(spaced: Live) -> None:
     choice = spaced.openai.completions.create(model=MODEL, prompt="say:a", logprobs=2).choices[0]
     assert choice.logprobs is not None and choice.logprobs.top_logprobs is not None

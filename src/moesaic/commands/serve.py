@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from ipaddress import ip_address
 from pathlib import Path
 from socket import socket
@@ -53,6 +55,7 @@ def run(
     name = server.served_model_name or config.model.model
     template = Path(server.chat_template) if server.chat_template else None
     with (
+        _stoppable(),
         closing(bind(server.host, server.port)) as listener,
         announced(config.trace),
         announced(record.record_routing, "the routing is in {0}: look at it with moesaic profile show {0}"),
@@ -61,6 +64,24 @@ def run(
         ) as launched,
     ):
         return _serve(launched, listener, name, server, as_json)
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """A signal before the server has its own handlers: nothing was asked yet, and what was started ends."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise SystemExit(0)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {signum: signal.signal(signum, stop) for signum in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def _serve(launched: Launched, listener: socket, name: str, server: ServerConfig, as_json: bool) -> int:

@@ -10,8 +10,11 @@ from moesaic.config.values import check_key
 
 
 def api_key(environment: Mapping[str, str] | None = None) -> str | None:
-    """The key that a server asks for and a client sends, where no flag says it; empty counts as none."""
-    key = (os.environ if environment is None else environment).get("MOESAIC_API_KEY") or None
+    """The key that a server asks for and a client sends, where no flag says it.
+
+    Raises ConfigError for an empty one: where a secret did not arrive, nobody wanted a server without a key.
+    """
+    key = (os.environ if environment is None else environment).get("MOESAIC_API_KEY")
     if key is not None:
         check_key("MOESAIC_API_KEY", key)
     return key

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from moesaic.core.errors import RequestError
 
@@ -71,10 +72,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # Lists are welcome, and None for nothing; kept are tuples, so that equal parameters compare equal.
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "logit_bias", self.logit_bias or {})
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _mapping("logit_bias", self.logit_bias))
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}: got {getattr(self, name)!r}; allowed: True, False", name)
         _integer("n", self.n, 1, 128)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, None)
@@ -113,6 +117,20 @@ class SamplingParams:
     def fan_out(self, seed: int) -> list[SamplingParams]:
         """The `n` single-completion forms of these parameters, seeded `seed`, `seed` + 1, ..."""
         return [replace(self, n=1, seed=_wrap(seed + index)) for index in range(self.n)]
+
+
+def _tuple(name: str, values: Any) -> tuple[Any, ...]:
+    """None is nothing."""
+    if not isinstance(values or (), Iterable):
+        raise RequestError(f"{name}: got {values!r}; allowed: a list", name)
+    return tuple(values or ())
+
+
+def _mapping(name: str, values: Any) -> Mapping[Any, Any]:
+    """The same."""
+    if not isinstance(values or {}, Mapping):
+        raise RequestError(f"{name}: got {values!r}; allowed: numbers by token id", name)
+    return values or {}
 
 
 def _wrap(seed: int) -> int:

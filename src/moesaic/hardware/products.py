@@ -1,7 +1,7 @@
 """How many flops/s the engine's own products reach, by type of the weights and rows a matrix.
 
-Two shapes: the routed experts of a layer, grouped, each with as many rows; and projections, one matrix after
-another. There are enough matrices that few rows find none of them in a cache.
+Two shapes: the routed experts of a layer, grouped, each with as many rows, and each row with several of them;
+and projections, one matrix after another. There are so many matrices that few rows find none in a cache.
 """
 
 from __future__ import annotations
@@ -39,16 +39,22 @@ class Sizes:
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 64, 512, 2048)
     """A matrix."""
     most_rows: int = 2048
-    """All matrices together: with many rows each, fewer matrices are used."""
+    """Of a pass: with many rows each, fewer matrices are used."""
+    top_k: int = 8
+    """Experts of a row, whose answers lie apart: with many rows that is more memory than caches have."""
 
-    def of_experts(self, hidden: int, width: int) -> Sizes:
+    def of_experts(self, hidden: int, width: int, top_k: int) -> Sizes:
         """The same on a model's own experts, so many that no cache holds them."""
         matrices = min(max(math.ceil(WEIGHTS / (3 * hidden * width)), FEWEST), MOST)
-        return replace(self, hidden=hidden, width=width, matrices=matrices)
+        return replace(self, hidden=hidden, width=width, top_k=top_k, matrices=matrices)
 
-    def used(self, rows: int) -> int:
-        """Matrices that are multiplied with `rows` each. Example: 16 of 64 rows, 4 of 512, one of 2048."""
-        return max(1, min(self.matrices, self.most_rows // rows))
+    def used(self, shape: Shape, rows: int) -> int:
+        """Matrices that are multiplied with `rows` each.
+
+        Example: 16 projections of 64 rows, 4 of 512, one of 2048; 16 experts of 512 rows, 8 of 2048.
+        """
+        pairs = self.most_rows * (self.top_k if shape == "experts" else 1)
+        return max(1, min(self.matrices, pairs // rows))
 
 
 @dataclass(frozen=True)
@@ -136,20 +142,30 @@ def _jobs(kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str) -> It
     hidden, width = sizes.hidden, sizes.width
     weights = _experts(sizes, dtype, device)
     for rows in sizes.rows:
-        used = sizes.used(rows)
-        ids = torch.arange(used, device=device).repeat(rows)[:, None]
-        states = _random((used * rows, hidden), torch.float32, device)
+        ids = _ids(sizes.used("experts", rows), rows, sizes.top_k).to(device)
+        states = _random((len(ids), hidden), torch.float32, device)
+        answers = torch.empty((*ids.shape, hidden), device=device)
         yield (
-            *("experts", rows, 6.0 * used * rows * hidden * width),
-            partial(kernels.experts, weights, states, ids),
+            *("experts", rows, 6.0 * ids.numel() * hidden * width),
+            partial(kernels.experts, weights, states, ids, answers),
         )
     matrices = [_random((hidden, hidden), dtype, device) for _ in range(sizes.matrices)]
     for rows in sizes.rows:
-        used, states = sizes.used(rows), _random((rows, hidden), torch.float32, device)
+        used, states = sizes.used("dense", rows), _random((rows, hidden), torch.float32, device)
         yield (
             *("dense", rows, 2.0 * used * rows * hidden * hidden),
             partial(_each, kernels, states, matrices[:used]),
         )
+
+
+def _ids(experts: int, rows: int, top_k: int) -> torch.Tensor:
+    """[n, k] of rows with `top_k` experts each, as far as there are, so that each expert has `rows` of them.
+
+    Where that cannot be, some have one more. Example: 4 experts of 3 rows, 2 of each row: 0 1, 2 3, 0 1 ..
+    """
+    each = min(top_k, experts)
+    pairs = math.ceil(experts * rows / each) * each
+    return (torch.arange(pairs) % experts).view(-1, each)
 
 
 def _each(kernels: Kernels, states: torch.Tensor, matrices: Sequence[torch.Tensor]) -> None:

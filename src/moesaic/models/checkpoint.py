@@ -55,17 +55,11 @@ class Checkpoint:
 
     def claim(self, name: str, *shape: int) -> None:
         """States that the model has this tensor, without reading it. Checks name, shape and type."""
-        if name not in self._shard:
-            raise CheckpointError(f"{self.path}: tensor {name} is missing")
         found = self._slice(name)
         if tuple(found.get_shape()) != shape:
             got = list(found.get_shape())
             raise CheckpointError(f"{self.path}: tensor {name}: got shape {got}; allowed: {list(shape)}")
-        if found.get_dtype() not in DTYPES:
-            allowed = ", ".join(DTYPES)
-            raise CheckpointError(
-                f"{self.path}: tensor {name}: got dtype {found.get_dtype()}; allowed: {allowed}"
-            )
+        self.dtype(name)
         self._claimed.add(name)
 
     def tensor(
@@ -96,8 +90,20 @@ class Checkpoint:
         return tensor
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type a tensor is stored in."""
-        return DTYPES[self._slice(name).get_dtype()]
+        """The type a tensor is stored in. Checks name and type."""
+        stored = self._slice(name).get_dtype()
+        if stored not in DTYPES:
+            allowed = ", ".join(DTYPES)
+            raise CheckpointError(f"{self.path}: tensor {name}: got dtype {stored}; allowed: {allowed}")
+        return DTYPES[stored]
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two tensors hold the same numbers. What is read to see it does not stay in memory."""
+        both = [self._open(self._shard[one]).get_tensor(one) for one in (name, other)]
+        same = torch.equal(*both)
+        for tensor in both:
+            _page_out(tensor)
+        return same
 
     def unread(self, unused: tuple[str, ...] = ()) -> list[str]:
         """Tensors that no one claimed and that match none of the regular expressions `unused`."""
@@ -112,6 +118,8 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: tensor {left[0]} is not expected by this model{more}")
 
     def _slice(self, name: str) -> Any:
+        if name not in self._shard:
+            raise CheckpointError(f"{self.path}: tensor {name} is missing")
         return self._open(self._shard[name]).get_slice(name)
 
     def _open(self, shard: str) -> Any:

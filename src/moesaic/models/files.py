@@ -23,6 +23,8 @@ def resolve(model: str, revision: str | None = None) -> Path:
     A hub id is looked up in the local Hugging Face cache, or downloaded into it; huggingface_hub reads
     its own settings (HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME). Raises ConfigError in one line.
     """
+    if revision is not None and (model == DEMO or Path(model).expanduser().is_dir()):
+        raise ConfigError.field("--revision", revision, "none for a model in a directory, which has no other")
     if model == DEMO:
         return _checked(Path(__file__).parent.parent / "demo", "the demo checkpoint is not installed")
     path = Path(model).expanduser()

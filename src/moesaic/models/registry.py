@@ -48,6 +48,7 @@ MODELS: Mapping[str, ModelFile] = {
     "mixtral": mixtral,
     "qwen3_moe": qwen3_moe,
 }
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHE_DTYPES = {**DTYPES, "int8": torch.int8}
 
@@ -159,7 +160,7 @@ def _parse(path: Path) -> tuple[ModelFile, Any]:
 
 def _dtype(dtype: str, device: str, checkpoint: Checkpoint, kernels: Kernels) -> torch.dtype:
     if dtype == "auto":
-        stored = checkpoint.dtype("model.embed_tokens.weight")
+        stored = checkpoint.dtype(EMBEDDING)
         return stored if not device.startswith("cpu") or stored in kernels.stored else torch.float32
     allowed = [name for name, one in DTYPES.items() if one in kernels.allowed]
     if dtype not in allowed:
@@ -170,11 +171,13 @@ def _dtype(dtype: str, device: str, checkpoint: Checkpoint, kernels: Kernels) ->
 
 
 def _head(config: Config, loader: Loader, embedding: torch.Tensor) -> torch.Tensor:
-    if not config.tied:
-        return loader.matrix("lm_head", config.spec.vocab_size, config.spec.hidden_size)
-    if "lm_head.weight" in loader.checkpoint.names:  # A copy that some tools write.
-        loader.checkpoint.claim("lm_head.weight", *embedding.shape)
-    return embedding
+    checkpoint = loader.checkpoint
+    if config.tied and HEAD not in checkpoint.names:
+        return embedding
+    checkpoint.claim(HEAD, config.spec.vocab_size, config.spec.hidden_size)
+    if config.tied and checkpoint.equal(HEAD, EMBEDDING):  # a copy that some tools write
+        return embedding
+    return loader.matrix("lm_head", config.spec.vocab_size, config.spec.hidden_size)
 
 
 def _experts(file: ModelFile, config: Config, loader: Loader, read: bool) -> dict[int, ExpertWeights]:

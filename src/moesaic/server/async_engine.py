@@ -139,7 +139,7 @@ class AsyncEngine:
     def open(self, jobs: Sequence[tuple[list[int], SamplingParams]], *, own_text: bool = False) -> Stream:
         """Submit every (prompt, parameters) or, when one is refused, none. own_text: see Engine.submit."""
         self.require_serving()
-        self._require_room_ever(jobs)
+        self.require_room_ever(len(jobs), sum(params.n for _, params in jobs))
         stream = Stream(self)
         try:
             for number, (prompt, params) in enumerate(jobs):
@@ -149,11 +149,11 @@ class AsyncEngine:
             raise
         return stream
 
-    def _require_room_ever(self, jobs: Sequence[tuple[list[int], SamplingParams]]) -> None:
+    def require_room_ever(self, prompts: int, completions: int) -> None:
         """RequestError for many prompts that no queue, however empty, will take: a 429 would be a lie."""
-        total, limit = sum(params.n for _, params in jobs), self.engine.limit
-        if limit is not None and len(jobs) > 1 and total > limit:
-            what = f"got {len(jobs)} prompts, {total} completions in all"
+        limit = self.engine.limit
+        if limit is not None and prompts > 1 and completions > limit:
+            what = f"got {prompts} prompts, {completions} completions in all"
             raise RequestError(f"prompt: {what}; allowed in one call: at most {limit}", "prompt")
 
     async def generate(self, prompt: list[int], params: SamplingParams) -> AsyncIterator[RequestOutput]:

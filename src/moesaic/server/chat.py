@@ -46,7 +46,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
     service.engine.require_serving()
     service.require_model(body.model)
     params = chat_params(body, service)
-    prompt = await chat_prompt(body.messages, body, service.tokenizer)
+    prompt = await chat_prompt(body.messages, body, service)
     reply = _Reply(body, len(prompt), service)
     source = _open(service, prompt, params, own_text=not body.continue_final_message)
     if body.stream:

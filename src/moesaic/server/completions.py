@@ -37,7 +37,7 @@ async def create_completion(body: CompletionRequest, request: Request, service: 
     """Continue one or many prompts."""
     service.engine.require_serving()
     service.require_model(body.model)
-    prompts = await completion_prompts(body, service.tokenizer)
+    prompts = await completion_prompts(body, service)
     jobs = [(p.token_ids, completion_params(body, len(p.token_ids), service)) for p in prompts]
     reply = _Reply(body, prompts, service)
     source = service.engine.open(jobs)
@@ -86,8 +86,9 @@ class _Reply:
         first = index not in self._writers
         if first:
             skip = self._body.skip_special_tokens is not False
-            tokenizer, top, echoed = self._service.tokenizer, self._body.logprobs or 0, bool(self._body.echo)
-            self._writers[index] = CompletionLogprobsWriter(tokenizer, top, skip, from_start=echoed)
+            echoed = self._prompts[number] if self._body.echo else None
+            tokenizer, top = self._service.tokenizer, self._body.logprobs or 0
+            self._writers[index] = CompletionLogprobsWriter(tokenizer, top, skip, echoed)
         echo = self._prompts[number] if first and self._body.echo else None
         return CompletionChoice(
             index=index,

@@ -119,17 +119,17 @@ def _retry(seconds: float | None) -> dict[str, str]:
 def _problem_of_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
     """The first field that is wrong, and why.
 
-    A union reports an error for each of its members; the one that got deepest is the one meant.
+    A union reports an error for each of its members; the one that got deepest, and furthest, is the one
+    meant.
     """
     located = [(tuple(error["loc"])[1:], error) for error in errors]
     field = next((place[0] for place, _ in located if place), None)
     if not isinstance(field, str):
         return Problem(400, _whole_body(errors[0]))
     same = [(place, error) for place, error in located if place and place[0] == field]
-    depth = max(len(place) for place, _ in same)
-    place, error = next((place, error) for place, error in same if len(place) == depth)
+    place, error = max(same, key=lambda one: _reached(one[0]))
     name = _path(place)
-    rivals = [error for place, error in same if len(place) == depth and _path(place) == name]
+    rivals = [other for where, other in same if _reached(where) == _reached(place) and _path(where) == name]
     match error["type"]:
         case "extra_forbidden":
             return Problem(
@@ -154,6 +154,11 @@ def _whole_body(error: Mapping[str, Any]) -> str:
     if isinstance(error["input"], bytes):
         return "the body is not JSON: send it with the header Content-Type: application/json"
     return f"the body: {error['msg']}"
+
+
+def _reached(place: Sequence[object]) -> tuple[int, list[int]]:
+    """How deep an error lies, and at which item of each list."""
+    return len(place), [step for step in place if isinstance(step, int)]
 
 
 def _path(place: Sequence[object]) -> str:

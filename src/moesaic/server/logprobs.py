@@ -6,6 +6,7 @@ import codecs
 from collections.abc import Sequence
 
 from moesaic.core.request import TokenLogprob
+from moesaic.server.prompts import Prompt
 from moesaic.server.responses import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
 from moesaic.server.service import Tokenizer
 
@@ -16,15 +17,20 @@ LOWEST = -9999.0
 class CompletionLogprobsWriter:
     """The completions shape, piece by piece: it remembers how far into the text it is.
 
-    num_top: candidates to show. skip_special: special tokens are no part of the text. from_start: the first
-    token is the first of a text, where SentencePiece's decoders drop a space.
+    num_top: candidates to show. skip_special: special tokens are no part of the text. echoed: the prompt, if
+    the text begins with it; at its start SentencePiece's decoders drop a space.
     """
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int, skip_special: bool, from_start: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, num_top: int, skip_special: bool, echoed: Prompt | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._num_top = num_top
         self._skip_special = skip_special
-        self._at_start = from_start
+        self._at_start = echoed is not None
+        self._given = None if echoed is None else echoed.text
+        self._of_prompt = 0 if echoed is None else len(echoed.token_ids)
+        """Tokens of it that are still to come."""
         self._offset = 0
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -40,15 +46,26 @@ class CompletionLogprobsWriter:
 
     def _advance(self, token: int) -> int:
         """Where in the text `token` begins; moves past it."""
-        start = self._offset
-        raw, alone = self._tokenizer.token_bytes(token), self._tokenizer.decode([token], self._skip_special)
-        if self._skip_special and not alone and raw.strip():
+        start, raw = self._offset, self._tokenizer.token_bytes(token)
+        given = self._given if self._of_prompt else None
+        self._of_prompt -= self._of_prompt > 0
+        special = not self._tokenizer.decode([token], True) and raw.strip()
+        if special and not self._is_shown(raw, given):
             return start
-        if self._at_start and raw == b" " + alone.encode():
-            raw = alone.encode()
+        alone = self._tokenizer.decode([token], False).encode()
+        if self._at_start and raw == b" " + alone:
+            raw = alone
+        if given is not None and raw.startswith(b" ") and not given.startswith(" ", start):
+            raw = raw[1:]  # SentencePiece's, which it puts before a word
         self._at_start = False
         self._offset += len(self._characters.decode(raw))
         return start
+
+    def _is_shown(self, special: bytes, given: str | None) -> bool:
+        """A prompt is echoed as it was sent: with the client's special tokens, not with the tokenizer's."""
+        if given is None:
+            return not self._skip_special
+        return given.startswith(special.decode(errors="replace"), self._offset)
 
     def _candidates(self, entry: TokenLogprob) -> dict[str, float]:
         """The best, best first, and the token that was taken."""

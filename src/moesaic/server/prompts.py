@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from moesaic.core.errors import RequestError
 from moesaic.server.requests import CompletionRequest, Message, TemplateOptions
-from moesaic.server.service import Tokenizer
+from moesaic.server.service import Service, Tokenizer
 
 T = TypeVar("T")
 
 MAX_PROMPTS = 2048
-"""Prompts in one call."""
+"""Prompts in one call, however many the queue takes."""
 
 _AT_ONCE = 1 << 14
 """Characters or tokens that are tokenized in the loop; more goes to a thread."""
@@ -30,28 +30,35 @@ class Prompt:
     """None when the client sent token ids."""
 
 
-async def completion_prompts(body: CompletionRequest, tokenizer: Tokenizer) -> list[Prompt]:
-    """Every prompt of the call, in order."""
+async def completion_prompts(body: CompletionRequest, service: Service) -> list[Prompt]:
+    """Every prompt of the call, in order. What can never be served is refused before it costs anything."""
     sent = body.prompt
     if not sent:
         raise RequestError("prompt: it is empty; at least one token is needed", "prompt")
-    many: Sequence[object] = [sent] if isinstance(sent, str) or isinstance(sent[0], int) else sent
+    many: Sequence[Any] = [sent] if isinstance(sent, str) or isinstance(sent[0], int) else sent
     if len(many) > MAX_PROMPTS:
         raise RequestError(f"prompt: got {len(many)} prompts; allowed: at most {MAX_PROMPTS}", "prompt")
-    special = body.add_special_tokens is not False
-    return [await _prompt(item, special, tokenizer) for item in many]
+    service.engine.require_room_ever(len(many), len(many) * (body.n or 1))
+    texts = [len(one) for one in many if isinstance(one, str)]
+    _require_short(max(texts, default=0), service, "prompt")
+    special, tokenizer = body.add_special_tokens is not False, service.tokenizer
+    return await off_loop(sum(texts), lambda: [_prompt(one, special, tokenizer) for one in many])
 
 
 async def chat_prompt(
-    messages: Sequence[Message], options: TemplateOptions, tokenizer: Tokenizer
+    messages: Sequence[Message], options: TemplateOptions, service: Service, any_length: bool = False
 ) -> list[int]:
-    """The conversation in the checkpoint's own format."""
+    """The conversation in the checkpoint's own format. any_length: it is not to be answered."""
+    tokenizer = service.tokenizer
     variables = options.chat_template_kwargs or {}
     taken = inspect.signature(type(tokenizer).chat).parameters
     for name in variables:
         if name in taken:
             raise RequestError(f"chat_template_kwargs: {name!r} cannot be set here", "chat_template_kwargs")
     plain = [_plain(message) for message in messages]
+    size = sum(len(message["content"]) for message in plain)
+    if not any_length:
+        _require_short(size, service, "messages")
 
     def render() -> list[int]:
         return tokenizer.chat(
@@ -61,7 +68,7 @@ async def chat_prompt(
             **variables,
         )
 
-    return await off_loop(sum(len(message["content"]) for message in plain), render)
+    return await off_loop(size, render)
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
@@ -69,12 +76,19 @@ async def off_loop(size: int, work: Callable[[], T]) -> T:
     return work() if size <= _AT_ONCE else await asyncio.to_thread(work)
 
 
-async def _prompt(sent: object, special: bool, tokenizer: Tokenizer) -> Prompt:
+def _prompt(sent: str | list[int], special: bool, tokenizer: Tokenizer) -> Prompt:
     if isinstance(sent, str):
-        text = sent
-        return Prompt(await off_loop(len(text), lambda: tokenizer.encode(text, special)), text)
-    assert isinstance(sent, list)
+        return Prompt(tokenizer.encode(sent, special), sent)
     return Prompt(sent, None)
+
+
+def _require_short(characters: int, service: Service, field: str) -> None:
+    """RequestError for a text that no tokens of the context's number can be: to tokenize it takes seconds."""
+    longest = service.tokenizer.longest_token
+    allowed = service.engine.require_serving().max_model_len * longest
+    if characters > allowed:
+        what = f"at most {allowed}, the context full of tokens of {longest}"
+        raise RequestError(f"{field}: got {characters} characters; allowed: {what}", field)
 
 
 def _plain(message: Message) -> dict[str, Any]:

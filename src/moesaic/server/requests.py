@@ -17,6 +17,9 @@ Unsupported = Annotated[None, Field(description="Not supported: only null is acc
 Ignored = "Accepted and ignored."
 Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
+FIRST = Field(fail_fast=True)
+"""One wrong item is told; to note millions of them would hold up everybody else."""
+TokenIds = Annotated[list[TokenId], FIRST]
 TokenKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -54,8 +57,8 @@ class GenerationRequest(Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
     logit_bias: dict[TokenKey, Bias] | None = None
     seed: Annotated[int, Field(ge=-SEED_LIMIT, le=SEED_LIMIT - 1)] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=16, fail_fast=True)] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
@@ -83,7 +86,7 @@ class GenerationRequest(Body):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | Annotated[list[str], FIRST] | TokenIds | Annotated[list[TokenIds], FIRST]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """0 is allowed with echo: only the prompt is scored."""
     echo: bool | None = None
@@ -112,7 +115,7 @@ class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], FIRST] | None = None
     name: str | None = None
     refusal: Unsupported = None
     annotations: Unsupported = None
@@ -135,7 +138,7 @@ class TemplateOptions(Body):
 class ChatRequest(GenerationRequest, TemplateOptions):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """The older spelling; max_completion_tokens wins."""
@@ -143,7 +146,7 @@ class ChatRequest(GenerationRequest, TemplateOptions):
     top_logprobs: Logprobs | None = None
     response_format: ResponseFormat | None = None
     tool_choice: Literal["none"] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], FIRST] | None = None
     tools: Unsupported = None
     parallel_tool_calls: Unsupported = None
     functions: Unsupported = None
@@ -160,7 +163,7 @@ class TokenizeRequest(TemplateOptions):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     """For `prompt`; True when absent."""
     return_token_strs: bool | None = None
@@ -170,7 +173,7 @@ class DetokenizeRequest(Body):
     """POST /detokenize"""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 class ScaleRequest(Body):

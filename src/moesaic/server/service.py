@@ -22,6 +22,9 @@ class Tokenizer(Protocol):
 
     vocab_size: int
 
+    @property
+    def longest_token(self) -> int: ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...

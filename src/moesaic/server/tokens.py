@@ -10,7 +10,7 @@ from moesaic.server.json_body import StrictJsonRoute
 from moesaic.server.prompts import chat_prompt, off_loop
 from moesaic.server.requests import DetokenizeRequest, TokenizeRequest
 from moesaic.server.responses import Detokenized, Tokenized
-from moesaic.server.service import Serving, Tokenizer
+from moesaic.server.service import Service, Serving
 
 router = APIRouter(responses=BODY_ERRORS, route_class=StrictJsonRoute)
 
@@ -21,8 +21,10 @@ async def tokenize(body: TokenizeRequest, service: Serving) -> Tokenized:
     info = service.engine.require_serving()
     service.require_model(body.model)
     tokenizer = service.tokenizer
-    tokens = await _tokens(body, tokenizer)
-    names = [tokenizer.token(token) for token in tokens] if body.return_token_strs else None
+    tokens = await _tokens(body, service)
+    names = None
+    if body.return_token_strs:
+        names = await off_loop(len(tokens), lambda: [tokenizer.token(token) for token in tokens])
     return Tokenized(count=len(tokens), max_model_len=info.max_model_len, tokens=tokens, token_strs=names)
 
 
@@ -39,10 +41,10 @@ async def detokenize(body: DetokenizeRequest, service: Serving) -> Detokenized:
     return Detokenized(prompt=await off_loop(len(tokens), lambda: tokenizer.decode(tokens, False)))
 
 
-async def _tokens(body: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+async def _tokens(body: TokenizeRequest, service: Service) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("prompt: give either prompt or messages", "prompt")
     if body.messages is not None:
-        return await chat_prompt(body.messages, body, tokenizer)
-    text, special = body.prompt or "", body.add_special_tokens is not False
+        return await chat_prompt(body.messages, body, service, any_length=True)
+    tokenizer, text, special = service.tokenizer, body.prompt or "", body.add_special_tokens is not False
     return await off_loop(len(text), lambda: tokenizer.encode(text, special))
