@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from moesaic import config
-from moesaic.config import CacheConfig, ModelConfig, QueueConfig, SchedulerConfig, ServerConfig, WorkerConfig
+from moesaic.config import (
+    CacheConfig,
+    GroupConfig,
+    ModelConfig,
+    QueueConfig,
+    SchedulerConfig,
+    ServerConfig,
+    WorkerConfig,
+)
 from moesaic.core.errors import ConfigError
 
 CONFIGS = (ModelConfig, CacheConfig, SchedulerConfig, QueueConfig, ServerConfig)
@@ -111,6 +119,11 @@ WAITING = QueueConfig(expert_batch_pairs=8, expert_batch_wait=2.0)
             QueueConfig(queue_history=4),
             "--queue-policy: got 'flfs'; .*defrag with --queue-history",
         ),
+        (
+            dataclasses.replace(LOCKSTEP, queue_policy="mtfs"),
+            QueueConfig(),
+            "--schedule: got 'lockstep'; .*async with --queue-policy mtfs",
+        ),
         (LOCKSTEP, WAITING, None),
         (ASYNC, WAITING, None),
         (
@@ -125,6 +138,14 @@ def test_queues_are_refused_where_they_do_nothing(
 ) -> None:
     with nullcontext() if wrong is None else pytest.raises(ConfigError, match=wrong):
         WorkerConfig(ModelConfig("m"), scheduler=scheduler, queues=queues)
+
+
+def test_an_alignment_needs_a_shuffle() -> None:
+    assert GroupConfig(2, align="variable").align == GroupConfig(2, form="shuffled", align="variable").align
+    with pytest.raises(ConfigError, match="^--tensor-parallel-size: got 1; allowed: at least 2 with --shuf"):
+        GroupConfig(align="variable")
+    with pytest.raises(ConfigError, match="^--moe-collectives: got 'all-reduce'; allowed: shuffled with --s"):
+        GroupConfig(2, form="all-reduce", align="variable")
 
 
 def test_urgency_may_be_set_off_or_left_as_it_is() -> None:

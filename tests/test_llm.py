@@ -229,6 +229,9 @@ def test_mistakes_are_one_line_and_leave_the_engine_working(checkpoint: Path) ->
         LLM(str(checkpoint), kv_cache_memory="16KiB")
     with pytest.raises(ConfigError, match="--max-model-len"):
         LLM(str(checkpoint), max_model_len=1000)
+    for schedule in ("barrier", "async"):
+        with pytest.raises(ConfigError, match="--schedule: got .*; allowed: lockstep without --expert-serve"):
+            LLM(str(checkpoint), schedule=schedule)
     llm = LLM(str(checkpoint))
     with pytest.raises(RequestError):
         llm.generate(["fine", ""], GREEDY)

@@ -108,6 +108,21 @@ def test_a_frozen_rank_is_replaced_with_its_group(expected: list[Answer]) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_group_without_work_is_replaced_too(signum: signal.Signals, expected: list[Answer]) -> None:
+    """No round tells of the rank, so who watches it does: the next request finds another group."""
+    with cluster(**GROUP) as served:  # type: ignore[arg-type]
+        before = ranks(served)
+        os.kill(before[1], signum)
+        assert soon(lambda: all(map(gone, before)))
+        assert soon(lambda: [one.stage for one in served.supervisor.status()] == ["serving"])
+        assert served.supervisor.report().counters.process_deaths == 1
+        assert not set(before) & set(ranks(served))
+        served.submit(*workload(8, 48))
+        same(served.finish(), expected)
+
+
+@pytest.mark.slow
 def test_two_groups_of_two(expected: list[Answer]) -> None:
     with cluster(attention_workers=2, moe_collectives="deepspeed", **GROUP) as served:  # type: ignore[arg-type]
         served.submit(*workload(8, 48))

@@ -144,6 +144,7 @@ class QueueConfig:
         if self.queue_history and policy != "defrag":
             raise ConfigError.field("--queue-policy", policy, "defrag with --queue-history")
         for flag, given in (
+            (f"--queue-policy {policy}", policy != SchedulerConfig.queue_policy),
             ("--queue-urgency", self.queue_urgency is not None),
             ("--queue-history", self.queue_history > 0),
         ):
@@ -177,6 +178,11 @@ class GroupConfig:
             if self.size == 1:
                 raise ConfigError.field("--tensor-parallel-size", 1, "at least 2 with --moe-collectives")
         one_of("--shuffle-align", self.align, get_args(Align))
+        if self.align != GroupConfig.align:
+            if self.size == 1:
+                raise ConfigError.field("--tensor-parallel-size", 1, "at least 2 with --shuffle-align")
+            if self.form not in (None, "shuffled"):
+                raise ConfigError.field("--moe-collectives", self.form, "shuffled with --shuffle-align")
 
 
 @dataclass(frozen=True)
@@ -252,7 +258,6 @@ class WorkerConfig:
     queues: QueueConfig = QueueConfig()
 
     def __post_init__(self) -> None:
-        self.queues.check(self.scheduler.schedule, self.scheduler.queue_policy)
         one_of("--device", self.model.device, get_args(Device))
         one_of("--dtype", self.model.dtype, get_args(Dtype))
         one_of("--kernels", self.model.kernels, get_args(KernelName))
@@ -265,6 +270,7 @@ class WorkerConfig:
         one_of("--schedule", self.scheduler.schedule, get_args(Schedule))
         one_of("--combine", self.scheduler.combine, get_args(Combine))
         one_of("--queue-policy", self.scheduler.queue_policy, get_args(QueuePolicyName))
+        self.queues.check(self.scheduler.schedule, self.scheduler.queue_policy)
         at_least("--max-num-seqs", self.scheduler.max_num_seqs, 1)
         at_least("--max-num-batched-tokens", self.scheduler.max_num_batched_tokens, 1)
         if self.scheduler.max_num_batched_tokens < self.scheduler.max_num_seqs:

@@ -62,8 +62,16 @@ def _serve(connection: StreamConnection, config: WorkerConfig, bell: Bell) -> in
             last = now
             connection.send(messages.Loading(done, total))
 
+    def lost(how: str) -> None:
+        """A group is no group without one of its ranks; with nothing under way no round would tell."""
+        logging.warning("%s, and this worker with it", how)
+        with contextlib.suppress(ConnectionLost):
+            if not config.supervised:
+                connection.send(messages.Failed(how, user_error=False))
+        os._exit(1)
+
     try:
-        worker, info = build_worker(config, connection, time.monotonic, progress, bell=bell)
+        worker, info = build_worker(config, connection, time.monotonic, progress, bell=bell, lost=lost)
     except MoesaicError as error:
         connection.send(messages.Failed(str(error), user_error=True))
         return 2

@@ -71,15 +71,20 @@ def build_worker(
     journal: Journal | None = None,
     bell: Bell | None = None,
     routing: RowSink | None = None,
+    lost: Callable[[str], None] | None = None,
 ) -> tuple[Worker, WorkerInfo]:
     """Load `config`'s model and make the worker at the far end of `connection`.
 
     bell: rings when a message arrived; needed where the experts are remote. routing: takes the rows' experts.
+    lost: hears, from a thread, of another rank of the group that ended; None: the next round will tell.
     Raises ConfigError or CheckpointError, one line each, when something does not fit.
     """
     max_model_len = context_length(config.model)  # before the weights are read: that takes longer
     if config.group.size > 1:
-        return _build_group(config, connection, clock, max_model_len, progress, journal, bell)
+        made, crew = _build_group(config, connection, clock, max_model_len, progress, journal, bell)
+        if lost is not None:
+            crew.when_lost(lost)
+        return made
     if config.offload is not None:
         return _build_offloaded(config, config.offload, connection, clock, max_model_len, progress, journal)
     check_shared(config)
@@ -122,7 +127,7 @@ def _build_group(
     progress: Progress | None,
     journal: Journal | None,
     bell: Bell | None,
-) -> tuple[Worker, WorkerInfo]:
+) -> tuple[tuple[Worker, WorkerInfo], Crew]:
     """The worker that is the first rank of a group of processes, which it starts."""
     tensor.check(config)
     where = tensor.placed(config)
@@ -147,7 +152,8 @@ def _build_group(
     block_size = config.cache.block_size
     info = _describe(loaded, None, scheduler, max_model_len, block_size, num_blocks, kv_dtype)
     kv_bytes = group.size * info.kv_bytes
-    return worker, replace(info, ranks=group.size, collectives=forward.form, kv_bytes=kv_bytes)
+    info = replace(info, ranks=group.size, collectives=forward.form, kv_bytes=kv_bytes)
+    return (worker, info), crew
 
 
 def _build_offloaded(
@@ -185,10 +191,10 @@ def _brain(config: WorkerConfig, limits: Limits, blocks: KVBlocks, layout: Exper
     scheduler, queues = config.scheduler, config.queues
     if scheduler.schedule == "lockstep":
         return OneProcess(limits, blocks, scheduler.inflight_batches)
-    if scheduler.schedule == "barrier":
-        return Barrier(limits, blocks)
     if layout is None:
         raise ConfigError.field("--schedule", scheduler.schedule, "lockstep without --expert-servers")
+    if scheduler.schedule == "barrier":
+        return Barrier(limits, blocks)
     urgency, history = queues.urgency(URGENT_SECONDS), queues.queue_history
     policy = policy_named(scheduler.queue_policy, urgency, history=history)
     gather = Gather(worth.rows(layout.num_experts, layout.top_k))

@@ -1,8 +1,9 @@
 """The processes of a group: the first rank starts the others, and they end with it.
 
-A group lives and dies as one. A rank that dies ends the group's rounds for the first one, whose process then
-ends; when that dies, the others see the end of their standard input, in the middle of a step too. A rank that
-gives no sign of life on its standard output is killed. Whoever watches the first one starts another group.
+A group lives and dies as one. A rank that dies ends the group's rounds for the first one, and `when_lost`
+tells its process, which then ends; when that dies, the others see the end of their standard input, in the
+middle of a step too. A rank that gives no sign of life on its standard output is killed. Whoever watches the
+first one starts another group.
 """
 
 from __future__ import annotations
@@ -16,14 +17,23 @@ import sys
 import tempfile
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 
 from moesaic.collectives.group import Group
 from moesaic.collectives.one_shot import OneShotGroup
 from moesaic.config import WorkerConfig, worker_environment
+from moesaic.core.errors import ConfigError
 from moesaic.runtime.machine import allowed_cpus, cores
-from moesaic.transport.gathering import gather
+
+try:
+    from moesaic.transport.gathering import gather
+except ImportError:  # installed without a compiler, or not on Linux
+    SHARED_MEMORY = False
+else:
+    SHARED_MEMORY = True
 
 ALIVE_SECONDS = 0.2
 """Between two signs of life."""
@@ -38,21 +48,32 @@ class Crew:
     """The other ranks' processes, as the first one sees them."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Starts them. config: of the worker, with all of the group's cores and threads."""
+        """Starts them. config: of the worker, with all of the group's cores and threads.
+
+        Raises ConfigError where ranks cannot share memory.
+        """
         self.size = config.group.size
+        if not SHARED_MEMORY:
+            allowed = "1: the compiled module moesaic.transport._shm is missing"
+            raise ConfigError.field("--tensor-parallel-size", self.size, allowed)
         self._secret = secrets.token_bytes(32)
         self._folder = tempfile.TemporaryDirectory(prefix="moesaic-group-")
         self._path = str(Path(self._folder.name) / "socket")
         processes = [self._start(config, rank) for rank in range(1, self.size)]
-        self._ending = weakref.finalize(self, _end, processes)
-        for process in processes:
-            threading.Thread(target=_watch, args=(process,), name="watching a rank", daemon=True).start()
+        self._over, self._ended = threading.Event(), SimpleQueue[str]()
+        self._ending = weakref.finalize(self, _end, processes, self._over)
+        for rank, process in enumerate(processes, start=1):
+            _in_thread(_watch, rank, process, self._ended)
 
     def gather(self) -> Group:
         """This rank's end of the group, once all are there. Raises ConnectionLost if they are not."""
-        group = OneShotGroup(gather(self._path, self._secret, 0, self.size, seconds=READY_SECONDS))
+        peers = gather(self._path, self._secret, 0, self.size, seconds=READY_SECONDS)
         self._folder.cleanup()
-        return group
+        return OneShotGroup(peers)
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        """`tell` hears in a thread, once, of a rank that ends before `close`: perhaps long before a round."""
+        _in_thread(_tell, self._ended, self._over, tell)
 
     def close(self) -> None:
         """End the processes, and wait for that."""
@@ -81,17 +102,29 @@ class Crew:
         return process
 
 
-def _watch(process: subprocess.Popen[bytes]) -> None:
+def _in_thread(work: Callable[..., None], *given: object) -> None:
+    threading.Thread(target=work, args=given, name="watching a rank", daemon=True).start()
+
+
+def _tell(ended: SimpleQueue[str], over: threading.Event, tell: Callable[[str], None]) -> None:
+    how = ended.get()
+    if not over.is_set():
+        tell(how)
+
+
+def _watch(rank: int, process: subprocess.Popen[bytes], ended: SimpleQueue[str]) -> None:
     """Until it ends. The first sign comes when Python has loaded the program."""
     assert process.stdout is not None
     with process.stdout as signs:
         while os.read(signs.fileno(), 4096):
             if not select.select([signs], [], [], FROZEN_SECONDS)[0]:
                 process.kill()
+    ended.put(f"rank {rank}, process {process.pid}, ended with code {process.wait()}")
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+def _end(processes: list[subprocess.Popen[bytes]], over: threading.Event) -> None:
     """They end when their standard input does."""
+    over.set()
     for process in processes:
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it is gone already
