@@ -85,7 +85,7 @@ def test_ipv6() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("served", ["0.01"], indirect=True)
+@pytest.mark.parametrize("served", ["0.03"], indirect=True)
 def test_sigterm_finishes_what_is_in_flight_and_refuses_the_rest(served: Served) -> None:
     served.wait_ready()
     body = {"prompt": "x", "max_tokens": 100}
