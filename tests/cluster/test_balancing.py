@@ -161,6 +161,23 @@ def test_bounds_that_make_no_sense_are_refused_at_the_start(text: str, message: 
         Balancing(LAYOUT, settings, 0.0)
 
 
+@pytest.mark.parametrize("servers", [1, 5])
+def test_a_start_out_of_bounds_is_refused(servers: int) -> None:
+    settings = ClusterConfig(expert_servers=servers, autoscale="2:4")
+    with pytest.raises(
+        ConfigError, match=f"--expert-servers: got {servers}; allowed: 2 to 4 with --autoscale 2:4"
+    ):
+        Balancing(LAYOUT, settings, 0.0)
+
+
+def test_pairs_do_not_scale_by_themselves() -> None:
+    settings = ClusterConfig(data_parallel_size=2, enable_expert_parallel=True, autoscale="1:4")
+    with pytest.raises(
+        ConfigError, match="--autoscale: got '1:4'; allowed: None with --enable-expert-parallel"
+    ):
+        Balancing(LAYOUT, settings, 0.0)
+
+
 # ---- real processes
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moesaic.cluster import joining
 from moesaic.cluster.balancing import Balancing
 from moesaic.cluster.joining import Doorway, RemoteProcess
 from moesaic.cluster.member import Role
@@ -21,6 +20,7 @@ from moesaic.config import ClusterConfig, ModelConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.policy import balance
+from moesaic.transport import acceptor
 from moesaic.transport import address as addresses
 from moesaic.transport.authentication import Deadline, Terms, prove_as_client
 from moesaic.transport.calls import MIN_HEAP
@@ -167,15 +167,16 @@ def test_whoever_says_something_else_first_is_dropped(
 ) -> None:
     welcome: list[RemoteProcess] = []
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    monkeypatch.setattr(joining.LOG, "warning", lambda line, *parts: lines.put(line % parts))
+    monkeypatch.setattr(acceptor._log, "warning", lambda line, *parts: lines.put(line % parts))
     doorway = Doorway("tcp:127.0.0.1:0", SECRET, welcome.append)
     peer = connected(doorway.address)
+    name = "tcp:{}:{}".format(*peer._socket.getsockname())
     try:
         peer.send(word)
         with pytest.raises(ConnectionLost):
             peer.receive(20.0)
         what = f"it said {type(word).__name__}, not Enlist with a positive capacity"
-        assert lines.get(timeout=20.0) == f"dropped a peer at {doorway.address}: {what}"
+        assert lines.get(timeout=20.0) == f"dropped {name} at {doorway.address}: {what}"
         assert welcome == [] and lines.empty()
     finally:
         peer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from moesaic.cluster.members import Members
 from moesaic.cluster.publishing import Publisher, union
 from moesaic.cluster.router import Router
 from moesaic.cluster.scaling import Change, Changes, Limits
-from moesaic.config import ClusterConfig, ModelConfig, WorkerConfig
+from moesaic.config import ClusterConfig, ExpertServerConfig, ModelConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, ScalingError
 from moesaic.core.experts import Directory, ExpertLayout
@@ -260,6 +261,55 @@ def test_a_server_that_is_being_restarted_can_leave_and_does_not_come_back(spawn
     scene.settle()
     assert not advance(change)
     assert scene.members.servers == [stays]
+
+
+RANKS = ClusterConfig(data_parallel_size=2, enable_expert_parallel=True)
+
+
+def test_ranks_pair_by_place_and_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers 0 and 1 of here, one that joined, one of here: the third place is the last one's."""
+    spawned: list[WorkerConfig | ExpertServerConfig] = []
+
+    def spawn(config: WorkerConfig | ExpertServerConfig) -> FakeProcess:
+        spawned.append(config)
+        return FakeProcess(*local_pair())
+
+    monkeypatch.setattr("moesaic.cluster.members.spawn_worker", spawn)
+    monkeypatch.setattr("moesaic.cluster.members.spawn_server", spawn)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+    worker = WorkerConfig(ModelConfig("m", pin_threads=True))
+    members = Members(worker, Router(), lambda member, message: None, lambda: 0.0, RANKS)
+    for _ in range(2):
+        members.add(Role.WORKER), members.add(Role.SERVER)
+    members.adopt(members.add(Role.SERVER), FakeProcess(*local_pair()), LAYOUT)
+    for role in Role:  # places whose numbers are gone
+        members.remove(members.add(role))
+        members.add(role)
+    for member in members.workers:
+        members.spawn_worker(member)
+    for member in members.servers_here:
+        members.spawn_server(member, LAYOUT)
+    workers = [config for config in spawned if isinstance(config, WorkerConfig)]
+    servers = [config for config in spawned if isinstance(config, ExpertServerConfig)]
+    assert [config.own_server for config in workers] == [0, 1, 4]
+    assert [config.cpus for config in workers] == [(0, 1, 2), (3, 4, 5), (0, 1, 2)]
+    assert [config.cpus for config in servers] == [config.cpus for config in workers]
+    members.stop()
+
+
+def test_a_server_that_joined_is_no_part_of_a_pair() -> None:
+    scene = Scene(3)
+    changes = Changes(
+        scene.members, scene.publisher, scene.router, RANKS, lambda: np.ones((1, 4)), lambda: 0.0
+    )
+    scene.members.servers[2].elsewhere = True
+    for servers, workers in ((2, 2), (3, 2), (4, 3), (1, 1)):
+        changes.check(servers, workers)
+    for servers, workers, needed in ((4, 2, 3), (3, 3, 4), (2, 1, 1), (1, 2, 2)):
+        message = f"expert_servers: got {servers} with {workers} attention_workers; .* needs {needed},"
+        with pytest.raises(ScalingError, match=message):
+            changes.check(servers, workers)
+    scene.members.stop()
 
 
 def test_a_worker_without_requests_is_asked_again_to_look_for_late_answers(spawning: list[Scene]) -> None:

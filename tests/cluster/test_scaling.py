@@ -194,6 +194,42 @@ def test_what_can_never_be_is_refused_and_changes_nothing() -> None:
 
 
 @pytest.mark.slow
+def test_by_hand_too_there_are_as_many_as_autoscaling_allows() -> None:
+    with cluster(expert_servers=2, autoscale="1:2") as served:
+        with pytest.raises(ScalingError, match="expert_servers: got 3; --autoscale allows 1 to 2") as refused:
+            served.supervisor.scale(expert_servers=3).result(10)
+        assert refused.value.conflict
+
+
+@pytest.mark.slow
+def test_ranks_stay_pairs(expected: list[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn, beside = members.spawn_worker, []
+
+    def spawn_worker(config: WorkerConfig) -> ChildProcess:
+        beside.append(config.own_server)
+        return spawn(config)
+
+    monkeypatch.setattr(members, "spawn_worker", spawn_worker)
+    ranks = {"expert_servers": 0, "data_parallel_size": 2, "enable_expert_parallel": True}
+    with cluster(min_replicas=2, **ranks) as served:  # type: ignore[arg-type]
+        for servers, workers in ((3, None), (None, 3), (3, 2)):
+            needed = workers or 2
+            message = f"got {servers or 2} with {needed} attention_workers; .*-parallel needs {needed},"
+            with pytest.raises(ScalingError, match=message) as refused:
+                served.supervisor.scale(servers, workers).result(10)
+            assert refused.value.conflict
+        traffic = Traffic(served)
+        for size in (3, 2, 3):
+            future = served.supervisor.scale(size, size)
+            traffic.during(future)
+            future.result()
+        traffic.check(expected)
+        servers_now = [name for name in names(served) if name.startswith("expert")]
+        assert servers_now == ["expert server 0", "expert server 1", "expert server 3"]
+        assert beside == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
 def test_workers_that_do_everything_can_be_scaled_too(expected: list[Answer]) -> None:
     with cluster(attention_workers=2, expert_servers=0) as served:
         with pytest.raises(ScalingError, match="--expert-servers"):

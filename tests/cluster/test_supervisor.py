@@ -20,9 +20,10 @@ from moesaic.config import ClusterConfig, ExpertServerConfig
 from moesaic.core.errors import ConnectionLost, ScalingError
 from moesaic.server.app import create_app
 from moesaic.server.async_engine import AsyncEngine
+from moesaic.server.cluster_metrics import ClusterCollector
 from moesaic.server.service import Service
 from tests.cluster.driven import Answer, Cluster, cluster
-from tests.cluster.test_changes import Scene
+from tests.cluster.test_changes import LAYOUT, Scene
 from tests.cluster.test_failures import raising
 from tests.cluster.test_identity import alone, workload
 
@@ -65,6 +66,16 @@ def unwatch(served: Cluster) -> None:
     """Let the supervisor's thread die."""
     doing(served, raising(SystemExit("a bug")))()
     served.until(lambda: not served.supervisor.report().watched)
+
+
+def processes_up(served: Cluster) -> dict[str, float]:
+    """As metrics tell it: role -> how many."""
+    [family] = [
+        one
+        for one in ClusterCollector(served.supervisor, "demo").collect()
+        if one.name == "moesaic:processes_up"
+    ]
+    return {sample.labels["role"]: sample.value for sample in family.samples}
 
 
 def status_over_http(served: Cluster) -> Any:
@@ -142,6 +153,43 @@ def test_that_nobody_watches_is_told() -> None:
 
 @SLOW
 @DYING
+def test_what_dies_when_nobody_watches_is_told(expected: list[Answer]) -> None:
+    with cluster(attention_workers=2, expert_servers=2, min_replicas=2) as served:
+        assert processes_up(served) == {"attention worker": 2, "expert server": 2}
+        unwatch(served)
+        for name in ("attention worker 0", "expert server 1"):
+            killing(served, name)()
+        served.until(lambda: [one.stage for one in served.supervisor.status()].count("stopped") == 2)
+        report = served.supervisor.report()
+        assert [(one.name, one.pid is None, one.deaths, one.incarnation) for one in report.processes] == [
+            ("attention worker 0", True, 1, 1),
+            ("attention worker 1", False, 0, 1),
+            ("expert server 0", False, 0, 1),
+            ("expert server 1", True, 1, 1),
+        ]
+        assert processes_up(served) == {"attention worker": 1, "expert server": 1}
+        assert report.counters.process_deaths == 2 and {layer.least for layer in report.replicas} == {1}
+        assert sum("killed by signal 9" in what for what in failures(served)) == 2
+        served.submit(*workload(COUNT, TOKENS))
+        assert served.finish() == expected
+        noted = len(failures(served))
+    assert len(failures(served)) == noted, "an end that was asked for is no failure"
+
+
+@SLOW
+@DYING
+def test_who_waits_to_be_restarted_when_the_watch_ends_is_stopped() -> None:
+    with cluster(expert_servers=2, min_replicas=2) as served:
+        member = served.supervisor._members.servers[0]
+        member.deaths = [served.supervisor._clock()] * 3
+        killing(served, "expert server 0")()
+        served.until(lambda: served.supervisor.status()[1].stage == "waiting to be restarted")
+        unwatch(served)
+        assert served.supervisor.status()[1].stage == "stopped"
+
+
+@SLOW
+@DYING
 def test_a_change_under_way_ends_with_the_watch() -> None:
     with cluster() as served:
         future = served.supervisor.scale(expert_servers=3)
@@ -201,6 +249,17 @@ def test_a_process_that_cannot_be_started_now_is_started_later(
         assert failures(served)[1:] == [
             "the supervisor: BlockingIOError: [Errno 11] Resource temporarily unavailable"
         ]
+
+
+def test_redundant_experts_without_a_place_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    for servers, redundant in ((2, 4), (2, 5), (1, 1)):
+        scene, settings = Scene(servers), ClusterConfig(expert_servers=servers, redundant_experts=redundant)
+        Steering(scene.members, scene.publisher, scene.router, settings, lambda: 0.0, print).lay_out(LAYOUT)
+        scene.members.stop()
+    assert [record.getMessage() for record in caplog.records] == [
+        "--redundant-experts: got 5; with --expert-servers 2 at most 4 have a place",
+        "--redundant-experts: got 1; with --expert-servers 1 at most 0 have a place",
+    ]
 
 
 def test_a_change_that_breaks_is_not_done() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from moesaic.cluster.joining import Doorway, RemoteProcess
+from moesaic.cluster.joining import MAX_PENDING, Doorway, RemoteProcess
 from moesaic.config import QueueConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
@@ -134,6 +135,20 @@ def test_who_is_refused_does_not_ask_again(tmp_path: Path) -> None:
         with pytest.raises(Refused, match="another secret"):
             joiner.run()
     assert joiner.slept == [DELAYS[0]]
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with doorway(RemoteProcess.stop) as door, ExitStack() as stack:
+        host, port = door.address.removeprefix("tcp:").split(":")
+        silent = [
+            stack.enter_context(socket.create_connection((host, int(port)), 10.0)) for _ in range(MAX_PENDING)
+        ]
+        with pytest.raises(Refused, match="it takes no servers any more"):
+            Joiner(door.address, tmp_path).run()
+        assert silent[0].recv(1) == b""
+        name = "tcp:{}:{}".format(*silent[0].getsockname())
+    why = f"{MAX_PENDING} handshakes are under way, it came first"
+    assert caplog.records[0].getMessage() == f"dropped {name} at {door.address}: {why}"
 
 
 def test_who_never_was_in_the_cluster_does_not_wait_for_it(tmp_path: Path) -> None:

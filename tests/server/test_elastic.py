@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import httpx
 import numpy as np
 import pytest
@@ -59,6 +61,23 @@ def test_a_failed_change_says_why(failure: Exception, status: int, launch: Launc
     answer = launch(cluster=FakeCluster(failure=failure)).post("/scale_elastic_ep", expert_servers=3)
     assert answer.status_code == status
     assert answer.json()["error"]["message"] == str(failure)
+
+
+def test_a_change_that_outlives_the_server_is_answered(launch: Launch) -> None:
+    class Loading(FakeCluster):
+        """A newcomer takes for ever."""
+
+        def scale(
+            self, expert_servers: int | None = None, attention_workers: int | None = None
+        ) -> Future[None]:
+            live.front.draining = True
+            future: Future[None] = Future()
+            future.set_running_or_notify_cancel()
+            return future
+
+    live = launch(cluster=Loading())
+    answer = live.post("/scale_elastic_ep", expert_servers=3)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
 
 
 def test_changes_need_the_key(launch: Launch) -> None:

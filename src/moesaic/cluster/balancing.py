@@ -77,12 +77,24 @@ class Balancing:
         return self._autoscaler.decide(now, waiting, utilisation, late, servers)
 
 
-def autoscaler(cluster: ClusterConfig) -> Autoscaler | None:
-    """What `cluster` asks for. ConfigError when --autoscale is no MIN:MAX or contradicts --min-replicas."""
+def autoscale_rule(cluster: ClusterConfig) -> AutoscaleRule | None:
+    """What `cluster` asks for. ConfigError when --autoscale is no MIN:MAX or contradicts other flags."""
     if cluster.autoscale is None:
         return None
     rule = AutoscaleRule.parse(cluster.autoscale)
+    if cluster.enable_expert_parallel:
+        allowed = "None with --enable-expert-parallel, whose workers and servers are pairs"
+        raise ConfigError.field("--autoscale", cluster.autoscale, allowed)
     if rule.least < cluster.min_replicas:
         allowed = f"MIN of at least --min-replicas, {cluster.min_replicas}"
         raise ConfigError.field("--autoscale", cluster.autoscale, allowed)
-    return Autoscaler(rule)
+    if not rule.least <= cluster.expert_servers <= rule.most:
+        allowed = f"{rule.least} to {rule.most} with --autoscale {cluster.autoscale}"
+        raise ConfigError.field("--expert-servers", cluster.expert_servers, allowed)
+    return rule
+
+
+def autoscaler(cluster: ClusterConfig) -> Autoscaler | None:
+    """By that rule; None: the number of servers is changed by hand only."""
+    rule = autoscale_rule(cluster)
+    return None if rule is None else Autoscaler(rule)

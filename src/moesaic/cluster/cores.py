@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from moesaic.cluster.member import Member, Role
+from moesaic.cluster.member import Role
 from moesaic.config import WorkerConfig
 
 
@@ -25,17 +25,17 @@ class Cores:
         """
         return max(1, len(self._cores) // max(1, alike))
 
-    def cpus(self, member: Member, ranks: int | None) -> tuple[int, ...]:
+    def cpus(self, role: Role, place: int, ranks: int | None) -> tuple[int, ...]:
         """Where --pin-threads keeps a process: a rank's two share its part of the cores; without ranks all
         workers share them among each other, and so do all servers; a group has one for each of its processes.
-        Empty: anywhere.
+        Empty: anywhere. place: among those of its role, 0 first.
         """
         if not self._pinned:
             return ()
         if ranks is None:
-            offset = 0 if member.role is Role.WORKER else len(self._cores) // 2
-            first = member.number * self._group + offset
+            offset = 0 if role is Role.WORKER else len(self._cores) // 2
+            first = place * self._group + offset
             return tuple(self._cores[(first + one) % len(self._cores)] for one in range(self._group))
         each = max(1, len(self._cores) // ranks)
-        first = member.number * each % len(self._cores)
+        first = place * each % len(self._cores)
         return tuple(self._cores[first : first + each])

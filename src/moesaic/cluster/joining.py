@@ -7,25 +7,23 @@ that is encrypted. A peer that stalls or does not know the secret is dropped wit
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import socket
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.transport import address as addresses
+from moesaic.transport.acceptor import Acceptor
 from moesaic.transport.authentication import Deadline, prove_as_server
 from moesaic.transport.stream import StreamConnection
 
-LOG = logging.getLogger(__name__)
 HANDSHAKE_SECONDS = 10.0
 STOP_SECONDS = 5.0
 """For a server to leave that was sent away."""
 MAX_PENDING = 16
-"""Handshakes at the same time; who comes then is dropped."""
+"""Handshakes at the same time."""
 
 
 @dataclass
@@ -63,52 +61,26 @@ class Doorway:
     def __init__(self, address: str, secret: bytes, welcome: Callable[[RemoteProcess], None]) -> None:
         """Raises ConfigError if it cannot listen there."""
         self._secret = secret
-        self._welcome = welcome
-        self._free = threading.Semaphore(MAX_PENDING)
         try:
             where = addresses.parse(address)
             if where.path:
                 raise ConfigError.field("address", address, "tcp:HOST:PORT")
-            self._socket, where = addresses.bind(where)
+            listening, where = addresses.bind(where)
         except ConfigError as error:
             raise ConfigError(f"--cluster-address: {error}") from error
         self.address = str(where)
         """With the real port."""
-        threading.Thread(target=self._accept, name="joining", daemon=True).start()
+        self._acceptor = Acceptor(listening, self.address, self._enlisted, welcome, MAX_PENDING)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._socket.accept()
-            except OSError:
-                return  # closed
-            if not self._free.acquire(blocking=False):
-                sock.close()
-                continue
-            threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
-
-    def _greet(self, sock: socket.socket) -> None:
-        try:
-            process = self._enlisted(sock)
-        except (OSError, ConnectionLost, ConfigError) as error:
-            LOG.warning("dropped a peer at %s: %s", self.address, error)
-            return
-        finally:
-            self._free.release()
-        self._welcome(process)
+        """Let nobody in any more. Again: nothing."""
+        self._acceptor.close()
 
     def _enlisted(self, sock: socket.socket) -> RemoteProcess:
         """Who knows the secret and says what it has to say first; all others raise."""
+        host, port = sock.getpeername()[:2]
+        prove_as_server(sock, self._secret, Deadline(HANDSHAKE_SECONDS))
         with contextlib.ExitStack() as undo:
-            undo.callback(sock.close)
-            addresses.tune(sock)
-            host, port = sock.getpeername()[:2]
-            prove_as_server(sock, self._secret, Deadline(HANDSHAKE_SECONDS))
             connection = StreamConnection(sock)
             undo.callback(connection.close)
             word = connection.receive(HANDSHAKE_SECONDS)

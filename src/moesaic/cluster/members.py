@@ -25,7 +25,8 @@ FROM_SERVER = (messages.Holds, messages.ServerReport, messages.Failed)
 class Members:
     """Changed by the supervisor's thread only.
 
-    hear: called in that thread with what a member's process said, or with its ConnectionLost.
+    hear: called in that thread with what a member's process said, or with its ConnectionLost. Once nobody
+    watches, with the latter only, in reader threads, one at a time.
     """
 
     def __init__(
@@ -37,9 +38,9 @@ class Members:
         cluster: ClusterConfig = ClusterConfig(),
     ) -> None:
         self._ranks = cluster.data_parallel_size if cluster.enable_expert_parallel else None
-        """Of workers and servers that go together in pairs; None: they don't."""
+        """At the start, of workers and servers that go together in pairs; None: they don't."""
         self._cores = Cores(worker)
-        pinned = len(self._cores.cpus(Member(Role.SERVER, 0), self._ranks))
+        pinned = len(self._cores.cpus(Role.SERVER, 0, self._ranks))
         threads = worker.model.threads or pinned or self._cores.threads(cluster.expert_servers)
         self._capacities = cluster.capacities or (float(threads),)
         """Of servers started here, by number; all after them have the last one."""
@@ -49,6 +50,9 @@ class Members:
         """What the supervisor's thread is to do next; None ends it."""
         self.watched = True
         """Whether there is a thread that does it; else requests go on alone."""
+        self._alone = threading.Lock()
+        """Held by reader threads that do in its place what cannot be left undone."""
+        self._stopping = False
         self.past_deaths = 0
         """Of members that left."""
         self._worker_config = worker
@@ -61,6 +65,11 @@ class Members:
     @property
     def all(self) -> list[Member]:
         return self.workers + self.servers
+
+    @property
+    def servers_here(self) -> list[Member]:
+        """Those that did not join by hand. Where ranks are pairs, each worker's is at the worker's place."""
+        return [member for member in self.servers if not member.elsewhere]
 
     @property
     def capacities(self) -> dict[int, float]:
@@ -82,10 +91,11 @@ class Members:
 
     def spawn_worker(self, member: Member) -> None:
         """Its next process."""
-        cpus = self._cores.cpus(member, self._ranks)
+        place = self._place(member, self.workers)
+        cpus = self._cores.cpus(Role.WORKER, place, self._ranks)
         config = replace(
             self._worker_config,
-            own_server=member.number if self._ranks else None,
+            own_server=self.servers_here[place].number if self._ranks else None,
             most_threads=len(cpus) or self._cores.threads(len(self.workers)),
             cpus=cpus,
             trace=self._part(member),
@@ -95,7 +105,7 @@ class Members:
 
     def spawn_server(self, member: Member, layout: ExpertLayout) -> None:
         """Its next process, which waits for a Hold."""
-        cpus = self._cores.cpus(member, self._ranks)
+        cpus = self._cores.cpus(Role.SERVER, self._place(member, self.servers_here), self._ranks)
         model = self._worker_config.model
         config = ExpertServerConfig(
             model=model.model,
@@ -144,11 +154,18 @@ class Members:
 
     def stop(self) -> None:
         """End every process."""
-        for member in self.all:
-            if member.child is not None:
-                member.child.stop()
+        with self._alone:
+            self._stopping = True
+            children = [member.child for member in self.all if member.child is not None]
+        for child in children:
+            child.stop()
         for thread in self._ending:
             thread.join()
+
+    @staticmethod
+    def _place(member: Member, alike: list[Member]) -> int:
+        """Of a member among `alike`. Numbers are no places: that of one who left is never given again."""
+        return [other.number for other in alike].index(member.number)
 
     def _part(self, member: Member) -> str | None:
         """Where its next process writes its part of the trace."""
@@ -170,9 +187,16 @@ class Members:
         """A process's reader thread: what requests wait for goes straight on, the rest to the loop."""
 
         def put(message: messages.Message | ConnectionLost) -> None:
-            if not self.watched:
-                return
-            self.inbox.put(lambda: self._hear(member, message) if incarnation == member.incarnation else None)
+            if self.watched:
+                self.inbox.put(lambda: hear(message))
+            elif isinstance(message, ConnectionLost):  # all else is about changes that nobody makes
+                with self._alone:
+                    if not self._stopping:
+                        hear(message)
+
+        def hear(message: messages.Message | ConnectionLost) -> None:
+            if incarnation == member.incarnation:
+                self._hear(member, message)
 
         while True:
             try:

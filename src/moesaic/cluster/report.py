@@ -15,15 +15,18 @@ from moesaic.core.metrics import ExpertStats
 from moesaic.core.placement import Placement, ranges
 
 
-def process_status(member: Member, placement: Placement | None, now: float) -> ProcessStatus:
-    """One process. now: on the clock of `member.last_seen`."""
+def process_status(
+    member: Member, placement: Placement | None, now: float, watched: bool = True
+) -> ProcessStatus:
+    """One process. now: on the clock of `member.last_seen`. watched: whether it is restarted when it dies."""
+    stage = Stage.STOPPED if member.stage is Stage.WAITING and not watched else member.stage
     held = union(member.number, (placement,)) if member.role is Role.SERVER else {}
     child = member.child
     return ProcessStatus(
         name=member.name,
         role=member.role.value,
         number=member.number,
-        stage=member.stage.value,
+        stage=stage.value,
         pid=None if child is None else child.pid,
         incarnation=member.incarnation,
         deaths=member.all_deaths,

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, replace
 
+from moesaic.cluster.balancing import autoscale_rule
 from moesaic.cluster.member import Member, Process, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.publishing import Publisher, holding, union
@@ -109,6 +110,17 @@ class Changes:
         if apart and servers < self._cluster.min_replicas:
             least = self._cluster.min_replicas
             raise ScalingError(f"expert_servers: got {servers}; --min-replicas needs at least {least}", True)
+        rule = autoscale_rule(self._cluster)
+        if rule is not None and not rule.least <= servers <= rule.most:
+            bounds = f"{rule.least} to {rule.most}"
+            raise ScalingError(f"expert_servers: got {servers}; --autoscale allows {bounds}", True)
+        joined = sum(member.elsewhere for member in self._members.servers[:servers])
+        if self._cluster.enable_expert_parallel and servers - joined != workers:
+            raise ScalingError(
+                f"expert_servers: got {servers} with {workers} attention_workers; --enable-expert-parallel "
+                f"needs {workers + joined}, one beside each worker",
+                conflict=True,
+            )
 
     def add_server(self, process: Process | None = None, capacity: float | None = None) -> Change:
         """A new one takes its share. process: one that joined by hand, with its weight, `capacity`; None:

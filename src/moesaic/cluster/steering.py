@@ -83,6 +83,11 @@ class Steering:
     def lay_out(self, layout: ExpertLayout) -> None:
         """What the experts are."""
         self.changes.layout = layout
+        copies, servers = self._cluster.redundant_experts, len(self._members.servers)
+        most = layout.num_experts * (servers - 1)  # no server holds an expert twice
+        what = "--redundant-experts: got %d; with --expert-servers %d at most %d have a place"
+        if copies > most:
+            LOG.warning(what, copies, servers, most)
         self.balancing = Balancing(layout, self._cluster, self._clock())
 
     # ---- who asks

@@ -117,8 +117,8 @@ class Supervisor:
 
     def status(self) -> list[ProcessStatus]:
         """Every process: the attention workers, then the expert servers."""
-        now, placement = self._clock(), self._publisher.placement
-        return [process_status(member, placement, now) for member in self._members.all]
+        now, placement, watched = self._clock(), self._publisher.placement, self._members.watched
+        return [process_status(member, placement, now, watched) for member in self._members.all]
 
     def report(self) -> ClusterStatus:
         """All that there is to know."""
@@ -246,9 +246,10 @@ class Supervisor:
 
     def _welcome(self, process: RemoteProcess) -> None:
         """In a thread of the doorway's."""
-        if not self._members.watched:
+        if self._members.watched:
+            self._members.inbox.put(lambda: self._steering.join(process))
+        else:
             process.stop()
-        self._members.inbox.put(lambda: self._steering.join(process))
 
     def _end(self, why: str) -> None:
         """Nothing can be served any more."""

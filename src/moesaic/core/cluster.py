@@ -130,8 +130,8 @@ class ClusterStatus:
     locality: list[LayerLocality] = field(default_factory=list)
     """Of each layer with routed experts; empty where workers have no server beside them."""
     watched: bool = True
-    """False once the supervisor itself has failed: requests go on, but what dies stays dead, and what is told
-    of the processes is as old as that."""
+    """False once the supervisor itself has failed: requests go on, but what dies stays dead, and what
+    processes report of themselves is as old as that."""
 
 
 @dataclass(frozen=True)

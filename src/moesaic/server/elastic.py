@@ -14,6 +14,9 @@ from moesaic.server.json_body import StrictJsonRoute
 from moesaic.server.requests import ScaleRequest
 from moesaic.server.service import Cluster, Service, Serving
 
+LOOK_SECONDS = 0.5
+"""Between two looks whether the server still serves: a change may take longer than its end."""
+
 router = APIRouter(route_class=StrictJsonRoute)
 
 
@@ -27,16 +30,22 @@ async def status(service: Serving) -> ClusterStatus:
 async def scale(body: ScaleRequest, service: Serving) -> ClusterStatus:
     """Have another number of expert servers or attention workers; answered once that is so.
 
-    Requests go on meanwhile. When it fails, everything is as it was.
+    Requests go on meanwhile. When it fails, everything is as it was. When the server is told to end before,
+    the answer is a 503.
     """
     cluster = _cluster(service, "changes are off")
     if body.expert_servers is None and body.attention_workers is None:
         raise Problem(400, "the body: expert_servers or attention_workers is needed")
     service.engine.require_serving()
+    change = asyncio.wrap_future(cluster.scale(body.expert_servers, body.attention_workers))
     try:
-        await asyncio.wrap_future(cluster.scale(body.expert_servers, body.attention_workers))
+        while not (await asyncio.wait([change], timeout=LOOK_SECONDS))[0]:
+            service.engine.require_serving()
+        change.result()
     except ConfigError as error:
         raise Problem(400, str(error)) from error
+    finally:
+        change.cancel()
     return cluster.report()
 
 

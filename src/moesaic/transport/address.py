@@ -11,7 +11,7 @@ import socket
 import struct
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moesaic.core.errors import ConfigError
 
@@ -128,10 +128,23 @@ def tune(sock: socket.socket) -> None:
 
 def foreign(sock: socket.socket) -> bool:
     """Whether another user's process is at the other end of a connected Unix socket."""
-    if sock.family != socket.AF_UNIX:
-        return False
-    _, user, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return bool(user != os.geteuid())
+    return sock.family == socket.AF_UNIX and _peer_process(sock)[1] != os.geteuid()
+
+
+def peer(sock: socket.socket, name: Any) -> str:
+    """For a person, who is at the other end of `sock`. name: its address, as `accept` told it.
+
+    Example: "tcp:127.0.0.1:50123", or "process 4711" at a Unix socket, where callers have no address.
+    """
+    if sock.family == socket.AF_UNIX:
+        return f"process {_peer_process(sock)[0]}"
+    return str(Address(host=name[0], port=name[1]))
+
+
+def _peer_process(sock: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end of a Unix socket."""
+    pid, user, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, user
 
 
 def _bind_tcp(address: Address) -> socket.socket:

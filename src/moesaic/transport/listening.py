@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import select
 import socket
 import threading
 from collections import deque
@@ -12,6 +10,7 @@ from pathlib import Path
 
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.transport import address as addresses
+from moesaic.transport.acceptor import Acceptor
 from moesaic.transport.authentication import (
     Deadline,
     Terms,
@@ -29,11 +28,9 @@ try:
 except ImportError:  # installed without a compiler, or not on Linux
     shm = None  # type: ignore[assignment]
 
-_log = logging.getLogger(__name__)
-
 HANDSHAKE_SECONDS = 10.0
 MAX_PENDING = 256
-"""Handshakes at the same time; who comes then is dropped."""
+"""Handshakes at the same time."""
 _OK = b"+"
 
 
@@ -88,8 +85,7 @@ class Listener:
     """Accepts and authenticates in the background; `accepted` hands over who passed.
 
     A peer that stalls, talks nonsense or does not know the secret is dropped with one line in the log, and
-    holds up nobody else: each handshake has its own thread and deadline. Raises ConfigError if it cannot
-    listen at `address`.
+    holds up nobody else. Raises ConfigError if it cannot listen at `address`.
     """
 
     def __init__(
@@ -101,19 +97,14 @@ class Listener:
     ) -> None:
         check_secret(secret)
         self._secret, self._seconds, self._max_heap = secret, handshake_seconds, max_heap_bytes
-        self._socket, where = addresses.bind(addresses.parse(address))
-        self._socket.setblocking(False)
+        listening, where = addresses.bind(addresses.parse(address))
         self.address = str(where)
         """With the real port."""
         self._file = where.file
         self._lock = threading.Lock()
-        self._pending: dict[socket.socket, threading.Thread] = {}
         self._done: deque[Answerer] = deque()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._closed = False
-        self._thread = threading.Thread(target=self._accept, name="moesaic-listener", daemon=True)
-        self._thread.start()
+        self._acceptor = Acceptor(listening, self.address, self._handshake, self._welcome, MAX_PENDING)
 
     def fileno(self) -> int:
         """Can be read while `accepted` has something."""
@@ -130,70 +121,20 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening and drop the handshakes; what `accepted` gave out stays. Again: nothing."""
-        if self._closed:
+        if self._acceptor.closed:
             return
-        self._closed = True
-        os.eventfd_write(self._stop, 1)
-        self._thread.join()
-        with self._lock:
-            pending = dict(self._pending)
-            for sock in pending:
-                _shut(sock)
-        for thread in pending.values():
-            thread.join()
+        self._acceptor.close()
         for answerer in self.accepted():
             answerer.close()
-        self._socket.close()
-        for descriptor in (self._bell, self._stop):
-            os.close(descriptor)
+        os.close(self._bell)
         if self._file:
             Path(self._file).unlink(missing_ok=True)
 
-    def _accept(self) -> None:
-        poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
-        poller.register(self._stop, select.POLLIN)
-        while True:
-            if any(fd == self._stop for fd, _ in poller.poll()):
-                return
-            try:
-                sock, _ = self._socket.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                continue
-            except OSError as error:  # no descriptors left: others may free some
-                _log.warning("cannot accept at %s: %s", self.address, error.strerror or error)
-                select.select([self._stop], [], [], 0.1)
-                continue
-            self._begin(sock)
-
-    def _begin(self, sock: socket.socket) -> None:
-        """A thread for one handshake, unless there are too many."""
+    def _welcome(self, answerer: Answerer) -> None:
         with self._lock:
-            if len(self._pending) < MAX_PENDING:
-                thread = threading.Thread(target=self._welcome, args=(sock,), daemon=True)
-                self._pending[sock] = thread
-                thread.start()
-                return
-        sock.close()
-        _log.warning("dropped a peer at %s: %d handshakes are under way", self.address, MAX_PENDING)
-
-    def _welcome(self, sock: socket.socket) -> None:
-        """One handshake: an Answerer, or one line in the log."""
-        answerer: Answerer | None = None
-        try:
-            addresses.tune(sock)
-            answerer = self._handshake(sock)
-        except (OSError, ConnectionLost, ConfigError) as error:
-            _log.warning("dropped a peer at %s: %s", self.address, error)
-        finally:
-            with self._lock:
-                if answerer is None:
-                    sock.close()
-                else:
-                    self._done.append(answerer)
-                    if len(self._done) == 1:
-                        os.eventfd_write(self._bell, 1)
-                del self._pending[sock]
+            self._done.append(answerer)
+            if len(self._done) == 1:
+                os.eventfd_write(self._bell, 1)
 
     def _handshake(self, sock: socket.socket) -> Answerer:
         if addresses.foreign(sock):
@@ -225,10 +166,3 @@ class Listener:
         sock.sendall(_OK)
         sock.setblocking(False)
         return answerer
-
-
-def _shut(sock: socket.socket) -> None:
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # the peer closed first

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from moesaic.cluster.cores import Cores
-from moesaic.cluster.member import Member, Role
+from moesaic.cluster.member import Role
 from moesaic.config import GroupConfig, ModelConfig, WorkerConfig
 from moesaic.runtime.tensor.crew import of_rank
 
@@ -30,6 +30,6 @@ def test_ranks_share_the_cores_of_a_worker_that_has_all() -> None:
 
 def test_each_rank_of_each_group_of_a_cluster_has_its_own() -> None:
     cores = Cores(worker())
-    given = [cores.cpus(Member(Role.WORKER, number), None) for number in range(3)]
+    given = [cores.cpus(Role.WORKER, place, None) for place in range(3)]
     assert given == [(4, 5), (6, 7), (4, 5)]
     assert [of_rank(worker(cpus=given[1]), rank).cpus for rank in range(2)] == [(6,), (7,)]
