@@ -49,7 +49,9 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "sim": ("core", "cost", "policy"),
     "tokenizer": ("core",),
-    "engine": ("core", "tokenizer", "transport.base"),  # workers are known through a transport only
+    "detokenizer": ("tokenizer",),
+    # Workers are known through a transport only.
+    "engine": ("core", "detokenizer", "tokenizer", "transport.base"),
     "server": ("config", "core", "engine"),
     "client": ("core",),
     "bench": ("client", "config", "core", "llm", "trace.parts"),
@@ -61,7 +63,9 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("server", "tokenizer"),
     ),
     # the engine in this process, and what its gates chose
-    "profiling": ("config", "core", "llm", "models.embedding", "models.files", "models.registry"),
+    "profiling": (
+        *("config", "core", "llm", "models.embedding", "models.files", "models.registry", "tokenizer"),
+    ),
     "config": ("core",),
     "testing": ("core", "tokenizer"),
     # these join the rest: an engine and its worker, here or in another process, and the command line
@@ -83,6 +87,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("policy.activation_map", "policy.cocluster", "policy.held_out", "policy.locality"),
         "policy.redundancy",
         *("policy.routing_prediction", "policy.routing_statistics", "profiling", "runtime.machine", "server"),
+        "runtime.offloaded",  # experts that cannot be streamed are refused before anything is measured
         *("trace.options", "transport.base", "transport.secret"),
     ),
     "": ("core", "llm"),  # the package itself: public names, loaded on first use

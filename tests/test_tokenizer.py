@@ -12,8 +12,9 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError
+from moesaic.detokenizer import IncrementalDecoder
 from moesaic.testing import byte_tokenizer
-from moesaic.tokenizer import IncrementalDecoder, Tokenizer
+from moesaic.tokenizer import Tokenizer
 
 
 def write_byte_tokenizer(path: Path, **config: object) -> Path:

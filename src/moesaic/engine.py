@@ -21,7 +21,8 @@ from moesaic.core.request import (
     SamplingParams,
     TokenLogprob,
 )
-from moesaic.tokenizer import IncrementalDecoder, Tokenizer
+from moesaic.detokenizer import IncrementalDecoder
+from moesaic.tokenizer import Tokenizer
 from moesaic.transport.base import Connection
 
 

@@ -81,19 +81,15 @@ def build_worker(
     """
     max_model_len = context_length(config.model)  # before the weights are read: that takes longer
     if config.group.size > 1:
-        made, crew = _build_group(config, connection, clock, max_model_len, progress, journal, bell)
-        if lost is not None:
-            crew.when_lost(lost)
-        return made
+        return _build_group(config, connection, clock, max_model_len, progress, journal, bell, lost)
     if config.offload is not None:
         return _build_offloaded(config, config.offload, connection, clock, max_model_len, progress, journal)
     check_shared(config)
     layout = _tell_layout(config.model, connection) if config.remote_experts else None
     loaded = load_model(config.model, progress, layout, config.most_threads)
-    block_size = config.cache.block_size
+    spec, block_size = loaded.model.spec, config.cache.block_size
     kv_dtype = kv_type(config.cache, loaded)
     num_blocks = num_blocks_of(config, loaded, max_model_len, kv_dtype)
-    spec = loaded.model.spec
     kv = PagedKV(spec.kv, spec.num_layers, num_blocks, block_size, kv_dtype, loaded.device, loaded.kernels)
     scheduler = config.scheduler
     limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_model_len)
@@ -127,7 +123,8 @@ def _build_group(
     progress: Progress | None,
     journal: Journal | None,
     bell: Bell | None,
-) -> tuple[tuple[Worker, WorkerInfo], Crew]:
+    lost: Callable[[str], None] | None,
+) -> tuple[Worker, WorkerInfo]:
     """The worker that is the first rank of a group of processes, which it starts."""
     tensor.check(config)
     where = tensor.placed(config)
@@ -152,8 +149,9 @@ def _build_group(
     block_size = config.cache.block_size
     info = _describe(loaded, None, scheduler, max_model_len, block_size, num_blocks, kv_dtype)
     kv_bytes = group.size * info.kv_bytes
-    info = replace(info, ranks=group.size, collectives=forward.form, kv_bytes=kv_bytes)
-    return (worker, info), crew
+    if lost is not None:
+        crew.when_lost(lost)
+    return worker, replace(info, ranks=group.size, collectives=forward.form, kv_bytes=kv_bytes)
 
 
 def _build_offloaded(
