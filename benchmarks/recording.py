@@ -42,7 +42,7 @@ from moesaic.runtime import load
 from moesaic.runtime.recorder import SEED, TOGETHER, recorder
 from moesaic.runtime.worker import Worker
 from moesaic.trace.parts import part_of
-from moesaic.trace.routing import INTERVAL, Collector
+from moesaic.trace.routing import INTERVAL, Collector, prepare
 from moesaic.transport.local import LocalConnection, local_pair
 
 MOESAIC = (sys.executable, "-m", "moesaic")
@@ -161,7 +161,7 @@ def cpu(arguments: argparse.Namespace) -> tuple[list[tuple[float, float, int]], 
         file = Path(folder) / "profile.npz"
         part = part_of(str(file), "attention worker 0")
         assert part is not None
-        Path(part).parent.mkdir()
+        prepare(file, f"{MOST_BYTES}B")
         ours, theirs = local_pair()
         config = WorkerConfig(
             ModelConfig(arguments.model, threads=1),

@@ -81,6 +81,7 @@ def test_json_carries_every_setting() -> None:
         ("--block-size", lambda: WorkerConfig(ModelConfig("m"), CacheConfig(block_size=0))),
         ("--max-model-len", lambda: WorkerConfig(ModelConfig("m", max_model_len=1))),
         ("--threads", lambda: WorkerConfig(ModelConfig("m", threads=0))),
+        ("--threads", lambda: WorkerConfig(ModelConfig("m", threads=99999))),
         ("--kv-cache-memory", lambda: WorkerConfig(ModelConfig("m"), CacheConfig("much"))),
         ("--queue-urgency", lambda: QueueConfig(queue_urgency=-1)),
         ("--queue-history", lambda: QueueConfig(queue_history=-1)),

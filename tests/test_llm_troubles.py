@@ -114,8 +114,8 @@ def test_prompts_are_texts_or_integers_of_any_library(llm: LLM) -> None:
     wanted = llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids
     for prompt in (np.array([1, 2, 3]), [np.array([1, 2, 3])], (1, 2, 3)):
         assert llm.generate(prompt, GREEDY)[0].outputs[0].token_ids == wanted  # type: ignore[arg-type]
-    for wrong in ([[1.5]], [["a"]], [{"prompt_token_ids": [1]}]):
-        with pytest.raises(RequestError, match="allowed: text, or a list of token ids"):
+    for wrong in ([[1.5]], [["a"]], [{"prompt_token_ids": [1.5]}]):
+        with pytest.raises(RequestError, match="allowed: text, a list of token ids"):
             llm.generate(wrong, GREEDY)  # type: ignore[arg-type]
 
 

@@ -52,6 +52,13 @@ def planned(path: Path, cap: str = "6MiB", job: Job = JOB, **options: Any) -> Pl
     return plan(worker, OffloadConfig(cap, **options), job, HARDWARE)
 
 
+def test_a_slow_level_that_computes_is_no_disk(path: Path) -> None:
+    computing = replace(HARDWARE, slow=replace(HARDWARE.slow, processor=Processor(1e10)))
+    options = OffloadConfig("6MiB", hardware="gpu.toml")
+    with pytest.raises(ConfigError, match=r"--hardware: got 'gpu.toml'; allowed: a file of .* over a disk"):
+        plan(WorkerConfig(ModelConfig(str(path))), options, JOB, computing)
+
+
 def cache_tokens(found: Planned) -> int:
     spec = found.model
     return int(found.worker.cache.kv_cache_memory) // round(spec.layers * spec.cache(1, 4.0))

@@ -98,18 +98,20 @@ class Planned:
 def plan(worker: WorkerConfig, options: OffloadConfig, job: Job, hardware: Hardware) -> Planned:
     """The policy for RAM over the disk of the checkpoint, and a worker's settings for it.
 
-    Raises ConfigError for a cap that is too small, with the smallest that is not, and for flags that the plan
-    sets or that leave nothing to choose from.
+    Raises ConfigError for a cap that is too small, with the smallest that is not, for flags that the plan
+    sets or that leave nothing to choose from, and for a machine whose slow level computes: it is no disk.
     """
     assert options.fast_memory is not None
     _refuse_planned(worker, options)
+    if hardware.slow.processor is not None:
+        allowed = "a file of `moesaic hardware measure --device cpu`: RAM over a disk, which computes nothing"
+        raise ConfigError.field("--hardware", options.hardware, allowed)
     cap = parse_bytes("--fast-memory", options.fast_memory)
-    disk = replace(hardware, slow=replace(hardware.slow, processor=None))
     model, limits = _sizes(worker, options.profile), _limits(options, job, worker.group.size)
     if worker.group.size > 1:
         model = model_of_rank(model, worker.group.size, _experts_of_rank(worker, model))
-        disk = share_of_rank(disk, worker.group.size)
-    search = _Search(model, disk, job, _cache_number(worker, model), limits)
+        hardware = share_of_rank(hardware, worker.group.size)
+    search = _Search(model, hardware, job, _cache_number(worker, model), limits)
     found = search.within(cap)
     if found is None:
         raise ConfigError.field(

@@ -15,7 +15,9 @@ import pytest
 from moesaic import LLM
 from moesaic.cluster.report import layer_locality
 from moesaic.commands.place import save
+from moesaic.config import ClusterConfig
 from moesaic.core.clusters import Clusters
+from moesaic.core.errors import ConfigError
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile, Routes
@@ -100,6 +102,17 @@ def test_what_is_counted_as_local_is_what_the_routes_say(alone: Alone, tmp_path:
         assert report.dispatch == "round-robin"
         assert [one.layer for one in report.locality] == list(alone.profile.layers)
         assert report.locality[0].local_activation_rate == local[0] / sent
+
+
+@pytest.mark.parametrize(
+    ("flag", "given", "default"), [("--min-replicas", 2, 1), ("--redundant-experts", 4, 0)]
+)
+def test_copies_come_from_the_file_alone(flag: str, given: int, default: int) -> None:
+    settings: dict[str, Any] = {flag[2:].replace("-", "_"): given, **RANKS}
+    ClusterConfig(**settings)
+    said = f"^{flag}: got {given}; allowed: {default} with --placement, .*moesaic place --redundant-experts"
+    with pytest.raises(ConfigError, match=said):
+        ClusterConfig(placement="p.json", **settings)
 
 
 def test_worked_example() -> None:

@@ -135,6 +135,7 @@ def test_a_model_that_is_not_there_is_not_measured_for(
     ("line", "message"),
     [
         (["--threads", "0"], "--threads: got 0; allowed: an integer of at least 1"),
+        (["--threads", "99999"], "--threads: got 99999; allowed: an integer of at least 1 and at most 1024"),
         (["-o", "this.json"], "--output-file: got 'this.json'; allowed: a file that ends in .toml"),
         (["--device", "tpu"], "--device: got 'tpu'; allowed: auto, cpu, cuda"),
     ],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -14,7 +15,7 @@ from moesaic.commands.plan_options import Plan
 from moesaic.commands.plan_report import as_text
 from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import GIB
-from moesaic.cost.machines import machine
+from moesaic.cost.machines import MACHINES, machine
 from moesaic.policy.paper_settings import FLEXGEN, settings
 
 MACHINE = """
@@ -88,7 +89,23 @@ def test_flexgen_has_its_own_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*LINE, "--policy", "flexgen", "--json"]) == 0
     theirs = json.loads(capsys.readouterr().out)
     assert theirs["policy"]["schedule"] == "s4" and theirs["flexgen_predicts"] > 0
-    assert theirs["helps"] == [] and theirs["advice"] == []
+    assert theirs["helps"] == []
+    [said] = theirs["advice"]
+    assert said.startswith("This policy does not fit: it needs 150.7 GiB of RAM, 24 cores, and 147.4 GiB of")
+    assert cli.main([*LINE, "--policy", "flexgen"]) == 0
+    assert said in capsys.readouterr().out
+    assert cli.main(["plan", "demo", *LINE[2:], "--policy", "flexgen", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["advice"] == []
+
+
+@pytest.mark.slow
+def test_flexgens_search_knows_the_type_of_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    """With fewer bytes a token more requests fit."""
+    batches = []
+    for dtype in ("bfloat16", "int8", "int4"):
+        assert cli.main([*LINE, "--policy", "flexgen", "--json", "--kv-cache-dtype", dtype]) == 0
+        batches.append(json.loads(capsys.readouterr().out)["policy"]["batch"])
+    assert 1.5 * batches[0] < batches[1] < batches[2] / 1.5
 
 
 @pytest.mark.slow
@@ -132,10 +149,14 @@ def test_models_by_name_directory_and_file(tmp_path: Path) -> None:
         ([*LINE[:3], "none.toml", *LINE[4:]], "--hardware: got 'none.toml'; allowed: a file to read"),
         (["plan", "no/such/model", *LINE[2:]], "model: got 'no/such/model'; allowed: a directory with"),
         (LINE[:6], "--gen-len: got 'nothing'"),
+        ([*LINE[:5], "0", *LINE[6:]], "--prompt-len: got 0; allowed: an integer of at least 1"),
         ([*LINE[:7], "1"], "--gen-len: got 1; allowed: an integer of at least 2"),
         ([*LINE, "--gpus", "0"], "--gpus: got 0"),
         ([*LINE, "--plot", "x.png"], "--plot: got 'x.png'; allowed: a file that ends in .svg"),
         ([*LINE, "--host-memory", "much"], "--host-memory: got 'much'"),
+        ([*LINE, "--host-memory", "-1GiB"], "--host-memory: got '-1GiB'"),
+        ([*LINE, "--host-memory=-1GiB"], "--host-memory: got '-1GiB'; allowed: a positive size"),
+        ([*LINE, "--host-memory", "--host-bandwidth", "2GiB"], "--host-memory: got nothing"),
         ([*LINE, "--paper"], "--paper: has models, machines and lengths of its own"),
         (["plan", "deepseek-v3", *LINE[2:]], "deepseek-v3 does not fit on l4: one request needs"),
     ],
@@ -159,8 +180,11 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
         find_model(str(tmp_path))
 
 
-def test_known_machines_can_be_asked_for_by_name() -> None:
+def test_known_machines_can_be_asked_for_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert find_hardware("t4") is machine("t4")
+    assert cli.main(["plan", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(re.search(rf"\b{name}[,)]", shown) for name in MACHINES)
 
 
 # ---- pictures
@@ -193,18 +217,22 @@ def test_a_picture_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 def test_the_paper_for_people_and_for_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two settings of each kind; all of them are in tests/policy/test_published.py."""
-    few = [one for one in settings() if one.name in ("S1 MTBench padded, n 32", "S8 MTBench, n 32")]
+    """Three settings; all of them are in tests/policy/test_published.py."""
+    names = ("S1 MTBench padded, n 32", "S8 MTBench, n 32", "S1 MTBench, n 64")
+    few = sorted((one for one in settings() if one.name in names), key=lambda one: names.index(one.name))
     monkeypatch.setattr(plan_paper, "settings", lambda: iter(few))
     monkeypatch.setattr(plan_paper, "FLEXGEN", FLEXGEN[-1:])
     paper = plan_paper.reproduce()
     text = plan_paper.as_text(paper)
     assert "36 x 14" in text and "equal" in text and "m_c 184.29, b_c 100, residual on GPU" in text
     assert "N 2652" in text and "equal throughput" in text and "8 x 36" in text
+    assert re.search(r"S1 MTBench, n 64 +N \? +164 x 19 not known", text)
+    assert "Of policies that are predicted equal we find the first" in text
     found = json.loads(plan_paper.as_json(paper))
-    first, second = found["settings"]
+    first, second, third = found["settings"]
     assert first["found"] == [36, 14, 504] and first["verdict"] == "equal" and first["measured"] == 15.6
     assert second["published"] == [None, None, 2652] and second["plateau_to"] == 42
+    assert third["published"] == [None, None, None] and third["measured"] == 101.3
     assert round(first["with_prefill"] / first["measured"], 1) == 4.4
     assert [one["found"] for one in found["flexgen"]] == [[8, 36]]
     cross = {(one["policy"], one["schedule"]): one for one in found["cross"]}

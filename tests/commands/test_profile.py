@@ -20,6 +20,7 @@ from moesaic.commands.progress import progress
 from moesaic.core.profile import Profile
 from moesaic.models import files
 from moesaic.models.registry import read_spec
+from moesaic.profiling import run
 
 TEXTS = {
     "code": ["def add(a, b):\n    return a + b", "for i in range(10):", "import numpy as np"],
@@ -124,6 +125,34 @@ def test_mistakes_are_one_line(
     assert not (tmp_path / "x.npz").exists()
 
 
+BAD_PROMPTS = [
+    ('{"prompt": [7, 99999]}', "prompt: got token id 99999; allowed: 0 to 4095"),
+    ('{"prompt": [-1]}', "prompt: got token id -1; allowed: 0 to 4095"),
+    ('{"prompt": "\\ud800"}', "prompt: not valid Unicode text"),
+    ('{"prompt": []}', "prompt: got '[]'; allowed: text that is not empty"),
+    ('{"prompt": ' + "[" * 100_000, "not JSON"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_PROMPTS, ids=[message for _, message in BAD_PROMPTS])
+def test_a_bad_prompt_is_named_before_anything_runs(
+    prompts: list[str],
+    tmp_path: Path,
+    line: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind good ones, in the second file."""
+    file = tmp_path / "bad.jsonl"
+    file.write_text(f'{{"prompt": "good"}}\n\n{line}\n')
+    monkeypatch.setattr(run, "LLM", lambda *_, **__: pytest.fail("the model was loaded"))
+    assert profile("--prompts", prompts[0], str(file), "-o", str(tmp_path / "x.npz")) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"moesaic: --prompts: {file}, line 3: {message}") and err.count("\n") == 1
+    assert not (tmp_path / "x.npz").exists()
+
+
 def test_progress_where_nobody_sees_a_bar() -> None:
     now = [0.0]
     written = io.StringIO()
@@ -170,12 +199,10 @@ def test_the_statistics_of_what_was_recorded(
     assert json.loads(capsys.readouterr().out)["topics"] == ["code", "prose"]
 
 
-@pytest.mark.slow
-def test_what_is_served_is_recorded(tmp_path: Path) -> None:
-    out = tmp_path / "live.npz"
-    flags = ("--port", "0", "--threads", "1", "--max-model-len", "256", "--attention-workers", "2")
-    record = ("--record-routing", str(out), "--record-routing-share", "1")
-    command = [sys.executable, "-m", "moesaic", "serve", "demo", *flags, *record]
+def said_by_a_server(*flags: str) -> str:
+    """What `moesaic serve demo` says on stderr that answers two requests and ends well."""
+    flags = ("--port", "0", "--threads", "1", "--max-model-len", "256", *flags)
+    command = [sys.executable, "-m", "moesaic", "serve", "demo", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
     try:
@@ -191,11 +218,53 @@ def test_what_is_served_is_recorded(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.communicate()
+    assert process.returncode == 0
+    return err
+
+
+@pytest.mark.slow
+def test_what_is_served_is_recorded(tmp_path: Path) -> None:
+    out = tmp_path / "live.npz"
+    record = ("--record-routing", str(out), "--record-routing-share", "1")
+    err = said_by_a_server("--attention-workers", "2", *record)
     assert err == f"moesaic: the routing is in {out}: look at it with moesaic profile show {out}\n"
     made = Profile.load(out)
     assert sorted(np.diff(made.routes.starts).tolist())[-1] in (22, 24)
     assert set(np.diff(made.routes.starts) - made.routes.prompts) == {2, 4}
     assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.slow
+def test_a_live_profile_of_no_request_is_told(tmp_path: Path) -> None:
+    """Of the first eight requests the default share takes none."""
+    out = tmp_path / "live.npz"
+    err = said_by_a_server("--record-routing", str(out))
+    assert err.startswith(f"no request was recorded, {out} was not written: --record-routing-share 0.05")
+    assert err.count("\n") == 1 and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            ("--record-routing-memory", "10"),
+            "--record-routing-memory: got '10'; allowed: more: the empty counts of this model need it",
+        ),
+        (
+            ("--tensor-parallel-size", "2"),
+            "--record-routing: got '{}'; allowed: nothing with --tensor-parallel-size 2",
+        ),
+    ],
+)
+def test_a_live_profile_that_cannot_be_made(
+    tmp_path: Path, flags: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "p.npz"
+    command = ["serve", "demo", "--port", "0", "--threads", "1", "--record-routing", str(file), *flags]
+    assert cli.main(command) == 2
+    assert capsys.readouterr().err == f"moesaic: {told.format(file)}\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_live_profile_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

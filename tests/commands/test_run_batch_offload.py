@@ -172,6 +172,11 @@ def test_an_empty_file_starts_nothing(
     [
         ([], "1MiB", r"--fast-memory: got '1MiB'; allowed: at least \d+MiB"),
         (["--pad"], None, "--pad: needs --fast-memory"),
+        (
+            ["--fast-memory", "6MiB", "--hardware", "l4"],
+            None,
+            "--hardware: got 'l4'; allowed: a file of `moesaic hardware measure --device cpu`",
+        ),
         (["--max-num-seqs", "4"], "6MiB", "--max-num-seqs: got 4; allowed: nothing with --fast-memory"),
         (["--kernels", "reference"], "6MiB", "--fast-memory: .* as BF16.*reference"),
         (
@@ -204,8 +209,10 @@ def test_float16_is_refused_by_name(
     byte_tokenizer(folder)
     (tmp_path / "this.toml").write_text(MACHINE)
     files[0].write_text(ask("a", 20) + "\n")
-    assert cli.main(command(folder, files)) == 2
-    assert "F16" in capfd.readouterr().err.strip().splitlines()[-1]
+    for cap in ("1KiB", "6MiB"):  # also where the cap is too small
+        assert cli.main(command(folder, files, cap=cap)) == 2
+        said = capfd.readouterr().err
+        assert "F16" in said.strip().splitlines()[-1] and "predicted" not in said
 
 
 LINES = 40

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -196,6 +197,21 @@ def test_a_file_for_another_model_is_refused() -> None:
         placement.check(name, (0, 1, 2), 4)
     with pytest.raises(ConfigError, match="^--placement: layer 1, expert 0: got 0; "):
         dataclasses.replace(placement, held={0: {0: range(4)}, 1: {}}).check(name, (0, 1), 4)
+
+
+@pytest.mark.parametrize("groups", [[(0, 1, 2)], [(0, 1), (2,)]], ids=["every layer", "staged"])
+def test_a_file_is_for_as_many_servers_as_are_served(tmp_path: Path, groups: list[tuple[int, ...]]) -> None:
+    made = Placement.staged([0, 1], 4, groups, "moe-x")
+    file = tmp_path / "p.json"
+    file.write_text(made.to_json())
+    assert Placement.read(str(file), 3) == made
+    with pytest.raises(
+        ConfigError, match="^--placement: got 'server 2'; allowed: .* servers 0 to 1, on no other$"
+    ):
+        Placement.read(str(file), 2)
+    words = "got 'nothing for server 3'; allowed: experts on each of servers 0 to 3, on no other"
+    with pytest.raises(ConfigError, match=f"^--placement: {words}$"):
+        Placement.read(str(file), 4)
 
 
 @pytest.mark.parametrize(

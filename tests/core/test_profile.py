@@ -219,7 +219,7 @@ BAD = [
     (changed(layers=[1, 2]), "not a profile: its arrays do not fit"),
     (changed(counts_0=np.ones(1, np.int32)), "not a profile: its arrays do not fit"),
     (changed(starts_2=np.zeros(21, np.int64)), "not a profile: its arrays do not fit"),
-    (changed(transitions=np.zeros((1, 6, 6))), "not a profile: its arrays do not fit"),
+    (changed(transitions=np.zeros((1, 6, 6), np.int64)), "not a profile: its arrays do not fit"),
     (changed(routes_starts=np.array([0, 1])), "not a profile: its arrays do not fit"),
     (changed(routes_topics=np.full(7, 2, np.int16)), "not a profile: its arrays do not fit"),
     (changed(topics=np.array(["law"])), "not a profile: its arrays do not fit"),
@@ -228,6 +228,11 @@ BAD = [
     (changed(routes_prompts=np.full(7, 99)), "not a profile: its arrays do not fit"),
     (changed(routes_experts=np.zeros(3, np.int16)), "not a profile: "),
     (changed(model=np.array({}, dtype=object)), "not a profile: "),
+    (changed(layers=[5, 2, 1]), "not a profile: its arrays do not fit"),
+    (changed(layers=[np.nan] * 3), "not a profile: layers: got float64; allowed: whole numbers from 0 on"),
+    (changed(layers=[-1, 2, 5]), "not a profile: layers: got -1; allowed: whole numbers from 0 on"),
+    (changed(routes_prompts=np.full(7, -1)), "not a profile: routes_prompts: got -1; allowed: whole"),
+    (changed(transitions=np.full((2, 6, 6), -3)), "not a profile: transitions: got -3; allowed: whole"),
 ]
 
 
@@ -242,6 +247,17 @@ def test_a_damaged_file_gets_one_line(tmp_path: Path, changes: dict[str, Any], m
     with pytest.raises(ConfigError) as caught:
         Profile.load(path)
     assert str(caught.value).startswith(f"{path}: {message}") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [0, -1, np.nan])
+def test_counts_that_are_none_are_refused(tmp_path: Path, count: float) -> None:
+    path = tmp_path / "profile.npz"
+    profile_of().save(path)
+    arrays = arrays_of(path)
+    np.savez(path, **arrays | {"counts_1": np.full(len(arrays["counts_1"]), count, np.array(count).dtype)})
+    got = "float64" if np.isnan(count) else count
+    with pytest.raises(ConfigError, match=f"counts_1: got {got}; allowed: whole numbers from 1 on$"):
+        Profile.load(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"not an archive", b"PK\x03\x04", b"\x93NUMPY\x01\x00"])

@@ -106,6 +106,8 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"layers": 1}, "not tables of tokens"),
     ({"scores": np.zeros(3, dtype=np.float32)}, "not tables of tokens"),
     ({"scores": np.full((3, 2), np.nan, dtype=np.float32)}, "do not fit"),
+    ({"confidence": np.full((3, 2), np.nan, dtype=np.float16)}, "do not fit"),
+    ({"after_confidence": np.full((2, 4), np.inf, dtype=np.float16)}, "do not fit"),
 ]
 
 
@@ -128,6 +130,51 @@ def test_no_file_or_another_one(tmp_path: Path) -> None:
         (tmp_path / "t.npz").write_bytes(content)
         with pytest.raises(ConfigError, match="not tables of tokens"):
             Tables.load(tmp_path / "t.npz")
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_a_damage_anywhere_gets_one_line_or_does_no_harm(tmp_path: Path, compressed: bool) -> None:
+    """400 files: bytes changed in many places (some into other digits, as of a shape), zeroed, cut off."""
+    path, rng = tmp_path / "t.npz", np.random.default_rng(compressed)
+    tables().save(path)
+    if not compressed:
+        with np.load(path) as archive:
+            np.savez(path, **dict(archive))
+    whole = path.read_bytes()
+    said: list[str] = []
+    for _ in range(400):
+        content = bytearray(whole)
+        places = rng.integers(len(content), size=rng.choice([1, 3, 20]))
+        for place in places.tolist():
+            content[place] = rng.choice([rng.integers(256), ord("0") + rng.integers(10)])
+        if rng.random() < 0.2:
+            content[places[0] : places[0] + 200] = bytes(len(content[places[0] : places[0] + 200]))
+        path.write_bytes(bytes(content[: places[0]] if rng.random() < 0.1 else content))
+        try:
+            read = Tables.load(path)
+        except ConfigError as error:
+            said.append(str(error))
+        else:
+            assert np.array_equal(read.experts, tables().experts)
+    assert len(said) > 200
+    assert all(one.startswith(f"{path}: ") and "\n" not in one for one in said)
+
+
+def test_tables_of_another_number_of_ranks(tmp_path: Path) -> None:
+    made = tables()
+    wider = replace(
+        made,
+        scores=np.ones((3, 3), dtype=np.float32),
+        after=np.zeros((2, 9), dtype=np.int16),
+        after_confidence=np.zeros((2, 9), dtype=np.float16),
+    )
+    wider.save(tmp_path / "t.npz")
+    file = tmp_path / "p.json"
+    file.write_text(replace(PLACEMENT, tables="t.npz").to_json())
+    with pytest.raises(ConfigError, match=r"t\.npz: ranks: got 3; allowed: as many as are served, 2$"):
+        Tables.beside(str(file), 2)
+    made.save(tmp_path / "t.npz")
+    assert Tables.beside(str(file), 2) is not None
 
 
 def test_half_a_file(tmp_path: Path) -> None:

@@ -122,6 +122,37 @@ def test_the_demo_is_read_and_float32_counts_four_bytes() -> None:
     assert read(raw | {"torch_dtype": "float32"}, "demo").weights == 2 * demo.weights
 
 
+CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("mixtral-8x7b", {"num_experts_per_tok": 9}, "num_experts_per_tok: got 9; allowed: .* at most 8"),
+    ("qwen3-30b-a3b", {"num_experts_per_tok": 129}, "num_experts_per_tok: got 129; allowed: .* at most 128"),
+    ("deepseek-v2", {"num_experts_per_tok": 161}, "num_experts_per_tok: got 161; allowed: .* at most 160"),
+    (
+        "dbrx",
+        {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 5}},
+        "moe_top_k: got 5; .* at most 4",
+    ),
+    ("qwen3-30b-a3b", {"num_key_value_heads": 7}, "num_key_value_heads: got 7; allowed: a divisor of 32"),
+    ("qwen3-30b-a3b", {"num_key_value_heads": 99}, "num_key_value_heads: got 99; allowed: a divisor of 32"),
+    ("dbrx", {"attn_config": {"kv_n_heads": 7}}, "kv_n_heads: got 7; allowed: a divisor of 48"),
+    ("qwen3-30b-a3b", {"mlp_only_layers": [99]}, r"mlp_only_layers: got \[99\]; allowed: .* 0 to 47"),
+    ("qwen3-30b-a3b", {"mlp_only_layers": 3}, "mlp_only_layers: got 3; allowed: a list of layers"),
+    ("qwen3-30b-a3b", {"head_dim": "x"}, "head_dim: got 'x'; allowed: an integer"),
+    ("mixtral-8x7b", {"num_attention_heads": 8192}, "head_dim: got 0; allowed: an integer of at least 1"),
+    ("dbrx", {"n_heads": 6145}, "n_heads: got 6145; allowed: .* at most 6144"),
+    ("dbrx", {"ffn_config": [1]}, r"ffn_config: got \[1\]; allowed: an object"),
+    ("qwen3-30b-a3b", {"num_hidden_layers": 10**9}, "num_hidden_layers: got 1000000000; allowed: .* 10000"),
+    ("deepseek-v2", {"hidden_size": 10**300}, "hidden_size: got 10+; allowed: .* at most 2147483647"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), CONTRADICTIONS)
+def test_numbers_that_contradict_each_other_are_refused(
+    name: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f"config.json: {message}"):
+        read(CONFIGS[name] | change, "x")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -181,6 +181,21 @@ def test_rows_of_both_servers_are_put_at_their_pairs(cluster: Cluster) -> None:
     assert not cluster.client.busy and cluster.client.stats().resent_pairs == 0
 
 
+def test_a_connection_that_stands_is_used_at_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The own rank's server has connected since the client looked last: nothing goes to the other one."""
+    cluster.replicas.own = 0
+    cluster.publish(1)
+    cluster.until(lambda: cluster.servers[1].clients, 1)
+    cluster.client.arrivals()
+    with monkeypatch.context() as slow:
+        slow.setattr(cluster.connector, "made", list)
+        cluster.publish(0, 1)
+    cluster.connector.bell.ring()
+    ticket, wanted = cluster.submit()
+    torch.testing.assert_close(cluster.rows(ticket, 0, 1), wanted, rtol=0, atol=0)
+    assert [server.served.pairs for server in cluster.servers] == [wanted.shape[0] * LAYOUT.top_k, 0]
+
+
 def test_answers_hold_while_there_is_room(cluster: Cluster) -> None:
     """They may lie where they came in: other calls, and the end of the connection, leave them alone."""
     cluster.publish(0)

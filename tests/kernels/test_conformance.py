@@ -105,11 +105,12 @@ def test_gated_mlp(native: Kernels, hidden: int, width: int, dtype: torch.dtype)
 
 def test_silu_of_small_and_large_numbers(native: Kernels) -> None:
     one = torch.ones(1, 1)
-    for value in [*torch.linspace(-150, 150, 1501).tolist(), 0.0, -0.0, 1e15, 1e-30, -1e-40]:
+    huge = [-89.0, -1e15, -1e38, -3.4e38, -float("inf"), float("inf")]
+    for value in [*torch.linspace(-150, 150, 1501).tolist(), 0.0, -0.0, 1e15, 1e-30, -1e-40, *huge]:
         found, wanted = (
             kernels.gated_mlp(torch.tensor([[value]]), one, one, one) for kernels in (native, REFERENCE)
         )
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-30)
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-30, equal_nan=True)
     assert native.gated_mlp(torch.tensor([[float("nan")]]), one, one, one).isnan()
 
 

@@ -108,10 +108,24 @@ def test_gate_limited_to_groups(native: Kernels, experts: int, groups: int, kept
 def test_of_equally_likely_experts_the_first_are_chosen(native: Kernels) -> None:
     weight = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0, 0.0])[:, None].expand(-1, 24).contiguous()
     rows = torch.ones(3, 24)
-    assert native.gate(rows, weight, 6, False)[0].tolist() == [[1, 3, 4, 0, 2, 5]] * 3
-    assert native.gate(torch.zeros(3, 24), weight, 4, True)[0].tolist() == [[0, 1, 2, 3]] * 3
-    # The best of group 0 is as likely as the best of groups 1 and 2; those that are left out are equal zeros.
-    assert native.gate(rows, weight, 4, False, 1.0, 3, 2)[0].tolist() == [[1, 3, 0, 2]] * 3
+    for kernels in (native, REFERENCE):
+        assert kernels.gate(rows, weight, 6, False)[0].tolist() == [[1, 3, 4, 0, 2, 5]] * 3
+        assert kernels.gate(torch.zeros(3, 24), weight, 4, True)[0].tolist() == [[0, 1, 2, 3]] * 3
+        # The best of group 0 is as likely as that of groups 1 and 2; those that are left out are equal zeros.
+        assert kernels.gate(rows, weight, 4, False, 1.0, 3, 2)[0].tolist() == [[1, 3, 0, 2]] * 3
+
+
+@pytest.mark.parametrize(("groups", "kept"), [(1, 1), (4, 2), (8, 3)])
+@pytest.mark.parametrize("experts", [8, 64, 160])
+def test_ties_are_those_of_the_reference(native: Kernels, experts: int, groups: int, kept: int) -> None:
+    """Experts of a few kinds, all of a kind equally likely, in any order: the groups' best tie as well."""
+    kinds = torch.randint(3, (experts,))
+    weight, rows = stored(3, 33)[kinds], torch.cat([stored(20, 33), torch.zeros(1, 33)])
+    top_k = experts // groups * kept
+    ids, likely = native.gate(rows, weight, top_k, False, 1.0, groups, kept)
+    wanted_ids, wanted = REFERENCE.gate(rows, weight, top_k, False, 1.0, groups, kept)
+    assert torch.equal(ids, wanted_ids) and wanted_ids.is_contiguous()
+    close(likely, wanted)
 
 
 def test_gate_of_sure_rows(native: Kernels) -> None:

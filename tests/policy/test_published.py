@@ -6,10 +6,11 @@ import pytest
 
 from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import GIB
-from moesaic.cost.sizes import KNOWN
+from moesaic.cost.sizes import KNOWN, GroupedQuery, ModelSizes
 from moesaic.policy import flexgen, published
 from moesaic.policy.flexgen import FITTED
 from moesaic.policy.paper_settings import FLEXGEN, LARGE, FlexGenPublished, Published, setting, settings
+from moesaic.policy.policies import Workload
 from moesaic.policy.published import Priced, plateau, price, search
 
 N = (32, 64, 128, 256)
@@ -123,7 +124,13 @@ def test_the_policy_that_was_set_by_hand_is_off_the_grid() -> None:
 
 def test_every_setting_is_priced_and_says_its_inputs() -> None:
     rows = list(settings())
-    assert len(rows) == 34
+    benches = ("MTBench padded", "MTBench, ", "synthetic", "summarization")
+    assert [sum(bench in row.name for row in rows) for bench in benches] == [16, 16, 2, 2]
+    assert len({row.name for row in rows}) == len(rows) == 36
+    assert {row.name: row.measured for row in rows if row.batch is None} == {
+        "S1 MTBench, n 64": 101.3,
+        "S1 MTBench, n 128": 97.7,
+    }
     for row in rows:
         assert isinstance(row, Published) and row.setting.model.name in row.inputs and "m_c" in row.inputs
         assert row.micro_batch is None or row.micro_batches is not None
@@ -157,6 +164,21 @@ def test_bisection_finds_what_flexgens_walk_finds() -> None:
 
 def test_flexgen_refuses_what_it_does_not_know() -> None:
     with pytest.raises(ConfigError, match="grouped-query"):
-        flexgen.price(KNOWN["deepseek-v2"], FITTED["t4"], 77, 32, 1, 1)
+        flexgen.price(KNOWN["deepseek-v2"], FITTED["t4"], Workload(77, 32), 1, 1)
     with pytest.raises(ConfigError, match="does not fit"):
-        flexgen.search(KNOWN["dbrx"], FITTED["t4"], 77, 32)
+        flexgen.search(KNOWN["dbrx"], FITTED["t4"], Workload(77, 32))
+
+
+def test_flexgen_counts_the_bytes_of_cache_and_weights() -> None:
+    """A cache of half the bytes has room for more requests; weights of four bytes take longer to load."""
+    machine = FITTED["t4"]
+
+    def found(model: ModelSizes, number: float, count: int) -> flexgen.Found | None:
+        return flexgen.price(model, machine, Workload(1984, 64, number), 4, count)
+
+    mixtral = KNOWN["mixtral-8x7b"]
+    assert found(mixtral, 2.0, 80) is None and found(mixtral, 1.0, 80) is not None
+    small = ModelSizes("small", 8, 4096, 32000, GroupedQuery(32, 8, 128), 8, 8, 2, 4096)
+    halves, wide = found(small, 2.0, 1), found(small.with_number(4.0), 2.0, 1)
+    assert halves is not None and wide is not None
+    assert wide.weights < halves.weights and wide.throughput < halves.throughput

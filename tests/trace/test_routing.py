@@ -16,7 +16,7 @@ from moesaic.core.routing import RoutedModel, Rows, ending
 from moesaic.trace import routing
 from moesaic.trace.options import RecordConfig
 from moesaic.trace.parts import folder_of, part_of
-from moesaic.trace.routing import Collector, RowFile, recording
+from moesaic.trace.routing import Collector, RowFile, prepare, recording
 
 MODEL = RoutedModel("moe-x", 100, 9, 2, (1, 3))
 
@@ -36,7 +36,8 @@ def whole(request: int, length: int) -> Rows:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "p.npz"
-    folder_of(path).mkdir()
+    prepare(path, "1MiB")
+    path.unlink()
     return path
 
 
@@ -167,10 +168,47 @@ def test_where_nothing_was_recorded_there_is_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_is_not_in_the_file_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of a run that began no worker; else that there is no file, or what it lacks."""
+    file = tmp_path / "p.npz"
+    with recording(RecordConfig(str(file))):
+        pass
+    assert caplog.messages == []
+    with recording(RecordConfig(str(file))):
+        worker(file)(rows(0, 0, 1))  # never ends
+    [said] = caplog.messages
+    assert said.startswith(f"no request was recorded, {file} was not written: --record-routing-share 0.05")
+    assert list(tmp_path.iterdir()) == []
+    caplog.clear()
+    empty = 2 * 101 * 8 + 9 * 9 * 8  # counts of two layers, one table of transitions
+    memory = str(-(-empty * 4 // 3) + 1)
+    monkeypatch.setattr(routing, "WINDOW", 10 * MODEL.row.itemsize)
+    with recording(RecordConfig(str(file), record_routing_memory=memory)):
+        sink = worker(file)
+        for request in range(100):
+            sink(whole(request, 8))
+    counted = Profile.load(file).tokens // 8
+    said = f"--record-routing-memory was full: {100 - counted} requests were not counted"
+    assert caplog.messages == [said] and 0 < counted < 100
+
+
+def test_memory_that_holds_nothing_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "p.npz"
+    said = "^--record-routing-memory: got '10'; allowed: more: the empty counts of this model need it$"
+    with (
+        pytest.raises(ConfigError, match=said),
+        recording(RecordConfig(str(file), record_routing_memory="10")),
+    ):
+        worker(file)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_a_killed_run_left_is_cleared(file: Path) -> None:
     worker(file)(whole(0, 3))
     with recording(RecordConfig(str(file))):
-        assert list(folder_of(file).iterdir()) == []
+        assert [path.name for path in folder_of(file).iterdir()] == ["memory"]
 
 
 @pytest.mark.parametrize(
@@ -179,17 +217,26 @@ def test_what_a_killed_run_left_is_cleared(file: Path) -> None:
         ({"record_routing_share": 0.0}, "--record-routing-share: got 0.0; allowed: a number above 0"),
         ({"record_routing_share": 1.5}, "--record-routing-share: got 1.5; allowed: a number above 0"),
         ({"record_routing_memory": "much"}, "--record-routing-memory: got 'much'; allowed: a positive size"),
+        (
+            {"record_routing": None, "record_routing_share": 0.5},
+            "--record-routing-share: got 0.5; allowed: nothing but 0.05 without --record-routing FILE",
+        ),
+        (
+            {"record_routing": None, "record_routing_memory": "1GiB"},
+            "--record-routing-memory: got '1GiB'; allowed: nothing but 256MiB without --record-routing FILE",
+        ),
     ],
 )
 def test_bad_settings(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        RecordConfig("p.npz", **settings)  # type: ignore[arg-type]
+        RecordConfig(**{"record_routing": "p.npz"} | settings)  # type: ignore[arg-type]
     assert message in str(raised.value)
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ConfigError, match=r"--record-routing: got .*allowed: a file to write into"),
-        recording(RecordConfig(str(tmp_path / "nowhere" / "p.npz"))),
-    ):
+    file = tmp_path / "nowhere" / "p.npz"
+    said = rf"--record-routing: got '{file}'; allowed: a file to write into"
+    with pytest.raises(ConfigError, match=said), recording(RecordConfig(str(file))):
         raise AssertionError("it began")
+    with pytest.raises(ConfigError, match=said):
+        worker(file)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
-from moesaic.config import Device
-from moesaic.core.errors import ConfigError
+from moesaic.config import Device, check_threads
 
 
 @dataclass(frozen=True)
@@ -27,5 +26,4 @@ class MeasureHardware:
     """Of the machine, for people; None: its processor's."""
 
     def __post_init__(self) -> None:
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError.field("--threads", self.threads, "an integer of at least 1")
+        check_threads(self.threads)

@@ -6,7 +6,7 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from moesaic.config import KernelName
+from moesaic.config import KernelName, check_threads
 from moesaic.core.errors import ConfigError
 
 
@@ -58,7 +58,6 @@ class Join:
     servers use the native kernels of one instruction set."""
 
     def __post_init__(self) -> None:
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError.field("--threads", self.threads, "an integer of at least 1")
+        check_threads(self.threads)
         if self.capacity is not None and not 0 < self.capacity < math.inf:
             raise ConfigError.field("--capacity", self.capacity, "a positive number")

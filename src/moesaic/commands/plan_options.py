@@ -26,8 +26,8 @@ class Plan:
     deepseek-v2, deepseek-v2-lite, deepseek-v3, qwen3-30b-a3b."""
     _: KW_ONLY
     hardware: str | None = None
-    """A known machine (t4, l4, t4-measured, l4-measured, a100-40, a100-80, h100, h200), a .toml file as
-    `moesaic hardware measure` writes it, or `this`: this machine, measured now, more roughly."""
+    """A known machine (t4, l4, t4-large-host, t4-measured, l4-measured, a100-40, a100-80, h100, h200), a file
+    (.toml) as `moesaic hardware measure` writes it, or `this`: this machine, measured now, more roughly."""
     host_memory: str | None = None
     """The slow level's memory, such as 192GiB; None: the machine's."""
     host_bandwidth: str | None = None
@@ -66,7 +66,8 @@ class Plan:
                 raise ConfigError.field(flag, "nothing", allowed)
         for flag, length in (("--prompt-len", self.prompt_len), ("--gen-len", self.gen_len)):
             if length is None or length < 1:
-                raise ConfigError.field(flag, length or "nothing", "an integer of at least 1")
+                given = "nothing" if length is None else length
+                raise ConfigError.field(flag, given, "an integer of at least 1")
         if self.gen_len == 1:
             raise ConfigError.field("--gen-len", 1, "an integer of at least 2: prefill gives the first token")
 

@@ -34,6 +34,8 @@ class Row:
     def verdict(self) -> str:
         """How the published policy relates to the one that is found."""
         wanted, found = self.setting, self.found
+        if wanted.batch is None:
+            return "not known"
         if wanted.batch == found.batch and wanted.micro_batch in (None, found.micro_batch):
             return "equal"
         highest = found.micro_batch * self.last
@@ -154,6 +156,9 @@ def as_text(paper: Paper) -> str:
         lines += [f"    {row.setting.note}"] if row.setting.note else []
     lines += [
         "",
+        "Of policies that are predicted equal we find the first, the published code takes one of the later:",
+        "where the GPU is the limit (S8, n 32; S2 summarization) its policy may have more micro-batches.",
+        "",
         "FlexGen's own search, with constants fitted by MoE-Lightning's authors (16 GiB T4, 24 GiB L4)",
         "",
     ]
@@ -171,7 +176,7 @@ def as_text(paper: Paper) -> str:
 
 def _line(row: Row) -> str:
     one, found = row.setting, row.found
-    policy = f"{one.micro_batch} x {one.micro_batches}" if one.micro_batch else f"N {one.batch}"
+    policy = f"{one.micro_batch} x {one.micro_batches}" if one.micro_batch else f"N {one.batch or '?'}"
     ratio = "" if one.measured is None else f"{row.whole / one.measured:5.1f}"
     ours = row.ours
     planned = "" if ours is None else f"{ours.policy.micro_batch} x {ours.policy.micro_batches}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ WORTH = 1.1
 
 def advice(report: Report) -> list[str]:
     """What to make of the plan, a sentence each."""
-    price, said = report.price, []
+    price, said = report.price, list(_too_much(report))
     if report.fast_only is not None:
         said.append(_everything_fast(price.throughput, report.fast_only.throughput))
     worthwhile = [one for one in report.helps if one.gain > 1.02]
@@ -53,6 +53,21 @@ def advice(report: Report) -> list[str]:
     if report.batches:
         said.append(_crossing(report.batches))
     return said
+
+
+def _too_much(report: Report) -> Iterator[str]:
+    """Only FlexGen's policies may not fit: its search counts memory by its own model."""
+    for level, held in _held(report):
+        if sum(held.values()) > level.room:
+            yield (
+                f"This policy does not fit: it needs {in_bytes(sum(held.values()))} of {level.name}, and "
+                f"{_room(level)} may be filled. FlexGen's search counts less."
+            )
+
+
+def _held(report: Report) -> Sequence[tuple[Level, Mapping[str, float]]]:
+    """Both levels, and the bytes that are on them, by what they are for."""
+    return (report.hardware.fast, report.price.fast), (report.hardware.slow, report.price.slow)
 
 
 def _everything_fast(planned: float, fast: float) -> str:
@@ -153,7 +168,7 @@ def _policy(report: Report) -> Table:
 
 def _memory(report: Report) -> Table:
     table = _table("Memory at most", "", "needed", "may be filled")
-    for level, held in ((report.hardware.fast, report.price.fast), (report.hardware.slow, report.price.slow)):
+    for level, held in _held(report):
         table.add_row(level.name, in_bytes(sum(held.values())), _room(level))
         for name, size in held.items():
             if size:

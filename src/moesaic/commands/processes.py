@@ -22,7 +22,8 @@ def as_lines(status: Status) -> list[str]:
     single = sum(len(layer["single"]) for layer in status["replicas"])
     missing = sum(len(layer["missing"]) for layer in status["replicas"])
     if single:
-        lines.append(f"{single} experts have one copy; with --min-replicas 2 none waits when its server dies")
+        how = "--min-replicas 2, or moesaic place --redundant-experts"
+        lines.append(f"{single} experts have one copy; with two ({how}) none waits when its server dies")
     if status["transport"]:
         lines.append(
             f"attention workers reach the expert servers of this host by {WAYS[status['transport']]}"

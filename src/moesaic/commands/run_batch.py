@@ -18,6 +18,7 @@ from moesaic.commands.tracing import announced
 from moesaic.config import OffloadConfig, WorkerConfig
 from moesaic.models import files
 from moesaic.planning import Planned, longest_request, plan
+from moesaic.runtime.offloaded import paged_layout
 from moesaic.tokenizer import Tokenizer
 
 
@@ -40,12 +41,16 @@ def run(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig, as_json
 
 
 def _planned(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig) -> Planned | None:
-    """The plan for what is missing on this machine, told on stderr; None where nothing is."""
+    """The plan for what is missing on this machine, told on stderr; None where nothing is.
+
+    Raises ConfigError for experts that cannot be streamed, before anything is measured or planned.
+    """
     path = files.resolve(worker.model.model, worker.model.revision)
     tokenizer, done = Tokenizer(path, options.chat_template), answered(options.output_file)
     job = lengths.survey(options.input_file, tokenizer, longest_request(worker), done, offload.pad)
     if job is None:
         return None
+    paged_layout(worker.model)
     given = offload.hardware
     machine = hardware.now(str(path), device="cpu") if given is None else find_hardware(given)
     console = Console(stderr=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 import cyclopts
@@ -42,11 +43,18 @@ def one_line(error: cyclopts.CycloptsError) -> str:
             flag, value = error.argument.name, error.argument.tokens[-1].value
             return f"{flag}: got {value!r}; allowed: {allowed(error.argument.hint)}"
         case cyclopts.MissingArgumentError() if error.argument is not None:
-            return f"{error.argument.name}: got nothing; allowed: {allowed(error.argument.hint)}"
+            flag, value = error.argument.name, _behind(error.argument.name, error.root_input_tokens or [])
+            return f"{flag}: got {value}; allowed: {allowed(error.argument.hint)}"
         case exceptions.UnusedCliTokensError():
             extra = " ".join(error.unused_tokens or [])
             return f"got {extra!r}, which no argument takes; see --help"
     return " ".join(str(error).split())
+
+
+def _behind(flag: str, words: list[str]) -> str:
+    """What stands behind a flag that was given no value: a word with a hyphen, which is not taken for one."""
+    found = [after for word, after in pairwise(words) if word == flag and not after.startswith("--")]
+    return repr(found[-1]) if found else "nothing"
 
 
 def allowed(hint: object) -> str:

@@ -19,6 +19,7 @@ from moesaic.config.values import (
     QueuePolicyName,
     Schedule,
     Transport,
+    check_threads,
     parse_bytes,
 )
 from moesaic.config.worker import (
@@ -58,6 +59,7 @@ __all__ = [
     "Transport",
     "WorkerConfig",
     "api_key",
+    "check_threads",
     "hub_cache",
     "parse_bytes",
     "resolve_server",

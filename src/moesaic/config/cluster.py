@@ -33,7 +33,7 @@ class ClusterConfig:
     expert_servers: int = 0
     """Processes that hold the routed experts; 0: each attention worker computes them itself."""
     redundant_experts: int = 0
-    """Expert copies of each layer beyond one of each."""
+    """Expert copies of each layer beyond one of each; a --placement has its own."""
     min_replicas: int = 1
     """Servers that hold each expert, at least; with 2 no request waits when a server dies."""
     expert_capacities: str | None = None
@@ -134,6 +134,12 @@ class ClusterConfig:
         elif self.capacities and len(self.capacities) != self.expert_servers:
             allowed = f"{self.expert_servers} numbers, one for each of --expert-servers"
             raise ConfigError.field("--expert-capacities", self.expert_capacities, allowed)
+        for name in ("redundant_experts", "min_replicas") if self.placement is not None else ():
+            given, default = getattr(self, name), getattr(ClusterConfig, name)
+            if given != default:
+                allowed = f"{default} with --placement, whose file says where copies are (moesaic place "
+                allowed += "--redundant-experts puts them in)"
+                raise ConfigError.field("--" + name.replace("_", "-"), given, allowed)
 
     def _check_objectives(self) -> None:
         for flag, limit in (("--slo-ttft", self.slo_ttft), ("--slo-itl", self.slo_itl)):

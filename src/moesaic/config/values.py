@@ -27,6 +27,9 @@ SMALL_MODEL = 1 << 28
 """Bytes of weights below which one thread computes: at each of the many small products several threads
 lose more waiting for each other than they gain, above all beside the API's own process."""
 
+MOST_THREADS = 1024
+"""Of a process, as --threads gives them."""
+
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -44,6 +47,12 @@ def parse_bytes(name: str, text: str | int) -> int:
 def at_least(name: str, value: int, low: int) -> None:
     if not isinstance(value, int) or value < low:  # from Python anything may come
         raise ConfigError.field(name, value, f"an integer of at least {low}")
+
+
+def check_threads(threads: int | None) -> None:
+    """None: as many as there are cores."""
+    if threads is not None and (not isinstance(threads, int) or not 1 <= threads <= MOST_THREADS):
+        raise ConfigError.field("--threads", threads, f"an integer of at least 1 and at most {MOST_THREADS}")
 
 
 def capacity(name: str, text: str) -> float:

@@ -20,6 +20,7 @@ from moesaic.config.values import (
     QueuePolicyName,
     Schedule,
     at_least,
+    check_threads,
     one_of,
     parse_bytes,
 )
@@ -279,8 +280,7 @@ class WorkerConfig:
         at_least("--block-size", self.cache.block_size, 1)
         if self.model.max_model_len is not None:
             at_least("--max-model-len", self.model.max_model_len, 2)
-        if self.model.threads is not None:
-            at_least("--threads", self.model.threads, 1)
+        check_threads(self.model.threads)
         if self.cache.kv_cache_memory != "auto":
             parse_bytes("--kv-cache-memory", self.cache.kv_cache_memory)
 

@@ -36,7 +36,7 @@ class GroupStats:
     pairs: int = 0
     """(row, expert) pairs of the rows that were gated on this rank."""
     local_pairs: int = 0
-    """Of those, pairs whose expert is on this rank too."""
+    """Of those, pairs whose expert is on this rank too; where ranks share experts, a part of it."""
     shuffled_rows: int = 0
     """Rows of the whole group that were scattered by forecast."""
     kept_rows: int = 0

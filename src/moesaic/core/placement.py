@@ -120,14 +120,14 @@ class Placement:
 
     @classmethod
     def read(cls, file: str, servers: int) -> Placement:
-        """From a file, for servers 0 to `servers` - 1. Raises ConfigError: one line naming the place."""
+        """From a file, for servers 0 to `servers` - 1, none without experts. Raises ConfigError: one line."""
         try:
             placement = cls.from_json(Path(file).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{FLAG}: {file}: {getattr(error, 'strerror', None) or error}") from error
-        strangers = set(placement.servers) - set(range(servers))
-        if strangers:
-            raise ConfigError.field(FLAG, f"server {min(strangers)}", f"0 to {servers - 1}")
+        for server in sorted(set(placement.servers) ^ set(range(servers))):
+            got = f"server {server}" if server in placement.servers else f"nothing for server {server}"
+            raise ConfigError.field(FLAG, got, f"experts on each of servers 0 to {servers - 1}, on no other")
         return placement
 
     # ---- questions

@@ -9,8 +9,6 @@ The file is a NumPy archive (`.npz`) without pickled objects; arrays of layer i 
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -20,6 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moesaic.core import archive
+from moesaic.core.archive import Arrays
 from moesaic.core.errors import ConfigError
 from moesaic.core.tokens import IntArray
 
@@ -213,34 +213,23 @@ class Profile:
         for i, counts in enumerate(self.counts):
             arrays |= {f"{field.name}_{i}": getattr(counts, field.name) for field in fields(Counts)}
         arrays |= {f"routes_{field.name}": getattr(self.routes, field.name) for field in fields(Routes)}
-        unfinished = path.with_name(path.name + ".tmp")
-        with unfinished.open("wb") as file:
-            (np.savez_compressed if compress else np.savez)(file, **arrays)
-        unfinished.replace(path)
+        archive.save(path, arrays, compress)
 
     @classmethod
     def load(cls, path: Path) -> Profile:
         """Read what `save` wrote. Raises ConfigError: one line naming the file and what is wrong with it."""
-        try:
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-                found = {name: archive[name] for name in archive.files}
-            profile = cls._of_arrays(found)
-            _check(profile)
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror or 'not a profile'}") from error
-        except KeyError as error:
-            raise ConfigError(f"{path}: not a profile: it has no {error.args[0]!r}") from error
-        except (ValueError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-            raise ConfigError(f"{path}: not a profile: {error}") from error
-        return profile
+        return archive.load(path, "a profile", cls._of_arrays)
 
     @classmethod
-    def _of_arrays(cls, found: dict[str, npt.NDArray[Any]]) -> Profile:
+    def _of_arrays(cls, found: Arrays) -> Profile:
+        """Raises KeyError and ValueError for what is not such a file."""
         if int(found["schema"]) != SCHEMA:
             raise ValueError(f"schema {found['schema']}, this version reads {SCHEMA}")
+        for name in sorted(found.keys() - {"model", "topics"}):
+            _check_numbers(name, found[name])
         vocab_size, num_experts, top_k = found["sizes"].tolist()
         layers = tuple(found["layers"].tolist())
-        return cls(
+        profile = cls(
             model=str(found["model"]),
             vocab_size=vocab_size,
             num_experts=num_experts,
@@ -256,6 +245,8 @@ class Profile:
             nearest=found.get("nearest"),
             hidden=int(found.get("hidden", 0)),
         )
+        _check(profile)
+        return profile
 
 
 def transitions(experts: SmallArray, num_experts: int) -> IntArray:
@@ -269,6 +260,15 @@ def transitions(experts: SmallArray, num_experts: int) -> IntArray:
     return found
 
 
+def _check_numbers(name: str, array: npt.NDArray[Any]) -> None:
+    """Raises ValueError where an array of the file holds fractions, or numbers that are too low."""
+    least = 1 if name.startswith("counts_") else NO_TOPIC if name == "routes_topics" else 0
+    whole = array.dtype.kind in "iu"
+    if array.size and (not whole or array.min() < least):
+        got = array.min() if whole else array.dtype
+        raise ValueError(f"{name}: got {got}; allowed: whole numbers from {least} on")
+
+
 def _check(profile: Profile) -> None:
     """Raises ValueError where arrays do not fit each other: what reads them need not look again."""
     size, routes = profile.num_experts, profile.routes
@@ -278,6 +278,7 @@ def _check(profile: Profile) -> None:
         and all(part.starts[-1] == len(part.experts) == len(part.counts) for part in profile.counts)
         and all((np.diff(part.starts) >= 0).all() and part.starts[0] == 0 for part in profile.counts)
         and (layers, k) == (len(profile.layers), profile.top_k)
+        and (np.diff(profile.layers) > 0).all()
         and profile.transitions.shape == (max(0, layers - 1), size, size)
         and len(routes.starts) == len(routes.prompts) + 1 == len(routes.topics) + 1
         and routes.starts[0] == 0

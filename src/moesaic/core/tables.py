@@ -9,7 +9,6 @@ objects.
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moesaic.core import archive
+from moesaic.core.archive import Arrays
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import SmallArray
@@ -103,37 +104,32 @@ class Tables:
             return None
         path = Path(file).parent / placement.tables
         tables = cls.load(path)
+        if tables.ranks != servers:
+            raise ConfigError.field(f"{path}: ranks", tables.ranks, f"as many as are served, {servers}")
         tables.check(placement, str(path))
         return tables
 
     def save(self, path: Path) -> None:
         """Write it, whole or not at all."""
         arrays: dict[str, Any] = {name: getattr(self, name) for name in _ARRAYS}
-        unfinished = path.with_name(path.name + ".tmp")
-        with unfinished.open("wb") as file:
-            np.savez_compressed(file, schema=SCHEMA, model=self.model, layers=self.layers, **arrays)
-        unfinished.replace(path)
+        archive.save(path, {"schema": SCHEMA, "model": self.model, "layers": self.layers, **arrays})
 
     @classmethod
     def load(cls, path: Path) -> Tables:
         """Read what `save` wrote. Raises ConfigError: one line naming the file and what is wrong with it."""
-        try:
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-                found = {name: archive[name] for name in archive.files}
-            if int(found["schema"]) != SCHEMA:
-                raise ValueError(f"schema {found['schema']}, this version reads {SCHEMA}")
-            tables = cls(
-                model=str(found["model"]),
-                layers=tuple(found["layers"].tolist()),
-                **{name: found[name] for name in _ARRAYS},
-            )
-            _check(tables)
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror or 'not tables of tokens'}") from error
-        except KeyError as error:
-            raise ConfigError(f"{path}: not tables of tokens: it has no {error.args[0]!r}") from error
-        except (ValueError, TypeError, EOFError, IndexError, zipfile.BadZipFile) as error:
-            raise ConfigError(f"{path}: not tables of tokens: {error}") from error
+        return archive.load(path, "tables of tokens", cls._of_arrays)
+
+    @classmethod
+    def _of_arrays(cls, found: Arrays) -> Tables:
+        """Raises KeyError and ValueError for what is not such a file."""
+        if int(found["schema"]) != SCHEMA:
+            raise ValueError(f"schema {found['schema']}, this version reads {SCHEMA}")
+        tables = cls(
+            model=str(found["model"]),
+            layers=tuple(found["layers"].tolist()),
+            **{name: found[name] for name in _ARRAYS},
+        )
+        _check(tables)
         return tables
 
 
@@ -152,5 +148,7 @@ def _check(tables: Tables) -> None:
     )
     for part in (tables.experts, tables.labels, tables.after):
         fits = fits and (not part.size or bool(0 <= part.min() <= part.max() < ranks))
-    if not fits or not np.isfinite(tables.scores).all():
+    for shares in (tables.scores, tables.confidence, tables.after_confidence):
+        fits = fits and bool(np.isfinite(shares).all())
+    if not fits:
         raise ValueError("its arrays do not fit each other")

@@ -10,13 +10,15 @@ from moesaic.cost.sizes import BYTES, GroupedQuery, Latent, ModelSizes
 
 Raw = Mapping[str, Any]
 _REQUIRED = object()
+LAYERS, MOST = 10_000, 2**31 - 1
+"""The largest number of layers, and of anything else, that is read."""
 
 
 def read(raw: Raw, name: str) -> ModelSizes:
     """The sizes in a config.json, as it was parsed; `name` is what reports call the model.
 
     Raises CheckpointError, naming the key, for a model_type without routed experts that we know, a missing
-    or wrong number, and quantized weights.
+    or wrong number, numbers that contradict each other, and quantized weights.
     """
     kind = str(raw.get("model_type"))
     if kind not in _READERS:
@@ -30,7 +32,7 @@ def read(raw: Raw, name: str) -> ModelSizes:
 
 
 def _mixtral(raw: Raw, name: str) -> ModelSizes:
-    layers = _integer(raw, "num_hidden_layers")
+    layers, experts = _integer(raw, "num_hidden_layers", most=LAYERS), _integer(raw, "num_local_experts", 8)
     return ModelSizes(
         name,
         layers=layers,
@@ -38,16 +40,17 @@ def _mixtral(raw: Raw, name: str) -> ModelSizes:
         vocab=_integer(raw, "vocab_size"),
         attention=_grouped(raw),
         moe_layers=layers,
-        experts=_integer(raw, "num_local_experts", 8),
-        top_k=_integer(raw, "num_experts_per_tok", 2),
+        experts=experts,
+        top_k=_integer(raw, "num_experts_per_tok", 2, most=experts),
         expert_width=_integer(raw, "intermediate_size"),
         tied=bool(raw.get("tie_word_embeddings", False)),
     )
 
 
 def _qwen(raw: Raw, name: str) -> ModelSizes:
-    layers, every = _integer(raw, "num_hidden_layers"), _integer(raw, "decoder_sparse_step", 1)
-    dense = set(raw.get("mlp_only_layers") or ())
+    layers = _integer(raw, "num_hidden_layers", most=LAYERS)
+    dense, every = _dense_layers(raw, layers), _integer(raw, "decoder_sparse_step", 1)
+    experts = _integer(raw, "num_experts" if "num_experts" in raw else "num_local_experts")
     return ModelSizes(
         name,
         layers=layers,
@@ -55,8 +58,8 @@ def _qwen(raw: Raw, name: str) -> ModelSizes:
         vocab=_integer(raw, "vocab_size"),
         attention=_grouped(raw),
         moe_layers=sum((layer + 1) % every == 0 and layer not in dense for layer in range(layers)),
-        experts=_integer(raw, "num_experts" if "num_experts" in raw else "num_local_experts"),
-        top_k=_integer(raw, "num_experts_per_tok"),
+        experts=experts,
+        top_k=_integer(raw, "num_experts_per_tok", most=experts),
         expert_width=_integer(raw, "moe_intermediate_size"),
         dense_width=_integer(raw, "intermediate_size"),
         tied=bool(raw.get("tie_word_embeddings", False)),
@@ -64,7 +67,8 @@ def _qwen(raw: Raw, name: str) -> ModelSizes:
 
 
 def _deepseek(raw: Raw, name: str) -> ModelSizes:
-    layers, width = _integer(raw, "num_hidden_layers"), _integer(raw, "moe_intermediate_size")
+    layers, width = _integer(raw, "num_hidden_layers", most=LAYERS), _integer(raw, "moe_intermediate_size")
+    experts = _integer(raw, "n_routed_experts")
     attention = Latent(
         heads=_integer(raw, "num_attention_heads"),
         rank=_integer(raw, "kv_lora_rank"),
@@ -81,8 +85,8 @@ def _deepseek(raw: Raw, name: str) -> ModelSizes:
         vocab=_integer(raw, "vocab_size"),
         attention=attention,
         moe_layers=sum(layer % every == 0 for layer in range(dense, layers)),
-        experts=_integer(raw, "n_routed_experts"),
-        top_k=_integer(raw, "num_experts_per_tok"),
+        experts=experts,
+        top_k=_integer(raw, "num_experts_per_tok", most=experts),
         expert_width=width,
         shared_width=width * _integer(raw, "n_shared_experts", 0, least=0),
         dense_width=_integer(raw, "intermediate_size"),
@@ -91,17 +95,18 @@ def _deepseek(raw: Raw, name: str) -> ModelSizes:
 
 
 def _dbrx(raw: Raw, name: str) -> ModelSizes:
-    ffn, attention = raw.get("ffn_config") or {}, raw.get("attn_config") or {}
-    layers, hidden, heads = (_integer(raw, key) for key in ("n_layers", "d_model", "n_heads"))
+    ffn, attention = _table(raw, "ffn_config"), _table(raw, "attn_config")
+    layers, hidden = _integer(raw, "n_layers", most=LAYERS), _integer(raw, "d_model")
+    heads, experts = _integer(raw, "n_heads", most=hidden), _integer(ffn, "moe_num_experts")
     return ModelSizes(
         name,
         layers=layers,
         hidden=hidden,
         vocab=_integer(raw, "vocab_size"),
-        attention=GroupedQuery(heads, _integer(attention, "kv_n_heads"), hidden // heads),
+        attention=GroupedQuery(heads, _key_heads(attention, "kv_n_heads", heads), hidden // heads),
         moe_layers=layers,
-        experts=_integer(ffn, "moe_num_experts"),
-        top_k=_integer(ffn, "moe_top_k"),
+        experts=experts,
+        top_k=_integer(ffn, "moe_top_k", most=experts),
         expert_width=_integer(ffn, "ffn_hidden_size"),
         tied=bool(raw.get("tie_word_embeddings", False)),
     )
@@ -118,18 +123,41 @@ _READERS: dict[str, Callable[[Raw, str], ModelSizes]] = {
 
 def _grouped(raw: Raw) -> GroupedQuery:
     heads = _integer(raw, "num_attention_heads")
-    width = raw.get("head_dim") or _integer(raw, "hidden_size") // heads
-    return GroupedQuery(heads, _integer(raw, "num_key_value_heads", heads), int(width))
+    width = _integer(raw, "head_dim", _integer(raw, "hidden_size") // heads)
+    return GroupedQuery(heads, _key_heads(raw, "num_key_value_heads", heads, heads), width)
 
 
-def _integer(raw: Raw, name: str, default: Any = _REQUIRED, least: int = 1) -> int:
+def _key_heads(raw: Raw, name: str, heads: int, default: Any = _REQUIRED) -> int:
+    """As many query heads read each of them."""
+    found = _integer(raw, name, default)
+    if heads % found:
+        raise _refuse(name, found, f"a divisor of {heads} attention heads")
+    return found
+
+
+def _dense_layers(raw: Raw, layers: int) -> set[int]:
+    """Of a model in which other layers have routed experts."""
+    found = raw.get("mlp_only_layers") or []
+    if not isinstance(found, list) or any(layer not in range(layers) for layer in found):
+        raise _refuse("mlp_only_layers", found, f"a list of layers, 0 to {layers - 1}")
+    return set(found)
+
+
+def _table(raw: Raw, name: str) -> Raw:
+    found = raw.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise _refuse(name, found, "an object")
+    return found
+
+
+def _integer(raw: Raw, name: str, default: Any = _REQUIRED, least: int = 1, most: int = MOST) -> int:
     value = raw.get(name, default)
     if value is None:
         value = default
     if value is _REQUIRED:
         raise CheckpointError(f"config.json: {name} is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise _refuse(name, value, f"an integer of at least {least}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise _refuse(name, value, f"an integer of at least {least} and at most {most}")
     return value
 
 

@@ -81,6 +81,8 @@ class RemoteExperts:
         asked = ask.arrays
         submission = Submission(ticket, ask.layer, asked.hidden, asked.experts, asked.weights, asked.top_k)
         self._submissions[ticket.number] = submission
+        if self._bell.rung:  # a connection stands, perhaps the one to the own rank's server
+            self._pump()
         self._send(submission, every_pair(len(asked.experts), asked.top_k)[0])
         if self._everyone:
             self._send_empty(submission)

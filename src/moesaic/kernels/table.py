@@ -234,9 +234,8 @@ def _natively(name: str) -> Kernels:
 
 
 def _native_threads(threads: int, pin: bool) -> None:
-    assert _native is not None
     torch.set_num_threads(1)  # what is left to torch is too small to share
-    _native.set_threads(threads, pin)
+    plain.set_threads(threads, pin)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from scipy.optimize import linprog
 from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import GIB, Hardware
 from moesaic.cost.sizes import GroupedQuery, ModelSizes
+from moesaic.policy.policies import Workload
 
 SHARE = 0.8
 """Of each memory that is filled."""
@@ -47,8 +48,8 @@ class Constants:
     cpu_attention: float
 
     @classmethod
-    def of(cls, hardware: Hardware, heads_per_key: float) -> Constants:
-        """From a machine's peaks. Attention reads its cache: heads_per_key flops a byte in two-byte numbers.
+    def of(cls, hardware: Hardware, flops_per_byte: float) -> Constants:
+        """From a machine's peaks. Attention reads its cache: flops_per_byte of it.
 
         Raises ConfigError where nothing computes beside the slow level.
         """
@@ -65,8 +66,8 @@ class Constants:
             prefill=fast.processor.flops * fast.processor.prefill,
             decode=fast.processor.flops,
             prefill_attention=fast.processor.flops * fast.processor.prefill,
-            decode_attention=min(fast.processor.flops, fast.bandwidth * heads_per_key),
-            cpu_attention=min(slow.processor.flops, slow.bandwidth * heads_per_key),
+            decode_attention=min(fast.processor.flops, fast.bandwidth * flops_per_byte),
+            cpu_attention=min(slow.processor.flops, slow.bandwidth * flops_per_byte),
         )
 
 
@@ -100,14 +101,12 @@ class Found:
         return self.micro_batch * self.micro_batches
 
 
-def price(
-    model: ModelSizes, machine: Constants, prompt: int, generate: int, mu: int, count: int
-) -> Found | None:
+def price(model: ModelSizes, machine: Constants, workload: Workload, mu: int, count: int) -> Found | None:
     """The best shares for `count` micro-batches of `mu` requests; None where nothing fits.
 
     Example: Mixtral 8x7B on the T4 as fitted, 418 and 32 tokens, 40 of 32: 13.3 tokens/s, weights 0.07.
     """
-    job = _Job(model, prompt, generate, mu, mu * count)
+    job, generate = _Job(model, workload, mu, mu * count), workload.generate
     bounds = np.array([*_times(job, machine), *_memory(job, machine)])
     bounds /= np.abs(bounds[:, :5]).max(axis=1, keepdims=True)
     cost = [0, 0, 0, model.layers, model.layers * (generate - 1)]
@@ -120,7 +119,7 @@ def price(
     return Found(mu, count, weights, cache, hidden, before, step, throughput)
 
 
-def search(model: ModelSizes, machine: Constants, prompt: int, generate: int, walk: bool = False) -> Found:
+def search(model: ModelSizes, machine: Constants, workload: Workload, walk: bool = False) -> Found:
     """Micro-batches of 1, 2, 3, 4, 8, 16, ..., each as many times as is best; of equal ones the first wins.
 
     walk: more micro-batches one by one until the throughput falls, as FlexGen does it; else that point is
@@ -130,7 +129,7 @@ def search(model: ModelSizes, machine: Constants, prompt: int, generate: int, wa
     for mu in _grid():
 
         def priced(count: int, mu: int = mu) -> Found | None:
-            return price(model, machine, prompt, generate, mu, count)
+            return price(model, machine, workload, mu, count)
 
         found = _walk(priced) if walk else _climb(priced)
         if found is None:
@@ -188,21 +187,23 @@ def _better(priced: Callable[[int], Found | None], count: int) -> Found | None:
 class _Job:
     """One layer's bytes and flops."""
 
-    def __init__(self, model: ModelSizes, prompt: int, generate: int, mu: int, batch: int) -> None:
+    def __init__(self, model: ModelSizes, workload: Workload, mu: int, batch: int) -> None:
         if not isinstance(model.attention, GroupedQuery):
             raise ConfigError(f"{model.name}: FlexGen's model knows grouped-query attention only")
-        attention, s, n = model.attention, prompt, generate
+        attention, s, n = model.attention, workload.prompt, workload.generate
         self.model, self.heads, self.prompt, self.generate = model, attention.heads, s, n
         self.mu, self.batch = mu, batch
-        projections = 2.0 * sum(attention.projected(model.hidden))
-        self.weights = projections + 2.0 * model.experts * model.expert
-        self.token_flops = projections + 2.0 * model.expert
-        self.row = 2.0 * model.hidden
+        projections = sum(attention.projected(model.hidden))
+        self.weights = model.number * (projections + model.experts * model.expert)
+        self.token_flops = 2.0 * (projections + model.expert)
+        self.number = model.row_number
+        """Bytes of one number of a row."""
+        self.row = self.number * model.hidden
         """Bytes of one token's hidden state."""
-        self.cached = 2.0 * attention.cached
+        self.cached = model.cache(1, workload.cache_number)
         """Bytes of one token's keys and values."""
-        self.prefill_attention = 2.0 * batch * s * s * self.row
-        self.decode_attention = 2.0 * batch * (s + n / 2) * self.row
+        self.prefill_attention = 4.0 * batch * s * s * model.hidden
+        self.decode_attention = 4.0 * batch * (s + n / 2) * model.hidden
         self.speed = max(0.1, 1 - HALVING * max(0.0, math.log2(64 / mu)))
 
 
@@ -233,8 +234,8 @@ def _memory(job: _Job, machine: Constants) -> Iterator[Row]:
     weights, one = job.weights, job.row * s * mu
     prompts, rows = job.row * s * job.batch, job.row * job.batch
     cache, prompt_cache = (job.cached * tokens * job.batch * layers for tokens in (s + n, s))
-    scores = 2.0 * job.heads * mu
-    workspace = 9 * one + scores * s * s + 2.0 * mu * s * model.expert_width
+    scores = job.number * job.heads * mu
+    workspace = 9 * one + scores * s * s + job.number * mu * s * model.expert_width
     gpu, cpu = machine.gpu_memory * SHARE, machine.cpu_memory * SHARE
     yield weights * (layers - 2), cache, prompts - one, 0, 0, 2 * weights + one + workspace - gpu
     held = weights * (layers + 1) + prompts + one

@@ -35,9 +35,9 @@ def split(profile: Profile, share: float, seed: int) -> tuple[Profile, Routes]:
     """
     routes = profile.routes
     if routes.requests < 2:
-        raise ConfigError.field(
-            "requests with recorded routes", routes.requests, "2 or more, to hold some out"
-        )
+        allowed = "2 or more, to hold some out: record more, or with more --max-memory (serve:"
+        allowed += " --record-routing-memory), of which routes have what the counts leave"
+        raise ConfigError.field("requests with recorded routes", routes.requests, allowed)
     learned, held_out = routes.split(share, seed)
     if not held_out.requests or not len(held_out.tokens) or not len(learned.tokens):
         allowed = f"a share that leaves some of the {routes.requests} requests with routes on each side"

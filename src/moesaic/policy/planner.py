@@ -236,13 +236,13 @@ def is_fast_only(model: ModelSizes, policy: Policy) -> bool:
 def by_flexgen(model: ModelSizes, hardware: Hardware, workload: Workload) -> tuple[Price, float]:
     """FlexGen's policy, rounded and priced as the list of its schedule; and the throughput that it predicts.
 
-    Its constants are the machine's peaks: nothing is fitted. Raises ConfigError where nothing fits.
+    Its constants are the machine's peaks: nothing is fitted. It fits by FlexGen's own count of memory, which
+    leaves things out; by ours (`Price.fast`, `Price.slow`) it may not. Raises ConfigError where nothing fits.
     """
     from moesaic.policy import flexgen
 
-    queries_per_key = model.attention.pair_flops / (2 * model.attention.cached)
-    constants = flexgen.Constants.of(hardware, queries_per_key)
-    found = flexgen.search(model, constants, workload.prompt, workload.generate)
+    flops_per_byte = model.attention.pair_flops / model.cache(1, workload.cache_number)
+    found = flexgen.search(model, flexgen.Constants.of(hardware, flops_per_byte), workload)
     policy = Policy(
         schedule="s4",
         micro_batch=found.micro_batch,

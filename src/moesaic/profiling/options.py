@@ -24,7 +24,8 @@ class ProfileOptions:
     max_tokens: int = 0
     """Tokens that are generated for each prompt and recorded, too; 0: prompts only."""
     max_memory: str = "1GiB"
-    """Most memory that counts and routes take; past it requests are counted and their routes dropped."""
+    """Most memory that counts and routes take; past it requests are counted and their routes dropped.
+    `moesaic place` needs the routes of two or more."""
     seed: int = 0
     """Of what is generated, and of which routes are dropped."""
 

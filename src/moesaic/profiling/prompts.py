@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ class Prompt:
     text: str | list[int]
     """Or its token ids."""
     topic: str
+    where: str = field(default="", compare=False)
+    """Its file and line, for messages."""
 
 
 def read(files: Sequence[Path], most: int | None = None) -> list[Prompt]:
@@ -43,10 +45,11 @@ def _prompts(file: Path, own_topics: bool) -> Iterator[Prompt]:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
+                where = f"--prompts: {file}, line {number}"
                 if file.suffix == ".jsonl":
-                    yield _of_json(line, f"--prompts: {file}, line {number}", file.stem, own_topics)
+                    yield _of_json(line, where, file.stem, own_topics)
                 else:
-                    yield Prompt(line.rstrip("\r\n"), file.stem)
+                    yield Prompt(line.rstrip("\r\n"), file.stem, where)
     except UnicodeDecodeError as error:
         raise ConfigError(f"--prompts: {file}: not UTF-8: {error}") from error
     except OSError as error:
@@ -56,12 +59,12 @@ def _prompts(file: Path, own_topics: bool) -> Iterator[Prompt]:
 def _of_json(line: str, where: str, stem: str, own_topics: bool) -> Prompt:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON: {error}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{where}: got {type(found).__name__}; allowed: an object")
     topic = next((str(found[name]) for name in TOPICS if found.get(name)), stem) if own_topics else stem
-    return Prompt(_text(found, where), topic)
+    return Prompt(_text(found, where), topic, where)
 
 
 def _text(found: dict[str, Any], where: str) -> str | list[int]:

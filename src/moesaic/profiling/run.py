@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moesaic.config import ModelConfig
-from moesaic.core.errors import ConfigError
+from moesaic.core.errors import ConfigError, RequestError
 from moesaic.core.profile import Profile
 from moesaic.core.routing import Assembly, RoutedModel, Rows
 from moesaic.core.tally import Tally
@@ -21,6 +21,7 @@ from moesaic.models.embedding import nearest_known
 from moesaic.models.registry import read_spec
 from moesaic.profiling.options import ProfileOptions
 from moesaic.profiling.prompts import Prompt, read
+from moesaic.tokenizer import Tokenizer
 
 AT_ONCE = 256
 """Prompts handed to the engine together."""
@@ -106,6 +107,8 @@ def run(
     routed = read_spec(path).routed
     if not routed.layers:
         raise ConfigError.field("model", model.model, "one with routed experts")
+    tokenizer = Tokenizer(path)
+    encoded = [_encoded(prompt, tokenizer, routed.vocab_size) for prompt in prompts]
     names = list(dict.fromkeys(prompt.topic for prompt in prompts))
     total = 0
     gatherer = Gatherer(
@@ -116,7 +119,7 @@ def run(
     )
     show("loading", 0, 0)
     llm = LLM(model.model, seed=options.seed, routing=gatherer, **_settings(model))
-    tokens, shortened = _encoded(llm, prompts, options.max_tokens)
+    tokens, shortened = _cut(encoded, options.max_tokens, llm.info.max_model_len)
     total = sum(map(len, tokens)) + len(tokens) * options.max_tokens
     begun = clock()
     _feed(llm, tokens, options.max_tokens, gatherer)
@@ -143,16 +146,26 @@ def run(
     )
 
 
-def _encoded(llm: LLM, prompts: Sequence[Prompt], max_tokens: int) -> tuple[list[list[int]], int]:
-    """Token ids of each prompt, cut to what the context holds, and how many were cut."""
-    most = llm.info.max_model_len - max_tokens - 1
+def _encoded(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    """Its token ids. Raises ConfigError, which names its file and line, for what the engine would refuse."""
+    try:
+        tokens = tokenizer.encode(prompt.text) if isinstance(prompt.text, str) else prompt.text
+    except RequestError as error:
+        raise ConfigError(f"{prompt.where}: {error}") from error
+    if not tokens:
+        raise ConfigError(f"{prompt.where}: prompt: got no token; allowed: at least one")
+    bad = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    if bad is not None:
+        raise ConfigError(f"{prompt.where}: prompt: got token id {bad}; allowed: 0 to {vocab_size - 1}")
+    return tokens
+
+
+def _cut(prompts: list[list[int]], max_tokens: int, max_model_len: int) -> tuple[list[list[int]], int]:
+    """The prompts' tokens as far as the context holds them, and how many prompts were cut."""
+    most = max_model_len - max_tokens - 1
     if most < 1:
-        raise ConfigError.field("--max-tokens", max_tokens, f"at most {llm.info.max_model_len - 2}")
-    encoded = [
-        llm.tokenizer.encode(prompt.text) if isinstance(prompt.text, str) else prompt.text
-        for prompt in prompts
-    ]
-    return [tokens[:most] for tokens in encoded], sum(len(tokens) > most for tokens in encoded)
+        raise ConfigError.field("--max-tokens", max_tokens, f"at most {max_model_len - 2}")
+    return [tokens[:most] for tokens in prompts], sum(len(tokens) > most for tokens in prompts)
 
 
 def _feed(llm: LLM, tokens: list[list[int]], max_tokens: int, gatherer: Gatherer) -> None:

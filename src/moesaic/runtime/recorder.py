@@ -143,7 +143,8 @@ class Recorder:
 def recorder(config: WorkerConfig, spec: ModelSpec, sink: RowSink | None) -> Recorder | None:
     """For `sink`, else for the file that `config` names; None: nobody wants to know.
 
-    Raises ConfigError when there is nothing to record or the file cannot be written.
+    Raises ConfigError when there is nothing to record, the file cannot be written, or too little memory is
+    set aside for this model.
     """
     if sink is None and config.record is None:
         return None

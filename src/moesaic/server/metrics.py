@@ -208,7 +208,7 @@ class EngineCollector(Collector):
         yield family
         for name, counted in (
             ("group_pairs", "(row, expert) pairs gated on the first rank of a tensor-parallel worker."),
-            ("group_local_pairs", "Of those, pairs whose expert is on that rank."),
+            ("group_local_pairs", "Of those, pairs whose expert, or a part of it, is on that rank."),
             ("group_shuffled_rows", "Rows that were scattered to where their experts were expected."),
             ("group_kept_rows", "Of those, rows that did not have to make room for others."),
         ):

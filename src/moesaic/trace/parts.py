@@ -13,6 +13,8 @@ from pathlib import Path
 from moesaic.core.errors import ConfigError
 
 LOG = logging.getLogger(__name__)
+PARTS = ".parts"
+"""What the folder's name ends in."""
 ROLES = ("attention worker", "expert server")
 """Their rows come in this order."""
 MOST = 1 << 16
@@ -29,6 +31,11 @@ def part_of(trace: str | None, process: str, incarnation: int = 1) -> str | None
     return str(folder_of(Path(trace)) / f"{process.replace(' ', '-')}.{incarnation}.json")
 
 
+def whole_of(part: str | None) -> str | None:
+    """The trace whose part this is, as typed. Example: t.json.parts/expert-server-0.2.json -> t.json"""
+    return None if part is None else str(Path(part).parent).removesuffix(PARTS)
+
+
 def process_of(part: Path) -> str:
     """Whose part this is. Example: t.json.parts/expert-server-0.2.json -> "expert server 0"."""
     return part.name.partition(".")[0].replace("-", " ")
@@ -42,7 +49,7 @@ def order_of(process: str) -> int:
 
 def folder_of(file: Path) -> Path:
     """Of the parts of the trace `file`."""
-    return file.with_name(f"{file.name}.parts")
+    return file.with_name(f"{file.name}{PARTS}")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 For a profile FILE, each worker writes into the folder FILE.parts
 
+    memory                              what --record-routing-memory says, for workers whose model needs more
     attention-worker-0.1.json           its model
     attention-worker-0.1.000000.rows    records of `core.routing`, then .000001.rows and so on
 
@@ -22,13 +23,16 @@ from pathlib import Path
 
 import numpy as np
 
+from moesaic.config import parse_bytes
 from moesaic.core.errors import ConfigError
 from moesaic.core.routing import Assembly, RoutedModel, Rows
 from moesaic.core.tally import Tally
 from moesaic.trace.options import RecordConfig
-from moesaic.trace.parts import folder_of
+from moesaic.trace.parts import folder_of, whole_of
 
 LOG = logging.getLogger(__name__)
+MEMORY = "memory"
+"""The file's name."""
 WINDOW = 1 << 22
 """Bytes of a file of rows."""
 INTERVAL = 60.0
@@ -43,7 +47,8 @@ class RowFile:
     """A RowSink: the files of one worker. A full disk ends the recording, not the worker."""
 
     def __init__(self, part: Path, model: RoutedModel) -> None:
-        """part: the .json, see `parts.part_of`. Raises ConfigError when it cannot be written."""
+        """part: the .json, see `parts.part_of`, in a folder made by `prepare`. Raises ConfigError when it
+        cannot be written, or too little memory is set aside for the model's counts."""
         self._part = part
         self._kind = model.row
         self._capacity = _capacity(model)
@@ -51,13 +56,14 @@ class RowFile:
         self._at = 0
         self._window: Rows | None = None
         try:
+            _check_memory(model, part.with_name(MEMORY).read_text(encoding="utf-8"))
             self._turn()
             unfinished = part.with_suffix(".tmp")
             unfinished.write_text(json.dumps(asdict(model)), encoding="utf-8")
             unfinished.replace(part)
         except OSError as error:
             raise ConfigError.field(
-                "--record-routing", str(part), f"a file to write into ({error.strerror})"
+                "--record-routing", whole_of(str(part)), f"a file to write into ({error.strerror})"
             ) from error
 
     def __call__(self, rows: Rows) -> None:
@@ -123,7 +129,7 @@ class Collector:
             part = self._parts.setdefault(path, _Part(path, len(self._parts)))
             model = self._model = self._model or _read_model(path)
             self._assembly = self._assembly or Assembly(model, int(OPEN_SHARE * self._most))
-            self._tally = self._tally or Tally(model, self._most - int(OPEN_SHARE * self._most))
+            self._tally = self._tally or _tally(model, self._most)
             for rows in _unread(part, model):
                 rows["request"] += part.number << PARTS
                 self._assembly.add(rows)
@@ -138,8 +144,18 @@ class Collector:
         if tally is not None and tally.requests and (last or tally.requests > self._saved):
             tally.profile().save(self._file, compress=last)
             self._saved = tally.requests
-        if last and tally is not None and tally.left_out:
-            LOG.warning("--record-routing-memory was full: %d requests were not counted", tally.left_out)
+
+    def sum_up(self, share: float) -> None:
+        """Say what the profile lacks, where a worker wrote at all. share: as of --record-routing-share."""
+        if self._tally is None or self._assembly is None:
+            return
+        left_out = self._tally.left_out + self._assembly.given_up
+        if left_out:
+            LOG.warning("--record-routing-memory was full: %d requests were not counted", left_out)
+        if not self._tally.requests:
+            why = f"--record-routing-share {share:g} took none of those that ended (it takes eight in a row)"
+            why = "see above" if left_out else why
+            LOG.warning("no request was recorded, %s was not written: %s", self._file, why)
 
 
 @contextmanager
@@ -152,7 +168,7 @@ def recording(config: RecordConfig, interval: float = INTERVAL) -> Iterator[None
         yield
         return
     file = Path(config.record_routing)
-    _prepare(file)
+    prepare(file, config.record_routing_memory)
     collector, over = Collector(file, config.most_bytes), threading.Event()
     thread = threading.Thread(target=_keep_up, args=(collector, over, interval), name="routing", daemon=True)
     thread.start()
@@ -164,6 +180,7 @@ def recording(config: RecordConfig, interval: float = INTERVAL) -> Iterator[None
         try:
             collector.collect()
             collector.save(last=True)
+            collector.sum_up(config.record_routing_share)
             _clear(folder_of(file))
             folder_of(file).rmdir()
             if not file.stat().st_size:  # no request was recorded
@@ -179,6 +196,18 @@ def _keep_up(collector: Collector, over: threading.Event, interval: float) -> No
             collector.save()
         except OSError as error:
             LOG.warning("--record-routing: %s", error)
+
+
+def _check_memory(model: RoutedModel, memory: str) -> None:
+    """Raises ConfigError where it is too little to count anything."""
+    if _tally(model, parse_bytes("--record-routing-memory", memory)).full:
+        allowed = "more: the empty counts of this model need it"
+        raise ConfigError.field("--record-routing-memory", memory, allowed)
+
+
+def _tally(model: RoutedModel, most_bytes: int) -> Tally:
+    """Of all the memory but what requests under way may have."""
+    return Tally(model, most_bytes - int(OPEN_SHARE * most_bytes))
 
 
 def _capacity(model: RoutedModel) -> int:
@@ -212,19 +241,23 @@ def _unread(part: _Part, model: RoutedModel) -> Iterator[Rows]:
         path = _rows_of(part.path, part.file)
 
 
-def _prepare(file: Path) -> None:
-    """An empty folder for parts; what a run that was killed left there is removed."""
+def prepare(file: Path, memory: str) -> None:
+    """An empty folder for parts of the profile `file`; what a run that was killed left there is removed.
+
+    memory: as of --record-routing-memory. Raises ConfigError when it cannot be made.
+    """
     try:
         file.open("ab").close()
         folder = folder_of(file)
         folder.mkdir(mode=0o700, exist_ok=True)
         _clear(folder)
+        (folder / MEMORY).write_text(memory, encoding="utf-8")
     except OSError as error:
         allowed = f"a file to write into ({error.strerror})"
         raise ConfigError.field("--record-routing", str(file), allowed) from error
 
 
 def _clear(folder: Path) -> None:
-    for pattern in ("*.json", "*.rows", "*.tmp"):
+    for pattern in ("*.json", "*.rows", "*.tmp", MEMORY):
         for left in folder.glob(pattern):
             left.unlink()

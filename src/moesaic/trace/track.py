@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.core.errors import ConfigError
-from moesaic.trace.parts import order_of, process_of
+from moesaic.trace.parts import order_of, process_of, whole_of
 
 LOG = logging.getLogger(__name__)
 WINDOW = 1 << 20
@@ -57,7 +57,7 @@ class Track:
             self._window: mmap.mmap | None = self._next_window()
         except OSError as error:
             raise ConfigError.field(
-                "--trace", str(path), f"a file to write into ({error.strerror})"
+                "--trace", whole_of(str(path)), f"a file to write into ({error.strerror})"
             ) from error
         self._write(b"[\n")
         self._name_row()

@@ -70,6 +70,27 @@ def test_the_bound_is_above_the_optimum_and_near(size: int, ranks: int, most: fl
     assert best - 1e-9 <= found <= most * best
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("spare", [1.0, 0.02])
+def test_of_tokens_with_one_expert_each_all_is_local(ranks: int, spare: float) -> None:
+    ids = np.repeat(np.arange(6), [1, 3, 5, 7, 2, 4])
+    counts = Counts.of(ids, ids[:, None], 6, 6)
+    assert bound(dense(counts, 6).astype(np.float64), ranks, 50, spare) == pytest.approx(1.0)
+    assert exact(counts, 6, ranks)[0] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("often", [1, 10**6])
+def test_hardly_any_token_with_two_experts(often: int) -> None:
+    """Choices of one token in a million may go to another rank."""
+    ids = np.arange(6)
+    experts = np.stack([ids, ids], axis=1)
+    experts[0, 1] = 1
+    rows = dense(Counts.of(ids, experts, 6, 6), 6).astype(np.float64)
+    rows[1:] *= often
+    found = bound(rows, 3, 50)
+    assert 1 - 1 / rows.sum() <= found <= 1 + 1e-9
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_more_rounds_never_raise_it(ranks: int) -> None:
     rows = dense(layer(0, 8, 3), 8).astype(np.float64)

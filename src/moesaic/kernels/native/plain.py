@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from moesaic.core.errors import ConfigError
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.kernels.native import _native
 
@@ -20,8 +21,12 @@ def use(name: str | None = None) -> str:
 
 
 def set_threads(threads: int, pin: bool) -> None:
-    """Of the process's one pool."""
-    _native.set_threads(threads, pin)
+    """Of the process's one pool. Raises ConfigError, and changes nothing, where there are not as many."""
+    try:
+        _native.set_threads(threads, pin)
+    except (OSError, MemoryError) as error:
+        allowed = f"as many as this system can start: {error}"
+        raise ConfigError.field("--threads", threads, allowed) from error
 
 
 Addresses = npt.NDArray[np.uint64]

@@ -18,6 +18,9 @@ def gate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax over all experts, then the k most likely: ids [n, k] int64, best first, weights [n, k].
 
+    Of equally likely experts, and groups, the first is taken. (transformers takes what torch.topk gives, in
+    an order that is not promised: on exact ties its tokens may be others.)
+
     rows [n, h], weight [E, h] float32. normalise: divide the k weights by their sum; then all are
     multiplied by `scale`. With groups_kept < groups only experts of the groups whose best expert is
     likeliest can be chosen (device-limited routing, DeepSeek-V2, section 2.2.2).
@@ -25,16 +28,22 @@ def gate(
     scores = linear(rows, weight).softmax(-1)
     if groups_kept < groups:
         scores = _limit(scores, groups, groups_kept)
-    weights, ids = scores.topk(top_k, dim=-1)
+    weights, ids = _best(scores, top_k)
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)
     return ids, weights if scale == 1.0 else weights * scale
 
 
+def _best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row [n, m] the largest numbers and their places, both [n, count]; of equal ones the first."""
+    places = scores.argsort(dim=-1, descending=True, stable=True)[:, :count].contiguous()
+    return scores.gather(-1, places), places
+
+
 def _limit(scores: torch.Tensor, groups: int, groups_kept: int) -> torch.Tensor:
     """Zero for every expert outside the best groups."""
     grouped = scores.view(-1, groups, scores.shape[1] // groups)
-    best = grouped.amax(-1).topk(groups_kept, dim=-1).indices
+    best = _best(grouped.amax(-1), groups_kept)[1]
     kept = torch.zeros_like(grouped[..., 0]).scatter_(1, best, 1.0)
     return (grouped * kept[..., None]).flatten(1)
 

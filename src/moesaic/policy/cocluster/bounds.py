@@ -74,7 +74,7 @@ def bound(rows: FloatArray, ranks: int, rounds: int, spare: float = 1.0) -> floa
     rows /= rows.sum()
     size = rows.shape[1] // ranks
     simple = float(np.sort(rows, axis=1)[:, -size:].sum())  # each token's own best experts, all on one rank
-    if size == 1:
+    if size == 1 or np.count_nonzero(rows, axis=1).max() == 1:  # no pair of experts to put together
         return simple
     relaxed = _Relaxation(rows.sum(axis=0), ranks, 1 / ranks + spare)
     tokens, least = Tokens(rows, ranks), 1.0

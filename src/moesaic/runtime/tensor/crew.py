@@ -119,7 +119,8 @@ def _watch(rank: int, process: subprocess.Popen[bytes], ended: SimpleQueue[str])
         while os.read(signs.fileno(), 4096):
             if not select.select([signs], [], [], FROZEN_SECONDS)[0]:
                 process.kill()
-    ended.put(f"rank {rank}, process {process.pid}, ended with code {process.wait()}")
+    how = f"process {process.pid} ended with code {process.wait()}"
+    ended.put(f"rank {rank} of the group is gone: {how}")
 
 
 def _end(processes: list[subprocess.Popen[bytes]], over: threading.Event) -> None:

@@ -41,7 +41,10 @@ class GroupExperts:
         self._counted = counted
 
     def rows(self, layer: int, gated: Gated) -> torch.Tensor:
-        """[m, k, h] unweighted rows of the rows that this rank gated: all-to-all there and back."""
+        """[m, k, h] unweighted rows of the rows that this rank gated: all-to-all there and back.
+
+        A pair counts as local where a part of its expert is here; its other parts are asked elsewhere.
+        """
         assert gated.expert_ids is not None and gated.weights is not None
         ids, weights = gated.expert_ids.numpy(), gated.weights.numpy()
         route = self._route(layer, ids)

@@ -29,6 +29,7 @@ from moesaic.runtime.tensor.experts import GroupExperts, cut
 from moesaic.runtime.tensor.forecast import Forecast, InOrder
 from moesaic.runtime.tensor.forms import AllReduce, DeepSpeed, Form, Scattered
 from moesaic.runtime.tensor.sharded import InGroup, InMemory, Sharded
+from moesaic.trace.parts import whole_of
 
 
 def check(config: WorkerConfig) -> None:
@@ -38,8 +39,8 @@ def check(config: WorkerConfig) -> None:
         ("--schedule", scheduler.schedule, "lockstep"),
         ("--inflight-batches", scheduler.inflight_batches, 1),
         ("--combine", scheduler.combine, "exact"),
-        ("--trace", config.trace, None),
-        ("--record-routing", config.record, None),
+        ("--trace", whole_of(config.trace), None),
+        ("--record-routing", whole_of(config.record), None),
     ):
         if value != allowed:
             allowed_text = "nothing" if allowed is None else str(allowed)
@@ -70,6 +71,8 @@ class Placed:
     """Layer -> [E] the unit that holds each expert: a rank, or the ranks that share one."""
     tables: Tables | None
     """Where rows are expected to want them."""
+    left_out: int = 0
+    """Copies that the placement has beyond one of each expert, over all layers; no rank holds them."""
 
     def of(self, unit: int) -> dict[int, list[int]]:
         """Layer -> the experts of a unit, ascending."""
@@ -82,7 +85,8 @@ class Placed:
 
 
 def placed(config: WorkerConfig) -> Placed:
-    """As the placement's file says, else in equal ranges. Of copies that which the tables expect, or one.
+    """As the placement's file says, else in equal ranges. Of copies that which the tables expect, else the
+    first rank's.
 
     Raises ConfigError for a file that does not fit, and for `shuffled` without tables.
     """
@@ -100,9 +104,10 @@ def placed(config: WorkerConfig) -> Placed:
 
 
 def _placed_by(placement: Placement, tables: Tables | None) -> Placed:
+    left_out = sum(int((placement.replicas(layer) - 1).sum()) for layer in placement.layers)
     if tables is None:
-        return Placed({layer: placement.table(layer)[:, 0] for layer in placement.layers}, None)
-    return Placed(dict(zip(tables.layers, tables.experts.astype(np.int64), strict=True)), tables)
+        return Placed({layer: placement.table(layer)[:, 0] for layer in placement.layers}, None, left_out)
+    return Placed(dict(zip(tables.layers, tables.experts.astype(np.int64), strict=True)), tables, left_out)
 
 
 def equal_owners(layers: tuple[int, ...], num_experts: int, units: int) -> Mapping[int, IntArray]:
@@ -167,9 +172,10 @@ def follower(config: WorkerConfig, group: Group) -> Sharded:
 
 
 def _named(config: GroupConfig, where: Placed) -> str:
-    """The form, for people."""
+    """The form and what the placement has in vain, for people."""
     form = config.form or ("reduce-scatter" if where.tables is None else "shuffled")
-    return f"shuffled ({config.align})" if form == "shuffled" else form
+    left_out = f", without the placement's {where.left_out} copies" if where.left_out else ""
+    return f"{form} ({config.align}){left_out}" if form == "shuffled" else form + left_out
 
 
 def _form(

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include "gathered.h"
@@ -218,7 +219,12 @@ void use(const std::string& name) {
 
 void set_threads(int threads, bool pin) {
     if (has_own_workshop()) throw std::runtime_error("this thread has a pool of its own: call shared_pool() first");
-    outside_python([&] { shared_workshop().configure(threads, pin); });
+    try {
+        outside_python([&] { shared_workshop().configure(threads, pin); });
+    } catch (const std::system_error& error) {  // the system has no more threads
+        PyErr_SetString(PyExc_OSError, error.what());
+        throw nb::python_error();
+    }
 }
 
 int threads() {

@@ -177,10 +177,10 @@ using Narrow = bf16;  // bf16 weights as products take them
 
 namespace MOESAIC_ISA {
 
-// exp(x) to about one unit in the last place; at most x = 88, and below -87 it is exp(-87). NaN stays NaN:
-// of a NaN and a number, vmax and vmin give the second.
+// exp(x) to about one unit in the last place; infinity where that is more than 2^127.5 or so, and below -87 it is
+// exp(-87). NaN stays NaN: of a NaN and a number, vmax and vmin give the second.
 inline Vec exponential(Vec x) {
-    x = vmin(set1(88.0f), vmax(set1(-87.0f), x));
+    x = vmin(set1(89.0f), vmax(set1(-87.0f), x));
     Vec n = nearest(mul(x, set1(1.44269504088896341f)));
     Vec r = fma(n, set1(-0.693359375f), x);
     r = fma(n, set1(2.12194440e-4f), r);

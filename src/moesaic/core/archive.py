@@ -1,0 +1,49 @@
+"""Files of arrays: NumPy archives (`.npz`) without pickled objects."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from tokenize import TokenError
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.errors import ConfigError
+
+T = TypeVar("T")
+Arrays = dict[str, npt.NDArray[Any]]
+
+DAMAGED = (
+    *(ValueError, TypeError, EOFError, IndexError, RuntimeError, SyntaxError, MemoryError, OverflowError),
+    *(zipfile.BadZipFile, zlib.error, TokenError),
+)
+"""What NumPy and `zipfile` raise where bytes are not what they were."""
+
+
+def save(path: Path, arrays: Mapping[str, Any], compress: bool = True) -> None:
+    """Write it, whole or not at all."""
+    unfinished = path.with_name(path.name + ".tmp")
+    with unfinished.open("wb") as file:
+        (np.savez_compressed if compress else np.savez)(file, **arrays)
+    unfinished.replace(path)
+
+
+def load(path: Path, what: str, make: Callable[[Arrays], T]) -> T:
+    """What `make` makes of the arrays; it raises KeyError for one that lacks, ValueError for a wrong one.
+
+    what: the file should be, with its article. Raises ConfigError: one line that names the file.
+    """
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            found = {name: archive[name] for name in archive.files}
+        return make(found)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or f'not {what}'}") from error
+    except KeyError as error:
+        raise ConfigError(f"{path}: not {what}: it has no {error.args[0]!r}") from error
+    except DAMAGED as error:
+        raise ConfigError(f"{path}: not {what}: {error}") from error
