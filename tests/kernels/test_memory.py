@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from moesaic.kernels.native.memory import ALIGNMENT, LARGE, MEMORY
+from moesaic.kernels.native.memory import ALIGNMENT, LARGE, MEMORY, reusing
 
 ROLLING = """
 import sys
@@ -39,3 +40,35 @@ def test_a_result_is_dense_and_starts_where_vectors_do(size: int) -> None:
 def test_results_that_come_and_go_take_no_more_memory_than_live_at_once() -> None:
     ended = subprocess.run([sys.executable, "-c", ROLLING], capture_output=True, text=True, check=True)
     assert int(ended.stdout) < 44, "32 MiB live; with torch's own allocation 88 were taken"
+
+
+def test_large_results_take_the_memory_of_those_that_ended() -> None:
+    with reusing():
+        first, second = MEMORY.empty(2 * LARGE), MEMORY.empty(LARGE)
+        where = first.data_ptr(), second.data_ptr()
+        part = first[5:]
+        del first, second
+        third = MEMORY.empty(LARGE)
+        assert third.data_ptr() == where[1], "a part of the first is still looked at"
+        del part
+        fourth, fifth = MEMORY.empty(LARGE - 64), MEMORY.empty(LARGE)
+        assert fourth.data_ptr() == where[0] and fourth.shape == (LARGE - 64,)
+        assert fifth.data_ptr() not in where
+        assert MEMORY.ended == []
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(fifth.fill_, 1.0).result()  # may end in another thread too
+            assert pool.submit(lambda: MEMORY.ended).result() is None, "each thread has its own"
+        del fifth
+        assert [len(memory) for memory in MEMORY.ended] == [4 * LARGE]
+    assert MEMORY.ended is None
+    assert third.fill_(2.0).sum() == 2 * LARGE, "results outlive the context"
+
+
+def test_of_several_that_ended_the_smallest_is_taken() -> None:
+    with reusing():
+        sizes = [LARGE, 4 * LARGE, 2 * LARGE]
+        results = [MEMORY.empty(size) for size in sizes]
+        where = [result.data_ptr() for result in results]
+        results.clear()
+        taken = [MEMORY.empty(size).data_ptr() for size in (LARGE + 1, LARGE)]
+        assert taken == [where[2], where[0]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -137,6 +137,8 @@ class Kernels:
     """Makes a recorder of steps that consist of these operations alone; None: they cannot be recorded."""
     one_core: Callable[[int], AbstractContextManager[None]] | None = None
     """Within it the calling thread computes by itself, on this core, while others do; None: it cannot."""
+    reusing: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Within it results of the calling thread may take the memory of those that ended."""
 
 
 def _torch_threads(threads: int, pin: bool) -> None:
@@ -230,6 +232,7 @@ def _natively(name: str) -> Kernels:
         set_threads=_native_threads,
         recorder=_recorder,
         one_core=_one_core,
+        reusing=memory.reusing,
     )
 
 

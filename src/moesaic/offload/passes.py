@@ -73,6 +73,10 @@ class Passes:
 
     def run(self, batch: TokenBatch) -> torch.Tensor:
         """Hidden states [m, h] of the logit_rows after the last block; the cache has all rows then."""
+        with self._model.kernels.reusing():
+            return self._run(batch)
+
+    def _run(self, batch: TokenBatch) -> torch.Tensor:
         asked, batch = batch, self._way.rows.of(batch)
         prompts = batch.num_rows > batch.num_sequences
         cache = self._caches[prompts]

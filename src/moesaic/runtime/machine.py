@@ -29,8 +29,8 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Let the C library give each larger piece back as it is freed.
 
-    Kept, they fall to pieces around each other: 80 MiB more at a cap of 600 MiB, for 4 % less time in a long
-    prefill. Where the C library is not glibc nothing happens.
+    Kept, they fall to pieces around each other: 80 MiB more at a cap of 600 MiB. `Kernels.reusing` keeps what
+    a pass can use again. Where the C library is not glibc nothing happens.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
