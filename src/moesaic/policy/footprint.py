@@ -23,8 +23,8 @@ class Footprint:
         routed = model.top_k * (model.hidden + 2 * model.expert_width)
         after = max(routed, 2 * model.shared_width, 2 * model.dense_width)
         self._row = (attention + after + 2 * model.hidden) * model.row_number
-        """Bytes of one row between the operations of a layer, at the most: what attention took is kept for the
-        next layer's."""
+        """Bytes of one row between the operations of a layer, at the most: what attention took is kept for
+        the next layer's."""
         self._prefill_rows = min(PREFILL_ROWS, PREFILL_SHARE * hardware.fast.room / self._row)
 
     def fast(self, policy: Policy) -> dict[str, float]:
