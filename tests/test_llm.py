@@ -235,10 +235,16 @@ def test_mistakes_are_one_line_and_leave_the_engine_working(checkpoint: Path) ->
     llm = LLM(str(checkpoint))
     with pytest.raises(RequestError):
         llm.generate(["fine", ""], GREEDY)
-    for wrong in ([GREEDY], [], {"max_tokens": 2}, [GREEDY, None]):
+    for wrong in ([GREEDY], [], {"max_tokens": 2}, {}, 5, [GREEDY, None]):
         with pytest.raises(ConfigError, match="params"):
             llm.generate(["a", "b"], wrong)  # type: ignore[arg-type]
-    for prompt in ({"prompt": 5}, {"prompt": "a", "multi_modal_data": {}}, [1, 2.5], {"text": "a"}):
+    for prompt in (
+        {"prompt": 5},
+        {"prompt_token_ids": "text"},
+        {"prompt": "a", "multi_modal_data": {}},
+        [1, 2.5],
+        {"text": "a"},
+    ):
         with pytest.raises(RequestError, match="^prompt: got .*; allowed: text, a list of token ids"):
             llm.generate([prompt], GREEDY)  # type: ignore[list-item]
     with pytest.raises(RequestError, match="^messages: content: got {'type': 'image'}; allowed: a text"):

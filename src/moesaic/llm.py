@@ -246,7 +246,7 @@ def _plain(prompt: Prompt) -> object:
         return prompt
     if len(prompt) == 1 and isinstance(prompt.get("prompt"), str):
         return prompt["prompt"]
-    if len(prompt) == 1 and "prompt_token_ids" in prompt:
+    if len(prompt) == 1 and not isinstance(prompt.get("prompt_token_ids", ""), str):
         return prompt["prompt_token_ids"]
     raise RequestError(f"prompt: got a dictionary of {list(prompt)}; allowed: {_ALLOWED}", "prompt")
 
@@ -261,16 +261,16 @@ def _token_ids(prompt: object) -> list[int]:
     return [int(token) for token in tokens]
 
 
-_ALLOWED = "text, a list of token ids, or one of them as {'prompt': ..} or {'prompt_token_ids': ..}"
+_ALLOWED = "text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
-    wrong = [one for one in params if not isinstance(one, SamplingParams)]
+    listed = isinstance(params, Sequence) and not isinstance(params, str)
+    wrong = [one for one in params if not isinstance(one, SamplingParams)] if listed else [params]
     if wrong:
-        got = params if isinstance(params, Mapping) else wrong[0]
-        raise ConfigError.field("params", repr(got), "SamplingParams, or a list of them")
+        raise ConfigError.field("params", wrong[0], "SamplingParams, or a list of them")
     if len(params) != count:
         raise ConfigError.field("params", f"{len(params)} of them", f"one, or one for each of {count}")
     return list(params)

@@ -273,7 +273,7 @@ def _sizes(worker: WorkerConfig, profile: str | None) -> ModelSizes:
     """profile: file of its routing. Raises ConfigError for one of another model."""
     path = files.resolve(worker.model.model, worker.model.revision)
     raw: dict[str, Any] = files.read_json(path / "config.json")
-    model = replace(read(raw, worker.model.model), computed=ROW_BYTES)
+    model = replace(read(raw, worker.model.model), computed=ROW_BYTES, tied=registry.is_tied(path))
     if profile is not None:
         known = Profile.load(Path(profile))
         known.check(registry.read_spec(path).routed.model, profile)

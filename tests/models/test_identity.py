@@ -117,6 +117,7 @@ def test_a_head_beside_tied_embeddings_counts_where_it_differs(tmp_path: Path, d
     path = tiny.edit(tiny.save(untied, tmp_path), tie_word_embeddings=True)
     ours = registry.load(path, pick("cpu"))
     assert (ours.head is ours.embedding) is not differs
+    assert registry.is_tied(path) is not differs
     tokens = tiny.prompt(LENGTH, cases.VOCAB)
     theirs = type(untied).from_pretrained(path, dtype=torch.float32)
     wanted = tiny.reference_logits(theirs, tokens)

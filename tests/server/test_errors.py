@@ -223,7 +223,8 @@ def test_what_can_never_be_served_is_not_tokenized(launch: Launch, monkeypatch: 
     # 256 tokens, none of them longer than </s>.
     says = "got 1025 characters; allowed: at most 1024, the context full of tokens of 4"
     for long in ("x" * 1025, ["x", "x" * 1025]):
-        assert f"prompt: {says}" in live.post("/v1/completions", prompt=long).text
+        refused = error_of(live.post("/v1/completions", prompt=long))
+        assert refused["message"] == f"prompt: {says}" and refused["code"] == "context_length_exceeded"
     messages = [{"role": "user", "content": "x" * 1000}, {"role": "user", "content": "x" * 25}]
     assert f"messages: {says}" in live.post("/v1/chat/completions", messages=messages).text
 

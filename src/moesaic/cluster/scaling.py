@@ -111,7 +111,8 @@ class Changes:
             least = self._cluster.min_replicas
             raise ScalingError(f"expert_servers: got {servers}; --min-replicas needs at least {least}", True)
         rule = autoscale_rule(self._cluster)
-        if rule is not None and not rule.least <= servers <= rule.most:
+        changed = servers != len(self._members.servers)
+        if rule is not None and changed and not rule.least <= servers <= rule.most:
             bounds = f"{rule.least} to {rule.most}"
             raise ScalingError(f"expert_servers: got {servers}; --autoscale allows {bounds}", True)
         joined = sum(member.elsewhere for member in self._members.servers[:servers])

@@ -277,7 +277,7 @@ class Supervisor:
         again = member.died(how, self._clock(), self._rule)
         if member.role is Role.WORKER:
             self._router.leave(member.number)
-        if not expected and not (again and self._announced):
+        if self._members.watched and not expected and not (again and self._announced):
             self._end(how if again else f"{member.name} keeps dying, the last time so: {how}")
 
     def _lay_out(self, layout: ExpertLayout) -> None:

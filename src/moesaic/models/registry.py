@@ -62,6 +62,11 @@ def read_spec(path: Path, shard: Shard = WHOLE) -> ModelSpec:
     return shard.spec(config.spec)
 
 
+def is_tied(path: Path) -> bool:
+    """Whether head and embedding are one matrix."""
+    return _is_tied(_parse(path)[1], Checkpoint(path))
+
+
 def load(
     path: Path,
     kernels: Kernels,
@@ -171,13 +176,15 @@ def _dtype(dtype: str, device: str, checkpoint: Checkpoint, kernels: Kernels) ->
 
 
 def _head(config: Config, loader: Loader, embedding: torch.Tensor) -> torch.Tensor:
-    checkpoint = loader.checkpoint
-    if config.tied and HEAD not in checkpoint.names:
-        return embedding
-    checkpoint.claim(HEAD, config.spec.vocab_size, config.spec.hidden_size)
-    if config.tied and checkpoint.equal(HEAD, EMBEDDING):  # a copy that some tools write
-        return embedding
-    return loader.matrix("lm_head", config.spec.vocab_size, config.spec.hidden_size)
+    shape = config.spec.vocab_size, config.spec.hidden_size
+    if not config.tied or HEAD in loader.checkpoint.names:
+        loader.checkpoint.claim(HEAD, *shape)
+    return embedding if _is_tied(config, loader.checkpoint) else loader.matrix("lm_head", *shape)
+
+
+def _is_tied(config: Config, checkpoint: Checkpoint) -> bool:
+    """A head in the files may be a copy that some tools write; one that differs counts."""
+    return config.tied and (HEAD not in checkpoint.names or checkpoint.equal(HEAD, EMBEDDING))
 
 
 def _experts(file: ModelFile, config: Config, loader: Loader, read: bool) -> dict[int, ExpertWeights]:

@@ -88,7 +88,8 @@ def _require_short(characters: int, service: Service, field: str) -> None:
     allowed = service.engine.require_serving().max_model_len * longest
     if characters > allowed:
         what = f"at most {allowed}, the context full of tokens of {longest}"
-        raise RequestError(f"{field}: got {characters} characters; allowed: {what}", field)
+        error = f"{field}: got {characters} characters; allowed: {what}"
+        raise RequestError(error, field, "context_length_exceeded")
 
 
 def _plain(message: Message) -> dict[str, Any]:

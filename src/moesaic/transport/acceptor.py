@@ -103,7 +103,13 @@ class Acceptor(Generic[Passed]):
         try:
             addresses.tune(sock)
             passed = self._handshake(sock)
-        except (OSError, ConnectionLost, ConfigError) as error:
+        except (
+            OSError,
+            ConnectionLost,
+            ConfigError,
+            RuntimeError,
+            MemoryError,
+        ) as error:  # no thread, no room
             with self._lock:
                 peer = self._pending.pop(sock, None)
                 if peer is not None:  # else it was dropped before

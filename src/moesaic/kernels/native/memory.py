@@ -74,16 +74,19 @@ def reusing() -> Generator[None]:
     gives each back to the system, its pages come anew, and a long prefill of offloaded experts takes a tenth
     more time. Nothing is held when it ends but what results still take.
     """
-    before, MEMORY.ended = MEMORY.ended, []
+    ended: list[Bytes] = []
+    before, MEMORY.ended = MEMORY.ended, ended
     try:
         yield
     finally:
         MEMORY.ended = before
+        ended.clear()
 
 
 def _again(size: int, ended: list[Bytes]) -> Bytes:
-    """The smallest that is large enough, else new memory; back in `ended` when no tensor looks at it."""
-    enough = [place for place, memory in enumerate(ended) if len(memory) >= size]
+    """The smallest that is large enough, though not twice as large, else new memory; back in `ended` when no
+    tensor looks at it."""
+    enough = [place for place, memory in enumerate(ended) if size <= len(memory) < 2 * size]
     best = min(enough, key=lambda place: len(ended[place]), default=None)
     memory = _aligned(size) if best is None else ended.pop(best)
     view = memory[:size]
