@@ -127,7 +127,7 @@ def _tuple(name: str, values: Any) -> tuple[Any, ...]:
 
 
 def _mapping(name: str, values: Any) -> Mapping[Any, Any]:
-    """The same."""
+    """None is nothing."""
     if not isinstance(values or {}, Mapping):
         raise RequestError(f"{name}: got {values!r}; allowed: numbers by token id", name)
     return values or {}
