@@ -191,7 +191,7 @@ class OffloadConfig:
     """A model larger than the memory that it may take."""
 
     fast_memory: str | None = None
-    """Most memory for weights, cache and rows, such as 2GiB; the worker's libraries take about 270 MiB beside it.
+    """Most memory for weights, cache and rows, such as 2GiB; libraries take about 270 MiB beside it.
     Experts that do not fit are read from the disk while others are computed, by a policy that is planned for
     the job and this machine (MoE-Lightning). None: the whole model is in memory."""
     hardware: str | None = None
