@@ -31,6 +31,12 @@ HARDWARE = Hardware(
     Level("disk", 100 * GIB, GIB, None),
     Link(0.02 * GIB, 0.02 * GIB),
 )
+GPU = Hardware(
+    "a box",
+    Level("a GPU", 16 * GIB, 300 * GIB, Processor(5e13)),
+    Level("RAM", 64 * GIB, 40 * GIB, Processor(1e12)),
+    Link(12 * GIB, 12 * GIB, staging=10 * GIB),
+)
 JOB = Job(requests=40, prompt=30, generate=10, longest=64)
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 16, "num_hidden_layers": 4}
 CAPS = ("5MiB", "6MiB", "8MiB", "16MiB")
@@ -269,3 +275,66 @@ def test_logits_take_no_more_than_the_workspace(path: Path) -> None:
     offload = found.worker.offload
     assert offload is not None and offload.logit_rows is not None and offload.logit_rows >= 1
     assert offload.logit_rows * found.model.vocab * 4 <= found.price.fast["workspace"]
+
+
+# ---- a GPU over RAM
+
+
+def on_gpu(path: Path, cap: str = "6MiB", hardware: Hardware = GPU, **options: Any) -> Planned:
+    worker = WorkerConfig(ModelConfig(str(path)))
+    return plan(worker, OffloadConfig(cap, **options), JOB, hardware, gpu=True)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "cgopipe", "in-place", "on-demand", "s2", "s3", "s4", "serial"])
+def test_a_worker_on_a_gpu_does_what_was_priced(path: Path, schedule: str) -> None:
+    found = on_gpu(path, offload_schedule=schedule)
+    offload, policy = found.worker.offload, found.price.policy
+    assert offload is not None and schedule in ("auto", offload.schedule)
+    assert offload.slow_cache == policy.slow_cache in (0, 1) and offload.link is None
+    assert (offload.slow_attention, offload.fast_residual) == (policy.slow_attention, policy.fast_residual)
+    assert policy.slow_attention is {"s2": True, "s3": True, "s4": False}.get(schedule, policy.slow_attention)
+    held = sum(found.price.fast.values())
+    if not policy.slow_cache:
+        held += int(found.worker.cache.kv_cache_memory) - found.price.fast["cache"]
+    assert held <= USABLE * 6 * MIB
+
+
+def test_a_cache_in_ram_may_take_all_of_it(path: Path) -> None:
+    """As many requests as there are each get room for the longest one."""
+    few = replace(GPU, slow=replace(GPU.slow, memory=16 * MIB))
+    roomy, narrow = (on_gpu(path, "5MiB", one, offload_schedule="s3") for one in (GPU, few))
+    sizes = [int(one.worker.cache.kv_cache_memory) for one in (roomy, narrow)]
+    spec, longest = roomy.model, 64
+    assert sizes[0] == roomy.price.policy.batch * longest * round(spec.layers * spec.cache(1, 2.0))
+    assert sizes[1] + sum(narrow.price.slow.values()) - narrow.price.slow["cache"] <= few.slow.room
+
+
+def test_auto_is_what_is_free_of_a_gpu(path: Path) -> None:
+    small = replace(GPU, fast=replace(GPU.fast, memory=6 * MIB))
+    found = on_gpu(path, "auto", small)
+    assert found.worker.offload is not None
+    assert found.worker.offload.fast_memory == int(small.fast.room) < small.fast.memory
+
+
+def test_a_cache_on_a_gpu_has_the_type_of_the_weights(path: Path) -> None:
+    assert on_gpu(path).price.workload.cache_number == 2.0 != planned(path).price.workload.cache_number
+    assert on_gpu(path, "16MiB").model.number == 2.0
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cap", "options", "got", "allowed"),
+    [
+        (True, "6MiB", {"hardware": "disk.toml"}, "--hardware: got 'disk.toml'", "GPU memory over RAM"),
+        (True, "6MiB", {"pad": True}, "--pad: got True", "only over a disk is anything padded"),
+        (False, "auto", {}, "--fast-memory: got 'auto'", "a size, such as 2GiB; auto is for a GPU's memory"),
+        (False, "6MiB", {"offload_schedule": "s3"}, "--offload-schedule: got 's3'", "which computes nothing"),
+    ],
+    ids=["a disk", "padding", "auto", "s3"],
+)
+def test_what_the_other_kind_of_machine_has_is_refused(
+    path: Path, gpu: bool, cap: str, options: dict[str, Any], got: str, allowed: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        plan(WorkerConfig(ModelConfig(str(path))), OffloadConfig(cap, **options), JOB, HARDWARE, gpu)
+    line = str(raised.value)
+    assert line.startswith(f"{got}; allowed: ") and line.endswith(allowed) and "\n" not in line

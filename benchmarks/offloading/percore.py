@@ -30,7 +30,7 @@ from moesaic.offload.caches import Moving, Resident
 from moesaic.offload.lanes import Lanes
 from moesaic.offload.parts import Part
 from moesaic.policy.tasks import Kind, Lane, Task
-from moesaic.runtime import offloaded
+from moesaic.runtime import levels
 from moesaic.runtime.loaded import Loaded, load_model
 from moesaic.runtime.machine import allowed_cpus, available_memory
 
@@ -115,7 +115,7 @@ class Bench:
         one_core = self.loaded.kernels.one_core
         assert one_core is not None
         fast, slow = cores()
-        setup = partial(offloaded._setup, allowed_cpus(), partial(one_core, slow))
+        setup = partial(levels.on_core, allowed_cpus(), partial(one_core, slow))
         with Lanes(setup) as found, one_core(fast):
             return self.watch.seconds(lambda: found.run(tasks, do))
 

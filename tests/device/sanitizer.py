@@ -11,7 +11,9 @@ that of a CPU. What is refused, each with torch's own kind of error:
 - products of integers.
 
 Fresh memory of the device holds what an allocator may leave there: NaN, and integers that index nothing. A
-copy to or from the device is always one: nothing that is written to the one side later shows on the other.
+copy to or from the device is always one: nothing that is written to the one side later shows on the other. A
+copy that nobody waits for is done as late as a GPU may do it: when the thread that asked for it waits for its
+stream, or has the device do something else. Each thread has one stream; pinned memory is a CPU tensor.
 `test_sanitizer.py` compares these rules with torch's own model of a GPU, `test_cuda.py` with a GPU.
 """
 
@@ -19,6 +21,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,6 +53,36 @@ PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "mv", "dot", "e
 FRESH = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
+class Taken:
+    """Bytes of the device that tensors look at, and the most since `begin`."""
+
+    def __init__(self) -> None:
+        self._lock, self._looking = threading.RLock(), Counter[int]()
+        self.now = self.most = 0
+
+    def begin(self) -> int:
+        """Returns what is taken now."""
+        self.most = self.now
+        return self.now
+
+    def look_at(self, tensor: OnDevice) -> None:
+        """Until the tensor ends. Several may look at the same memory."""
+        storage = tensor.numbers.untyped_storage()
+        weakref.finalize(tensor, self._add, storage._cdata, storage.nbytes(), -1)
+        self._add(storage._cdata, storage.nbytes(), 1)
+
+    def _add(self, storage: int, size: int, one: int) -> None:
+        with self._lock:
+            before = self._looking[storage]
+            self._looking[storage] += one
+            if not before or not self._looking[storage]:
+                self.now += one * size
+            self.most = max(self.most, self.now)
+
+
+TAKEN = Taken()
+
+
 class OnDevice(torch.Tensor):
     """Says that it is on the device; `numbers` has the same sizes and strides."""
 
@@ -61,6 +96,7 @@ class OnDevice(torch.Tensor):
                 dtype=numbers.dtype, device=DEVICE,
             )  # fmt: skip
         made.numbers = numbers
+        TAKEN.look_at(made)
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -80,6 +116,9 @@ class OnDevice(torch.Tensor):
     def tolist(self) -> Any:
         return self.numbers.tolist()
 
+    def record_stream(self, stream: object) -> None:
+        """Memory is given back when nothing looks at it any more, whoever it is."""
+
     def data_ptr(self) -> int:
         return ADDRESSES + self.numbers.data_ptr()
 
@@ -94,16 +133,36 @@ class Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return carry_out(func, args, kwargs or {})
 
 
+class Stream(threading.local):
+    """What the calling thread told the device and has not been done yet."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], object]] = []
+
+    def synchronize(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for one in waiting:
+            one()
+
+
+STREAM = Stream()
+
+
 @contextmanager
 def sanitized(free: int = 64 * GIB) -> Iterator[None]:
-    """Within it torch has one CUDA device, of which this many bytes are free. Of the calling thread only."""
+    """Within it torch has one CUDA device, of which this many bytes are free. For the calling thread, and for
+    others that take a stream of their own."""
     there: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "_lazy_init": lambda: None,
         "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
         "get_device_name": lambda device=None: NAME,
         "mem_get_info": lambda device=None: (free, 2 * free),
+        "current_stream": lambda device=None: STREAM,
+        "Stream": lambda device=None: STREAM,
+        "stream": lambda stream: Dispatch(),  # type: ignore[no-untyped-call]
     }
     with guarded(), mock.patch.multiple(torch.cuda, **there), Dispatch():  # type: ignore[no-untyped-call]
         yield
@@ -163,6 +222,11 @@ def carry_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     device = _result_device(operation.name, given, operands)
     owners = {id(one.numbers): one for _, one in operands if isinstance(one, OnDevice)}
     plain = {key: _map(value, _numbers) for key, value in given.items()}
+    if operation.name == "copy_" and given.get("non_blocking") and len(owners) == 1:
+        STREAM.waiting.append(functools.partial(func, **plain))
+        return given["self"]
+    if owners:
+        STREAM.synchronize()
     if given.get("device") is not None:
         plain["device"] = CPU
     if given.get("pin_memory"):

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.device import cases
+from tests.batch.fake import line
+from tests.device import cases, test_offload
 from tests.models import tiny
 
 from moesaic import LLM, RequestOutput, SamplingParams
@@ -86,6 +87,29 @@ def test_every_way_to_sample_gives_the_tokens_of_the_cpu(tmp_path: Path, model: 
     llm = LLM(str(tmp_path), device="cuda", **settings)
     assert cases.tokens(cases.answers(llm)) == cases.tokens(cases.answers(on_cpu))
     assert (llm.stats().preemptions > 0) == (setting == "blocks run out")
+
+
+@pytest.mark.parametrize("policy", test_offload.POLICIES)
+@pytest.mark.parametrize("model", cases.MODELS)
+def test_a_model_larger_than_the_gpu_has_the_tokens_of_the_one_in_memory(
+    tmp_path: Path, model: str, policy: str
+) -> None:
+    cases.write(model, tmp_path)
+    _, found = test_offload.answers(tmp_path, device="cuda", offload=test_offload.POLICIES[policy])
+    _, wanted = test_offload.answers(tmp_path, device="cpu", kernels="reference")
+    assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+
+
+@pytest.mark.parametrize("schedule", ["auto", "s2", "s4"])
+def test_a_batch_is_answered_by_a_model_larger_than_what_it_may_take(tmp_path: Path, schedule: str) -> None:
+    asked, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [line(f"r{n}", model="demo", prompt=f"{n} + {n} =", max_tokens=8) for n in range(9)]
+    asked.write_text("\n".join(lines))
+    command = [sys.executable, "-m", "moesaic", "run-batch", "-i", str(asked), "-o", str(answered)]
+    options = ["--model", "demo", "--device", "cuda", "--fast-memory", "8MiB", "--offload-schedule", schedule]
+    done = subprocess.run([*command, *options, "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["completed"] == 9 and len(answered.read_text().splitlines()) == 9
 
 
 @pytest.mark.parametrize("cache", ["auto", "float32", "float16", "int8"])

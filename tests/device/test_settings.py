@@ -17,7 +17,6 @@ from moesaic import LLM, cli
 from moesaic.commands import hardware
 from moesaic.commands.hardware_options import MeasureHardware
 from moesaic.core.errors import ConfigError
-from moesaic.core.offload import Offload
 from moesaic.cost.hardware import Hardware
 from moesaic.hardware import cuda, memory
 from moesaic.hardware.measure import Effort, Measuring
@@ -49,14 +48,10 @@ def test_without_a_gpu_none_is_taken(path: Path) -> None:
     ("settings", "line"),
     [
         ({"tensor_parallel_size": 3}, "--device: got 'cuda'; allowed: cpu with --tensor-parallel-size"),
-        (
-            {"offload": Offload(1 << 30, "cgopipe", micro_batch=2, micro_batches=4, prefill_rows=19)},
-            "--device: got 'cuda'; allowed: cpu with --fast-memory",
-        ),
         ({"kernels": "portable"}, "--kernels: got 'portable'; allowed: auto, reference"),
         ({"pin_threads": True}, "--pin-threads: got True; allowed: the native kernels"),
     ],
-    ids=["group", "fast memory", "kernels", "pinned threads"],
+    ids=["group", "kernels", "pinned threads"],
 )
 @pytest.mark.parametrize("device", ["cuda", "auto"])
 def test_what_runs_on_cpus_only_is_refused(
@@ -103,10 +98,15 @@ def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.slow.name == "RAM, 1 thread" and found.link.staging is not None
 
 
-def test_a_batch_from_the_disk_is_planned_for_the_cpu(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("device", "measured"), [("auto", "cuda"), ("cuda", "cuda"), ("cpu", "cpu")])
+def test_a_batch_is_planned_for_the_device_that_carries_it_out(
+    path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    device: str,
+    measured: str,
 ) -> None:
-    """Which carries it out, also where there is a GPU."""
 
     def measure(options: MeasureHardware, effort: Effort) -> Hardware:
         raise ConfigError(f"measured for {options.device}")
@@ -115,5 +115,7 @@ def test_a_batch_from_the_disk_is_planned_for_the_cpu(
     asked = tmp_path / "in.jsonl"
     asked.write_text(line("a", model="tiny", prompt=[5, 6], max_tokens=2))
     options = ["-i", str(asked), "-o", str(tmp_path / "out.jsonl"), "--served-model-name", "tiny"]
-    assert cli.main(["run-batch", *options, "--model", str(path), "--fast-memory", "1GiB"]) == 2
-    assert "measured for cpu" in capsys.readouterr().err
+    options += ["--device", device, "--fast-memory", "1GiB"]
+    with sanitized():
+        assert cli.main(["run-batch", *options, "--model", str(path)]) == 2
+    assert f"measured for {measured}" in capsys.readouterr().err

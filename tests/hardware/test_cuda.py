@@ -30,6 +30,9 @@ class Host:
     def wait(self) -> None:
         self.waits += 1
 
+    def release(self) -> None:
+        pass
+
 
 def test_every_way_is_measured_in_bytes_a_second() -> None:
     device, clock, shown = Host(), iter(range(1000)), list[tuple[str, int, int]]()

@@ -14,6 +14,7 @@ from moesaic.commands.units import in_bytes
 from moesaic.core.metrics import PassStats
 from moesaic.cost.hardware import GIB
 from moesaic.planning import Job, Planned
+from moesaic.policy.policies import Policy
 
 PHASES = ("prefill", "decode")
 
@@ -34,12 +35,9 @@ class PhaseReport:
     measured: float
     link_busy: float
     loaded: int
-    """Bytes."""
-
-    @property
-    def link(self) -> float | None:
-        """Bytes/s while something was loaded; None where nothing was."""
-        return _speed(self.loaded, self.link_busy)
+    """Bytes of weights."""
+    link: float | None
+    """Bytes/s while something was loaded; None where nothing was, or where rows and cache come too."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -63,7 +61,7 @@ def phases(planned: Planned, passes: Sequence[PassStats]) -> list[PhaseReport]:
 
 def _phase(planned: Planned, name: str, passes: Sequence[PassStats]) -> PhaseReport:
     loaded, busy = sum(one.loaded for one in passes), sum(one.busy.get("down", 0.0) for one in passes)
-    link = _speed(loaded, busy)
+    link = loaded / busy if loaded and busy and _over_disk(planned) else None
     return PhaseReport(
         name,
         passes=sum(one.passes for one in passes),
@@ -74,25 +72,30 @@ def _phase(planned: Planned, name: str, passes: Sequence[PassStats]) -> PhaseRep
         measured=sum(one.seconds for one in passes),
         link_busy=busy,
         loaded=loaded,
+        link=link,
     )
 
 
-def _speed(loaded: int, seconds: float) -> float | None:
-    return loaded / seconds if loaded and seconds else None
+def _over_disk(planned: Planned) -> bool:
+    return planned.hardware.slow.processor is None
 
 
 def plan_text(planned: Planned, job: Job) -> str:
     """What was chosen, in three lines."""
+    over_disk = _over_disk(planned)
     policy, price, ranks = planned.price.policy, planned.price, planned.worker.group.size
     away = planned.model.experts - policy.static_experts
-    rest = f"{away} of each layer's {planned.model.experts} experts come from the disk"
+    beside = "" if over_disk else _attention(policy)
+    verb = "stay in" if policy.in_place else "come from"
+    slow = "the disk" if over_disk else "RAM"
+    rest = f"{away} of each layer's {planned.model.experts} experts {verb} {slow}"
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     padded = "" if job.padded is None else f", prompts padded to {job.padded}"
     prefill = price.prefill_throughput * job.prompt / job.computed
     held = ", ".join(f"{name} {in_bytes(size)}" for name, size in price.fast.items() if size >= 1 << 20)
     return (
         f"{policy.schedule}: {policy.batch} requests at a time in {policy.micro_batches} micro-batches of "
-        f"{policy.micro_batch}; {rest if away else 'all experts fit'}{each}\n"
+        f"{policy.micro_batch}; {rest if away else 'all experts fit'}{each}{beside}\n"
         f"memory{each}: {in_bytes(sum(price.fast.values()))} ({held})\n"
         f"predicted for {job.prompt} + {job.generate} tokens{padded}: prefill {prefill:.1f}, decode "
         f"{price.decode_throughput:.1f} tokens/s (each limited by the {price.prefill.bottleneck} and the "
@@ -100,21 +103,27 @@ def plan_text(planned: Planned, job: Job) -> str:
     )
 
 
+def _attention(policy: Policy) -> str:
+    """Where it is computed, with a GPU."""
+    if policy.slow_attention:
+        return "; the CPU attends to the cache in RAM"
+    return "; the cache comes from RAM" if policy.slow_cache else "; the cache is on the GPU"
+
+
 def _lines(one: PhaseReport) -> dict[str, str]:
     """What a phase's column says."""
-    told = {
-        "passes": str(one.passes),
-        "tokens": str(one.tokens),
-        "predicted": f"{one.predicted:.2f} s",
-        "at this link": f"{one.at_link:.2f} s",
-        "measured": f"{one.measured:.2f} s",
-    }
+    told = {"passes": str(one.passes), "tokens": str(one.tokens), "predicted": f"{one.predicted:.2f} s"}
+    if one.link is not None:
+        told["at this link"] = f"{one.at_link:.2f} s"
+    told["measured"] = f"{one.measured:.2f} s"
     if one.measured:
         told["predicted / measured"] = f"{one.predicted / one.measured:.2f}"
-        told["at this link / measured"] = f"{one.at_link / one.measured:.2f}"
+        if one.link is not None:
+            told["at this link / measured"] = f"{one.at_link / one.measured:.2f}"
         told["link busy"] = f"{one.link_busy / one.measured:.0%}"
     told["read"] = in_bytes(one.loaded)
-    told["link"] = "" if one.link is None else f"{one.link / GIB:.2f} GiB/s"
+    if one.link is not None:
+        told["link"] = f"{one.link / GIB:.2f} GiB/s"
     return told
 
 
@@ -127,7 +136,9 @@ def result_text(found: Sequence[PhaseReport], seconds: float, ranks: int = 1) ->
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "") for column in columns))
     beside = seconds - sum(one.measured for one in found)
-    link = "\nat this link: predicted again, with the speed that the link had in these passes"
+    link = ""
+    if any(one.link is not None for one in found):
+        link = "\nat this link: predicted again, with the speed that the link had in these passes"
     whose = f"\nthe first of {ranks} ranks; each reads its own experts" if ranks > 1 else ""
     rows = sum(one.padding for one in found)
     padding = f"\nbeside tokens: {rows} rows of padding" if rows else ""

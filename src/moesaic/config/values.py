@@ -18,7 +18,7 @@ Form = Literal["deepspeed", "all-reduce", "reduce-scatter", "shuffled"]
 Align = Literal["move", "variable"]
 DispatchName = Literal["affinity", "affinity-rounds", "least-loaded", "round-robin"]
 KernelName = Literal["auto", "avx512", "avx2", "portable", "avx512_bf16", "amx_bf16", "reference"]
-OffloadSchedule = Literal["auto", "cgopipe", "on-demand", "s4", "serial"]
+OffloadSchedule = Literal["auto", "cgopipe", "in-place", "on-demand", "s2", "s3", "s4", "serial"]
 HostTransport = Literal["shm", "socket"]
 """Between processes of one host."""
 Transport = Literal["auto", HostTransport]

@@ -191,17 +191,17 @@ class OffloadConfig:
     """A model larger than the memory that it may take."""
 
     fast_memory: str | None = None
-    """Most memory for weights, cache and rows, such as 2GiB; libraries take about 270 MiB beside it.
-    Experts that do not fit are read from the disk while others are computed, by a policy that is planned for
-    the job and this machine (MoE-Lightning). None: the whole model is in memory."""
+    """Most memory for weights, cache and rows, such as 2GiB; libraries take about 270 MiB beside it. Experts
+    that do not fit come from the disk while others are computed, as planned for the job and this machine
+    (MoE-Lightning). On a GPU: its own (auto: what is free), over RAM. None: the whole model is in memory."""
     hardware: str | None = None
     """With --fast-memory: file of `moesaic hardware measure`; None: this machine is measured first."""
     profile: str | None = None
     """With --fast-memory: what `moesaic profile` wrote for this model. The plan then knows which experts are
     popular, and how few of them rows choose together; None: it takes all to be equally likely."""
     offload_schedule: OffloadSchedule = "auto"
-    """With --fast-memory: cgopipe, the next layer's experts come in pages, one beside each micro-batch;
-    on-demand, only those that were chosen come; s4 and serial to compare with; auto: what is fastest."""
+    """With --fast-memory: cgopipe, the next layer's experts come in pages; on-demand, only those that were
+    chosen come; on a GPU also in-place, the CPU computes those in RAM, s2, s3; s4; serial; auto: the best."""
     micro_batch_size: int | None = None
     """With --fast-memory: requests computed together; None: as planned."""
     micro_batches: int | None = None
@@ -212,7 +212,7 @@ class OffloadConfig:
     generated; no answer changes. Not padded: logits, answers that end early. No prefix is shared."""
 
     def __post_init__(self) -> None:
-        if self.fast_memory is not None:
+        if self.fast_memory not in (None, "auto"):
             parse_bytes("--fast-memory", self.fast_memory)
         one_of("--offload-schedule", self.offload_schedule, get_args(OffloadSchedule))
         for name in vars(self):

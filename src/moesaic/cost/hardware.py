@@ -128,9 +128,10 @@ class Hardware:
         return replace(self, slow=slow)
 
     def with_link(self, down: float) -> Hardware:
-        """The slow level sends, and is read at, so many bytes/s, with all that a transfer takes beside."""
+        """The slow level sends so many bytes/s, with all that a transfer takes beside; a disk is read so."""
         link = replace(self.link, down=down, latency=0.0)
-        return replace(self, link=link, slow=replace(self.slow, bandwidth=down))
+        slow = self.slow if self.slow.processor is not None else replace(self.slow, bandwidth=down)
+        return replace(self, link=link, slow=slow)
 
     def to_tables(self) -> dict[str, dict[str, Any]]:
         """What a hardware file holds: `from_tables` reads it back."""

@@ -39,6 +39,10 @@ class Device(Protocol):
         """Until it has done what it was told."""
         ...
 
+    def release(self) -> None:
+        """Gives back the memory that nobody uses and torch keeps: a worker may be the next to want it."""
+        ...
+
 
 class Cuda:
     """The CUDA device that torch uses."""
@@ -57,6 +61,9 @@ class Cuda:
 
     def wait(self) -> None:
         torch.cuda.synchronize()
+
+    def release(self) -> None:
+        torch.cuda.empty_cache()
 
 
 def find() -> Device | None:

@@ -101,6 +101,7 @@ class Measuring:
         begun = self.clock()
         cpu, gpu = self._cpu(), self._device(device)
         moved = cuda.copies(device, self.effort.copied, self._watch(device), self.show)
+        device.release()
         speed = {one.way: one.bandwidth for one in moved if one.pinned}
         link = Link(speed["down"], speed["up"], speed["staging"])
         hardware = Hardware(name, gpu.level(), cpu.level(0.8), link)

@@ -34,6 +34,7 @@ class PagedKV:
         kernels: Kernels,
     ) -> None:
         self._store = kernels.store
+        self.device = device
         shape = (num_layers, num_blocks, block_size, layout.kv_heads)
         # zeros, not empty: masked-out slots are read and multiplied by 0, and 0 * NaN is NaN.
         self._keys = _zeros((*shape, stored_width(layout.key_width, dtype)), dtype, device)

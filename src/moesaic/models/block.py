@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -52,6 +52,10 @@ class Attention(Protocol):
 
     def output(self, attended: torch.Tensor) -> torch.Tensor: ...
 
+    def beside(self, kernels: Kernels) -> Attention:
+        """The same, of which `attend` computes on a CPU with these kernels."""
+        ...
+
 
 class Router(Protocol):
     """Chooses experts: rows [n, h] -> (ids [n, k] int64, weights [n, k] float32)."""
@@ -84,6 +88,10 @@ class Block(Protocol):
     ) -> torch.Tensor: ...
 
     def output_projection(self, attended: torch.Tensor) -> torch.Tensor: ...
+
+    def beside(self, kernels: Kernels) -> Block:
+        """The same, of which `attention` computes on a CPU with these kernels."""
+        ...
 
     def gate(self, hidden: torch.Tensor, partial: torch.Tensor) -> Gated: ...
 
@@ -132,6 +140,10 @@ class DecoderBlock:
     def output_projection(self, attended: torch.Tensor) -> torch.Tensor:
         """[n, Hq * dv] -> [n, h]: a partial sum when heads are split over ranks."""
         return self.attention_part.output(attended)
+
+    def beside(self, kernels: Kernels) -> DecoderBlock:
+        """The same, of which `attention` computes on a CPU with these kernels."""
+        return replace(self, attention_part=self.attention_part.beside(kernels))
 
     def gate(self, hidden: torch.Tensor, partial: torch.Tensor) -> Gated:
         """Adds attention [n, h] to hidden [n, h], norms, and chooses experts."""

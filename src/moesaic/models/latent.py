@@ -106,6 +106,12 @@ class LatentAttention:
         """[n, H * value] -> [n, h]."""
         return self.kernels.linear(attended, self.out.weight, self.out.bias)
 
+    def beside(self, kernels: Kernels) -> LatentAttention:
+        """The same, of which `attend` computes on a CPU with these kernels, the lift of values too."""
+        lifted = self.value_up.transpose(1, 2)
+        dtype = lifted.dtype if lifted.dtype in kernels.stored else torch.float32
+        return replace(self, kernels=kernels, value_up=lifted.to("cpu", dtype).contiguous().transpose(1, 2))
+
 
 def latent_attention(loader: Loader, name: str, sizes: LatentSizes, rope: RopeTable) -> LatentAttention:
     """The tensors under `name`: the heads of the loader's shard, and the latent that all heads share."""

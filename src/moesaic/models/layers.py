@@ -5,7 +5,7 @@ Head counts follow from the shapes of the weights, so a slice of the heads is ju
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -74,6 +74,10 @@ class GroupedQueryAttention:
     def output(self, attended: torch.Tensor) -> torch.Tensor:
         """[n, Hq * d] -> [n, h]."""
         return self.kernels.linear(attended, self.out.weight, self.out.bias)
+
+    def beside(self, kernels: Kernels) -> GroupedQueryAttention:
+        """The same, of which `attend` computes on a CPU with these kernels: it reads no weights."""
+        return replace(self, kernels=kernels)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from moesaic.core.tokens import IntArray
+from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.model import Model
 from moesaic.offload.link import Link
@@ -40,6 +42,15 @@ class Held(Protocol):
     def experts(self, count: int, layer: int) -> ExpertWeights: ...
 
 
+@dataclass(frozen=True)
+class SlowExperts:
+    """Routed experts on the slow level, and the kernels of the processor there."""
+
+    weights: Mapping[int, ExpertWeights]
+    """By layer."""
+    kernels: Kernels
+
+
 class Alone:
     """The stages in one process. Gate and experts may be tasks of their own, experts on both levels too."""
 
@@ -50,15 +61,15 @@ class Alone:
         static: Mapping[int, frozenset[int]],
         down: Link,
         up: Link,
-        slow: Mapping[int, ExpertWeights] | None = None,
+        slow: SlowExperts | None = None,
     ) -> None:
-        """static: layer -> experts that are always on the fast level. slow: layer -> the weights of experts
-        that the slow processor computes; None: it has none."""
+        """static: layer -> experts that are always on the fast level. slow: those that the slow processor
+        computes; None: it has none."""
         self._model = model
         self._experts = experts
         self._static = static
         self._down, self._up = down, up
-        self._slow = slow or {}
+        self._slow = slow or SlowExperts({}, model.kernels)
         self._turn, self._prefill = 0, False
         self._memory, self._lent = torch.empty(0), False
         """Of the answers of one micro-batch."""
@@ -78,7 +89,7 @@ class Alone:
             part.hidden = self._model.blocks[layer].merge(part.gated, part.dense, part.answers)
             if part.answers is not None and part.answers.data_ptr() == self._memory.data_ptr():
                 self._lent = False
-            part.gated = part.dense = part.answers = part.away = None
+            part.gated = part.dense = part.answers = part.away = part.chosen = None
 
     def _post(self, task: Task, part: Part) -> None:
         self._gate(task, part)
@@ -90,9 +101,10 @@ class Alone:
         part.gated = block.gate(part.hidden, block.output_projection(attended))
         part.attended = None
         part.dense = block.dense(part.gated.normed)
-        if part.gated.expert_ids is not None and task.layer in self._slow and not self._prefill:
+        if part.gated.expert_ids is not None and task.layer in self._slow.weights and not self._prefill:
             here = sorted(self._static[task.layer])
-            part.away = np.flatnonzero(~np.isin(part.gated.expert_ids.numpy(), here))
+            part.chosen = part.gated.expert_ids.cpu()
+            part.away = np.flatnonzero(~np.isin(part.chosen.numpy(), here))
             part.answers = self._answers(part)
 
     def _answers(self, part: Part) -> torch.Tensor:
@@ -101,11 +113,11 @@ class Alone:
         assert part.gated is not None and part.gated.expert_ids is not None
         shape = (*part.gated.expert_ids.shape, part.hidden.shape[1])
         if self._lent:
-            return torch.empty(shape)
+            return part.hidden.new_empty(shape)
         self._lent, size = True, math.prod(shape)
         if len(self._memory) < size:
             self._memory = torch.empty(0)  # before there is more
-            self._memory = torch.empty(size)
+            self._memory = part.hidden.new_empty(size)
         return self._memory[:size].view(shape)
 
     def _all_experts(self, layer: int, part: Part) -> None:
@@ -126,22 +138,16 @@ class Alone:
             if task.lane is Lane.FAST:
                 self._all_experts(task.layer, part)
         elif task.lane is Lane.SLOW:
-            assert part.sent is not None
-            part.sent = self._pairs(self._slow[task.layer], part, part.sent, part.away)
+            assert part.sent is not None and part.chosen is not None
+            weights, kernels = self._slow.weights[task.layer], self._slow.kernels
+            part.sent = _pairs(kernels, weights, part.chosen, part.sent, part.away)
         else:
-            assert part.gated is not None and part.answers is not None
+            assert part.gated is not None and part.answers is not None and part.gated.expert_ids is not None
             here = np.setdiff1d(np.arange(part.answers.shape[0] * part.answers.shape[1]), part.away)
             weights = self._experts.experts(self._turn + task.layer, task.layer)
-            answers = self._pairs(weights, part, part.gated.normed, here)
+            ids, kernels = part.gated.expert_ids, self._model.kernels
+            answers = _pairs(kernels, weights, ids, part.gated.normed, here)
             part.answers.view(-1, answers.shape[1])[torch.from_numpy(here)] = answers
-
-    def _pairs(self, weights: ExpertWeights, part: Part, rows: torch.Tensor, pairs: IntArray) -> torch.Tensor:
-        """[p, h] answers to some pairs. A row's bits do not depend on what else is computed with it."""
-        assert part.gated is not None and part.gated.expert_ids is not None
-        ids = part.gated.expert_ids
-        chosen = torch.from_numpy(pairs)
-        rows = rows[chosen // ids.shape[1]]
-        return self._model.kernels.experts(weights, rows, ids.view(-1)[chosen][:, None])[:, 0]
 
     def _send_rows(self, task: Task, part: Part) -> None:
         if part.away is not None:
@@ -154,3 +160,12 @@ class Alone:
             answers = self._down.copy(part.sent)
             part.answers.view(-1, answers.shape[1])[torch.from_numpy(part.away)] = answers
             part.sent = None
+
+
+def _pairs(
+    kernels: Kernels, weights: ExpertWeights, ids: torch.Tensor, rows: torch.Tensor, pairs: IntArray
+) -> torch.Tensor:
+    """[p, h] answers to some pairs. A row's bits do not depend on what else is computed with it."""
+    chosen = torch.from_numpy(pairs)
+    rows = rows[chosen // ids.shape[1]]
+    return kernels.experts(weights, rows, ids.view(-1)[chosen][:, None])[:, 0]

@@ -17,6 +17,8 @@ from moesaic.models.spec import KVLayout
 from moesaic.offload.link import Link
 from moesaic.offload.parts import Part
 
+CPU = torch.device("cpu")
+
 
 class Cache(Protocol):
     """What a pass asks of the cache. `load` and `save` stand on the link's lanes."""
@@ -46,7 +48,7 @@ class Resident:
         self._block_size = block_size
 
     def attention(self, batch: TokenBatch) -> AttentionBatch:
-        return AttentionBatch.build(batch, self._block_size)
+        return AttentionBatch.build(batch, self._block_size, self._kv.device)
 
     def load(self, layer: int, part: Part) -> None:
         """It is there."""
@@ -69,13 +71,20 @@ class Moving:
     """
 
     def __init__(
-        self, kv: PagedKV, layout: KVLayout, block_size: int, kernels: Kernels, down: Link, up: Link
+        self,
+        kv: PagedKV,
+        layout: KVLayout,
+        block_size: int,
+        kernels: Kernels,
+        down: Link,
+        up: Link,
+        device: torch.device = CPU,
     ) -> None:
-        """kv: of all layers, on the slow level."""
+        """kv: of all layers, on the slow level. kernels, device: of the fast processor."""
         self._kv = kv
         self._layout = layout
         self._block_size = block_size
-        self._kernels = kernels
+        self._kernels, self._device = kernels, device
         self._down, self._up = down, up
         self._free: list[PagedKV] = []
         """Blocks on the fast level that no micro-batch uses: the system would page fresh ones in anew."""
@@ -89,7 +98,7 @@ class Moving:
             table[:have] = np.arange(old, old + have)
             table[have:width] = np.arange(new, new + width - have)
             old, new = old + have, new + width - have
-        return AttentionBatch.build(replace(batch, block_tables=tables), self._block_size)
+        return AttentionBatch.build(replace(batch, block_tables=tables), self._block_size, self._device)
 
     def load(self, layer: int, part: Part) -> None:
         known, widths = self._blocks(part.batch)
@@ -110,6 +119,7 @@ class Moving:
         kv.write(0, rows.key, rows.value, part.attention.slots)
         part.attended = block.attention(rows.query, kv.keys(0), kv.values(0), part.attention)
         part.written[layer] = rows.key, rows.value
+        self._down.finish()  # others may have these blocks now
         self.take_back(kv)
 
     def save(self, layer: int, part: Part) -> None:
@@ -129,7 +139,7 @@ class Moving:
             if len(kv.keys(0)) >= blocks:
                 return kv
         dtype, size = self._kv.keys(0).dtype, self._block_size
-        return PagedKV(self._layout, 1, blocks, size, dtype, torch.device("cpu"), self._kernels)
+        return PagedKV(self._layout, 1, blocks, size, dtype, self._device, self._kernels)
 
     def _blocks(self, batch: TokenBatch) -> tuple[IntArray, IntArray]:
         """[s] blocks that have tokens before this step, and blocks with this step's."""

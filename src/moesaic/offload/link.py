@@ -48,6 +48,9 @@ class Link:
         self._wait(begin, target.nbytes)
         self.moved += target.nbytes
 
+    def finish(self) -> None:
+        """Until what the calling thread copied, or computed, is there: here it is."""
+
     def _wait(self, begin: float, size: int) -> None:
         """Until so many bytes may have come."""
         if self._speed is not None:

@@ -7,17 +7,19 @@ from typing import Protocol
 
 import numpy as np
 
-from moesaic.models.block import Projected
+from moesaic.models.block import Block, Projected
 from moesaic.models.model import Model
 from moesaic.offload.after import AfterAttention, Do
 from moesaic.offload.caches import Cache
 from moesaic.offload.link import Link
 from moesaic.offload.parts import Part
-from moesaic.policy.tasks import Kind, Task
+from moesaic.policy.tasks import Kind, Lane, Task
 
 
 class Loads(Protocol):
     """How the routed experts of all layers come to the fast level; offload.weights has one."""
+
+    def stage_page(self, layer: int, page: int, pages: int) -> int: ...
 
     def load_page(self, count: int, layer: int, page: int, pages: int) -> int: ...
 
@@ -39,13 +41,16 @@ class Operations:
         down: Link,
         up: Link,
         after: AfterAttention,
+        beside: Sequence[Block] = (),
     ) -> None:
-        """static: layer -> experts that are always on the fast level."""
+        """static: layer -> experts that are always on the fast level. beside: the model's blocks, whose
+        attention the slow processor computes; none: as the fast one does."""
         self._model = model
         self._experts = experts
         self._static = static
         self._down, self._up = down, up
         self._after = after
+        self._beside = beside or model.blocks
         self._parts: Sequence[Part] = ()
         self._cache: Cache | None = None
         self._turn = 0
@@ -74,12 +79,15 @@ class Operations:
         self._after.begin(parts, turn, prefill)
 
     def __call__(self, task: Task) -> None:
-        if task.kind is Kind.LOAD_PAGE:
+        if task.kind is Kind.STAGE_PAGE:
+            self._experts.stage_page(task.layer % len(self._model.blocks), task.micro_batch, self._pages)
+        elif task.kind is Kind.LOAD_PAGE:
             self._load_page(task.layer, task.micro_batch)
         elif task.kind is Kind.LOAD_CHOSEN:
             self._load_chosen(task.layer)
         else:
             self._do[task.kind](task, self._parts[task.micro_batch])
+        self._down.finish()
 
     # ---- weights
 
@@ -92,7 +100,9 @@ class Operations:
         if not self._model.blocks[layer].routed:
             return
         gated = [part.gated for part in self._parts]
-        ids = [one.expert_ids.numpy() for one in gated if one is not None and one.expert_ids is not None]
+        ids = [
+            one.expert_ids.cpu().numpy() for one in gated if one is not None and one.expert_ids is not None
+        ]
         chosen = np.unique(np.concatenate(ids)).tolist()
         wanted = [expert for expert in chosen if expert not in self._static[layer]]
         self.loaded += self._experts.load_chosen(self._turn + layer, layer, wanted)
@@ -105,7 +115,8 @@ class Operations:
 
     def _attention(self, task: Task, part: Part) -> None:
         assert self._cache is not None
-        self._cache.attend(task.layer, self._model.blocks[task.layer], part)
+        blocks = self._beside if task.lane is Lane.SLOW else self._model.blocks
+        self._cache.attend(task.layer, blocks[task.layer], part)
         part.projected = None
 
     def _prompt(self, task: Task, part: Part) -> None:

@@ -150,8 +150,9 @@ class PaddedResident(Resident):
         counts = behind(batch, size)
         chosen = np.flatnonzero(counts)
         rows, padding = batch.query_starts[chosen], _behind(batch, counts, size)
-        beside = AttentionBatch.build(padding, size)
-        return PaddedAttention(real.batch, size, real.device, real.slots, torch.from_numpy(rows), beside)
+        beside = AttentionBatch.build(padding, size, real.device)
+        lines = torch.from_numpy(rows).to(real.device)
+        return PaddedAttention(real.batch, size, real.device, real.slots, lines, beside)
 
     def attend(self, layer: int, block: Block, part: Part) -> None:
         super().attend(layer, block, part)

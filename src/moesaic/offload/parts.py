@@ -38,6 +38,8 @@ class Part:
     """[n, h] of the shared experts."""
     answers: torch.Tensor | None = None
     """[n, k, h] of the routed experts, until they are merged."""
+    chosen: torch.Tensor | None = None
+    """[n, k] ids of the experts, on the slow level, where its processor has some of them."""
     away: IntArray | None = None
     """[p] pairs (row * k + rank) whose experts the slow processor computes."""
     sent: torch.Tensor | None = None

@@ -16,9 +16,9 @@ from moesaic.models.model import Model
 from moesaic.offload.caches import Cache
 from moesaic.offload.operations import Operations
 from moesaic.offload.parts import UNPADDED, Part, Rows, by_rows, by_sequences
-from moesaic.policy.pipeline import decode, prefill
+from moesaic.policy.pipeline import decode, first_layer, prefill
 from moesaic.policy.policies import Policy, shape_of
-from moesaic.policy.tasks import Kind, Lane, Shape, Task
+from moesaic.policy.tasks import Lane, Shape, Task
 from moesaic.policy.timeline import Timeline
 
 
@@ -44,6 +44,8 @@ class Way:
     experts: int
     """Routed experts of a layer that a process has, the most of all processes: they make the same lists."""
     rows: Rows = UNPADDED
+    staged: bool = False
+    """Pages are put into pinned memory before they come down."""
 
 
 class Passes:
@@ -93,13 +95,14 @@ class Passes:
         self._turn += shape.layers
         self._first = self._turn if shape.pages else None
         self._count(asked, batch, len(parts), (first, timeline), self._operations.loaded - before)
-        return _rows_wanted(batch, parts)
+        return _rows_wanted(batch, parts, self._model.embedding.device)
 
     def shape(self, prompts: bool, count: int) -> Shape:
         """What there is to schedule in a pass of `count` micro-batches."""
         spec = self._model.spec
         shape = shape_of(self._way.policy, self._way.experts, spec.num_layers, count, prompts)
-        return replace(shape, dense=frozenset(range(spec.num_layers)) - frozenset(spec.moe_layers))
+        dense = frozenset(range(spec.num_layers)) - frozenset(spec.moe_layers)
+        return replace(shape, dense=dense, staged=self._way.staged)
 
     def stats(self) -> tuple[PassStats, ...]:
         """Passes so far, by what they were."""
@@ -113,18 +116,16 @@ class Passes:
         return by_sequences(batch, policy.micro_batch)
 
     def _part(self, batch: TokenBatch, origin: IntArray, cache: Cache) -> Part:
-        hidden = self._model.embed(torch.from_numpy(batch.token_ids))
-        positions = torch.from_numpy(batch.positions)
+        device = self._model.embedding.device
+        hidden = self._model.embed(torch.from_numpy(batch.token_ids).to(device))
+        positions = torch.from_numpy(batch.positions).to(device)
         return Part(batch, origin, cache.attention(batch), positions, hidden)
 
     def _load_first(self, shape: Shape) -> Timeline:
         """The first layer, where the pass before did not leave it."""
         if not shape.pages_of(0) or self._first == self._turn:
             return NOTHING
-        pages = range(shape.pages_of(0))
-        return self._lanes.run(
-            [Task(Kind.LOAD_PAGE, Lane.DOWN, 0, page, ()) for page in pages], self._operations
-        )
+        return self._lanes.run(first_layer(shape), self._operations)
 
     def _count(
         self, asked: TokenBatch, batch: TokenBatch, parts: int, times: tuple[Timeline, Timeline], loaded: int
@@ -155,10 +156,11 @@ def _listed(policy: Policy, shape: Shape, prompts: bool) -> Sequence[Task]:
     return decode(policy.schedule, shape)
 
 
-def _rows_wanted(batch: TokenBatch, parts: Sequence[Part]) -> torch.Tensor:
-    out = torch.empty(len(batch.logit_rows), parts[0].hidden.shape[1])
+def _rows_wanted(batch: TokenBatch, parts: Sequence[Part], device: torch.device) -> torch.Tensor:
+    """For the head, there; rows that moved may be on the slow level."""
+    out = torch.empty(len(batch.logit_rows), parts[0].hidden.shape[1], device=device)
     for part in parts:
         rows = part.batch.logit_rows
         lines = np.searchsorted(batch.logit_rows, part.origin[rows])
-        out[torch.from_numpy(lines)] = part.hidden[torch.from_numpy(rows)]
+        out[torch.from_numpy(lines)] = part.hidden[torch.from_numpy(rows)].to(device)
     return out

@@ -11,6 +11,7 @@ from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -18,7 +19,6 @@ from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.headers import STORED, WIDTHS, Headers, Place
-from moesaic.offload.arena import Arena
 from moesaic.offload.arrangement import Arrangement, Span, merged
 from moesaic.offload.link import Link, MappedFile
 from moesaic.offload.reading import DirectFile
@@ -42,6 +42,14 @@ class Memory:
         return self.static + 2 * self.slot
 
 
+class Room(Protocol):
+    """Memory of the fast level; `offload.arena` has one."""
+
+    def take(self, size: int) -> torch.Tensor:
+        """[size] uint8."""
+        ...
+
+
 class Streamed:
     """The routed experts of every layer, as files give them: in the type that they are computed from.
 
@@ -50,8 +58,8 @@ class Streamed:
     asked by any. A layer's turn is `count`: pass * layers of the model + layer. It has slot count % 2, so the
     next layer is loaded while this one is computed from.
 
-    direct: False reads through the page cache (see DirectFile). link: the slow level is memory of this
-    machine, which holds the files, and this is the way from there.
+    arena: what they lie in. direct: False reads through the page cache (see DirectFile). link: the slow level
+    is memory of this machine, which holds the files, and this is the way from there.
 
     Raises CheckpointError for a tensor that is missing, damaged or of another type, and ConfigError when the
     arena has no room or `static` names what does not exist; nothing is taken from the arena then.
@@ -62,7 +70,7 @@ class Streamed:
         path: Path,
         layout: ExpertLayout,
         static: Mapping[int, Sequence[int]],
-        arena: Arena,
+        arena: Room,
         direct: bool = True,
         link: Link | None = None,
         owned: Mapping[int, Sequence[int]] | None = None,
@@ -102,6 +110,10 @@ class Streamed:
         """Reads the experts that stay. Returns bytes read, as the other loads do."""
         return self._read(self._plan.static, [(0, self.memory.static)], self._static)
 
+    def stage_page(self, layer: int, page: int, pages: int) -> int:
+        """Puts a page where `load_page` takes it from. Here that is the file: there is nothing to do."""
+        return 0
+
     def load_page(self, count: int, layer: int, page: int, pages: int) -> int:
         """Reads one of `pages` equal pages of a layer's streamed experts to the slot of turn `count`.
 
@@ -118,10 +130,8 @@ class Streamed:
 
         KeyError for an id that does not exist or is not owned.
         """
-        arranged = self._plan.streamed[layer]
-        parts = [part for expert in experts for part in self._plan.places[layer, int(expert)]]
-        spans = sorted({arranged.span(part) for part in parts if part in arranged.at})
-        return self._read(arranged, merged(spans), self._slots[count % 2])
+        spans = merged(self._spans(layer, experts))
+        return self._read(self._plan.streamed[layer], spans, self._slots[count % 2])
 
     def experts(self, count: int, layer: int) -> ExpertWeights:
         """The experts of a layer at its turn `count`: the same object whenever layer and slot are the same.
@@ -136,12 +146,21 @@ class Streamed:
         for file in self._files.values():
             file.close()
 
-    def _read(self, arranged: Arrangement, spans: Iterable[Span], memory: torch.Tensor) -> int:
+    def _spans(self, layer: int, experts: Iterable[int]) -> list[Span]:
+        """Where the streamed ones of these experts lie, sorted. They may touch."""
+        arranged = self._plan.streamed[layer]
+        parts = [part for expert in experts for part in self._plan.places[layer, int(expert)]]
+        return sorted({arranged.span(part) for part in parts if part in arranged.at})
+
+    def _read(
+        self, arranged: Arrangement, spans: Iterable[Span], memory: torch.Tensor, first: int = 0
+    ) -> int:
+        """first: the byte of what is arranged that `memory` begins with."""
         into, total = memory.numpy().data, 0
         for run, (begin, end) in (piece for span in spans for piece in arranged.pieces(span)):
             offset, wanted = run.offset + begin - run.at, min(end, run.at + run.needed) - begin
             try:
-                got = self._files[run.file].read(offset, into[begin:end])
+                got = self._files[run.file].read(offset, into[begin - first : end - first])
             except OSError as error:
                 raise CheckpointError(f"{run.file}: cannot be read ({error})") from error
             if got < wanted:

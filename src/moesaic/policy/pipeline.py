@@ -31,6 +31,8 @@ from moesaic.policy.tasks import Key, Kind, Lane, Shape, Task, TaskList, name
 
 Schedule = Literal["cgopipe", "s2", "s3", "s4", "serial", "in-place", "on-demand"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+FORCED: dict[Schedule, bool] = {"s2": True, "s3": True, "s4": False}
+"""Schedules whose attention is on the slow processor, or is not, whatever else is asked."""
 AHEAD = 2
 """Micro-batches whose attention is launched before the experts of the current one."""
 
@@ -52,9 +54,8 @@ def decode(schedule: Schedule, shape: Shape) -> list[Task]:
         "in-place": _in_place,
         "on-demand": _on_demand,
     }
-    forced = {"s2": True, "s3": True, "s4": False}
     whole = shape.pages if schedule == "cgopipe" else min(shape.pages, 1)
-    slow = forced.get(schedule, shape.slow_attention)
+    slow = FORCED.get(schedule, shape.slow_attention)
     return builders[schedule](_Parts(replace(shape, pages=whole, slow_attention=slow)))
 
 
@@ -79,6 +80,15 @@ def prefill(shape: Shape, rows_move: bool = False) -> list[Task]:
                 parts.list.add(Kind.SAVE_ROWS, layer, part, [done])
     for part in range(shape.micro_batches):
         parts.list.add(Kind.HEAD, shape.layers, part, [name(Kind.PROMPT, shape.layers - 1, part)])
+    return parts.list.tasks
+
+
+def first_layer(shape: Shape) -> list[Task]:
+    """The first layer's weights, where no step before has brought them."""
+    parts = _Parts(shape)
+    for page in range(shape.pages_of(0)):
+        parts.stage(0, page)
+        parts.page(0, page)
     return parts.list.tasks
 
 

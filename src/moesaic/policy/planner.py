@@ -18,7 +18,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import GIB, Hardware, Level, Link
 from moesaic.cost.sizes import ModelSizes
 from moesaic.policy.footprint import Footprint
-from moesaic.policy.pipeline import Schedule
+from moesaic.policy.pipeline import FORCED, Schedule
 from moesaic.policy.policies import Policy, Workload, slow_share
 from moesaic.policy.pricing import Price, Pricing
 
@@ -43,6 +43,8 @@ class Limits:
     micro_batches: int | None = None
     requests: float = math.inf
     """Of the whole job: the last batch takes as long when it is not full."""
+    whole_cache: bool = False
+    """All of the cache is on one level: what is carried out."""
     near: float = 0.0
     """Of policies within this share of the best, the one that keeps its resources least busy."""
 
@@ -108,7 +110,7 @@ def candidates(pricing: Pricing, limits: Limits) -> Iterator[Policy]:
     for schedule in limits.schedules:
         if schedule == "in-place" and not slow[0]:
             continue
-        for slow_attention in slow:
+        for slow_attention in (one for one in slow if one is FORCED.get(schedule, one)):
             for mu in _sizes(limits):
                 policy = Policy(schedule, mu, 1, slow_attention)
                 yield from _counted(pricing, policy, limits)
@@ -129,7 +131,10 @@ def _counted(pricing: Pricing, policy: Policy, limits: Limits) -> Iterator[Polic
         most = min(_most(pricing, first), int(min(limits.largest_batch, 1e9)) // policy.micro_batch)
         counts = COUNTS if limits.micro_batches is None else (limits.micro_batches,)
         for count in sorted({min(count, most) for count in counts} - {0}):
-            for policy in _allowed(pricing, replace(first, micro_batches=count)):
+            for one in _allowed(pricing, replace(first, micro_batches=count)):
+                policy = replace(one, slow_cache=math.ceil(one.slow_cache)) if limits.whole_cache else one
+                if policy != one and not _footprint(pricing).fits(policy):
+                    continue
                 if not limits.fast_only or is_fast_only(pricing.model, policy):
                     yield policy
 

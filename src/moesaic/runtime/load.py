@@ -31,7 +31,7 @@ from moesaic.policy.brain.ready import Gather
 from moesaic.policy.kvblocks import KVBlocks
 from moesaic.policy.microqueue import policy_named
 from moesaic.policy.replicas import Replicas
-from moesaic.runtime import offloaded, traced
+from moesaic.runtime import levels, offloaded, traced
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.forward import Forward
 from moesaic.runtime.layered import Layered
@@ -166,10 +166,10 @@ def _build_offloaded(
     """The worker whose model is larger than its fast memory."""
     offloaded.check(config)
     loaded, layout = offloaded.load(config, offload, progress)
-    spec, block_size, scheduler = loaded.model.spec, config.cache.block_size, config.scheduler
+    block_size, scheduler = config.cache.block_size, config.scheduler
     kv_dtype = kv_type(config.cache, loaded)
     num_blocks = num_blocks_of(config, loaded, max_model_len, kv_dtype)
-    kv = PagedKV(spec.kv, spec.num_layers, num_blocks, block_size, kv_dtype, loaded.device, loaded.kernels)
+    kv = levels.cache(config, offload, loaded, num_blocks)
     trace = traced.timeline(config.trace, clock)
     observe = None if trace is None else LaneRows(trace.track)
     forward = offloaded.join(config, offload, loaded, layout, kv, observe)

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-
-import torch
 
 from moesaic.config import ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
@@ -22,27 +17,18 @@ from moesaic.kvcache.paged import PagedKV
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.headers import STORED, Headers
-from moesaic.offload.after import AfterAttention, Alone
-from moesaic.offload.arena import Arena
+from moesaic.offload.after import AfterAttention, Alone, SlowExperts
 from moesaic.offload.caches import Cache, Moving, Resident
 from moesaic.offload.lanes import Lanes
-from moesaic.offload.link import Link
 from moesaic.offload.operations import Operations
 from moesaic.offload.padding import PaddedResident, Padding
 from moesaic.offload.parts import UNPADDED, Rows
 from moesaic.offload.passes import Observe, Passes, Way
-from moesaic.offload.weights import Streamed
 from moesaic.policy.pipeline import SCHEDULES
 from moesaic.policy.policies import Policy
-from moesaic.policy.tasks import Lane
+from moesaic.runtime.levels import Core, Levels, cores_of, levels, setup_of
 from moesaic.runtime.loaded import Loaded, context_length, device_of, layout_of, load_model
-from moesaic.runtime.machine import allowed_cpus, stay_on
 from moesaic.runtime.walk import Stages, Walk
-
-Core = Callable[[], AbstractContextManager[None]]
-"""Within it a thread computes there."""
-Owned = Mapping[int, Sequence[int]]
-"""Layer -> experts of one process, ascending."""
 
 
 def check(config: WorkerConfig) -> None:
@@ -53,20 +39,28 @@ def check(config: WorkerConfig) -> None:
         ("--inflight-batches", scheduler.inflight_batches, 1),
         ("--combine", scheduler.combine, "exact"),
         ("--record-routing", config.record, None),
-        ("--device", device_of(config.model).type, "cpu"),
     ):
         if value != allowed:
             allowed_text = "nothing" if allowed is None else str(allowed)
             raise ConfigError.field(flag, value, f"{allowed_text} with --fast-memory")
-    if config.offload is not None and config.offload.padded is not None:
-        _check_padded(config.offload.padded, config.offload.link, context_length(config.model))
+    gpu, offload = on_gpu(config.model), config.offload
+    if offload is not None and offload.link is not None and gpu:
+        raise ConfigError.field("--device", "cuda", "cpu with a link between two cores")
+    if offload is not None and offload.padded is not None:
+        over_disk = offload.link is None and not gpu
+        _check_padded(offload.padded, over_disk, context_length(config.model))
 
 
-def _check_padded(padded: int, link: float | None, most: int) -> None:
-    if link is not None:
-        raise ConfigError.field("padded", padded, "None with a link: only over a disk is anything padded")
+def _check_padded(padded: int, over_disk: bool, most: int) -> None:
+    if not over_disk:
+        raise ConfigError.field("padded", padded, "None: only over a disk is anything padded")
     if not 1 <= padded <= most:
         raise ConfigError.field("padded", padded, f"1 to {most}, the most tokens of a request")
+
+
+def on_gpu(config: ModelConfig) -> bool:
+    """Whether the fast level is a GPU's memory, and RAM the slow one; else they are RAM and the disk."""
+    return device_of(config).type == "cuda"
 
 
 @dataclass
@@ -100,10 +94,11 @@ class StreamedExperts(DirectExperts):
 
 
 def load(config: WorkerConfig, offload: Offload, progress: Progress | None) -> tuple[Loaded, ExpertLayout]:
-    """All but the routed experts, in memory of its own, and where those lie."""
+    """All but the routed experts, on the fast level, and where those lie."""
     layout = paged_layout(config.model)
     threads = 1 if offload.link is not None else config.most_threads
-    return load_model(config.model, progress, layout, threads, own_memory=offload.link is None), layout
+    own = offload.link is None and not on_gpu(config.model)
+    return load_model(config.model, progress, layout, threads, own_memory=own), layout
 
 
 def paged_layout(config: ModelConfig) -> ExpertLayout:
@@ -112,38 +107,12 @@ def paged_layout(config: ModelConfig) -> ExpertLayout:
     layout, path = layout_of(config), files.resolve(config.model, config.revision)
     stored = Headers(path).find(*layout.tensors(layout.layers[0], 0)[0]).dtype
     if stored != STORED.get(layout.dtype):
-        kernels = table.pick("cpu", config.kernels).name
+        kernels = table.pick(str(device_of(config)), config.kernels).name
         raise ConfigError(
             f"--fast-memory: the experts of {path} are stored as {stored}, which {kernels} kernels "
             f"compute from as {layout.dtype}; allowed: experts that are computed from as they are stored"
         )
     return layout
-
-
-@dataclass(frozen=True)
-class Levels:
-    """A process's routed experts on the two levels, and the ways between these."""
-
-    experts: Streamed
-    static: Mapping[int, frozenset[int]]
-    """Layer -> experts that are always on the fast level."""
-    down: Link
-    up: Link
-
-
-def levels(
-    config: WorkerConfig, offload: Offload, layout: ExpertLayout, owned: Owned | None = None
-) -> Levels:
-    """With the experts that stay read. owned: layer -> the experts of this process; None: all."""
-    path = files.resolve(config.model.model, config.model.revision)
-    of_layers = owned or {layer: range(layout.num_experts) for layer in layout.layers}
-    kept = {layer: list(mine[: offload.static_experts]) for layer, mine in of_layers.items()}
-    arena = Arena(max(Streamed.memory_for(path, layout, kept, owned).total, 1 << 12))
-    down, up = Link(offload.link), Link(offload.link)
-    link = None if offload.link is None else down
-    streamed = Streamed(path, layout, kept, arena, link=link, owned=owned)
-    streamed.load_static()
-    return Levels(streamed, {layer: frozenset(experts) for layer, experts in kept.items()}, down, up)
 
 
 def join(
@@ -156,15 +125,14 @@ def join(
 ) -> Offloaded:
     """The parts together. kv: of all layers, on the level that the policy says. observe: hears of passes."""
     path = files.resolve(config.model.model, config.model.revision)
-    held = levels(config, offload, layout)
+    held = levels(config, offload, loaded, layout)
     slow = None
     if offload.schedule == "in-place":
-        slow = registry.load_experts(
-            path, loaded.kernels, {layer: range(layout.num_experts) for layer in layout.layers}
-        )
+        every = {layer: range(layout.num_experts) for layer in layout.layers}
+        slow = SlowExperts(registry.load_experts(path, held.slow, every, dtype=layout.dtype), held.slow)
     after = Alone(loaded.model, held.experts, held.static, held.down, held.up, slow)
     passes = passes_over(config, offload, Pieces(loaded, held, after, layout.num_experts, kv), observe)
-    return Offloaded(passes, StreamedExperts(passes, loaded.kernels), _cores(offload, loaded.kernels)[0])
+    return Offloaded(passes, StreamedExperts(passes, loaded.kernels), cores_of(offload, loaded.kernels)[0])
 
 
 @dataclass(frozen=True)
@@ -185,16 +153,17 @@ def passes_over(
     """Passes, whose lanes' threads end with them."""
     loaded, held, after, kv = pieces.loaded, pieces.held, pieces.after, pieces.kv
     model, size = loaded.model, config.cache.block_size
-    operations = Operations(model, held.experts, held.static, held.down, held.up, after)
+    beside = [block.beside(held.slow) for block in model.blocks] if offload.slow_attention else ()
+    operations = Operations(model, held.experts, held.static, held.down, held.up, after, beside)
     padded = offload.padded
     resident = Resident(kv, size) if padded is None else PaddedResident(kv, size)
     moving: Cache = resident
     if offload.slow_attention or offload.slow_cache:
-        moving = Moving(kv, model.spec.kv, size, loaded.kernels, held.down, held.up)
-    lanes = Lanes(partial(_setup, allowed_cpus(), _cores(offload, loaded.kernels)[1]))
+        moving = Moving(kv, model.spec.kv, size, loaded.kernels, held.down, held.up, loaded.device)
+    lanes = Lanes(setup_of(offload, loaded))
     decodes = resident if offload.slow_attention else moving
     rows: Rows = UNPADDED if padded is None else Padding(padded, size)
-    way = Way(_policy(offload), offload.prefill_rows, pieces.experts, rows)
+    way = Way(_policy(offload), offload.prefill_rows, pieces.experts, rows, held.staged)
     passes = Passes(model, way, operations, lanes, moving, decodes, observe)
     weakref.finalize(passes, lanes.__exit__)
     return passes
@@ -213,22 +182,3 @@ def _policy(offload: Offload) -> Policy:
         slow_cache=offload.slow_cache,
         fast_residual=offload.fast_residual,
     )
-
-
-def _cores(offload: Offload, kernels: table.Kernels) -> tuple[Core, Core]:
-    """Of the fast and the slow processor: any, unless there are two of them."""
-    if offload.link is None:
-        return nullcontext, nullcontext
-    if kernels.one_core is None:
-        raise ConfigError.field("--kernels", kernels.name, "native kernels where lanes are cores")
-    cpus = allowed_cpus()
-    return partial(kernels.one_core, cpus[0]), partial(kernels.one_core, cpus[-1])
-
-
-@contextmanager
-def _setup(cpus: Iterable[int], slow: Core, lane: Lane) -> Generator[None]:
-    """What each lane's thread does first. One that the fast processor's starts would stay on its core."""
-    if lane is not Lane.FAST:
-        stay_on(cpus)
-    with torch.inference_mode(), slow() if lane is Lane.SLOW else nullcontext():
-        yield

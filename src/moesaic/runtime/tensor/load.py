@@ -22,6 +22,7 @@ from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.shard import Shard
 from moesaic.runtime import offloaded
+from moesaic.runtime.levels import levels
 from moesaic.runtime.loaded import Loaded, device_of, kv_type, layout_of, load_model
 from moesaic.runtime.tensor import paged
 from moesaic.runtime.tensor.counted import Counted
@@ -153,7 +154,7 @@ def _paged(
 ) -> Sharded:
     """A rank whose experts come from the disk."""
     counted, kernels = Counted(), loaded.kernels
-    held = offloaded.levels(config, offload, layout_of(config.model), where.of(group.rank))
+    held = levels(config, offload, loaded, layout_of(config.model), where.of(group.rank))
     weights = paged.OfPass(held.experts)
     form = partial(_form, config.group, group, where, kernels, weights, counted)
     after = paged.Together(loaded.model, group, form, weights)

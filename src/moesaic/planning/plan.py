@@ -23,45 +23,25 @@ from moesaic.cost.routing import Routing
 from moesaic.cost.sizes import BYTES, ModelSizes
 from moesaic.models import files, registry
 from moesaic.models.shard import Shard
-from moesaic.policy import planner
+from moesaic.planning.search import Job, Search
 from moesaic.policy.pipeline import Schedule
 from moesaic.policy.planner import Limits
-from moesaic.policy.policies import BLOCK, Workload
 from moesaic.policy.pricing import Price, Pricing
 
-MIB = 1 << 20
 ROW_BYTES = 4.0
-"""A CPU computes in float32, and caches in it unless told otherwise."""
-USABLE = 0.95
-"""Of --fast-memory. The rest is what malloc loses between its pieces."""
+"""Rows are float32; a CPU caches in it, too, unless told otherwise."""
 SAMPLING = 14
 """Copies of a row's logits that are in memory while a token is drawn from it, at most."""
 NEAR = 0.01
 """Where the disk is the limit many policies are as fast as each other."""
 OVER_DISK: tuple[Schedule, ...] = ("cgopipe", "on-demand")
 """Schedules that a disk can feed, as they are searched."""
+OVER_RAM: tuple[Schedule, ...] = ("cgopipe", "in-place", "on-demand")
+"""Of a GPU, beside whose slow level the CPU computes."""
+COMPUTED_BESIDE: tuple[Schedule, ...] = ("in-place", "s2", "s3")
+"""They need that."""
 OF_A_GROUP: tuple[Schedule, ...] = ("cgopipe",)
 """The same of a group of processes, which meets between gate and experts: these are one task then."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """Requests, in tokens."""
-
-    requests: float
-    """How many there are; math.inf: more come."""
-    prompt: int
-    """Of a request, in the mean."""
-    generate: int
-    longest: int
-    """The most that one request has in the end."""
-    padded: int | None = None
-    """What each prompt is padded to; None: nothing is."""
-
-    @property
-    def computed(self) -> int:
-        """Of a prompt with its padding."""
-        return self.prompt if self.padded is None else self.padded
 
 
 @dataclass(frozen=True)
@@ -95,23 +75,22 @@ class Planned:
         return done.passes * phase.seconds + done.cold * pricing.durations.first_layer(policy)
 
 
-def plan(worker: WorkerConfig, options: OffloadConfig, job: Job, hardware: Hardware) -> Planned:
-    """The policy for RAM over the disk of the checkpoint, and a worker's settings for it.
+def plan(
+    worker: WorkerConfig, options: OffloadConfig, job: Job, hardware: Hardware, gpu: bool = False
+) -> Planned:
+    """The policy for RAM over the disk of the checkpoint, or for a GPU over RAM, and a worker's settings.
 
     Raises ConfigError for a cap that is too small, with the smallest that is not, for flags that the plan
-    sets or that leave nothing to choose from, and for a machine whose slow level computes: it is no disk.
+    sets or that leave nothing to choose from, and for a machine of the other kind.
     """
-    assert options.fast_memory is not None
-    _refuse_planned(worker, options)
-    if hardware.slow.processor is not None:
-        allowed = "a file of `moesaic hardware measure --device cpu`: RAM over a disk, which computes nothing"
-        raise ConfigError.field("--hardware", options.hardware, allowed)
-    cap = parse_bytes("--fast-memory", options.fast_memory)
-    model, limits = _sizes(worker, options.profile), _limits(options, job, worker.group.size)
+    _refuse_planned(worker, options, gpu)
+    _refuse_machine(hardware, options, gpu)
+    cap = _cap(options, hardware, gpu)
+    model, limits = _sizes(worker, options.profile), _limits(options, job, worker.group.size, gpu)
     if worker.group.size > 1:
         model = model_of_rank(model, worker.group.size, _experts_of_rank(worker, model))
         hardware = share_of_rank(hardware, worker.group.size)
-    search = _Search(model, hardware, job, _cache_number(worker, model), limits)
+    search = Search(model, hardware, job, _cache_number(worker, model, gpu), limits)
     found = search.within(cap)
     if found is None:
         raise ConfigError.field(
@@ -138,8 +117,32 @@ def _experts_of_rank(worker: WorkerConfig, model: ModelSizes) -> int:
     return max(len(experts) for servers in placement.held.values() for experts in servers.values())
 
 
-def _refuse_planned(worker: WorkerConfig, options: OffloadConfig) -> None:
-    """Flags that are the plan's to set, and a schedule that a group of processes does not have."""
+def _refuse_machine(hardware: Hardware, options: OffloadConfig, gpu: bool) -> None:
+    """A disk computes nothing, and is no memory for a GPU."""
+    if gpu == (hardware.slow.processor is not None):
+        return
+    levels = "GPU memory over RAM" if gpu else "RAM over a disk, which computes nothing"
+    allowed = f"a file of `moesaic hardware measure --device {'cuda' if gpu else 'cpu'}`: {levels}"
+    raise ConfigError.field("--hardware", options.hardware, allowed)
+
+
+def _cap(options: OffloadConfig, hardware: Hardware, gpu: bool) -> int:
+    """Bytes."""
+    assert options.fast_memory is not None
+    if options.fast_memory != "auto":
+        return parse_bytes("--fast-memory", options.fast_memory)
+    if not gpu:
+        raise ConfigError.field("--fast-memory", "auto", "a size, such as 2GiB; auto is for a GPU's memory")
+    return int(hardware.fast.room)
+
+
+def _refuse_planned(worker: WorkerConfig, options: OffloadConfig, gpu: bool) -> None:
+    """Flags that are the plan's to set, and schedules that a group of processes or a disk does not have."""
+    if options.offload_schedule in COMPUTED_BESIDE and not gpu:
+        allowed = "auto, cgopipe, on-demand, s4, serial over a disk, which computes nothing"
+        raise ConfigError.field("--offload-schedule", options.offload_schedule, allowed)
+    if options.pad and gpu:
+        raise ConfigError.field("--pad", True, "nothing on a GPU: only over a disk is anything padded")
     if worker.group.size > 1 and options.offload_schedule == "on-demand":
         allowed = "auto, cgopipe, s4, serial with --tensor-parallel-size"
         raise ConfigError.field("--offload-schedule", "on-demand", allowed)
@@ -170,68 +173,18 @@ def longest_request(worker: WorkerConfig) -> int:
     return given
 
 
-def _limits(options: OffloadConfig, job: Job, ranks: int) -> Limits:
+def _limits(options: OffloadConfig, job: Job, ranks: int, gpu: bool) -> Limits:
     size = options.micro_batch_size
-    searched = OVER_DISK if ranks == 1 else OF_A_GROUP
+    searched = OVER_RAM if gpu else OVER_DISK if ranks == 1 else OF_A_GROUP
     return Limits(
         schedules=searched if options.offload_schedule == "auto" else (options.offload_schedule,),
         largest_batch=job.requests,
         micro_batch=None if size is None else int(min(size, job.requests)),
         micro_batches=options.micro_batches,
         requests=job.requests,
+        whole_cache=True,
         near=NEAR,
     )
-
-
-class _Search:
-    """For one job, under one cap or another."""
-
-    def __init__(
-        self, model: ModelSizes, hardware: Hardware, job: Job, cache_number: float, limits: Limits
-    ) -> None:
-        self.model = model
-        self._hardware = hardware
-        self._workload = Workload(job.computed, max(job.generate, 2), cache_number, unfilled=BLOCK // 2)
-        self._longest = math.ceil(job.longest / BLOCK) * BLOCK
-        self._limits = limits
-        self._token = model.layers * model.cache(1, cache_number)
-
-    def within(self, cap: int) -> tuple[Pricing, Price, int] | None:
-        """The best policy, and the tokens that its cache holds: at least the longest request's.
-
-        Where that one is longer than a whole batch of mean ones, room is set aside for it.
-        """
-        for aside in (0.0, self._longest * self._token):
-            pricing = self._pricing(cap, aside)
-            price = planner.Search(pricing, self._limits).best()
-            if price is None:
-                return None
-            room = self._pricing(cap).hardware.fast.room - sum(price.fast.values()) + price.fast["cache"]
-            tokens = min(int(room / self._token), price.policy.batch * self._longest) // BLOCK * BLOCK
-            if tokens >= self._longest:
-                return self._pricing(cap), price, tokens
-        return None
-
-    def allowed(self) -> str:
-        """What caps there are to choose from. Example: at least 275MiB."""
-        low, high = 0, 1
-        while not self._fits(high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._fits(middle) else (middle, high)
-        return f"at least {high}MiB"
-
-    def _fits(self, mebibytes: int) -> bool:
-        """Whether some policy fits even with the longest request's cache set aside."""
-        pricing = self._pricing(mebibytes * MIB, self._longest * self._token)
-        return any(True for _ in planner.candidates(pricing, self._limits))
-
-    def _pricing(self, cap: float, aside: float = 0.0) -> Pricing:
-        """aside: bytes of the cap that no policy gets."""
-        memory = max(cap - aside / USABLE, 0.0)
-        fast = replace(self._hardware.fast, name="--fast-memory", memory=memory, usable=USABLE)
-        return Pricing(self.model, replace(self._hardware, fast=fast), self._workload)
 
 
 def _settings(worker: WorkerConfig, pricing: Pricing, price: Price, tokens: int) -> WorkerConfig:
@@ -247,6 +200,9 @@ def _settings(worker: WorkerConfig, pricing: Pricing, price: Price, tokens: int)
         micro_batches=policy.micro_batches,
         prefill_rows=pricing.footprint.prefill_requests(policy) * workload.prompt,
         static_experts=policy.static_experts,
+        slow_attention=policy.slow_attention,
+        slow_cache=policy.slow_cache,
+        fast_residual=policy.fast_residual,
         logit_rows=max(1, int(price.fast["workspace"] / logits)),
     )
     scheduler = replace(
@@ -282,6 +238,8 @@ def _sizes(worker: WorkerConfig, profile: str | None) -> ModelSizes:
     return model if dtype == "auto" else model.with_number(BYTES[dtype])
 
 
-def _cache_number(worker: WorkerConfig, model: ModelSizes) -> float:
+def _cache_number(worker: WorkerConfig, model: ModelSizes, gpu: bool) -> float:
     dtype = worker.cache.kv_cache_dtype
-    return ROW_BYTES if dtype == "auto" else model.cache_number(dtype)
+    if dtype == "auto":
+        return model.number if gpu else ROW_BYTES
+    return model.cache_number(dtype)

@@ -1,0 +1,161 @@
+"""A model larger than the memory of a GPU, on the sanitizer's device: the tokens of the one in memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import pairs
+from tests.device import cases
+from tests.device.sanitizer import NAME, TAKEN, sanitized
+from tests.models import cases as model_cases
+from tests.models import tiny
+from tests.models.cases import VOCAB
+
+from moesaic import LLM, RequestOutput, SamplingParams
+from moesaic.config import ModelConfig, OffloadConfig, OffloadSchedule, WorkerConfig
+from moesaic.core.errors import ConfigError
+from moesaic.core.offload import Offload
+from moesaic.cost.machines import MACHINES
+from moesaic.planning import Job, plan
+from moesaic.testing import byte_tokenizer
+
+NEW = 8
+STAYS = Offload(1 << 30, "cgopipe", micro_batch=2, micro_batches=4, prefill_rows=19)
+"""The cache is on the GPU."""
+BESIDE = replace(STAYS, slow_cache=1.0)
+"""It is in RAM, and comes down for attention on the GPU."""
+CPU = replace(BESIDE, slow_attention=True)
+"""The CPU attends to it."""
+POLICIES = {
+    "the cache stays": STAYS,
+    "the cache stays, some experts too": replace(STAYS, static_experts=2, micro_batch=3),
+    "the cache stays, one micro-batch": replace(STAYS, micro_batch=8, micro_batches=1, prefill_rows=200),
+    "the cache stays, on demand": replace(STAYS, schedule="on-demand", static_experts=1),
+    "the cache stays, serial": replace(STAYS, schedule="serial"),
+    "the cache moves": BESIDE,
+    "the cache moves, s4": replace(BESIDE, schedule="s4", static_experts=1),
+    "the cache moves, rows too": replace(BESIDE, fast_residual=False),
+    "the cache moves, in place": replace(BESIDE, schedule="in-place", static_experts=1),
+    "the CPU attends": CPU,
+    "the CPU attends, some experts stay": replace(CPU, static_experts=2),
+    "the CPU attends, s2": replace(CPU, schedule="s2"),
+    "the CPU attends, s3": replace(CPU, schedule="s3"),
+    "the CPU attends, serial": replace(CPU, schedule="serial", fast_residual=False),
+    "the CPU attends, on demand": replace(CPU, schedule="on-demand"),
+    "the CPU attends, in place": replace(CPU, schedule="in-place"),
+    "the CPU attends, one by one": replace(CPU, micro_batch=1, micro_batches=8, prefill_rows=1),
+}
+CASES = pairs.params(
+    cases.MODELS, POLICIES, ("auto", "reference"), (23, 512),
+    fast=[
+        ("mixtral-window", "the CPU attends", "auto", 23),
+        ("deepseek-full", "the cache moves", "auto", 23),
+    ],
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Where the checkpoint of a model lies."""
+    known: dict[str, Path] = {}
+
+    def path(name: str) -> Path:
+        if name not in known:
+            known[name] = tmp_path_factory.mktemp(name)
+            cases.write(name, known[name])
+        return known[name]
+
+    return path
+
+
+def prompts() -> list[list[int]]:
+    """Around block boundaries, past windows; two share 40 tokens; more of them than seats."""
+    drawn = [tiny.prompt(length, VOCAB, seed=length) for length in (1, 16, 17, 40, 60, 5, 9)]
+    return [*drawn, drawn[4][:40] + drawn[1], drawn[3][:3]]
+
+
+def answers(path: Path, rows: int = 23, **settings: Any) -> tuple[LLM, list[RequestOutput]]:
+    llm = LLM(str(path), threads=1, max_model_len=80, max_num_batched_tokens=rows, max_num_seqs=8, **settings)
+    return llm, generate(llm)
+
+
+def generate(llm: LLM) -> list[RequestOutput]:
+    asked = [
+        SamplingParams(
+            temperature=0.8 if index % 2 else 0.0, seed=index, max_tokens=NEW - index % 3, logprobs=2,
+            ignore_eos=True,
+        )
+        for index in range(len(prompts()))
+    ]  # fmt: skip
+    return [one.outputs[0] for one in llm.generate(prompts(), asked)]
+
+
+@pytest.mark.parametrize(("model", "policy", "kernels", "rows"), CASES)
+def test_tokens_are_those_of_the_model_in_memory(
+    written: Callable[[str], Path], model: str, policy: str, kernels: str, rows: int
+) -> None:
+    """kernels: of the CPU beside the GPU. rows: of a step, so that prompts come in chunks or whole."""
+    path = written(model)
+    with sanitized():
+        llm, found = answers(path, rows, device="cuda", kernels=kernels, offload=POLICIES[policy])
+    assert llm.info.device == NAME
+    _, wanted = answers(path, rows, device="cpu", kernels="reference")
+    assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert [entry.logprob for entry in one.logprobs or []] == pytest.approx(
+            [entry.logprob for entry in other.logprobs or []], abs=1e-4
+        )
+
+
+@pytest.mark.parametrize(
+    ("offload", "line"),
+    [
+        (replace(CPU, link=1e9), "--device: got 'cuda'; allowed: cpu with a link between two cores"),
+        (replace(STAYS, padded=9), "padded: got 9; allowed: None: only over a disk is anything padded"),
+    ],
+)
+def test_what_a_gpu_does_not_carry_out_is_refused(
+    written: Callable[[str], Path], offload: Offload, line: str
+) -> None:
+    with sanitized(), pytest.raises(ConfigError) as raised:
+        LLM(str(written("mixtral-window")), device="cuda", offload=offload)
+    assert str(raised.value) == line
+
+
+LARGE = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 16, "num_hidden_layers": 4}
+JOB = Job(requests=9, prompt=30, generate=NEW, longest=80)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cap", [8, 10, 14])
+@pytest.mark.parametrize("schedule", ["auto", "cgopipe", "in-place", "on-demand", "s2", "s3", "s4", "serial"])
+def test_a_planned_run_keeps_to_the_memory_that_it_may_take(
+    tmp_path: Path, schedule: OffloadSchedule, cap: int
+) -> None:
+    """Experts of 12 MiB."""
+    path = tiny.save(tiny.build("qwen3_moe", model_cases.qwen3(**LARGE)), tmp_path)
+    byte_tokenizer(path)
+    options = OffloadConfig(f"{cap}MiB", offload_schedule=schedule)
+    worker = plan(WorkerConfig(ModelConfig(str(path))), options, JOB, MACHINES["l4"], gpu=True).worker
+    offload, scheduler = worker.offload, worker.scheduler
+    assert offload is not None
+    settings: dict[str, Any] = {
+        "kv_cache_memory": worker.cache.kv_cache_memory,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "max_model_len": worker.model.max_model_len,
+    }
+    with sanitized():
+        gc.collect()  # what other tests took
+        before = TAKEN.begin()
+        llm = LLM(str(path), device="cuda", threads=1, offload=offload, **settings)
+        found = generate(llm)
+        most = TAKEN.most - before
+    assert most <= cap << 20
+    wanted = generate(LLM(str(path), device="cpu", kernels="reference", threads=1, **settings))
+    assert [one.token_ids for one in found] == [one.token_ids for one in wanted]

@@ -1,0 +1,108 @@
+"""Experts that come to a device from RAM: the checkpoint's own bytes, in any order of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from tests.device.sanitizer import OnDevice, sanitized
+from tests.offload.test_weights import EXPERTS, LAYERS, SOME, Case, save, turns
+
+from moesaic.core.errors import ConfigError
+from moesaic.kernels.weights import ExpertWeights
+from moesaic.offload import device
+from moesaic.offload.device import DeviceLink, DeviceMemory, Staged
+
+THERE = torch.device("cuda")
+
+
+@pytest.fixture(scope="module", params=["one", "shards"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Layers of different sizes: experts share blocks."""
+    path: Path = tmp_path_factory.mktemp(request.param)
+    return save(path, torch.float32, request.param == "shards", moe_intermediate_size=70)
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> Iterator[None]:
+    with sanitized(), torch.inference_mode():
+        yield
+
+
+def staged(case: Case, static: Mapping[int, Sequence[int]]) -> Staged:
+    return Staged(case.path, case.layout, static, DeviceMemory(THERE), DeviceLink(THERE))
+
+
+def finish() -> None:
+    DeviceLink(THERE).finish()
+
+
+def same(case: Case, layer: int, weights: ExpertWeights, experts: Sequence[int] = range(EXPERTS)) -> bool:
+    for expert in experts:
+        parts = zip(case.layout.tensors(layer, expert), weights.of(expert), strict=True)
+        for (name, *_), tensor in parts:
+            assert isinstance(tensor, OnDevice)
+            if not torch.equal(tensor.cpu(), case.tensors[name]):
+                return False
+    return True
+
+
+@pytest.mark.parametrize("pages", [1, 2, 3, 7])
+@pytest.mark.parametrize("static", [{}, SOME], ids=["none-stay", "some-stay"])
+def test_a_page_is_staged_while_later_ones_of_the_layer_before_are_on_their_way(
+    case: Case, static: Mapping[int, Sequence[int]], pages: int
+) -> None:
+    """Page p is staged as soon as that of the last layer has gone, as `pipeline` has it."""
+    streamed = staged(case, static)
+    streamed.load_static()
+    layers = turns(2)
+    for page in range(pages):
+        streamed.stage_page(layers[0][1], page, pages)
+    for (count, layer), (_, following) in zip(layers, [*layers[1:], layers[0]], strict=True):
+        for page in range(pages):
+            streamed.load_page(count, layer, page, pages)
+            finish()
+            streamed.stage_page(following, page, pages)
+        assert same(case, layer, streamed.experts(count, layer))
+
+
+def test_chosen_experts_come_alone(case: Case) -> None:
+    streamed = staged(case, {0: [1]})
+    streamed.load_static()
+    loaded = streamed.load_chosen(0, 0, [0, 1, 4])
+    finish()
+    assert same(case, 0, streamed.experts(0, 0), [0, 1, 4])
+    whole = streamed.load_page(0, 0, 0, 1)
+    assert 0 < loaded < whole
+
+
+def test_experts_that_stay_come_in_pieces(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All stay: there is no pinned memory of a layer."""
+    monkeypatch.setattr(device, "PIECE", 3 * 4096)
+    streamed = staged(case, dict.fromkeys(LAYERS, range(EXPERTS)))
+    assert streamed.memory.slot == 0 and streamed.load_static() == streamed.memory.static > 4 * 3 * 4096
+    assert all(same(case, layer, streamed.experts(0, layer)) for layer in LAYERS)
+
+
+def test_a_device_without_room_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(ConfigError, match=r"^fast memory: got 5; allowed: what is free on the device$"):
+        DeviceMemory(THERE).take(5)
+
+
+def test_links_count_what_went_over_them() -> None:
+    down, up = DeviceLink(THERE), DeviceLink(THERE)
+    rows = torch.arange(6.0).view(2, 3)
+    there = down.copy(rows)
+    down.finish()
+    assert there.device.type == "cuda" and torch.equal(up.copy(there.t()), rows.t())
+    assert down.moved == up.moved == 24
+    some = torch.empty(1, 3, device=THERE)
+    down.gather(some, rows, torch.tensor([1]))
+    down.finish()
+    assert some.tolist() == [[3.0, 4.0, 5.0]] and down.moved == 36
