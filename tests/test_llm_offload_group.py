@@ -26,7 +26,7 @@ from moesaic.offload.arena import Arena
 from moesaic.offload.operations import Operations
 from moesaic.offload.reading import ALIGNMENT
 from moesaic.policy.tasks import Task
-from moesaic.runtime import offloaded
+from moesaic.runtime import levels
 from moesaic.runtime.loaded import layout_of
 from moesaic.runtime.tensor import load, paged
 from moesaic.testing import byte_tokenizer
@@ -265,7 +265,7 @@ def test_arenas_hold_what_ranks_own(checkpoints: Mapping[str, Case], monkeypatch
             super().__init__(size)
             sizes.append(self.size)
 
-    monkeypatch.setattr(offloaded, "Arena", Seen)
+    monkeypatch.setattr(levels, "Arena", Seen)
     settings = case.settings(replace(DISK, static_experts=1), tensor_parallel_size=2)
     with group_of_threads(str(case.path), **settings) as (made, _, _):
         answers(made)
