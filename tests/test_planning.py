@@ -314,6 +314,9 @@ def test_auto_is_what_is_free_of_a_gpu(path: Path) -> None:
     found = on_gpu(path, "auto", small)
     assert found.worker.offload is not None
     assert found.worker.offload.fast_memory == int(small.fast.room) < small.fast.memory
+    worker = WorkerConfig(ModelConfig(str(path)), CacheConfig(kv_cache_dtype="float16"))
+    with pytest.raises(ConfigError, match=r"^--kv-cache-dtype: got 'float16'; allowed: auto, bfloat16"):
+        plan(worker, OffloadConfig("auto"), JOB, small, gpu=True)
 
 
 def test_a_cache_on_a_gpu_has_the_type_of_the_weights(path: Path) -> None:
@@ -322,11 +325,37 @@ def test_a_cache_on_a_gpu_has_the_type_of_the_weights(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("schedule", "cap", "ram", "line"),
+    [
+        ("in-place", "1GiB", 64 * GIB, "--offload-schedule in-place: .* does not fit on a box: no policy"),
+        ("in-place", "5MiB", MIB / 16, "--offload-schedule in-place: .* does not fit on a box: one request"),
+        ("s3", "5MiB", 1024, "--offload-schedule s3: .* does not fit on a box: one request"),
+        ("s3", "1MiB", 64 * GIB, "--fast-memory: got '1MiB'; allowed: at least \\dMiB for"),
+        ("auto", "17GiB", 64 * GIB, "--fast-memory: got '17GiB'; allowed: at most 16.0 GiB, the memory"),
+    ],
+    ids=["all experts fit", "in place, little RAM", "s3, little RAM", "a small cap", "a large cap"],
+)
+def test_what_is_missing_is_said(path: Path, schedule: Any, cap: str, ram: float, line: str) -> None:
+    box = replace(GPU, slow=replace(GPU.slow, memory=ram))
+    with pytest.raises(ConfigError, match=f"^{line}"):
+        on_gpu(path, cap, box, offload_schedule=schedule)
+
+
+def test_pages_are_always_staged_and_pinned_memory_is_a_power_of_two(path: Path) -> None:
+    sheet = replace(GPU, link=Link(12 * GIB, 12 * GIB))
+    found = on_gpu(path, hardware=sheet)
+    assert found.hardware.link.staging == sheet.slow.bandwidth / 2
+    away = (16 - found.price.policy.static_experts) * 3 * 128 * 128 * 2
+    assert away <= found.price.slow["pinned pages"] < 2 * away
+    assert math.log2(found.price.slow["pinned pages"]).is_integer()
+
+
+@pytest.mark.parametrize(
     ("gpu", "cap", "options", "got", "allowed"),
     [
         (True, "6MiB", {"hardware": "disk.toml"}, "--hardware: got 'disk.toml'", "GPU memory over RAM"),
         (True, "6MiB", {"pad": True}, "--pad: got True", "only over a disk is anything padded"),
-        (False, "auto", {}, "--fast-memory: got 'auto'", "a size, such as 2GiB; auto is for a GPU's memory"),
+        (False, "auto", {}, "--fast-memory: got 'auto'", "a size, such as 2GiB; auto is for a GPU"),
         (False, "6MiB", {"offload_schedule": "s3"}, "--offload-schedule: got 's3'", "which computes nothing"),
     ],
     ids=["a disk", "padding", "auto", "s3"],

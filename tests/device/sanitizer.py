@@ -148,6 +148,19 @@ class Stream(threading.local):
 STREAM = Stream()
 
 
+class Event:
+    """Of the calling thread's stream."""
+
+    def __init__(self, blocking: bool = False) -> None:
+        """blocking: who waits sleeps."""
+
+    def record(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
 @contextmanager
 def sanitized(free: int = 64 * GIB) -> Iterator[None]:
     """Within it torch has one CUDA device, of which this many bytes are free. For the calling thread, and for
@@ -162,6 +175,7 @@ def sanitized(free: int = 64 * GIB) -> Iterator[None]:
         "mem_get_info": lambda device=None: (free, 2 * free),
         "current_stream": lambda device=None: STREAM,
         "Stream": lambda device=None: STREAM,
+        "Event": Event,
         "stream": lambda stream: Dispatch(),  # type: ignore[no-untyped-call]
     }
     with guarded(), mock.patch.multiple(torch.cuda, **there), Dispatch():  # type: ignore[no-untyped-call]

@@ -21,7 +21,8 @@ from moesaic.config import ModelConfig, OffloadConfig, OffloadSchedule, WorkerCo
 from moesaic.core.errors import ConfigError
 from moesaic.core.offload import Offload
 from moesaic.cost.machines import MACHINES
-from moesaic.planning import Job, plan
+from moesaic.planning import USABLE, Job, plan
+from moesaic.policy.pricing import Pricing
 from moesaic.testing import byte_tokenizer
 
 NEW = 8
@@ -116,6 +117,8 @@ def test_tokens_are_those_of_the_model_in_memory(
     ("offload", "line"),
     [
         (replace(CPU, link=1e9), "--device: got 'cuda'; allowed: cpu with a link between two cores"),
+        (replace(CPU, schedule="s4"), "slow_attention: got True; allowed: False with s4"),
+        (replace(BESIDE, schedule="s2"), "slow_attention: got False; allowed: True with s2"),
         (replace(STAYS, padded=9), "padded: got 9; allowed: None: only over a disk is anything padded"),
     ],
 )
@@ -128,6 +131,7 @@ def test_what_a_gpu_does_not_carry_out_is_refused(
 
 
 LARGE = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 16, "num_hidden_layers": 4}
+LONG = {**LARGE, "max_position_embeddings": 1100}
 JOB = Job(requests=9, prompt=30, generate=NEW, longest=80)
 
 
@@ -159,3 +163,45 @@ def test_a_planned_run_keeps_to_the_memory_that_it_may_take(
     assert most <= cap << 20
     wanted = generate(LLM(str(path), device="cpu", kernels="reference", threads=1, **settings))
     assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("slow_attention", [True, False])
+@pytest.mark.parametrize("case", ["many prompts", "one long prompt", "shared prefixes"])
+def test_prompts_of_any_kind_take_no_more_than_was_planned(
+    tmp_path: Path, case: str, slow_attention: bool, residual: bool
+) -> None:
+    """Where the cache, and perhaps the rows, are in RAM: the GPU has those of two micro-batches."""
+    path = tiny.save(tiny.build("qwen3_moe", model_cases.qwen3(**LONG)), tmp_path)
+    byte_tokenizer(path)
+    lengths = [12] * 63 + [1000] if case == "one long prompt" else [200] * 48
+    asked = [tiny.prompt(length, VOCAB, seed=seed) for seed, length in enumerate(lengths)]
+    if case == "shared prefixes":
+        asked = [asked[0][:192] + each[192:] for each in asked]
+    mean, longest = sum(map(len, asked)) // len(asked), max(map(len, asked)) + 2
+    job = Job(requests=len(asked), prompt=mean, generate=2, longest=longest)
+    options = OffloadConfig("10MiB", offload_schedule="cgopipe", micro_batch_size=8)
+    planned = plan(WorkerConfig(ModelConfig(str(path))), options, job, MACHINES["l4"], gpu=True)
+    assert planned.worker.offload is not None
+    pricing = Pricing(planned.model, planned.hardware, planned.price.workload)
+    policy = replace(
+        planned.price.policy, slow_attention=slow_attention, slow_cache=1.0, fast_residual=residual
+    )
+    offload = replace(
+        planned.worker.offload, slow_attention=slow_attention, slow_cache=1.0, fast_residual=residual,
+        prefill_rows=pricing.footprint.prefill_requests(policy) * mean,
+    )  # fmt: skip
+    held = sum(pricing.footprint.fast(policy).values()) + 2 * longest * planned.model.cache(1, 4.0)
+    with sanitized():
+        gc.collect()
+        before = TAKEN.begin()
+        llm = LLM(
+            str(path), device="cuda", threads=1, offload=offload, max_num_seqs=policy.batch,
+            max_num_batched_tokens=policy.batch * mean, max_model_len=longest, kv_cache_memory="256MiB",
+        )  # fmt: skip
+        params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        for turn in range(2):  # the second time prefixes are known
+            llm.generate([[*each[:-1], turn] for each in asked], params)
+        most = TAKEN.most - before
+    assert most <= held / USABLE

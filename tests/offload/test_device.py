@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,13 +87,21 @@ def test_experts_that_stay_come_in_pieces(case: Case, monkeypatch: pytest.Monkey
     assert all(same(case, layer, streamed.experts(0, layer)) for layer in LAYERS)
 
 
-def test_a_device_without_room_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+def test_memory_that_is_not_there_is_told_in_one_line(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.empty
 
+    def full(*given: Any, **options: Any) -> torch.Tensor:
+        if options.get("pin_memory"):
+            raise RuntimeError("CUDA error: out of memory\nCompile with ...")
+        return real(*given, **options)
+
+    with pytest.raises(ConfigError) as raised, device.telling_memory():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+    line = "--fast-memory: less of the GPU is free than was planned for (CUDA out of memory)"
+    assert str(raised.value) == line
     monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(ConfigError, match=r"^fast memory: got 5; allowed: what is free on the device$"):
-        DeviceMemory(THERE).take(5)
+    with pytest.raises(ConfigError, match=r"^pinned memory: got \d+; allowed: what RAM has free \(CUDA"):
+        staged(case, {})
 
 
 def test_links_count_what_went_over_them() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesaic.policy.pipeline import AHEAD, SCHEDULES, Schedule, decode, prefill
+from moesaic.policy.pipeline import AHEAD, SCHEDULES, Schedule, decode, first_layer, prefill
 from moesaic.policy.tasks import Kind, Lane, Shape, Task
 from moesaic.policy.timeline import run
 
@@ -254,3 +254,35 @@ def test_prefill_saves_the_cache_and_moves_rows_where_they_do_not_fit() -> None:
     assert [moved[need].kind for need in back.needs] == [Kind.SAVE_ROWS]
     fast = prefill(replace(shape, slow_attention=False))
     assert "save cache" not in kinds(fast)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_prefill_has_two_micro_batches_on_the_fast_level(count: int, cut: bool) -> None:
+    """Rows and caches: when a micro-batch's come or are computed, those of the last but one have gone up."""
+    tasks = prefill(Shape(3, count, count, cut=cut), rows_move=True)
+    before: dict[int, set[int]] = {}
+    for place, task in enumerate(tasks):
+        before[place] = set().union({*task.needs}, *(before[need] for need in task.needs))
+    turn = {place: task.layer * count + task.micro_batch for place, task in enumerate(tasks)}
+    for place, task in enumerate(tasks):
+        if task.kind in (Kind.PROMPT, Kind.LOAD_ANSWERS) and turn[place] >= AHEAD:
+            gone = {(tasks[one].kind, turn[one]) for one in before[place]}
+            assert (Kind.SAVE_ROWS, turn[place] - AHEAD) in gone
+            if task.kind is Kind.PROMPT:
+                assert (Kind.SAVE_CACHE, turn[place] - AHEAD) in gone
+        if task.kind is Kind.PROMPT and task.micro_batch:
+            saved = [one for one in before[place] if tasks[one].kind is Kind.SAVE_CACHE]
+            assert (turn[place] - 1 in {turn[one] for one in saved}) is cut
+
+
+def test_the_first_layer_is_staged_before_it_comes() -> None:
+    found = first_layer(Shape(3, 2, 2, staged=True))
+    assert [(one.kind, one.micro_batch, one.needs) for one in found] == [
+        (Kind.STAGE_PAGE, 0, ()),
+        (Kind.LOAD_PAGE, 0, (0,)),
+        (Kind.STAGE_PAGE, 1, ()),
+        (Kind.LOAD_PAGE, 1, (2,)),
+    ]
+    assert kinds(first_layer(Shape(3, 2, 2))) == ["load page", "load page"]
+    assert not first_layer(Shape(3, 2, 2, dense=frozenset({0})))

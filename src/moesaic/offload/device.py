@@ -7,8 +7,9 @@ what lanes know of each other is the same as where all levels are memory of one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -31,11 +32,8 @@ class DeviceMemory:
         self._device = device
 
     def take(self, size: int) -> torch.Tensor:
-        """[size] uint8, whatever is in it. ConfigError where the device has no more."""
-        try:
-            return torch.empty(size, dtype=torch.uint8, device=self._device)
-        except torch.OutOfMemoryError as error:
-            raise ConfigError.field("fast memory", size, "what is free on the device") from error
+        """[size] uint8, whatever is in it."""
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
 
 
 class DeviceLink(Link):
@@ -50,7 +48,8 @@ class DeviceLink(Link):
     def down(self, source: torch.Tensor) -> torch.Tensor:
         """The same numbers in memory of the device."""
         target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
-        self.send(target, _pinned(source.shape, source.dtype).copy_(source))
+        held = source if source.is_pinned() else _pinned(source.shape, source.dtype).copy_(source)
+        self.send(target, held)
         return target
 
     def up(self, source: torch.Tensor) -> torch.Tensor:
@@ -77,8 +76,10 @@ class DeviceLink(Link):
         self.moved += target.nbytes
 
     def finish(self) -> None:
-        """Until the device has done all that this thread told it."""
-        torch.cuda.current_stream(self._device).synchronize()
+        """Until the device has done all that this thread told it, without spinning: cores have work."""
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(self._device))
+        done.synchronize()
 
 
 class Staged(Streamed):
@@ -145,5 +146,20 @@ def stream_of(device: torch.device) -> AbstractContextManager[object]:
     return made
 
 
+@contextmanager
+def telling_memory() -> Generator[None]:
+    """A device that has no more memory is a ConfigError."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        said = str(error).partition(".")[0]
+        raise ConfigError(f"--fast-memory: less of the GPU is free than was planned for ({said})") from error
+
+
 def _pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+    """Raises ConfigError where RAM has no more to pin."""
+    try:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
+        size, said = math.prod(shape) * dtype.itemsize, str(error).partition("\n")[0]
+        raise ConfigError.field("pinned memory", size, f"what RAM has free ({said})") from error

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from moesaic.models.block import Block, Projected
 from moesaic.models.model import Model
@@ -79,15 +80,17 @@ class Operations:
         self._after.begin(parts, turn, prefill)
 
     def __call__(self, task: Task) -> None:
-        if task.kind is Kind.STAGE_PAGE:
-            self._experts.stage_page(task.layer % len(self._model.blocks), task.micro_batch, self._pages)
-        elif task.kind is Kind.LOAD_PAGE:
-            self._load_page(task.layer, task.micro_batch)
-        elif task.kind is Kind.LOAD_CHOSEN:
-            self._load_chosen(task.layer)
-        else:
-            self._do[task.kind](task, self._parts[task.micro_batch])
-        self._down.finish()
+        try:
+            if task.kind is Kind.STAGE_PAGE:
+                self._experts.stage_page(task.layer % len(self._model.blocks), task.micro_batch, self._pages)
+            elif task.kind is Kind.LOAD_PAGE:
+                self._load_page(task.layer, task.micro_batch)
+            elif task.kind is Kind.LOAD_CHOSEN:
+                self._load_chosen(task.layer)
+            else:
+                self._do[task.kind](task, self._parts[task.micro_batch])
+        finally:
+            self._down.finish()
 
     # ---- weights
 
@@ -110,7 +113,11 @@ class Operations:
     # ---- the stages of a block
 
     def _pre(self, task: Task, part: Part) -> None:
-        self._after.merge(task.layer - 1, part)
+        if task.layer:
+            self._after.merge(task.layer - 1, part)
+        else:
+            ids = torch.from_numpy(part.batch.token_ids)
+            part.hidden = self._model.embed(ids.to(part.positions.device))
         part.projected = self._model.blocks[task.layer].pre_attention(part.hidden, part.positions)
 
     def _attention(self, task: Task, part: Part) -> None:

@@ -29,7 +29,7 @@ class Part:
     positions: torch.Tensor
     """[n]"""
     hidden: torch.Tensor
-    """[n, h] after the last layer that is done."""
+    """[n, h] after the last layer that is done; nothing before the first one is begun."""
     projected: Projected | None = None
     attended: torch.Tensor | None = None
     """[n, Hq * dv]"""
@@ -107,6 +107,31 @@ def by_rows(batch: TokenBatch, largest: int, whole: bool) -> list[tuple[TokenBat
     count = -(-batch.num_rows // largest)
     cuts = [index * batch.num_rows // count for index in range(count + 1)]
     return [(batch.rows(start, stop), np.arange(start, stop)) for start, stop in pairwise(cuts)]
+
+
+def by_context(batch: TokenBatch, largest: int) -> list[tuple[TokenBatch, IntArray]]:
+    """Micro-batches of consecutive rows whose sequences have at most so many tokens together, and their rows.
+
+    For a cache that comes with its micro-batch. A sequence with more new rows is cut; a piece with more
+    tokens before it is alone.
+    """
+    cuts, held = [0], 0
+    starts = batch.query_starts.tolist()
+    for (start, stop), context in zip(pairwise(starts), batch.context_lens.tolist(), strict=True):
+        count = -(-(stop - start) // largest)
+        ends = [start + (piece + 1) * (stop - start) // count for piece in range(count)]
+        for begin, end in pairwise([start, *ends]):
+            tokens = context - (stop - end)
+            if cuts[-1] < begin and held + tokens > largest:
+                cuts.append(begin)
+                held = 0
+            held += tokens
+    return [(batch.rows(*rows), np.arange(*rows)) for rows in pairwise([*cuts, batch.num_rows])]
+
+
+def is_cut(batch: TokenBatch, divided: Sequence[tuple[TokenBatch, IntArray]]) -> bool:
+    """Whether a sequence has rows in two of the micro-batches."""
+    return not np.isin([origin[0] for _, origin in divided], batch.query_starts).all()
 
 
 def _whole(batch: TokenBatch, chosen: Sequence[int]) -> tuple[TokenBatch, IntArray]:

@@ -15,7 +15,7 @@ from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.models.model import Model
 from moesaic.offload.caches import Cache
 from moesaic.offload.operations import Operations
-from moesaic.offload.parts import UNPADDED, Part, Rows, by_rows, by_sequences
+from moesaic.offload.parts import UNPADDED, Part, Rows, by_context, by_rows, by_sequences, is_cut
 from moesaic.policy.pipeline import decode, first_layer, prefill
 from moesaic.policy.policies import Policy, shape_of
 from moesaic.policy.tasks import Lane, Shape, Task
@@ -82,8 +82,10 @@ class Passes:
         asked, batch = batch, self._way.rows.of(batch)
         prompts = batch.num_rows > batch.num_sequences
         cache = self._caches[prompts]
-        parts = [self._part(*one, cache) for one in self._divide(batch, prompts)]
-        shape = self.shape(prompts, len(parts))
+        divided = self._divide(batch, prompts)
+        parts = [self._part(*one, cache) for one in divided]
+        cut = prompts and self._moves and is_cut(batch, divided)
+        shape = replace(self.shape(prompts, len(parts)), cut=cut)
         self._operations.begin(parts, cache, self._turn, shape.pages, prompts)
         before = self._operations.loaded
         first = self._load_first(shape)
@@ -109,17 +111,22 @@ class Passes:
         return tuple(self._stats.values())
 
     def _divide(self, batch: TokenBatch, prompts: bool) -> list[tuple[TokenBatch, IntArray]]:
-        policy = self._way.policy
-        if prompts:
-            moves = policy.slow_attention or policy.slow_cache > 0
-            return by_rows(batch, self._way.prefill_rows, whole=moves or self._way.rows.whole)
-        return by_sequences(batch, policy.micro_batch)
+        if not prompts:
+            return by_sequences(batch, self._way.policy.micro_batch)
+        if self._moves:
+            return by_context(batch, self._way.prefill_rows)
+        return by_rows(batch, self._way.prefill_rows, whole=self._way.rows.whole)
+
+    @property
+    def _moves(self) -> bool:
+        """Whether the cache is on the slow level."""
+        return self._way.policy.slow_attention or self._way.policy.slow_cache > 0
 
     def _part(self, batch: TokenBatch, origin: IntArray, cache: Cache) -> Part:
-        device = self._model.embedding.device
-        hidden = self._model.embed(torch.from_numpy(batch.token_ids).to(device))
-        positions = torch.from_numpy(batch.positions).to(device)
-        return Part(batch, origin, cache.attention(batch), positions, hidden)
+        embedding = self._model.embedding
+        positions = torch.from_numpy(batch.positions).to(embedding.device)
+        nothing = torch.empty(0, embedding.shape[1])
+        return Part(batch, origin, cache.attention(batch), positions, nothing)
 
     def _load_first(self, shape: Shape) -> Timeline:
         """The first layer, where the pass before did not leave it."""

@@ -16,7 +16,7 @@ from moesaic.core.metrics import PassStats
 from moesaic.core.offload import Offload
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile
-from moesaic.cost.hardware import Hardware
+from moesaic.cost.hardware import GIB, Hardware
 from moesaic.cost.ranks import model_of_rank, share_of_rank
 from moesaic.cost.reading import read
 from moesaic.cost.routing import Routing
@@ -86,6 +86,8 @@ def plan(
     _refuse_planned(worker, options, gpu)
     _refuse_machine(hardware, options, gpu)
     cap = _cap(options, hardware, gpu)
+    if gpu and hardware.link.staging is None:  # pages go through pinned memory: read and written by the CPU
+        hardware = replace(hardware, link=replace(hardware.link, staging=hardware.slow.bandwidth / 2))
     model, limits = _sizes(worker, options.profile), _limits(options, job, worker.group.size, gpu)
     if worker.group.size > 1:
         model = model_of_rank(model, worker.group.size, _experts_of_rank(worker, model))
@@ -93,11 +95,11 @@ def plan(
     search = Search(model, hardware, job, _cache_number(worker, model, gpu), limits)
     found = search.within(cap)
     if found is None:
-        raise ConfigError.field(
-            "--fast-memory",
-            options.fast_memory,
-            f"{search.allowed()} for {search.model.name} and these requests",
-        )
+        least = search.least(cap)
+        if least is None:
+            raise ConfigError(search.why_not(cap))
+        allowed = f"at least {least}MiB for {search.model.name} and these requests"
+        raise ConfigError.field("--fast-memory", options.fast_memory, allowed)
     pricing, price, tokens = found
     settings = _padded(_settings(worker, pricing, price, tokens), job.padded)
     return Planned(search.model, pricing.hardware, price, settings)
@@ -129,11 +131,15 @@ def _refuse_machine(hardware: Hardware, options: OffloadConfig, gpu: bool) -> No
 def _cap(options: OffloadConfig, hardware: Hardware, gpu: bool) -> int:
     """Bytes."""
     assert options.fast_memory is not None
-    if options.fast_memory != "auto":
-        return parse_bytes("--fast-memory", options.fast_memory)
-    if not gpu:
-        raise ConfigError.field("--fast-memory", "auto", "a size, such as 2GiB; auto is for a GPU's memory")
-    return int(hardware.fast.room)
+    if options.fast_memory == "auto":
+        if not gpu:
+            raise ConfigError.field("--fast-memory", "auto", "a size, such as 2GiB; auto is for a GPU")
+        return int(hardware.fast.room)
+    cap = parse_bytes("--fast-memory", options.fast_memory)
+    if gpu and cap > hardware.fast.memory:
+        most = f"at most {hardware.fast.memory / GIB:.1f} GiB, the memory of {hardware.name}"
+        raise ConfigError.field("--fast-memory", options.fast_memory, most)
+    return cap
 
 
 def _refuse_planned(worker: WorkerConfig, options: OffloadConfig, gpu: bool) -> None:
@@ -141,6 +147,9 @@ def _refuse_planned(worker: WorkerConfig, options: OffloadConfig, gpu: bool) -> 
     if options.offload_schedule in COMPUTED_BESIDE and not gpu:
         allowed = "auto, cgopipe, on-demand, s4, serial over a disk, which computes nothing"
         raise ConfigError.field("--offload-schedule", options.offload_schedule, allowed)
+    if gpu and worker.cache.kv_cache_dtype == "float16":
+        allowed = "auto, bfloat16, float32, int8 with --fast-memory on a GPU: the CPU reads it, too"
+        raise ConfigError.field("--kv-cache-dtype", "float16", allowed)
     if options.pad and gpu:
         raise ConfigError.field("--pad", True, "nothing on a GPU: only over a disk is anything padded")
     if worker.group.size > 1 and options.offload_schedule == "on-demand":

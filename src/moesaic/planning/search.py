@@ -49,6 +49,10 @@ class Search:
         self._longest = math.ceil(job.longest / BLOCK) * BLOCK
         self._limits = limits
         self._token = model.layers * model.cache(1, cache_number)
+        comes = hardware.slow.processor is not None
+        self._beside = 2 * self._longest * self._token / model.layers if comes else 0.0
+        """Bytes of the longest request's cache in one layer, twice, where it may come for attention: a policy
+        counts requests that are all as long as the mean one."""
 
     def within(self, cap: int) -> tuple[Pricing, Price, int] | None:
         """The best policy, and the tokens that its cache holds: at least the longest request's.
@@ -56,29 +60,41 @@ class Search:
         Where that one is longer than a whole batch of mean ones, room is set aside for it.
         """
         for aside in (0.0, self._longest * self._token):
-            pricing = self._pricing(cap, aside)
+            pricing = self._pricing(cap, aside + self._beside)
             price = planner.Search(pricing, self._limits).best()
             if price is None:
                 return None
-            tokens = int(_cache_room(self._pricing(cap).hardware, price) / self._token)
+            tokens = int(_cache_room(self._pricing(cap, self._beside).hardware, price) / self._token)
             tokens = min(tokens, price.policy.batch * self._longest) // BLOCK * BLOCK
             if tokens >= self._longest:
                 return self._pricing(cap), price, tokens
         return None
 
-    def allowed(self) -> str:
-        """What caps there are to choose from. Example: at least 275MiB."""
-        low, high = 0, 1
-        while not self._fits(high):
-            low, high = high, 2 * high
+    def least(self, cap: int) -> int | None:
+        """The smallest cap, in MiB, under which something fits; None where it is not what is missing: the
+        slow level is too small, or all experts would fit and the schedule wants some that do not."""
+        low, high = 0, self._enough()
+        if not self._fits(high):
+            return None
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if self._fits(middle) else (middle, high)
-        return f"at least {high}MiB"
+        return None if high * MIB <= cap else high
+
+    def why_not(self, cap: int) -> str:
+        """That nothing fits, and why."""
+        said = planner.why_not(self.model, self._pricing(cap).hardware, self._workload)
+        return f"--offload-schedule {' or '.join(self._limits.schedules)}: {said}"
+
+    def _enough(self) -> int:
+        """MiB in which every policy has room."""
+        requests = min(self._limits.largest_batch, planner.LARGEST * planner.COUNTS[-1])
+        token = self._token + 4 * self.model.hidden * self.model.row_number
+        return 1024 + math.ceil(2 * (self.model.weights + requests * self._longest * token) / MIB)
 
     def _fits(self, mebibytes: int) -> bool:
         """Whether some policy fits even with the longest request's cache set aside."""
-        pricing = self._pricing(mebibytes * MIB, self._longest * self._token)
+        pricing = self._pricing(mebibytes * MIB, self._beside + self._longest * self._token)
         return any(True for _ in planner.candidates(pricing, self._limits))
 
     def _pricing(self, cap: float, aside: float = 0.0) -> Pricing:

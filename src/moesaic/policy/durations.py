@@ -56,7 +56,7 @@ class Durations:
             **self._move(Kind.LOAD_ROWS, rows * wide.output * model.row_number),
             **self._move(Kind.SAVE_ROWS, rows * model.hidden * model.row_number),
             **self._move(Kind.LOAD_ANSWERS, answers * model.hidden * model.row_number),
-            **self._move(Kind.LOAD_CACHE, rows * context * self._token * policy.slow_cache),
+            **self._gathered(Kind.LOAD_CACHE, rows * context * self._token * policy.slow_cache),
             **self._move(Kind.SAVE_CACHE, rows * self._token * policy.slow_cache),
             **self._move(Kind.LOAD_CHOSEN, self._chosen(policy)),
             **self._pages(policy, policy.pages),
@@ -89,7 +89,7 @@ class Durations:
 
     def first_layer(self, policy: Policy) -> float:
         """Seconds until the streamed experts of one layer have come, while nothing is computed."""
-        return self._pages(policy, 1)[Kind.LOAD_PAGE, Lane.DOWN]
+        return sum(self._pages(policy, 1).values())
 
     def slow_memory(self, policy: Policy, moved: dict[Lane, float]) -> float:
         """Seconds of the slow level's memory in a layer: its processor's reading, and all copies.
@@ -138,6 +138,11 @@ class Durations:
         rows = 3 * (model.experts - policy.static_experts) * model.expert_width
         page = math.ceil(rows / max(pages, 1)) * model.hidden * model.number
         return {**self._move(Kind.LOAD_PAGE, page), **self._move(Kind.STAGE_PAGE, page)}
+
+    def _gathered(self, kind: Kind, size: float) -> Table:
+        """Blocks are put together in pinned memory, where there is some, before they come down."""
+        [(key, took)] = self._move(kind, size).items()
+        return {key: took + size / (self._hardware.link.staging or math.inf)}
 
     def _move(self, kind: Kind, size: float) -> Table:
         link, lane = self._hardware.link, LANES[kind]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.sizes import ModelSizes
 from moesaic.policy.policies import Policy, Workload
@@ -52,7 +54,7 @@ class Footprint:
         rows = 0 if policy.fast_residual else policy.batch * self.workload.prompt
         return {
             "experts": away * model.moe_layers,
-            "pinned pages": away if self.hardware.link.staging is not None else 0.0,
+            "pinned pages": pinned(away) if self.hardware.link.staging is not None else 0.0,
             "cache": cache * policy.batch * model.layers,
             "rows": rows * model.hidden * model.row_number,
         }
@@ -70,3 +72,8 @@ class Footprint:
         requests = self.prefill_requests(policy)
         rows = max(requests * self.workload.prompt, policy.micro_batch)
         return rows * self._row + max(requests, policy.micro_batch) * self.model.vocab * 4
+
+
+def pinned(size: float) -> float:
+    """Bytes that so many of pinned memory take: torch rounds them up to a power of two."""
+    return 2.0 ** math.ceil(math.log2(size)) if size > 0 else 0.0

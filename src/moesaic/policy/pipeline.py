@@ -63,21 +63,24 @@ def prefill(shape: Shape, rows_move: bool = False) -> list[Task]:
     """All prompts, layer after layer, on the fast processor. MoE-Lightning, section 4.
 
     shape: micro-batches and pages of prefill; with slow_attention or cache_moves keys and values go up.
-    rows_move: the residual lives on the slow level; each micro-batch's comes down and goes back.
+    rows_move: the residual lives on the slow level; each micro-batch's comes down and goes back. Of both the
+    fast level has room for two micro-batches: the last but one must have gone up.
     """
     parts = _Parts(shape)
-    for layer in range(shape.layers):
-        for part in range(shape.micro_batches):
-            parts.page_with(layer + 1, part, stage=True)
-            needs = [name(Kind.PROMPT, layer - 1, part), *parts.weights(layer)]
-            if rows_move and layer:
-                back = name(Kind.SAVE_ROWS, layer - 1, part)
-                needs.append(parts.list.add(Kind.LOAD_ANSWERS, layer, part, [back]))
-            done = parts.list.add(Kind.PROMPT, layer, part, needs)
-            if shape.slow_attention or shape.cache_moves:
-                parts.list.add(Kind.SAVE_CACHE, layer, part, [done])
-            if rows_move:
-                parts.list.add(Kind.SAVE_ROWS, layer, part, [done])
+    for layer, part in parts.each():
+        parts.page_with(layer + 1, part, stage=True)
+        gone = parts.later(layer, part, -AHEAD)
+        needs = [name(Kind.PROMPT, layer - 1, part), *parts.weights(layer), name(Kind.SAVE_CACHE, *gone)]
+        if shape.cut:
+            needs.append(name(Kind.SAVE_CACHE, layer, part - 1))
+        if rows_move and layer:
+            back = [name(Kind.SAVE_ROWS, layer - 1, part), name(Kind.SAVE_ROWS, *gone)]
+            needs.append(parts.list.add(Kind.LOAD_ANSWERS, layer, part, back))
+        done = parts.list.add(Kind.PROMPT, layer, part, [*needs, name(Kind.SAVE_ROWS, *gone)])
+        if shape.slow_attention or shape.cache_moves:
+            parts.list.add(Kind.SAVE_CACHE, layer, part, [done])
+        if rows_move:
+            parts.list.add(Kind.SAVE_ROWS, layer, part, [done])
     for part in range(shape.micro_batches):
         parts.list.add(Kind.HEAD, shape.layers, part, [name(Kind.PROMPT, shape.layers - 1, part)])
     return parts.list.tasks

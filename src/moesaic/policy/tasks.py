@@ -81,6 +81,8 @@ class Shape:
     """in-place: some routed experts are on the slow level."""
     fast_experts: bool = True
     """in-place: some are on the fast one."""
+    cut: bool = False
+    """In prefill a micro-batch may go on with the last one's prompt, whose cache it attends to."""
     dense: frozenset[int] = frozenset()
     """Layers without routed experts: nothing of theirs is streamed."""
 

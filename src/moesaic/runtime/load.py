@@ -20,6 +20,7 @@ from moesaic.experts.remote import RemoteExperts
 from moesaic.kernels.table import Put
 from moesaic.kvcache.paged import PagedKV, bytes_per_token
 from moesaic.models.checkpoint import Progress
+from moesaic.offload.device import telling_memory
 from moesaic.offload.padding import block_pool
 from moesaic.policy import worth
 from moesaic.policy.batching import Limits
@@ -83,7 +84,9 @@ def build_worker(
     if config.group.size > 1:
         return _build_group(config, connection, clock, max_model_len, progress, journal, bell, lost)
     if config.offload is not None:
-        return _build_offloaded(config, config.offload, connection, clock, max_model_len, progress, journal)
+        rest = clock, max_model_len, progress, journal
+        with telling_memory():
+            return _build_offloaded(config, config.offload, connection, *rest)
     check_shared(config)
     layout = _tell_layout(config.model, connection) if config.remote_experts else None
     loaded = load_model(config.model, progress, layout, config.most_threads)

@@ -24,7 +24,7 @@ from moesaic.offload.operations import Operations
 from moesaic.offload.padding import PaddedResident, Padding
 from moesaic.offload.parts import UNPADDED, Rows
 from moesaic.offload.passes import Observe, Passes, Way
-from moesaic.policy.pipeline import SCHEDULES
+from moesaic.policy.pipeline import FORCED, SCHEDULES
 from moesaic.policy.policies import Policy
 from moesaic.runtime.levels import Core, Levels, cores_of, levels, setup_of
 from moesaic.runtime.loaded import Loaded, context_length, device_of, layout_of, load_model
@@ -46,9 +46,18 @@ def check(config: WorkerConfig) -> None:
     gpu, offload = on_gpu(config.model), config.offload
     if offload is not None and offload.link is not None and gpu:
         raise ConfigError.field("--device", "cuda", "cpu with a link between two cores")
+    if offload is not None:
+        _check_attention(offload)
     if offload is not None and offload.padded is not None:
         over_disk = offload.link is None and not gpu
         _check_padded(offload.padded, over_disk, context_length(config.model))
+
+
+def _check_attention(offload: Offload) -> None:
+    """Some schedules have the slow processor attend, or not."""
+    forced = FORCED.get(_policy(offload).schedule, offload.slow_attention)
+    if forced != offload.slow_attention:
+        raise ConfigError.field("slow_attention", offload.slow_attention, f"{forced} with {offload.schedule}")
 
 
 def _check_padded(padded: int, over_disk: bool, most: int) -> None:
