@@ -84,9 +84,7 @@ def build_worker(
     if config.group.size > 1:
         return _build_group(config, connection, clock, max_model_len, progress, journal, bell, lost)
     if config.offload is not None:
-        rest = clock, max_model_len, progress, journal
-        with telling_memory():
-            return _build_offloaded(config, config.offload, connection, *rest)
+        return _build_offloaded(config, config.offload, connection, clock, max_model_len, progress, journal)
     check_shared(config)
     layout = _tell_layout(config.model, connection) if config.remote_experts else None
     loaded = load_model(config.model, progress, layout, config.most_threads)
@@ -157,6 +155,7 @@ def _build_group(
     return worker, replace(info, ranks=group.size, collectives=forward.form, kv_bytes=kv_bytes)
 
 
+@telling_memory()
 def _build_offloaded(
     config: WorkerConfig,
     offload: Offload,
