@@ -124,7 +124,8 @@ def _refuse_machine(hardware: Hardware, options: OffloadConfig, gpu: bool) -> No
     if gpu == (hardware.slow.processor is not None):
         return
     levels = "GPU memory over RAM" if gpu else "RAM over a disk, which computes nothing"
-    allowed = f"a file of `moesaic hardware measure --device {'cuda' if gpu else 'cpu'}`: {levels}"
+    known = "a known GPU, or " if gpu else ""
+    allowed = f"{known}a file of `moesaic hardware measure --device {'cuda' if gpu else 'cpu'}`: {levels}"
     raise ConfigError.field("--hardware", options.hardware, allowed)
 
 
