@@ -191,7 +191,7 @@ class OffloadConfig:
     """A model larger than the memory that it may take."""
 
     fast_memory: str | None = None
-    """Most memory for weights, cache and rows, such as 2GiB; libraries take about 270 MiB beside it. Experts
+    """Most memory for weights, cache and rows, such as 2GiB; libraries take about 240 MiB beside it. Experts
     that do not fit come from the disk while others are computed, as planned for the job and this machine
     (MoE-Lightning). On a GPU: its own (auto: what is free), over RAM. None: the whole model is in memory."""
     hardware: str | None = None
