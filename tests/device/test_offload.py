@@ -49,7 +49,7 @@ POLICIES = {
     "the CPU attends, serial": replace(CPU, schedule="serial", fast_residual=False),
     "the CPU attends, on demand": replace(CPU, schedule="on-demand"),
     "the CPU attends, in place": replace(CPU, schedule="in-place"),
-    "the CPU attends, one by one": replace(CPU, micro_batch=1, micro_batches=8, prefill_rows=1),
+    "the CPU attends, one by one": replace(CPU, micro_batch=1, micro_batches=8, prefill_rows=5),
 }
 CASES = pairs.params(
     cases.MODELS, POLICIES, ("auto", "reference"), (23, 512),
@@ -136,7 +136,7 @@ JOB = Job(requests=9, prompt=30, generate=NEW, longest=80)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cap", [8, 10, 14])
+@pytest.mark.parametrize("cap", [8, 13])
 @pytest.mark.parametrize("schedule", ["auto", "cgopipe", "in-place", "on-demand", "s2", "s3", "s4", "serial"])
 def test_a_planned_run_keeps_to_the_memory_that_it_may_take(
     tmp_path: Path, schedule: OffloadSchedule, cap: int
@@ -175,10 +175,10 @@ def test_prompts_of_any_kind_take_no_more_than_was_planned(
     """Where the cache, and perhaps the rows, are in RAM: the GPU has those of two micro-batches."""
     path = tiny.save(tiny.build("qwen3_moe", model_cases.qwen3(**LONG)), tmp_path)
     byte_tokenizer(path)
-    lengths = [12] * 63 + [1000] if case == "one long prompt" else [200] * 48
+    lengths = [12] * 31 + [700] if case == "one long prompt" else [120] * 24
     asked = [tiny.prompt(length, VOCAB, seed=seed) for seed, length in enumerate(lengths)]
     if case == "shared prefixes":
-        asked = [asked[0][:192] + each[192:] for each in asked]
+        asked = [asked[0][:112] + each[112:] for each in asked]
     mean, longest = sum(map(len, asked)) // len(asked), max(map(len, asked)) + 2
     job = Job(requests=len(asked), prompt=mean, generate=2, longest=longest)
     options = OffloadConfig("10MiB", offload_schedule="cgopipe", micro_batch_size=8)
@@ -201,7 +201,7 @@ def test_prompts_of_any_kind_take_no_more_than_was_planned(
             max_num_batched_tokens=policy.batch * mean, max_model_len=longest, kv_cache_memory="256MiB",
         )  # fmt: skip
         params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-        for turn in range(2):  # the second time prefixes are known
+        for turn in range(1 + (case == "shared prefixes")):  # the second time they are known
             llm.generate([[*each[:-1], turn] for each in asked], params)
         most = TAKEN.most - before
     assert most <= held / USABLE
