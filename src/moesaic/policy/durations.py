@@ -89,7 +89,9 @@ class Durations:
 
     def first_layer(self, policy: Policy) -> float:
         """Seconds until the streamed experts of one layer have come, while nothing is computed."""
-        return sum(self._pages(policy, 1).values())
+        pages = self._pages(policy, 1)
+        staged = pages[Kind.STAGE_PAGE, Lane.STAGING] if self._hardware.link.staging is not None else 0.0
+        return staged + pages[Kind.LOAD_PAGE, Lane.DOWN]
 
     def slow_memory(self, policy: Policy, moved: dict[Lane, float]) -> float:
         """Seconds of the slow level's memory in a layer: its processor's reading, and all copies.
