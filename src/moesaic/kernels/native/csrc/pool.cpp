@@ -132,8 +132,8 @@ void Pool::work(int worker) {
             wake_.wait(lock, [&] { return published(seen); });
             sleepers_--;
         }
+        seen = epoch_;  // first: stop() sets stop_ before it counts, so an end that is seen here is known below
         if (stop_) return;
-        seen = epoch_;
         if (!arrive()) continue;
         take_tasks(worker);
         leave();
