@@ -23,20 +23,6 @@ QUICK = {"mixtral-window", "deepseek-full"}
 """The rest of the models is slow."""
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    """Where the checkpoint of a model lies."""
-    known: dict[str, Path] = {}
-
-    def path(name: str) -> Path:
-        if name not in known:
-            known[name] = tmp_path_factory.mktemp(name)
-            cases.write(name, known[name])
-        return known[name]
-
-    return path
-
-
 def on_cpu(path: Path, **settings: Any) -> LLM:
     """With weights as well aligned as a device's: last digits of a CPU's products depend on that."""
     settings = settings | {"device": "cpu", "kernels": "reference", "threads": 1, "mmap": False}

@@ -60,20 +60,6 @@ CASES = pairs.params(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Where the checkpoint of a model lies."""
-    known: dict[str, Path] = {}
-
-    def path(name: str) -> Path:
-        if name not in known:
-            known[name] = tmp_path_factory.mktemp(name)
-            cases.write(name, known[name])
-        return known[name]
-
-    return path
-
-
 def prompts() -> list[list[int]]:
     """Around block boundaries, past windows; two share 40 tokens; more of them than seats."""
     drawn = [tiny.prompt(length, VOCAB, seed=length) for length in (1, 16, 17, 40, 60, 5, 9)]
