@@ -81,7 +81,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "commands": (
         *("", "batch", "bench", "client", "config", "core", "experts.joining", "kernels.table", "launch"),
-        *("models.files", "planning", "tokenizer"),
+        *("models.compressing", "models.files", "planning", "tokenizer"),
         *("hardware", "cost", "policy.advice", "policy.paper_settings", "policy.pipeline", "policy.planner"),
         *("policy.policies", "policy.pricing", "policy.published"),
         *("policy.activation_map", "policy.cocluster", "policy.held_out", "policy.locality"),

@@ -7,12 +7,10 @@ is called, so that --help and mistakes are answered at once.
 from __future__ import annotations
 
 import errno
-import os
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
@@ -20,6 +18,8 @@ from cyclopts import App, CycloptsError, Parameter
 from moesaic import __version__
 from moesaic.batch.options import RunBatch
 from moesaic.bench.options import ServeBench, ThroughputBench
+from moesaic.commands import streams
+from moesaic.commands.compress_options import Compress
 from moesaic.commands.hardware_options import MeasureHardware
 from moesaic.commands.options import Join, Scale
 from moesaic.commands.place_options import Place
@@ -208,6 +208,16 @@ def plan(
     return command.run(options or Plan(), output.json)
 
 
+@app.command
+def compress(options: Annotated[Compress, FLAT], *, output: Annotated[Output, FLAT] = Output()) -> int:
+    """Write a checkpoint whose routed experts take 12 bits a number in place of 16, without loss:
+    compress MODEL DIRECTORY.
+    """
+    from moesaic.commands import compress as command
+
+    return command.run(options, output.json)
+
+
 @hardware.command(name="measure")
 def hardware_measure(
     *,
@@ -260,7 +270,7 @@ def doctor(*, output: Annotated[Output, FLAT] = Output()) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code: 0, 1 when it failed, 2 when a setting is wrong."""
     given = [SHORT.get(word, word) for word in (sys.argv[1:] if arguments is None else arguments)]
-    _replace_closed_streams()
+    streams.replace_closed()
     try:
         code = int(app(given, exit_on_error=False, print_error=False, result_action="return_value") or 0)
         sys.stdout.flush()
@@ -276,20 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        _replace("stdout")  # what the old one still holds would fail again at exit
+        streams.replace("stdout")  # what the old one still holds would fail again at exit
         return _fail(f"cannot write: {error.strerror}", 1, given)
-
-
-def _replace_closed_streams() -> None:
-    """Started with `>&-`: no socket of ours may take stdout's number, and libraries expect a file."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            _replace(name)
-
-
-def _replace(name: str) -> None:
-    """From now on nobody reads it."""
-    setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  open until the end
 
 
 def _fail(message: str, code: int, arguments: Sequence[str]) -> int:

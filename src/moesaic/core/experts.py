@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moesaic.core.placement import fingerprint
+from moesaic.core.stored import row_bytes
 
 
 def model_name(layers: Sequence[int], num_experts: int, hidden: int, width: int) -> str:
@@ -28,8 +29,8 @@ class ExpertLayout:
     num_experts: int
     top_k: int
     dtype: str
-    """What the weights are computed from: "float32", "bfloat16", or with torch "float16"; another stored type
-    is converted."""
+    """What the weights are computed from: "float32", "bfloat16", "compressed", or with torch "float16";
+    another stored type is converted."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -49,7 +50,13 @@ class ExpertLayout:
     @property
     def expert_bytes(self) -> int:
         """Of one expert."""
-        return 3 * self.hidden * self.width * (4 if self.dtype == "float32" else 2)
+        return sum(self.matrix_bytes)
+
+    @property
+    def matrix_bytes(self) -> tuple[int, int, int]:
+        """Of one expert's gate, up and down."""
+        inner = self.width * row_bytes(self.dtype, self.hidden)
+        return inner, inner, self.hidden * row_bytes(self.dtype, self.width)
 
     @property
     def num_bytes(self) -> int:

@@ -112,7 +112,7 @@ def routed(model: ModelSizes, rows: float, share: float = 1.0) -> Work:
     pairs = rows * model.top_k * share
     read = distinct(model, rows) * share
     wide = pairs * (2 * model.hidden + 2 * model.expert_width)
-    return Work(2 * pairs * model.expert, read * model.expert * model.number, 0.0, wide * model.row_number)
+    return Work(2 * pairs * model.expert, read * model.expert_bytes, 0.0, wide * model.row_number)
 
 
 def shared(model: ModelSizes, rows: float) -> Work:

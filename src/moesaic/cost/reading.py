@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from moesaic.core.errors import CheckpointError
+from moesaic.core.stored import unquantized
 from moesaic.cost.sizes import BYTES, GroupedQuery, Latent, ModelSizes
 
 Raw = Mapping[str, Any]
@@ -23,12 +25,13 @@ def read(raw: Raw, name: str) -> ModelSizes:
     kind = str(raw.get("model_type"))
     if kind not in _READERS:
         raise _refuse("model_type", raw.get("model_type"), ", ".join(sorted(_READERS)))
-    if raw.get("quantization_config") is not None:
+    if not unquantized(raw):
         raise _refuse("quantization_config", "a quantization", "none: plans are for unquantized weights")
     dtype = str(raw.get("torch_dtype", raw.get("dtype")) or "bfloat16")
     if dtype not in BYTES:
         raise _refuse("torch_dtype", dtype, ", ".join(BYTES))
-    return _READERS[kind](raw, name).with_number(BYTES[dtype])
+    compressed = raw.get("quantization_config") is not None
+    return replace(_READERS[kind](raw, name), number=BYTES[dtype], compressed=compressed)
 
 
 def _mixtral(raw: Raw, name: str) -> ModelSizes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from moesaic.core.stored import COMPRESSED, row_bytes
 from moesaic.cost.routing import Routing
 
 BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
@@ -146,6 +147,8 @@ class ModelSizes:
     """The head is the embedding."""
     number: float = 2.0
     """Bytes of one stored number: 2 for bf16 and fp16."""
+    compressed: bool = False
+    """Routed experts are stored in 12 bits a number, with a head for each block of their rows."""
     computed: float | None = None
     """Bytes of one number of a row; None: as the weights. A CPU computes in float32: 4."""
     routing: Routing | None = field(default=None, repr=False)
@@ -162,9 +165,17 @@ class ModelSizes:
         return 3 * self.hidden * self.expert_width
 
     @property
+    def expert_bytes(self) -> float:
+        """Of one routed expert, as it is stored."""
+        if not self.compressed:
+            return self.expert * self.number
+        inner, outer = (row_bytes(COMPRESSED, numbers) for numbers in (self.hidden, self.expert_width))
+        return float(2 * self.expert_width * inner + self.hidden * outer)
+
+    @property
     def routed(self) -> float:
         """Bytes of all routed experts of one layer."""
-        return self.experts * self.expert * self.number
+        return self.experts * self.expert_bytes
 
     @property
     def other(self) -> float:
@@ -184,7 +195,7 @@ class ModelSizes:
     @property
     def parameters(self) -> int:
         """Numbers of the whole model, norms and biases left out. Mixtral 8x7B: 46.7 billion."""
-        return round(self.weights / self.number)
+        return round(self.other / self.number) + self.moe_layers * self.experts * self.expert
 
     @property
     def active(self) -> int:
@@ -202,7 +213,8 @@ class ModelSizes:
         return CACHE_BYTES[dtype] + scales / self.attention.cached
 
     def with_number(self, number: float) -> ModelSizes:
-        return replace(self, number=number)
+        """Experts in another type than bf16 are not compressed."""
+        return replace(self, number=number, compressed=self.compressed and number == BYTES["bfloat16"])
 
 
 def _mixtral(name: str, layers: int, hidden: int, heads: int, width: int, vocab: int) -> ModelSizes:

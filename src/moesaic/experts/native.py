@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from moesaic.core.experts import ExpertLayout
+from moesaic.core.stored import OF_EXPERTS
 from moesaic.experts.arithmetic import Part
 from moesaic.experts.store import Store
 from moesaic.kernels.native import plain
@@ -23,7 +24,7 @@ class Native:
         self._store = Store(path, layout, mapped)
         self._reading = threading.Lock()
         """Held while the kernel reads addresses: what lies there must not be dropped."""
-        self._size, self._wide = (layout.hidden, layout.width), layout.dtype == "float32"
+        self._size, self._stored = (layout.hidden, layout.width), OF_EXPERTS.index(layout.dtype)
 
     @property
     def held(self) -> dict[int, list[int]]:
@@ -39,4 +40,4 @@ class Native:
     def run(self, layer: int, parts: Sequence[Part]) -> None:
         found = [(part.hidden, part.rows, part.experts, part.out, part.lines) for part in parts]
         with self._reading:
-            plain.experts(self._store.table(layer), self._size, self._wide, found)
+            plain.experts(self._store.table(layer), self._size, self._stored, found)

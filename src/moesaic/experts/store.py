@@ -17,9 +17,10 @@ import numpy.typing as npt
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import ExpertLayout
 from moesaic.experts.slots import Bytes, Slots
+from moesaic.kernels.compressed import decompress
+from moesaic.models.headers import COMPRESSED_ROWS, STORED, WIDTHS, Headers, Place
 from moesaic.models.headers import INDEX as INDEX
 from moesaic.models.headers import SINGLE as SINGLE
-from moesaic.models.headers import STORED, WIDTHS, Headers, Place
 
 PAGE = 4096
 
@@ -30,8 +31,7 @@ class Store:
     def __init__(self, path: Path, layout: ExpertLayout, mapped: bool = True) -> None:
         self.layout = layout
         self._checkpoint = _Checkpoint(path, _Mapped().part if mapped else _read)
-        matrix = layout.hidden * layout.width * WIDTHS[STORED[layout.dtype]]
-        self._slots = None if mapped else Slots([matrix] * 3)
+        self._slots = None if mapped else Slots(layout.matrix_bytes)
         self._tables = {
             layer: np.zeros((3, layout.num_experts), dtype=np.uint64) for layer in layout.prefixes
         }
@@ -98,7 +98,7 @@ class _Checkpoint:
         if len(part) < place.size:
             raise CheckpointError(f"{place.file}: truncated since its header was read: tensor {name}")
         if place.dtype != stored:
-            return _converted(part, place.dtype, stored)
+            return _as(stored, part, place, columns)
         return part.copy() if part.ctypes.data % WIDTHS[place.dtype] else part
 
 
@@ -130,6 +130,18 @@ class _Mapped:
                 raise CheckpointError(f"{file}: cannot be mapped ({error})") from error
             self._files[file] = np.frombuffer(mapped, dtype=np.uint8)
         return self._files[file]
+
+
+def _as(stored: str, part: Bytes, place: Place, columns: int) -> Bytes:
+    """A copy of a matrix in another type. Raises CheckpointError where compressed ones are wanted."""
+    if stored == COMPRESSED_ROWS:
+        raise CheckpointError(
+            f"{place.file}: an expert is stored as {place.dtype}; allowed: {stored}, as others"
+        )
+    if place.dtype != COMPRESSED_ROWS:
+        return _converted(part, place.dtype, stored)
+    bits = decompress(part.reshape(place.shape), columns).reshape(-1).view(np.uint8)
+    return bits if stored == "BF16" else _converted(bits, "BF16", stored)
 
 
 def _converted(part: Bytes, kind: str, stored: str) -> Bytes:

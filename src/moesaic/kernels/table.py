@@ -137,6 +137,8 @@ class Kernels:
     """Makes a recorder of steps that consist of these operations alone; None: they cannot be recorded."""
     one_core: Callable[[int], AbstractContextManager[None]] | None = None
     """Within it the calling thread computes by itself, on this core, while others do; None: it cannot."""
+    compressed: bool = False
+    """Whether experts may be compressed: 12 bits a number."""
     reusing: Callable[[], AbstractContextManager[None]] = nullcontext
     """Within it results of the calling thread may take the memory of those that ended."""
 
@@ -232,6 +234,7 @@ def _natively(name: str) -> Kernels:
         set_threads=_native_threads,
         recorder=_recorder,
         one_core=_one_core,
+        compressed=name != "amx_bf16",  # whose tiles are loaded from rows of bf16
         reusing=memory.reusing,
     )
 

@@ -7,6 +7,10 @@ from functools import cached_property
 
 import torch
 
+from moesaic.core.stored import COMPRESSED, OF_EXPERTS, row_bytes
+
+NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.uint8: COMPRESSED}
+
 
 @dataclass(frozen=True)
 class PointerTable:
@@ -16,8 +20,8 @@ class PointerTable:
     """[3, E] int64 addresses of gate, up and down; 0 where an expert is not held."""
     hidden: int
     width: int
-    wide: bool
-    """Stored in float32, else in bf16."""
+    stored: int
+    """Which of OF_EXPERTS they are stored as."""
 
     @property
     def addresses(self) -> tuple[int, int, int]:
@@ -31,7 +35,8 @@ class ExpertWeights:
     """The routed experts of one layer that this process holds.
 
     Indexed by logical expert id; None stands where another process holds the expert. Each tensor
-    may be a view of the memory-mapped checkpoint.
+    may be a view of the memory-mapped checkpoint. Compressed ones are uint8, with the bytes of a row in
+    place of its numbers.
     """
 
     gate: tuple[torch.Tensor | None, ...]
@@ -64,16 +69,21 @@ class ExpertWeights:
         lines = [[0 if one is None else one.data_ptr() for one in part] for part in self._parts]
         held = [self.of(expert) for expert in self.held]
         if not held:
-            return PointerTable(torch.tensor(lines), 0, 0, wide=True)
-        width, hidden = held[0][0].shape
-        dtype = held[0][0].dtype
+            return PointerTable(torch.tensor(lines), 0, 0, 0)
+        width, hidden, dtype = len(held[0][0]), len(held[0][2]), held[0][0].dtype
+        if dtype not in NAMES:
+            raise TypeError(f"experts: got {dtype}; allowed: float32, bfloat16, uint8 (compressed)")
+        inner, outer = (self._row(dtype, numbers) for numbers in (hidden, width))
         for gate, up, down in held:
-            alike = gate.shape == up.shape == (width, hidden) and down.shape == (hidden, width)
+            alike = gate.shape == up.shape == (width, inner) and down.shape == (hidden, outer)
             if not alike or any(one.dtype != dtype or not one.is_contiguous() for one in (gate, up, down)):
                 raise TypeError("the experts of a layer differ in shape or type, or are not dense")
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise TypeError(f"experts: got {dtype}; allowed: float32, bfloat16")
-        return PointerTable(torch.tensor(lines), hidden, width, wide=dtype is torch.float32)
+        return PointerTable(torch.tensor(lines), hidden, width, OF_EXPERTS.index(NAMES[dtype]))
+
+    @staticmethod
+    def _row(dtype: torch.dtype, numbers: int) -> int:
+        """The second axis of a matrix with so many columns."""
+        return row_bytes(COMPRESSED, numbers) if dtype is torch.uint8 else numbers
 
     @property
     def _parts(self) -> tuple[tuple[torch.Tensor | None, ...], ...]:

@@ -13,6 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moesaic.core.errors import CheckpointError
+from moesaic.core.stored import COMPRESSED, row_bytes
+from moesaic.kernels.compressed import decompress
 from moesaic.models.files import read_json
 from moesaic.models.memory import Copies
 
@@ -22,7 +24,8 @@ PAGE = 4096
 _C_LIBRARY = ctypes.CDLL(None)
 Progress = Callable[[int, int], None]
 """Is told bytes read so far and bytes of all files."""
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8}
+"""U8: a matrix of bf16 whose rows are compressed."""
 
 
 class Checkpoint:
@@ -56,6 +59,8 @@ class Checkpoint:
     def claim(self, name: str, *shape: int) -> None:
         """States that the model has this tensor, without reading it. Checks name, shape and type."""
         found = self._slice(name)
+        if found.get_dtype() == "U8" and len(shape) == 2:
+            shape = shape[0], row_bytes(COMPRESSED, shape[1])
         if tuple(found.get_shape()) != shape:
             got = list(found.get_shape())
             raise CheckpointError(f"{self.path}: tensor {name}: got shape {got}; allowed: {list(shape)}")
@@ -73,10 +78,21 @@ class Checkpoint:
         """A tensor of exactly this shape, or the `part` of it that these slices leave.
 
         Memory-mapped when stored as `dtype` and wanted on the CPU, unless the part is some of its columns.
+        A compressed one stays so where dtype is uint8, and has no parts then; else it is decompressed.
         """
         self.claim(name, *shape)
-        stored: torch.Tensor = self._open(self._shard[name]).get_tensor(name)[part].contiguous()
-        tensor = stored.to(device=device, dtype=dtype)
+        stored: torch.Tensor = self._open(self._shard[name]).get_tensor(name)
+        if dtype is torch.uint8 is not stored.dtype:
+            kind = self._slice(name).get_dtype()
+            raise CheckpointError(
+                f"{self.path}: tensor {name}: got dtype {kind}; allowed: U8, as other experts"
+            )
+        if stored.dtype is torch.uint8 is not dtype:
+            bits = torch.from_numpy(decompress(stored.numpy(), shape[1])).view(torch.bfloat16)
+            tensor = bits[part].to(device=device, dtype=dtype)
+        else:
+            stored = stored[part].contiguous()
+            tensor = stored.to(device=device, dtype=dtype)
         if tensor.data_ptr() == stored.data_ptr():
             if self._copies is None:
                 _page_in(stored)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moesaic.core.errors import CheckpointError
+from moesaic.core.stored import QUANT_METHOD, unquantized
 
 BENIGN = frozenset(
     {
@@ -126,12 +127,12 @@ class Fields:
 
     def done(self) -> None:
         """Raises CheckpointError for the first key that was not read and is not benign."""
-        if not self._where and self._raw.get("quantization_config") is not None:
+        if not self._where and not unquantized(self._raw):
             told = self._raw["quantization_config"]
             method = told.get("quant_method", "unknown") if isinstance(told, dict) else told
             raise CheckpointError(
                 f"config.json: quantization_config: got quant_method {method!r}; "
-                "allowed: none, quantized checkpoints are not supported"
+                f"allowed: none, or {QUANT_METHOD}: quantized checkpoints are not supported"
             )
         benign = BENIGN | {"quantization_config"} if not self._where else frozenset[str]()
         for name in sorted(self._raw.keys() - self._seen - benign):

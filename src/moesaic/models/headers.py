@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from moesaic.core.errors import CheckpointError
+from moesaic.core.stored import COMPRESSED, row_bytes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}
-"""Stored types that are understood, and the bytes of a number."""
-STORED = {"float32": "F32", "bfloat16": "BF16"}
+NUMBERS = {"F32": 4, "BF16": 2, "F16": 2}
+"""Stored types of numbers that are understood, and the bytes of one."""
+COMPRESSED_ROWS = "U8"
+"""How files spell the type of compressed matrices, whose rows are bytes."""
+WIDTHS = {**NUMBERS, COMPRESSED_ROWS: 1}
+STORED = {"float32": "F32", "bfloat16": "BF16", COMPRESSED: COMPRESSED_ROWS}
 """What weights are computed from, and how files spell it."""
 
 
@@ -60,7 +64,7 @@ class Headers:
         self._headers: dict[str, _Header] = {}
 
     def find(self, name: str, *shape: int) -> Place:
-        """A tensor of exactly this shape, all of whose bytes are in its file."""
+        """A tensor of exactly this shape, or the same compressed, all of whose bytes are in its file."""
         shard = self._shards.get(name, INDEX) if self._shards else SINGLE
         if shard == INDEX:
             raise CheckpointError(f"{self.path / INDEX}: tensor {name} is missing")
@@ -69,8 +73,11 @@ class Headers:
         if not isinstance(entry, dict):
             raise CheckpointError(f"{file}: tensor {name} is missing")
         kind, found = str(entry.get("dtype")), entry.get("shape")
+        allowed = f"{', '.join(NUMBERS)} {list(shape)}"
+        if kind == COMPRESSED_ROWS and len(shape) == 2:
+            shape = shape[0], row_bytes(COMPRESSED, shape[1])
+            allowed += f", {kind} {list(shape)} (compressed)"
         if kind not in WIDTHS or found != list(shape):
-            allowed = f"{', '.join(WIDTHS)} {list(shape)}"
             raise CheckpointError(f"{file}: tensor {name}: got {kind} {found}; allowed: {allowed}")
         span, size = entry.get("data_offsets"), math.prod(shape) * WIDTHS[kind]
         if not _fits(span, size, header.size):

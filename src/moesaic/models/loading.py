@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,12 +28,20 @@ class Loader:
     """Of matrices; vectors and gates are always float32."""
     shard: Shard = WHOLE
     """Whose heads are read."""
+    compressed: bool = True
+    """Whether compressed experts may stay so."""
 
     def matrix(self, name: str, rows: int, columns: int, *part: slice) -> torch.Tensor:
         """`name`.weight [rows, columns], or a part of it."""
         return self.checkpoint.tensor(
             f"{name}.weight", rows, columns, dtype=self.dtype, device=self.device, part=part
         )
+
+    def expert_dtype(self, names: ExpertNames) -> torch.dtype:
+        """Of routed experts: uint8 where they are compressed, and stay so as the kernels compute from that."""
+        stays = self.compressed and self.kernels.compressed and self.dtype is torch.bfloat16
+        first = f"{names.shapes(0)[0][0]}.weight"
+        return torch.uint8 if stays and self.checkpoint.dtype(first) is torch.uint8 else self.dtype
 
     def exact(self, name: str, *shape: int) -> torch.Tensor:
         """`name`, a full tensor name, in float32."""
@@ -162,6 +170,7 @@ def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None
     wanted = set(range(names.num_experts) if expert_ids is None else expert_ids)
     if wanted and not 0 <= min(wanted) <= max(wanted) < names.num_experts:
         raise CheckpointError(f"experts: got {sorted(wanted)}; allowed: 0 to {names.num_experts - 1}")
+    loader = replace(loader, dtype=loader.expert_dtype(names))
     columns: tuple[list[torch.Tensor | None], ...] = ([], [], [])
     for expert in range(names.num_experts):
         for column, shape in zip(columns, names.shapes(expert), strict=True):

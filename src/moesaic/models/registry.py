@@ -10,6 +10,7 @@ import torch
 
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
+from moesaic.core.stored import COMPRESSED
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models import deepseek_v2, mixtral, qwen3_moe
@@ -115,9 +116,11 @@ def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str 
     spec: ModelSpec = config.spec
     if not spec.moe_layers:
         raise CheckpointError(f"{path}: this model has no routed experts to serve apart")
-    stored = _dtype(dtype, device, Checkpoint(path), kernels)
+    checkpoint = Checkpoint(path)
+    loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint, kernels))
     names = {layer: file.expert_names(config, layer) for layer in spec.moe_layers}
     one = names[spec.moe_layers[0]]
+    stored = loader.expert_dtype(one)
     return ExpertLayout(
         prefixes={layer: each.prefix for layer, each in names.items()},
         gate=one.gate,
@@ -127,7 +130,7 @@ def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str 
         width=one.width,
         num_experts=one.num_experts,
         top_k=spec.top_k,
-        dtype=str(stored).removeprefix("torch."),
+        dtype=COMPRESSED if stored is torch.uint8 else str(stored).removeprefix("torch."),
     )
 
 
@@ -138,15 +141,17 @@ def load_experts(
     device: str = "cpu",
     dtype: str = "auto",
     mapped: bool = True,
+    compressed: bool = True,
 ) -> dict[int, ExpertWeights]:
     """Routed experts only, for a server that knows no request: `wanted` is layer -> expert ids.
 
-    mapped: False copies them into memory of this process.
+    mapped: False copies them into memory of this process. compressed: False decompresses those that are.
     Raises CheckpointError for a layer without routed experts or an id that does not exist.
     """
     file, config = _parse(path)
     checkpoint = Checkpoint(path, mapped=mapped)
-    loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint, kernels))
+    number = _dtype(dtype, device, checkpoint, kernels)
+    loader = Loader(checkpoint, kernels, device, number, compressed=compressed)
     for layer in wanted:
         if layer not in config.spec.moe_layers:
             raise CheckpointError(f"{path}: layer {layer} has no routed experts")
@@ -164,8 +169,9 @@ def _parse(path: Path) -> tuple[ModelFile, Any]:
 
 
 def _dtype(dtype: str, device: str, checkpoint: Checkpoint, kernels: Kernels) -> torch.dtype:
-    if dtype == "auto":
+    if dtype in ("auto", COMPRESSED):  # the second is a layout's, of kernels that may be others
         stored = checkpoint.dtype(EMBEDDING)
+        stored = torch.bfloat16 if stored is torch.uint8 else stored
         return stored if not device.startswith("cpu") or stored in kernels.stored else torch.float32
     allowed = [name for name, one in DTYPES.items() if one in kernels.allowed]
     if dtype not in allowed:

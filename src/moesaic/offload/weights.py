@@ -17,6 +17,7 @@ import torch
 
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
+from moesaic.core.stored import COMPRESSED
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.headers import STORED, WIDTHS, Headers, Place
 from moesaic.offload.arrangement import Arrangement, Span, merged
@@ -25,7 +26,7 @@ from moesaic.offload.reading import DirectFile
 
 NOT_HERE = (None, None, None)
 """In place of an expert's gate, up and down."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, COMPRESSED: torch.uint8}
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class Durations:
         """Bytes of the streamed experts that a whole batch is expected to choose in one layer."""
         model = self._model
         away = 1 - policy.static_experts / model.experts
-        return ops.distinct(model, policy.batch) * away * model.expert * model.number
+        return ops.distinct(model, policy.batch) * away * model.expert_bytes
 
     def _computed(
         self,

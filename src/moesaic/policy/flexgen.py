@@ -194,7 +194,7 @@ class _Job:
         self.model, self.heads, self.prompt, self.generate = model, attention.heads, s, n
         self.mu, self.batch = mu, batch
         projections = sum(attention.projected(model.hidden))
-        self.weights = model.number * (projections + model.experts * model.expert)
+        self.weights = model.number * projections + model.experts * model.expert_bytes
         self.token_flops = 2.0 * (projections + model.expert)
         self.number = model.row_number
         """Bytes of one number of a row."""

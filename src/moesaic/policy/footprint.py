@@ -20,7 +20,7 @@ class Footprint:
     def __init__(self, model: ModelSizes, hardware: Hardware, workload: Workload) -> None:
         self.model, self.hardware, self.workload = model, hardware, workload
         self._token = model.cache(1, workload.cache_number)
-        self._expert = model.expert * model.number
+        self._expert = model.expert_bytes
         attention = model.attention.query + model.attention.cached + model.attention.output
         routed = model.top_k * (model.hidden + 2 * model.expert_width)
         after = max(routed, 2 * model.shared_width, 2 * model.dense_width)

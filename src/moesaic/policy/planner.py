@@ -204,7 +204,7 @@ def _fill(footprint: Footprint, policy: Policy, for_cache: float) -> Policy:
     if not policy.slow_attention:
         policy = _with_cache(footprint, policy, for_cache)
     model = footprint.model
-    expert = model.expert * model.number * max(model.moe_layers - 2, 1)
+    expert = model.expert_bytes * max(model.moe_layers - 2, 1)
     static = math.floor(_room(footprint, policy) / expert)
     whole = replace(policy, static_experts=model.experts)
     if _held(footprint, whole) <= footprint.hardware.fast.room:

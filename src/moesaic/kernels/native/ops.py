@@ -176,7 +176,7 @@ def experts(
         raise ValueError(f"hidden {tuple(hidden.shape)} does not fit experts of hidden size {table.hidden}")
     absent = _native.experts(
         hidden.data_ptr(), ids.data_ptr(), *table.addresses, out.data_ptr(), n, top_k, width, table.width,
-        weights.num_experts, table.wide,
+        weights.num_experts, table.stored,
     )  # fmt: skip
     if absent != _native.ALL_HELD:
         raise KeyError(f"expert {int(ids.flatten()[absent])} is not held here")

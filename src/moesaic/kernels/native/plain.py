@@ -34,14 +34,14 @@ Part = tuple[FloatRows, IntArray, IntArray, FloatRows, IntArray]
 """Rows [m, h], of each pair its row and its expert [p], answers [q, h], of each pair its line there [p]."""
 
 
-def experts(table: Addresses, size: tuple[int, int], wide: bool, parts: list[Part]) -> None:
+def experts(table: Addresses, size: tuple[int, int], stored: int, parts: list[Part]) -> None:
     """Each pair's row through its expert, unweighted, to its line; all parts as one batch.
 
     table [3, E]: addresses of gate [w, h], up [w, h] and down [h, w] of each expert, 0 where it is not held;
-    size: (h, w); wide: stored in float32, else bf16. Raises KeyError for an expert that is not held,
+    size: (h, w); stored: which of OF_EXPERTS they are. Raises KeyError for an expert that is not held,
     ValueError for arrays that do not fit; nothing is written then.
     """
-    _native.gathered_experts(table, *size, wide, parts)
+    _native.gathered_experts(table, *size, stored, parts)
 
 
 def put(out: FloatRows, lines: IntArray, rows: FloatRows, places: IntArray) -> None:

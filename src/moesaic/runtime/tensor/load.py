@@ -131,8 +131,9 @@ def load_rank(config: WorkerConfig, group: Group, where: Placed, progress: Progr
     path = files.resolve(config.model.model, config.model.revision)
     unit, part = divmod(group.rank, config.group.expert_ranks)
     mapped, dtype = config.model.mmap, config.model.dtype
-    weights = registry.load_experts(path, loaded.kernels, where.of(unit), "cpu", dtype, mapped)
-    if config.group.expert_ranks > 1:
+    whole = config.group.expert_ranks == 1
+    weights = registry.load_experts(path, loaded.kernels, where.of(unit), "cpu", dtype, mapped, whole)
+    if not whole:
         weights = {layer: cut(one, part, config.group.expert_ranks) for layer, one in weights.items()}
     return replace(loaded, model=replace(loaded.model, experts=weights))
 

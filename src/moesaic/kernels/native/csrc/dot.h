@@ -5,14 +5,17 @@
 // share a tile changes which registers are busy, never a bit of the result.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "pool.h"
 #include "simd.h"
+#if !defined(MOESAIC_AMX_BF16)
+#include "compressed.h"
+#endif
 
 namespace MOESAIC_ISA {
 
-constexpr int64_t BLOCK = 1024;
 constexpr int64_t WIDE = BLOCK + 64 / sizeof(float);  // from a widened column to the next, in other sets of the cache
 
 // In a register: GCC would read a tile's weights from memory for every row, and rows for every column.
@@ -47,15 +50,28 @@ MOESAIC_INLINE void tile_step(Vec (&sums)[R][C], const RowOf<T>* const* rows, co
     }
 }
 
-// What is needed after some columns, fetched while their tiles compute: a few lines in each step all the time, since
-// in bursts the memory would be idle between them.
+// What is needed later, fetched while tiles compute: some of it in each step all the time, since in bursts the memory
+// would be idle between them.
 struct Stream {
-    const char* at = nullptr;
+    const char* line = nullptr;  // the next to be fetched
     const char* end = nullptr;
-    int lines = 0;  // of a step
+    const char* due = nullptr;   // what lies before it should be on its way
+    int64_t bytes = 0;           // of a step
+    int64_t of_group = 0;        // bytes while a group of numbers is decompressed
+    const char* then = nullptr;  // where it goes on behind the end, if anywhere
+    int64_t then_size = 0;
 
-    MOESAIC_INLINE void step() {
-        for (int i = 0; i < lines && at < end; i++, at += 64) prefetch_l2(at);
+    Stream() = default;
+    Stream(const void* from, int64_t size, int64_t of_step)
+        : line(static_cast<const char*>(from)), end(line + size), due(line), bytes(of_step) {}
+
+    MOESAIC_INLINE void step() { fetch(bytes); }
+    MOESAIC_INLINE void fetch(int64_t some) {
+        due += some;
+        for (; line < due && line < end; line += 64) prefetch_l2(line);
+        if (line >= end && then != nullptr) {
+            due = then + (due - line), line = then, end = then + then_size, then = nullptr;
+        }
     }
 };
 
@@ -74,7 +90,7 @@ MOESAIC_INLINE void tile_steps(Vec (&sums)[R][C], const RowOf<T>* (&x)[R], const
         for (int r = 0; r < R; r++) x[r] += CHUNK;
         for (int c = 0; c < C; c++) w[c] += CHUNK;
     }
-    stream.at = mine.at;
+    stream = mine;
 }
 
 // The total of each sum, in registers until then.
@@ -166,30 +182,36 @@ inline bool widened(int64_t n) {
     return fits && n >= MANY_ROWS;
 }
 
-// `multiply` of many rows: the columns of a tile are widened in the order of T's vectors, so that rows that were packed
-// for T meet them like float32. The columns stay in the nearest cache, and the rows pass by from the next one.
-template <class T>
-void multiply_widened(const RowOf<T>* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
-                      float* out, int64_t stride, Stream stream) {
-    alignas(64) float wide[WIDE_COLUMNS * WIDE];
-    const float* some[WIDE_ROWS];
-    int64_t tiles = (n + WIDE_ROWS - 1) / WIDE_ROWS;
+// A block of a column as numbers of type N, in an order in which rows that were packed for T meet them.
+template <class T, class N>
+inline void bring_near(const T* columns, int64_t ld, int64_t some, int64_t count, N* out, Stream&) {
+    for (int64_t c = 0; c < some; c++) widen<T>(columns + c * ld, count, out + c * WIDE);
+}
+
+// `multiply` where C columns at a time are made numbers of type N once, for all tiles of R rows: they stay in the
+// nearest cache, and the rows pass by from the next one. `tile`: columns of a tile of C of them; 0: as they suit rows.
+template <class T, class N, int R, int C, int kTile>
+void multiply_near(const RowOf<T>* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
+                   float* out, int64_t stride, Stream& stream) {
+    alignas(64) N near[C * WIDE];
+    const RowOf<T>* some[R];
+    int64_t tiles = (n + R - 1) / R;
     for (int64_t begin = 0; begin < k; begin += BLOCK) {
         int64_t count = k - begin < BLOCK ? k - begin : BLOCK;
-        for (int64_t column = 0; column < columns; column += WIDE_COLUMNS) {
-            int64_t wanted = columns - column < WIDE_COLUMNS ? columns - column : WIDE_COLUMNS;
-            for (int64_t c = 0; c < wanted; c++) widen<T>(weights + (column + c) * ld + begin, count, wide + c * WIDE);
+        for (int64_t column = 0; column < columns; column += C) {
+            int64_t wanted = columns - column < C ? columns - column : C;
+            bring_near(weights + column * ld + span<T>(begin), ld, wanted, count, near, stream);
             auto pass_rows = [&](auto of_tile) {
                 for (int64_t t = 0; t < tiles; t++) {
                     int64_t r = n * t / tiles, more = n * (t + 1) / tiles - r;
                     for (int64_t i = 0; i < more; i++) some[i] = rows[r + i] + begin;
-                    strip_of<float, WIDE_ROWS, decltype(of_tile)::value>(
-                        more, some, wide, WIDE, wanted, padded(count), false, nullptr, stream, begin == 0,
-                        out + r * stride + column, stride);
+                    strip_of<N, R, decltype(of_tile)::value>(more, some, near, WIDE, wanted, padded(count), false,
+                                                             nullptr, stream, begin == 0, out + r * stride + column,
+                                                             stride);
                 }
             };
-            wanted == WIDE_COLUMNS ? pass_rows(std::integral_constant<int, WIDE_COLUMNS>{})
-                                   : pass_rows(std::integral_constant<int, 0>{});
+            wanted == C ? pass_rows(std::integral_constant<int, kTile>{})
+                        : pass_rows(std::integral_constant<int, 0>{});
         }
     }
 }
@@ -208,11 +230,13 @@ void multiply(const RowOf<T>* const* rows, int64_t n, const T* weights, int64_t 
     Stream stream;
     if (!single && then != nullptr) {
         constexpr int64_t kLines = TILE_COLUMNS * CHUNK * int64_t(sizeof(T)) / 64;  // that a step of a tile reads
-        const char* from = reinterpret_cast<const char*>(then);
-        stream = {from, from + columns * k * int64_t(sizeof(T)), int((kLines + tiles - 1) / tiles)};
+        stream = {then, columns * k * int64_t(sizeof(T)), (kLines + tiles - 1) / tiles * 64};
     }
     if constexpr (kToWiden<T>) {
-        if (widened<T>(n)) return multiply_widened<T>(rows, n, weights, ld, columns, k, out, stride, stream);
+        if (widened<T>(n)) {
+            return multiply_near<T, float, WIDE_ROWS, WIDE_COLUMNS, WIDE_COLUMNS>(rows, n, weights, ld, columns, k, out,
+                                                                                  stride, stream);
+        }
     }
     for (int64_t t = 0; t < tiles; t++) {  // of like size: 8 rows are 4 and 4, not 6 and 2
         int64_t r = n * t / tiles, some = n * (t + 1) / tiles - r;
@@ -225,5 +249,43 @@ void multiply(const RowOf<T>* const* rows, int64_t n, const T* weights, int64_t 
         }
     }
 }
+
+#if !defined(MOESAIC_AMX_BF16)
+template <class N>
+inline void bring_near(const Compressed* columns, int64_t ld, int64_t some, int64_t count, N* out, Stream& stream) {
+    int64_t c = 0;
+    for (; c + 4 <= some; c += 4) {
+        decompress<4>(columns + c * ld, ld, count, out + c * WIDE, WIDE, [&] { stream.fetch(4 * stream.of_group); });
+    }
+    for (; c < some; c++) {
+        decompress<1>(columns + c * ld, ld, count, out + c * WIDE, WIDE, [&] { stream.fetch(stream.of_group); });
+    }
+}
+
+// The same of compressed weights, which are made bf16 once for all rows, or floats where bf16 would be. They are
+// fetched LEAD bytes ahead all the while, as much in the time of decompressing as in that of a tile of rows.
+template <>
+inline void multiply(const RowOf<Compressed>* const* rows, int64_t n, const Compressed* weights, int64_t ld, int64_t columns,
+                     int64_t k, float* out, int64_t stride, const Compressed* then) {
+    constexpr int64_t LEAD = 1 << 14;
+    constexpr int64_t kGroup = GROUP_BYTES + 20;  // with its part of a head: rather too much
+    constexpr int64_t kStep = kGroup * CHUNK * TILE_COLUMNS / GROUP;
+    int64_t turns = 1 + (n + TILE_ROWS - 1) / TILE_ROWS, lead = std::min(columns * ld, LEAD);
+    Stream stream(weights + lead, columns * ld - lead, kStep / turns);
+    stream.of_group = kGroup / turns;
+    if (then != nullptr) stream.then = reinterpret_cast<const char*>(then), stream.then_size = lead;
+    auto by = [&](auto multiply_some, int64_t some) {  // in the order in which they lie
+        for (int64_t c = 0; c < columns; c += some) {
+            multiply_some(rows, n, weights + c * ld, ld, std::min(some, columns - c), k, out + c, stride, stream);
+        }
+    };
+    if constexpr (kToWiden<Narrow>) {
+        if (widened<Narrow>(n)) {
+            return by(multiply_near<Compressed, float, WIDE_ROWS, WIDE_COLUMNS, WIDE_COLUMNS>, WIDE_COLUMNS);
+        }
+    }
+    by(multiply_near<Compressed, Narrow, TILE_ROWS, 2 * TILE_COLUMNS, 0>, 2 * TILE_COLUMNS);
+}
+#endif
 
 }  // namespace MOESAIC_ISA

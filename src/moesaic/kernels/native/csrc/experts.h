@@ -88,8 +88,8 @@ struct After {
         if (next >= bands.size) return nullptr;
         const Band& band = bands[next];
         int64_t expert = groups[band.group].expert;
-        return band.down ? reinterpret_cast<const T*>(job.down[expert]) + band.begin * job.w
-                         : reinterpret_cast<const T*>(job.gate[expert]) + band.begin * job.h;
+        return band.down ? reinterpret_cast<const T*>(job.down[expert]) + band.begin * span<T>(job.w)
+                         : reinterpret_cast<const T*>(job.gate[expert]) + band.begin * span<T>(job.h);
     }
 };
 
@@ -98,17 +98,18 @@ void inner_strip(const moesaic::Experts& job, const Group& group, int64_t begin,
                  const int64_t* pairs, const RowOf<T>* hidden, RowOf<T>* inner, const After<T>& after) {
     int64_t columns = std::min(INNER_COLUMNS, end - begin);
     int64_t width = padded(job.h), inner_width = padded(job.w);
-    const T* gate = reinterpret_cast<const T*>(job.gate[group.expert]) + begin * job.h;
-    const T* up = reinterpret_cast<const T*>(job.up[group.expert]) + begin * job.h;
-    const T* next = begin + columns < end ? gate + columns * job.h : after();
+    int64_t ld = span<T>(job.h);
+    const T* gate = reinterpret_cast<const T*>(job.gate[group.expert]) + begin * ld;
+    const T* up = reinterpret_cast<const T*>(job.up[group.expert]) + begin * ld;
+    const T* next = begin + columns < end ? gate + columns * ld : after();
     float left[PANEL * INNER_COLUMNS], right[PANEL * INNER_COLUMNS];
     for (int64_t first = group.begin; first < group.end; first += PANEL) {
         const RowOf<T>* x[PANEL];
         int64_t n = std::min(PANEL, group.end - first);
         for (int64_t i = 0; i < n; i++) x[i] = hidden + job.row_of(pairs[first + i]) * width;
         bool last = first + n == group.end;
-        multiply<T>(x, n, gate, job.h, columns, job.h, left, INNER_COLUMNS, first == group.begin ? up : nullptr);
-        multiply<T>(x, n, up, job.h, columns, job.h, right, INNER_COLUMNS, last ? next : nullptr);
+        multiply<T>(x, n, gate, ld, columns, job.h, left, INNER_COLUMNS, first == group.begin ? up : nullptr);
+        multiply<T>(x, n, up, ld, columns, job.h, right, INNER_COLUMNS, last ? next : nullptr);
         for (int64_t i = 0; i < n; i++) {
             float *row = left + i * INNER_COLUMNS, *other = right + i * INNER_COLUMNS;
             for (int64_t c = columns; c % LANES != 0; c++) row[c] = other[c] = 0;
@@ -127,13 +128,13 @@ namespace MOESAIC_ISA {
 template <class T>
 void down_strip(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end,
                 const int64_t* pairs, const RowOf<T>* inner, const After<T>& after) {
-    int64_t columns = std::min(DOWN_COLUMNS, end - begin), inner_width = padded(job.w);
-    const T* down = reinterpret_cast<const T*>(job.down[group.expert]) + begin * job.w;
-    const T* next = begin + columns < end ? down + columns * job.w : after();
+    int64_t columns = std::min(DOWN_COLUMNS, end - begin), inner_width = padded(job.w), ld = span<T>(job.w);
+    const T* down = reinterpret_cast<const T*>(job.down[group.expert]) + begin * ld;
+    const T* next = begin + columns < end ? down + columns * ld : after();
     float sums[PANEL * DOWN_COLUMNS];
     int64_t rows = group.end - group.begin;
     panels<T>(inner + group.room * inner_width, inner_width, rows, [&](int64_t first, int64_t n, auto x) {
-        multiply<T>(x, n, down, job.w, columns, job.w, sums, DOWN_COLUMNS, first + n == rows ? next : nullptr);
+        multiply<T>(x, n, down, ld, columns, job.w, sums, DOWN_COLUMNS, first + n == rows ? next : nullptr);
         for (int64_t i = 0; i < n; i++) {
             float* out = job.out_of(pairs[group.begin + first + i]) + begin;
             std::memcpy(out, sums + i * DOWN_COLUMNS, size_t(columns) * 4);
@@ -235,14 +236,25 @@ int64_t experts_of(const moesaic::Experts& job) {
     return moesaic::kAllHeld;
 }
 
+#if defined(MOESAIC_AMX_BF16)
+struct Compressed;
+constexpr bool kCompresses = false;  // tiles are loaded from rows of bf16
+#else
+constexpr bool kCompresses = true;
+#endif
+
 inline int64_t experts(const moesaic::Experts& job) {
-    return job.wide ? experts_of<float>(job) : experts_of<Narrow>(job);
+    if constexpr (kCompresses) {
+        if (job.stored == moesaic::Stored::kCompressed) return experts_of<Compressed>(job);
+    }
+    return job.stored == moesaic::Stored::kWide ? experts_of<float>(job) : experts_of<Narrow>(job);
 }
 
 // A dense MLP is one expert that every row is routed to.
 inline void gated_mlp(const moesaic::GatedMlp& job) {
     uint64_t gate = uint64_t(job.gate), up = uint64_t(job.up), down = uint64_t(job.down);
-    experts({job.rows, nullptr, &gate, &up, &down, job.out, job.n, 1, job.h, job.w, 1, job.wide});
+    moesaic::Stored stored = job.wide ? moesaic::Stored::kWide : moesaic::Stored::kNarrow;
+    experts({job.rows, nullptr, &gate, &up, &down, job.out, job.n, 1, job.h, job.w, 1, stored});
 }
 
 }  // namespace MOESAIC_ISA

@@ -48,11 +48,11 @@ class Gathered {
         }
     }
 
-    Experts job(const Matrix<const uint64_t>& table, int64_t h, int64_t w, bool wide) const {
+    Experts job(const Matrix<const uint64_t>& table, int64_t h, int64_t w, Stored stored) const {
         const uint64_t* gate = table.data();
         int64_t experts = int64_t(table.shape(1));
         Experts made{nullptr,  ids.data(), gate, gate + experts, gate + 2 * experts, nullptr, int64_t(rows.size()),
-                     /*top_k=*/0, h,       w,    experts,        wide};
+                     /*top_k=*/0, h,       w,    experts,        stored};
         made.apart = {rows.data(), row_of.data(), out.data(), int64_t(ids.size())};
         return made;
     }

@@ -112,16 +112,26 @@ void head_linear(Address rows, int64_t row_stride, int64_t head_stride, Address 
                        weight_column, at<float>(out), n, heads, k, columns, wide});
 }
 
+// Which of Stored. Raises ValueError where it is none, or these kernels have it not.
+Stored stored_as(int number) {
+    if (number < 0 || number > int(Stored::kCompressed)) throw nb::value_error("stored is 0, 1 or 2");
+    if (Stored(number) == Stored::kCompressed && !active->compressed) {
+        throw nb::value_error("these kernels read no compressed experts");
+    }
+    return Stored(number);
+}
+
 int64_t experts(Address hidden, Address ids, Address gate, Address up, Address down, Address out, int64_t n,
-                int64_t top_k, int64_t h, int64_t w, int64_t experts, bool wide) {
+                int64_t top_k, int64_t h, int64_t w, int64_t experts, int stored) {
     return perform(active->experts,
                    Experts{at<float>(hidden), at<int64_t>(ids), at<uint64_t>(gate), at<uint64_t>(up),
-                           at<uint64_t>(down), at<float>(out), n, top_k, h, w, experts, wide});
+                           at<uint64_t>(down), at<float>(out), n, top_k, h, w, experts, stored_as(stored)});
 }
 
 // Not to be recorded: what it reads lies somewhere else each time.
-void gathered_experts(const Matrix<const uint64_t>& table, int64_t h, int64_t w, bool wide, nb::list parts) {
+void gathered_experts(const Matrix<const uint64_t>& table, int64_t h, int64_t w, int stored, nb::list parts) {
     Gathered batch;
+    Stored as = stored_as(stored);
     if (table.shape(0) != 3) throw nb::value_error("a table has the addresses of gate, up and down");
     try {
         for (nb::handle part : parts) batch.add(part, h);
@@ -129,7 +139,7 @@ void gathered_experts(const Matrix<const uint64_t>& table, int64_t h, int64_t w,
         throw nb::value_error("a part is rows, places, experts, answers and lines, dense, of float32 and int64");
     }
     if (batch.ids.empty()) return;
-    int64_t absent = outside_python([&] { return active->experts(batch.job(table, h, w, wide)); });
+    int64_t absent = outside_python([&] { return active->experts(batch.job(table, h, w, as)); });
     if (absent != kAllHeld) {
         std::string which = std::to_string(batch.ids[size_t(absent)]);
         throw nb::key_error(("expert " + which + " is not held here").c_str());

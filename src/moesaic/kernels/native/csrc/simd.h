@@ -80,6 +80,14 @@ inline void store_chunk(float* to, Vec a, Vec b) {
     }
 }
 
+constexpr int64_t BLOCK = 1024;  // numbers of a row whose products run over the same sums (dot.h)
+
+// T's that so many numbers of a row take, where a row begins with the first of them.
+template <class T>
+constexpr int64_t span(int64_t numbers) {
+    return numbers;
+}
+
 // How rows meet stored numbers of type T: the type that rows are packed in, and the vectors of a chunk, which
 // `fma` multiplies.
 template <class T>
@@ -176,6 +184,7 @@ using Narrow = bf16;  // bf16 weights as products take them
 #endif
 
 namespace MOESAIC_ISA {
+
 
 // exp(x) to about one unit in the last place; infinity where that is more than 2^127.5 or so, and below -87 it is
 // exp(-87). NaN stays NaN: of a NaN and a number, vmax and vmin give the second.

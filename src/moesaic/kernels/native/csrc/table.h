@@ -34,6 +34,8 @@ struct HeadLinear {
     bool wide;
 };
 
+enum class Stored { kNarrow, kWide, kCompressed };  // bf16, float32, bf16 in 12 bits (compressed.h)
+
 struct Scattered {  // rows and answers that lie anywhere: those of a server's clients
     const uint64_t* rows;   // [n] addresses of [h]; null: the rows are not scattered
     const int64_t* row_of;  // [pairs]
@@ -49,7 +51,7 @@ struct Experts {
     const uint64_t* down;  // [h, w]
     float* out;            // [n, top_k, h]
     int64_t n, top_k, h, w, experts;
-    bool wide;
+    Stored stored;
     Scattered apart = {};  // in place of hidden, top_k and out
 
     int64_t pairs() const { return apart.rows ? apart.pairs : n * top_k; }
@@ -160,6 +162,7 @@ constexpr int64_t kAllHeld = -1;
 // Where weights are multiplied: all that rounding the rows changes.
 struct Products {
     const char* name;
+    bool compressed;  // whether experts may be
     void (*linear)(const Linear&);
     void (*head_linear)(const HeadLinear&);
     int64_t (*experts)(const Experts&);  // kAllHeld, or which (token, rank) pair's is not

@@ -1,0 +1,48 @@
+"""`moesaic compress`: shows how far it is, and what the weights took and take."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+
+from rich.console import Console
+
+from moesaic.commands.compress_options import Compress
+from moesaic.commands.progress import progress
+from moesaic.commands.units import in_bytes
+from moesaic.core.errors import ConfigError
+from moesaic.models.compressing import compress
+from moesaic.models.files import resolve
+from moesaic.runtime.machine import cores
+
+MB = 10**6
+
+
+def run(options: Compress, as_json: bool) -> int:
+    """Write the checkpoint and print what it takes; returns the exit code.
+
+    Raises ConfigError for a checkpoint that cannot be compressed and files that cannot be read or written.
+    """
+    begun = time.monotonic()
+    path = resolve(options.model)
+    try:
+        with progress(Console(stderr=True), time.monotonic, "MB/s") as show:
+            sizes = compress(
+                path,
+                options.target,
+                cores(),
+                lambda done, total: show("compressing", done // MB, total // MB),
+            )
+    except OSError as error:
+        raise ConfigError(f"{error.filename or options.target}: {error.strerror}") from error
+    seconds = time.monotonic() - begun
+    if as_json:
+        said = {"model": options.model, "directory": str(options.directory), **asdict(sizes)}
+        print(json.dumps({**said, "share": sizes.share, "seconds": round(seconds, 3)}))
+    else:
+        print(
+            f"{options.directory}: {in_bytes(sizes.bytes_after)} of {in_bytes(sizes.bytes_before)} "
+            f"({sizes.share:.1%}), {sizes.matrices} matrices compressed in {seconds:.1f} s"
+        )
+    return 0

@@ -1,0 +1,128 @@
+"""bf16 matrices in 12 bits a number, without loss; `csrc/compressed.h` says how they lie and reads them.
+
+Exponents of neighbouring weights are close together: four bits tell which of fourteen, counted down from
+one that a block of 1024 numbers has in common, or that it is 0. What has another exponent, at most 15 numbers
+of a block, stands in the block's head. That exponents of trained weights carry few bits is the observation of
+DFloat11 (Zhang et al. 2025), whose codes have lengths by frequency; those of one length need no table.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.stored import BLOCK, COMPRESSED, GROUP, GROUP_BYTES, HEAD, row_bytes
+
+WINDOW = 14
+"""Codes below it: how much the exponent is below the head's."""
+ZERO, STRANGE = 14, 15
+"""Codes of exponent 0, and of a number that the head gives whole."""
+MOST_STRANGE = 15
+"""Of a block."""
+
+Bits = npt.NDArray[np.uint16]
+Bytes = npt.NDArray[np.uint8]
+
+_byte = np.arange(GROUP)
+ORDER = _byte // 16 * 8 + _byte % 8 + _byte % 16 // 8 * 32
+"""Number of a group that each of its bytes belongs to."""
+
+
+class Incompressible(ValueError):
+    """A block has more than MOST_STRANGE numbers that its codes have no exponent for."""
+
+
+def compress(matrix: Bits) -> Bytes:
+    """The bits of bf16 [rows, columns] -> [rows, row_bytes]. Raises Incompressible."""
+    rows, columns = matrix.shape
+    out = np.zeros((rows, row_bytes(COMPRESSED, columns)), dtype=np.uint8)
+    at = 0
+    for begin in range(0, columns, BLOCK):
+        block = matrix[:, begin : begin + BLOCK]
+        size = row_bytes(COMPRESSED, block.shape[1])
+        _compress_blocks(block, out[:, at : at + size])
+        at += size
+    return out
+
+
+def decompress(stored: Bytes, columns: int) -> Bits:
+    """What `compress` was given. Numbers of a damaged block are any."""
+    out = np.empty((len(stored), columns), dtype=np.uint16)
+    at = 0
+    for begin in range(0, columns, BLOCK):
+        count = min(BLOCK, columns - begin)
+        size = row_bytes(COMPRESSED, count)
+        out[:, begin : begin + count] = _decompress_blocks(stored[:, at : at + size])[:, :count]
+        at += size
+    return out
+
+
+def _compress_blocks(block: Bits, out: Bytes) -> None:
+    """One block of every row."""
+    rows, count = block.shape
+    exponents = (block >> 7).astype(np.uint8)
+    largest = _most_common(exponents)
+    below = largest[:, None].astype(np.int16) - exponents
+    codes = np.where((below >= 0) & (below < WINDOW), below, STRANGE).astype(np.uint8)
+    codes[exponents == 0] = ZERO
+    out[:, 0] = largest
+    _put_strange(block, codes == STRANGE, out)
+    padded = -(-count // GROUP) * GROUP
+    filled = np.full((rows, padded), ZERO, dtype=np.uint8)
+    filled[:, :count] = codes
+    ordered = filled.reshape(rows, padded // GROUP, GROUP)[:, :, ORDER]
+    numbers = np.zeros((rows, padded), dtype=np.uint8)
+    numbers[:, :count] = (block >> 8 & 0x80) | (block & 0x7F)
+    groups = out[:, HEAD:].reshape(rows, padded // GROUP, GROUP_BYTES)
+    groups[:, :, :GROUP] = numbers.reshape(rows, padded // GROUP, GROUP)[:, :, ORDER]
+    half = GROUP // 2
+    groups[:, :, GROUP:] = ordered[:, :, :half] | ordered[:, :, half:] << 4
+
+
+def _most_common(exponents: Bytes) -> Bytes:
+    """Of each row the exponent that, with the thirteen below it, most of its numbers have."""
+    rows = len(exponents)
+    places = exponents.astype(np.intp) + 256 * np.arange(rows)[:, None]
+    counts = np.bincount(places.ravel(), minlength=256 * rows).reshape(rows, 256)
+    counts[:, 0] = 0  # has a code of its own
+    sums = np.cumsum(counts, axis=1)
+    windows = sums[:, WINDOW:] - sums[:, :-WINDOW]
+    largest: Bytes = (np.argmax(windows, axis=1) + WINDOW).astype(np.uint8)
+    return largest
+
+
+def _put_strange(block: Bits, strange: npt.NDArray[np.bool_], out: Bytes) -> None:
+    counts = np.count_nonzero(strange, axis=1)
+    worst = int(counts.max(initial=0))
+    if worst > MOST_STRANGE:
+        raise Incompressible(
+            f"{worst} of {block.shape[1]} numbers in a row have exponents far from the others'; "
+            f"allowed: at most {MOST_STRANGE}"
+        )
+    out[:, 1] = counts
+    rows, places = np.nonzero(strange)
+    turn = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    for byte, part in enumerate((places, places >> 8, block[rows, places], block[rows, places] >> 8)):
+        out[rows, 4 + 4 * turn + byte] = (part & 0xFF).astype(np.uint8)
+
+
+def _decompress_blocks(stored: Bytes) -> Bits:
+    """One block of every row, filled up to whole groups."""
+    rows = len(stored)
+    groups = stored[:, HEAD:].reshape(rows, -1, GROUP_BYTES)
+    pairs = groups[:, :, GROUP:]
+    numbers = np.empty((rows, groups.shape[1], GROUP), dtype=np.uint8)
+    codes = np.empty_like(numbers)
+    numbers[:, :, ORDER] = groups[:, :, :GROUP]
+    codes[:, :, ORDER] = np.concatenate((pairs & 0x0F, pairs >> 4), axis=2)
+    largest = stored[:, :1, None]
+    exponents = np.where(codes < WINDOW, largest - codes, np.uint8(0)).astype(np.uint16)
+    signs = (numbers & np.uint8(0x80)).astype(np.uint16)
+    bits: Bits = (signs << np.uint16(8) | exponents << np.uint16(7) | (numbers & np.uint8(0x7F))).reshape(
+        rows, -1
+    )
+    for row in np.flatnonzero(stored[:, 1]):
+        count = min(int(stored[row, 1]), MOST_STRANGE)
+        places, whole = stored[row, 4 : 4 + 4 * count].view("<u2").reshape(count, 2).T
+        bits[row, places % BLOCK % bits.shape[1]] = whole
+    return bits

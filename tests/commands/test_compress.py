@@ -1,0 +1,115 @@
+"""`moesaic compress` as a person types it."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.models import cases, tiny
+
+from moesaic import cli
+from moesaic.models import files
+from moesaic.models.checkpoint import SINGLE
+
+COMMAND = [sys.executable, "-m", "moesaic", "compress"]
+HIDDEN, WIDTH, EXPERTS = 4096, 14336, 8
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert cli.main(["compress", *map(str, words)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    return err
+
+
+def test_it_says_what_the_weights_took_and_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, demo = tmp_path / "out", files.resolve("demo")
+    assert cli.main(["compress", "demo", str(out)]) == 0
+    said, progress = capsys.readouterr()
+    pattern = r".*/out: [\d.]+ MiB of 12.8 MiB \([\d.]+%\), 432 matrices compressed in [\d.]+ s\n"
+    assert re.fullmatch(pattern, said) and progress == ""
+    assert {file.name for file in out.iterdir()} == {file.name for file in demo.iterdir()}
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert cli.main(["compress", "demo", str(out), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said.pop("seconds") > 0
+    before, after = said.pop("bytes_before"), said.pop("bytes_after")
+    assert said == {"model": "demo", "directory": str(out), "matrices": 432, "share": after / before}
+    for size, file in ((before, files.resolve("demo") / SINGLE), (after, out / SINGLE)):
+        assert size == file.stat().st_size - 8 - int.from_bytes(file.read_bytes()[:8], "little")
+
+
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, file = tmp_path / "model", tmp_path / "file"
+    tiny.save(tiny.build(*cases.CASES["mixtral"]), model)
+    file.touch()
+    capsys.readouterr()  # transformers' own bar
+    for taken in (model, file, tmp_path / "no" / "where"):
+        allowed = "allowed: a directory that does not exist yet or is empty, in an existing one"
+        assert f"DIRECTORY: got '{taken}'; {allowed}" in refused(capsys, "demo", taken)
+    assert "got F32" in refused(capsys, model, tmp_path / "out")
+    assert "model: got './nowhere'" in refused(capsys, "./nowhere", tmp_path / "out")
+    assert "--directory: got nothing" in refused(capsys, "demo")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "model"]
+
+
+def write_large(path: Path) -> None:
+    """A checkpoint with a layer of Mixtral 8x7B's experts, whose zeros take no room on a disk."""
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_local_experts": EXPERTS}
+    kind = tiny.KINDS["mixtral"][0]
+    kind(**cases.mixtral(num_hidden_layers=1, architectures=["MixtralForCausalLM"], **sizes)).save_pretrained(
+        path
+    )
+    shapes = {"model.embed_tokens.weight": (cases.VOCAB, HIDDEN)}
+    for expert in range(EXPERTS):
+        for word, shape in (("w1", (WIDTH, HIDDEN)), ("w2", (HIDDEN, WIDTH)), ("w3", (WIDTH, HIDDEN))):
+            shapes[f"model.layers.0.block_sparse_moe.experts.{expert}.{word}.weight"] = shape
+    header, at = {}, 0
+    for name, (rows, columns) in shapes.items():
+        offsets = [at, at := at + 2 * rows * columns]
+        header[name] = {"dtype": "BF16", "shape": [rows, columns], "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    with (path / SINGLE).open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    write_large(tmp_path / "model")
+    with subprocess.Popen(
+        [*COMMAND, "model", "out"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as started:
+        deadline = time.monotonic() + 60
+        while not any(file.stat().st_size > 2**20 for file in tmp_path.glob(f".out.partial-*/{SINGLE}")):
+            assert started.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        started.send_signal(signal.SIGINT)
+        said, _ = started.communicate(timeout=60)
+    assert (started.returncode, said) == (130, "")
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.slow
+def test_a_file_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, "demo", "out"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20)),
+    )
+    assert (done.returncode, done.stderr) == (2, f"moesaic: {tmp_path / 'out'}: File too large\n")
+    assert list(tmp_path.iterdir()) == []
