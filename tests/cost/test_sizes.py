@@ -170,3 +170,14 @@ def test_what_cannot_be_planned_is_refused_by_name(change: dict[str, Any], messa
     without = {key: value for key, value in CONFIGS["mixtral-8x7b"].items() if key != "vocab_size"}
     with pytest.raises(CheckpointError, match="vocab_size is missing"):
         read(without, "x")
+
+
+def test_compressed_experts_take_what_their_rows_take() -> None:
+    compressed = {"quantization_config": {"quant_method": "moesaic-compressed"}}
+    plain = read(CONFIGS["mixtral-8x7b"], "x")
+    small = read(CONFIGS["mixtral-8x7b"] | compressed, "x")
+    inner, outer = 4 * 1600, 14 * 1600  # rows of 4096 and of 14336 numbers, in blocks of 1024
+    assert small.expert_bytes == 2 * 14336 * inner + 4096 * outer
+    assert small.expert_bytes / plain.expert_bytes == 1600 / 2048
+    assert (small.other, small.parameters, small.active) == (plain.other, plain.parameters, plain.active)
+    assert small.with_number(4.0).expert_bytes == plain.with_number(4.0).expert_bytes

@@ -38,7 +38,7 @@ class Loader:
         )
 
     def expert_dtype(self, names: ExpertNames) -> torch.dtype:
-        """Of routed experts: uint8 where they are compressed, and stay so as the kernels compute from that."""
+        """Of routed experts: uint8 where they are compressed and the kernels compute from that."""
         stays = self.compressed and self.kernels.compressed and self.dtype is torch.bfloat16
         first = f"{names.shapes(0)[0][0]}.weight"
         return torch.uint8 if stays and self.checkpoint.dtype(first) is torch.uint8 else self.dtype

@@ -1,0 +1,129 @@
+"""Compressed experts: the floats of the checkpoint that they were compressed from, wherever they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moesaic.core.errors import ConfigError
+from moesaic.experts.arithmetic import Part
+from moesaic.kernels import table
+from moesaic.models import registry
+from moesaic.models.compressing import compress
+from tests.cluster.driven import Answer, cluster
+from tests.models.written import Written
+from tests.test_llm_offload import POLICIES, answers, params, prompts
+
+try:
+    from moesaic.experts.native import Native
+except ImportError:  # installed without a compiler
+    pass
+
+CASES = ("qwen3-bias-dense-layers", "deepseek-full")
+"""Stored in bf16."""
+SETS = [
+    *table.instruction_sets()[:1],
+    *(pytest.param(name, marks=pytest.mark.slow) for name in table.instruction_sets()[1:]),
+] or [pytest.param("", marks=pytest.mark.skip("no native kernels in this build"))]
+needs_native = pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build")
+Both = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Both]:
+    """Case -> as it is stored, and compressed."""
+    paths, folder = Written(tmp_path_factory.mktemp), tmp_path_factory.mktemp("compressed")
+    for name in CASES:
+        compress(paths[name], folder / name, 1, lambda done, total: None)
+    return {name: (paths[name], folder / name) for name in CASES}
+
+
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("name", CASES)
+def test_in_memory(written: dict[str, Both], name: str, kernels: str) -> None:
+    stored, compressed = (answers(path, "auto", kernels=kernels) for path in written[name])
+    assert compressed == stored
+    layout = registry.expert_layout(written[name][1], table.pick("cpu", kernels))
+    assert layout.dtype == ("bfloat16" if kernels == "amx_bf16" else "compressed")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"kernels": "reference"}, {"dtype": "float32"}, {"mmap": False}], ids=str
+)
+def test_where_they_are_decompressed_or_copied(written: dict[str, Both], settings: dict[str, Any]) -> None:
+    stored, compressed = (answers(path, "auto", **settings) for path in written[CASES[0]])
+    assert compressed == stored
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "policy",
+    ["pages", "some experts stay", *(pytest.param(p, marks=pytest.mark.slow) for p in POLICIES if "," in p)],
+)
+def test_streamed(written: dict[str, Both], policy: str) -> None:
+    name = CASES[len(policy) % 2]
+    offload = POLICIES[policy]
+    seats = {"max_num_seqs": offload.batch, "max_num_batched_tokens": 64}
+    stored, compressed = written[name]
+    assert answers(compressed, "auto", offload=offload, **seats) == answers(stored, "auto")
+
+
+@needs_native
+def test_streamed_experts_are_not_decompressed(written: dict[str, Both]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"experts of .* are stored as U8, which .* compute from as float32"
+    ):
+        answers(written[CASES[0]][1], "auto", offload=POLICIES["pages"], kernels="reference")
+
+
+@pytest.mark.slow
+@needs_native
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"expert_servers": 2},
+        {"expert_servers": 2, "schedule": "async"},
+        {"expert_servers": 0, "tensor_parallel_size": 2},
+        {"expert_servers": 0, "tensor_parallel_size": 2, "expert_tensor_parallel_size": 2},
+    ],
+    ids=str,
+)
+def test_in_processes(written: dict[str, Both], settings: dict[str, Any]) -> None:
+    assert served(written[CASES[0]][1], settings) == served(written[CASES[0]][0], settings)
+
+
+def served(path: Path, settings: dict[str, Any]) -> list[Answer]:
+    with cluster(str(path), max_model_len=128, kv_cache_memory="8MiB", **settings) as processes:
+        processes.submit(prompts(), [params(i) for i in range(len(prompts()))])
+        return processes.finish()
+
+
+@needs_native
+@pytest.mark.parametrize("mapped", [True, False])
+def test_of_an_expert_server(written: dict[str, Both], mapped: bool) -> None:
+    """Slots of memory of its own, or the mapped files."""
+    found = []
+    for path in written[CASES[0]]:
+        layout = registry.expert_layout(path, table.pick("cpu"))
+        server = Native(path, layout, "auto", 1, mapped)
+        server.take({layout.layers[0]: [3, 1]})
+        hidden = np.random.default_rng(0).standard_normal((5, layout.hidden)).astype(np.float32)
+        out = np.zeros_like(hidden)
+        rows = np.arange(5)
+        server.run(layout.layers[0], [Part(hidden, rows, np.array([3, 1, 1, 3, 1]), out, rows)])
+        found.append(out.tobytes())
+    assert found[0] == found[1]
+
+
+def test_the_reference_server_decompresses(written: dict[str, Both]) -> None:
+    """Its layout may be that of a worker whose kernels need not."""
+    path, reference = written[CASES[0]][1], table.REFERENCE
+    layer = registry.read_spec(path).moe_layers[0]
+    [weights] = registry.load_experts(path, reference, {layer: [2]}, dtype="compressed").values()
+    [same] = registry.load_experts(written[CASES[0]][0], reference, {layer: [2]}).values()
+    assert all(torch.equal(one, other) for one, other in zip(weights.of(2), same.of(2), strict=True))
+    assert weights.of(2)[0].dtype is torch.float32
