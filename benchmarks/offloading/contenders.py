@@ -32,6 +32,8 @@ class Contender:
 def contenders(arguments: argparse.Namespace, hardware: Path) -> list[Contender]:
     """moesaic's schedules first, then the peers that were asked for; what they need is written now."""
     found = [ours(schedule, arguments, hardware) for schedule in arguments.schedules]
+    if arguments.compressed:
+        found += [compressed(one, arguments.compressed) for one in found]
     if arguments.pad:
         found.append(padded(arguments, hardware))
     if arguments.accelerate:
@@ -48,6 +50,12 @@ def ours(schedule: str, arguments: argparse.Namespace, hardware: Path) -> Conten
     environment = {"OMP_WAIT_POLICY": "passive"}  # as `moesaic` starts its workers
     command = [sys.executable, "-m", "offloading.ours"]
     return Contender(f"moesaic {schedule}", command, (arguments.model,), order, environment)
+
+
+def compressed(one: Contender, folder: Path) -> Contender:
+    """The same from what `moesaic compress` made of the model."""
+    order = one.order | {"model": str(folder)}
+    return replace(one, name=f"{one.name}, compressed", reads=(folder,), order=order)
 
 
 def padded(arguments: argparse.Namespace, hardware: Path) -> Contender:

@@ -54,6 +54,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds of a run; the same to load")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--schedules", nargs="*", choices=("auto", *SCHEDULES), default=list(SCHEDULES))
+    compressed = "also every schedule on this: what `moesaic compress` made of the model"
+    parser.add_argument("--compressed", type=_absolute, metavar="DIR", help=compressed)
     parser.add_argument(
         "--pad", action="store_true", help="also the first schedule with all prompts padded to the longest"
     )

@@ -138,7 +138,7 @@ class Durations:
         """A page is whole rows of the experts' matrices, the last one perhaps fewer."""
         model = self._model
         rows = 3 * (model.experts - policy.static_experts) * model.expert_width
-        page = math.ceil(rows / max(pages, 1)) * model.hidden * model.number
+        page = math.ceil(rows / max(pages, 1)) * model.expert_bytes / (3 * model.expert_width)
         return {**self._move(Kind.LOAD_PAGE, page), **self._move(Kind.STAGE_PAGE, page)}
 
     def _gathered(self, kind: Kind, size: float) -> Table:
