@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from moesaic.core.errors import ConfigError
+from moesaic import LLM
+from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.experts.arithmetic import Part
 from moesaic.kernels import table
 from moesaic.models import registry
@@ -127,3 +130,13 @@ def test_the_reference_server_decompresses(written: dict[str, Both]) -> None:
     [same] = registry.load_experts(written[CASES[0]][0], reference, {layer: [2]}).values()
     assert all(torch.equal(one, other) for one, other in zip(weights.of(2), same.of(2), strict=True))
     assert weights.of(2)[0].dtype is torch.float32
+
+
+def test_only_matrices_are_compressed(written: dict[str, Both], tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(written[CASES[0]][1], path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"] = torch.zeros(len(tensors["model.norm.weight"]), dtype=torch.uint8)
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="model.norm.weight: got dtype U8; allowed: only for matrices"):
+        LLM(str(path))

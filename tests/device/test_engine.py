@@ -17,6 +17,7 @@ from moesaic import LLM, RequestOutput, SamplingParams
 from moesaic.kernels import batch
 from moesaic.kvcache import paged
 from moesaic.models.checkpoint import Checkpoint
+from moesaic.models.compressing import compress
 
 Written = Callable[[str], Path]
 QUICK = {"mixtral-window", "deepseek-full"}
@@ -49,6 +50,14 @@ def test_first_tokens_are_those_of_the_cpu(written: Written, model: str) -> None
     llm, found = on_device(path, new=3, max_num_batched_tokens=40, max_num_seqs=8)
     assert (llm.info.device, llm.info.kernels) == (NAME, "reference (torch)")
     assert same(found, on_cpu(path, max_num_batched_tokens=40, max_num_seqs=8), new=3)
+
+
+def test_compressed_experts_are_decompressed(tmp_path: Path) -> None:
+    stored, compressed = tmp_path / "stored", tmp_path / "compressed"
+    stored.mkdir()
+    cases.write("mixtral-window", stored, torch.bfloat16)
+    compress(stored, compressed, 1, lambda done, total: None)
+    assert on_device(compressed, new=3)[1] == on_device(stored, new=3)[1]
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import COMPRESSED, row_bytes
 from moesaic.kernels.compressed import decompress
 from moesaic.models.files import read_json
+from moesaic.models.headers import COMPRESSED_ROWS
 from moesaic.models.memory import Copies
 
 SINGLE = "model.safetensors"
@@ -59,7 +60,9 @@ class Checkpoint:
     def claim(self, name: str, *shape: int) -> None:
         """States that the model has this tensor, without reading it. Checks name, shape and type."""
         found = self._slice(name)
-        if found.get_dtype() == "U8" and len(shape) == 2:
+        if found.get_dtype() == COMPRESSED_ROWS:
+            if len(shape) != 2:
+                raise CheckpointError(f"{self.path}: tensor {name}: got dtype U8; allowed: only for matrices")
             shape = shape[0], row_bytes(COMPRESSED, shape[1])
         if tuple(found.get_shape()) != shape:
             got = list(found.get_shape())
