@@ -132,6 +132,14 @@ def test_the_reference_server_decompresses(written: dict[str, Both]) -> None:
     assert weights.of(2)[0].dtype is torch.float32
 
 
+@needs_native
+def test_what_is_told_of_them(written: dict[str, Both]) -> None:
+    stored, compressed = (LLM(str(path), max_model_len=64).info for path in written[CASES[0]])
+    assert (stored.dtype, compressed.dtype) == ("bfloat16", "bfloat16, experts compressed")
+    assert compressed.num_parameters == stored.num_parameters
+    assert compressed.weight_bytes != stored.weight_bytes  # more: rows are short
+
+
 def test_only_matrices_are_compressed(written: dict[str, Both], tmp_path: Path) -> None:
     path = tmp_path / "model"
     shutil.copytree(written[CASES[0]][1], path)

@@ -63,6 +63,12 @@ class ExpertWeights:
             raise KeyError(f"expert {expert} is not held here")
         return gate, up, down
 
+    @property
+    def compressed_numbers(self) -> int:
+        """How many numbers are held compressed."""
+        held = (self.of(expert) for expert in self.held)
+        return sum(3 * len(gate) * len(down) for gate, _, down in held if gate.dtype is torch.uint8)
+
     @cached_property
     def table(self) -> PointerTable:
         """Made once. Raises TypeError when the experts differ in shape or type, or are not dense."""

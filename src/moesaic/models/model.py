@@ -46,16 +46,17 @@ class Model:
     @property
     def num_parameters(self) -> int:
         """Numbers held in this process, tied ones once."""
-        return sum(tensor.numel() for tensor in self._tensors())
+        others = sum(tensor.numel() for tensor in self._tensors() if tensor.is_floating_point())
+        return others + sum(weights.compressed_numbers for weights in self.experts.values())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of those numbers."""
+        """Bytes of those numbers, as they are held."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
 
     def _tensors(self) -> list[torch.Tensor]:
         parts = (self.embedding, self.blocks, self.final_norm, self.head, tuple(self.experts.values()))
-        weights = [tensor for tensor in _walk(parts) if tensor.is_floating_point()]
+        weights = [one for one in _walk(parts) if one.is_floating_point() or one.dtype is torch.uint8]
         return list({(tensor.data_ptr(), tensor.shape): tensor for tensor in weights}.values())
 
 

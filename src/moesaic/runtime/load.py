@@ -14,6 +14,7 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.core.messages import Layout, WorkerInfo
 from moesaic.core.offload import Offload
 from moesaic.core.routing import RowSink
+from moesaic.core.stored import COMPRESSED
 from moesaic.experts.client import DirectExperts, RoutedExperts
 from moesaic.experts.connecting import Connector
 from moesaic.experts.remote import RemoteExperts
@@ -260,7 +261,7 @@ def _describe(
         model_type=spec.model_type,
         device=_device_name(loaded.device),
         kernels=loaded.kernels.name,
-        dtype=str(loaded.dtype).removeprefix("torch."),
+        dtype=str(loaded.dtype).removeprefix("torch.") + _compressed(loaded, elsewhere),
         threads=loaded.threads,
         num_parameters=loaded.model.num_parameters + (elsewhere.parameters if elsewhere else 0),
         weight_bytes=loaded.model.num_bytes + (elsewhere.num_bytes if elsewhere else 0),
@@ -276,6 +277,12 @@ def _describe(
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
     )
+
+
+def _compressed(loaded: Loaded, elsewhere: ExpertLayout | None) -> str:
+    away = elsewhere is not None and elsewhere.dtype == COMPRESSED
+    here = any(weights.compressed_numbers for weights in loaded.model.experts.values())
+    return ", experts compressed" if away or here else ""
 
 
 def _device_name(device: torch.device) -> str:
