@@ -46,6 +46,9 @@ def start(arguments: argparse.Namespace) -> list[Engine]:
     """moesaic first, then the peers that were asked for."""
     model, threads = str(arguments.model), str(arguments.threads)
     engines = [Engine("moesaic", _child(sys.executable, "moesaic", model, threads, arguments.settings))]
+    if arguments.compressed:
+        child = _child(sys.executable, "moesaic", str(arguments.compressed), threads, arguments.settings)
+        engines.append(Engine("moesaic, compressed", child))
     if arguments.experts:
         peer = _child(sys.executable, "transformers", model, threads)
         engines += [Engine(f"transformers {way}", peer, 4, {"experts": way}) for way in arguments.experts]

@@ -56,9 +56,11 @@ def measure(engines: list[Engine], arguments: argparse.Namespace) -> Iterator[di
                     if turn:  # the first one warms up
                         runs[engine.name].append(answer | {"memory_gb_per_s": read_test.gb_per_s()})
                     progress.advance(task)
-            counted = engines[0].ask(do="count", prompts=prompts)
+            ours = [engine for engine in engines if engine.weight_bytes is None]
+            counted = {engine.name: engine.ask(do="count", prompts=prompts) for engine in ours}
             for engine in engines:
-                row = summarise(engine, runs[engine.name], counted, arguments, concurrency)
+                reads = counted.get(engine.name, counted["moesaic"])
+                row = summarise(engine, runs[engine.name], reads, arguments, concurrency)
                 pairs = zip(runs["moesaic"][0]["tokens"], runs[engine.name][0]["tokens"], strict=True)
                 same = sum(mine == theirs for mine, theirs in pairs)
                 yield row | {"same_tokens": f"{same}/{concurrency}"}
@@ -130,6 +132,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--settings", default="{}", help='of moesaic\'s LLM, as in \'{"dtype": "float32"}\'')
+    compressed = "moesaic also on this: what `moesaic compress` made of the model"
+    parser.add_argument("--compressed", type=Path, metavar="DIR", help=compressed)
     parser.add_argument("--experts", nargs="+", default=["eager", "grouped_mm"], help="of transformers")
     parser.add_argument("--no-transformers", dest="experts", action="store_const", const=[])
     parser.add_argument("--llama", type=Path, metavar="VENV", help="from setup_peer.sh llama, or its python")
