@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+NUMBER_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 COMPRESSED = "compressed"
 """bf16 in 12 bits a number, without loss: see `row_bytes`."""
 QUANT_METHOD = "moesaic-compressed"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from moesaic.core.stored import COMPRESSED, row_bytes
+from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, row_bytes
 from moesaic.cost.routing import Routing
 
-BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
+BYTES = {dtype: float(size) for dtype, size in NUMBER_BYTES.items()}
 """Of a weight."""
 CACHE_BYTES = {**BYTES, "int8": 1.0, "int4": 0.5}
 """Of a cached number. Those of integers are multiples of their row's scale."""

@@ -25,8 +25,7 @@ PAGE = 4096
 _C_LIBRARY = ctypes.CDLL(None)
 Progress = Callable[[int, int], None]
 """Is told bytes read so far and bytes of all files."""
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8}
-"""U8: a matrix of bf16 whose rows are compressed."""
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, COMPRESSED_ROWS: torch.uint8}
 
 
 class Checkpoint:

@@ -26,6 +26,7 @@ from moesaic.kernels import compressed
 from moesaic.kernels.table import REFERENCE
 from moesaic.models.checkpoint import INDEX, SINGLE, Progress
 from moesaic.models.files import PATTERNS, read_json
+from moesaic.models.headers import COMPRESSED_ROWS
 from moesaic.models.registry import expert_layout, read_spec
 
 PIECE = 2**21
@@ -107,7 +108,7 @@ class _Matrix(_Tensor):
     @property
     def entry(self) -> dict[str, Any]:
         rows, columns = self.shape
-        return {"dtype": "U8", "shape": [rows, row_bytes(COMPRESSED, columns)]}
+        return {"dtype": COMPRESSED_ROWS, "shape": [rows, row_bytes(COMPRESSED, columns)]}
 
     def read(self, at: int, size: int) -> Bytes:
         bits = np.frombuffer(super().read(at, size), dtype="<u2").reshape(-1, self.shape[1])

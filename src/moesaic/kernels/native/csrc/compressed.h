@@ -7,8 +7,8 @@
 //   group: sign and mantissa of every number, a byte each; then the codes, two in a byte
 // In a group byte 16 j + i belongs to number 8 j + i, or to 32 + 8 j + i - 8 where i >= 8: vectors of bytes that meet
 // in halves of 16 then give neighbours. The low four bits of code byte q are those of byte q, the high ones of q + 32.
-// kernels/compressed.py writes it. That exponents of weights need few bits, and that decoding can be hidden behind
-// memory, is DFloat11's observation (Zhang et al. 2025), whose codes have lengths by frequency.
+// kernels/compressed.py writes it. That exponents of trained weights need few bits is DFloat11's observation (Zhang et
+// al. 2025), whose codes have lengths by frequency.
 #pragma once
 
 #include <algorithm>
