@@ -75,15 +75,32 @@ struct Stream {
     }
 };
 
-// Whole chunks of a tile: `count` numbers. `ahead` numbers further on lie the weights needed next; 0: nowhere.
-template <class T, int R, int C, bool kFetch>
+// What the tiles of a strip fetch: nothing; the next tile's columns, to the nearest cache; or also those of a tile
+// LEAD bytes further on, to the next cache. The nearest cache alone has too few requests on their way to the memory.
+enum class Fetch { kNothing, kNext, kNextAndFar };
+constexpr int64_t LEAD = 1 << 14;
+
+// Numbers from the columns of a tile to those that it fetches.
+struct Ahead {
+    int64_t next = 0, far = 0;
+};
+
+template <class T>
+MOESAIC_INLINE constexpr int64_t lines() {  // of a chunk
+    return sizeof(T) * CHUNK > 64 ? 2 : 1;
+}
+
+// Whole chunks of a tile: `count` numbers.
+template <class T, int R, int C, Fetch kFetch>
 MOESAIC_INLINE void tile_steps(Vec (&sums)[R][C], const RowOf<T>* (&x)[R], const T* (&w)[C], int64_t count,
-                               int64_t ahead, Stream& stream) {
+                               Ahead ahead, Stream& stream) {
     Stream mine = stream;
     for (int64_t i = 0; i < count; i += CHUNK) {
-        for (int c = 0; kFetch && c < C; c++) {
-            prefetch(w[c] + ahead);
-            if (sizeof(T) * CHUNK > 64) prefetch(w[c] + ahead + CHUNK / 2);
+        for (int c = 0; kFetch != Fetch::kNothing && c < C; c++) {
+            for (int64_t line = 0; line < CHUNK; line += CHUNK / lines<T>()) {
+                if (kFetch == Fetch::kNextAndFar) prefetch_l2(w[c] + ahead.far + line);
+                prefetch(w[c] + ahead.next + line);
+            }
         }
         mine.step();
         tile_step<T, R, C>(sums, x, w);
@@ -106,7 +123,7 @@ MOESAIC_INLINE void fold(const Vec (&sums)[R][C], float (&totals)[R * C + 3]) {
 // out[r * stride + c] = (or +=) rows[r] . weights[c] over `count` numbers, at most BLOCK. Rows are packed
 // and padded with zeros; weights are not padded.
 template <class T, int R, int C>
-MOESAIC_INLINE void tile(const RowOf<T>* const* rows, const T* const* weights, int64_t count, int64_t ahead,
+MOESAIC_INLINE void tile(const RowOf<T>* const* rows, const T* const* weights, int64_t count, Ahead ahead,
                          Stream& stream, bool first, float* out, int64_t stride) {
     const RowOf<T>* x[R];
     const T* w[C];
@@ -122,10 +139,12 @@ MOESAIC_INLINE void tile(const RowOf<T>* const* rows, const T* const* weights, i
     for (int r = 0; r < R; r++) {
         for (int c = 0; c < C; c++) sums[r][c] = zero();
     }
-    if (ahead != 0) {
-        tile_steps<T, R, C, true>(sums, x, w, whole, ahead, stream);
+    if (ahead.far != 0) {
+        tile_steps<T, R, C, Fetch::kNextAndFar>(sums, x, w, whole, ahead, stream);
+    } else if (ahead.next != 0) {
+        tile_steps<T, R, C, Fetch::kNext>(sums, x, w, whole, ahead, stream);
     } else {
-        tile_steps<T, R, C, false>(sums, x, w, whole, 0, stream);
+        tile_steps<T, R, C, Fetch::kNothing>(sums, x, w, whole, ahead, stream);
     }
     if (whole < count) {
         for (int c = 0; c < C; c++) w[c] = rest[c];
@@ -144,32 +163,38 @@ MOESAIC_INLINE void tile(const RowOf<T>* const* rows, const T* const* weights, i
 // four the lines that are read and fetched at one time push each other out of the nearest cache.
 constexpr int columns_of(int rows) { return rows <= 3 ? 4 : TILE_COLUMNS; }
 
-// As many columns of a weight matrix as fit a tile of R rows, several times over. `near`: whether each tile fetches the
-// next one's columns; `then`: what the last one fetches, or null.
+// As many columns of a weight matrix as fit a tile of R rows, several times over. `then`: the weights behind them, which
+// the last tiles fetch, or null.
 template <class T, int R, int C>
-inline void strip(const RowOf<T>* const* rows, const T* weights, int64_t ld, int64_t columns, int64_t count, bool near,
+inline void strip(const RowOf<T>* const* rows, const T* weights, int64_t ld, int64_t columns, int64_t count, Fetch fetch,
                   const T* then, Stream& stream, bool first, float* out, int64_t stride) {
     const T* w[C];
-    int64_t column = 0;
-    for (; column + C <= columns; column += C) {
+    int64_t column = 0, whole = columns / C * C, far = LEAD / (C * count * int64_t(sizeof(T))) * C;
+    auto to = [&](int64_t later) {  // from the columns of this tile to so many columns further on
+        if (column + later < whole) return later * ld;
+        return then != nullptr ? then + (column + later - whole) * ld - w[0] : 0;
+    };
+    for (; column < whole; column += C) {
         for (int c = 0; c < C; c++) w[c] = weights + (column + c) * ld;
-        int64_t ahead = column + 2 * C <= columns ? (near ? C * ld : 0) : then != nullptr ? then - w[0] : 0;
+        Ahead ahead;
+        if (fetch != Fetch::kNothing) ahead.next = to(C);
+        if (fetch == Fetch::kNextAndFar && far > C) ahead.far = to(far);
         tile<T, R, C>(rows, w, count, ahead, stream, first, out + column, stride);
     }
     for (; column < columns; column++) {
         w[0] = weights + column * ld;
-        tile<T, R, 1>(rows, w, count, 0, stream, first, out + column, stride);
+        tile<T, R, 1>(rows, w, count, {}, stream, first, out + column, stride);
     }
 }
 
 // The strip of n rows, at most R. C: columns of a tile; 0: as they suit n.
 template <class T, int R = TILE_ROWS, int C = 0>
 inline void strip_of(int64_t n, const RowOf<T>* const* rows, const T* weights, int64_t ld, int64_t columns,
-                     int64_t count, bool near, const T* then, Stream& stream, bool first, float* out, int64_t stride) {
+                     int64_t count, Fetch fetch, const T* then, Stream& stream, bool first, float* out, int64_t stride) {
     constexpr int kColumns = C > 0 ? C : columns_of(R);
-    if (n == R) return strip<T, R, kColumns>(rows, weights, ld, columns, count, near, then, stream, first, out, stride);
+    if (n == R) return strip<T, R, kColumns>(rows, weights, ld, columns, count, fetch, then, stream, first, out, stride);
     if constexpr (R > 1) {
-        strip_of<T, R - 1, C>(n, rows, weights, ld, columns, count, near, then, stream, first, out, stride);
+        strip_of<T, R - 1, C>(n, rows, weights, ld, columns, count, fetch, then, stream, first, out, stride);
     }
 }
 
@@ -205,8 +230,8 @@ void multiply_near(const RowOf<T>* const* rows, int64_t n, const T* weights, int
                 for (int64_t t = 0; t < tiles; t++) {
                     int64_t r = n * t / tiles, more = n * (t + 1) / tiles - r;
                     for (int64_t i = 0; i < more; i++) some[i] = rows[r + i] + begin;
-                    strip_of<N, R, decltype(of_tile)::value>(more, some, near, WIDE, wanted, padded(count), false,
-                                                             nullptr, stream, begin == 0, out + r * stride + column,
+                    strip_of<N, R, decltype(of_tile)::value>(more, some, near, WIDE, wanted, padded(count),
+                                                     Fetch::kNothing, nullptr, stream, begin == 0, out + r * stride + column,
                                                              stride);
                 }
             };
@@ -226,7 +251,8 @@ void multiply(const RowOf<T>* const* rows, int64_t n, const T* weights, int64_t 
               float* out, int64_t stride, const T* then = nullptr) {
     const RowOf<T>* block_rows[TILE_ROWS];
     int64_t tiles = (n + TILE_ROWS - 1) / TILE_ROWS;
-    bool single = tiles == 1, near = single || sizeof(T) < 4;
+    bool single = tiles == 1;
+    Fetch fetch = single ? Fetch::kNextAndFar : sizeof(T) < 4 ? Fetch::kNext : Fetch::kNothing;
     Stream stream;
     if (!single && then != nullptr) {
         constexpr int64_t kLines = TILE_COLUMNS * CHUNK * int64_t(sizeof(T)) / 64;  // that a step of a tile reads
@@ -244,7 +270,7 @@ void multiply(const RowOf<T>* const* rows, int64_t n, const T* weights, int64_t 
             int64_t count = k - begin < BLOCK ? k - begin : BLOCK;
             for (int64_t i = 0; i < some; i++) block_rows[i] = rows[r + i] + begin;
             const T* next = !single ? nullptr : begin + BLOCK < k ? weights + begin + BLOCK : then;
-            strip_of<T>(some, block_rows, weights + begin, ld, columns, count, near, next, stream, begin == 0,
+            strip_of<T>(some, block_rows, weights + begin, ld, columns, count, fetch, next, stream, begin == 0,
                         out + r * stride, stride);
         }
     }
@@ -267,7 +293,6 @@ inline void bring_near(const Compressed* columns, int64_t ld, int64_t some, int6
 template <>
 inline void multiply(const RowOf<Compressed>* const* rows, int64_t n, const Compressed* weights, int64_t ld, int64_t columns,
                      int64_t k, float* out, int64_t stride, const Compressed* then) {
-    constexpr int64_t LEAD = 1 << 14;
     constexpr int64_t kGroup = GROUP_BYTES + 20;  // with its part of a head: rather too much
     constexpr int64_t kStep = kGroup * CHUNK * TILE_COLUMNS / GROUP;
     int64_t turns = 1 + (n + TILE_ROWS - 1) / TILE_ROWS, lead = std::min(columns * ld, LEAD);
