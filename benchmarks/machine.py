@@ -15,14 +15,16 @@ READS = 6
 
 
 class ReadTest:
-    """Several threads read memory with libc's memchr, which does nothing else."""
+    """Several threads read memory with libc's memcmp, which does nothing else.
+
+    Each compares two parts: a core reads two streams faster than one.
+    """
 
     def __init__(self, threads: int) -> None:
-        self._threads, self._length = threads, SIZE // threads
+        self._threads, self._length = threads, SIZE // (2 * threads)
         self._memory = b"\1" * SIZE
-        self._memchr = ctypes.CDLL(None).memchr
-        self._memchr.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-        self._memchr.restype = ctypes.c_void_p
+        self._memcmp = ctypes.CDLL(None).memcmp
+        self._memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
     def gb_per_s(self) -> float:
         """The best of some reads: what the machine has to give in this second."""
@@ -31,8 +33,9 @@ class ReadTest:
     def _read(self) -> float:
         """Seconds that one pass over the memory takes."""
         start = ctypes.cast(ctypes.c_char_p(self._memory), ctypes.c_void_p).value or 0
-        parts = [(start + part * self._length, 2, self._length) for part in range(self._threads)]
-        threads = [threading.Thread(target=self._memchr, args=part) for part in parts]
+        parts = [start + part * self._length for part in range(2 * self._threads)]
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        threads = [threading.Thread(target=self._memcmp, args=(*pair, self._length)) for pair in pairs]
         started = time.perf_counter()
         for thread in threads:
             thread.start()

@@ -21,8 +21,7 @@ from moesaic.kernels.compressed import decompress
 from moesaic.models.headers import COMPRESSED_ROWS, STORED, WIDTHS, Headers, Place
 from moesaic.models.headers import INDEX as INDEX
 from moesaic.models.headers import SINGLE as SINGLE
-
-PAGE = 4096
+from moesaic.models.pages import PAGE, prefer_huge
 
 
 class Store:
@@ -128,7 +127,8 @@ class _Mapped:
                     mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"{file}: cannot be mapped ({error})") from error
-            self._files[file] = np.frombuffer(mapped, dtype=np.uint8)
+            self._files[file] = whole = np.frombuffer(mapped, dtype=np.uint8)
+            prefer_huge(whole.ctypes.data, whole.size)
         return self._files[file]
 
 

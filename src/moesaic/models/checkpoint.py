@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +16,10 @@ from moesaic.kernels.compressed import decompress
 from moesaic.models.files import read_json
 from moesaic.models.headers import COMPRESSED_ROWS
 from moesaic.models.memory import Copies
+from moesaic.models.pages import PAGE, give_back, prefer_huge
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-PAGE = 4096
-_C_LIBRARY = ctypes.CDLL(None)
 Progress = Callable[[int, int], None]
 """Is told bytes read so far and bytes of all files."""
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, COMPRESSED_ROWS: torch.uint8}
@@ -101,7 +98,7 @@ class Checkpoint:
             else:
                 tensor = self._copies.of(stored)
         if self._copies is not None:
-            _page_out(stored)
+            give_back(stored.data_ptr(), stored.nbytes)
         if self._progress is not None:
             self._bytes_read += stored.nbytes
             self._progress(self._bytes_read, self._bytes)
@@ -120,7 +117,7 @@ class Checkpoint:
         both = [self._open(self._shard[one]).get_tensor(one) for one in (name, other)]
         same = torch.equal(*both)
         for tensor in both:
-            _page_out(tensor)
+            give_back(tensor.data_ptr(), tensor.nbytes)
         return same
 
     def unread(self, unused: tuple[str, ...] = ()) -> list[str]:
@@ -143,20 +140,23 @@ class Checkpoint:
     def _open(self, shard: str) -> Any:
         if shard not in self._files:
             self._files[shard] = _open(self.path / shard)
+            if self._copies is None:
+                _prefer_huge_pages(self._files[shard], self.path / shard)
         return self._files[shard]
+
+
+def _prefer_huge_pages(opened: Any, file: Path) -> None:
+    """Asks for them before anything is read."""
+    names = opened.offset_keys()
+    if names:
+        with file.open("rb") as header:
+            tensors = file.stat().st_size - 8 - int.from_bytes(header.read(8), "little")
+        prefer_huge(opened.get_tensor(names[0]).data_ptr(), tensors)
 
 
 def _page_in(mapped: torch.Tensor) -> None:
     """Touches every page of a mapped tensor: else the first requests would wait for each of them."""
     mapped.view(-1).view(torch.uint8)[::PAGE].sum()
-
-
-def _page_out(mapped: torch.Tensor) -> None:
-    """Gives back the memory of a mapped tensor's whole pages: they are read again when somebody looks."""
-    begin, end = -(-mapped.data_ptr() // PAGE) * PAGE, (mapped.data_ptr() + mapped.nbytes) // PAGE * PAGE
-    madvise = getattr(_C_LIBRARY, "madvise", None)
-    if madvise is not None and end > begin:
-        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 def _shards(path: Path) -> dict[str, str]:

@@ -21,7 +21,8 @@ constexpr int64_t PANEL = 4 * SIDE;  // rows whose results are held before they 
 #else
 constexpr int64_t PANEL = 16 * TILE_ROWS;
 #endif
-constexpr int64_t COLUMNS = 64;           // of a task: its weights stay in the L2 cache
+constexpr int64_t COLUMNS = 64;           // of a task at most: its weights stay in the L2 cache
+constexpr int64_t FEW_COLUMNS = 16;       // and at least
 
 template <class U>
 struct Array {  // std::vector would instantiate code for one instruction set that others then share
@@ -115,36 +116,46 @@ struct Share {
     const T* weight;
 };
 
+inline int64_t strips_of(const moesaic::Linear& job, int64_t columns) {
+    int64_t strips = 0;
+    for (int64_t p = 0; p < job.num_parts; p++) strips += (job.parts[p].columns + columns - 1) / columns;
+    return strips;
+}
+
+// Columns of a task: fewer where there would be too few tasks to share (a gate, a key projection).
+inline int64_t task_columns(const moesaic::Linear& job) {
+    int64_t columns = COLUMNS;
+    while (columns > FEW_COLUMNS && strips_of(job, columns) < 4 * moesaic::pool().threads()) columns /= 2;
+    return columns;
+}
+
 template <class T>
-Share<T> share_of(const moesaic::Linear& job, int64_t strip) {
+Share<T> share_of(const moesaic::Linear& job, int64_t columns, int64_t strip) {
     const moesaic::Part* part = job.parts;
-    for (int64_t own; strip >= (own = (part->columns + COLUMNS - 1) / COLUMNS); part++) strip -= own;
-    int64_t begin = strip * COLUMNS;
-    return {part, begin, std::min(COLUMNS, part->columns - begin), static_cast<const T*>(part->weight) + begin * job.k};
+    for (int64_t own; strip >= (own = (part->columns + columns - 1) / columns); part++) strip -= own;
+    int64_t begin = strip * columns;
+    return {part, begin, std::min(columns, part->columns - begin), static_cast<const T*>(part->weight) + begin * job.k};
 }
 
 template <class T>
 void linear_of(const moesaic::Linear& job) {
     const RowOf<T>* rows = packed<T>(job.rows, job.n, job.k, kRows);
     int64_t width = padded(job.k);
-    // Many rows are split too: a narrow matrix (a gate, a key projection) has few columns to share.
+    // Many rows are split too: a narrow matrix has few columns to share.
     int64_t bands = job.n > 4 * PANEL ? (job.n + 4 * PANEL - 1) / (4 * PANEL) : 1;
     int64_t band = in_sets<T>((job.n + bands - 1) / bands);
-    int64_t strips = 0, products = 0;
-    for (int64_t p = 0; p < job.num_parts; p++) {
-        strips += (job.parts[p].columns + COLUMNS - 1) / COLUMNS;
-        products += job.n * job.k * job.parts[p].columns;
-    }
-    int64_t tasks = strips * bands;
+    int64_t columns = task_columns(job), tasks = strips_of(job, columns) * bands, products = 0;
+    int64_t like = std::max<int64_t>(job.n, 4);  // rows: fewer wait for the weights as long
+    for (int64_t p = 0; p < job.num_parts; p++) products += like * job.k * job.parts[p].columns;
     parallel(tasks, products, [&](int64_t task, int) {
         Registers<T> registers;
         int64_t first = task % bands * band, last = first + band < job.n ? first + band : job.n;
-        Share<T> mine = share_of<T>(job, task / bands);
+        Share<T> mine = share_of<T>(job, columns, task / bands);
         const moesaic::Part& part = *mine.part;
         panels<T>(rows + first * width, width, last - first, [&](int64_t row, int64_t n, auto x) {
             // Tasks take like times, so threads claim them in turn.
             int64_t next = row + n == last - first ? task + moesaic::pool().threads() : tasks;
-            const T* then = next < tasks ? share_of<T>(job, next / bands).weight : nullptr;
+            const T* then = next < tasks ? share_of<T>(job, columns, next / bands).weight : nullptr;
             float* out = part.out + (first + row) * part.columns + mine.begin;
             multiply<T>(x, n, mine.weight, job.k, mine.columns, job.k, out, part.columns, then);
             if (part.bias == nullptr) return;
