@@ -95,21 +95,26 @@ def test_a_setting_that_does_not_fit_is_told_in_one_line() -> None:
 
 
 BROKEN = """
+import torch
 from moesaic.runtime.__main__ import main
 from moesaic.runtime.forward import Forward
 
 def broken(*arguments):
-    raise RuntimeError("no memory left\\nby far")
+    raise {error}
 
 Forward.begin = broken
 raise SystemExit(main())
 """
+BUG = "RuntimeError('no memory left\\nby far')"
+FULL = "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total of ..')"
 
 
 @pytest.mark.slow
-def test_a_bug_in_a_step_reaches_the_log_and_the_engine() -> None:
+@pytest.mark.parametrize("error", [BUG, FULL], ids=["a bug", "a full device"])
+def test_an_error_in_a_step_reaches_the_engine(error: str) -> None:
+    """A bug with a traceback in the log, a GPU that has no more memory in one line."""
     ours, theirs = stream_pair()
-    command = [sys.executable, "-c", BROKEN, "--connection-fd", str(theirs.fileno())]
+    command = [sys.executable, "-c", BROKEN.format(error=error), "--connection-fd", str(theirs.fileno())]
     with theirs, tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             [*command, "--config", DEMO.to_json()], pass_fds=[theirs.fileno()], stderr=log
@@ -119,12 +124,18 @@ def test_a_bug_in_a_step_reaches_the_log_and_the_engine() -> None:
         until(worker, messages.Ready)
         worker.connection.send(long_request(0))
         failed = until(worker, messages.Failed)
-        assert failed == messages.Failed("RuntimeError: no memory left", user_error=False)
-        assert worker.process.wait(20) == 1
+        assert isinstance(failed, messages.Failed)
+        code = worker.process.wait(20)
         log.seek(0)
         text = log.read().decode()
-    assert "Traceback" in text and "in broken" in text and "by far" in text
     worker.stop()
+    if error is FULL:
+        assert failed.user_error and "--max-num-batched-tokens" in failed.error and "\n" not in failed.error
+        assert failed.error.startswith("a step: CUDA out of memory; allowed: ")
+        assert code == 2 and text == ""
+        return
+    assert failed == messages.Failed("RuntimeError: no memory left", user_error=False)
+    assert code == 1 and "Traceback" in text and "in broken" in text and "by far" in text
 
 
 PARENT = """

@@ -12,6 +12,8 @@ import threading
 import time
 import traceback
 
+import torch
+
 from moesaic.config import WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, MoesaicError
@@ -84,6 +86,11 @@ def _serve(connection: StreamConnection, config: WorkerConfig, bell: Bell) -> in
         if not config.supervised:  # who watches it starts another one; else its end is to be explained
             connection.send(messages.Failed(str(error), user_error=False))
         raise
+    except torch.OutOfMemoryError as error:  # a device: Python's own memory ends otherwise
+        said = str(error).partition(". ")[0]
+        allowed = "fewer rows at a time (--max-num-batched-tokens, --max-num-seqs), or less in --fast-memory"
+        connection.send(messages.Failed(f"a step: {said}; allowed: {allowed}", user_error=True))
+        return 2
     return 0
 
 

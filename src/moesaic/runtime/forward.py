@@ -53,13 +53,14 @@ class Forward:
         self._make_recorder = model.kernels.recorder if recorded_blocks else None
         self._free = [_Recorded(self._make_recorder())] if self._make_recorder else []
         """Those that no step under way uses: two steps must not share memory."""
-        self._heads: dict[int, tuple[torch.Tensor, Recording[torch.Tensor]]] = {}
-        """By the id of the hidden states that a recorded step returns each time: these, and their logits."""
+        self._logits: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By the id of the hidden states that a recorded step returns each time: these, and their logits if
+        the step computes them too."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [m, h], as a walk returned it -> [m, V] float32, good until the next step."""
-        _, head = self._heads.get(id(hidden), (None, None))
-        return self._model.logits(hidden) if head is None else head.run()
+        _, logits = self._logits.get(id(hidden), (None, None))
+        return self._model.logits(hidden) if logits is None else logits
 
     def begin(self, batch: TokenBatch) -> Walk:
         """Start a step. `Walk.advance` goes on with it whenever the experts have answered."""
@@ -151,15 +152,21 @@ class Forward:
         parts: list[Recording[_Item]] = []
         answer: torch.Tensor | None = None
         while True:
-            parts.append(recorded.recorder(partial(_next, stages, answer), answer))
+            parts.append(recorded.recorder(partial(self._next, stages, answer, batch.num_rows), answer))
             item = parts[-1].result
             if isinstance(item, torch.Tensor):
                 where: Chosen = [np.asarray(ids) for ids in chosen]
                 recorded.decodes[batch.num_rows] = _Decode(attention, parts, where)
-                if batch.num_rows == 1:  # for many rows Python costs little, and the logits take memory
-                    self._heads[id(item)] = item, recorded.recorder(partial(self._model.logits, item))
                 return item
             answer = yield item
+
+    def _next(self, stages: Stages, answer: torch.Tensor | None, rows: int) -> _Item:
+        """The next item of `stages`; with the last one the logits of a single row. For many rows Python
+        between the two costs little, and logits take memory."""
+        item = _next(stages, answer)
+        if rows == 1 and isinstance(item, torch.Tensor):
+            self._logits[id(item)] = item, self._model.logits(item)
+        return item
 
 
 def to_gate(
