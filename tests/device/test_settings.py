@@ -89,6 +89,7 @@ def test_threads_are_those_of_the_cpu_beside_it(path: Path) -> None:
 
 def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "enough", lambda least, available: least)
+    monkeypatch.setattr(memory, "beyond_caches", lambda available: 0)
     show: Callable[[str, int, int], None] = lambda *_: None  # noqa: E731
     with sanitized():
         device = cuda.find()

@@ -30,6 +30,7 @@ TINY = Effort(
 @pytest.fixture(autouse=True)
 def small_caches_and_threads_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(memory, "enough", lambda least, available: least)
+    monkeypatch.setattr(memory, "beyond_caches", lambda available: 0)
     before = torch.get_num_threads()
     yield
     pick("cpu", "auto").set_threads(cores(), False)

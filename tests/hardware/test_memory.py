@@ -45,6 +45,9 @@ def test_far_more_than_the_caches_hold(tmp_path: Path) -> None:
     assert memory.enough(512 * mib, 24 * gib, twelve) == 3 * gib
     assert memory.enough(512 * mib, 8 * gib, twelve) == gib, "an eighth of what is available"
     assert memory.enough(512 * mib, 24 * gib, tmp_path / "none") == 512 * mib
+    assert memory.beyond_caches(24 * gib, twelve) == 768 * mib
+    assert memory.beyond_caches(8 * gib, twelve) == 256 * mib, "a 32nd of what is available"
+    assert memory.beyond_caches(24 * gib, tmp_path / "none") == 0
 
 
 def test_sizes_of_caches_as_the_kernel_writes_them(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,9 +37,10 @@ def spied(kernels: Kernels, seen: list[tuple[Any, ...]]) -> Kernels:
     return replace(kernels, experts=experts, linear=linear)
 
 
-def measured(kernels: Kernels, dtypes: list[torch.dtype], sizes: Sizes) -> tuple[Rate, ...]:
+def measured(kernels: Kernels, dtypes: list[torch.dtype], sizes: Sizes, beyond: int = 0) -> tuple[Rate, ...]:
     clock = iter(range(100_000))
-    return products.rates(kernels, dtypes, sizes, Stopwatch(0.5, partial(next, clock)), lambda *_: None)
+    watch = Stopwatch(0.5, partial(next, clock))
+    return products.rates(kernels, dtypes, sizes, watch, lambda *_: None, beyond=beyond)
 
 
 def test_every_expert_has_as_many_rows_and_every_matrix_is_used() -> None:
@@ -95,6 +97,17 @@ def test_fewer_matrices_with_more_rows() -> None:
     sizes = Sizes()
     assert [sizes.used("dense", rows) for rows in sizes.rows] == [16, 16, 16, 16, 16, 16, 4, 1]
     assert [sizes.used("experts", rows) for rows in sizes.rows] == [16, 16, 16, 16, 16, 16, 16, 8]
+
+
+def test_more_matrices_than_caches_hold() -> None:
+    sizes = Sizes()  # 2048 x 2048, and 3 x 2048 x 768
+    assert sizes.beyond(0, 2) == sizes.beyond(128 << 20, 2) == sizes
+    assert sizes.beyond(512 << 20, 2).matrices == 64 and sizes.beyond(512 << 20, 4).matrices == 32
+    narrow = Sizes(hidden=1024, width=128)
+    assert narrow.beyond(512 << 20, 2).matrices == math.ceil((512 << 20) / (2 * 3 * 1024 * 128))
+    found = measured(REFERENCE, [torch.float32], TINY)
+    more = measured(REFERENCE, [torch.float32], TINY, beyond=8 * 4 * 64 * 64)
+    assert [new.flops / old.flops for new, old in zip(more, found, strict=True)] == [2, 1.25, 1, 2, 1.25, 1]
 
 
 def test_progress_ends_at_all_of_it() -> None:

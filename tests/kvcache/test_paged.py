@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from moesaic import LLM
 from moesaic.kernels.reference.cache import decode
 from moesaic.kernels.table import REFERENCE
-from moesaic.kvcache.paged import HUGE_PAGE, PagedKV, bytes_per_token
+from moesaic.kvcache.paged import HUGE_PAGE, PAGE, PagedKV, bytes_per_token
 from moesaic.models.spec import KVLayout
 
 GROUPED = KVLayout(3, 24, 20)
@@ -73,3 +75,17 @@ def test_large_layers_begin_at_a_huge_page_and_hold_zeros() -> None:
     assert all(
         (kv.keys(layer) == layer + 1).all() and (kv.values(layer) == layer + 1).all() for layer in range(3)
     )
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_memory_is_taken_as_blocks_are_written_or_at_once(at_once: bool) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+    layout = KVLayout(kv_heads=2, key_width=64, value_width=64, value_in_key=False)
+    shape = 2, 4096, 16, torch.float32, torch.device("cpu"), REFERENCE
+    size, before = 4096 * 16 * bytes_per_token(layout, 2, torch.float32), resident()
+    kv = PagedKV(layout, *shape, at_once=at_once)
+    taken = resident() - before
+    assert taken >= size if at_once else taken < size // 4
+    assert not kv.keys(1).any()

@@ -120,7 +120,8 @@ class Measuring:
             readings.append(Reading(count, name_of(dtype), memory.read(kernels, dtype, size, watch)))
         self.show("memory", len(ways), len(ways))
         kernels.set_threads(threads, False)
-        rates = products.rates(kernels, dtypes, self.effort.products, watch, self.show)
+        beyond = memory.beyond_caches(free)
+        rates = products.rates(kernels, dtypes, self.effort.products, watch, self.show, beyond=beyond)
         name = f"RAM, {threads} thread{'s' if threads > 1 else ''}"
         return Processing(name, kernels.name, free, tuple(readings), rates)
 

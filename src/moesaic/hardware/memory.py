@@ -48,6 +48,14 @@ def enough(least: int, available: int, caches: Path = _CACHES) -> int:
     return max(1, min(max(least, TIMES_THE_CACHES * _cache_bytes(caches)), available // 8))
 
 
+def beyond_caches(available: int, caches: Path = _CACHES) -> int:
+    """Bytes of matrices that few rows find in no cache, at most a 32nd of what is available.
+
+    Example: a last-level cache of 260 MiB: 520 MiB, where 24 GiB are available.
+    """
+    return min(2 * _cache_bytes(caches), available // 32)
+
+
 def _cache_bytes(root: Path) -> int:
     """Of all last-level caches together; 0 where the kernel does not tell."""
     found: dict[str, int] = {}

@@ -48,6 +48,14 @@ class Sizes:
         matrices = min(max(math.ceil(WEIGHTS / (3 * hidden * width)), FEWEST), MOST)
         return replace(self, hidden=hidden, width=width, top_k=top_k, matrices=matrices)
 
+    def beyond(self, size: int, number: int) -> Sizes:
+        """The same with so many matrices, of so many bytes a number, that either shape takes `size` bytes.
+
+        Example: 16 of 2048 x 2048 in bf16 are 128 MiB: 64 of them are beyond 512 MiB.
+        """
+        least = number * self.hidden * min(self.hidden, 3 * self.width)
+        return replace(self, matrices=max(self.matrices, math.ceil(size / least)))
+
     def used(self, shape: Shape, rows: int) -> int:
         """Matrices that are multiplied with `rows` each.
 
@@ -77,12 +85,13 @@ def rates(
     stopwatch: Stopwatch,
     show: Show,
     device: str = "cpu",
+    beyond: int = 0,
 ) -> tuple[Rate, ...]:
-    """Every combination of type, shape and rows."""
+    """Every combination of type, shape and rows. beyond: bytes that the matrices of a shape take at least."""
     found: list[Rate] = []
     total = len(dtypes) * len(SHAPES) * len(sizes.rows)
     for dtype in dtypes:
-        for shape, rows, flops, run in _jobs(kernels, dtype, sizes, device):
+        for shape, rows, flops, run in _jobs(kernels, dtype, sizes.beyond(beyond, dtype.itemsize), device):
             show(f"products on {device}", len(found), total)
             found.append(Rate(shape, name_of(dtype), rows, flops / stopwatch.seconds(run)))
     show(f"products on {device}", total, total)

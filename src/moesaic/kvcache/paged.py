@@ -11,7 +11,7 @@ from moesaic.kernels.cache import stored_width
 from moesaic.kernels.table import Kernels
 from moesaic.models.spec import KVLayout
 
-HUGE_PAGE = 1 << 21
+PAGE, HUGE_PAGE = 1 << 12, 1 << 21
 """Bytes."""
 
 
@@ -32,15 +32,18 @@ class PagedKV:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels,
+        at_once: bool = False,
     ) -> None:
+        """at_once: all of its memory is taken now, not as blocks are first written."""
         self._store = kernels.store
         self.device = device
         shape = (num_layers, num_blocks, block_size, layout.kv_heads)
         # zeros, not empty: masked-out slots are read and multiplied by 0, and 0 * NaN is NaN.
-        self._keys = _zeros((*shape, stored_width(layout.key_width, dtype)), dtype, device)
+        self._keys = _zeros((*shape, stored_width(layout.key_width, dtype)), dtype, device, at_once)
         self._values = tuple(keys[..., : layout.value_width] for keys in self._keys)
         if not layout.value_in_key:
-            self._values = _zeros((*shape, stored_width(layout.value_width, dtype)), dtype, device)
+            width = stored_width(layout.value_width, dtype)
+            self._values = _zeros((*shape, width), dtype, device, at_once)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor) -> None:
         """Store rows.
@@ -61,7 +64,9 @@ class PagedKV:
         return self._values[layer]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+def _zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, at_once: bool
+) -> tuple[torch.Tensor, ...]:
     """A tensor per layer. On a CPU, memory that the system hands out page by page, when a block is first
     written: huge pages, which numpy asks for. A layer begins with one, so that only the last page that its
     blocks reach, which are given out from the first on, is used in part."""
@@ -71,7 +76,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     step = size if size < HUGE_PAGE else -(-size // HUGE_PAGE) * HUGE_PAGE
     memory = np.zeros(shape[0] * step + HUGE_PAGE, np.uint8)
     begin = -memory.ctypes.data % HUGE_PAGE
-    parts = (memory[start : start + size] for start in range(begin, begin + shape[0] * step, step))
+    parts = [memory[start : start + size] for start in range(begin, begin + shape[0] * step, step)]
+    for part in parts if at_once else ():
+        part[::PAGE] = 0
     return tuple(torch.from_numpy(part).view(dtype).view(shape[1:]) for part in parts)
 
 

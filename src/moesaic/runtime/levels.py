@@ -78,15 +78,18 @@ def slow_kernels(config: WorkerConfig, loaded: Loaded) -> table.Kernels:
 
 
 def cache(config: WorkerConfig, offload: Offload, loaded: Loaded, num_blocks: int) -> PagedKV:
-    """Keys and values of all layers, on the level that the policy says. Raises ConfigError for a type that
-    the processor beside it does not read."""
+    """Keys and values of all layers, on the level that the policy says, with all the memory that was planned:
+    the first pass would wait for it otherwise.
+
+    Raises ConfigError for a type that the processor beside it does not read.
+    """
     spec, size, dtype = loaded.model.spec, config.cache.block_size, kv_type(config.cache, loaded)
     device, kernels = loaded.device, loaded.kernels
     if device.type == "cuda" and (offload.slow_attention or offload.slow_cache):
         device, kernels = torch.device("cpu"), slow_kernels(config, loaded)
         named = str(dtype).removeprefix("torch.")
         kv_type(CacheConfig(kv_cache_dtype=named), replace(loaded, kernels=kernels))  # type: ignore[arg-type]
-    return PagedKV(spec.kv, spec.num_layers, num_blocks, size, dtype, device, kernels)
+    return PagedKV(spec.kv, spec.num_layers, num_blocks, size, dtype, device, kernels, at_once=True)
 
 
 def setup_of(offload: Offload, loaded: Loaded) -> Setup:

@@ -142,7 +142,10 @@ def join(config: WorkerConfig, group: Group, where: Placed, loaded: Loaded, num_
     """The parts of a loaded rank, put together. All ranks have as many KV blocks."""
     model, counted = loaded.model, Counted()
     size, dtype = config.cache.block_size, kv_type(config.cache, loaded)
-    kv = PagedKV(model.spec.kv, model.spec.num_layers, num_blocks, size, dtype, loaded.device, loaded.kernels)
+    kv = PagedKV(
+        *(model.spec.kv, model.spec.num_layers, num_blocks, size, dtype, loaded.device, loaded.kernels),
+        at_once=config.offload is not None,
+    )
     if config.offload is not None:
         return _paged(config, config.offload, group, where, loaded, kv)
     form = _form(config.group, group, where, loaded.kernels, model.expert_weights, counted)
