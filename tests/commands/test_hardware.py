@@ -13,6 +13,7 @@ from moesaic.commands import hardware, hardware_report
 from moesaic.commands.hardware_options import MeasureHardware
 from moesaic.commands.plan import find_hardware
 from moesaic.core.errors import ConfigError
+from moesaic.core.stored import QUANT_METHOD
 from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
 from moesaic.hardware import cuda
 from moesaic.hardware.measure import FULL, SHORT, Effort
@@ -209,7 +210,7 @@ def test_both_levels_of_a_gpu_and_its_link_are_shown() -> None:
 def test_products_are_those_of_the_checkpoints_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A directory, a shard in it, and what is no checkpoint."""
+    """A directory, a shard in it, what is no checkpoint, and one with compressed experts."""
     seen: list[Effort] = []
 
     def measuring(effort: Effort, *others: Any) -> Measuring:
@@ -217,15 +218,19 @@ def test_products_are_those_of_the_checkpoints_experts(
         return Measuring(effort, *others)
 
     monkeypatch.setattr(hardware, "Measuring", measuring)
-    plain, model = tmp_path / "plain", tmp_path / "model"
-    for folder in (plain, model):
+    plain, model, small = tmp_path / "plain", tmp_path / "model", tmp_path / "small"
+    for folder in (plain, model, small):
         folder.mkdir()
     tiny.save(tiny.build("qwen3_moe", cases.qwen3(hidden_size=128, moe_intermediate_size=96)), model)
     (plain / "config.json").write_text('{"model_type": "unknown"}')
-    for path in (model, model / "model.safetensors", plain):
+    config = json.loads((model / "config.json").read_text()) | {"torch_dtype": "bfloat16"}
+    config["quantization_config"] = {"quant_method": QUANT_METHOD}
+    (small / "config.json").write_text(json.dumps(config))
+    for path in (model, model / "model.safetensors", plain, small):
         hardware.measure(MeasureHardware(path=path, device="cpu"), SHORT)
     sizes = [one.products for one in seen]
     shapes = [(one.hidden, one.width, one.top_k, one.matrices) for one in sizes]
-    assert shapes == [(128, 96, 4, 64), (128, 96, 4, 64), (2048, 768, 8, 16)]
+    assert shapes == [(128, 96, 4, 64), (128, 96, 4, 64), (2048, 768, 8, 16), (128, 96, 4, 64)]
+    assert [one.compressed for one in sizes] == [False, False, False, True]
     assert sizes[0].rows == SHORT.products.rows
     assert SHORT.products.of_experts(4096, 14336, 2).matrices == 2

@@ -99,6 +99,16 @@ def test_fewer_matrices_with_more_rows() -> None:
     assert [sizes.used("experts", rows) for rows in sizes.rows] == [16, 16, 16, 16, 16, 16, 16, 8]
 
 
+def test_experts_are_compressed_where_the_kernels_compute_from_that() -> None:
+    for kernels in (pick("cpu", "auto"), REFERENCE):
+        seen: list[tuple[Any, ...]] = []
+        measured(spied(kernels, seen), [torch.bfloat16, torch.float32], replace(TINY, compressed=True))
+        stored = [one[3] for one in seen if one[0] == "experts"]
+        narrow = torch.uint8 if kernels.compressed else torch.bfloat16
+        assert stored == [narrow] * (len(stored) // 2) + [torch.float32] * (len(stored) // 2)
+        assert {one[3] for one in seen if one[0] == "dense"} == {torch.bfloat16, torch.float32}
+
+
 def test_more_matrices_than_caches_hold() -> None:
     sizes = Sizes()  # 2048 x 2048, and 3 x 2048 x 768
     assert sizes.beyond(0, 2) == sizes.beyond(128 << 20, 2) == sizes

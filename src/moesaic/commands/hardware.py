@@ -77,5 +77,5 @@ def _on_experts_of(folder: Path, effort: Effort) -> Effort:
         model = read(json_module.loads((folder / "config.json").read_text(encoding="utf-8")), str(folder))
     except (OSError, ValueError, MoesaicError):
         return effort
-    sizes = effort.products.of_experts(model.hidden, model.expert_width, round(model.top_k))
+    sizes = effort.products.of_experts(model.hidden, model.expert_width, round(model.top_k), model.compressed)
     return replace(effort, products=sizes)

@@ -143,7 +143,8 @@ class Measuring:
         took = self.clock() - begun
         source = f"measured in {took:.0f} s by microbenchmarks: {fast.kernels}, weights in {fast.dtype}"
         sizes = self.effort.products
-        told = {"seconds": round(took, 1), "experts": f"{sizes.hidden} x {sizes.width}"}
+        form = ", compressed where bf16" if sizes.compressed else ""
+        told = {"seconds": round(took, 1), "experts": f"{sizes.hidden} x {sizes.width}{form}"}
         return replace(hardware, source=source, measured={**told, **found})
 
 

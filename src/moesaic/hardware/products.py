@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from moesaic.hardware.timing import Show, Stopwatch
+from moesaic.kernels.compressed import compress
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 
@@ -42,11 +43,14 @@ class Sizes:
     """Of a pass: with many rows each, fewer matrices are used."""
     top_k: int = 8
     """Experts of a row, whose answers lie apart: with many rows that is more memory than caches have."""
+    compressed: bool = False
+    """bf16 experts are compressed where the kernels compute from that."""
 
-    def of_experts(self, hidden: int, width: int, top_k: int) -> Sizes:
+    def of_experts(self, hidden: int, width: int, top_k: int, compressed: bool = False) -> Sizes:
         """The same on a model's own experts, so many that no cache holds them."""
         matrices = min(max(math.ceil(WEIGHTS / (3 * hidden * width)), FEWEST), MOST)
-        return replace(self, hidden=hidden, width=width, top_k=top_k, matrices=matrices)
+        sizes = replace(self, hidden=hidden, width=width, top_k=top_k, matrices=matrices)
+        return replace(sizes, compressed=compressed)
 
     def beyond(self, size: int, number: int) -> Sizes:
         """The same with so many matrices, of so many bytes a number, that either shape takes `size` bytes.
@@ -149,7 +153,8 @@ Job = tuple[Shape, int, float, Callable[[], object]]
 
 def _jobs(kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str) -> Iterator[Job]:
     hidden, width = sizes.hidden, sizes.width
-    weights = _experts(sizes, dtype, device)
+    stored = sizes.compressed and kernels.compressed and dtype is torch.bfloat16
+    weights = _experts(sizes, dtype, device, _compressed if stored else _as_it_is)
     for rows in sizes.rows:
         ids = _ids(sizes.used("experts", rows), rows, sizes.top_k).to(device)
         states = _random((len(ids), hidden), torch.float32, device)
@@ -182,12 +187,22 @@ def _each(kernels: Kernels, states: torch.Tensor, matrices: Sequence[torch.Tenso
         kernels.linear(states, matrix)
 
 
-def _experts(sizes: Sizes, dtype: torch.dtype, device: str) -> ExpertWeights:
+def _experts(
+    sizes: Sizes, dtype: torch.dtype, device: str, stored: Callable[[torch.Tensor], torch.Tensor]
+) -> ExpertWeights:
     def part(*shape: int) -> tuple[torch.Tensor, ...]:
-        return tuple(_random(shape, dtype, device) for _ in range(sizes.matrices))
+        return tuple(stored(_random(shape, dtype, device)) for _ in range(sizes.matrices))
 
     hidden, width = sizes.hidden, sizes.width
     return ExpertWeights(part(width, hidden), part(width, hidden), part(hidden, width))
+
+
+def _as_it_is(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix
+
+
+def _compressed(matrix: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(compress(matrix.view(torch.uint16).numpy()))
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
