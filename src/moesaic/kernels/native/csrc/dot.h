@@ -163,11 +163,11 @@ MOESAIC_INLINE void tile(const RowOf<T>* const* rows, const T* const* weights, i
 // four the lines that are read and fetched at one time push each other out of the nearest cache.
 constexpr int columns_of(int rows) { return rows <= 3 ? 4 : TILE_COLUMNS; }
 
-// As many columns of a weight matrix as fit a tile of R rows, several times over. `then`: the weights behind them, which
-// the last tiles fetch, or null.
+// As many columns of a weight matrix as fit a tile of R rows, several times over. `then`: the weights behind them,
+// which the last tiles fetch, or null.
 template <class T, int R, int C>
-inline void strip(const RowOf<T>* const* rows, const T* weights, int64_t ld, int64_t columns, int64_t count, Fetch fetch,
-                  const T* then, Stream& stream, bool first, float* out, int64_t stride) {
+inline void strip(const RowOf<T>* const* rows, const T* weights, int64_t ld, int64_t columns, int64_t count,
+                  Fetch fetch, const T* then, Stream& stream, bool first, float* out, int64_t stride) {
     const T* w[C];
     int64_t column = 0, whole = columns / C * C, far = LEAD / (C * count * int64_t(sizeof(T))) * C;
     auto to = [&](int64_t later) {  // from the columns of this tile to so many columns further on
@@ -190,9 +190,12 @@ inline void strip(const RowOf<T>* const* rows, const T* weights, int64_t ld, int
 // The strip of n rows, at most R. C: columns of a tile; 0: as they suit n.
 template <class T, int R = TILE_ROWS, int C = 0>
 inline void strip_of(int64_t n, const RowOf<T>* const* rows, const T* weights, int64_t ld, int64_t columns,
-                     int64_t count, Fetch fetch, const T* then, Stream& stream, bool first, float* out, int64_t stride) {
+                     int64_t count, Fetch fetch, const T* then, Stream& stream, bool first, float* out,
+                     int64_t stride) {
     constexpr int kColumns = C > 0 ? C : columns_of(R);
-    if (n == R) return strip<T, R, kColumns>(rows, weights, ld, columns, count, fetch, then, stream, first, out, stride);
+    if (n == R) {
+        return strip<T, R, kColumns>(rows, weights, ld, columns, count, fetch, then, stream, first, out, stride);
+    }
     if constexpr (R > 1) {
         strip_of<T, R - 1, C>(n, rows, weights, ld, columns, count, fetch, then, stream, first, out, stride);
     }
@@ -231,8 +234,8 @@ void multiply_near(const RowOf<T>* const* rows, int64_t n, const T* weights, int
                     int64_t r = n * t / tiles, more = n * (t + 1) / tiles - r;
                     for (int64_t i = 0; i < more; i++) some[i] = rows[r + i] + begin;
                     strip_of<N, R, decltype(of_tile)::value>(more, some, near, WIDE, wanted, padded(count),
-                                                     Fetch::kNothing, nullptr, stream, begin == 0, out + r * stride + column,
-                                                             stride);
+                                                             Fetch::kNothing, nullptr, stream, begin == 0,
+                                                             out + r * stride + column, stride);
                 }
             };
             wanted == C ? pass_rows(std::integral_constant<int, kTile>{})
@@ -291,8 +294,8 @@ inline void bring_near(const Compressed* columns, int64_t ld, int64_t some, int6
 // The same of compressed weights, which are made bf16 once for all rows, or floats where bf16 would be. They are
 // fetched LEAD bytes ahead all the while, as much in the time of decompressing as in that of a tile of rows.
 template <>
-inline void multiply(const RowOf<Compressed>* const* rows, int64_t n, const Compressed* weights, int64_t ld, int64_t columns,
-                     int64_t k, float* out, int64_t stride, const Compressed* then) {
+inline void multiply(const RowOf<Compressed>* const* rows, int64_t n, const Compressed* weights, int64_t ld,
+                     int64_t columns, int64_t k, float* out, int64_t stride, const Compressed* then) {
     constexpr int64_t kGroup = GROUP_BYTES + 20;  // with its part of a head: rather too much
     constexpr int64_t kStep = kGroup * CHUNK * TILE_COLUMNS / GROUP;
     int64_t turns = 1 + (n + TILE_ROWS - 1) / TILE_ROWS, lead = std::min(columns * ld, LEAD);
