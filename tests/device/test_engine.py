@@ -114,7 +114,11 @@ CPU = torch.device("cpu")
 paged_zeros = paged._zeros
 FORGOTTEN: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "blocks and slots": (batch, "_move", _left_behind(batch._move)),
-    "the cache": (paged, "_zeros", lambda shape, dtype, device: paged_zeros(shape, dtype, CPU)),
+    "the cache": (
+        paged,
+        "_zeros",
+        lambda shape, dtype, device, at_once: paged_zeros(shape, dtype, CPU, at_once),
+    ),
     "the weights": (Checkpoint, "tensor", _left_behind(Checkpoint.tensor)),
 }
 
