@@ -45,11 +45,20 @@ def contenders(arguments: argparse.Namespace, hardware: Path) -> list[Contender]
 
 def ours(schedule: str, arguments: argparse.Namespace, hardware: Path) -> Contender:
     """The planner's policy with this schedule."""
-    order: dict[str, Any] = {"schedule": schedule, "hardware": str(hardware)}
-    order["kv_cache_dtype"] = arguments.kv_cache_dtype
     environment = {"OMP_WAIT_POLICY": "passive"}  # as `moesaic` starts its workers
     command = [sys.executable, "-m", "offloading.ours"]
+    order = ordered(schedule, arguments, hardware)
     return Contender(f"moesaic {schedule}", command, (arguments.model,), order, environment)
+
+
+def ordered(schedule: str, arguments: argparse.Namespace, hardware: Path) -> dict[str, Any]:
+    """What a plan is made by, besides the job."""
+    return {
+        "schedule": schedule,
+        "hardware": str(hardware),
+        "kv_cache_dtype": arguments.kv_cache_dtype,
+        "profile": arguments.profile and str(arguments.profile),
+    }
 
 
 def compressed(one: Contender, folder: Path) -> Contender:

@@ -39,6 +39,8 @@ SHAPE = "qwen3-moe-0.2b"
 """Of the checkpoint that is written where none is given."""
 PAPER: tuple[Schedule, ...] = ("cgopipe", "s2", "s3", "s4", "serial")
 One = TypeVar("One")
+SETTLING = 2
+"""First steps of a turn that do not count: behind others' steps, which mostly sleep, they are slower."""
 BEHIND = 0.03
 """Share of its throughput by which CGOPipe may be slower before it counts as behind."""
 
@@ -51,14 +53,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch", type=int, default=16, metavar="REQUESTS")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--prefill-rows", type=int, default=1024, help="of a micro-batch with prompts")
-    parser.add_argument("--rounds", type=int, default=7, help="decode steps of each schedule and speed")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each schedule and speed")
+    parser.add_argument("--steps", type=int, default=3, help="decode steps of a turn that count")
     parser.add_argument("--seconds", type=float, default=0.5, help="of each microbenchmark")
     parser.add_argument("--svg", type=Path, help="a Gantt chart of each schedule's decode step")
 
 
 def quick(arguments: argparse.Namespace) -> None:
     arguments.links, arguments.contexts = arguments.links[1:4:2], arguments.contexts[:1]
-    arguments.rounds, arguments.seconds = 2, 0.1
+    arguments.rounds, arguments.steps, arguments.seconds = 1, 2, 0.1
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -85,24 +88,25 @@ def sizes_of(path: Path) -> ModelSizes:
 def _context(
     path: Path, sizes: ModelSizes, machine: Hardware, context: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    steps = (arguments.rounds + 1) * len(arguments.links)
+    steps = arguments.rounds * (SETTLING + arguments.steps) * len(arguments.links)
     rows = max(arguments.prefill_rows, context)
     job = Job(arguments.micro_batch, arguments.micro_batches, context, steps + 1, rows)
     token = int(sizes.layers * sizes.cache(1, FLOAT32))
     sizes = replace(sizes, routing=routing(str(path), job, token, sizes.experts))
     speeds = [1e9 * speed for speed in arguments.links]
-    with Progress(console=Console(stderr=True)) as progress:
+    with Progress(console=Console(stderr=True), auto_refresh=False) as progress:  # no thread beside lanes
         task = progress.add_task(f"context {context}", total=(steps + 1) * len(arguments.schedules))
         middle = speeds[len(speeds) // 2]
         sessions, prompts = [], {}
         for schedule in arguments.schedules:
             sessions.append(Session.begin(str(path), job.policy(schedule), job, middle, token))
             prompts[schedule] = sessions[-1].step()
-            progress.advance(task)
+            progress.update(task, advance=1, refresh=True)
         taken: dict[tuple[Schedule, float], list[Pass]] = defaultdict(list)
-        for speed, session in turns(sessions, speeds, arguments.rounds + 1):
-            taken[session.policy.schedule, speed].append(session.step(speed))
-            progress.advance(task)
+        for speed, session in turns(sessions, speeds, arguments.rounds):
+            made = [session.step(speed) for _ in range(SETTLING + arguments.steps)]
+            taken[session.policy.schedule, speed] += made[SETTLING:]
+            progress.update(task, advance=len(made), refresh=True)
     answers = {session.policy.schedule: session.finish() for session in sessions}
     whole = in_memory(str(path), job, token)
     workload = Workload(context, job.generate, FLOAT32)
@@ -117,13 +121,12 @@ def _context(
             for one in sessions
         ],
         "decode": [
-            decode_row(one.policy, speed, taken[one.policy.schedule, speed][1:], sizes, machine, workload)
+            decode_row(one.policy, speed, taken[one.policy.schedule, speed], sizes, machine, workload)
             for speed in speeds
             for one in sessions
         ],
         "gantt": {
-            one.policy.schedule: gantt.told(_middle(taken[one.policy.schedule, middle][1:]))
-            for one in sessions
+            one.policy.schedule: gantt.told(_middle(taken[one.policy.schedule, middle])) for one in sessions
         },
     }
 

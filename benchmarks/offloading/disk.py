@@ -28,7 +28,7 @@ from countdown import Clock, Tell
 from rich.console import Console
 
 from offloading import report
-from offloading.contenders import SCHEDULES, Contender, cache_numbers, contenders
+from offloading.contenders import SCHEDULES, Contender, cache_numbers, contenders, ordered
 from offloading.groups import Group, NoGroup, create
 from offloading.ours import planned
 from offloading.watching import Outcome, drop_cache, watch
@@ -63,6 +63,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware", type=_absolute, help="of `moesaic hardware measure`; measured if not given"
     )
+    popular = "of `moesaic profile`: plans and prices know which experts are popular"
+    parser.add_argument("--profile", type=_absolute, metavar="FILE", help=popular)
     _peers(parser)
 
 
@@ -146,8 +148,7 @@ def _sizes(
     for batch in arguments.batches:
         if isinstance(batch, str):
             job = _job(arguments, cap, prompts(texts, encode, ENDLESS, arguments.prompt_len))
-            more = {"schedule": "auto", "hardware": str(hardware), "kv_cache_dtype": arguments.kv_cache_dtype}
-            batch = planned(job | more, math.inf).price.policy.batch
+            batch = planned(job | ordered("auto", arguments, hardware), math.inf).price.policy.batch
             Console(stderr=True).print(f"the planner's balance is at a batch of {batch}")
         found.append(batch)
     return list(dict.fromkeys(found))

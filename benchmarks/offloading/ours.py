@@ -46,7 +46,11 @@ def planned(order: dict[str, Any], requests: float) -> Planned:
         ModelConfig(order["model"], threads=order["threads"]),
         CacheConfig(kv_cache_dtype=order["kv_cache_dtype"], enable_prefix_caching=False),
     )
-    options = OffloadConfig(fast_memory=str(order["cap"]), offload_schedule=order["schedule"])
+    options = OffloadConfig(
+        fast_memory=str(order["cap"]),
+        offload_schedule=order["schedule"],
+        profile=order["profile"],
+    )
     return plan(worker, options, job, find_hardware(order["hardware"]))
 
 

@@ -49,7 +49,7 @@ def test_every_schedule_is_measured_and_priced_with_the_same_bits(checkpoint: Pa
     given = arguments(
         cores,
         *(str(checkpoint), "--micro-batch", "2", "--micro-batches", "2", "--contexts", "20"),
-        *("--links", "4", "8", "--rounds", "1", "--seconds", "1e-4"),
+        *("--links", "4", "8", "--rounds", "2", "--steps", "2", "--seconds", "1e-4"),
     )
     found = cores.measure(given)
     [one] = found["contexts"]
@@ -57,6 +57,7 @@ def test_every_schedule_is_measured_and_priced_with_the_same_bits(checkpoint: Pa
     assert [(row["schedule"], row["link"]) for row in one["decode"]] == [
         (schedule, speed) for speed in (4e9, 8e9) for schedule in SCHEDULES
     ]
+    assert {len(row["seconds"]) for row in one["decode"]} == {4}, "the first steps of a turn do not count"
     for row in (*one["decode"], *one["prefill"]):
         assert row["measured"] > 0 and row["priced"] > 0
     tasks = {row["schedule"]: set(row["tasks"]) for row in one["decode"]}

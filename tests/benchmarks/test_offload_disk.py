@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from offloading import contenders, disk, ours
 
 from moesaic.cost.machines import MACHINES
 from moesaic.hardware import file
@@ -29,9 +31,7 @@ def test_schedules_run_side_by_side_and_agree(tmp_path: Path) -> None:
     _script("make_checkpoint.py", "qwen3-moe-0.01b", str(model))
     questions = tmp_path / "questions.jsonl"
     questions.write_text("".join(json.dumps({"turns": [text, "more"]}) + "\n" for text in QUESTIONS))
-    hardware = tmp_path / "machine.toml"
-    machine = next(iter(MACHINES.values()))
-    file.save(replace(machine, slow=replace(machine.slow, processor=None)), hardware)
+    hardware = _over_a_disk(tmp_path)
     printed = _script(
         *("offload.py", "disk", str(model), "--prompts", str(questions), "--hardware", str(hardware)),
         *("--cap", "11MiB", "--no-limit", "--schedules", "cgopipe", "on-demand", "--batches", "1", "balance"),
@@ -52,6 +52,30 @@ def test_schedules_run_side_by_side_and_agree(tmp_path: Path) -> None:
         padded = row["contender"] == "moesaic padded" and row["batch"] > 1
         assert bool(run["measured"]["prefill"]["padding_rows"]) is padded
     assert "moesaic on-demand" in printed and "moesaic padded" in printed
+
+
+@needs_native
+def test_a_profile_tells_plans_how_few_experts_are_chosen(tmp_path: Path) -> None:
+    model, seen = tmp_path / "model", tmp_path / "seen.npz"
+    _script("make_checkpoint.py", "qwen3-moe-0.01b", str(model))
+    (tmp_path / "prompts.txt").write_text("\n".join(["the same words"] * 4))
+    recorded = ["profile", str(model), "--prompts", str(tmp_path / "prompts.txt"), "-o", str(seen)]
+    subprocess.run([sys.executable, "-m", "moesaic", *recorded], check=True, capture_output=True, timeout=100)
+    parser, loaded = argparse.ArgumentParser(), {}
+    disk.add(parser)
+    for name, more in {"even": [], "known": ["--profile", str(seen)]}.items():
+        given = parser.parse_args([str(model), "--prompts", "none", "--cap", "11MiB", *more])
+        job = disk._job(given, 11 << 20, [[1] * 9] * 4)
+        found = ours.planned(job | contenders.ordered("on-demand", given, _over_a_disk(tmp_path)), 4)
+        loaded[name] = found.price.step.busy["link down"]
+    assert loaded["known"] < 0.7 * loaded["even"], "four equal rows choose the experts of one"
+
+
+def _over_a_disk(folder: Path) -> Path:
+    """A machine's file."""
+    machine = next(iter(MACHINES.values()))
+    file.save(replace(machine, slow=replace(machine.slow, processor=None)), folder / "machine.toml")
+    return folder / "machine.toml"
 
 
 def test_what_cannot_be_run_is_told_in_one_line(tmp_path: Path) -> None:

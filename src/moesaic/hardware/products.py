@@ -49,8 +49,9 @@ class Sizes:
     def of_experts(self, hidden: int, width: int, top_k: int, compressed: bool = False) -> Sizes:
         """The same on a model's own experts, so many that no cache holds them."""
         matrices = min(max(math.ceil(WEIGHTS / (3 * hidden * width)), FEWEST), MOST)
-        sizes = replace(self, hidden=hidden, width=width, top_k=top_k, matrices=matrices)
-        return replace(sizes, compressed=compressed)
+        return replace(
+            self, hidden=hidden, width=width, top_k=top_k, matrices=matrices, compressed=compressed
+        )
 
     def beyond(self, size: int, number: int) -> Sizes:
         """The same with so many matrices, of so many bytes a number, that either shape takes `size` bytes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from moesaic.kernels.cache import stored_width
 from moesaic.kernels.table import Kernels
 from moesaic.models.spec import KVLayout
 
-PAGE, HUGE_PAGE = 1 << 12, 1 << 21
+HUGE_PAGE = 1 << 21
 """Bytes."""
 
 
@@ -78,7 +79,7 @@ def _zeros(
     begin = -memory.ctypes.data % HUGE_PAGE
     parts = [memory[start : start + size] for start in range(begin, begin + shape[0] * step, step)]
     for part in parts if at_once else ():
-        part[::PAGE] = 0
+        part[:: mmap.PAGESIZE] = 0
     return tuple(torch.from_numpy(part).view(dtype).view(shape[1:]) for part in parts)
 
 

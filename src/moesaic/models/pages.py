@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 
-PAGE = 4096
+PAGE = mmap.PAGESIZE
 ALIGNMENT = 64
 """Of a copy's first byte: a cache line, and the widest vector."""
 _C_LIBRARY = ctypes.CDLL(None)
