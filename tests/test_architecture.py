@@ -37,7 +37,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "offload": ("core", "kernels", "kvcache", "models", "policy"),
     # reads memory and disk, and multiplies, by what the engine does it with
-    "hardware": ("core", "cost", "kernels", "offload.reading", "runtime.machine"),
+    "hardware": ("core", "cost", "kernels", "offload.arena", "offload.reading", "runtime.machine"),
     # programs
     "runtime": (
         *("config", "core", "experts.client", "experts.connecting", "experts.remote", "kernels", "kvcache"),

@@ -9,20 +9,23 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from mmap import mmap
 from pathlib import Path
 from typing import IO
 
 from moesaic.core.errors import ConfigError
 from moesaic.hardware.timing import Clock, Show
+from moesaic.offload.arena import Arena
 from moesaic.offload.reading import ALIGNMENT, DirectFile
 
 LANDING = 64 << 20
-"""Bytes that reads of one thread go to in turn, so that they do not stay in a processor's cache."""
+"""Bytes that reads of one thread go to in turn, so that they do not stay in a processor's cache.
+
+They are an arena's, as weights' are: a disk fills huge pages faster than small ones.
+"""
 READERS = (1, 2)
 
 
@@ -161,13 +164,12 @@ class _Reader:
 
     def together(self, span: int, block: int, readers: int, limit: float) -> float:
         """Bytes/s of `readers` threads, each over every so manieth block of the first `span` bytes."""
-        begun = self.clock()
         running = [
             self.threads.submit(self.read, reader * block, span, block, limit, readers, again=True)
             for reader in range(readers)
         ]
-        total = sum(one.result()[0] for one in running)
-        return total / max(self.clock() - begun, 1e-9)
+        ended = [one.result() for one in running]
+        return sum(done for done, _ in ended) / max(seconds for _, seconds in ended)
 
     def read(
         self, first: int, span: int, block: int, limit: float, step: int = 1, again: bool = False
@@ -177,19 +179,9 @@ class _Reader:
         again: from the beginning once the end is reached, else that is the end. Bytes read, and seconds.
         """
         slots = max(1, min(LANDING, span) // block)
-        with mmap(-1, slots * block) as landing, memoryview(landing) as memory:
-            places = [memory[slot * block : (slot + 1) * block] for slot in range(slots)]
-            try:
-                return self._read(
-                    places, range(first, max(span - block, first) + 1, step * block), limit, again
-                )
-            finally:
-                for place in places:
-                    place.release()
-
-    def _read(
-        self, places: Sequence[memoryview], offsets: range, limit: float, again: bool
-    ) -> tuple[int, float]:
+        memory = Arena(slots * block).take(slots * block).numpy().data
+        places = [memory[slot * block : (slot + 1) * block] for slot in range(slots)]
+        offsets = range(first, max(span - block, first) + 1, step * block)
         begun, done, count = self.clock(), 0, 0
         while again or count < len(offsets):
             done += self.file.read(offsets[count % len(offsets)], places[count % len(places)])
