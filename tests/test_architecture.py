@@ -87,6 +87,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("policy.activation_map", "policy.cocluster", "policy.held_out", "policy.locality"),
         "policy.redundancy",
         *("policy.routing_prediction", "policy.routing_statistics", "profiling", "runtime.machine", "server"),
+        "runtime.loaded",  # how many GPUs there are to plan for
         "runtime.offloaded",  # experts that cannot be streamed are refused before anything is measured
         *("trace.options", "transport.base", "transport.secret"),
     ),

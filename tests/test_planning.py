@@ -282,7 +282,7 @@ def test_logits_take_no_more_than_the_workspace(path: Path) -> None:
 
 def on_gpu(path: Path, cap: str = "6MiB", hardware: Hardware = GPU, **options: Any) -> Planned:
     worker = WorkerConfig(ModelConfig(str(path)))
-    return plan(worker, OffloadConfig(cap, **options), JOB, hardware, gpu=True)
+    return plan(worker, OffloadConfig(cap, **options), JOB, hardware, gpus=1)
 
 
 @pytest.mark.parametrize("schedule", ["auto", "cgopipe", "in-place", "on-demand", "s2", "s3", "s4", "serial"])
@@ -316,7 +316,7 @@ def test_auto_is_what_is_free_of_a_gpu(path: Path) -> None:
     assert found.worker.offload.fast_memory == int(small.fast.room) < small.fast.memory
     worker = WorkerConfig(ModelConfig(str(path)), CacheConfig(kv_cache_dtype="float16"))
     with pytest.raises(ConfigError, match=r"^--kv-cache-dtype: got 'float16'; allowed: auto, bfloat16"):
-        plan(worker, OffloadConfig("auto"), JOB, small, gpu=True)
+        plan(worker, OffloadConfig("auto"), JOB, small, gpus=1)
 
 
 def test_a_cache_on_a_gpu_has_the_type_of_the_weights(path: Path) -> None:

@@ -13,6 +13,7 @@ from moesaic.config import GroupConfig, ModelConfig, OffloadConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.metrics import PassStats
 from moesaic.core.placement import Placement
+from moesaic.cost.hardware import Hardware
 from moesaic.models import registry
 from moesaic.models.shard import Shard
 from moesaic.offload.weights import Streamed
@@ -20,7 +21,7 @@ from moesaic.planning import USABLE, Planned, plan
 from moesaic.runtime.loaded import layout_of
 from moesaic.runtime.tensor import load
 from tests.models import cases, tiny
-from tests.test_planning import HARDWARE, JOB, MIB, SIZES
+from tests.test_planning import GPU, HARDWARE, JOB, MIB, SIZES
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +31,18 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tiny.build("qwen3_moe", options), tmp_path_factory.mktemp("ranks"), torch.bfloat16)
 
 
-def planned(path: Path, cap: str, ranks: int = 2, placement: str | None = None, **options: Any) -> Planned:
+def planned(
+    path: Path,
+    cap: str,
+    ranks: int = 2,
+    placement: str | None = None,
+    hardware: Hardware = HARDWARE,
+    gpus: int = 0,
+    **options: Any,
+) -> Planned:
     group = GroupConfig(ranks, placement=placement)
     worker = WorkerConfig(ModelConfig(str(path)), group=group)
-    return plan(worker, OffloadConfig(cap, **options), JOB, HARDWARE)
+    return plan(worker, OffloadConfig(cap, **options), JOB, hardware, gpus)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -114,3 +123,36 @@ def test_passes_of_a_rank_are_predicted_by_its_part(path: Path) -> None:
     assert two.predicted(replace(done, passes=6, context=2 * done.context)) == pytest.approx(
         2 * two.predicted(done)
     )
+
+
+# ---- ranks on GPUs
+
+
+@pytest.mark.parametrize("schedule", ["auto", "cgopipe", "s2", "s3", "s4", "serial"])
+def test_every_rank_on_a_gpu_keeps_to_the_cap(path: Path, schedule: str) -> None:
+    found = planned(path, "4MiB", hardware=GPU, gpus=2, offload_schedule=schedule)
+    offload = found.worker.offload
+    assert offload is not None and offload.schedule == {"auto": "cgopipe"}.get(schedule, schedule)
+    held = sum(found.price.fast.values())
+    if not offload.slow_cache:
+        held += int(found.worker.cache.kv_cache_memory) // 2 - found.price.fast["cache"]
+    assert held <= USABLE * 4 * MIB
+    assert found.hardware.link.down == GPU.link.down / 2
+    assert found.hardware.fast.bandwidth == GPU.fast.bandwidth
+
+
+@pytest.mark.parametrize(("gpus", "share"), [(2, 1), (1, 2)])
+def test_auto_is_a_ranks_part_of_a_gpu(path: Path, gpus: int, share: int) -> None:
+    small = replace(GPU, fast=replace(GPU.fast, memory=8 * MIB))
+    found = planned(path, "auto", hardware=small, gpus=gpus)
+    assert found.worker.offload is not None
+    assert found.worker.offload.fast_memory == int(small.fast.room / share)
+    with pytest.raises(ConfigError, match="^--fast-memory: got '9MiB'; allowed: at most"):
+        planned(path, "9MiB", hardware=small, gpus=gpus)
+
+
+@pytest.mark.parametrize("schedule", ["on-demand", "in-place"])
+def test_schedules_that_gate_first_are_refused(path: Path, schedule: str) -> None:
+    allowed = "auto, cgopipe, s2, s3, s4, serial with --tensor-parallel-size"
+    with pytest.raises(ConfigError, match=f"^--offload-schedule: got '{schedule}'; allowed: {allowed}$"):
+        planned(path, "4MiB", hardware=GPU, gpus=2, offload_schedule=schedule)

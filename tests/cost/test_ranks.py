@@ -6,6 +6,7 @@ import pytest
 
 from moesaic.cost import ops
 from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
+from moesaic.cost.machines import MACHINES
 from moesaic.cost.ranks import model_of_rank, share_of_rank
 from moesaic.cost.sizes import KNOWN, GroupedQuery, ModelSizes
 
@@ -53,3 +54,23 @@ def test_ranks_share_processor_bandwidth_and_link_but_not_memory() -> None:
     )
     assert (mine.link.down, mine.link.up, mine.link.latency) == (0.1 * GIB, 0.05 * GIB, 1e-4)
     assert mine.slow == HERE.slow and share_of_rank(HERE, 1) == HERE
+
+
+@pytest.mark.parametrize(("gpus", "together"), [(4, 1), (8, 1), (2, 2), (3, 2), (1, 4)])
+def test_ranks_have_gpus_of_their_own_and_share_ram_and_link(gpus: int, together: int) -> None:
+    """Where there are fewer GPUs than ranks, the fullest counts."""
+    machine = MACHINES["t4"]
+    mine = share_of_rank(machine, 4, gpus)
+    assert mine.fast.memory == machine.fast.memory / together
+    assert mine.fast.bandwidth == machine.fast.bandwidth / together
+    assert mine.fast.processor and machine.fast.processor and mine.slow.processor and machine.slow.processor
+    assert mine.fast.processor.flops == machine.fast.processor.flops / together
+    assert mine.slow.processor.flops == machine.slow.processor.flops / 4
+    for one, whole in (
+        (mine.slow.memory, machine.slow.memory),
+        (mine.slow.bandwidth, machine.slow.bandwidth),
+    ):
+        assert one == whole / 4
+    link = replace(machine, link=replace(machine.link, staging=GIB)).link
+    shared = share_of_rank(replace(machine, link=link), 4, gpus).link
+    assert (shared.down, shared.up, shared.staging) == (link.down / 4, link.up / 4, GIB / 4)

@@ -131,7 +131,7 @@ def test_a_planned_run_keeps_to_the_memory_that_it_may_take(
     path = tiny.save(tiny.build("qwen3_moe", model_cases.qwen3(**LARGE)), tmp_path)
     byte_tokenizer(path)
     options = OffloadConfig(f"{cap}MiB", offload_schedule=schedule)
-    worker = plan(WorkerConfig(ModelConfig(str(path))), options, JOB, MACHINES["l4"], gpu=True).worker
+    worker = plan(WorkerConfig(ModelConfig(str(path))), options, JOB, MACHINES["l4"], gpus=1).worker
     offload, scheduler = worker.offload, worker.scheduler
     assert offload is not None
     settings: dict[str, Any] = {
@@ -168,7 +168,7 @@ def test_prompts_of_any_kind_take_no_more_than_was_planned(
     mean, longest = sum(map(len, asked)) // len(asked), max(map(len, asked)) + 2
     job = Job(requests=len(asked), prompt=mean, generate=2, longest=longest)
     options = OffloadConfig("10MiB", offload_schedule="cgopipe", micro_batch_size=8)
-    planned = plan(WorkerConfig(ModelConfig(str(path))), options, job, MACHINES["l4"], gpu=True)
+    planned = plan(WorkerConfig(ModelConfig(str(path))), options, job, MACHINES["l4"], gpus=1)
     assert planned.worker.offload is not None
     pricing = Pricing(planned.model, planned.hardware, planned.price.workload)
     policy = replace(

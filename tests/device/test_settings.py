@@ -47,14 +47,17 @@ def test_without_a_gpu_none_is_taken(path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"tensor_parallel_size": 3}, "--device: got 'cuda'; allowed: cpu with --tensor-parallel-size"),
+        (
+            {"tensor_parallel_size": 3},
+            "--kv-cache-memory: got 'auto'; allowed: a size, such as 4GiB, where several processes share a",
+        ),
         ({"kernels": "portable"}, "--kernels: got 'portable'; allowed: auto, reference"),
         ({"pin_threads": True}, "--pin-threads: got True; allowed: the native kernels"),
     ],
-    ids=["group", "kernels", "pinned threads"],
+    ids=["ranks that share one", "kernels", "pinned threads"],
 )
 @pytest.mark.parametrize("device", ["cuda", "auto"])
-def test_what_runs_on_cpus_only_is_refused(
+def test_what_does_not_go_with_a_gpu_is_refused(
     path: Path, device: str, settings: dict[str, Any], line: str
 ) -> None:
     with sanitized(), pytest.raises(ConfigError, match=f"^{re.escape(line)}") as raised:

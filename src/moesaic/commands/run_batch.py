@@ -18,7 +18,8 @@ from moesaic.commands.tracing import announced
 from moesaic.config import OffloadConfig, WorkerConfig
 from moesaic.models import files
 from moesaic.planning import Planned, longest_request, plan
-from moesaic.runtime.offloaded import on_gpu, paged_layout
+from moesaic.runtime.loaded import gpus_of
+from moesaic.runtime.offloaded import paged_layout
 from moesaic.tokenizer import Tokenizer
 
 
@@ -52,11 +53,11 @@ def _planned(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig) ->
         return None
     paged_layout(worker.model)
     given = offload.hardware
-    gpu = on_gpu(worker.model)
-    machine = hardware.now(str(path), "cuda" if gpu else "cpu") if given is None else find_hardware(given)
+    gpus = gpus_of(worker.model)
+    machine = hardware.now(str(path), "cuda" if gpus else "cpu") if given is None else find_hardware(given)
     console = Console(stderr=True)
     with console.status("pricing policies"):
-        planned = plan(worker, offload, job, machine, gpu)
+        planned = plan(worker, offload, job, machine, gpus)
     console.print(offload_report.plan_text(planned, job), soft_wrap=True, highlight=False, markup=False)
     return planned
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moesaic.config.cluster import ClusterConfig, ExpertServerConfig, RanksConfig
-from moesaic.config.environment import api_key, hub_cache, worker_environment
+from moesaic.config.environment import api_key, hub_cache, one_gpu, worker_environment
 from moesaic.config.server import ServerConfig, TraceConfig, resolve_server
 from moesaic.config.values import (
     SMALL_MODEL,
@@ -61,6 +61,7 @@ __all__ = [
     "api_key",
     "check_threads",
     "hub_cache",
+    "one_gpu",
     "parse_bytes",
     "resolve_server",
     "worker_environment",

@@ -29,6 +29,17 @@ def hub_cache(environment: Mapping[str, str] | None = None) -> Path:
     return Path(known.get("HF_HOME", cache)).expanduser() / "hub"
 
 
+def one_gpu(rank: int, visible: int, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What a rank's environment says more, so that it sees one GPU alone: of those that its first rank sees,
+    `visible` in number, each in turn.
+
+    Example: rank 3 beside `CUDA_VISIBLE_DEVICES=4,6` sees 6; where the variable is not set, 1 of 2.
+    """
+    known = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
+    names = [str(number) for number in range(visible)] if known is None else known.split(",")
+    return {"CUDA_VISIBLE_DEVICES": names[rank % visible]}
+
+
 def worker_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a worker process.
 

@@ -2,15 +2,16 @@
 
 What a rank reads and computes in a layer is what a model of its own heads and experts would, on its part of
 the machine; each row then chooses so many of these experts in the mean. What every rank has whole (gates,
-shared experts, dense layers, embeddings, rows) is counted whole. Ranks that share a host instead of bringing
-a GPU each: for those see Hardware.parallel.
+shared experts, dense layers, embeddings, rows) is counted whole. For GPUs that are priced as one see
+Hardware.parallel.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
-from moesaic.cost.hardware import Hardware
+from moesaic.cost.hardware import Hardware, Level
 from moesaic.cost.sizes import Attention, GroupedQuery, Latent, ModelSizes
 
 
@@ -33,12 +34,24 @@ def _heads(attention: Attention, ranks: int) -> Attention:
     return replace(attention, heads=attention.heads // ranks)
 
 
-def share_of_rank(hardware: Hardware, ranks: int) -> Hardware:
-    """An equal part of the fast processor, its memory's bandwidth and the link. Memory stays as it is."""
-    fast, link = hardware.fast, hardware.link
-    processor = fast.processor and fast.processor.times(1 / ranks)
-    return replace(
-        hardware,
-        fast=replace(fast, bandwidth=fast.bandwidth / ranks, processor=processor),
-        link=replace(link, down=link.down / ranks, up=link.up / ranks),
-    )
+def share_of_rank(hardware: Hardware, ranks: int, gpus: int = 0) -> Hardware:
+    """An equal part of what ranks of a host have together.
+
+    gpus: 0: cores with the bandwidth of RAM, and the disk; memory stays as it is. Else so many fast levels,
+    each of a rank or of several; the link and the RAM, with its processor, are all ranks'.
+    """
+    fast, slow, link = hardware.fast, hardware.slow, hardware.link
+    staging = None if link.staging is None else link.staging / ranks
+    link = replace(link, down=link.down / ranks, up=link.up / ranks, staging=staging)
+    if not gpus:
+        return replace(hardware, fast=_part(fast, ranks), link=link)
+    together = math.ceil(ranks / gpus)
+    fast = replace(_part(fast, together), memory=fast.memory / together)
+    slow = replace(_part(slow, ranks), memory=slow.memory / ranks)
+    return replace(hardware, fast=fast, slow=slow, link=link)
+
+
+def _part(level: Level, parts: int) -> Level:
+    """One of equal parts of a level's processor and bandwidth."""
+    processor = level.processor and level.processor.times(1 / parts)
+    return replace(level, bandwidth=level.bandwidth / parts, processor=processor)

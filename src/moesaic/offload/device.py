@@ -96,8 +96,9 @@ class Staged(Streamed):
         static: Mapping[int, Sequence[int]],
         memory: DeviceMemory,
         down: DeviceLink,
+        owned: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        super().__init__(path, layout, static, memory, link=Link())
+        super().__init__(path, layout, static, memory, link=Link(), owned=owned)
         self._down = down
         self._pinned = _pinned((self.memory.slot or min(self.memory.static, PIECE),), torch.uint8)
 

@@ -40,6 +40,8 @@ OVER_RAM: tuple[Schedule, ...] = ("cgopipe", "in-place", "on-demand")
 """Of a GPU, beside whose slow level the CPU computes."""
 COMPUTED_BESIDE: tuple[Schedule, ...] = ("in-place", "s2", "s3")
 """They need that."""
+GATED_FIRST: tuple[Schedule, ...] = ("on-demand", "in-place")
+"""They have the gates of a layer before any of its experts."""
 OF_A_GROUP: tuple[Schedule, ...] = ("cgopipe",)
 """The same of a group of processes, which meets between gate and experts: these are one task then."""
 
@@ -76,22 +78,24 @@ class Planned:
 
 
 def plan(
-    worker: WorkerConfig, options: OffloadConfig, job: Job, hardware: Hardware, gpu: bool = False
+    worker: WorkerConfig, options: OffloadConfig, job: Job, hardware: Hardware, gpus: int = 0
 ) -> Planned:
     """The policy for RAM over the disk of the checkpoint, or for a GPU over RAM, and a worker's settings.
 
+    gpus: that there are for its ranks; 0: the fast level is RAM.
     Raises ConfigError for a cap that is too small, with the smallest that is not, for flags that the plan
     sets or that leave nothing to choose from, and for a machine of the other kind.
     """
+    gpu, ranks = gpus > 0, worker.group.size
     _refuse_planned(worker, options, gpu)
     _refuse_machine(hardware, options, gpu)
-    cap = _cap(options, hardware, gpu)
     if gpu and hardware.link.staging is None:  # pages go through pinned memory: read and written by the CPU
         hardware = replace(hardware, link=replace(hardware.link, staging=hardware.slow.bandwidth / 2))
-    model, limits = _sizes(worker, options.profile), _limits(options, job, worker.group.size, gpu)
-    if worker.group.size > 1:
-        model = model_of_rank(model, worker.group.size, _experts_of_rank(worker, model))
-        hardware = share_of_rank(hardware, worker.group.size)
+    model, limits = _sizes(worker, options.profile), _limits(options, job, ranks, gpu)
+    if ranks > 1:
+        model = model_of_rank(model, ranks, _experts_of_rank(worker, model))
+        hardware = share_of_rank(hardware, ranks, gpus)
+    cap = _cap(options, hardware, gpu)
     search = Search(model, hardware, job, _cache_number(worker, model, gpu), limits)
     found = search.within(cap)
     if found is None:
@@ -153,9 +157,9 @@ def _refuse_planned(worker: WorkerConfig, options: OffloadConfig, gpu: bool) -> 
         raise ConfigError.field("--kv-cache-dtype", "float16", allowed)
     if options.pad and gpu:
         raise ConfigError.field("--pad", True, "nothing on a GPU: only over a disk is anything padded")
-    if worker.group.size > 1 and options.offload_schedule == "on-demand":
-        allowed = "auto, cgopipe, s4, serial with --tensor-parallel-size"
-        raise ConfigError.field("--offload-schedule", "on-demand", allowed)
+    if worker.group.size > 1 and options.offload_schedule in GATED_FIRST:
+        allowed = f"auto, cgopipe, {'s2, s3, ' * gpu}s4, serial with --tensor-parallel-size"
+        raise ConfigError.field("--offload-schedule", options.offload_schedule, allowed)
     scheduler, cache = worker.scheduler, worker.cache
     for flag, value, left_out in (
         ("--max-num-seqs", scheduler.max_num_seqs, SchedulerConfig.max_num_seqs),
@@ -185,7 +189,7 @@ def longest_request(worker: WorkerConfig) -> int:
 
 def _limits(options: OffloadConfig, job: Job, ranks: int, gpu: bool) -> Limits:
     size = options.micro_batch_size
-    searched = OVER_RAM if gpu else OVER_DISK if ranks == 1 else OF_A_GROUP
+    searched = OF_A_GROUP if ranks > 1 else OVER_RAM if gpu else OVER_DISK
     return Limits(
         schedules=searched if options.offload_schedule == "auto" else (options.offload_schedule,),
         largest_batch=job.requests,

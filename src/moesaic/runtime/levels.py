@@ -57,7 +57,7 @@ def levels(
     static = {layer: frozenset(experts) for layer, experts in kept.items()}
     if loaded.device.type == "cuda":
         down, up = DeviceLink(loaded.device), DeviceLink(loaded.device)
-        staged = Staged(path, layout, kept, DeviceMemory(loaded.device), down)
+        staged = Staged(path, layout, kept, DeviceMemory(loaded.device), down, owned)
         staged.load_static()
         return Levels(staged, static, down, up, slow_kernels(config, loaded), staged=True)
     arena = Arena(max(Streamed.memory_for(path, layout, kept, owned).total, 1 << 12))

@@ -68,9 +68,15 @@ def device_of(config: ModelConfig) -> torch.device:
     return torch.device("cuda" if cuda else "cpu")
 
 
+def gpus_of(config: ModelConfig) -> int:
+    """GPUs that this process sees, where one is what computes; 0 on a CPU."""
+    return torch.cuda.device_count() if device_of(config).type == "cuda" else 0
+
+
 def check_shared(config: WorkerConfig) -> None:
     """Raises ConfigError where others may load into the same GPU while this process looks what is free."""
-    shared = config.supervised and device_of(config.model).type == "cuda"
+    gpus = gpus_of(config.model)
+    shared = gpus > 0 and (config.supervised or config.group.size > gpus)
     if shared and config.cache.kv_cache_memory == "auto":
         raise ConfigError.field(
             "--kv-cache-memory", "auto", "a size, such as 4GiB, where several processes share a GPU"
@@ -112,7 +118,8 @@ def num_blocks_of(config: WorkerConfig, loaded: Loaded, max_model_len: int, kv_d
     block_bytes = block_size * bytes_per_token(spec.kv, spec.num_layers, kv_dtype)
     per_request = -(-max_model_len // block_size)
     if config.cache.kv_cache_memory == "auto":
-        budget = _free_memory(loaded.device) // config.group.size
+        budget = _free_memory(loaded.device)
+        budget = budget // config.group.size if loaded.device.type == "cpu" else budget  # a GPU is one rank's
         num_blocks = min(budget // block_bytes, per_request * config.scheduler.max_num_seqs)
     else:
         budget = parse_bytes("--kv-cache-memory", config.cache.kv_cache_memory) // config.group.size

@@ -43,14 +43,13 @@ def check(config: WorkerConfig) -> None:
         if value != allowed:
             allowed_text = "nothing" if allowed is None else str(allowed)
             raise ConfigError.field(flag, value, f"{allowed_text} with --fast-memory")
-    gpu, offload = on_gpu(config.model), config.offload
-    if offload is not None and offload.link is not None and gpu:
+    offload = config.offload
+    if offload is not None and offload.link is not None and on_gpu(config.model):
         raise ConfigError.field("--device", "cuda", "cpu with a link between two cores")
     if offload is not None:
         _check_attention(offload)
     if offload is not None and offload.padded is not None:
-        over_disk = offload.link is None and not gpu
-        _check_padded(offload.padded, over_disk, context_length(config.model))
+        _check_padded(offload.padded, over_disk(config), context_length(config.model))
 
 
 def _check_attention(offload: Offload) -> None:
@@ -70,6 +69,12 @@ def _check_padded(padded: int, over_disk: bool, most: int) -> None:
 def on_gpu(config: ModelConfig) -> bool:
     """Whether the fast level is a GPU's memory, and RAM the slow one; else they are RAM and the disk."""
     return device_of(config).type == "cuda"
+
+
+def over_disk(config: WorkerConfig) -> bool:
+    """Whether the slow level is the disk: then memory has to suffice for all that is not streamed."""
+    offload = config.offload
+    return offload is not None and offload.link is None and not on_gpu(config.model)
 
 
 @dataclass
@@ -106,8 +111,7 @@ def load(config: WorkerConfig, offload: Offload, progress: Progress | None) -> t
     """All but the routed experts, on the fast level, and where those lie."""
     layout = paged_layout(config.model)
     threads = 1 if offload.link is not None else config.most_threads
-    own = offload.link is None and not on_gpu(config.model)
-    return load_model(config.model, progress, layout, threads, own_memory=own), layout
+    return load_model(config.model, progress, layout, threads, own_memory=over_disk(config)), layout
 
 
 def paged_layout(config: ModelConfig) -> ExpertLayout:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +20,11 @@ from moesaic.runtime.tensor.load import follower
 class Threads:
     """In the place of a Crew."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(
+        self, config: WorkerConfig, within: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        """within: what each thread is in."""
+        self._within = within
         self.ends = local_group(config.group.size)
         self.failed: list[BaseException] = []
         self._threads = [
@@ -41,7 +45,8 @@ class Threads:
 
     def _follow(self, config: WorkerConfig, group: Group) -> None:
         try:
-            follower(config, group).follow()
+            with self._within():
+                follower(config, group).follow()
         except ConnectionLost:
             return
         except BaseException as error:
@@ -50,12 +55,14 @@ class Threads:
 
 
 @contextmanager
-def group_of_threads(model: str, **settings: Any) -> Iterator[tuple[LLM, Group, Threads]]:
-    """An LLM whose worker is a group, the first rank's end of it, and the others."""
+def group_of_threads(
+    model: str, within: Callable[[], AbstractContextManager[object]] = nullcontext, **settings: Any
+) -> Iterator[tuple[LLM, Group, Threads]]:
+    """An LLM whose worker is a group, the first rank's end of it, and the others. within: see Threads."""
     made: list[Threads] = []
 
     def crew(config: WorkerConfig) -> Threads:
-        made.append(Threads(config))
+        made.append(Threads(config, within))
         return made[-1]
 
     try:

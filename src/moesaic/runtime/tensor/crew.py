@@ -24,8 +24,9 @@ from queue import SimpleQueue
 
 from moesaic.collectives.group import Group
 from moesaic.collectives.one_shot import OneShotGroup
-from moesaic.config import WorkerConfig, worker_environment
+from moesaic.config import WorkerConfig, one_gpu, worker_environment
 from moesaic.core.errors import ConfigError
+from moesaic.runtime.loaded import gpus_of
 from moesaic.runtime.machine import allowed_cpus, cores
 
 try:
@@ -93,13 +94,19 @@ class Crew:
             [*command, "--config", of_rank(config, rank).to_json()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=worker_environment(),
+            env=worker_environment() | _gpu(config, rank),
             process_group=0,
         )
         assert process.stdin is not None
         process.stdin.write(self._secret.hex().encode() + b"\n")
         process.stdin.flush()
         return process
+
+
+def _gpu(config: WorkerConfig, rank: int) -> dict[str, str]:
+    """What a rank's environment says of the GPU that it takes. The first rank takes the first one."""
+    gpus = gpus_of(config.model)
+    return one_gpu(rank, gpus) if gpus else {}
 
 
 def _in_thread(work: Callable[..., None], *given: object) -> None:

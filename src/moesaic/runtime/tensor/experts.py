@@ -20,6 +20,7 @@ from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.block import Gated
 from moesaic.runtime.tensor.counted import Counted
+from moesaic.runtime.tensor.crossing import to_device, to_host
 
 
 class GroupExperts:
@@ -46,24 +47,24 @@ class GroupExperts:
         A pair counts as local where a part of its expert is here; its other parts are asked elsewhere.
         """
         assert gated.expert_ids is not None and gated.weights is not None
-        ids, weights = gated.expert_ids.numpy(), gated.weights.numpy()
+        ids, weights = to_host(gated.expert_ids), to_host(gated.weights)
         route = self._route(layer, ids)
         self._counted.pairs += ids.size
         self._counted.local_pairs += int(np.count_nonzero(route.owners == self._group.rank))
-        hidden = gated.normed.numpy()
+        hidden, device = to_host(gated.normed), gated.normed.device
         packets = dispatch(self._group, route, hidden, np.repeat(weights, self._ranks, axis=1))
-        rows = combine_pairs(self._group, route, self._answers(layer, packets, hidden.shape[1]))
+        rows = combine_pairs(self._group, route, self._answers(layer, packets, device))
         if self._ranks > 1:
             rows = _added(rows.reshape(*ids.shape, self._ranks, hidden.shape[1]))
-        return torch.from_numpy(rows)
+        return to_device(rows, device)
 
     def share(self, layer: int, gated: Gated) -> torch.Tensor:
         """[n, h] what the experts here contribute to all rows: weighted sums, zeros where there are none."""
         assert gated.expert_ids is not None and gated.weights is not None
-        ids = gated.expert_ids.numpy()
+        ids = to_host(gated.expert_ids)
         first = self._owners[layer][ids]
         row, rank = np.nonzero((first <= self._group.rank) & (self._group.rank < first + self._ranks))
-        rows = torch.zeros(*ids.shape, gated.normed.shape[1])
+        rows = gated.normed.new_zeros(*ids.shape, gated.normed.shape[1])
         if len(row):
             rows[row, rank] = self._compute(layer, gated.normed[torch.from_numpy(row)], ids[row, rank])
         none = torch.zeros_like(gated.normed)
@@ -75,19 +76,20 @@ class GroupExperts:
         owners = (self._owners[layer][ids][:, :, None] + parts).reshape(len(ids), ids.shape[1] * self._ranks)
         return Route(np.repeat(ids, self._ranks, axis=1), owners)
 
-    def _answers(self, layer: int, packets: Sequence[Packet], width: int) -> list[FloatArray]:
+    def _answers(self, layer: int, packets: Sequence[Packet], device: torch.device) -> list[FloatArray]:
         """[p, h] for the pairs of each packet, all computed as one batch."""
         pairs = [packet.pairs for packet in packets]
         hidden = np.concatenate([packet.hidden[row] for packet, (row, _) in zip(packets, pairs, strict=True)])
         ids = np.concatenate([experts for _, experts in pairs]).astype(np.int64)
         if not len(ids):
-            return [np.zeros((0, width), np.float32) for _ in packets]
-        found = self._compute(layer, torch.from_numpy(hidden), ids).numpy()
+            return [hidden for _ in packets]
+        found = to_host(self._compute(layer, to_device(hidden, device), ids))
         return np.split(found, np.cumsum([len(row) for row, _ in pairs])[:-1])
 
     def _compute(self, layer: int, hidden: torch.Tensor, ids: IntArray) -> torch.Tensor:
         """hidden [p, h] and one expert each -> [p, h]."""
-        return self._kernels.experts(self._weights(layer), hidden, torch.from_numpy(ids)[:, None])[:, 0]
+        chosen = to_device(ids, hidden.device)[:, None]
+        return self._kernels.experts(self._weights(layer), hidden, chosen)[:, 0]
 
 
 def cut(weights: ExpertWeights, part: int, parts: int) -> ExpertWeights:

@@ -24,6 +24,7 @@ import torch
 from moesaic.collectives.group import Group, equal_sizes
 from moesaic.core.tokens import IntArray
 from moesaic.models.block import Block, Gated
+from moesaic.runtime.tensor.crossing import to_device, to_host
 from moesaic.runtime.tensor.experts import GroupExperts
 from moesaic.runtime.tensor.forecast import Scattering
 
@@ -71,7 +72,7 @@ class DeepSpeed:
         first = sum(sizes[: self._group.rank])
         mine = slice(first, first + sizes[self._group.rank])
         merged = _merged(self._experts, layer, block, block.gate(hidden[mine], total[mine]))
-        return torch.from_numpy(self._group.all_gather(merged.numpy()))
+        return to_device(self._group.all_gather(to_host(merged)), hidden.device)
 
 
 class AllReduce:
@@ -88,7 +89,7 @@ class AllReduce:
     ) -> torch.Tensor:
         gated = block.gate(hidden, _summed(self._group, partial))
         rows = _summed(self._group, self._experts.share(layer, gated))
-        once = replace(gated, weights=torch.ones(len(rows), 1))
+        once = replace(gated, weights=rows.new_ones(len(rows), 1))
         return block.merge(once, block.dense(gated.normed), rows[:, None])
 
 
@@ -107,18 +108,18 @@ class Scattered:
         """Residual and norm follow the permuted order until the all-gather undoes it."""
         shuffle = self._scattering.shuffle(layer)
         first, end = shuffle.starts[self._group.rank : self._group.rank + 2]
-        mine = torch.from_numpy(shuffle.order[first:end])
-        addend = self._group.reduce_scatter(partial.numpy(), shuffle.sizes.tolist(), shuffle.order)
-        gated = block.gate(hidden[mine], torch.from_numpy(addend))
+        mine = to_device(shuffle.order[first:end], hidden.device)
+        addend = self._group.reduce_scatter(to_host(partial), shuffle.sizes.tolist(), shuffle.order)
+        gated = block.gate(hidden[mine], to_device(addend, hidden.device))
         merged = _merged(self._experts, layer, block, gated)
-        out = torch.from_numpy(self._group.all_gather(merged.numpy(), shuffle.order))
+        out = to_device(self._group.all_gather(to_host(merged), shuffle.order), hidden.device)
         assert gated.expert_ids is not None
-        self._scattering.learn(layer, gated.expert_ids.numpy(), shuffle)
+        self._scattering.learn(layer, to_host(gated.expert_ids), shuffle)
         return out
 
 
 def _summed(group: Group, partial: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(group.all_reduce(partial.numpy()))
+    return to_device(group.all_reduce(to_host(partial)), partial.device)
 
 
 def _merged(experts: GroupExperts, layer: int, block: Block, gated: Gated) -> torch.Tensor:

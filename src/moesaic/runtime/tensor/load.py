@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,9 +22,9 @@ from moesaic.kvcache.paged import PagedKV
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.shard import Shard
-from moesaic.runtime import offloaded
-from moesaic.runtime.levels import levels
-from moesaic.runtime.loaded import Loaded, device_of, kv_type, layout_of, load_model
+from moesaic.offload.device import telling_memory
+from moesaic.runtime import levels, offloaded
+from moesaic.runtime.loaded import Loaded, check_shared, kv_type, layout_of, load_model
 from moesaic.runtime.tensor import paged
 from moesaic.runtime.tensor.counted import Counted
 from moesaic.runtime.tensor.experts import GroupExperts, cut
@@ -46,9 +47,6 @@ def check(config: WorkerConfig) -> None:
         if value != allowed:
             allowed_text = "nothing" if allowed is None else str(allowed)
             raise ConfigError.field(flag, value, f"{allowed_text} with --tensor-parallel-size {size}")
-    device = device_of(config.model)
-    if device.type != "cpu":
-        raise ConfigError.field("--device", device.type, "cpu with --tensor-parallel-size")
     path = files.resolve(config.model.model, config.model.revision)
     registry.read_spec(path, Shard(0, size))
     units = size // config.group.expert_ranks
@@ -62,6 +60,8 @@ def check(config: WorkerConfig) -> None:
         raise ConfigError.field("--expert-tensor-parallel-size", config.group.expert_ranks, width)
     if config.offload is not None:
         paged.check(config, config.offload)
+    else:
+        check_shared(config)
 
 
 @dataclass(frozen=True)
@@ -123,16 +123,17 @@ def equal_owners(layers: tuple[int, ...], num_experts: int, units: int) -> Mappi
 def load_rank(config: WorkerConfig, group: Group, where: Placed, progress: Progress | None = None) -> Loaded:
     """This rank's heads and, where the whole model is in memory, the experts that it is given."""
     layout, shard = layout_of(config.model), Shard(group.rank, group.size)
-    loaded = load_model(
-        config.model, progress, layout, config.most_threads, shard, own_memory=config.offload is not None
-    )
+    copied = offloaded.over_disk(config)
+    with nullcontext() if config.offload is None else telling_memory():
+        loaded = load_model(config.model, progress, layout, config.most_threads, shard, own_memory=copied)
     if config.offload is not None:
         return loaded
     path = files.resolve(config.model.model, config.model.revision)
     unit, part = divmod(group.rank, config.group.expert_ranks)
     mapped, dtype = config.model.mmap, config.model.dtype
     whole = config.group.expert_ranks == 1
-    weights = registry.load_experts(path, loaded.kernels, where.of(unit), "cpu", dtype, mapped, whole)
+    device = str(loaded.device)
+    weights = registry.load_experts(path, loaded.kernels, where.of(unit), device, dtype, mapped, whole)
     if not whole:
         weights = {layer: cut(one, part, config.group.expert_ranks) for layer, one in weights.items()}
     return replace(loaded, model=replace(loaded.model, experts=weights))
@@ -140,25 +141,24 @@ def load_rank(config: WorkerConfig, group: Group, where: Placed, progress: Progr
 
 def join(config: WorkerConfig, group: Group, where: Placed, loaded: Loaded, num_blocks: int) -> Sharded:
     """The parts of a loaded rank, put together. All ranks have as many KV blocks."""
+    if config.offload is not None:
+        return _paged(config, config.offload, group, where, loaded, num_blocks)
     model, counted = loaded.model, Counted()
     size, dtype = config.cache.block_size, kv_type(config.cache, loaded)
-    kv = PagedKV(
-        *(model.spec.kv, model.spec.num_layers, num_blocks, size, dtype, loaded.device, loaded.kernels),
-        at_once=config.offload is not None,
-    )
-    if config.offload is not None:
-        return _paged(config, config.offload, group, where, loaded, kv)
+    kv = PagedKV(model.spec.kv, model.spec.num_layers, num_blocks, size, dtype, loaded.device, loaded.kernels)
     form = _form(config.group, group, where, loaded.kernels, model.expert_weights, counted)
     run = InMemory(model, kv, size, group, form).run
     return Sharded(run, group, _named(config.group, where), InGroup(loaded.kernels, group, counted))
 
 
+@telling_memory()
 def _paged(
-    config: WorkerConfig, offload: Offload, group: Group, where: Placed, loaded: Loaded, kv: PagedKV
+    config: WorkerConfig, offload: Offload, group: Group, where: Placed, loaded: Loaded, num_blocks: int
 ) -> Sharded:
-    """A rank whose experts come from the disk."""
+    """A rank whose experts come from the slow level."""
+    kv = levels.cache(config, offload, loaded, num_blocks)
     counted, kernels = Counted(), loaded.kernels
-    held = levels(config, offload, loaded, layout_of(config.model), where.of(group.rank))
+    held = levels.levels(config, offload, loaded, layout_of(config.model), where.of(group.rank))
     weights = paged.OfPass(held.experts)
     form = partial(_form, config.group, group, where, kernels, weights, counted)
     after = paged.Together(loaded.model, group, form, weights)

@@ -1,7 +1,8 @@
 """A group whose model is larger than its fast memory: each rank pages its own share of the routed experts.
 
-All ranks run the same list of tasks. What they compute stands on one lane, in the order of the list, so their
-collectives meet; what they read from the disk goes at its own pace on each.
+All ranks run the same list of tasks. What they compute after attention stands on one lane, in the order of
+the list, so their collectives meet; what comes from the slow level, and a CPU's attention beside a GPU, goes
+at its own pace on each.
 """
 
 from __future__ import annotations
@@ -27,18 +28,20 @@ from moesaic.transport.peers import HALF_BYTES
 
 WHOLE_BLOCKS = ("cgopipe", "s4", "serial")
 """Schedules whose lists take gate and experts as one task: between the two the ranks of a group meet."""
+ATTENDED_BESIDE = ("s2", "s3")
+"""Two more, where the slow level has a processor."""
 
 
 def check(config: WorkerConfig, offload: Offload) -> None:
     """Raises ConfigError for a policy that a group cannot carry out, or experts that cannot be paged."""
     offloaded.check(config)
-    size = config.group.size
+    size, gpu = config.group.size, offloaded.on_gpu(config.model)
     for name, value, allowed in (
         ("--expert-tensor-parallel-size", config.group.expert_ranks, (1,)),
-        ("--offload-schedule", offload.schedule, WHOLE_BLOCKS),
+        ("--offload-schedule", offload.schedule, WHOLE_BLOCKS + ATTENDED_BESIDE * gpu),
         ("link", offload.link, (None,)),
-        ("slow_attention", offload.slow_attention, (False,)),
-        ("slow_cache", offload.slow_cache, (0,)),
+        ("slow_attention", offload.slow_attention, (False, True) if gpu else (False,)),
+        ("slow_cache", offload.slow_cache, (0, 1) if gpu else (0,)),
     ):
         if value not in allowed:
             text = ", ".join(map(str, allowed))

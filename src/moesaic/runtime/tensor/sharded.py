@@ -22,6 +22,7 @@ from moesaic.models.model import Model
 from moesaic.runtime.forward import to_partial
 from moesaic.runtime.tensor.counted import Counted
 from moesaic.runtime.tensor.crew import Crew
+from moesaic.runtime.tensor.crossing import to_device
 from moesaic.runtime.tensor.forms import Form, dense_feed_forward
 from moesaic.runtime.tensor.steps import pack, unpack
 from moesaic.runtime.walk import Stages, Walk
@@ -99,9 +100,10 @@ class InMemory:
 
     def run(self, batch: TokenBatch) -> torch.Tensor:
         """See `Run`."""
-        attention = AttentionBatch.build(batch, self._block_size, torch.device("cpu"))
-        positions = torch.from_numpy(batch.positions)
-        hidden = self._model.embed(torch.from_numpy(batch.token_ids))
+        device = self._kv.device
+        attention = AttentionBatch.build(batch, self._block_size, device)
+        positions = to_device(batch.positions, device)
+        hidden = self._model.embed(to_device(batch.token_ids, device))
         self._form.begin(batch.token_ids)
         for layer, block in enumerate(self._model.blocks):
             partial = to_partial(block, layer, hidden, positions, attention, self._kv)
@@ -109,4 +111,4 @@ class InMemory:
                 hidden = self._form.feed_forward(layer, block, hidden, partial)
             else:
                 hidden = dense_feed_forward(self._group, block, hidden, partial)
-        return hidden[torch.from_numpy(batch.logit_rows)]
+        return hidden[to_device(batch.logit_rows, device)]
