@@ -354,11 +354,10 @@ def test_pages_are_always_staged_and_pinned_memory_is_a_power_of_two(path: Path)
     ("gpu", "cap", "options", "got", "allowed"),
     [
         (True, "6MiB", {"hardware": "disk.toml"}, "--hardware: got 'disk.toml'", "GPU memory over RAM"),
-        (True, "6MiB", {"pad": True}, "--pad: got True", "only over a disk is anything padded"),
         (False, "auto", {}, "--fast-memory: got 'auto'", "a size, such as 2GiB; auto is for a GPU"),
         (False, "6MiB", {"offload_schedule": "s3"}, "--offload-schedule: got 's3'", "which computes nothing"),
     ],
-    ids=["a disk", "padding", "auto", "s3"],
+    ids=["a disk", "auto", "s3"],
 )
 def test_what_the_other_kind_of_machine_has_is_refused(
     path: Path, gpu: bool, cap: str, options: dict[str, Any], got: str, allowed: str

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from tests.batch.fake import line
-from tests.device import cases, test_offload
+from tests.device import cases, test_group, test_offload
 from tests.models import tiny
 
 from moesaic import LLM, RequestOutput, SamplingParams
+from moesaic.testing import byte_tokenizer
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
@@ -98,6 +99,24 @@ def test_a_model_larger_than_the_gpu_has_the_tokens_of_the_one_in_memory(
     _, found = test_offload.answers(tmp_path, device="cuda", offload=test_offload.POLICIES[policy])
     _, wanted = test_offload.answers(tmp_path, device="cpu", kernels="reference")
     assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+
+
+@pytest.mark.parametrize(
+    "policy", [None, "the cache stays", "the cache moves, s4", "the CPU attends", "the CPU attends, padded"]
+)
+@pytest.mark.parametrize("form", test_group.FORMS)
+def test_ranks_have_the_tokens_of_one_process(tmp_path: Path, form: str, policy: str | None) -> None:
+    """Real processes, on a GPU each, or on one together. policy: of ranks that page their shards."""
+    kind, options = test_group.MODELS["qwen3"]
+    byte_tokenizer(tiny.save(tiny.build(kind, options), tmp_path))
+    offload = None if policy is None else test_offload.POLICIES[policy]
+    settings: dict[str, Any] = {
+        "tensor_parallel_size": 2,
+        "moe_collectives": form,
+        "kv_cache_memory": "64MiB",
+    }
+    _, found = test_offload.answers(tmp_path, device="cuda", offload=offload, **settings)
+    test_group.same(found, test_group.alone(tmp_path))
 
 
 @pytest.mark.parametrize("schedule", ["auto", "s2", "s4"])

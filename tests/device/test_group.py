@@ -26,6 +26,7 @@ from moesaic.core.offload import Offload
 from moesaic.cost.machines import MACHINES
 from moesaic.models import registry
 from moesaic.planning import plan
+from moesaic.runtime.tensor import crew
 from moesaic.runtime.tensor.paged import ATTENDED_BESIDE, WHOLE_BLOCKS
 from moesaic.testing import byte_tokenizer
 
@@ -198,6 +199,13 @@ def test_a_rank_sees_one_gpu_of_those_that_the_first_one_sees() -> None:
     assert seen(2) == ["0", "1", "0", "1"], "two ranks each"
     assert seen(4, CUDA_VISIBLE_DEVICES="4,5,6,7") == ["4", "5", "6", "7"]
     assert seen(2, CUDA_VISIBLE_DEVICES="GPU-a,GPU-b,") == ["GPU-a", "GPU-b", "GPU-a", "GPU-b"]
+
+
+def test_the_processes_of_a_group_are_told_their_gpus() -> None:
+    asked = WorkerConfig(ModelConfig("model", device="cuda"), group=GroupConfig(2))
+    with sanitized():
+        assert crew._gpu(asked, 1) == {"CUDA_VISIBLE_DEVICES": "0"}, "there is one"
+        assert crew._gpu(replace(asked, model=ModelConfig("model", device="cpu")), 1) == {}
 
 
 def test_a_cache_of_a_group_needs_a_size_where_ranks_share_a_gpu(checkpoints: dict[str, Path]) -> None:

@@ -30,6 +30,7 @@ STAYS = Offload(1 << 30, "cgopipe", micro_batch=2, micro_batches=4, prefill_rows
 """The cache is on the GPU."""
 BESIDE = replace(STAYS, slow_cache=1.0)
 """It is in RAM, and comes down for attention on the GPU."""
+PADDED = 64
 CPU = replace(BESIDE, slow_attention=True)
 """The CPU attends to it."""
 POLICIES = {
@@ -49,6 +50,9 @@ POLICIES = {
     "the CPU attends, serial": replace(CPU, schedule="serial", fast_residual=False),
     "the CPU attends, on demand": replace(CPU, schedule="on-demand"),
     "the CPU attends, in place": replace(CPU, schedule="in-place"),
+    "the cache stays, padded": replace(STAYS, padded=PADDED, prefill_rows=2 * PADDED),
+    "the cache moves, padded": replace(BESIDE, padded=PADDED, prefill_rows=PADDED, static_experts=1),
+    "the CPU attends, padded": replace(CPU, padded=PADDED, prefill_rows=PADDED),
     "the CPU attends, one by one": replace(CPU, micro_batch=1, micro_batches=8, prefill_rows=5),
 }
 CASES = pairs.params(
@@ -105,7 +109,6 @@ def test_tokens_are_those_of_the_model_in_memory(
         (replace(CPU, link=1e9), "--device: got 'cuda'; allowed: cpu with a link between two cores"),
         (replace(CPU, schedule="s4"), "slow_attention: got True; allowed: False with s4"),
         (replace(BESIDE, schedule="s2"), "slow_attention: got False; allowed: True with s2"),
-        (replace(STAYS, padded=9), "padded: got 9; allowed: None: only over a disk is anything padded"),
     ],
 )
 def test_what_a_gpu_does_not_carry_out_is_refused(
@@ -121,17 +124,26 @@ LONG = {**LARGE, "max_position_embeddings": 1100}
 JOB = Job(requests=9, prompt=30, generate=NEW, longest=80)
 
 
+SCHEDULES = ("auto", "cgopipe", "in-place", "on-demand", "s2", "s3", "s4", "serial")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("cap", [8, 13])
-@pytest.mark.parametrize("schedule", ["auto", "cgopipe", "in-place", "on-demand", "s2", "s3", "s4", "serial"])
+@pytest.mark.parametrize(
+    ("schedule", "cap", "pad"),
+    [
+        *((schedule, cap, False) for schedule in SCHEDULES for cap in (8, 13)),
+        *((schedule, 8, True) for schedule in ("cgopipe", "s2", "s4")),
+    ],
+)
 def test_a_planned_run_keeps_to_the_memory_that_it_may_take(
-    tmp_path: Path, schedule: OffloadSchedule, cap: int
+    tmp_path: Path, schedule: OffloadSchedule, cap: int, pad: bool
 ) -> None:
     """Experts of 12 MiB."""
     path = tiny.save(tiny.build("qwen3_moe", model_cases.qwen3(**LARGE)), tmp_path)
     byte_tokenizer(path)
-    options = OffloadConfig(f"{cap}MiB", offload_schedule=schedule)
-    worker = plan(WorkerConfig(ModelConfig(str(path))), options, JOB, MACHINES["l4"], gpus=1).worker
+    options = OffloadConfig(f"{cap}MiB", offload_schedule=schedule, pad=pad)
+    job = replace(JOB, padded=max(map(len, prompts()))) if pad else JOB
+    worker = plan(WorkerConfig(ModelConfig(str(path))), options, job, MACHINES["l4"], gpus=1).worker
     offload, scheduler = worker.offload, worker.scheduler
     assert offload is not None
     settings: dict[str, Any] = {
@@ -139,6 +151,7 @@ def test_a_planned_run_keeps_to_the_memory_that_it_may_take(
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "max_model_len": worker.model.max_model_len,
+        "enable_prefix_caching": worker.cache.enable_prefix_caching,
     }
     with sanitized():
         gc.collect()  # what other tests took

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from moesaic import LLM
 from moesaic.kernels.reference.cache import decode
 from moesaic.kernels.table import REFERENCE
-from moesaic.kvcache.paged import HUGE_PAGE, PAGE, PagedKV, bytes_per_token
+from moesaic.kvcache.paged import HUGE_PAGE, PagedKV, bytes_per_token
 from moesaic.models.spec import KVLayout
 
 GROUPED = KVLayout(3, 24, 20)
@@ -80,7 +81,7 @@ def test_large_layers_begin_at_a_huge_page_and_hold_zeros() -> None:
 @pytest.mark.parametrize("at_once", [False, True])
 def test_memory_is_taken_as_blocks_are_written_or_at_once(at_once: bool) -> None:
     def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
     layout = KVLayout(kv_heads=2, key_width=64, value_width=64, value_in_key=False)
     shape = 2, 4096, 16, torch.float32, torch.device("cpu"), REFERENCE

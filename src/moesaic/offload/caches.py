@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from moesaic.core.tokens import IntArray, TokenBatch
+from moesaic.core.tokens import TokenBatch
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Kernels
 from moesaic.kvcache.paged import PagedKV
@@ -18,6 +19,7 @@ from moesaic.offload.link import Link
 from moesaic.offload.parts import Part
 
 CPU = torch.device("cpu")
+BoolArray = npt.NDArray[np.bool_]
 
 
 class Cache(Protocol):
@@ -40,7 +42,18 @@ class Cache(Protocol):
         ...
 
 
-class Resident:
+class Attending:
+    """How rows attend to a layer of a cache that has them; offload.padding has another way."""
+
+    def _over(
+        self, block: Block, keys: torch.Tensor, values: torch.Tensor | None, part: Part
+    ) -> torch.Tensor:
+        """[n, Hq * dv]"""
+        assert part.projected is not None
+        return block.attention(part.projected.query, keys, values, part.attention)
+
+
+class Resident(Attending):
     """The cache is on the level where attention is computed: nothing moves."""
 
     def __init__(self, kv: PagedKV, block_size: int) -> None:
@@ -57,13 +70,13 @@ class Resident:
         rows, kv = part.projected, self._kv
         assert rows is not None
         kv.write(layer, rows.key, rows.value, part.attention.slots)
-        part.attended = block.attention(rows.query, kv.keys(layer), kv.values(layer), part.attention)
+        part.attended = self._over(block, kv.keys(layer), kv.values(layer), part)
 
     def save(self, layer: int, part: Part) -> None:
         """It stays there."""
 
 
-class Moving:
+class Moving(Attending):
     """The cache is on the slow level and attention on the fast one.
 
     A micro-batch's blocks of one layer come down to blocks of its own, its rows' keys and values are written
@@ -90,21 +103,12 @@ class Moving:
         """Blocks on the fast level that no micro-batch uses: the system would page fresh ones in anew."""
 
     def attention(self, batch: TokenBatch) -> AttentionBatch:
-        """Over blocks of the micro-batch's own: first those that have tokens, then the new ones."""
-        known, widths = self._blocks(batch)
-        tables = np.zeros_like(batch.block_tables)
-        old, new = 0, int(known.sum())
-        for table, have, width in zip(tables, known.tolist(), widths.tolist(), strict=True):
-            table[:have] = np.arange(old, old + have)
-            table[have:width] = np.arange(new, new + width - have)
-            old, new = old + have, new + width - have
-        return AttentionBatch.build(replace(batch, block_tables=tables), self._block_size, self._device)
+        return AttentionBatch.build(self._here(batch), self._block_size, self._device)
 
     def load(self, layer: int, part: Part) -> None:
-        known, widths = self._blocks(part.batch)
-        kv = self._room(int(widths.sum()))
-        tables = zip(part.batch.block_tables, known.tolist(), strict=True)
-        blocks = torch.from_numpy(np.concatenate([table[:have] for table, have in tables]))
+        known, held = self._blocks(part.batch)
+        kv = self._room(int(held.sum()))
+        blocks = torch.from_numpy(part.batch.block_tables[known])
         if len(blocks):
             self._down.gather(kv.keys(0)[: len(blocks)], self._kv.keys(layer), blocks)
             if not self._layout.value_in_key:
@@ -117,7 +121,7 @@ class Moving:
         kv, rows = part.local.pop(layer), part.projected
         assert rows is not None
         kv.write(0, rows.key, rows.value, part.attention.slots)
-        part.attended = block.attention(rows.query, kv.keys(0), kv.values(0), part.attention)
+        part.attended = self._over(block, kv.keys(0), kv.values(0), part)
         part.written[layer] = rows.key, rows.value
         self._down.finish()  # others may have these blocks now
         self.take_back(kv)
@@ -141,7 +145,16 @@ class Moving:
         dtype, size = self._kv.keys(0).dtype, self._block_size
         return PagedKV(self._layout, 1, blocks, size, dtype, self._device, self._kernels)
 
-    def _blocks(self, batch: TokenBatch) -> tuple[IntArray, IntArray]:
-        """[s] blocks that have tokens before this step, and blocks with this step's."""
+    def _here(self, batch: TokenBatch) -> TokenBatch:
+        """Over blocks of the micro-batch's own: first those that come down, then the new ones."""
+        known, held = self._blocks(batch)
+        tables, come = np.zeros_like(batch.block_tables), int(known.sum())
+        tables[known] = np.arange(come)
+        tables[held & ~known] = np.arange(come, int(held.sum()))
+        return replace(batch, block_tables=tables)
+
+    def _blocks(self, batch: TokenBatch) -> tuple[BoolArray, BoolArray]:
+        """[s, b] of the tables: blocks with tokens before this step, which come down; these and its own."""
         before = batch.context_lens - np.diff(batch.query_starts)
-        return -(-before // self._block_size), -(-batch.context_lens // self._block_size)
+        place = self._block_size * np.arange(batch.block_tables.shape[1])
+        return place < before[:, None], place < batch.context_lens[:, None]

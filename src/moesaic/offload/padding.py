@@ -6,7 +6,7 @@ Padding stands behind a request's tokens, where no token sees it: each row has t
  * Prompts: where one ends, rows of padding follow it up to the longest one's length. They go through all
    operations of every layer, are written to those blocks and attend to what is before them (`Padding`).
  * Decoding: a token stays one row. Its attention also goes over the blocks of padding behind its request's
-   tokens, in a call of its own whose result is dropped (`PaddedResident`).
+   tokens, in a call of its own whose result is dropped (`Padded`), and they move with the others.
 
 Not padded: logits, sampling, answers that end early. A sliding window bounds tokens and padding apart.
 """
@@ -22,7 +22,7 @@ import torch
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.models.block import Block
-from moesaic.offload.caches import Resident
+from moesaic.offload.caches import Attending, BoolArray, Moving, Resident
 from moesaic.offload.parts import Part
 from moesaic.policy.kvblocks import KVBlocks
 
@@ -142,28 +142,51 @@ class PaddedAttention(AttentionBatch):
     """[d] sequences of one row over that padding."""
 
 
-class PaddedResident(Resident):
-    """A cache that stays, with padding in it."""
+class Padded(Attending):
+    """A cache with padding in it."""
+
+    def _over(
+        self, block: Block, keys: torch.Tensor, values: torch.Tensor | None, part: Part
+    ) -> torch.Tensor:
+        attended, seen = super()._over(block, keys, values, part), part.attention
+        assert isinstance(seen, PaddedAttention) and part.projected is not None
+        if len(seen.rows):
+            block.attention(part.projected.query[seen.rows], keys, values, seen.padding)
+        return attended
+
+
+class PaddedResident(Padded, Resident):
+    """It stays."""
 
     def attention(self, batch: TokenBatch) -> AttentionBatch:
-        size, real = self._block_size, super().attention(batch)
-        counts = behind(batch, size)
-        chosen = np.flatnonzero(counts)
-        rows, padding = batch.query_starts[chosen], _behind(batch, counts, size)
-        beside = AttentionBatch.build(padding, size, real.device)
-        lines = torch.from_numpy(rows).to(real.device)
-        return PaddedAttention(real.batch, size, real.device, real.slots, lines, beside)
+        size = self._block_size
+        return _beside(super().attention(batch), _behind(batch, behind(batch, size), size))
 
-    def attend(self, layer: int, block: Block, part: Part) -> None:
-        super().attend(layer, block, part)
-        seen, rows, kv = part.attention, part.projected, self._kv
-        assert isinstance(seen, PaddedAttention) and rows is not None
-        if len(seen.rows):
-            block.attention(rows.query[seen.rows], kv.keys(layer), kv.values(layer), seen.padding)
+
+class PaddedMoving(Padded, Moving):
+    """It comes down for attention, and so does the padding that is attended to."""
+
+    def attention(self, batch: TokenBatch) -> AttentionBatch:
+        size = self._block_size
+        return _beside(super().attention(batch), _behind(self._here(batch), behind(batch, size), size))
+
+    def _blocks(self, batch: TokenBatch) -> tuple[BoolArray, BoolArray]:
+        known, held = super()._blocks(batch)
+        place, own = np.arange(held.shape[1]), held.sum(axis=1)[:, None]
+        padding = (place >= own) & (place < own + behind(batch, self._block_size)[:, None])
+        return known | padding, held | padding
+
+
+def _beside(real: AttentionBatch, padding: TokenBatch) -> PaddedAttention:
+    """padding: one row for each of `real`'s that decode, whose place it has as its token."""
+    lines = torch.from_numpy(padding.token_ids).to(real.device)
+    beside = AttentionBatch.build(padding, real.block_size, real.device)
+    return PaddedAttention(real.batch, real.block_size, real.device, real.slots, lines, beside)
 
 
 def _behind(batch: TokenBatch, counts: IntArray, block_size: int) -> TokenBatch:
-    """One row for each sequence with padding, over its blocks of padding alone. counts: [s] how many."""
+    """One row for each sequence with padding, over its blocks of padding alone. counts: [s] how many. Tokens
+    are the places of the rows that decode."""
     chosen = np.flatnonzero(counts)
     tables = np.zeros((len(chosen), counts.max(initial=0)), np.int64)
     for table, index in zip(tables, chosen.tolist(), strict=True):
@@ -171,4 +194,4 @@ def _behind(batch: TokenBatch, counts: IntArray, block_size: int) -> TokenBatch:
         table[: counts[index]] = batch.block_tables[index, own : own + counts[index]]
     tokens = counts[chosen] * block_size
     lines = np.arange(len(chosen) + 1)
-    return TokenBatch(lines[1:], tokens - 1, lines, tokens, tables, lines[:0])
+    return TokenBatch(batch.query_starts[chosen], tokens - 1, lines, tokens, tables, lines[:0])

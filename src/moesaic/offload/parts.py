@@ -109,16 +109,16 @@ def by_rows(batch: TokenBatch, largest: int, whole: bool) -> list[tuple[TokenBat
     return [(batch.rows(start, stop), np.arange(start, stop)) for start, stop in pairwise(cuts)]
 
 
-def by_context(batch: TokenBatch, largest: int) -> list[tuple[TokenBatch, IntArray]]:
+def by_context(batch: TokenBatch, largest: int, whole: bool) -> list[tuple[TokenBatch, IntArray]]:
     """Micro-batches of consecutive rows whose sequences have at most so many tokens together, and their rows.
 
-    For a cache that comes with its micro-batch. A sequence with more new rows is cut; a piece with more
-    tokens before it is alone.
+    For a cache that comes with its micro-batch. A sequence with more new rows is cut, unless `whole`; a piece
+    with more tokens before it is alone.
     """
     cuts, held = [0], 0
     starts = batch.query_starts.tolist()
     for (start, stop), context in zip(pairwise(starts), batch.context_lens.tolist(), strict=True):
-        count = -(-(stop - start) // largest)
+        count = 1 if whole else -(-(stop - start) // largest)
         ends = [start + (piece + 1) * (stop - start) // count for piece in range(count)]
         for begin, end in pairwise([start, *ends]):
             tokens = context - (stop - end)

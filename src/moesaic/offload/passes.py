@@ -114,8 +114,8 @@ class Passes:
         if not prompts:
             return by_sequences(batch, self._way.policy.micro_batch)
         if self._moves:
-            return by_context(batch, self._way.prefill_rows)
-        return by_rows(batch, self._way.prefill_rows, whole=self._way.rows.whole)
+            return by_context(batch, self._way.prefill_rows, self._way.rows.whole)
+        return by_rows(batch, self._way.prefill_rows, self._way.rows.whole)
 
     @property
     def _moves(self) -> bool:

@@ -155,8 +155,6 @@ def _refuse_planned(worker: WorkerConfig, options: OffloadConfig, gpu: bool) -> 
     if gpu and worker.cache.kv_cache_dtype == "float16":
         allowed = "auto, bfloat16, float32, int8 with --fast-memory on a GPU: the CPU reads it, too"
         raise ConfigError.field("--kv-cache-dtype", "float16", allowed)
-    if options.pad and gpu:
-        raise ConfigError.field("--pad", True, "nothing on a GPU: only over a disk is anything padded")
     if worker.group.size > 1 and options.offload_schedule in GATED_FIRST:
         allowed = f"auto, cgopipe, {'s2, s3, ' * gpu}s4, serial with --tensor-parallel-size"
         raise ConfigError.field("--offload-schedule", options.offload_schedule, allowed)

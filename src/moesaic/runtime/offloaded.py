@@ -21,7 +21,7 @@ from moesaic.offload.after import AfterAttention, Alone, SlowExperts
 from moesaic.offload.caches import Cache, Moving, Resident
 from moesaic.offload.lanes import Lanes
 from moesaic.offload.operations import Operations
-from moesaic.offload.padding import PaddedResident, Padding
+from moesaic.offload.padding import PaddedMoving, PaddedResident, Padding
 from moesaic.offload.parts import UNPADDED, Rows
 from moesaic.offload.passes import Observe, Passes, Way
 from moesaic.policy.pipeline import FORCED, SCHEDULES
@@ -49,7 +49,7 @@ def check(config: WorkerConfig) -> None:
     if offload is not None:
         _check_attention(offload)
     if offload is not None and offload.padded is not None:
-        _check_padded(offload.padded, over_disk(config), context_length(config.model))
+        _check_padded(offload.padded, context_length(config.model))
 
 
 def _check_attention(offload: Offload) -> None:
@@ -59,9 +59,7 @@ def _check_attention(offload: Offload) -> None:
         raise ConfigError.field("slow_attention", offload.slow_attention, f"{forced} with {offload.schedule}")
 
 
-def _check_padded(padded: int, over_disk: bool, most: int) -> None:
-    if not over_disk:
-        raise ConfigError.field("padded", padded, "None: only over a disk is anything padded")
+def _check_padded(padded: int, most: int) -> None:
     if not 1 <= padded <= most:
         raise ConfigError.field("padded", padded, f"1 to {most}, the most tokens of a request")
 
@@ -172,7 +170,8 @@ def passes_over(
     resident = Resident(kv, size) if padded is None else PaddedResident(kv, size)
     moving: Cache = resident
     if offload.slow_attention or offload.slow_cache:
-        moving = Moving(kv, model.spec.kv, size, loaded.kernels, held.down, held.up, loaded.device)
+        made = Moving if padded is None else PaddedMoving
+        moving = made(kv, model.spec.kv, size, loaded.kernels, held.down, held.up, loaded.device)
     lanes = Lanes(setup_of(offload, loaded))
     decodes = resident if offload.slow_attention else moving
     rows: Rows = UNPADDED if padded is None else Padding(padded, size)
