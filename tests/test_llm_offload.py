@@ -29,6 +29,8 @@ POLICIES = {
     "rows one by one": replace(DISK, micro_batch=1, micro_batches=8, prefill_rows=1),
     "some experts stay": replace(DISK, micro_batch=3, micro_batches=2, static_experts=2),
     "on demand": replace(DISK, schedule="on-demand", static_experts=1),
+    "on demand, likely ones before": replace(DISK, schedule="on-demand", static_experts=1, likely_experts=2),
+    "on demand, all likely ones before": replace(DISK, schedule="on-demand", likely_experts=99),
     "serial": replace(DISK, schedule="serial"),
     "s4": replace(DISK, schedule="s4"),
     "padded": replace(DISK, padded=84, prefill_rows=2 * 84),

@@ -17,7 +17,7 @@ GROUPS: dict[str, tuple[str, tuple[Kind, ...]]] = {
     "attention": ("#1a7f37", (Kind.ATTENTION,)),
     "post-attention": ("#0969da", (Kind.POST, Kind.GATE, Kind.PROMPT, Kind.HEAD)),
     "experts alone": ("#54aeff", (Kind.EXPERTS,)),
-    "weights": ("#bc4c00", (Kind.LOAD_PAGE, Kind.LOAD_CHOSEN, Kind.STAGE_PAGE)),
+    "weights": ("#bc4c00", (Kind.LOAD_PAGE, Kind.LOAD_CHOSEN, Kind.LOAD_LIKELY, Kind.STAGE_PAGE)),
     "cache": ("#d4a72c", (Kind.LOAD_CACHE, Kind.SAVE_CACHE)),
     "rows": ("#cf222e", (Kind.SAVE_QKV, Kind.LOAD_ROWS, Kind.SAVE_ROWS, Kind.LOAD_ANSWERS)),
 }

@@ -37,7 +37,7 @@ POLICIES = {
     "the cache stays": STAYS,
     "the cache stays, some experts too": replace(STAYS, static_experts=2, micro_batch=3),
     "the cache stays, one micro-batch": replace(STAYS, micro_batch=8, micro_batches=1, prefill_rows=200),
-    "the cache stays, on demand": replace(STAYS, schedule="on-demand", static_experts=1),
+    "the cache stays, on demand": replace(STAYS, schedule="on-demand", static_experts=1, likely_experts=2),
     "the cache stays, serial": replace(STAYS, schedule="serial"),
     "the cache moves": BESIDE,
     "the cache moves, s4": replace(BESIDE, schedule="s4", static_experts=1),

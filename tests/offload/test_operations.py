@@ -70,7 +70,7 @@ def made(model: Model) -> tuple[Operations, Held, list[Part]]:
     cache, held = Resident(kv, 4), Held(model)
     static = {layer: frozenset({0, 5}) for layer in range(3)}
     after = Alone(model, held, static, Link(), Link())
-    operations = Operations(model, held, static, Link(), Link(), after)
+    operations = Operations(model, held, static, Link(), Link(), after, likely=2)
     parts = parts_of(model, cache, 3)
     operations.begin(parts, cache, turn=30, pages=2, prefill=False)
     return operations, held, parts
@@ -119,6 +119,40 @@ def test_experts_are_chosen_by_all_rows_and_those_that_stay_are_not_loaded(
     for part in range(3):
         do(operations, Kind.EXPERTS, 0, part)
         assert parts[part].gated is None and not torch.equal(parts[part].hidden, before[part])
+
+
+def test_experts_that_came_before_their_gates_had_spoken_do_not_come_again(
+    made: tuple[Operations, Held, list[Part]],
+) -> None:
+    operations, held, parts = made
+
+    def gated() -> set[int]:
+        for part in range(3):
+            for kind in (Kind.PRE, Kind.ATTENTION, Kind.GATE):
+                do(operations, kind, 0, part)
+        ids = [part.gated.expert_ids.flatten() for part in parts]  # type: ignore[union-attr]
+        return {int(one) for one in torch.cat(ids)} - {0, 5}
+
+    do(operations, Kind.LOAD_LIKELY, 3, 0, Lane.DOWN)
+    assert held.chosen.pop() == (33, 0, []), "nothing is known yet"
+    first = gated()
+    do(operations, Kind.LOAD_CHOSEN, 0, 0, Lane.DOWN)
+    assert held.chosen.pop() == (30, 0, sorted(first))
+    do(operations, Kind.LOAD_LIKELY, 3, 0, Lane.DOWN)
+    turn, layer, likely = held.chosen.pop()
+    assert (turn, layer, len(likely)) == (33, 0, 2) and set(likely) <= first, "of the next pass"
+    operations.begin(parts, operations._cache, turn=33, pages=2, prefill=False)  # type: ignore[arg-type]
+    second = gated()
+    do(operations, Kind.LOAD_CHOSEN, 0, 0, Lane.DOWN)
+    assert held.chosen.pop() == (33, 0, sorted(second - set(likely)))
+    do(operations, Kind.LOAD_CHOSEN, 0, 0, Lane.DOWN)
+    do(operations, Kind.LOAD_LIKELY, 3, 0, Lane.DOWN)
+    for prefill in (True, False):  # its pages come to the same place
+        operations.begin(parts, operations._cache, turn=36, pages=2, prefill=prefill)  # type: ignore[arg-type]
+    held.chosen.clear()
+    third = gated()
+    do(operations, Kind.LOAD_CHOSEN, 0, 0, Lane.DOWN)
+    assert held.chosen.pop() == (36, 0, sorted(third))
 
 
 def test_a_layer_beyond_the_last_is_the_next_pass_s_first(made: tuple[Operations, Held, list[Part]]) -> None:

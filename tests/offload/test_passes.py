@@ -28,6 +28,7 @@ DISK = Offload(1 << 30, "cgopipe", micro_batch=2, micro_batches=2, prefill_rows=
 WAYS = {
     "pages": DISK,
     "on demand": replace(DISK, schedule="on-demand", static_experts=1),
+    "likely ones before": replace(DISK, schedule="on-demand", static_experts=1, likely_experts=3),
     "two cores": replace(DISK, link=4e9, slow_attention=True, slow_cache=1.0),
     "in place": replace(DISK, schedule="in-place", link=4e9, slow_attention=True, static_experts=1),
 }

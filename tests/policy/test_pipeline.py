@@ -22,6 +22,7 @@ SHAPES = st.builds(
     cache_moves=st.booleans(),
     slow_experts=st.just(True),
     fast_experts=st.booleans(),
+    guesses=st.booleans(),
 )
 MOVES_LAYERS: tuple[Schedule, ...] = ("cgopipe", "s2", "s3", "s4", "serial")
 
@@ -152,6 +153,12 @@ def test_no_schedule_breaks_an_order_that_the_model_needs(
             for kind in (Kind.GATE, Kind.SAVE_ROWS) if task.lane is Lane.SLOW else (Kind.GATE,):
                 follows(task, kind, layer, part)
             follows(task, Kind.LOAD_CHOSEN, layer, 0)
+        elif task.kind is Kind.LOAD_LIKELY:
+            follows(task, Kind.LOAD_CHOSEN, layer - 1, 0)
+            for other in range(shape.micro_batches):
+                follows(task, Kind.EXPERTS, layer - 2, other)
+        elif task.kind is Kind.LOAD_CHOSEN:
+            follows(task, Kind.LOAD_LIKELY, layer, 0)
         elif task.kind is Kind.LOAD_PAGE:
             follows(task, Kind.STAGE_PAGE, layer, part)
             for other in range(shape.micro_batches):

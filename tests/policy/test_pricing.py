@@ -90,3 +90,26 @@ def test_rows_that_choose_alike_load_less_on_demand() -> None:
     loads = [table[Kind.LOAD_CHOSEN, Lane.DOWN] for table in tables]
     assert loads[1] == pytest.approx(2 * MODEL.expert * MODEL.number / 1e9)
     assert loads[0] > 3 * loads[1]
+
+
+def test_on_demand_the_link_is_busy_while_gates_have_not_spoken() -> None:
+    """Without more to read where routing is even, and as long as reading takes."""
+    policy = Policy("on-demand", 8, 2, slow_attention=False, slow_cache=0.0, static_experts=1)
+    slow = replace(MACHINE, link=Link(1e10, 1e10))
+    pricing = Pricing(MODEL, slow, Workload(100, 10))
+    likely = pricing.durations.likely_experts(policy)
+    assert 0 < likely < 7
+    guessing = replace(policy, likely_experts=likely)
+    before, after = (pricing.durations.decode(one) for one in (policy, guessing))
+    moved = [
+        sum(table[kind, Lane.DOWN] for kind in (Kind.LOAD_CHOSEN, Kind.LOAD_LIKELY))
+        for table in (before, after)
+    ]
+    share = ops.distinct(MODEL, 16) / 8
+    assert before[Kind.LOAD_LIKELY, Lane.DOWN] == 0
+    assert after[Kind.LOAD_LIKELY, Lane.DOWN] == likely * MODEL.expert_bytes / slow.link.down
+    assert moved[1] == pytest.approx(moved[0] + likely * (1 - share) * MODEL.expert_bytes / slow.link.down)
+    assert pricing.step(guessing).seconds < pricing.step(policy).seconds
+    assert pricing.step(guessing).seconds == pytest.approx(LAYERS * moved[1], rel=0.2)
+    for other in (replace(policy, slow_cache=1.0), replace(policy, slow_attention=True)):
+        assert not pricing.durations.likely_experts(other), "rows or caches come down, too"

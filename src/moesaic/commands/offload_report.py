@@ -88,7 +88,8 @@ def plan_text(planned: Planned, job: Job) -> str:
     beside = "" if over_disk else _attention(policy)
     verb = "stay in" if policy.in_place else "come from"
     slow = "the disk" if over_disk else "RAM"
-    rest = f"{away} of each layer's {planned.model.experts} experts {verb} {slow}"
+    guessed = f", up to {policy.likely_experts} before they are asked for" if policy.likely_experts else ""
+    rest = f"{away} of each layer's {planned.model.experts} experts {verb} {slow}{guessed}"
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     padded = "" if job.padded is None else f", prompts padded to {job.padded}"
     prefill = price.prefill_throughput * job.prompt / job.computed

@@ -160,6 +160,7 @@ def _policy(report: Report) -> Table:
         "experts computed beside": f"{slow} (decode)" if policy.in_place else fast,
         "experts kept": f"{policy.static_experts} of {model.experts} a layer in {fast}",
         "pages of a layer": str(policy.pages) if not policy.in_place else "none: weights stay",
+        **({"experts guessed": f"{policy.likely_experts} of a layer"} if policy.likely_experts else {}),
         "cache kept": f"{1 - policy.slow_cache:.0%} in {fast}, {policy.slow_cache:.0%} in {slow}",
         "residual of prefill": fast if policy.fast_residual else slow,
     }

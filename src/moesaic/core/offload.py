@@ -24,6 +24,8 @@ class Offload:
     """Rows of a micro-batch in a pass with prompts, at most."""
     static_experts: int = 0
     """Of each layer, always on the fast level."""
+    likely_experts: int = 0
+    """on-demand: of each layer, that come before its gates have spoken, at most."""
     slow_attention: bool = False
     slow_cache: float = 0.0
     """Share of the cache on the slow level."""

@@ -14,6 +14,7 @@ from moesaic.offload.after import AfterAttention, Do
 from moesaic.offload.caches import Cache
 from moesaic.offload.link import Link
 from moesaic.offload.parts import Part
+from moesaic.policy.likely import Likely
 from moesaic.policy.tasks import Kind, Lane, Task
 
 
@@ -25,6 +26,9 @@ class Loads(Protocol):
     def load_page(self, count: int, layer: int, page: int, pages: int) -> int: ...
 
     def load_chosen(self, count: int, layer: int, experts: Sequence[int]) -> int: ...
+
+
+NOTHING = -1, ()
 
 
 class Operations:
@@ -43,9 +47,11 @@ class Operations:
         up: Link,
         after: AfterAttention,
         beside: Sequence[Block] = (),
+        likely: int = 0,
     ) -> None:
         """static: layer -> experts that are always on the fast level. beside: the model's blocks, whose
-        attention the slow processor computes; none: as the fast one does."""
+        attention the slow processor computes; none: as the fast one does. likely: experts of a layer that
+        come before its gates have spoken, at most."""
         self._model = model
         self._experts = experts
         self._static = static
@@ -54,6 +60,9 @@ class Operations:
         self._beside = beside or model.blocks
         self._parts: Sequence[Part] = ()
         self._cache: Cache | None = None
+        self._most_likely, self._likely = likely, Likely(model.spec.num_experts)
+        self._came: tuple[int, Sequence[int]] = NOTHING
+        """The turn of a layer, and its experts that came before its gates had spoken."""
         self._turn = 0
         self._pages = 0
         self.loaded = 0
@@ -76,6 +85,8 @@ class Operations:
     def begin(self, parts: Sequence[Part], cache: Cache, turn: int, pages: int, prefill: bool) -> None:
         """The next pass. turn: of its first layer, counted over all passes; pages: of a layer."""
         self._parts, self._cache, self._turn, self._pages = parts, cache, turn, pages
+        if prefill:
+            self._came = NOTHING  # its first layer comes to the same place
         self._do = self._of_pass[prefill]
         self._after.begin(parts, turn, prefill)
 
@@ -87,6 +98,8 @@ class Operations:
                 self._load_page(task.layer, task.micro_batch)
             elif task.kind is Kind.LOAD_CHOSEN:
                 self._load_chosen(task.layer)
+            elif task.kind is Kind.LOAD_LIKELY:
+                self._load_likely(task.layer)
             else:
                 self._do[task.kind](task, self._parts[task.micro_batch])
         finally:
@@ -106,9 +119,18 @@ class Operations:
         ids = [
             one.expert_ids.cpu().numpy() for one in gated if one is not None and one.expert_ids is not None
         ]
-        chosen = np.unique(np.concatenate(ids)).tolist()
-        wanted = [expert for expert in chosen if expert not in self._static[layer]]
+        pairs, (turn, came) = np.concatenate(ids, axis=None), self._came
+        here = self._static[layer].union(came if turn == self._turn + layer else ())
+        wanted = [expert for expert in np.unique(pairs).tolist() if expert not in here]
         self.loaded += self._experts.load_chosen(self._turn + layer, layer, wanted)
+        self._likely.learn(layer, pairs)
+
+    def _load_likely(self, layer: int) -> None:
+        """A layer beyond the last is the next pass's first."""
+        turn, layer = self._turn + layer, layer % len(self._model.blocks)
+        likely = self._likely.experts(layer, self._most_likely, self._static[layer])
+        self.loaded += self._experts.load_chosen(turn, layer, likely)
+        self._came = turn, likely
 
     # ---- the stages of a block
 

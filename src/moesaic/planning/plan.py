@@ -212,6 +212,7 @@ def _settings(worker: WorkerConfig, pricing: Pricing, price: Price, tokens: int)
         micro_batches=policy.micro_batches,
         prefill_rows=pricing.footprint.prefill_requests(policy) * workload.prompt,
         static_experts=policy.static_experts,
+        likely_experts=policy.likely_experts,
         slow_attention=policy.slow_attention,
         slow_cache=policy.slow_cache,
         fast_residual=policy.fast_residual,

@@ -59,6 +59,7 @@ class Durations:
             **self._gathered(Kind.LOAD_CACHE, rows * context * self._token * policy.slow_cache),
             **self._move(Kind.SAVE_CACHE, rows * self._token * policy.slow_cache),
             **self._move(Kind.LOAD_CHOSEN, self._chosen(policy)),
+            **self._move(Kind.LOAD_LIKELY, policy.likely_experts * model.expert_bytes),
             **self._pages(policy, policy.pages),
         }
         if slow.processor is not None:
@@ -116,10 +117,26 @@ class Durations:
             read += ops.routed(model, rows, 1 - policy.static_experts / model.experts).bytes
         return policy.micro_batches * read / level.bandwidth
 
+    def likely_experts(self, policy: Policy) -> int:
+        """On demand: as many as come down after a layer's chosen experts until the next one's gates are done,
+        and more by the share of all experts that is chosen: the link shall not wait for the gates.
+
+        In decode. None where more than experts comes down.
+        """
+        if policy.slow_attention or policy.slow_cache:
+            return 0
+        model, table = self._model, self.decode(policy)
+        kinds = (Kind.EXPERTS, Kind.PRE, Kind.ATTENTION, Kind.GATE)
+        idle = policy.micro_batches * sum(table[kind, Lane.FAST] for kind in kinds)
+        wanted = idle * (1 + ops.distinct(model, policy.batch) / model.experts)
+        away = model.experts - policy.static_experts
+        return int(min(away, wanted * self._hardware.link.down / model.expert_bytes))
+
     def _chosen(self, policy: Policy) -> float:
-        """Bytes of the streamed experts that a whole batch is expected to choose in one layer."""
+        """Bytes of the streamed experts that a whole batch is expected to choose in one layer, without those
+        that came before: as many of these are taken to be chosen as of any others."""
         model = self._model
-        away = 1 - policy.static_experts / model.experts
+        away = 1 - (policy.static_experts + policy.likely_experts) / model.experts
         return ops.distinct(model, policy.batch) * away * model.expert_bytes
 
     def _computed(

@@ -17,6 +17,7 @@ Two more compute where the data is, or fetch only what was chosen:
 - in-place: routed experts on the processor of the level that holds them; no weights move. What the paper
   advises below P1 (section 3.3).
 - on-demand: all gates of a layer first, then the union of the experts that were chosen, then the experts.
+  While these are computed, and the next layer's gates, experts come that were chosen there lately.
 
 Tasks of layer `layers` load the first layer of the next step; a step finds its own first layer loaded.
 """
@@ -289,6 +290,8 @@ def _on_demand(parts: _Parts) -> list[Task]:
             parts.list.add(Kind.GATE, layer, part, parts.rows(layer, part)) for part in range(parts.count)
         ]
         chosen = parts.list.add(Kind.LOAD_CHOSEN, layer, 0, gates)
+        if parts.shape.guesses and (layer + 1) % parts.layers not in parts.shape.dense:
+            parts.list.add(Kind.LOAD_LIKELY, layer + 1, 0)  # its slot is free: gates came after its experts
         for part in range(parts.count):
             done = parts.list.add(Kind.EXPERTS, layer, part, [gates[part], chosen])
             parts.head(layer, part, [done])

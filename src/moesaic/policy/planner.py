@@ -136,7 +136,14 @@ def _counted(pricing: Pricing, policy: Policy, limits: Limits) -> Iterator[Polic
                 if policy != one and not _footprint(pricing).fits(policy):
                     continue
                 if not limits.fast_only or is_fast_only(pricing.model, policy):
-                    yield policy
+                    yield _guessing(pricing, policy)
+
+
+def _guessing(pricing: Pricing, policy: Policy) -> Policy:
+    """With the experts that can come while the link has nothing else to do."""
+    if policy.schedule != "on-demand":
+        return policy
+    return replace(policy, likely_experts=pricing.durations.likely_experts(policy))
 
 
 def _stores(pricing: Pricing) -> bool:

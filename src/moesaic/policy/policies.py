@@ -65,6 +65,8 @@ class Policy:
     """Share of each request's cache on the slow level, in whole blocks: 1 - r_c."""
     fast_residual: bool = True
     """The rows of all prompts stay on the fast level between the layers of prefill."""
+    likely_experts: int = 0
+    """on-demand: of each layer, that come before its gates have spoken, at most."""
 
     @property
     def batch(self) -> int:
@@ -98,6 +100,7 @@ def shape_of(policy: Policy, experts: int, layers: int, count: int, prompts: boo
         cache_moves=policy.slow_cache > 0,
         slow_experts=away > 0,
         fast_experts=policy.static_experts > 0,
+        guesses=policy.likely_experts > 0 and not prompts,
     )
 
 

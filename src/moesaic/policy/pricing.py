@@ -173,7 +173,7 @@ class Pricing:
 
 
 Order = Schedule | Literal["prefill", "prefill, rows move"]
-ROUTED = (Kind.LOAD_PAGE, Kind.STAGE_PAGE, Kind.LOAD_CHOSEN, Kind.EXPERTS)
+ROUTED = (Kind.LOAD_PAGE, Kind.STAGE_PAGE, Kind.LOAD_CHOSEN, Kind.LOAD_LIKELY, Kind.EXPERTS)
 """What a dense layer does not have."""
 
 

@@ -44,6 +44,8 @@ class Kind(Enum):
     STAGE_PAGE = "stage page"
     LOAD_PAGE = "load page"
     LOAD_CHOSEN = "load chosen experts"
+    LOAD_LIKELY = "load likely experts"
+    """Before the layer's gates have spoken."""
     LOAD_CACHE = "load cache"
     SAVE_CACHE = "save cache"
     """The rows' new keys and values."""
@@ -58,7 +60,7 @@ class Kind(Enum):
 LANES = {
     **dict.fromkeys((Kind.SAVE_QKV, Kind.SAVE_ROWS, Kind.SAVE_CACHE), Lane.UP),
     **dict.fromkeys((Kind.LOAD_ROWS, Kind.LOAD_ANSWERS, Kind.LOAD_PAGE), Lane.DOWN),
-    **dict.fromkeys((Kind.LOAD_CHOSEN, Kind.LOAD_CACHE), Lane.DOWN),
+    **dict.fromkeys((Kind.LOAD_CHOSEN, Kind.LOAD_LIKELY, Kind.LOAD_CACHE), Lane.DOWN),
     Kind.STAGE_PAGE: Lane.STAGING,
 }
 """Of kinds that are not computed by the fast processor; attention and experts may run on the slow one."""
@@ -83,6 +85,8 @@ class Shape:
     """in-place: some are on the fast one."""
     cut: bool = False
     """In prefill a micro-batch may go on with the last one's prompt, whose cache it attends to."""
+    guesses: bool = False
+    """on-demand: some experts come before their gates have spoken."""
     dense: frozenset[int] = frozenset()
     """Layers without routed experts: nothing of theirs is streamed."""
 

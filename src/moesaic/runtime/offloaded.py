@@ -165,7 +165,8 @@ def passes_over(
     loaded, held, after, kv = pieces.loaded, pieces.held, pieces.after, pieces.kv
     model, size = loaded.model, config.cache.block_size
     beside = [block.beside(held.slow) for block in model.blocks] if offload.slow_attention else ()
-    operations = Operations(model, held.experts, held.static, held.down, held.up, after, beside)
+    likely = offload.likely_experts
+    operations = Operations(model, held.experts, held.static, held.down, held.up, after, beside, likely)
     padded = offload.padded
     resident = Resident(kv, size) if padded is None else PaddedResident(kv, size)
     moving: Cache = resident
@@ -193,4 +194,5 @@ def _policy(offload: Offload) -> Policy:
         static_experts=offload.static_experts,
         slow_cache=offload.slow_cache,
         fast_residual=offload.fast_residual,
+        likely_experts=offload.likely_experts,
     )
