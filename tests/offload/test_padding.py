@@ -21,6 +21,7 @@ from moesaic.core.tokens import TokenBatch
 from moesaic.kernels import table
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.offload.padding import PaddedBlocks, Padding, behind, block_pool
+from moesaic.offload.parts import by_context
 from moesaic.policy.kvblocks import KVBlocks
 from moesaic.testing import byte_tokenizer
 
@@ -68,7 +69,7 @@ def test_padding_is_counted_in_whole_blocks_behind_what_decodes() -> None:
         block_tables=np.array([[7, 4, 9, 2, 0], [3, 1, 0, 0, 0], [5, 6, 8, 0, 0], [10, 11, 0, 0, 0]]),
     )
     assert behind(rows, block_size=4).tolist() == [2, 1, 0, 0]
-    assert Padding(4, block_size=4).context(rows) == 6 + 4 + 3 + 1 + 3 * 4
+    assert Padding(4, block_size=4).contexts(rows).sum() == 6 + 4 + 3 + 1 + 3 * 4
 
 
 # ---- blocks
@@ -221,3 +222,14 @@ def test_where_there_is_no_room_for_all_padding_all_answers_come(path: Path) -> 
     small = llm(path, kv_cache_memory=str(64 * token), enable_prefix_caching=False)
     assert answers(small) == answers(llm(path, replace(DISK, padded=None)))
     assert small.stats().blocks.used == 0
+
+
+def test_padding_that_comes_down_counts_where_micro_batches_are_made() -> None:
+    """Two prompts of 16 and two rows that decode behind 4 tokens and before a block of padding: 32, not 5."""
+    whole = batch([1, 1, 16, 16], before=[4, 4, 0, 0], wanted=[0])
+    tables = np.array([[1, 2], [3, 4], [5, 0], [6, 0]])
+    whole = replace(whole, block_tables=tables)
+    contexts = Padding(longest=16, block_size=16).contexts(whole)
+    assert contexts.tolist() == [5 + 16, 5 + 16, 16, 16]
+    parts = by_context(whole, contexts, 40, whole=True)
+    assert [origin.tolist() for _, origin in parts] == [[0], [1, *range(2, 18)], [*range(18, 34)]]

@@ -56,16 +56,26 @@ def test_worked_example_of_contexts() -> None:
     """New and all tokens of three sequences: 1 of 1, 5 of 5, 1 of 9. At most 3 tokens: the second one is cut,
     and the end of it is alone, as it has 5."""
     whole = batch([1, 5, 1], before=[0, 0, 8], wanted=[0])
-    assert [origin.tolist() for _, origin in by_context(whole, 3, False)] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert [origin.tolist() for _, origin in by_context(whole, 3, True)] == [[0], [1, 2, 3, 4, 5], [6]]
-    assert is_cut(whole, by_context(whole, 3, False)) and not is_cut(whole, by_context(whole, 5, False))
+    assert [origin.tolist() for _, origin in by_context(whole, whole.context_lens, 3, False)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6],
+    ]
+    assert [origin.tolist() for _, origin in by_context(whole, whole.context_lens, 3, True)] == [
+        [0],
+        [1, 2, 3, 4, 5],
+        [6],
+    ]
+    assert is_cut(whole, by_context(whole, whole.context_lens, 3, False)) and not is_cut(
+        whole, by_context(whole, whole.context_lens, 5, False)
+    )
 
 
 @given(batches(), st.integers(1, 9))
 def test_micro_batches_of_contexts_have_no_more_tokens_than_allowed_unless_alone(
     whole: TokenBatch, largest: int
 ) -> None:
-    parts = by_context(whole, largest, whole=False)
+    parts = by_context(whole, whole.context_lens, largest, whole=False)
     assert np.concatenate([origin for _, origin in parts]).tolist() == list(range(whole.num_rows))
     for part, origin in parts:
         assert part.token_ids.tolist() == origin.tolist() and part.num_rows <= largest

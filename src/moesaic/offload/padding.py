@@ -127,9 +127,9 @@ class Padding:
             logit_rows=real[batch.logit_rows],
         )
 
-    def context(self, batch: TokenBatch) -> int:
-        """Tokens that attention goes over, of a batch that `of` returned."""
-        return int(batch.context_lens.sum() + behind(batch, self.block_size).sum() * self.block_size)
+    def contexts(self, batch: TokenBatch) -> IntArray:
+        """[s] tokens that attention goes over, of a batch that `of` returned."""
+        return batch.context_lens + behind(batch, self.block_size) * self.block_size
 
 
 @dataclass(frozen=True)

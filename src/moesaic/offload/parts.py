@@ -62,8 +62,8 @@ class Rows(Protocol):
         """The step's rows, in their order, and what else there may be; the same logits are wanted."""
         ...
 
-    def context(self, batch: TokenBatch) -> int:
-        """Tokens that attention goes over, of a batch that `of` returned."""
+    def contexts(self, batch: TokenBatch) -> IntArray:
+        """[s] tokens that attention goes over, of a batch that `of` returned."""
         ...
 
 
@@ -78,8 +78,8 @@ class Unpadded:
     def of(self, batch: TokenBatch) -> TokenBatch:
         return batch
 
-    def context(self, batch: TokenBatch) -> int:
-        return int(batch.context_lens.sum())
+    def contexts(self, batch: TokenBatch) -> IntArray:
+        return batch.context_lens
 
 
 UNPADDED = Unpadded()
@@ -109,15 +109,17 @@ def by_rows(batch: TokenBatch, largest: int, whole: bool) -> list[tuple[TokenBat
     return [(batch.rows(start, stop), np.arange(start, stop)) for start, stop in pairwise(cuts)]
 
 
-def by_context(batch: TokenBatch, largest: int, whole: bool) -> list[tuple[TokenBatch, IntArray]]:
+def by_context(
+    batch: TokenBatch, contexts: IntArray, largest: int, whole: bool
+) -> list[tuple[TokenBatch, IntArray]]:
     """Micro-batches of consecutive rows whose sequences have at most so many tokens together, and their rows.
 
-    For a cache that comes with its micro-batch. A sequence with more new rows is cut, unless `whole`; a piece
-    with more tokens before it is alone.
+    contexts: [s] tokens of each, with the step's own. For a cache that comes with its micro-batch. A sequence
+    with more new rows is cut, unless `whole`; a piece with more tokens before it is alone.
     """
     cuts, held = [0], 0
     starts = batch.query_starts.tolist()
-    for (start, stop), context in zip(pairwise(starts), batch.context_lens.tolist(), strict=True):
+    for (start, stop), context in zip(pairwise(starts), contexts.tolist(), strict=True):
         count = 1 if whole else -(-(stop - start) // largest)
         ends = [start + (piece + 1) * (stop - start) // count for piece in range(count)]
         for begin, end in pairwise([start, *ends]):

@@ -111,11 +111,12 @@ class Passes:
         return tuple(self._stats.values())
 
     def _divide(self, batch: TokenBatch, prompts: bool) -> list[tuple[TokenBatch, IntArray]]:
+        rows, largest = self._way.rows, self._way.prefill_rows
         if not prompts:
             return by_sequences(batch, self._way.policy.micro_batch)
         if self._moves:
-            return by_context(batch, self._way.prefill_rows, self._way.rows.whole)
-        return by_rows(batch, self._way.prefill_rows, self._way.rows.whole)
+            return by_context(batch, rows.contexts(batch), largest, rows.whole)
+        return by_rows(batch, largest, rows.whole)
 
     @property
     def _moves(self) -> bool:
@@ -149,7 +150,7 @@ class Passes:
             rows=old.rows + asked.num_rows,
             context=old.context + context,
             padding_rows=old.padding_rows + batch.num_rows - asked.num_rows,
-            padding_context=old.padding_context + self._way.rows.context(batch) - context,
+            padding_context=old.padding_context + int(self._way.rows.contexts(batch).sum()) - context,
             loaded=old.loaded + loaded,
             seconds=old.seconds + sum(one.makespan for one in times),
             busy={name: old.busy.get(name, 0.0) + busy[name] for name in busy},
