@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from moesaic.collectives.group import Group
+from moesaic.collectives.group import Group, equal_sizes
 from moesaic.collectives.packets import FloatArray, Packet
 from moesaic.collectives.routing import Route, combine_pairs, dispatch
 from moesaic.core.tokens import IntArray
@@ -59,16 +59,27 @@ class GroupExperts:
         return to_device(rows, device)
 
     def share(self, layer: int, gated: Gated) -> torch.Tensor:
-        """[n, h] what the experts here contribute to all rows: weighted sums, zeros where there are none."""
+        """[n, h] what the experts here contribute to all rows: weighted sums, zeros where there are none.
+
+        Added up for as many rows at a time as a rank has in the other forms: memory is planned for these.
+        """
         assert gated.expert_ids is not None and gated.weights is not None
         ids = to_host(gated.expert_ids)
         first = self._owners[layer][ids]
         row, rank = np.nonzero((first <= self._group.rank) & (self._group.rank < first + self._ranks))
-        rows = gated.normed.new_zeros(*ids.shape, gated.normed.shape[1])
-        if len(row):
-            rows[row, rank] = self._compute(layer, gated.normed[torch.from_numpy(row)], ids[row, rank])
-        none = torch.zeros_like(gated.normed)
-        return self._kernels.merge(none, None, rows, gated.weights)
+        if not len(row):
+            return torch.zeros_like(gated.normed)
+        found = self._compute(layer, gated.normed[torch.from_numpy(row)], ids[row, rank])
+        sums, begin = torch.empty_like(gated.normed), 0
+        for size in equal_sizes(len(ids), self._group.size):
+            end, first = begin + size, int(np.searchsorted(row, begin))
+            last = int(np.searchsorted(row, end))
+            rows = found.new_zeros(size, ids.shape[1], found.shape[1])
+            rows[row[first:last] - begin, rank[first:last]] = found[first:last]
+            none = torch.zeros_like(sums[begin:end])
+            sums[begin:end] = self._kernels.merge(none, None, rows, gated.weights[begin:end])
+            begin = end
+        return sums
 
     def _route(self, layer: int, ids: IntArray) -> Route:
         """Each pair to the `expert_ranks` ranks that hold its expert, one after another."""
