@@ -20,6 +20,7 @@ from moesaic.core.offload import Offload
 from moesaic.kernels import table
 from moesaic.offload.operations import Operations
 from moesaic.offload.reading import DirectFile
+from moesaic.offload.weights import Streamed
 from moesaic.testing import byte_tokenizer
 
 pytestmark = pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build")
@@ -192,3 +193,38 @@ def test_memory_stays_what_the_policy_holds(tmp_path: Path, padded: int) -> None
     layers, other, cache, rows = 2 * 12, 27, 4, 2
     workspace = 512 * (4 * (256 + 2 * 512) + 2 * 256) * 4 / 2**20
     assert int(found[0]) <= layers + other + cache + rows + workspace + 10
+
+
+@pytest.mark.slow
+def test_guesses_that_broke_off_are_not_taken_for_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer without experts between two that share a place, and a next pass without prompts."""
+    options = cases.qwen3(num_hidden_layers=4, mlp_only_layers=[1])
+    tiny.save(tiny.build("qwen3_moe", options), tmp_path)
+    byte_tokenizer(tmp_path)
+    prompts = [tiny.prompt(1, cases.VOCAB, seed=seed) for seed in range(3)]
+
+    def answers(made: LLM) -> list[list[int]]:
+        return [one.outputs[0].token_ids for one in made.generate(prompts, PARAMS)]
+
+    wanted = answers(llm(tmp_path, None))
+    way = replace(DISK, schedule="on-demand", micro_batch=3, likely_experts=12)
+    real = Streamed.load_chosen
+    for call in range(2, 30):
+        made = llm(tmp_path, way)
+        count = 0
+
+        def counted(self: Streamed, *given: Any, call: int = call) -> int:
+            nonlocal count
+            count += 1
+            loaded = real(self, *given)
+            if count == call:
+                raise KeyboardInterrupt
+            return loaded
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Streamed, "load_chosen", counted)
+            with pytest.raises(KeyboardInterrupt):
+                answers(made)
+        assert answers(made) == wanted, call

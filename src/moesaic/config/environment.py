@@ -37,7 +37,7 @@ def one_gpu(rank: int, visible: int, environment: Mapping[str, str] | None = Non
     """
     known = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
     names = [str(number) for number in range(visible)] if known is None else known.split(",")
-    return {"CUDA_VISIBLE_DEVICES": names[rank % visible]}
+    return {"CUDA_VISIBLE_DEVICES": names[rank % min(visible, len(names))]}
 
 
 def worker_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:

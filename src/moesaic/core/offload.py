@@ -32,7 +32,7 @@ class Offload:
     fast_residual: bool = True
     """Rows stay on the fast level between the layers of a pass with prompts."""
     padded: int | None = None
-    """Tokens that each prompt is padded to, where there is no link; None: nothing is."""
+    """Tokens that each prompt is padded to; None: nothing is."""
     logit_rows: int | None = None
     """Rows whose logits are in memory at one time, at most; None: all of a step's."""
     link: float | None = None

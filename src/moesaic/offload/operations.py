@@ -127,6 +127,7 @@ class Operations:
 
     def _load_likely(self, layer: int) -> None:
         """A layer beyond the last is the next pass's first."""
+        self._came = NOTHING  # until they have: a load that breaks off has written to the place already
         turn, layer = self._turn + layer, layer % len(self._model.blocks)
         likely = self._likely.experts(layer, self._most_likely, self._static[layer])
         self.loaded += self._experts.load_chosen(turn, layer, likely)
