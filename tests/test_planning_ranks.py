@@ -78,8 +78,9 @@ def test_the_cache_is_that_of_all_ranks(path: Path) -> None:
 def test_ranks_together_need_less_of_a_cap_and_hold_more(path: Path) -> None:
     assert planned(path, "5MiB", 2).price.policy.static_experts == SIZES["num_experts"] // 2
     assert planned(path, "5MiB", 1).price.policy.static_experts < SIZES["num_experts"]
-    with pytest.raises(ConfigError, match="^--fast-memory: got '1MiB'; allowed: at least 2MiB"):
-        planned(path, "1MiB", 2)
+    for ranks, least in ((1, 4), (2, 3), (4, 2)):
+        with pytest.raises(ConfigError, match=f"^--fast-memory: got '1MiB'; allowed: at least {least}MiB"):
+            planned(path, "1MiB", ranks)
 
 
 def test_a_placement_says_how_many_experts_a_rank_has(path: Path, tmp_path: Path) -> None:

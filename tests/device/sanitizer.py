@@ -59,6 +59,8 @@ class Taken:
     def __init__(self) -> None:
         self._lock, self._looking = threading.RLock(), Counter[int]()
         self.now = self.most = 0
+        self.tell: Callable[[int, int], None] = lambda storage, size: None
+        """Hears of each storage that is taken, and with a negative size of one that is given back."""
 
     def begin(self) -> int:
         """Returns what is taken now."""
@@ -77,6 +79,7 @@ class Taken:
             self._looking[storage] += one
             if not before or not self._looking[storage]:
                 self.now += one * size
+                self.tell(storage, one * size)
             self.most = max(self.most, self.now)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,19 +12,23 @@ from typing import Any
 import pytest
 from tests import pairs
 from tests.device import test_offload
-from tests.device.sanitizer import NAME, TAKEN, Dispatch, sanitized
+from tests.device.sanitizer import NAME, Dispatch, sanitized
 from tests.models import cases as model_cases
 from tests.models import tiny
 from tests.runtime.tensor.placing import recorded, write
 from tests.runtime.tensor.threads import group_of_threads
 
 from moesaic import LLM, RequestOutput
-from moesaic.config import GroupConfig, ModelConfig, OffloadConfig, OffloadSchedule, WorkerConfig, one_gpu
+from moesaic.config import (
+    Form,
+    GroupConfig,
+    ModelConfig,
+    WorkerConfig,
+    one_gpu,
+)
 from moesaic.core.errors import ConfigError
 from moesaic.core.offload import Offload
-from moesaic.cost.machines import MACHINES
 from moesaic.models import registry
-from moesaic.planning import plan
 from moesaic.runtime.tensor import crew
 from moesaic.runtime.tensor.paged import ATTENDED_BESIDE, WHOLE_BLOCKS
 from moesaic.testing import byte_tokenizer
@@ -41,7 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek": ("deepseek_v2", model_cases.deepseek(n_shared_experts=2)),
 }  # fmt: skip
-FORMS = ("all-reduce", "reduce-scatter", "deepspeed")
+FORMS: tuple[Form, ...] = ("all-reduce", "reduce-scatter", "deepspeed")
 POLICIES = {
     name: policy
     for name, policy in test_offload.POLICIES.items()
@@ -163,34 +166,6 @@ def test_what_a_group_does_not_carry_out_is_refused(
     assert str(raised.value).startswith(line) and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "cap"), [("auto", 5), ("auto", 8), ("s2", 5), ("s3", 8), ("s4", 5), ("serial", 8)]
-)
-@pytest.mark.slow
-def test_planned_ranks_keep_to_the_memory_that_each_may_take(
-    tmp_path: Path, schedule: OffloadSchedule, cap: int
-) -> None:
-    """Experts of 12 MiB, half of them on each rank."""
-    path = tiny.save(tiny.build("qwen3_moe", model_cases.qwen3(**test_offload.LARGE)), tmp_path)
-    byte_tokenizer(path)
-    options = OffloadConfig(f"{cap}MiB", offload_schedule=schedule)
-    asked = WorkerConfig(ModelConfig(str(path)), group=GroupConfig(2))
-    worker = plan(asked, options, test_offload.JOB, MACHINES["l4"], gpus=2).worker
-    settings: dict[str, Any] = {
-        "kv_cache_memory": worker.cache.kv_cache_memory,
-        "max_num_seqs": worker.scheduler.max_num_seqs,
-        "max_num_batched_tokens": worker.scheduler.max_num_batched_tokens,
-        "max_model_len": worker.model.max_model_len,
-    }
-    gc.collect()  # what other tests took
-    before = TAKEN.begin()
-    with on_device(path, 2, worker.offload, **settings) as llm:
-        found = test_offload.generate(llm)
-        most = TAKEN.most - before
-    assert most <= 2 * cap << 20
-    same(found, alone(path, **settings))
-
-
 def test_a_rank_sees_one_gpu_of_those_that_the_first_one_sees() -> None:
     def seen(visible: int, **environment: str) -> list[str]:
         return [one_gpu(rank, visible, environment)["CUDA_VISIBLE_DEVICES"] for rank in range(4)]
@@ -206,12 +181,3 @@ def test_the_processes_of_a_group_are_told_their_gpus() -> None:
     with sanitized():
         assert crew._gpu(asked, 1) == {"CUDA_VISIBLE_DEVICES": "0"}, "there is one"
         assert crew._gpu(replace(asked, model=ModelConfig("model", device="cpu")), 1) == {}
-
-
-def test_a_cache_of_a_group_needs_a_size_where_ranks_share_a_gpu(checkpoints: dict[str, Path]) -> None:
-    """The sanitizer has one."""
-    with (
-        pytest.raises(ConfigError, match="^--kv-cache-memory: got 'auto'; allowed: a size, such as 4GiB"),
-        on_device(checkpoints["qwen3"], 2, None, kv_cache_memory="auto"),
-    ):
-        pass

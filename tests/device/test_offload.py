@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,7 @@ def test_what_a_gpu_does_not_carry_out_is_refused(
 
 LARGE = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 16, "num_hidden_layers": 4}
 LONG = {**LARGE, "max_position_embeddings": 1100}
+WIDE_CACHE = {"num_key_value_heads": 6, "head_dim": 64}
 JOB = Job(requests=9, prompt=30, generate=NEW, longest=80)
 
 
@@ -164,43 +165,83 @@ def test_a_planned_run_keeps_to_the_memory_that_it_may_take(
     assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """A job whose prompts differ from those that were planned for."""
+
+    lengths: list[int]
+    news: list[int]
+    """Tokens that each generates."""
+    cap: str = "10MiB"
+    padded: int | None = None
+    shared: int = 0
+    """Tokens that all begin with; they are known when all come a second time."""
+    wide: bool = False
+    """The cache is most of what is held."""
+
+    @property
+    def mean(self) -> int:
+        return sum(self.lengths) // len(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths) + max(self.news)
+
+    def job(self) -> Job:
+        return Job(len(self.lengths), self.mean, max(self.news), self.longest, self.padded)
+
+    def generate(self, llm: LLM) -> None:
+        asked = [tiny.prompt(length, VOCAB, seed=seed) for seed, length in enumerate(self.lengths)]
+        asked = [asked[0][: self.shared] + each[self.shared :] for each in asked]
+        params = [SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True) for new in self.news]
+        for turn in range(1 + bool(self.shared)):
+            llm.generate([[*each[:-1], turn] for each in asked], params)
+
+
+KINDS = {
+    "many prompts": Prompts([120] * 24, [2] * 24),
+    "one long prompt": Prompts([12] * 31 + [700], [2] * 32),
+    "shared prefixes": Prompts([120] * 24, [2] * 24, shared=112),
+    "padding": Prompts(
+        [600] + [12] * 31, [2 + index % 8 * 4 for index in range(32)], "48MiB", padded=600, wide=True
+    ),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("slow_attention", [True, False])
-@pytest.mark.parametrize("case", ["many prompts", "one long prompt", "shared prefixes"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_prompts_of_any_kind_take_no_more_than_was_planned(
-    tmp_path: Path, case: str, slow_attention: bool, residual: bool
+    tmp_path: Path, kind: str, slow_attention: bool, residual: bool
 ) -> None:
     """Where the cache, and perhaps the rows, are in RAM: the GPU has those of two micro-batches."""
-    path = tiny.save(tiny.build("qwen3_moe", model_cases.qwen3(**LONG)), tmp_path)
+    case = KINDS[kind]
+    model = model_cases.qwen3(**LONG, **(WIDE_CACHE if case.wide else {}))
+    path = tiny.save(tiny.build("qwen3_moe", model), tmp_path)
     byte_tokenizer(path)
-    lengths = [12] * 31 + [700] if case == "one long prompt" else [120] * 24
-    asked = [tiny.prompt(length, VOCAB, seed=seed) for seed, length in enumerate(lengths)]
-    if case == "shared prefixes":
-        asked = [asked[0][:112] + each[112:] for each in asked]
-    mean, longest = sum(map(len, asked)) // len(asked), max(map(len, asked)) + 2
-    job = Job(requests=len(asked), prompt=mean, generate=2, longest=longest)
-    options = OffloadConfig("10MiB", offload_schedule="cgopipe", micro_batch_size=8)
-    planned = plan(WorkerConfig(ModelConfig(str(path))), options, job, MACHINES["l4"], gpus=1)
+    options = OffloadConfig(
+        case.cap, offload_schedule="cgopipe", micro_batch_size=8, pad=case.padded is not None
+    )
+    planned = plan(WorkerConfig(ModelConfig(str(path))), options, case.job(), MACHINES["l4"], gpus=1)
     assert planned.worker.offload is not None
     pricing = Pricing(planned.model, planned.hardware, planned.price.workload)
     policy = replace(
         planned.price.policy, slow_attention=slow_attention, slow_cache=1.0, fast_residual=residual
     )
+    rows = case.padded or case.mean
     offload = replace(
         planned.worker.offload, slow_attention=slow_attention, slow_cache=1.0, fast_residual=residual,
-        prefill_rows=pricing.footprint.prefill_requests(policy) * mean,
+        prefill_rows=pricing.footprint.prefill_requests(policy) * rows,
     )  # fmt: skip
-    held = sum(pricing.footprint.fast(policy).values()) + 2 * longest * planned.model.cache(1, 4.0)
+    held = sum(pricing.footprint.fast(policy).values()) + 2 * case.longest * planned.model.cache(1, 4.0)
     with sanitized():
         gc.collect()
         before = TAKEN.begin()
         llm = LLM(
             str(path), device="cuda", threads=1, offload=offload, max_num_seqs=policy.batch,
-            max_num_batched_tokens=policy.batch * mean, max_model_len=longest, kv_cache_memory="256MiB",
+            max_num_batched_tokens=policy.batch * rows, max_model_len=case.longest, kv_cache_memory="256MiB",
         )  # fmt: skip
-        params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-        for turn in range(1 + (case == "shared prefixes")):  # the second time they are known
-            llm.generate([[*each[:-1], turn] for each in asked], params)
+        case.generate(llm)
         most = TAKEN.most - before
     assert most <= held / USABLE

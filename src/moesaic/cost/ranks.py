@@ -20,9 +20,8 @@ def model_of_rank(model: ModelSizes, ranks: int, experts: int) -> ModelSizes:
 
     Example: 8 heads over 2 key-value heads, 2 of 8 experts a token, 4 ranks: 2 heads over 1, 0.5 of 2.
     """
-    return replace(
-        model, attention=_heads(model.attention, ranks), experts=experts, top_k=model.top_k / ranks
-    )
+    attention = _heads(model.attention, ranks)
+    return replace(model, attention=attention, experts=experts, top_k=model.top_k / ranks, ranks=ranks)
 
 
 def _heads(attention: Attention, ranks: int) -> Attention:

@@ -151,6 +151,8 @@ class ModelSizes:
     """Routed experts are stored in 12 bits a number, with a head for each block of their rows."""
     computed: float | None = None
     """Bytes of one number of a row; None: as the weights. A CPU computes in float32: 4."""
+    ranks: int = 1
+    """Of a group: these are the sizes of one rank's part, see cost.ranks."""
     routing: Routing | None = field(default=None, repr=False)
     """Which experts are popular; None: each is as likely as the others."""
 

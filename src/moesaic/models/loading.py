@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,8 +28,8 @@ class Loader:
     """Of matrices; vectors and gates are always float32."""
     shard: Shard = WHOLE
     """Whose heads are read."""
-    compressed: bool = True
-    """Whether compressed experts may stay so."""
+    of_expert: Shard = WHOLE
+    """Whose part of the width of every routed expert is read."""
 
     def matrix(self, name: str, rows: int, columns: int, *part: slice) -> torch.Tensor:
         """`name`.weight [rows, columns], or a part of it."""
@@ -39,7 +39,7 @@ class Loader:
 
     def expert_dtype(self, names: ExpertNames) -> torch.dtype:
         """Of routed experts: uint8 where they are compressed and the kernels compute from that."""
-        stays = self.compressed and self.kernels.compressed and self.dtype is torch.bfloat16
+        stays = self.of_expert.size == 1 and self.kernels.compressed and self.dtype is torch.bfloat16
         first = f"{names.shapes(0)[0][0]}.weight"
         return torch.uint8 if stays and self.checkpoint.dtype(first) is torch.uint8 else self.dtype
 
@@ -163,7 +163,8 @@ def claim_experts(checkpoint: Checkpoint, names: ExpertNames) -> None:
 
 
 def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None) -> ExpertWeights:
-    """The experts of one layer; `expert_ids` None means all.
+    """The experts of one layer; `expert_ids` None means all. Of each this rank's part: rows of gate and up,
+    columns of down.
 
     Raises CheckpointError for an id out of range.
     """
@@ -171,8 +172,12 @@ def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None
     if wanted and not 0 <= min(wanted) <= max(wanted) < names.num_experts:
         raise CheckpointError(f"experts: got {sorted(wanted)}; allowed: 0 to {names.num_experts - 1}")
     loader = replace(loader, dtype=loader.expert_dtype(names))
+    parts: Sequence[tuple[slice, ...]] = ((), (), ())
+    if loader.of_expert.size > 1:
+        kept = loader.of_expert.part(names.width)
+        parts = (kept,), (kept,), (slice(None), kept)
     columns: tuple[list[torch.Tensor | None], ...] = ([], [], [])
     for expert in range(names.num_experts):
-        for column, shape in zip(columns, names.shapes(expert), strict=True):
-            column.append(loader.matrix(*shape) if expert in wanted else None)
+        for column, shape, part in zip(columns, names.shapes(expert), parts, strict=True):
+            column.append(loader.matrix(*shape, *part) if expert in wanted else None)
     return ExpertWeights(*map(tuple, columns))

@@ -141,17 +141,18 @@ def load_experts(
     device: str = "cpu",
     dtype: str = "auto",
     mapped: bool = True,
-    compressed: bool = True,
+    of_expert: Shard = WHOLE,
 ) -> dict[int, ExpertWeights]:
     """Routed experts only, for a server that knows no request: `wanted` is layer -> expert ids.
 
-    mapped: False copies them into memory of this process. compressed: False decompresses those that are.
+    mapped: False copies them into memory of this process. of_expert: the part of each one's width that is
+    read, decompressed where the checkpoint has it compressed.
     Raises CheckpointError for a layer without routed experts or an id that does not exist.
     """
     file, config = _parse(path)
     checkpoint = Checkpoint(path, mapped=mapped)
     number = _dtype(dtype, device, checkpoint, kernels)
-    loader = Loader(checkpoint, kernels, device, number, compressed=compressed)
+    loader = Loader(checkpoint, kernels, device, number, of_expert=of_expert)
     for layer in wanted:
         if layer not in config.spec.moe_layers:
             raise CheckpointError(f"{path}: layer {layer} has no routed experts")

@@ -38,6 +38,12 @@ class Shard:
         first = self.rank * total // self.size
         return range(first, first + max(1, total // self.size))
 
+    def part(self, total: int) -> slice:
+        """This rank's of consecutive parts of `total` that differ by at most one, the larger ones first."""
+        each, more = divmod(total, self.size)
+        first = self.rank * each + min(self.rank, more)
+        return slice(first, first + each + (self.rank < more))
+
     def spec(self, whole: ModelSpec) -> ModelSpec:
         """The sizes of this rank's part of a model.
 

@@ -22,9 +22,9 @@ class Footprint:
         self._token = model.cache(1, workload.cache_number)
         self._expert = model.expert_bytes
         attention = model.attention.query + model.attention.cached + model.attention.output
-        routed = model.top_k * (model.hidden + 2 * model.expert_width)
+        routed, kept = _routed(model)
         after = max(routed, 2 * model.shared_width, 2 * model.dense_width)
-        self._row = (attention + after + 2 * model.hidden) * model.row_number
+        self._row = (attention + after + kept) * model.row_number
         """Bytes of one row between the operations of a layer, at the most: what attention took is kept for
         the next layer's."""
         self._prefill_rows = min(PREFILL_ROWS, PREFILL_SHARE * hardware.fast.room / self._row)
@@ -72,6 +72,18 @@ class Footprint:
         requests = self.prefill_requests(policy)
         rows = max(requests * self.workload.prompt, policy.micro_batch)
         return rows * self._row + max(requests, policy.micro_batch) * self.model.vocab * 4
+
+
+def _routed(model: ModelSizes) -> tuple[float, float]:
+    """Numbers of one row inside its experts, and beside them, at the most.
+
+    A rank of a group may have the experts of all pairs, and has what was asked and what is answered for each;
+    beside them the answers to its own rows, and sums of all rows.
+    """
+    if model.ranks == 1:
+        return model.top_k * (model.hidden + 2 * model.expert_width), 2 * model.hidden
+    pairs = model.top_k * model.ranks
+    return pairs * 2 * (model.hidden + model.expert_width), (5 + model.top_k) * model.hidden
 
 
 def pinned(size: float) -> float:

@@ -16,6 +16,9 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.runtime.tensor.crew import of_rank
 from moesaic.runtime.tensor.load import follower
 
+RANK = "rank "
+"""Begins the name of a rank's thread."""
+
 
 class Threads:
     """In the place of a Crew."""
@@ -28,7 +31,7 @@ class Threads:
         self.ends = local_group(config.group.size)
         self.failed: list[BaseException] = []
         self._threads = [
-            threading.Thread(target=self._follow, args=(of_rank(config, rank), end))
+            threading.Thread(target=self._follow, args=(of_rank(config, rank), end), name=f"{RANK}{rank}")
             for rank, end in enumerate(self.ends)
             if rank > 0
         ]

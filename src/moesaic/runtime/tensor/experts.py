@@ -103,19 +103,6 @@ class GroupExperts:
         return self._kernels.experts(self._weights(layer), hidden, chosen)[:, 0]
 
 
-def cut(weights: ExpertWeights, part: int, parts: int) -> ExpertWeights:
-    """One of `parts` of the width of every expert that is held: rows of gate and up, columns of down."""
-
-    def rows(one: torch.Tensor | None) -> torch.Tensor | None:
-        return None if one is None else one.tensor_split(parts, dim=0)[part]
-
-    def columns(one: torch.Tensor | None) -> torch.Tensor | None:
-        return None if one is None else one.tensor_split(parts, dim=1)[part].contiguous()
-
-    gate, up, down = weights.gate, weights.up, weights.down
-    return ExpertWeights(tuple(map(rows, gate)), tuple(map(rows, up)), tuple(map(columns, down)))
-
-
 def _added(parts: FloatArray) -> FloatArray:
     """[m, k, t, h] -> [m, k, h], in the order of the ranks."""
     total = parts[:, :, 0].copy()
