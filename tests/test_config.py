@@ -54,6 +54,7 @@ def test_json_carries_every_setting() -> None:
         SchedulerConfig(7, 99, schedule="async", queue_policy="mtfs", combine="partial"),
         remote_experts=True,
         supervised=True,
+        beside=2,
         own_server=3,
         most_threads=2,
         cpus=(0, 1),

@@ -203,10 +203,11 @@ def test_by_hand_too_there_are_as_many_as_autoscaling_allows() -> None:
 
 @pytest.mark.slow
 def test_ranks_stay_pairs(expected: list[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
-    spawn, beside = members.spawn_worker, []
+    spawn, own, beside = members.spawn_worker, [], []
 
     def spawn_worker(config: WorkerConfig) -> ChildProcess:
-        beside.append(config.own_server)
+        own.append(config.own_server)
+        beside.append(config.beside)
         return spawn(config)
 
     monkeypatch.setattr(members, "spawn_worker", spawn_worker)
@@ -226,7 +227,8 @@ def test_ranks_stay_pairs(expected: list[Answer], monkeypatch: pytest.MonkeyPatc
         traffic.check(expected)
         servers_now = [name for name in names(served) if name.startswith("expert")]
         assert servers_now == ["expert server 0", "expert server 1", "expert server 3"]
-        assert beside == [0, 1, 2, 3]
+        assert own == [0, 1, 2, 3]
+        assert beside == [3, 3, 5, 5], "all processes of this host but itself"
 
 
 @pytest.mark.slow

@@ -160,7 +160,7 @@ def test_a_server_on_a_cpu_takes_what_a_worker_on_a_gpu_computes_from(path: Path
 def test_processes_that_share_a_gpu_need_to_be_told_what_to_take(path: Path) -> None:
     ours, theirs = local_pair()
     with sanitized(), pytest.raises(ConfigError, match="^--kv-cache-memory: got 'auto'; allowed: a size"):
-        build_worker(config(path, "cuda", "auto"), theirs, time.monotonic, bell=Bell())
+        build_worker(replace(config(path, "cuda", "auto"), beside=1), theirs, time.monotonic, bell=Bell())
     assert ours.receive(0.0) is None, "before anybody loads anything"
     with server(path, layout_of(config(path, "cpu").model), path.parent) as directory:
         assert generated(config(path, "cpu", "auto"), directory), "on a CPU memory is taken as it is written"

@@ -219,10 +219,8 @@ class OffloadConfig:
             if self.fast_memory is None and getattr(self, name) != getattr(OffloadConfig, name):
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag}: needs --fast-memory, which says how much the model may take")
-        for flag, value in (
-            ("--micro-batch-size", self.micro_batch_size),
-            ("--micro-batches", self.micro_batches),
-        ):
+        sizes = ("--micro-batch-size", self.micro_batch_size), ("--micro-batches", self.micro_batches)
+        for flag, value in sizes:
             if value is not None:
                 at_least(flag, value, 1)
 
@@ -239,6 +237,8 @@ class WorkerConfig:
     """The routed experts are on servers that the supervisor names; else they are computed here."""
     supervised: bool = False
     """A supervisor waits for signs of life, also while there is nothing to do."""
+    beside: int = 0
+    """Other processes of this host that may load into the same GPUs."""
     own_server: int | None = None
     """The expert server of this worker's own rank, asked first."""
     most_threads: int | None = None
@@ -248,8 +248,7 @@ class WorkerConfig:
     transport: HostTransport = "shm"
     """To the expert servers of this host."""
     trace: str | None = None
-    """File for a trace of what is done when: of all processes together where this config starts them, and
-    its part of that in each process. None: nothing is written down."""
+    """File for a trace: of all processes where this config starts them, in each process for its part."""
     record: str | None = None
     """The same for the experts that rows choose; see `trace.routing`."""
     record_share: float = 1.0

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 class Offload:
     """A policy of `policy.policies` and the levels that it is carried out on.
 
-    Without a link the fast level is memory of this process and the slow one the checkpoint's disk. With one
-    both are memory of this machine: one core is the fast processor, another the slow one, and what goes
-    between them is copied at the link's speed.
+    On a GPU the fast level is its memory, over RAM and the CPU. On a CPU without a link the fast level is
+    memory of this process and the slow one the checkpoint's disk. With one both are memory of this machine:
+    one core is the fast processor, another the slow one, and what goes between them is copied at the link's
+    speed.
     """
 
     fast_memory: int

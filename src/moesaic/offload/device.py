@@ -8,8 +8,8 @@ what lanes know of each other is the same as where all levels are memory of one 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -145,16 +145,6 @@ def stream_of(device: torch.device) -> AbstractContextManager[object]:
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     made: AbstractContextManager[object] = torch.cuda.stream(stream)
     return made
-
-
-@contextmanager
-def telling_memory() -> Generator[None]:
-    """A device that has no more memory is a ConfigError."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        said = str(error).partition(".")[0]
-        raise ConfigError(f"--fast-memory: less of the GPU is free than was planned for ({said})") from error
 
 
 def _pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

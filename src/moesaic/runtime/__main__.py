@@ -17,6 +17,7 @@ import torch
 from moesaic.config import WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, MoesaicError
+from moesaic.runtime import out_of_memory
 from moesaic.runtime.load import build_worker
 from moesaic.transport.bell import Bell
 from moesaic.transport.stream import StreamConnection
@@ -86,10 +87,8 @@ def _serve(connection: StreamConnection, config: WorkerConfig, bell: Bell) -> in
         if not config.supervised:  # who watches it starts another one; else its end is to be explained
             connection.send(messages.Failed(str(error), user_error=False))
         raise
-    except torch.OutOfMemoryError as error:  # a device: Python's own memory ends otherwise
-        said = str(error).partition(". ")[0]
-        allowed = "fewer rows at a time (--max-num-batched-tokens, --max-num-seqs), or less in --fast-memory"
-        connection.send(messages.Failed(f"a step: {said}; allowed: {allowed}", user_error=True))
+    except torch.OutOfMemoryError as error:
+        connection.send(messages.Failed(out_of_memory.of_step(error), user_error=True))
         return 2
     return 0
 

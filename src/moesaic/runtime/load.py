@@ -21,7 +21,6 @@ from moesaic.experts.remote import RemoteExperts
 from moesaic.kernels.table import Put
 from moesaic.kvcache.paged import PagedKV, bytes_per_token
 from moesaic.models.checkpoint import Progress
-from moesaic.offload.device import telling_memory
 from moesaic.offload.padding import block_pool
 from moesaic.policy import worth
 from moesaic.policy.batching import Limits
@@ -33,7 +32,7 @@ from moesaic.policy.brain.ready import Gather
 from moesaic.policy.kvblocks import KVBlocks
 from moesaic.policy.microqueue import policy_named
 from moesaic.policy.replicas import Replicas
-from moesaic.runtime import levels, offloaded, traced
+from moesaic.runtime import levels, offloaded, out_of_memory, traced
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.forward import Forward
 from moesaic.runtime.layered import Layered
@@ -65,6 +64,7 @@ HEAP_SLACK = 1 << 20
 """Bytes of a connection's shared memory beside its rows."""
 
 
+@out_of_memory.told
 def build_worker(
     config: WorkerConfig,
     connection: Connection,
@@ -135,7 +135,8 @@ def _build_group(
     config, scheduler = of_rank(config, 0), config.scheduler
     loaded = tensor.load_rank(config, group, where, progress)
     kv_dtype = kv_type(config.cache, loaded)
-    num_blocks = num_blocks_of(config, loaded, max_model_len, kv_dtype)
+    free = tensor.least_free(config, group, loaded)
+    num_blocks = num_blocks_of(config, loaded, max_model_len, kv_dtype, free)
     group.announce(num_blocks.to_bytes(8, "little"))
     forward = tensor.join(config, group, where, loaded, num_blocks)
     forward.crew = crew
@@ -156,7 +157,6 @@ def _build_group(
     return worker, replace(info, ranks=group.size, collectives=forward.form, kv_bytes=kv_bytes)
 
 
-@telling_memory()
 def _build_offloaded(
     config: WorkerConfig,
     offload: Offload,

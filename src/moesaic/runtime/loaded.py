@@ -76,7 +76,7 @@ def gpus_of(config: ModelConfig) -> int:
 def check_shared(config: WorkerConfig) -> None:
     """Raises ConfigError where others may load into the same GPU while this process looks what is free."""
     gpus = gpus_of(config.model)
-    shared = gpus > 0 and (config.supervised or config.group.size > gpus)
+    shared = gpus > 0 and (config.beside > 0 or config.group.size > gpus)
     if shared and config.cache.kv_cache_memory == "auto":
         raise ConfigError.field(
             "--kv-cache-memory", "auto", "a size, such as 4GiB, where several processes share a GPU"
@@ -112,13 +112,22 @@ def context_length(config: ModelConfig) -> int:
     return config.max_model_len
 
 
-def num_blocks_of(config: WorkerConfig, loaded: Loaded, max_model_len: int, kv_dtype: torch.dtype) -> int:
-    """Blocks that the KV cache gets. ConfigError if not one request of the maximum length fits."""
+def num_blocks_of(
+    config: WorkerConfig,
+    loaded: Loaded,
+    max_model_len: int,
+    kv_dtype: torch.dtype,
+    free: int | None = None,
+) -> int:
+    """Blocks that the KV cache gets. ConfigError if not one request of the maximum length fits.
+
+    free: bytes that an automatic one may take; None: what there is now.
+    """
     spec, block_size = loaded.model.spec, config.cache.block_size
     block_bytes = block_size * bytes_per_token(spec.kv, spec.num_layers, kv_dtype)
     per_request = -(-max_model_len // block_size)
     if config.cache.kv_cache_memory == "auto":
-        budget = _free_memory(loaded.device)
+        budget = free_memory(loaded.device) if free is None else free
         budget = budget // config.group.size if loaded.device.type == "cpu" else budget  # a GPU is one rank's
         num_blocks = min(budget // block_bytes, per_request * config.scheduler.max_num_seqs)
     else:
@@ -135,7 +144,7 @@ def num_blocks_of(config: WorkerConfig, loaded: Loaded, max_model_len: int, kv_d
     return int(num_blocks)
 
 
-def _free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
     """Bytes that an automatic KV cache may take on `device`."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

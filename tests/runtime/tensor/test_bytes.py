@@ -71,7 +71,7 @@ class Counted:
 def run(alone: Alone, size: int, shared: int, **settings: str) -> Counted:
     """The prompt in chunks, in a group: the tokens of one process."""
     sizes = {"tensor_parallel_size": size, "expert_tensor_parallel_size": shared}
-    rows = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 1}
+    rows = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 1, "kv_cache_memory": "64MiB"}
     with group_of_threads(str(alone.path), **sizes, **rows, **settings) as (model, _, threads):
         [completion] = model.generate([PROMPT], GREEDY)
         assert completion.outputs[0].token_ids == alone.answer

@@ -11,9 +11,12 @@ import threading
 import time
 from pathlib import Path
 
+import torch
+
 from moesaic.collectives.one_shot import OneShotGroup
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConnectionLost, MoesaicError
+from moesaic.runtime import out_of_memory
 from moesaic.runtime.tensor.crew import ALIVE_SECONDS, READY_SECONDS
 from moesaic.runtime.tensor.load import follower
 from moesaic.transport.gathering import gather
@@ -39,8 +42,9 @@ def main() -> int:
         follower(config, OneShotGroup(peers)).follow()
     except ConnectionLost:
         return 0
-    except MoesaicError as error:
-        sys.stderr.write(f"moesaic: rank {arguments.rank}: {error}\n")
+    except (MoesaicError, torch.OutOfMemoryError) as error:
+        said = error if isinstance(error, MoesaicError) else out_of_memory.of_step(error)
+        sys.stderr.write(f"moesaic: rank {arguments.rank}: {said}\n")
         return 2
     return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,12 +21,11 @@ from moesaic.kvcache.paged import PagedKV
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.shard import Shard
-from moesaic.offload.device import telling_memory
-from moesaic.runtime import levels, offloaded
-from moesaic.runtime.loaded import Loaded, check_shared, kv_type, layout_of, load_model
+from moesaic.runtime import levels, offloaded, out_of_memory
+from moesaic.runtime.loaded import Loaded, check_shared, free_memory, kv_type, layout_of, load_model
 from moesaic.runtime.tensor import paged
 from moesaic.runtime.tensor.counted import Counted
-from moesaic.runtime.tensor.experts import GroupExperts, cut
+from moesaic.runtime.tensor.experts import GroupExperts
 from moesaic.runtime.tensor.forecast import Forecast, InOrder
 from moesaic.runtime.tensor.forms import AllReduce, DeepSpeed, Form, Scattered
 from moesaic.runtime.tensor.sharded import InGroup, InMemory, Sharded
@@ -124,18 +122,14 @@ def load_rank(config: WorkerConfig, group: Group, where: Placed, progress: Progr
     """This rank's heads and, where the whole model is in memory, the experts that it is given."""
     layout, shard = layout_of(config.model), Shard(group.rank, group.size)
     copied = offloaded.over_disk(config)
-    with nullcontext() if config.offload is None else telling_memory():
-        loaded = load_model(config.model, progress, layout, config.most_threads, shard, own_memory=copied)
+    loaded = load_model(config.model, progress, layout, config.most_threads, shard, own_memory=copied)
     if config.offload is not None:
         return loaded
     path = files.resolve(config.model.model, config.model.revision)
     unit, part = divmod(group.rank, config.group.expert_ranks)
     mapped, dtype = config.model.mmap, config.model.dtype
-    whole = config.group.expert_ranks == 1
-    device = str(loaded.device)
-    weights = registry.load_experts(path, loaded.kernels, where.of(unit), device, dtype, mapped, whole)
-    if not whole:
-        weights = {layer: cut(one, part, config.group.expert_ranks) for layer, one in weights.items()}
+    of_expert, device = Shard(part, config.group.expert_ranks), str(loaded.device)
+    weights = registry.load_experts(path, loaded.kernels, where.of(unit), device, dtype, mapped, of_expert)
     return replace(loaded, model=replace(loaded.model, experts=weights))
 
 
@@ -151,7 +145,6 @@ def join(config: WorkerConfig, group: Group, where: Placed, loaded: Loaded, num_
     return Sharded(run, group, _named(config.group, where), InGroup(loaded.kernels, group, counted))
 
 
-@telling_memory()
 def _paged(
     config: WorkerConfig, offload: Offload, group: Group, where: Placed, loaded: Loaded, num_blocks: int
 ) -> Sharded:
@@ -168,12 +161,25 @@ def _paged(
     return Sharded(passes.run, group, _named(config.group, where), experts)
 
 
+@out_of_memory.told
 def follower(config: WorkerConfig, group: Group) -> Sharded:
     """A rank but the first, which says how many KV blocks there are."""
     where = placed(config)
     loaded = load_rank(config, group, where)
+    least_free(config, group, loaded)
     num_blocks = int.from_bytes(group.announce(b""), "little")
     return join(config, group, where, loaded, num_blocks)
+
+
+def least_free(config: WorkerConfig, group: Group, loaded: Loaded) -> int | None:
+    """Bytes of the rank that has the least for a cache, to the MiB, once all have loaded; on every rank.
+
+    None where --kv-cache-memory says how much.
+    """
+    if config.cache.kv_cache_memory != "auto":
+        return None
+    mine = np.array([free_memory(loaded.device) >> 20])
+    return int(group.gather_notes(mine, np.arange(group.size)).min()) << 20
 
 
 def _named(config: GroupConfig, where: Placed) -> str:
