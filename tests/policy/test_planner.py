@@ -9,11 +9,11 @@ from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
 from moesaic.cost.machines import machine
 from moesaic.cost.sizes import KNOWN, GroupedQuery, ModelSizes
-from moesaic.policy import planner
+from moesaic.policy import footprint, planner
 from moesaic.policy.advice import Batch, by_batch, helps, pays_from, without_offloading
 from moesaic.policy.pipeline import SCHEDULES, Schedule
 from moesaic.policy.planner import Limits, candidates, filled, search
-from moesaic.policy.policies import Policy, Workload, slow_share
+from moesaic.policy.policies import PREFILL_SHARES, Policy, Workload, slow_share
 from moesaic.policy.pricing import SLOW_MEMORY, Pricing, tasks_of
 from moesaic.policy.tasks import Lane
 from moesaic.policy.timeline import run
@@ -226,3 +226,16 @@ def test_wrong_workloads_are_refused() -> None:
     with pytest.raises(ConfigError, match="prompt: got 0"):
         Workload(0, 1)
     assert math.isclose(Workload(1, 1).context, 2)
+
+
+@pytest.mark.parametrize(("memory", "smaller"), [(1.5e6, True), (2e6, False), (1e9, False)])
+def test_prompts_take_less_memory_where_requests_and_experts_need_it(
+    memory: float, smaller: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware = replace(SMALL, fast=replace(SMALL.fast, memory=memory))
+    found = search(TINY, hardware, Workload(20, 10))
+    monkeypatch.setattr(footprint, "PREFILL_SHARES", PREFILL_SHARES[:1])
+    wide = search(TINY, hardware, Workload(20, 10))
+    assert wide.policy.prefill_share == PREFILL_SHARES[0]
+    assert (found.policy.prefill_share < PREFILL_SHARES[0]) == smaller
+    assert (found.throughput > wide.throughput) == smaller

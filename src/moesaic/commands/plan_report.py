@@ -163,6 +163,7 @@ def _policy(report: Report) -> Table:
         **({"experts guessed": f"{policy.likely_experts} of a layer"} if policy.likely_experts else {}),
         "cache kept": f"{1 - policy.slow_cache:.0%} in {fast}, {policy.slow_cache:.0%} in {slow}",
         "residual of prefill": fast if policy.fast_residual else slow,
+        "workspace of prefill": f"at most 1/{1 / policy.prefill_share:.0f} of {fast}",
     }
     return _pairs("Policy", rows)
 

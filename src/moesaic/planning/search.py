@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.sizes import ModelSizes
 from moesaic.policy import planner
+from moesaic.policy.footprint import why_not
 from moesaic.policy.planner import Limits
 from moesaic.policy.policies import BLOCK, Workload
 from moesaic.policy.pricing import Price, Pricing
@@ -83,7 +84,7 @@ class Search:
 
     def why_not(self, cap: int) -> str:
         """That nothing fits, and why."""
-        said = planner.why_not(self.model, self._pricing(cap).hardware, self._workload)
+        said = why_not(self.model, self._pricing(cap).hardware, self._workload)
         return f"--offload-schedule {' or '.join(self._limits.schedules)}: {said}"
 
     def _enough(self) -> int:

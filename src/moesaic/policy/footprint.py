@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 
-from moesaic.cost.hardware import Hardware
+from moesaic.cost.hardware import GIB, Hardware, Level
 from moesaic.cost.sizes import ModelSizes
-from moesaic.policy.policies import Policy, Workload
+from moesaic.policy.policies import PREFILL_SHARES, Policy, Workload
 
 PREFILL_ROWS = 8192
 """Rows of a micro-batch in prefill, at most, unless one prompt is longer: enough to be limited by compute."""
-PREFILL_SHARE = 1 / 8
-"""Of the fast level, what the workspace of such a micro-batch takes at most, unless one prompt takes more."""
 
 
 class Footprint:
@@ -27,7 +25,6 @@ class Footprint:
         self._row = (attention + after + kept) * model.row_number
         """Bytes of one row between the operations of a layer, at the most: what attention took is kept for
         the next layer's."""
-        self._prefill_rows = min(PREFILL_ROWS, PREFILL_SHARE * hardware.fast.room / self._row)
 
     def fast(self, policy: Policy) -> dict[str, float]:
         """What the fast level holds at most, in prefill or in decode."""
@@ -64,8 +61,18 @@ class Footprint:
         return sum(self.fast(policy).values()) <= fast and sum(self.slow(policy).values()) <= slow
 
     def prefill_requests(self, policy: Policy) -> int:
-        """Requests of one micro-batch in prefill, at most."""
-        return max(1, min(policy.batch, int(self._prefill_rows // self.workload.prompt)))
+        """Requests of one micro-batch in prefill, at most; one may take more than its share."""
+        rows = min(PREFILL_ROWS, self._prefill_rows(policy.prefill_share))
+        return max(1, min(policy.batch, int(rows // self.workload.prompt)))
+
+    @property
+    def prefill_shares(self) -> tuple[float, ...]:
+        """Of PREFILL_SHARES those that are worth a search: one where it gives room for PREFILL_ROWS."""
+        most = PREFILL_SHARES[0]
+        return PREFILL_SHARES if self._prefill_rows(most) < PREFILL_ROWS else (most,)
+
+    def _prefill_rows(self, share: float) -> float:
+        return share * self.hardware.fast.room / self._row
 
     def _workspace(self, policy: Policy) -> float:
         """Rows between the operations of the larger micro-batch, and logits."""
@@ -89,3 +96,30 @@ def _routed(model: ModelSizes) -> tuple[float, float]:
 def pinned(size: float) -> float:
     """Bytes that so many of pinned memory take: torch rounds them up to a power of two."""
     return 2.0 ** math.ceil(math.log2(size)) if size > 0 else 0.0
+
+
+def why_not(model: ModelSizes, hardware: Hardware, workload: Workload) -> str:
+    """The smallest policy, and which level it is too much for."""
+    slow = hardware.slow.processor is not None
+    policy = Policy("cgopipe", 1, 1, slow, slow_cache=float(slow), fast_residual=not slow)
+    footprint = Footprint(model, hardware, workload)
+    said = []
+    for level, held in ((hardware.fast, footprint.fast(policy)), (hardware.slow, footprint.slow(policy))):
+        need = sum(held.values())
+        if need > level.room:
+            said.append(_too_much(level, need, held))
+    return f"{model.name} does not fit on {hardware.name}: " + (
+        "; ".join(said) or "no policy of the grid does"
+    )
+
+
+def _too_much(level: Level, need: float, held: dict[str, float]) -> str:
+    most = max(held, key=lambda name: held[name])
+    return (
+        f"one request needs {_size(need)} of {level.name} ({most}: {_size(held[most])}), "
+        f"and {_size(level.room)} of it may be filled"
+    )
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{1024 * count / GIB:.1f} MiB"

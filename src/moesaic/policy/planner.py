@@ -9,15 +9,16 @@ an order of the tasks could be faster than the best one found.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from moesaic.core.errors import ConfigError
-from moesaic.cost.hardware import GIB, Hardware, Level, Link
+from moesaic.cost.hardware import Hardware, Link
 from moesaic.cost.sizes import ModelSizes
-from moesaic.policy.footprint import Footprint
+from moesaic.policy.footprint import Footprint, why_not
 from moesaic.policy.pipeline import FORCED, Schedule
 from moesaic.policy.policies import Policy, Workload, slow_share
 from moesaic.policy.pricing import Price, Pricing
@@ -126,8 +127,9 @@ def _sizes(limits: Limits) -> list[int]:
 
 def _counted(pricing: Pricing, policy: Policy, limits: Limits) -> Iterator[Policy]:
     """One micro-batch size, with the counts of the grid and the largest that fits."""
-    for fast_residual in (True, False) if _stores(pricing) else (True,):
-        first = replace(policy, fast_residual=fast_residual)
+    residuals = (True, False) if _stores(pricing) else (True,)
+    for fast_residual, share in itertools.product(residuals, _footprint(pricing).prefill_shares):
+        first = replace(policy, fast_residual=fast_residual, prefill_share=share)
         most = min(_most(pricing, first), int(min(limits.largest_batch, 1e9)) // policy.micro_batch)
         counts = COUNTS if limits.micro_batches is None else (limits.micro_batches,)
         for count in sorted({min(count, most) for count in counts} - {0}):
@@ -265,30 +267,3 @@ def by_flexgen(model: ModelSizes, hardware: Hardware, workload: Workload) -> tup
         fast_residual=found.hidden >= 1,
     )
     return Pricing(model, hardware, workload).price(policy), found.throughput
-
-
-def why_not(model: ModelSizes, hardware: Hardware, workload: Workload) -> str:
-    """The smallest policy, and which level it is too much for."""
-    slow = hardware.slow.processor is not None
-    policy = Policy("cgopipe", 1, 1, slow, slow_cache=float(slow), fast_residual=not slow)
-    footprint = Pricing(model, hardware, workload).footprint
-    said = []
-    for level, held in ((hardware.fast, footprint.fast(policy)), (hardware.slow, footprint.slow(policy))):
-        need = sum(held.values())
-        if need > level.room:
-            said.append(_too_much(level, need, held))
-    return f"{model.name} does not fit on {hardware.name}: " + (
-        "; ".join(said) or "no policy of the grid does"
-    )
-
-
-def _too_much(level: Level, need: float, held: dict[str, float]) -> str:
-    most = max(held, key=lambda name: held[name])
-    return (
-        f"one request needs {_size(need)} of {level.name} ({most}: {_size(held[most])}), "
-        f"and {_size(level.room)} of it may be filled"
-    )
-
-
-def _size(count: float) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{1024 * count / GIB:.1f} MiB"

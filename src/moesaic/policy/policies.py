@@ -12,6 +12,9 @@ from moesaic.core.errors import ConfigError
 from moesaic.policy.pipeline import Schedule
 from moesaic.policy.tasks import Shape
 
+PREFILL_SHARES = (1 / 8, 1 / 32)
+"""Of the fast level, what the workspace of a micro-batch in prefill takes at most: less of it leaves more for
+cache and experts, more of it makes products longer."""
 BLOCK = 16
 """Tokens of a block of the cache: it is on one level or on the other."""
 
@@ -67,6 +70,8 @@ class Policy:
     """The rows of all prompts stay on the fast level between the layers of prefill."""
     likely_experts: int = 0
     """on-demand: of each layer, that come before its gates have spoken, at most."""
+    prefill_share: float = PREFILL_SHARES[0]
+    """One of PREFILL_SHARES."""
 
     @property
     def batch(self) -> int:
