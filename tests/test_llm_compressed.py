@@ -17,6 +17,7 @@ from moesaic.experts.arithmetic import Part
 from moesaic.kernels import table
 from moesaic.models import registry
 from moesaic.models.compressing import compress
+from moesaic.models.shard import Shard
 from tests.cluster.driven import Answer, cluster
 from tests.models.written import Written
 from tests.test_llm_offload import POLICIES, answers, params, prompts
@@ -130,6 +131,19 @@ def test_the_reference_server_decompresses(written: dict[str, Both]) -> None:
     [same] = registry.load_experts(written[CASES[0]][0], reference, {layer: [2]}).values()
     assert all(torch.equal(one, other) for one, other in zip(weights.of(2), same.of(2), strict=True))
     assert weights.of(2)[0].dtype is torch.float32
+
+
+@pytest.mark.parametrize("kernels", ["reference", pytest.param("auto", marks=needs_native)])
+def test_a_rank_holds_its_part_of_each_alone(written: dict[str, Both], kernels: str) -> None:
+    """Rows of gate and up, columns of down, and no more memory."""
+    stored, path = written[CASES[0]]
+    layer, picked = registry.read_spec(path).moe_layers[0], table.pick("cpu", kernels)
+    [whole] = registry.load_experts(stored, picked, {layer: [2]}).values()
+    for rank in range(3):
+        [weights] = registry.load_experts(path, picked, {layer: [2]}, of_expert=Shard(rank, 3)).values()
+        for place, (part, all_of_it) in enumerate(zip(weights.of(2), whole.of(2), strict=True)):
+            assert torch.equal(part, all_of_it.tensor_split(3, dim=int(place == 2))[rank])
+            assert part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
 
 
 @needs_native

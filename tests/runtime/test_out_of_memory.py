@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from tests.device.test_offload import STAYS
 
-from moesaic.config import CacheConfig, GroupConfig, ModelConfig, WorkerConfig
+from moesaic import LLM
+from moesaic.config import CacheConfig, ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.runtime import out_of_memory
+from moesaic.runtime.tensor import crew
 
 FULL = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 9.5 GiB"
 ASKED = WorkerConfig(ModelConfig("demo"), CacheConfig("4GiB"))
@@ -21,7 +23,10 @@ ASKED = WorkerConfig(ModelConfig("demo"), CacheConfig("4GiB"))
 @pytest.mark.parametrize(
     ("config", "line"),
     [
-        (ASKED, "--kv-cache-memory: got '4GiB'; allowed: less, or --fast-memory for a larger model"),
+        (
+            ASKED,
+            "--kv-cache-memory: got '4GiB'; allowed: less, or a smaller model (run-batch runs larger)",
+        ),
         (replace(ASKED, offload=STAYS), "--fast-memory: less of the GPU is free than was planned for"),
     ],
     ids=["in memory", "offloaded"],
@@ -39,29 +44,40 @@ def test_while_a_model_is_loaded(config: WorkerConfig, line: str) -> None:
 RANK = """
 import torch
 from moesaic.runtime.tensor import __main__ as rank
+from moesaic.runtime.tensor import load, sharded
 
-class Full:
-    def follow(self):
-        raise torch.OutOfMemoryError({full!r})
+def full(*given, **named):
+    raise torch.OutOfMemoryError({full!r})
 
-rank.gather = rank.OneShotGroup = lambda *given, **named: None
-rank.follower = lambda *given: Full()
+{place} = full
 raise SystemExit(rank.main())
 """
+PLACES = {
+    "weights": ("load.load_model", "--kv-cache-memory: got '4MiB'; allowed: less"),
+    "what is free": ("load.free_memory", "--kv-cache-memory: got 'auto'; allowed: less"),
+    "cache": ("load.PagedKV", "--kv-cache-memory: got '4MiB'; allowed: less"),
+    "step": ("sharded.InMemory.run", "a step: CUDA out of memory; allowed: fewer rows at a time"),
+}
 
 
 @pytest.mark.slow
-def test_in_a_step_of_another_rank() -> None:
-    config = replace(ASKED, group=GroupConfig(2))
-    command = [sys.executable, "-c", RANK.format(full=FULL), "--rank", "1", "--socket", "/nowhere"]
-    process = subprocess.Popen(
-        [*command, "--config", config.to_json()],
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdin is not None and process.stderr is not None
-    with process.stdin, process.stderr:
-        process.stdin.write("00\n")
-        process.stdin.flush()
-        said, code = process.stderr.read(), process.wait(60)
-    assert code == 2 and said.count("\n") == 1
-    assert said.startswith("moesaic: rank 1: a step: CUDA out of memory; allowed: fewer rows at a time")
+@pytest.mark.parametrize("case", PLACES)
+def test_on_another_rank_of_a_group(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank's user is told; its processes end."""
+    place, line = PLACES[case]
+    start, started = subprocess.Popen, []
+
+    def rank(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        assert command[1:3] == ["-m", "moesaic.runtime.tensor"]
+        script = RANK.format(full=FULL, place=place)
+        started.append(start([command[0], "-c", script, *command[3:]], **options))
+        return started[-1]
+
+    monkeypatch.setattr(crew.subprocess, "Popen", rank)
+    cache = "auto" if case == "what is free" else "4MiB"
+    with pytest.raises(ConfigError) as raised:
+        LLM("demo", threads=1, tensor_parallel_size=2, kv_cache_memory=cache, max_model_len=64).generate("a")
+    said = str(raised.value)
+    assert said.startswith(f"rank 1 of the group is gone: {line}") and "\n" not in said
+    [process] = started
+    assert process.wait(20) == 2

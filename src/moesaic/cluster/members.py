@@ -95,7 +95,9 @@ class Members:
         cpus = self._cores.cpus(Role.WORKER, place, self._ranks)
         config = replace(
             self._worker_config,
-            beside=len(self.workers) + len(self.servers_here) - 1,
+            beside=len(self.workers)
+            - 1
+            + len(self.servers_here) * (self._worker_config.model.device == "cuda"),
             own_server=self.servers_here[place].number if self._ranks else None,
             most_threads=len(cpus) or self._cores.threads(len(self.workers)),
             cpus=cpus,

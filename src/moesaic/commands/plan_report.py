@@ -16,7 +16,7 @@ from moesaic.cost.hardware import Hardware, Level
 from moesaic.cost.sizes import ModelSizes
 from moesaic.policy.advice import Batch, Help, pays_from
 from moesaic.policy.policies import Workload
-from moesaic.policy.pricing import Phase, Price
+from moesaic.policy.pricing import Phase, Price, Pricing
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,14 @@ def _policy(report: Report) -> Table:
         **({"experts guessed": f"{policy.likely_experts} of a layer"} if policy.likely_experts else {}),
         "cache kept": f"{1 - policy.slow_cache:.0%} in {fast}, {policy.slow_cache:.0%} in {slow}",
         "residual of prefill": fast if policy.fast_residual else slow,
-        "workspace of prefill": f"at most 1/{1 / policy.prefill_share:.0f} of {fast}",
+        "prompts computed at a time": str(_prompts(report)),
     }
     return _pairs("Policy", rows)
+
+
+def _prompts(report: Report) -> int:
+    pricing = Pricing(report.model, report.hardware, report.price.workload)
+    return pricing.footprint.prefill_requests(report.price.policy)
 
 
 def _memory(report: Report) -> Table:

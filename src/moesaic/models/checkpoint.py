@@ -88,7 +88,8 @@ class Checkpoint:
             )
         if stored.dtype is torch.uint8 is not dtype:
             bits = torch.from_numpy(decompress(stored.numpy(), shape[1])).view(torch.bfloat16)
-            tensor = bits[part].contiguous().to(device=device, dtype=dtype)
+            kept = bits[part].clone(memory_format=torch.contiguous_format) if part else bits
+            tensor = kept.to(device=device, dtype=dtype)
         else:
             stored = stored[part].contiguous()
             tensor = stored.to(device=device, dtype=dtype)

@@ -67,9 +67,14 @@ class Footprint:
 
     @property
     def prefill_shares(self) -> tuple[float, ...]:
-        """Of PREFILL_SHARES those that are worth a search: one where it gives room for PREFILL_ROWS."""
-        most = PREFILL_SHARES[0]
-        return PREFILL_SHARES if self._prefill_rows(most) < PREFILL_ROWS else (most,)
+        """Those of PREFILL_SHARES worth a search: the first alone where it has room for PREFILL_ROWS, and
+        none that takes as many prompts at once as another."""
+        if self._prefill_rows(PREFILL_SHARES[0]) >= PREFILL_ROWS:
+            return PREFILL_SHARES[:1]
+        sizes = {
+            max(1, int(self._prefill_rows(one) // self.workload.prompt)): one for one in PREFILL_SHARES[::-1]
+        }
+        return tuple(sorted(sizes.values(), reverse=True))
 
     def _prefill_rows(self, share: float) -> float:
         return share * self.hardware.fast.room / self._row
@@ -85,12 +90,12 @@ def _routed(model: ModelSizes) -> tuple[float, float]:
     """Numbers of one row inside its experts, and beside them, at the most.
 
     A rank of a group may have the experts of all pairs, and has what was asked and what is answered for each;
-    beside them the answers to its own rows, and sums of all rows.
+    beside them the answers to its own rows, which may be all of them, and sums.
     """
     if model.ranks == 1:
         return model.top_k * (model.hidden + 2 * model.expert_width), 2 * model.hidden
     pairs = model.top_k * model.ranks
-    return pairs * 2 * (model.hidden + model.expert_width), (5 + model.top_k) * model.hidden
+    return pairs * 2 * (model.hidden + model.expert_width), (6 + pairs) * model.hidden
 
 
 def pinned(size: float) -> float:

@@ -13,8 +13,8 @@ from moesaic.policy.pipeline import Schedule
 from moesaic.policy.tasks import Shape
 
 PREFILL_SHARES = (1 / 8, 1 / 32)
-"""Of the fast level, what the workspace of a micro-batch in prefill takes at most: less of it leaves more for
-cache and experts, more of it makes products longer."""
+"""Of the fast level, what rows of a micro-batch in prefill take at most, unless one prompt takes more. Less
+of it leaves more for cache and experts, more of it makes products longer."""
 BLOCK = 16
 """Tokens of a block of the cache: it is on one level or on the other."""
 

@@ -131,14 +131,16 @@ def _build_group(
     tensor.check(config)
     where = tensor.placed(config)
     crew = Crew(config)
-    group = crew.gather()
     config, scheduler = of_rank(config, 0), config.scheduler
-    loaded = tensor.load_rank(config, group, where, progress)
-    kv_dtype = kv_type(config.cache, loaded)
-    free = tensor.least_free(config, group, loaded)
-    num_blocks = num_blocks_of(config, loaded, max_model_len, kv_dtype, free)
-    group.announce(num_blocks.to_bytes(8, "little"))
-    forward = tensor.join(config, group, where, loaded, num_blocks)
+    with crew.starting():
+        group = crew.gather()
+        loaded = tensor.load_rank(config, group, where, progress)
+        kv_dtype = kv_type(config.cache, loaded)
+        free = tensor.least_free(config, group, loaded)
+        num_blocks = num_blocks_of(config, loaded, max_model_len, kv_dtype, free)
+        group.announce(num_blocks.to_bytes(8, "little"))
+        forward = tensor.join(config, group, where, loaded, num_blocks)
+        group.announce(b"")  # all have their memory
     forward.crew = crew
     limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_model_len)
     offload = config.offload

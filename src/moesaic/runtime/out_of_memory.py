@@ -26,7 +26,8 @@ def told(
             return load(config, *given, **named)
         except torch.OutOfMemoryError as error:
             asked = config.cache.kv_cache_memory
-            text = f"--kv-cache-memory: got {asked!r}; allowed: less, or --fast-memory for a larger model"
+            allowed = "less, or a smaller model (run-batch runs larger)"
+            text = f"--kv-cache-memory: got {asked!r}; allowed: {allowed}"
             if config.offload is not None:
                 text = "--fast-memory: less of the GPU is free than was planned for"
             raise ConfigError(f"{text} ({_said(error)})") from error

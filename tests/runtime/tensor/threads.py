@@ -41,6 +41,12 @@ class Threads:
     def gather(self) -> Group:
         return self.ends[0]
 
+    def starting(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def why(self, lost: ConnectionLost) -> ConnectionLost:
+        return lost
+
     def close(self) -> None:
         self.ends[0].close()
         for thread in self._threads:

@@ -17,7 +17,7 @@ from moesaic.collectives.one_shot import OneShotGroup
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.runtime import out_of_memory
-from moesaic.runtime.tensor.crew import ALIVE_SECONDS, READY_SECONDS
+from moesaic.runtime.tensor.crew import ALIVE_SECONDS, LAST_WORDS, READY_SECONDS
 from moesaic.runtime.tensor.load import follower
 from moesaic.transport.gathering import gather
 
@@ -42,11 +42,18 @@ def main() -> int:
         follower(config, OneShotGroup(peers)).follow()
     except ConnectionLost:
         return 0
-    except (MoesaicError, torch.OutOfMemoryError) as error:
-        said = error if isinstance(error, MoesaicError) else out_of_memory.of_step(error)
-        sys.stderr.write(f"moesaic: rank {arguments.rank}: {said}\n")
-        return 2
+    except MoesaicError as error:
+        return _end(str(error))
+    except torch.OutOfMemoryError as error:
+        return _end(out_of_memory.of_step(error))
     return 0
+
+
+def _end(why: str) -> int:
+    """The first rank is told, whose user sees it. Returns the exit code."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), LAST_WORDS + why.encode() + b"\n")
+    return 2
 
 
 def _live() -> None:

@@ -17,15 +17,15 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from moesaic.collectives.group import Group
 from moesaic.collectives.one_shot import OneShotGroup
 from moesaic.config import WorkerConfig, one_gpu, worker_environment
-from moesaic.core.errors import ConfigError
+from moesaic.core.errors import ConfigError, ConnectionLost, MoesaicError
 from moesaic.runtime.loaded import gpus_of
 from moesaic.runtime.machine import allowed_cpus, cores
 
@@ -41,8 +41,26 @@ ALIVE_SECONDS = 0.2
 FROZEN_SECONDS = 5.0
 """Without one."""
 END_SECONDS = 5.0
+LAST_WORDS = b":"
+"""After the signs of life, then a line: why it ends."""
 READY_SECONDS = 120.0
 """For the processes of a group to start and find each other; weights are read later."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank's process."""
+
+    rank: int
+    pid: int
+    code: int
+    said: str
+    """Its last words, a line; empty: none."""
+
+    @property
+    def text(self) -> str:
+        how = self.said or f"process {self.pid} ended with code {self.code}"
+        return f"rank {self.rank} of the group is gone: {how}"
 
 
 class Crew:
@@ -61,10 +79,28 @@ class Crew:
         self._folder = tempfile.TemporaryDirectory(prefix="moesaic-group-")
         self._path = str(Path(self._folder.name) / "socket")
         processes = [self._start(config, rank) for rank in range(1, self.size)]
-        self._over, self._ended = threading.Event(), SimpleQueue[str]()
+        self._over, self._ended = threading.Event(), SimpleQueue[Ended]()
         self._ending = weakref.finalize(self, _end, processes, self._over)
         for rank, process in enumerate(processes, start=1):
             _in_thread(_watch, rank, process, self._ended)
+
+    @contextlib.contextmanager
+    def starting(self) -> Generator[None]:
+        """Until the group is ready. An error ends the processes; `why` is that of a rank that is gone."""
+        try:
+            yield
+        except BaseException as error:
+            told = self.why(error) if isinstance(error, ConnectionLost) else error
+            self.close()
+            raise told from error
+
+    def why(self, lost: ConnectionLost) -> MoesaicError:
+        """What to raise for a round that was lost: a ConfigError with the last words of the rank that ended,
+        if it had any; else how its process ended; `lost` where none did."""
+        ended = _why(self._ended, self.size - 1, END_SECONDS)
+        if ended is None:
+            return lost
+        return ConfigError(ended.text) if ended.said else ConnectionLost(ended.text)
 
     def gather(self) -> Group:
         """This rank's end of the group, once all are there. Raises ConnectionLost if they are not."""
@@ -74,7 +110,7 @@ class Crew:
 
     def when_lost(self, tell: Callable[[str], None]) -> None:
         """`tell` hears in a thread, once, of a rank that ends before `close`: perhaps long before a round."""
-        _in_thread(_tell, self._ended, self._over, tell)
+        _in_thread(_tell, self._ended, self.size - 1, self._over, tell)
 
     def close(self) -> None:
         """End the processes, and wait for that."""
@@ -113,21 +149,34 @@ def _in_thread(work: Callable[..., None], *given: object) -> None:
     threading.Thread(target=work, args=given, name="watching a rank", daemon=True).start()
 
 
-def _tell(ended: SimpleQueue[str], over: threading.Event, tell: Callable[[str], None]) -> None:
-    how = ended.get()
-    if not over.is_set():
-        tell(how)
+def _tell(ended: SimpleQueue[Ended], others: int, over: threading.Event, tell: Callable[[str], None]) -> None:
+    why = _why(ended, others, None)
+    if why is not None and not over.is_set():
+        tell(why.text)
 
 
-def _watch(rank: int, process: subprocess.Popen[bytes], ended: SimpleQueue[str]) -> None:
+def _why(ended: SimpleQueue[Ended], others: int, seconds: float | None) -> Ended | None:
+    """Of `others` ranks the one that the rest ended after; None where none ends in time."""
+    found = None
+    with contextlib.suppress(Empty):
+        for _ in range(others):
+            found = ended.get(timeout=seconds if found is None else END_SECONDS)
+            if found.said or found.code:
+                break
+    return found
+
+
+def _watch(rank: int, process: subprocess.Popen[bytes], ended: SimpleQueue[Ended]) -> None:
     """Until it ends. The first sign comes when Python has loaded the program."""
     assert process.stdout is not None
+    said = b""
     with process.stdout as signs:
-        while os.read(signs.fileno(), 4096):
+        while read := os.read(signs.fileno(), 4096):
+            said += read if said else read[read.find(LAST_WORDS) :] if LAST_WORDS in read else b""
             if not select.select([signs], [], [], FROZEN_SECONDS)[0]:
                 process.kill()
-    how = f"process {process.pid} ended with code {process.wait()}"
-    ended.put(f"rank {rank} of the group is gone: {how}")
+    line = said.removeprefix(LAST_WORDS).partition(b"\n")[0].decode(errors="replace")
+    ended.put(Ended(rank, process.pid, process.wait(), line))
 
 
 def _end(processes: list[subprocess.Popen[bytes]], over: threading.Event) -> None:

@@ -163,12 +163,14 @@ def _paged(
 
 @out_of_memory.told
 def follower(config: WorkerConfig, group: Group) -> Sharded:
-    """A rank but the first, which says how many KV blocks there are."""
+    """A rank but the first, which says how many KV blocks there are. Returns when all are ready."""
     where = placed(config)
     loaded = load_rank(config, group, where)
     least_free(config, group, loaded)
     num_blocks = int.from_bytes(group.announce(b""), "little")
-    return join(config, group, where, loaded, num_blocks)
+    joined = join(config, group, where, loaded, num_blocks)
+    group.announce(b"")
+    return joined
 
 
 def least_free(config: WorkerConfig, group: Group, loaded: Loaded) -> int | None:

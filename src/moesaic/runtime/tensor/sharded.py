@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from moesaic.collectives.group import Group
+from moesaic.core.errors import ConnectionLost
 from moesaic.core.metrics import ExpertStats, GroupStats, PassStats
 from moesaic.core.tokens import TokenBatch
 from moesaic.experts.client import DirectExperts
@@ -86,8 +87,10 @@ class Sharded:
         yield from ()  # it waits inside the collectives and nowhere else
         try:
             return self._run(batch)
-        except BaseException:
+        except BaseException as error:
             self._group.close()  # the others stand in the middle of a step
+            if isinstance(error, ConnectionLost) and self.crew is not None:
+                raise self.crew.why(error) from error
             raise
 
 
