@@ -58,6 +58,11 @@ class Ended:
     """Its last words, a line; empty: none."""
 
     @property
+    def followed(self) -> bool:
+        """Whether it ended since the group had."""
+        return not self.said and self.code == 0
+
+    @property
     def text(self) -> str:
         how = self.said or f"process {self.pid} ended with code {self.code}"
         return f"rank {self.rank} of the group is gone: {how}"
@@ -80,6 +85,7 @@ class Crew:
         self._path = str(Path(self._folder.name) / "socket")
         processes = [self._start(config, rank) for rank in range(1, self.size)]
         self._over, self._ended = threading.Event(), SimpleQueue[Ended]()
+        self._gone: Ended | None = None
         self._ending = weakref.finalize(self, _end, processes, self._over)
         for rank, process in enumerate(processes, start=1):
             _in_thread(_watch, rank, process, self._ended)
@@ -96,11 +102,11 @@ class Crew:
 
     def why(self, lost: ConnectionLost) -> MoesaicError:
         """What to raise for a round that was lost: a ConfigError with the last words of the rank that ended,
-        if it had any; else how its process ended; `lost` where none did."""
-        ended = _why(self._ended, self.size - 1, END_SECONDS)
-        if ended is None:
+        if it had any; else how its process ended; `lost` where all ended because the group did."""
+        self._gone = self._gone or _why(self._ended, self.size - 1, END_SECONDS)
+        if self._gone is None or self._gone.followed:
             return lost
-        return ConfigError(ended.text) if ended.said else ConnectionLost(ended.text)
+        return ConfigError(self._gone.text) if self._gone.said else ConnectionLost(self._gone.text)
 
     def gather(self) -> Group:
         """This rank's end of the group, once all are there. Raises ConnectionLost if they are not."""
@@ -161,7 +167,7 @@ def _why(ended: SimpleQueue[Ended], others: int, seconds: float | None) -> Ended
     with contextlib.suppress(Empty):
         for _ in range(others):
             found = ended.get(timeout=seconds if found is None else END_SECONDS)
-            if found.said or found.code:
+            if not found.followed:
                 break
     return found
 

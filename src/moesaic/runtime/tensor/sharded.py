@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from moesaic.collectives.group import Group
-from moesaic.core.errors import ConnectionLost
+from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import ExpertStats, GroupStats, PassStats
 from moesaic.core.tokens import TokenBatch
 from moesaic.experts.client import DirectExperts
@@ -74,7 +74,10 @@ class Sharded:
 
     def begin(self, batch: TokenBatch) -> Walk:
         """On the first rank: start a step on all of them."""
-        self._group.announce(pack(batch))
+        try:
+            self._group.announce(pack(batch))
+        except ConnectionLost as lost:
+            raise self._told(lost) from lost
         return Walk(self.experts, self._stages(batch))
 
     def follow(self) -> None:
@@ -87,11 +90,15 @@ class Sharded:
         yield from ()  # it waits inside the collectives and nowhere else
         try:
             return self._run(batch)
-        except BaseException as error:
-            self._group.close()  # the others stand in the middle of a step
-            if isinstance(error, ConnectionLost) and self.crew is not None:
-                raise self.crew.why(error) from error
+        except ConnectionLost as lost:
+            self._group.close()  # the others stand in the middle of a step; so below
+            raise self._told(lost) from lost
+        except BaseException:
+            self._group.close()
             raise
+
+    def _told(self, lost: ConnectionLost) -> MoesaicError:
+        return lost if self.crew is None else self.crew.why(lost)
 
 
 class InMemory:
