@@ -95,9 +95,7 @@ class Members:
         cpus = self._cores.cpus(Role.WORKER, place, self._ranks)
         config = replace(
             self._worker_config,
-            beside=len(self.workers)
-            - 1
-            + len(self.servers_here) * (self._worker_config.model.device == "cuda"),
+            beside=len(self.workers) + self._servers_on_gpus - 1,
             own_server=self.servers_here[place].number if self._ranks else None,
             most_threads=len(cpus) or self._cores.threads(len(self.workers)),
             cpus=cpus,
@@ -169,6 +167,11 @@ class Members:
     def _place(member: Member, alike: list[Member]) -> int:
         """Of a member among `alike`. Numbers are no places: that of one who left is never given again."""
         return [other.number for other in alike].index(member.number)
+
+    @property
+    def _servers_on_gpus(self) -> int:
+        """Those of this host that may be; without being told they compute on the CPU."""
+        return len(self.servers_here) if self._worker_config.model.device == "cuda" else 0
 
     def _part(self, member: Member) -> str | None:
         """Where its next process writes its part of the trace."""

@@ -17,7 +17,7 @@ from moesaic.collectives.one_shot import OneShotGroup
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.runtime import out_of_memory
-from moesaic.runtime.tensor.crew import ALIVE_SECONDS, LAST_WORDS, READY_SECONDS
+from moesaic.runtime.tensor.crew import ALIVE, ALIVE_SECONDS, READY_SECONDS
 from moesaic.runtime.tensor.load import follower
 from moesaic.transport.gathering import gather
 
@@ -52,7 +52,7 @@ def main() -> int:
 def _end(why: str) -> int:
     """The first rank is told, whose user sees it. Returns the exit code."""
     with contextlib.suppress(BrokenPipeError):
-        os.write(sys.stdout.fileno(), LAST_WORDS + why.encode() + b"\n")
+        os.write(sys.stdout.fileno(), why.encode() + b"\n")
     return 2
 
 
@@ -60,7 +60,7 @@ def _live() -> None:
     """Signs of life from a thread of its own: a step may take long."""
     with contextlib.suppress(BrokenPipeError):  # the other thread ends this process
         while True:
-            os.write(sys.stdout.fileno(), b".")
+            os.write(sys.stdout.fileno(), ALIVE)
             time.sleep(ALIVE_SECONDS)
 
 

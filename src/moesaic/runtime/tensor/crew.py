@@ -41,8 +41,8 @@ ALIVE_SECONDS = 0.2
 FROZEN_SECONDS = 5.0
 """Without one."""
 END_SECONDS = 5.0
-LAST_WORDS = b":"
-"""After the signs of life, then a line: why it ends."""
+ALIVE = b"."
+"""A sign of life; a rank that knows why it ends writes a line behind the last one."""
 READY_SECONDS = 120.0
 """For the processes of a group to start and find each other; weights are read later."""
 
@@ -95,10 +95,13 @@ class Crew:
         """Until the group is ready. An error ends the processes; `why` is that of a rank that is gone."""
         try:
             yield
-        except BaseException as error:
-            told = self.why(error) if isinstance(error, ConnectionLost) else error
+        except ConnectionLost as lost:
+            told = self.why(lost)
             self.close()
-            raise told from error
+            raise told from None
+        except BaseException:
+            self.close()
+            raise
 
     def why(self, lost: ConnectionLost) -> MoesaicError:
         """What to raise for a round that was lost: a ConfigError with the last words of the rank that ended,
@@ -175,13 +178,13 @@ def _why(ended: SimpleQueue[Ended], others: int, seconds: float | None) -> Ended
 def _watch(rank: int, process: subprocess.Popen[bytes], ended: SimpleQueue[Ended]) -> None:
     """Until it ends. The first sign comes when Python has loaded the program."""
     assert process.stdout is not None
-    said = b""
+    said = b""  # once the signs of life are left out
     with process.stdout as signs:
         while read := os.read(signs.fileno(), 4096):
-            said += read if said else read[read.find(LAST_WORDS) :] if LAST_WORDS in read else b""
+            said = (said + read).lstrip(ALIVE)
             if not select.select([signs], [], [], FROZEN_SECONDS)[0]:
                 process.kill()
-    line = said.removeprefix(LAST_WORDS).partition(b"\n")[0].decode(errors="replace")
+    line = said.partition(b"\n")[0].decode(errors="replace")
     ended.put(Ended(rank, process.pid, process.wait(), line))
 
 

@@ -77,7 +77,7 @@ class Sharded:
         try:
             self._group.announce(pack(batch))
         except ConnectionLost as lost:
-            raise self._told(lost) from lost
+            raise self._told(lost) from None
         return Walk(self.experts, self._stages(batch))
 
     def follow(self) -> None:
@@ -92,7 +92,7 @@ class Sharded:
             return self._run(batch)
         except ConnectionLost as lost:
             self._group.close()  # the others stand in the middle of a step; so below
-            raise self._told(lost) from lost
+            raise self._told(lost) from None
         except BaseException:
             self._group.close()
             raise
