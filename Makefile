@@ -36,7 +36,7 @@ test: $(STAMP)
 soak: $(STAMP)
 	$(BIN)/pytest -m matrix -n 2
 	$(BIN)/pytest -m hypothesis --hypothesis-profile=random
-	$(BIN)/pytest --hypothesis-profile=random tests/policy/test_*_machine.py
+	$(BIN)/pytest --hypothesis-profile=random tests/policy/*/test_*_machine.py tests/policy/*/*/test_*_machine.py
 	$(BIN)/python -m scripts.soak $(SOAK)
 
 SANITIZED := build/sanitize

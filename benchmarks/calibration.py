@@ -14,8 +14,8 @@ import numpy.typing as npt
 from routings import DEPTHS, SHAPES, Generator, Shape, generate
 
 from moesaic.core.profile import Profile
-from moesaic.policy.cocluster import SOLVERS
-from moesaic.policy.locality import token_level
+from moesaic.policy.placement.locality import token_level
+from moesaic.policy.placement.solvers import SOLVERS
 
 PUBLISHED = np.array(
     [  # F1 p25 p50 p75, hotness of the top k, largest hotness among the others

@@ -24,14 +24,14 @@ from itertools import product
 
 import numpy as np
 import routings
+from placement_bounds.bounds import bound
+from placement_bounds.exact import exact
 from rich.console import Console
 from rich.table import Table
 
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Counts
-from moesaic.policy.cocluster.bounds import bound
-from moesaic.policy.cocluster.exact import exact
-from moesaic.policy.cocluster.ours import Search, dense, place
+from moesaic.policy.placement.solvers.annealing import Search, dense, place
 
 LIKE = routings.SHAPES[0]
 """Whose decay and noise the small layers have."""

@@ -12,7 +12,7 @@ from protocol import Answer, Order, private_stdout, serve, timed
 from moesaic import LLM, SamplingParams
 from moesaic.experts.client import Ask, DirectExperts, Ticket
 from moesaic.kernels.weights import ExpertWeights
-from moesaic.policy.brain.actions import Action, Emit, Event
+from moesaic.policy.scheduling.schedulers.actions import Action, Emit, Event
 
 
 class Counting(DirectExperts):

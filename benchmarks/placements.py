@@ -14,7 +14,7 @@ the split and of the solver):
     of bound         `token` over the upper bound on the held-out requests' own counts: no placement whose
                      ranks hold equally many experts, with one rank for each token id, gets above it there
     fitted, of bound the same on the 20 % that the solver saw: what is missing there is the search's, or the
-                     bound's (see policy/cocluster/bounds.py), and not the prediction's
+                     bound's (see placement_bounds/bounds.py), and not the prediction's
     mean/max,        pairs that ranks compute, 1 is perfect; with one copy of each expert they are the same at
     max/median       both levels
     tokens           mean/max of the tokens on each rank, at token level
@@ -45,6 +45,7 @@ import numpy as np
 import placement_tables
 import routings
 from countdown import Clock
+from placement_bounds.bounds import upper_bound
 from rich.console import Console
 
 from moesaic.config import ModelConfig
@@ -52,10 +53,9 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Profile, Routes
 from moesaic.models import files
 from moesaic.models.embedding import nearest_known
-from moesaic.policy import held_out
-from moesaic.policy.cocluster import SOLVERS
-from moesaic.policy.cocluster.bounds import upper_bound
-from moesaic.policy.locality import balancedness, homes_of, request_level, token_level
+from moesaic.policy.placement import held_out
+from moesaic.policy.placement.locality import balancedness, homes_of, request_level, token_level
+from moesaic.policy.placement.solvers import SOLVERS
 from moesaic.profiling import run as profiling
 from moesaic.profiling.options import ProfileOptions
 

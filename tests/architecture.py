@@ -111,6 +111,45 @@ def crossings(modules: Sequence[Module], allowed: Mapping[str, Sequence[str]]) -
     return found
 
 
+def entangled(modules: Sequence[Module], room: str, subjects: Sequence[str]) -> list[str]:
+    """Imports between the subjects of a room, and modules of the room that belong to none of them."""
+    known = names(modules)
+    found = []
+    for module in modules:
+        if module.room != room or module.inner == room:
+            continue
+        mine = module.inner.split(".")[1]
+        if mine not in subjects:
+            found.append(f"{module.name}: the subjects of {room} are {', '.join(subjects)}: move it into one")
+            continue
+        others = [f"{PACKAGE}.{room}.{other}" for other in subjects if other != mine]
+        found += [
+            f"{module.name}:{item.line} imports {item.target}: subjects of {room} do not know each other"
+            for item in module.imports(known)
+            if within(item.target, others)
+        ]
+    return found
+
+
+def unreached(modules: Sequence[Module], public: Sequence[str]) -> list[str]:
+    """Modules that no program (a `__main__`) and no public module imports, directly or through others."""
+    known = names(modules)
+    graph = {module.name: {item.target for item in module.imports(known)} & known for module in modules}
+    waiting = [m.name for m in modules if m.inner in public or m.name.endswith("__main__")]
+    reached: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            packages = [name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)]
+            waiting += [*graph[name], *(package for package in packages if package in known)]
+    return [
+        f"{module.name} is reached by no command and no public name: move it to its users, or delete it"
+        for module in modules
+        if module.name not in reached
+    ]
+
+
 def homeless(modules: Sequence[Module], homes: Mapping[str, Sequence[str]]) -> list[str]:
     """Foreign libraries imported outside of their homes, or without one."""
     found = []

@@ -29,25 +29,25 @@ EDGES: dict[str, tuple[str, ...]] = {
     "kvcache": ("core", "kernels", "models.spec"),  # the spec says how wide a token's keys and values are
     "transport": ("core",),
     "trace": ("config", "core"),
-    "collectives": ("core", "transport", "policy.shuffle"),
+    "collectives": ("core", "transport", "policy.placement.shuffle"),
     # a server reads its own weights and decides what runs next; a client decides who is asked
     "experts": (
-        *("config", "core", "kernels", "models", "policy.brain.service", "policy.microqueue"),
-        *("policy.gate", "policy.replicas", "policy.worth", "trace", "transport"),
+        *("config", "core", "kernels", "models", "policy.fleet.replicas", "policy.scheduling.microqueue"),
+        *("policy.scheduling.minimum_batch", "policy.scheduling.schedulers.expert_server"),
+        *("policy.scheduling.step_barrier", "trace", "transport"),
     ),
-    "offload": ("core", "kernels", "kvcache", "models", "policy"),
+    "offload": ("core", "kernels", "kvcache", "models", "policy.offloading", "policy.scheduling.kvblocks"),
     # reads memory and disk, and multiplies, by what the engine does it with
     "hardware": ("core", "cost", "kernels", "offload.arena", "offload.reading", "runtime.machine"),
     # programs
     "runtime": (
-        *("config", "core", "experts.client", "experts.connecting", "experts.remote", "kernels", "kvcache"),
+        *("config", "core", "experts.client", "experts.connector", "experts.remote", "kernels", "kvcache"),
         *("collectives", "models", "offload", "policy", "trace", "transport"),
     ),
     "cluster": (
-        *("config", "core", "policy.autoscale", "policy.balance", "policy.dispatch", "trace.parts"),
-        "transport",
+        *("config", "core", "policy.fleet.autoscale", "policy.placement.balance"),
+        *("policy.placement.dispatch", "trace.parts", "transport"),
     ),
-    "sim": ("core", "cost", "policy"),
     "tokenizer": ("core",),
     "detokenizer": ("tokenizer",),
     # Workers are known through a transport only.
@@ -56,7 +56,11 @@ EDGES: dict[str, tuple[str, ...]] = {
     "client": ("core",),
     "bench": ("client", "config", "core", "llm", "trace.parts"),
     # from a job and a machine to a worker's settings, before there is a worker
-    "planning": ("config", "core", "cost", "models.files", "models.registry", "models.shard", "policy"),
+    "planning": (
+        *("config", "core", "cost", "models.files", "models.registry", "models.shard", "policy.offloading"),
+    ),
+    # published results, computed again
+    "papers": ("core", "cost", "policy.offloading"),
     # the HTTP API's own code in this process, in front of a worker; how long a file's requests are
     "batch": (
         *("", "client", "cluster", "config", "core", "engine", "launch", "models.files", "planning"),
@@ -80,14 +84,11 @@ EDGES: dict[str, tuple[str, ...]] = {
         "trace.options",
     ),
     "commands": (
-        *("", "batch", "bench", "client", "config", "core", "experts.joining", "kernels.table", "launch"),
+        *("", "batch", "bench", "client", "config", "core", "experts.join", "kernels.table", "launch"),
         *("models.compressing", "models.files", "planning", "tokenizer"),
-        *("hardware", "cost", "policy.advice", "policy.paper_settings", "policy.pipeline", "policy.planner"),
-        *("policy.policies", "policy.pricing", "policy.published"),
-        *("policy.activation_map", "policy.cocluster", "policy.held_out", "policy.locality"),
-        "policy.redundancy",
-        *("policy.routing_prediction", "policy.routing_statistics", "profiling", "runtime.machine", "server"),
-        "runtime.loaded",  # how many GPUs there are to plan for
+        *("cost", "hardware", "papers", "policy.offloading", "policy.placement", "profiling"),
+        *("runtime.machine", "server"),
+        "runtime.model_loading",  # how many GPUs there are to plan for
         "runtime.offloaded",  # experts that cannot be streamed are refused before anything is measured
         *("trace.options", "transport.base", "transport.secret"),
     ),
@@ -98,10 +99,12 @@ EDGES: dict[str, tuple[str, ...]] = {
 TORCH_ROOMS = ("kernels", "models", "kvcache", "runtime", "experts", "offload", "hardware")
 HOMES: dict[str, tuple[str, ...]] = {
     "numpy": tuple(room for room in EDGES if room not in ("cli", "commands", "config", "")),
-    "scipy": ("policy.flexgen", "policy.cocluster"),  # FlexGen's search is a linear program; ours is none
-    "pymetis": ("policy.cocluster.metis",),
+    "scipy": (
+        "policy.offloading.flexgen",
+        "policy.placement.solvers",
+    ),  # FlexGen's search is a linear program; ours is none
+    "pymetis": ("policy.placement.solvers.metis",),
     "torch": (*TORCH_ROOMS, "commands.machine"),  # doctor asks torch which GPUs it sees
-    "triton": ("kernels.triton",),
     "safetensors": ("models.checkpoint",),
     "huggingface_hub": ("models.files",),
     "tokenizers": ("tokenizer",),
@@ -115,9 +118,13 @@ HOMES: dict[str, tuple[str, ...]] = {
     "httpx": ("client",),
     "rich": ("commands", "bench", "batch"),
     "cyclopts": ("cli", "commands"),
-    "ray": ("cluster.ray",),
 }
 """Foreign library -> the only places that import it."""
+
+PUBLIC = ("", "testing")
+"""Modules that users import; every __main__ is a program besides."""
+SUBJECTS = ("scheduling", "placement", "offloading", "fleet")
+"""Of policy. None of them imports another."""
 
 PURE_ROOMS = ("core", "cost", "policy")
 IMPURE = (
@@ -132,34 +139,47 @@ LATE_IMPORTS = {
     "commands.serve": "the API takes most of a second to import, which the worker loads in as well",
     "experts.process": "a server on the native kernels never imports torch, one on the reference has to",
     "models.files": "the hub's library is needed for hub ids only and takes a second to import",
-    "policy.planner": "only FlexGen's own search needs SciPy, which takes half a second to import",
+    "policy.offloading.planner": "only FlexGen's own search needs SciPy, which takes half a second to import",
 }
 BROAD_EXCEPTS = {
     "cluster.failures": "a bug in one thing that the supervisor does must not end its watch over the rest",
 }
 LONGER_FILES: dict[str, int] = {}
-"""Module -> lines, where more than 300 read better; the reason stands beside it."""
+"""Module -> lines, where more than 400 read better; the reason stands beside it."""
 NAMES = ("utils", "util", "common", "helpers", "manager", "misc")
 
 RULES: dict[str, Callable[[list[Module]], list[str]]] = {
     "rooms import only what the table of edges allows": lambda m: rules.crossings(m, EDGES),
+    "no subject of policy imports another": lambda m: rules.entangled(m, "policy", SUBJECTS),
     "each foreign library has one home": lambda m: rules.homeless(m, HOMES),
     "nouns, prices and decisions are pure": lambda m: rules.impure(m, PURE_ROOMS, IMPURE),
     "no import cycles": rules.cycles,
+    "every module is reached by a command or a public name": lambda m: rules.unreached(m, PUBLIC),
     "function-level imports only where listed": lambda m: rules.late_imports(m, LATE_IMPORTS),
     "no broad except that does not raise": lambda m: rules.broad_excepts(m, BROAD_EXCEPTS),
     "no global statement": rules.globals_written,
     "the environment is read in config only": lambda m: rules.environment_readers(m, "config.environment"),
     "every function has a return type": rules.untyped,
     "nothing is named after nothing": lambda m: rules.drawers(m, NAMES),
-    "files and functions stay small": lambda m: rules.oversized(m, LONGER_FILES, 300, 50),
+    "files and functions stay small": lambda m: rules.oversized(m, LONGER_FILES, 400, 50),
 }
 
 VIOLATIONS = [
-    ("rooms import only what the table of edges allows", "models.x", "from moesaic.policy import batching"),
+    (
+        "rooms import only what the table of edges allows",
+        "models.x",
+        "from moesaic.policy.scheduling import batching",
+    ),
     ("rooms import only what the table of edges allows", "runtime.x", "import moesaic.experts.server"),
     ("rooms import only what the table of edges allows", "core.x", "from ..engine import Engine"),
     ("rooms import only what the table of edges allows", "attic.x", ""),
+    (
+        "no subject of policy imports another",
+        "policy.fleet.x",
+        "from moesaic.policy.placement import balance",
+    ),
+    ("no subject of policy imports another", "policy.x", ""),
+    ("every module is reached by a command or a public name", "core.x", ""),
     ("each foreign library has one home", "engine", "import fastapi.responses"),
     ("each foreign library has one home", "core.x", "def f() -> None:\n    import requests"),
     ("nouns, prices and decisions are pure", "policy.x", "import time"),
@@ -177,7 +197,7 @@ VIOLATIONS = [
     ("every function has a return type", "engine", "class A:\n    def f(self): ..."),
     ("nothing is named after nothing", "core.utils", ""),
     ("nothing is named after nothing", "core.x", "class BlockManager: ..."),
-    ("files and functions stay small", "core.x", "\n" * 301),
+    ("files and functions stay small", "core.x", "\n" * 401),
     ("files and functions stay small", "core.x", "def f() -> None:\n" + "    g()\n" * 50),
 ]
 
@@ -211,7 +231,14 @@ def test_rule_has_teeth(rule: str, name: str, source: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_rule_spares_the_innocent(rule: str) -> None:
     other = Module("moesaic.core.x2", "import moesaic.core.x")
-    assert RULES[rule]([Module("moesaic.core.x", INNOCENT), other]) == []
+    public = Module("moesaic", "import moesaic.core.x2", is_package=True)
+    assert RULES[rule]([Module("moesaic.core.x", INNOCENT), other, public]) == []
+
+
+def test_the_tables_name_only_what_exists() -> None:
+    inner = {module.inner for module in MODULES}
+    targets = [target for row in (*EDGES.values(), *HOMES.values()) for target in row]
+    assert {*EDGES, *targets} <= inner
 
 
 def test_every_rule_has_a_violation() -> None:

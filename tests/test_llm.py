@@ -13,10 +13,10 @@ import moesaic
 from moesaic import RequestOutput, SamplingParams
 from moesaic.core.errors import ConfigError, RequestError
 from moesaic.core.request import FinishReason
-from moesaic.policy.batching import Limits
-from moesaic.policy.brain.actions import Action, Event
-from moesaic.policy.brain.one_process import OneProcess
-from moesaic.policy.kvblocks import KVBlocks
+from moesaic.policy.scheduling.batching import Limits
+from moesaic.policy.scheduling.kvblocks import KVBlocks
+from moesaic.policy.scheduling.schedulers.actions import Action, Event
+from moesaic.policy.scheduling.schedulers.lockstep import OneProcess
 from moesaic.testing import byte_tokenizer
 
 NEW = 48

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from moesaic import LLM
 from moesaic.core.errors import CheckpointError, ConfigError
-from moesaic.experts.arithmetic import Part
+from moesaic.experts.backend import Part
 from moesaic.kernels import table
 from moesaic.models import registry
 from moesaic.models.compressing import compress
@@ -23,7 +23,7 @@ from tests.models.written import Written
 from tests.test_llm_offload import POLICIES, answers, params, prompts
 
 try:
-    from moesaic.experts.native import Native
+    from moesaic.experts.native_backend import Native
 except ImportError:  # installed without a compiler
     pass
 

@@ -25,17 +25,17 @@ from moesaic.models.headers import Headers
 from moesaic.offload.arena import Arena
 from moesaic.offload.operations import Operations
 from moesaic.offload.reading import ALIGNMENT
-from moesaic.policy.tasks import Task
-from moesaic.runtime import levels
-from moesaic.runtime.loaded import layout_of
-from moesaic.runtime.tensor import load, paged
+from moesaic.policy.offloading.tasks import Task
+from moesaic.runtime import memory_levels
+from moesaic.runtime.group import build_rank, offloaded_group
+from moesaic.runtime.model_loading import layout_of
 from moesaic.testing import byte_tokenizer
 from moesaic.transport.peers import HALF_BYTES
 from tests import pairs
 from tests.models import cases, tiny
 from tests.processes import children, gone
-from tests.runtime.tensor.placing import recorded, write
-from tests.runtime.tensor.threads import group_of_threads
+from tests.runtime.group.placing import recorded, write
+from tests.runtime.group.threads import group_of_threads
 from tests.test_llm_offload import floats, params, prompts
 
 pytestmark = [
@@ -173,7 +173,7 @@ def test_shuffled_rows_and_experts_anywhere(
     with group_of_threads(str(case.path), **case.settings(**settings)) as (made, _, _):
         wanted = answers(made)
     for rows in (10000, 7):
-        monkeypatch.setattr(paged, "rows_of_round", lambda model, rows=rows: rows)
+        monkeypatch.setattr(offloaded_group, "rows_of_round", lambda model, rows=rows: rows)
         for policy in ("pages", "some experts stay"):
             with group_of_threads(str(case.path), **case.settings(POLICIES[policy], **settings)) as made_:
                 assert answers(made_[0]) == wanted, (policy, rows)
@@ -208,7 +208,7 @@ def test_a_rank_without_experts_of_some_layer(checkpoints: Mapping[str, Case], t
 
 def followers() -> list[int]:
     """Ranks of this process's groups, but the first ones."""
-    return sorted(children(os.getpid(), "moesaic.runtime.tensor"))
+    return sorted(children(os.getpid(), "moesaic.runtime.group"))
 
 
 def read_by(pid: int) -> int:
@@ -247,7 +247,7 @@ def test_each_rank_reads_its_own_experts_and_nothing_else(tmp_path: Path, static
     counted, told = read_by(rank), made.stats().experts.passes
     answers(made)
     passes = sum(one.passes for one in made.stats().experts.passes) - sum(one.passes for one in told)
-    own = [load.placed(config).of(each) for each in range(2)]
+    own = [build_rank.placed(config).of(each) for each in range(2)]
     streamed = [{layer: mine[static:] for layer, mine in each.items()} for each in own]
     assert [len(each[0]) for each in streamed] == [4 - static, 3 - static]
     first = sum(one.loaded for one in made.stats().experts.passes) - sum(one.loaded for one in told)
@@ -265,7 +265,7 @@ def test_arenas_hold_what_ranks_own(checkpoints: Mapping[str, Case], monkeypatch
             super().__init__(size)
             sizes.append(self.size)
 
-    monkeypatch.setattr(levels, "Arena", Seen)
+    monkeypatch.setattr(memory_levels, "Arena", Seen)
     settings = case.settings(replace(DISK, static_experts=1), tensor_parallel_size=2)
     with group_of_threads(str(case.path), **settings) as (made, _, _):
         answers(made)
@@ -347,7 +347,7 @@ def test_what_does_not_go_with_it_is_told_in_one_line(
 def test_rows_of_a_round_fit_wherever_they_go(checkpoints: Mapping[str, Case]) -> None:
     """A round of so many rows, every answer of which is asked from one rank."""
     model = registry.load(checkpoints["mixtral"].path, table.REFERENCE)
-    rows = paged.rows_of_round(model)
+    rows = offloaded_group.rows_of_round(model)
     spec = model.spec
     assert rows * spec.top_k * 4 * (spec.hidden_size + 2 * spec.top_k + 1) > 0.9 * HALF_BYTES
     assert rows * spec.top_k * 4 * spec.hidden_size <= HALF_BYTES

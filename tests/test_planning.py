@@ -20,7 +20,7 @@ from moesaic.kvcache.paged import bytes_per_token
 from moesaic.models import registry
 from moesaic.offload.weights import Streamed
 from moesaic.planning import USABLE, Job, Planned, longest_request, plan
-from moesaic.policy.footprint import Footprint
+from moesaic.policy.offloading.footprint import Footprint
 from moesaic.runtime import offloaded
 from tests.models import cases, tiny
 

@@ -120,7 +120,7 @@ def _serve(asking: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    from moesaic.runtime import load  # noqa: F401
+    from moesaic.runtime import build  # noqa: F401
     from moesaic.runtime.__main__ import main
 
     _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -34,8 +34,8 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.profile import Profile, Routes
 from moesaic.models import files
-from moesaic.policy import redundancy
-from moesaic.policy.cocluster import SOLVERS
+from moesaic.policy.placement import redundancy
+from moesaic.policy.placement.solvers import SOLVERS
 from moesaic.profiling import prompts as profiled
 from moesaic.tokenizer import Tokenizer
 

@@ -23,8 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moesaic.experts import native, remote, server
-from moesaic.policy.brain import service
+from moesaic.experts import native_backend, remote, server
+from moesaic.policy.scheduling.schedulers import expert_server
 from moesaic.transport.stream import StreamConnection
 
 FOLDER = "MOESAIC_BREAKDOWN"
@@ -115,9 +115,9 @@ def watch_server() -> None:
     watch.wrap(server.ExpertServer, "_collect", "pre-processing")
     watch.wrap(server.ExpertServer, "_run", "pre-processing")
     watch.wrap(server.ExpertServer, "_answer", "post-processing")
-    watch.wrap(service.Service, "next_run", "schedule")
-    watch.wrap(service.Service, "arrived", "schedule")
-    watch.wrap(native.Native, "run", "execution")
+    watch.wrap(expert_server.Service, "next_run", "schedule")
+    watch.wrap(expert_server.Service, "arrived", "schedule")
+    watch.wrap(native_backend.Native, "run", "execution")
     watch.wrap(server, "wait", "waiting")
     watch.by_layer(server.ExpertServer, "_run", lambda _, run, started: int(run.layer))
     start(watch, "server")
@@ -128,22 +128,23 @@ def watch_worker() -> None:
     from moesaic.kernels import batch
     from moesaic.kernels.native import recording
     from moesaic.models import block
-    from moesaic.policy import kvblocks
-    from moesaic.policy.brain import asynchronous, barrier, one_process, runs
-    from moesaic.runtime import executor, forward, layered, worker
+    from moesaic.policy.scheduling import kvblocks
+    from moesaic.policy.scheduling.schedulers import asynchronous, barrier, lockstep, runs
+    from moesaic.runtime import executor, worker
+    from moesaic.runtime.step import forward, layerwise
 
     watch = Stopwatch()
     watch.wrap(worker.Worker, "turn", "messages")
     watch.wrap(StreamConnection, "receive", "waiting")
-    for brain in (one_process.OneProcess, barrier.Barrier, asynchronous.Asynchronous):
+    for brain in (lockstep.OneProcess, barrier.Barrier, asynchronous.Asynchronous):
         watch.wrap(brain, "handle", "schedule")
-    for module in (one_process, runs):
+    for module in (lockstep, runs):
         watch.wrap(module, "step_plan", "page table")
     for name in ("allocate", "commit", "free"):
         watch.wrap(kvblocks.KVBlocks, name, "page table")
     watch.wrap(batch.AttentionBatch, "build", "page table")
     watch.wrap(forward.Walk, "advance", "pre-processing")
-    watch.wrap(layered.Layered, "run", "pre-processing")
+    watch.wrap(layerwise.Layered, "run", "pre-processing")
     watch.wrap(remote.RemoteExperts, "_pump", "pre-processing")
     watch.wrap(forward, "to_gate", "execution")
     for name in ("dense", "merge"):

@@ -22,9 +22,9 @@ import numpy as np
 
 from moesaic.cluster import local
 from moesaic.config import WorkerConfig
-from moesaic.policy.brain.actions import Action, Event
-from moesaic.policy.brain.asynchronous import Asynchronous
-from moesaic.policy.microqueue import FloatArray
+from moesaic.policy.scheduling.microqueue import FloatArray
+from moesaic.policy.scheduling.schedulers.actions import Action, Event
+from moesaic.policy.scheduling.schedulers.asynchronous import Asynchronous
 
 FOLDER = "MOESAIC_DEPTHS"
 """Environment variable: where each worker writes what it saw."""

@@ -26,10 +26,10 @@ from moesaic.collectives.one_shot import OneShotGroup
 from moesaic.collectives.packets import Packet
 from moesaic.core.profile import Profile, Routes
 from moesaic.core.tables import Tables
-from moesaic.policy import predict
-from moesaic.policy.cocluster import SOLVERS
-from moesaic.runtime.tensor.counted import Counted
-from moesaic.runtime.tensor.forecast import Forecast, InOrder
+from moesaic.policy.placement import predict
+from moesaic.policy.placement.solvers import SOLVERS
+from moesaic.runtime.group.counts import Counted
+from moesaic.runtime.group.forecast import Forecast, InOrder
 from moesaic.transport.peers import Peers
 
 SHARE = 0.2

@@ -25,8 +25,8 @@ from moesaic.config import ClusterConfig
 from moesaic.core.metrics import GroupStats, WorkerStats
 from moesaic.core.profile import Profile
 from moesaic.models import files
-from moesaic.policy import predict
-from moesaic.policy.cocluster import SOLVERS
+from moesaic.policy.placement import predict
+from moesaic.policy.placement.solvers import SOLVERS
 from moesaic.profiling.prompts import read
 from moesaic.tokenizer import Tokenizer
 

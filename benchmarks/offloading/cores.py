@@ -2,8 +2,8 @@
 
 The fast level is one core with the weights of two layers, the slow one the memory with the rest, all of the
 cache, and the other core, which computes attention. What goes between them is copied at the link's speed.
-Prices are those of `moesaic.policy.pricing` for each core as microbenchmarks found it, and for experts as
-popular as decode steps of other prompts show them, computed in memory: no run that is priced is looked at.
+Prices are those of `moesaic.policy.offloading.pricing` for each core as microbenchmarks found it, and for
+experts as popular as decode steps of other prompts show them, computed in memory: no priced run is looked at.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from moesaic.cost.hardware import GIB, Hardware
 from moesaic.cost.reading import read
 from moesaic.cost.sizes import ModelSizes
 from moesaic.models import files
-from moesaic.policy.pipeline import SCHEDULES, Schedule
-from moesaic.policy.policies import Policy, Workload
-from moesaic.policy.pricing import Phase, Pricing
-from moesaic.policy.tasks import Kind, Lane
+from moesaic.policy.offloading.pipeline import SCHEDULES, Schedule
+from moesaic.policy.offloading.policies import Policy, Workload
+from moesaic.policy.offloading.pricing import Phase, Pricing
+from moesaic.policy.offloading.tasks import Kind, Lane
 from offloading import gantt
 from offloading.percore import Bench
 from offloading.sessions import FLOAT32, Job, Pass, Session, in_memory, routing

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from moesaic.policy.tasks import Kind, Lane
+from moesaic.policy.offloading.tasks import Kind, Lane
 from offloading.sessions import Pass
 
 WIDTH, LEFT, RIGHT, TOP = 1000, 118, 14, 64

@@ -10,7 +10,7 @@ from offloading.telling import Telling
 if TYPE_CHECKING:
     from moesaic.core.metrics import PassStats
     from moesaic.planning import Planned
-    from moesaic.policy.brain.actions import Action, Event
+    from moesaic.policy.scheduling.schedulers.actions import Action, Event
 
 
 class Watch:
@@ -22,7 +22,7 @@ class Watch:
         """Request id -> prompt's number. Requests are submitted in the order of the prompts."""
 
     def __call__(self, event: Event, now: float, actions: list[Action]) -> None:
-        from moesaic.policy.brain.actions import Arrived, Emit
+        from moesaic.policy.scheduling.schedulers.actions import Arrived, Emit
 
         if isinstance(event, Arrived):
             for request in event.requests:

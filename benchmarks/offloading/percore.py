@@ -29,10 +29,10 @@ from moesaic.offload import link as links
 from moesaic.offload.caches import Moving, Resident
 from moesaic.offload.lanes import Lanes
 from moesaic.offload.parts import Part
-from moesaic.policy.tasks import Kind, Lane, Task
-from moesaic.runtime import levels
-from moesaic.runtime.loaded import Loaded, load_model
+from moesaic.policy.offloading.tasks import Kind, Lane, Task
+from moesaic.runtime import memory_levels
 from moesaic.runtime.machine import allowed_cpus, available_memory
+from moesaic.runtime.model_loading import Loaded, load_model
 
 BLOCK = 16
 BEYOND_CACHES = 256 << 20
@@ -115,7 +115,7 @@ class Bench:
         one_core = self.loaded.kernels.one_core
         assert one_core is not None
         fast, slow = cores()
-        setup = partial(levels.on_core, allowed_cpus(), partial(one_core, slow))
+        setup = partial(memory_levels.on_core, allowed_cpus(), partial(one_core, slow))
         with Lanes(setup) as found, one_core(fast):
             return self.watch.seconds(lambda: found.run(tasks, do))
 

@@ -12,10 +12,10 @@ from moesaic import LLM, RequestOutput, SamplingParams
 from moesaic.core.offload import Offload
 from moesaic.core.routing import Rows
 from moesaic.cost.routing import Routing
-from moesaic.policy.pipeline import Schedule
-from moesaic.policy.policies import Policy
-from moesaic.policy.tasks import Task
-from moesaic.policy.timeline import Timeline
+from moesaic.policy.offloading.pipeline import Schedule
+from moesaic.policy.offloading.policies import Policy
+from moesaic.policy.offloading.tasks import Task
+from moesaic.policy.offloading.timeline import Timeline
 
 FLOAT32 = 4
 """Bytes of a cached number."""

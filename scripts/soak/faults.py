@@ -12,7 +12,7 @@ from scripts.soak.plan import KILL, SERVER, Fault
 from tests.cluster.driven import Cluster
 
 from moesaic.cluster.router import Router
-from moesaic.core.cluster import ProcessStatus
+from moesaic.core.cluster_status import ProcessStatus
 
 PATIENCE = 2.0
 """Seconds of waiting for the chosen process to have work; then the next one is chosen: few requests may never

@@ -57,7 +57,7 @@ class Shape:
     kernels: str
     """auto: the native ones of this machine; or reference."""
     bad_connections: bool
-    """Rows come late, twice and in another order, connections break; see `transport.faulty`."""
+    """Rows come late, twice and in another order, connections break; see `tests.support.faulty_transport`."""
 
     @property
     def exact(self) -> bool:

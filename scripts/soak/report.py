@@ -12,7 +12,7 @@ from rich.table import Table
 from scripts.soak.plan import FREEZE, KILL, KINDS, SERVER, SEVERAL, WORKER
 from scripts.soak.rounds import Outcome, Pause
 
-from moesaic.core.cluster import ClusterCounters
+from moesaic.core.cluster_status import ClusterCounters
 
 BAD = "bad connections"
 SHORT = {

@@ -18,14 +18,14 @@ from scripts.soak.models import Models
 from scripts.soak.plan import SERVER, SEVERAL, Order, Plan, Shape, orders, pool
 from tests.cluster.driven import Cluster, cluster
 from tests.cluster.faulty_worker import faulty
+from tests.support.faulty_transport import Faults
 
 from moesaic.cluster import local
 from moesaic.cluster.local import ChildProcess
 from moesaic.cluster.router import Router
 from moesaic.config import ExpertServerConfig
-from moesaic.core.cluster import ClusterCounters
+from moesaic.core.cluster_status import ClusterCounters
 from moesaic.core.errors import MoesaicError
-from moesaic.transport.faulty import Faults
 
 FROZEN_SECONDS = 2.0
 """In place of the supervisor's own, so that a freeze of 3 s shows what it does then."""

@@ -18,7 +18,7 @@ from moesaic.core.request import RequestOutput, SamplingParams
 from moesaic.core.routing import RowSink
 from moesaic.engine import Engine
 from moesaic.models import files
-from moesaic.runtime.load import build_worker
+from moesaic.runtime.build import build_worker
 from moesaic.runtime.worker import Journal
 from moesaic.tokenizer import Tokenizer
 from moesaic.transport.local import local_pair

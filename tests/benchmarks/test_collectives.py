@@ -19,10 +19,10 @@ from moesaic.collectives.packets import FloatArray, Packet, metadata_bytes
 from moesaic.core.metrics import ExpertStats, GroupStats, WorkerStats
 from moesaic.core.profile import Profile, Routes
 from moesaic.core.tokens import IntArray
-from moesaic.policy import predict
-from moesaic.policy.cocluster.tokens import labelled
-from moesaic.runtime.tensor.counted import Counted
-from moesaic.runtime.tensor.forecast import Forecast, InOrder
+from moesaic.policy.placement import predict
+from moesaic.policy.placement.solvers.tokens import labelled
+from moesaic.runtime.group.counts import Counted
+from moesaic.runtime.group.forecast import Forecast, InOrder
 from moesaic.transport.peers import local_peers
 
 # ---- routes

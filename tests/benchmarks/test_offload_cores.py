@@ -15,9 +15,9 @@ from rich.console import Console
 
 from moesaic.cost import ops
 from moesaic.kernels import table
-from moesaic.policy.pipeline import SCHEDULES, decode
-from moesaic.policy.tasks import Kind, Lane, Shape
-from moesaic.policy.timeline import run
+from moesaic.policy.offloading.pipeline import SCHEDULES, decode
+from moesaic.policy.offloading.tasks import Kind, Lane, Shape
+from moesaic.policy.offloading.timeline import run
 
 SVG = "{http://www.w3.org/2000/svg}"
 needs_native = pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build")

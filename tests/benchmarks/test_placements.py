@@ -12,11 +12,11 @@ import placements
 import pytest
 import routings
 from countdown import Clock, time_left
+from placement_bounds.bounds import upper_bound
 from rich.console import Console
 
 from moesaic.core.profile import Profile
-from moesaic.policy import held_out
-from moesaic.policy.cocluster.bounds import upper_bound
+from moesaic.policy.placement import held_out
 
 
 def row(solver: str, rate: float, balance: float = 0.9, **more: Any) -> dict[str, Any]:

@@ -11,11 +11,11 @@ import pytest
 from disaggregated import depths, heatmap, queues
 
 from moesaic.core.request import Request, SamplingParams
-from moesaic.policy.batching import Limits
-from moesaic.policy.brain.actions import Action, Arrived, RunLayer
-from moesaic.policy.brain.asynchronous import Asynchronous
-from moesaic.policy.kvblocks import KVBlocks
-from moesaic.policy.microqueue import policy_named
+from moesaic.policy.scheduling.batching import Limits
+from moesaic.policy.scheduling.kvblocks import KVBlocks
+from moesaic.policy.scheduling.microqueue import policy_named
+from moesaic.policy.scheduling.schedulers.actions import Action, Arrived, RunLayer
+from moesaic.policy.scheduling.schedulers.asynchronous import Asynchronous
 
 
 def brain() -> Asynchronous:

@@ -14,10 +14,10 @@ from unittest.mock import patch
 from moesaic.cluster import local
 from moesaic.config import WorkerConfig
 from moesaic.core.experts import ServerEntry
-from moesaic.experts.connecting import Connector
+from moesaic.experts.connector import Connector
 from moesaic.runtime.__main__ import main
 from moesaic.transport.calls import Caller
-from moesaic.transport.faulty import Faults, FaultyCaller
+from tests.support.faulty_transport import Faults, FaultyCaller
 
 FAULTS = "FAULTS_OF_A_TEST"
 """Environment variable with the fields of Faults as JSON, and `seed`."""

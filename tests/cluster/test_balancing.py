@@ -11,8 +11,8 @@ from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import ExpertServerStats
-from moesaic.policy import balance
-from moesaic.policy.autoscale import AutoscaleRule
+from moesaic.policy.fleet.autoscale import AutoscaleRule
+from moesaic.policy.placement import balance
 from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_identity import alone, workload
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moesaic.cluster.balancing import Balancing
-from moesaic.cluster.joining import Doorway, RemoteProcess
+from moesaic.cluster.join_listener import Doorway, RemoteProcess
 from moesaic.cluster.member import Role
 from moesaic.cluster.members import Members
 from moesaic.cluster.placing import first_placement
@@ -19,7 +19,7 @@ from moesaic.commands.options import Join
 from moesaic.config import ClusterConfig, ModelConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
-from moesaic.policy import balance
+from moesaic.policy.placement import balance
 from moesaic.transport import acceptor
 from moesaic.transport import address as addresses
 from moesaic.transport.authentication import Deadline, Terms, prove_as_client
@@ -29,7 +29,7 @@ from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_balancing import LAYOUT, filled
 from tests.cluster.test_changes import Scene, advance, spawning  # noqa: F401  a fixture
 from tests.cluster.test_identity import alone, workload
-from tests.cluster.test_joining import door, joiner, newcomer  # noqa: F401  a fixture
+from tests.cluster.test_join_listener import door, joiner, newcomer  # noqa: F401  a fixture
 
 COUNT, TOKENS = 6, 48
 SECRET = b"s" * 32

@@ -20,7 +20,7 @@ from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, ScalingError
 from moesaic.core.experts import Directory, ExpertLayout
 from moesaic.core.placement import Placement
-from moesaic.policy import balance
+from moesaic.policy.placement import balance
 from moesaic.transport.local import LocalConnection, local_pair
 
 LAYOUT = ExpertLayout({0: "a"}, "g", "u", "d", 64, 32, 4, 2, "bfloat16")

@@ -16,7 +16,7 @@ from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_identity import workload
 from tests.models import cases, tiny
 from tests.processes import children, gone
-from tests.runtime.tensor.placing import recorded, write
+from tests.runtime.group.placing import recorded, write
 
 GROUP = {"expert_servers": 0, "tensor_parallel_size": 2}
 

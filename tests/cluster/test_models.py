@@ -15,11 +15,11 @@ from moesaic.cluster import local
 from moesaic.cluster.local import ChildProcess
 from moesaic.config import ExpertServerConfig
 from moesaic.testing import byte_tokenizer
-from moesaic.transport.faulty import Faults
 from tests import pairs
 from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.faulty_worker import faulty
 from tests.models import cases, tiny
+from tests.support.faulty_transport import Faults
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from moesaic.config import ClusterConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError
 from moesaic.core.request import FinishReason, Request
-from moesaic.policy.autoscale import Autoscaler, AutoscaleRule
+from moesaic.policy.fleet.autoscale import Autoscaler, AutoscaleRule
 from moesaic.transport.local import local_pair
 from tests.cluster.driven import cluster
 from tests.cluster.test_identity import workload

@@ -16,7 +16,7 @@ from moesaic import LLM
 from moesaic.cluster.report import layer_locality
 from moesaic.commands.place import save
 from moesaic.config import ClusterConfig
-from moesaic.core.clusters import Clusters
+from moesaic.core.coclusters import Clusters
 from moesaic.core.errors import ConfigError
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.placement import Placement
@@ -24,10 +24,10 @@ from moesaic.core.profile import Profile, Routes
 from moesaic.core.request import TokenLogprob
 from moesaic.core.routing import Assembly
 from moesaic.models import files, registry
-from moesaic.policy import redundancy
-from moesaic.policy.cocluster import SOLVERS, ours
-from moesaic.policy.cocluster.tokens import labelled
-from moesaic.policy.locality import homes_in, hosts
+from moesaic.policy.placement import redundancy
+from moesaic.policy.placement.locality import homes_in, hosts
+from moesaic.policy.placement.solvers import SOLVERS, annealing
+from moesaic.policy.placement.solvers.tokens import labelled
 from moesaic.testing import byte_tokenizer
 from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_identity import workload
@@ -35,7 +35,7 @@ from tests.models import cases, tiny
 
 RANKS: dict[str, Any] = {"expert_servers": 0, "data_parallel_size": 2, "enable_expert_parallel": True}
 COUNT, TOKENS = 8, 24
-BRIEF = ours.Search(steps=1_000, brief=500)
+BRIEF = annealing.Search(steps=1_000, brief=500)
 """Bits don't depend on how good a placement is."""
 
 
@@ -145,7 +145,7 @@ def test_the_same_bits_under_random_placements(seed: int, alone: Alone, tmp_path
 def test_the_same_bits_under_each_solvers_placement(solver: str, alone: Alone, tmp_path: Path) -> None:
     if solver == "metis":
         pytest.importorskip("pymetis")
-    solve = partial(ours.solve, search=BRIEF) if solver == "ours" else SOLVERS[solver]
+    solve = partial(annealing.solve, search=BRIEF) if solver == "ours" else SOLVERS[solver]
     clusters = solve(alone.profile, 2, 0)
     with cluster(placement=write(tmp_path, alone.profile, clusters), **RANKS) as served:
         served.submit(*workload(COUNT, TOKENS))

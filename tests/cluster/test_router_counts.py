@@ -10,7 +10,7 @@ import pytest
 from moesaic.cluster.router import Router, _Entry
 from moesaic.core import messages
 from moesaic.core.request import FinishReason, Request, SamplingParams
-from moesaic.policy.dispatch import WorkerLoad
+from moesaic.policy.placement.dispatch import WorkerLoad
 from tests.cluster.test_router_requests import joined, token
 
 

@@ -13,14 +13,14 @@ from moesaic.cluster.dispatching import dispatch_of
 from moesaic.cluster.router import Router
 from moesaic.config import ClusterConfig
 from moesaic.core import messages
-from moesaic.core.clusters import Clusters
+from moesaic.core.coclusters import Clusters
 from moesaic.core.errors import ConfigError
 from moesaic.core.metrics import ExpertStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, SamplingParams
 from moesaic.core.tables import Tables
-from moesaic.policy.dispatch import Affinity, Dispatch, RoundRobin, Rounds, least_loaded
+from moesaic.policy.placement.dispatch import Affinity, Dispatch, RoundRobin, Rounds, least_loaded
 from tests.cluster.test_router_requests import joined, submitted, token
-from tests.policy.test_dispatch import TWO, tables
+from tests.policy.placement.test_dispatch import TWO, tables
 
 RULES: dict[str, Callable[[], Dispatch]] = {
     "least-loaded": lambda: least_loaded,

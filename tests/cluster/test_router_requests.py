@@ -11,7 +11,7 @@ from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import Message
 from moesaic.core.request import FinishReason, Request, SamplingParams
-from moesaic.policy.dispatch import WorkerLoad
+from moesaic.policy.placement.dispatch import WorkerLoad
 from moesaic.transport.local import LocalConnection, local_pair
 from tests.server.fake_worker import info
 

@@ -40,7 +40,7 @@ from scripts.soak.plan import (
 from scripts.soak.report import BAD, by_kind, show
 from scripts.soak.rounds import Outcome, Pause, run_round
 
-from moesaic.core.cluster import ClusterCounters, ProcessStatus
+from moesaic.core.cluster_status import ClusterCounters, ProcessStatus
 from tests.cluster.driven import Answer
 
 KERNELS = ("auto", "reference")

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from moesaic.cluster import local
-from moesaic.cluster.steering import Steering, _Wanted
+from moesaic.cluster.change_queue import Steering, _Wanted
 from moesaic.commands.processes import as_lines
 from moesaic.config import ClusterConfig, ExpertServerConfig
 from moesaic.core.errors import ConnectionLost, ScalingError

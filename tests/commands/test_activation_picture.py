@@ -4,7 +4,7 @@ import re
 from xml.etree import ElementTree as ET
 
 from moesaic.commands.activation_picture import draw
-from moesaic.policy.activation_map import ActivationMap
+from moesaic.policy.placement.activation_map import ActivationMap
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -22,7 +22,7 @@ from moesaic.core.tables import Tables
 from moesaic.models import files
 from moesaic.models.embedding import nearest_known
 from moesaic.models.registry import read_spec
-from moesaic.policy.cocluster import SOLVERS, metis
+from moesaic.policy.placement.solvers import SOLVERS, metis
 
 LAYERS, E, K, V = (1, 2, 4), 8, 2, 40
 SVG = "{http://www.w3.org/2000/svg}"

@@ -9,14 +9,15 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from moesaic import cli
-from moesaic.commands import plan_paper, plan_picture
+from moesaic.commands import plan_picture
 from moesaic.commands.plan import find_hardware, find_model, plan
 from moesaic.commands.plan_options import Plan
 from moesaic.commands.plan_report import as_text
 from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import GIB
 from moesaic.cost.machines import MACHINES, machine
-from moesaic.policy.paper_settings import FLEXGEN, settings
+from moesaic.papers import report
+from moesaic.papers.moe_lightning_settings import FLEXGEN, settings
 
 MACHINE = """
 [machine]
@@ -220,15 +221,15 @@ def test_the_paper_for_people_and_for_machines(monkeypatch: pytest.MonkeyPatch) 
     """Three settings; all of them are in tests/policy/test_published.py."""
     names = ("S1 MTBench padded, n 32", "S8 MTBench, n 32", "S1 MTBench, n 64")
     few = sorted((one for one in settings() if one.name in names), key=lambda one: names.index(one.name))
-    monkeypatch.setattr(plan_paper, "settings", lambda: iter(few))
-    monkeypatch.setattr(plan_paper, "FLEXGEN", FLEXGEN[-1:])
-    paper = plan_paper.reproduce()
-    text = plan_paper.as_text(paper)
+    monkeypatch.setattr(report, "settings", lambda: iter(few))
+    monkeypatch.setattr(report, "FLEXGEN", FLEXGEN[-1:])
+    paper = report.reproduce()
+    text = report.as_text(paper)
     assert "36 x 14" in text and "equal" in text and "m_c 184.29, b_c 100, residual on GPU" in text
     assert "N 2652" in text and "equal throughput" in text and "8 x 36" in text
     assert re.search(r"S1 MTBench, n 64 +N \? +164 x 19 not known", text)
     assert "Of policies that are predicted equal we find the first" in text
-    found = json.loads(plan_paper.as_json(paper))
+    found = json.loads(report.as_json(paper))
     first, second, third = found["settings"]
     assert first["found"] == [36, 14, 504] and first["verdict"] == "equal" and first["measured"] == 15.6
     assert second["published"] == [None, None, 2652] and second["plateau_to"] == 42

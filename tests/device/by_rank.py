@@ -10,7 +10,7 @@ from threading import Thread, current_thread
 from unittest import mock
 
 from tests.device.sanitizer import TAKEN
-from tests.runtime.tensor.threads import RANK
+from tests.runtime.group.threads import RANK
 
 
 class Shares:

@@ -15,8 +15,8 @@ from tests.device import test_offload
 from tests.device.sanitizer import NAME, Dispatch, sanitized
 from tests.models import cases as model_cases
 from tests.models import tiny
-from tests.runtime.tensor.placing import recorded, write
-from tests.runtime.tensor.threads import group_of_threads
+from tests.runtime.group.placing import recorded, write
+from tests.runtime.group.threads import group_of_threads
 
 from moesaic import LLM, RequestOutput
 from moesaic.config import (
@@ -29,8 +29,8 @@ from moesaic.config import (
 from moesaic.core.errors import ConfigError
 from moesaic.core.offload import Offload
 from moesaic.models import registry
-from moesaic.runtime.tensor import crew
-from moesaic.runtime.tensor.paged import ATTENDED_BESIDE, WHOLE_BLOCKS
+from moesaic.runtime.group import launcher
+from moesaic.runtime.group.offloaded_group import ATTENDED_BESIDE, WHOLE_BLOCKS
 from moesaic.testing import byte_tokenizer
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -179,5 +179,5 @@ def test_a_rank_sees_one_gpu_of_those_that_the_first_one_sees() -> None:
 def test_the_processes_of_a_group_are_told_their_gpus() -> None:
     asked = WorkerConfig(ModelConfig("model", device="cuda"), group=GroupConfig(2))
     with sanitized():
-        assert crew._gpu(asked, 1) == {"CUDA_VISIBLE_DEVICES": "0"}, "there is one"
-        assert crew._gpu(replace(asked, model=ModelConfig("model", device="cpu")), 1) == {}
+        assert launcher._gpu(asked, 1) == {"CUDA_VISIBLE_DEVICES": "0"}, "there is one"
+        assert launcher._gpu(replace(asked, model=ModelConfig("model", device="cpu")), 1) == {}

@@ -15,7 +15,7 @@ from tests.device.by_rank import rank_of_thread, shares
 from tests.device.sanitizer import Dispatch, sanitized
 from tests.models import cases as model_cases
 from tests.models import tiny
-from tests.runtime.tensor.threads import group_of_threads
+from tests.runtime.group.threads import group_of_threads
 
 from moesaic import LLM, SamplingParams
 from moesaic.config import (
@@ -33,7 +33,7 @@ from moesaic.cost.machines import MACHINES
 from moesaic.kernels.table import REFERENCE
 from moesaic.models import registry
 from moesaic.planning import Job, plan
-from moesaic.runtime.loaded import check_shared
+from moesaic.runtime.model_loading import check_shared
 from moesaic.testing import byte_tokenizer
 
 NARROW = {

@@ -22,7 +22,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.offload import Offload
 from moesaic.cost.machines import MACHINES
 from moesaic.planning import USABLE, Job, plan
-from moesaic.policy.pricing import Pricing
+from moesaic.policy.offloading.pricing import Pricing
 from moesaic.testing import byte_tokenizer
 
 NEW = 8

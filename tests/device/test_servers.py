@@ -20,17 +20,17 @@ from moesaic.core import messages
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.request import Request, SamplingParams
-from moesaic.experts.arithmetic import Part
+from moesaic.experts.backend import Part
 from moesaic.experts.process import _arithmetic
 from moesaic.experts.server import ExpertServer
-from moesaic.experts.torched import Torched
-from moesaic.policy.brain.service import Enough, Service
-from moesaic.policy.microqueue import MostTokensFirst
-from moesaic.runtime.load import build_worker
-from moesaic.runtime.loaded import layout_of
-from moesaic.transport.bell import Bell
+from moesaic.experts.torch_backend import Torched
+from moesaic.policy.scheduling.microqueue import MostTokensFirst
+from moesaic.policy.scheduling.schedulers.expert_server import Enough, Service
+from moesaic.runtime.build import build_worker
+from moesaic.runtime.model_loading import layout_of
 from moesaic.transport.listening import Listener
 from moesaic.transport.local import local_pair
+from moesaic.transport.wakeup import Bell
 
 SECRET = b"a secret of the tests"
 NEW = 6

@@ -16,8 +16,8 @@ from moesaic.experts.process import (
     _policy,
     _start_rule,
 )
-from moesaic.policy.brain.service import Enough, WhileSmall
-from moesaic.policy.microqueue import Defrag, DefragWithHistory, FirstLayerFirst
+from moesaic.policy.scheduling.microqueue import Defrag, DefragWithHistory, FirstLayerFirst
+from moesaic.policy.scheduling.schedulers.expert_server import Enough, WhileSmall
 
 LAYOUT = ExpertLayout({0: "a", 1: "b"}, "g", "u", "d", 8, 4, 2, 1, "float32")
 

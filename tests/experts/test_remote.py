@@ -18,19 +18,19 @@ import torch
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.experts import wire
-from moesaic.experts.arithmetic import Part
+from moesaic.experts.backend import Part
 from moesaic.experts.client import Ask, Ticket
 from moesaic.experts.outstanding import Memory, Submission, Summed
 from moesaic.experts.remote import RemoteExperts
 from moesaic.experts.server import ExpertServer
 from moesaic.kernels.reference.experts import put
-from moesaic.policy.brain.service import Enough, Service
-from moesaic.policy.microqueue import MostTokensFirst
-from moesaic.policy.replicas import Patience, Replicas
-from moesaic.transport.bell import Bell
+from moesaic.policy.fleet.replicas import Patience, Replicas
+from moesaic.policy.scheduling.microqueue import MostTokensFirst
+from moesaic.policy.scheduling.schedulers.expert_server import Enough, Service
 from moesaic.transport.calls import Call, Caller
 from moesaic.transport.listening import Listener, connect
 from moesaic.transport.sockets import StreamAnswerer
+from moesaic.transport.wakeup import Bell
 
 SECRET = b"a secret of the tests"
 EXPERTS, HIDDEN = 4, 3

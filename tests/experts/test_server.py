@@ -16,13 +16,13 @@ from tests.models import cases, tiny
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import ExpertLayout
 from moesaic.experts import wire
-from moesaic.experts.arithmetic import Arithmetic
+from moesaic.experts.backend import Arithmetic
 from moesaic.experts.server import ExpertServer
-from moesaic.experts.torched import Torched
+from moesaic.experts.torch_backend import Torched
 from moesaic.kernels import table
 from moesaic.models import registry
-from moesaic.policy.brain.service import Enough, Service, StartRule
-from moesaic.policy.microqueue import MostTokensFirst
+from moesaic.policy.scheduling.microqueue import MostTokensFirst
+from moesaic.policy.scheduling.schedulers.expert_server import Enough, Service, StartRule
 from moesaic.transport.calls import Call, Caller
 from moesaic.transport.listening import Listener, connect
 
@@ -142,7 +142,7 @@ def serve(path: Path, layout: ExpertLayout, tmp_path: Path) -> Iterator[Serve]:
     ) -> Place:
         arithmetic: Arithmetic = Torched(path, layout, "cpu", "reference", 1)
         if native:
-            plain = pytest.importorskip("moesaic.experts.native")
+            plain = pytest.importorskip("moesaic.experts.native_backend")
             arithmetic = plain.Native(path, layout, "auto", 1)
         arithmetic.take({0: range(EXPERTS), 2: range(EXPERTS)} if held is None else held)
         listener = Listener(f"unix:{tmp_path}/server", SECRET)

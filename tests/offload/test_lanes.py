@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from moesaic.core.errors import ConfigError
 from moesaic.offload.lanes import Lanes
-from moesaic.policy.pipeline import SCHEDULES, Schedule, decode
-from moesaic.policy.tasks import Kind, Lane, Shape, Task
+from moesaic.policy.offloading.pipeline import SCHEDULES, Schedule, decode
+from moesaic.policy.offloading.tasks import Kind, Lane, Shape, Task
 
 SHAPES = st.builds(
     Shape,

@@ -21,7 +21,7 @@ from moesaic.offload.caches import Resident
 from moesaic.offload.link import Link
 from moesaic.offload.operations import Operations
 from moesaic.offload.parts import Part
-from moesaic.policy.tasks import Kind, Lane, Task
+from moesaic.policy.offloading.tasks import Kind, Lane, Task
 
 
 class Held:

@@ -22,7 +22,7 @@ from moesaic.kernels import table
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.offload.padding import PaddedBlocks, Padding, behind, block_pool
 from moesaic.offload.parts import by_context
-from moesaic.policy.kvblocks import KVBlocks
+from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.testing import byte_tokenizer
 
 LONGEST = 40

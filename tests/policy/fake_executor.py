@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moesaic.core.request import FinishReason, Request
-from moesaic.policy.batching import Limits
-from moesaic.policy.brain.actions import (
+from moesaic.policy.scheduling.batching import Limits
+from moesaic.policy.scheduling.kvblocks import KVBlocks
+from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Admit,
     Arrived,
@@ -26,10 +27,8 @@ from moesaic.policy.brain.actions import (
     StepFailed,
     StepPlan,
 )
-from moesaic.policy.brain.one_process import OneProcess
-from moesaic.policy.kvblocks import KVBlocks
-
-from .toy_model import EMPTY, alone, hashes, mix, sample
+from moesaic.policy.scheduling.schedulers.lockstep import OneProcess
+from tests.policy.toy_model import EMPTY, alone, hashes, mix, sample
 
 
 @dataclass

@@ -15,8 +15,9 @@ import numpy as np
 
 from moesaic.core.request import Request
 from moesaic.core.tokens import IntArray
-from moesaic.policy.batching import Limits
-from moesaic.policy.brain.actions import (
+from moesaic.policy.scheduling.batching import Limits
+from moesaic.policy.scheduling.microqueue import QueuePolicy
+from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Admit,
     Arrived,
@@ -32,12 +33,10 @@ from moesaic.policy.brain.actions import (
     StepFailed,
     StepPlan,
 )
-from moesaic.policy.brain.asynchronous import Asynchronous
-from moesaic.policy.brain.ready import Gather
-from moesaic.policy.microqueue import QueuePolicy
-
-from .fake_executor import Client, FakeExecutor
-from .toy_model import EMPTY, VOCABULARY, alone, hashes, mix, sample
+from moesaic.policy.scheduling.schedulers.asynchronous import Asynchronous
+from moesaic.policy.scheduling.schedulers.ready_queues import Gather
+from tests.policy.fake_executor import Client, FakeExecutor
+from tests.policy.toy_model import EMPTY, VOCABULARY, alone, hashes, mix, sample
 
 Row = tuple[int, int, int]
 """(request id, epoch, position)"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moesaic.core.request import Request
-from moesaic.policy.brain.actions import Action, Brain, Event
+from moesaic.policy.scheduling.schedulers.actions import Action, Brain, Event
 
 
 def replays(brain: Brain, log: list[tuple[Event, float, list[Action]]]) -> bool:

@@ -14,7 +14,7 @@ from moesaic import LLM
 from moesaic.config import CacheConfig, ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.runtime import out_of_memory
-from moesaic.runtime.tensor import crew
+from moesaic.runtime.group import launcher
 
 FULL = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 9.5 GiB"
 ASKED = WorkerConfig(ModelConfig("demo"), CacheConfig("4GiB"))
@@ -43,8 +43,8 @@ def test_while_a_model_is_loaded(config: WorkerConfig, line: str) -> None:
 
 RANK = """
 import torch
-from moesaic.runtime.tensor import __main__ as rank
-from moesaic.runtime.tensor import load, sharded
+from moesaic.runtime.group import __main__ as build_rank
+from moesaic.runtime.group import load, sharded
 
 def full(*given, **named):
     raise torch.OutOfMemoryError({full!r})
@@ -68,12 +68,12 @@ def test_on_another_rank_of_a_group(case: str, monkeypatch: pytest.MonkeyPatch) 
     start, started = subprocess.Popen, []
 
     def rank(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        assert command[1:3] == ["-m", "moesaic.runtime.tensor"]
+        assert command[1:3] == ["-m", "moesaic.runtime.group"]
         script = RANK.format(full=FULL, place=place)
         started.append(start([command[0], "-c", script, *command[3:]], **options))
         return started[-1]
 
-    monkeypatch.setattr(crew.subprocess, "Popen", rank)
+    monkeypatch.setattr(launcher.subprocess, "Popen", rank)
     cache = "auto" if case == "what is free" else "4MiB"
     with pytest.raises(ConfigError) as raised:
         LLM("demo", threads=1, tensor_parallel_size=2, kv_cache_memory=cache, max_model_len=64).generate("a")

@@ -97,7 +97,7 @@ def test_a_setting_that_does_not_fit_is_told_in_one_line() -> None:
 BROKEN = """
 import torch
 from moesaic.runtime.__main__ import main
-from moesaic.runtime.forward import Forward
+from moesaic.runtime.step.forward import Forward
 
 def broken(*arguments):
     raise {error}
@@ -179,7 +179,7 @@ def test_a_group_that_never_met_leaves_no_folder(tmp_path: Path) -> None:
     config = replace(DEMO, group=GroupConfig(2)).to_json()
     options = ["--rank", "1", "--socket", str(meeting), "--config", config]
     process = subprocess.run(
-        [sys.executable, "-m", "moesaic.runtime.tensor", *options],
+        [sys.executable, "-m", "moesaic.runtime.group", *options],
         input=b"00" * 32 + b"\n", stdout=subprocess.DEVNULL, env=worker_environment(), timeout=60,
     )  # fmt: skip
     assert process.returncode == 0 and not meeting.parent.exists()

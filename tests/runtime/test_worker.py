@@ -10,7 +10,7 @@ import pytest
 from moesaic.core.messages import Submit
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import Request, SamplingParams
-from moesaic.policy.brain.actions import Action, Arrived, Event
+from moesaic.policy.scheduling.schedulers.actions import Action, Arrived, Event
 from moesaic.runtime.worker import Worker
 from moesaic.transport.local import LocalConnection, local_pair
 

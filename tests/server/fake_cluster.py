@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from moesaic.core.cluster import (
+from moesaic.core.cluster_status import (
     ClusterCounters,
     ClusterLoad,
     ClusterStatus,

@@ -14,10 +14,10 @@ from moesaic.core.messages import Submit
 from moesaic.core.offload import Offload
 from moesaic.core.request import Request, SamplingParams
 from moesaic.offload.passes import Passes
-from moesaic.policy.tasks import Kind, Lane, Task
-from moesaic.policy.timeline import Timeline, run
-from moesaic.runtime.load import build_worker
-from moesaic.runtime.traced_lanes import LaneRows
+from moesaic.policy.offloading.tasks import Kind, Lane, Task
+from moesaic.policy.offloading.timeline import Timeline, run
+from moesaic.runtime.build import build_worker
+from moesaic.runtime.lane_tracing import LaneRows
 from moesaic.trace.track import Track
 from moesaic.transport.local import local_pair
 

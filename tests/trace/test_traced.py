@@ -14,15 +14,15 @@ from moesaic import LLM, SamplingParams
 from moesaic.config import ExpertServerConfig, ModelConfig, WorkerConfig
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.tokens import TokenBatch
-from moesaic.experts.arithmetic import Part
-from moesaic.experts.traced import TracedArithmetic, TracedService
-from moesaic.policy.brain.actions import StepPlan
-from moesaic.policy.brain.one_process import OneProcess
-from moesaic.policy.brain.service import Enough
-from moesaic.policy.microqueue import MostTokensFirst
+from moesaic.experts.backend import Part
+from moesaic.experts.tracing import TracedArithmetic, TracedService
+from moesaic.policy.scheduling.microqueue import MostTokensFirst
+from moesaic.policy.scheduling.schedulers.actions import StepPlan
+from moesaic.policy.scheduling.schedulers.expert_server import Enough
+from moesaic.policy.scheduling.schedulers.lockstep import OneProcess
+from moesaic.runtime.build import build_worker
 from moesaic.runtime.executor import Executor
-from moesaic.runtime.load import build_worker
-from moesaic.runtime.traced import Timeline, TracedBrain, TracedExecutor
+from moesaic.runtime.tracing import Timeline, TracedBrain, TracedExecutor
 from moesaic.trace.track import Track
 from moesaic.transport.local import local_pair
 

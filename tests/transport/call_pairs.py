@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from tests.support.faulty_transport import Faults, FaultyCaller
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.transport.calls import Answerer, Call, Caller, End, Incoming
-from moesaic.transport.faulty import Faults, FaultyCaller
 from moesaic.transport.listening import Listener, connect
 from moesaic.transport.waiting import wait
 

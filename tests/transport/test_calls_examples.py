@@ -8,13 +8,16 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from tests.support import faulty_transport
 from tests.transport.call_pairs import ask, incoming, pair, rows_of
 
-from moesaic.transport import address, blocks, calls, faulty, sockets
+from moesaic.transport import address, blocks, calls, sockets
 from moesaic.transport.blocks import Blocks
 
 
-@pytest.mark.parametrize("module", [address, blocks, calls, faulty, sockets], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "module", [address, blocks, calls, faulty_transport, sockets], ids=lambda one: one.__name__
+)
 def test_docstrings(module: ModuleType) -> None:
     done = doctest.testmod(module, extraglobs={"np": np})
     assert done.attempted > 0 and done.failed == 0

@@ -10,8 +10,8 @@ from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.placement import Placement
-from moesaic.policy import balance
-from moesaic.policy.autoscale import Autoscaler, AutoscaleRule
+from moesaic.policy.fleet.autoscale import Autoscaler, AutoscaleRule
+from moesaic.policy.placement import balance
 
 BANDWIDTH = 2**30
 """Bytes/s at which a server is taken to read weights: a common SSD."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moesaic.config import ClusterConfig, DispatchName
 from moesaic.core.errors import ConfigError
 from moesaic.core.tables import Tables
-from moesaic.policy.dispatch import Affinity, Dispatch, RoundRobin, Rounds, least_loaded
+from moesaic.policy.placement.dispatch import Affinity, Dispatch, RoundRobin, Rounds, least_loaded
 
 
 def dispatch_of(cluster: ClusterConfig) -> tuple[DispatchName, Dispatch]:

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from moesaic.core.cluster import Failure
+from moesaic.core.cluster_status import Failure
 
 LOG = logging.getLogger(__name__)
 MOST = 50

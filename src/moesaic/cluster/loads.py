@@ -8,7 +8,7 @@ import numpy as np
 
 from moesaic.core.metrics import ExpertServerStats
 from moesaic.core.tokens import IntArray
-from moesaic.policy import balance
+from moesaic.policy.placement import balance
 
 INTERVALS = 10
 """Of one window."""

@@ -9,7 +9,7 @@ import numpy as np
 from moesaic.config import ClusterConfig
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.placement import Placement
-from moesaic.policy import balance
+from moesaic.policy.placement import balance
 
 
 def first_placement(

@@ -10,7 +10,7 @@ from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.publishing import union
 from moesaic.cluster.router import Router
-from moesaic.core.cluster import ClusterCounters, LayerLocality, LayerReplicas, ProcessStatus
+from moesaic.core.cluster_status import ClusterCounters, LayerLocality, LayerReplicas, ProcessStatus
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.placement import Placement, ranges
 

@@ -18,7 +18,7 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import Message, WorkerInfo
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import Request
-from moesaic.policy.dispatch import Dispatch, WorkerLoad, least_loaded
+from moesaic.policy.placement.dispatch import Dispatch, WorkerLoad, least_loaded
 from moesaic.transport.base import Connection
 
 

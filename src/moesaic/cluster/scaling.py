@@ -25,7 +25,7 @@ from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConfigError, ScalingError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.placement import Placement
-from moesaic.policy import balance
+from moesaic.policy.placement import balance
 
 LOG = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 One thread owns all of it; a reader thread for each process hands it what that process says. Nothing that
 requests need passes through here: clients and servers meet by themselves, and a client decides alone that a
-server is gone (`policy.replicas`). The supervisor heals, and changes what is there (`cluster.scaling`).
+server is gone (`policy.fleet.replicas`). The supervisor heals, and changes what is there (`cluster.scaling`).
 
 An exception that nobody expected costs what it broke into: it is logged and remembered, and the rest is
 watched as before. Should the thread end all the same, requests go on, and what dies then stays dead.
@@ -19,20 +19,20 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from moesaic.cluster.change_queue import Steering
 from moesaic.cluster.dispatching import dispatch_of
 from moesaic.cluster.failures import Failures
-from moesaic.cluster.joining import Doorway, RemoteProcess
+from moesaic.cluster.host_transport import host_transport
+from moesaic.cluster.join_listener import Doorway, RemoteProcess
 from moesaic.cluster.member import Member, RestartRule, Role, Stage
 from moesaic.cluster.members import Members
-from moesaic.cluster.nearby import host_transport
 from moesaic.cluster.placing import first_placement
 from moesaic.cluster.publishing import Publisher
 from moesaic.cluster.report import counters, layer_locality, layer_replicas, process_status
 from moesaic.cluster.router import Router
-from moesaic.cluster.steering import Steering
 from moesaic.config import ClusterConfig, WorkerConfig
 from moesaic.core import messages
-from moesaic.core.cluster import ClusterLoad, ClusterStatus, ProcessStatus
+from moesaic.core.cluster_status import ClusterLoad, ClusterStatus, ProcessStatus
 from moesaic.core.errors import ConfigError, ConnectionLost, ScalingError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.placement import Placement

@@ -7,7 +7,7 @@ from html import escape
 from itertools import accumulate, pairwise
 
 from moesaic.commands.panels import WIDTH, Panel, cells, page
-from moesaic.policy.activation_map import ActivationMap
+from moesaic.policy.placement.activation_map import ActivationMap
 
 LEFT, TOP, WIDE, TALL = 30, 88, WIDTH - 46, 480
 """Of the map in its panel."""

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from moesaic.commands.processes import as_lines, in_text
 from moesaic.commands.units import in_bytes, in_words
-from moesaic.core.cluster import ClusterStatus
+from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.messages import Loading, Message, Ready, WorkerInfo
 
 

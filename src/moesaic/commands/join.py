@@ -9,7 +9,7 @@ from pathlib import Path
 from moesaic.commands.options import Join
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import Enlisted
-from moesaic.experts.joining import Joining, join
+from moesaic.experts.join import Joining, join
 from moesaic.transport.secret import read_secret
 
 

@@ -14,7 +14,7 @@ from moesaic.commands.units import in_bytes
 from moesaic.core.metrics import PassStats
 from moesaic.cost.hardware import GIB
 from moesaic.planning import Job, Planned
-from moesaic.policy.policies import Policy
+from moesaic.policy.offloading.policies import Policy
 
 PHASES = ("prefill", "decode")
 

@@ -14,14 +14,14 @@ from moesaic.commands import activation_picture
 from moesaic.commands.place_options import TABLES, Place
 from moesaic.commands.place_report import Report, Trial, Written, as_json, as_text
 from moesaic.commands.progress import Show, progress
-from moesaic.core.clusters import Clusters
+from moesaic.core.coclusters import Clusters
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile
 from moesaic.core.tables import Tables
-from moesaic.policy import held_out, redundancy
-from moesaic.policy.activation_map import activation_map, commonest, dealt
-from moesaic.policy.cocluster import SOLVERS
+from moesaic.policy.placement import held_out, redundancy
+from moesaic.policy.placement.activation_map import activation_map, commonest, dealt
+from moesaic.policy.placement.solvers import SOLVERS
 
 Clock = Callable[[], float]
 DRAWN = 160

@@ -15,8 +15,8 @@ from rich.table import Table
 from moesaic.commands.place_options import Place
 from moesaic.commands.processes import in_text
 from moesaic.core.profile import Profile, Routes
-from moesaic.policy.held_out import Measured
-from moesaic.policy.locality import Locality
+from moesaic.policy.placement.held_out import Measured
+from moesaic.policy.placement.locality import Locality
 
 NUMBER_BYTES = 4
 """Of one number of a row on its way: float32."""

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 import moesaic
-from moesaic.commands import plan_paper, plan_picture, plan_report
+from moesaic.commands import plan_picture, plan_report
 from moesaic.commands.plan_options import THIS, Plan
 from moesaic.commands.plan_report import Report
 from moesaic.core.errors import ConfigError
@@ -21,8 +21,9 @@ from moesaic.cost.machines import MACHINES
 from moesaic.cost.reading import read
 from moesaic.cost.routing import Routing
 from moesaic.cost.sizes import KNOWN, ModelSizes
-from moesaic.policy import advice, planner
-from moesaic.policy.policies import Workload
+from moesaic.papers import report as papers
+from moesaic.policy.offloading import advice, planner
+from moesaic.policy.offloading.policies import Workload
 
 
 def run(options: Plan, json: bool) -> int:
@@ -34,8 +35,8 @@ def run(options: Plan, json: bool) -> int:
     waiting = Console(stderr=True)
     if options.paper:
         with waiting.status("reproducing the published policies"):
-            paper = plan_paper.reproduce()
-        print(plan_paper.as_json(paper) if json else plan_paper.as_text(paper))
+            paper = papers.reproduce()
+        print(papers.as_json(paper) if json else papers.as_text(paper))
         return 0
     here = _measured_now(options)
     with waiting.status("pricing policies"):

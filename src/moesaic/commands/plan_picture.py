@@ -15,9 +15,9 @@ from moesaic.core.errors import ConfigError
 from moesaic.cost import ops
 from moesaic.cost.hardware import GIB, Hardware, Level
 from moesaic.cost.roofline import Roofs
-from moesaic.policy import planner
-from moesaic.policy.planner import Limits
-from moesaic.policy.pricing import Price
+from moesaic.policy.offloading import planner
+from moesaic.policy.offloading.planner import Limits
+from moesaic.policy.offloading.pricing import Price
 
 CACHES = {"bf16": "bfloat16", "int8": "int8", "int4": "int4"}
 """Type of cached numbers, as the picture and as the sizes call it."""

@@ -14,9 +14,9 @@ from moesaic.commands.processes import in_text
 from moesaic.commands.units import in_bytes, in_words
 from moesaic.cost.hardware import Hardware, Level
 from moesaic.cost.sizes import ModelSizes
-from moesaic.policy.advice import Batch, Help, pays_from
-from moesaic.policy.policies import Workload
-from moesaic.policy.pricing import Phase, Price, Pricing
+from moesaic.policy.offloading.advice import Batch, Help, pays_from
+from moesaic.policy.offloading.policies import Workload
+from moesaic.policy.offloading.pricing import Phase, Price, Pricing
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from moesaic.commands import routing_picture
 from moesaic.commands.profile_options import ShowProfile
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Profile, Routes
-from moesaic.policy.routing_prediction import LAYERS_BACK, Prediction, examine
-from moesaic.policy.routing_statistics import (
+from moesaic.policy.placement.routing_prediction import LAYERS_BACK, Prediction, examine
+from moesaic.policy.placement.routing_statistics import (
     DISTANCES,
     LayerStatistics,
     Quartiles,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moesaic.commands.panels import Line, Panel, dots, heat, lines, page
-from moesaic.policy.routing_prediction import LAYERS_BACK, LayerPrediction, Prediction
-from moesaic.policy.routing_statistics import DISTANCES, LayerStatistics, Quartiles, Statistics
+from moesaic.policy.placement.routing_prediction import LAYERS_BACK, LayerPrediction, Prediction
+from moesaic.policy.placement.routing_statistics import DISTANCES, LayerStatistics, Quartiles, Statistics
 
 
 def draw(

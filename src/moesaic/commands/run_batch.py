@@ -18,7 +18,7 @@ from moesaic.commands.tracing import announced
 from moesaic.config import OffloadConfig, WorkerConfig
 from moesaic.models import files
 from moesaic.planning import Planned, longest_request, plan
-from moesaic.runtime.loaded import gpus_of
+from moesaic.runtime.model_loading import gpus_of
 from moesaic.runtime.offloaded import paged_layout
 from moesaic.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ from moesaic import __version__
 from moesaic.commands.announce import Announcer
 from moesaic.commands.tracing import announced
 from moesaic.config import ClusterConfig, ServerConfig, WorkerConfig
-from moesaic.core.cluster import ClusterStatus
+from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.errors import EngineDeadError
 from moesaic.core.messages import Message
 from moesaic.launch import Launched, launch

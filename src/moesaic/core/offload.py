@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Offload:
-    """A policy of `policy.policies` and the levels that it is carried out on.
+    """A policy of `policy.offloading.policies` and the levels that it is carried out on.
 
     On a GPU the fast level is its memory, over RAM and the CPU. On a CPU without a link the fast level is
     memory of this process and the slow one the checkpoint's disk. With one both are memory of this machine:

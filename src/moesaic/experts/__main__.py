@@ -14,8 +14,8 @@ from moesaic.config import ExpertServerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.experts.process import serve
-from moesaic.transport.bell import Bell
 from moesaic.transport.stream import StreamConnection
+from moesaic.transport.wakeup import Bell
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.experts.client import Ticket
 from moesaic.kernels.table import Put
-from moesaic.policy.replicas import ReplicaStats
+from moesaic.policy.fleet.replicas import ReplicaStats
 from moesaic.transport.calls import Call, Caller
 
 

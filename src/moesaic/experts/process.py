@@ -12,17 +12,17 @@ from moesaic.config import ExpertServerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import ExpertServerStats
-from moesaic.experts.arithmetic import Arithmetic
+from moesaic.experts.backend import Arithmetic
 from moesaic.experts.server import ExpertServer
-from moesaic.experts.traced import TracedArithmetic, TracedService
+from moesaic.experts.tracing import TracedArithmetic, TracedService
 from moesaic.models.headers import STORED
-from moesaic.policy import worth
-from moesaic.policy.brain.service import Enough, Service, StartRule, WhileSmall
-from moesaic.policy.microqueue import QueuePolicy, policy_named
+from moesaic.policy.scheduling import minimum_batch
+from moesaic.policy.scheduling.microqueue import QueuePolicy, policy_named
+from moesaic.policy.scheduling.schedulers.expert_server import Enough, Service, StartRule, WhileSmall
 from moesaic.trace.track import Track
-from moesaic.transport.bell import Bell
 from moesaic.transport.listening import Listener
 from moesaic.transport.stream import StreamConnection
+from moesaic.transport.wakeup import Bell
 
 REPORT_SECONDS = 0.2
 EVERYBODY = 1 << 62
@@ -87,7 +87,7 @@ def _start_rule(config: ExpertServerConfig, experts: int) -> StartRule:
         return Enough(EVERYBODY, BARRIER_SECONDS)
     pairs, wait = config.queues.expert_batch_pairs, config.queues.expert_batch_wait
     if pairs is None:
-        return WhileSmall(worth.pairs(experts), LONGEST_WAIT, WAITED_RUNS)
+        return WhileSmall(minimum_batch.pairs(experts), LONGEST_WAIT, WAITED_RUNS)
     return Enough(pairs, wait / 1000)
 
 
@@ -103,13 +103,13 @@ def _arithmetic(config: ExpertServerConfig) -> Arithmetic:
     native = on_cpu and config.kernels != "reference" and config.layout.dtype in STORED
     if native:
         try:
-            from moesaic.experts.native import Native
+            from moesaic.experts.native_backend import Native
 
             return Native(Path(config.model), config.layout, config.kernels, config.threads, config.mmap)
         except ImportError:
             if config.kernels != "auto":
                 raise
-    from moesaic.experts.torched import Torched
+    from moesaic.experts.torch_backend import Torched
 
     kernels = "reference" if on_cpu and config.kernels == "auto" else config.kernels
     return Torched(Path(config.model), config.layout, config.device, kernels, config.threads, config.mmap)

@@ -1,8 +1,8 @@
 """Routed experts answered by servers: dispatch, combine, and what happens when a server is gone.
 
-A submission's (row, rank) pairs are split by server (`policy.replicas`), each row travelling once to each;
-the answers are put back at their pair, so that whoever answered when, the rows are those of a direct call.
-Pairs that nobody can take now wait for a server that can.
+A submission's (row, rank) pairs are split by server (`policy.fleet.replicas`), each row travelling once to
+each; the answers are put back at their pair, so that whoever answered when, the rows are those of a direct
+call. Pairs that nobody can take now wait for a server that can.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
+from moesaic.experts.barrier_client import Entrance
 from moesaic.experts.client import Ask, Ticket
-from moesaic.experts.connecting import Connector
-from moesaic.experts.entrance import Entrance
+from moesaic.experts.connector import Connector
 from moesaic.experts.outstanding import End, Memory, Posted, Sent, Submission, Summed, every_pair
 from moesaic.kernels.reference.experts import put
 from moesaic.kernels.table import Put
-from moesaic.policy.replicas import NOBODY, Replicas
-from moesaic.transport.bell import Bell
+from moesaic.policy.fleet.replicas import NOBODY, Replicas
 from moesaic.transport.calls import Caller
 from moesaic.transport.waiting import give_way, wait
+from moesaic.transport.wakeup import Bell
 
 LOG = logging.getLogger(__name__)
 SPIN = 50e-6

@@ -1,8 +1,8 @@
 """The expert server: holds weights, knows no request. Collects rows from every client, computes, answers.
 
-One loop: new clients and their calls come in, the brain (`policy.brain.service`) says which pairs run
-together, the kernel runs them, each row goes into its call's answer. Nothing of a call is kept once it is
-answered, so a server that dies loses nothing but time (Expert-as-a-Service, section 3).
+One loop: new clients and their calls come in, the brain (`policy.scheduling.schedulers.expert_server`) says
+which pairs run together, the kernel runs them, each row goes into its call's answer. Nothing of a call is
+kept once it is answered, so a server that dies loses nothing but time (Expert-as-a-Service, section 3).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from moesaic.core.errors import ConnectionLost, DamagedMessage
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.experts import wire
-from moesaic.experts.arithmetic import Arithmetic, Part
-from moesaic.policy.brain.service import Run, Service
-from moesaic.policy.gate import Gate
+from moesaic.experts.backend import Arithmetic, Part
+from moesaic.policy.scheduling.schedulers.expert_server import Run, Service
+from moesaic.policy.scheduling.step_barrier import Gate
 from moesaic.transport.calls import Answerer, Incoming
 from moesaic.transport.listening import Listener
 from moesaic.transport.waiting import give_way, wait

@@ -14,7 +14,7 @@ from moesaic.models.block import DecoderBlock
 from moesaic.models.config import Fields
 from moesaic.models.latent import LatentSizes, latent_attention
 from moesaic.models.layers import GatedMLP, TopKRouter
-from moesaic.models.loading import ExpertNames, Loader
+from moesaic.models.loader import ExpertNames, Loader
 from moesaic.models.spec import KVLayout, ModelSpec
 
 UNUSED = (r".*\.rotary_emb\.inv_freq",)

@@ -15,7 +15,7 @@ from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Kernels
 from moesaic.models.block import Projected
 from moesaic.models.layers import Projection
-from moesaic.models.loading import Loader, columns_of
+from moesaic.models.loader import Loader, columns_of
 from moesaic.models.rope import RopeTable
 
 NORM_EPSILON = 1e-6

@@ -12,7 +12,7 @@ from moesaic.models import rope
 from moesaic.models.block import DecoderBlock
 from moesaic.models.config import Fields
 from moesaic.models.layers import TopKRouter
-from moesaic.models.loading import ExpertNames, Heads, Loader, grouped_query_attention, read_heads
+from moesaic.models.loader import ExpertNames, Heads, Loader, grouped_query_attention, read_heads
 from moesaic.models.spec import KVLayout, ModelSpec
 
 UNUSED = (r".*\.rotary_emb\.inv_freq",)

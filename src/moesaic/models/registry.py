@@ -17,7 +17,7 @@ from moesaic.models import deepseek_v2, mixtral, qwen3_moe
 from moesaic.models.block import Block
 from moesaic.models.checkpoint import Checkpoint, Progress
 from moesaic.models.files import read_json
-from moesaic.models.loading import ExpertNames, Loader, claim_experts, experts
+from moesaic.models.loader import ExpertNames, Loader, claim_experts, experts
 from moesaic.models.model import Model
 from moesaic.models.shard import WHOLE, Shard
 from moesaic.models.spec import ModelSpec

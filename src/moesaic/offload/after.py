@@ -16,7 +16,7 @@ from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.model import Model
 from moesaic.offload.link import Link
 from moesaic.offload.parts import Part
-from moesaic.policy.tasks import Kind, Lane, Task
+from moesaic.policy.offloading.tasks import Kind, Lane, Task
 
 Do = Callable[[Task, Part], None]
 

@@ -14,8 +14,8 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 
 from moesaic.core.errors import ConfigError
-from moesaic.policy.tasks import Kind, Lane, Task
-from moesaic.policy.timeline import Timeline
+from moesaic.policy.offloading.tasks import Kind, Lane, Task
+from moesaic.policy.offloading.timeline import Timeline
 
 Setup = Callable[[Lane], AbstractContextManager[object]]
 Do = Callable[[Task], object]

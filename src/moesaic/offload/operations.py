@@ -14,8 +14,8 @@ from moesaic.offload.after import AfterAttention, Do
 from moesaic.offload.caches import Cache
 from moesaic.offload.link import Link
 from moesaic.offload.parts import Part
-from moesaic.policy.likely import Likely
-from moesaic.policy.tasks import Kind, Lane, Task
+from moesaic.policy.offloading.prefetch import Likely
+from moesaic.policy.offloading.tasks import Kind, Lane, Task
 
 
 class Loads(Protocol):

@@ -24,7 +24,7 @@ from moesaic.kernels.batch import AttentionBatch
 from moesaic.models.block import Block
 from moesaic.offload.caches import Attending, BoolArray, Moving, Resident
 from moesaic.offload.parts import Part
-from moesaic.policy.kvblocks import KVBlocks
+from moesaic.policy.scheduling.kvblocks import KVBlocks
 
 TOKEN = 0
 """What rows of padding embed."""

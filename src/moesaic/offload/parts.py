@@ -14,7 +14,7 @@ from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kvcache.paged import PagedKV
 from moesaic.models.block import Gated, Projected
-from moesaic.policy.microbatch import divide
+from moesaic.policy.offloading.microbatch import divide
 
 
 @dataclass
@@ -88,7 +88,7 @@ UNPADDED = Unpadded()
 def by_sequences(batch: TokenBatch, largest: int) -> list[tuple[TokenBatch, IntArray]]:
     """Micro-batches of at most so many sequences with about as many cached tokens each, and their rows.
 
-    MoE-Lightning, Algorithm 2 as in policy/microbatch.py: nothing is padded.
+    MoE-Lightning, Algorithm 2 as in policy/offloading/microbatch.py: nothing is padded.
     """
     lengths = batch.context_lens.tolist()
     count = -(-len(lengths) // largest)

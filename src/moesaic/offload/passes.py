@@ -16,10 +16,10 @@ from moesaic.models.model import Model
 from moesaic.offload.caches import Cache
 from moesaic.offload.operations import Operations
 from moesaic.offload.parts import UNPADDED, Part, Rows, by_context, by_rows, by_sequences, is_cut
-from moesaic.policy.pipeline import decode, first_layer, prefill
-from moesaic.policy.policies import Policy, shape_of
-from moesaic.policy.tasks import Lane, Shape, Task
-from moesaic.policy.timeline import Timeline
+from moesaic.policy.offloading.pipeline import decode, first_layer, prefill
+from moesaic.policy.offloading.policies import Policy, shape_of
+from moesaic.policy.offloading.tasks import Lane, Shape, Task
+from moesaic.policy.offloading.timeline import Timeline
 
 
 class Runs(Protocol):

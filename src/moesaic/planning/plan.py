@@ -24,9 +24,9 @@ from moesaic.cost.sizes import BYTES, ModelSizes
 from moesaic.models import files, registry
 from moesaic.models.shard import Shard
 from moesaic.planning.search import Job, Search
-from moesaic.policy.pipeline import Schedule
-from moesaic.policy.planner import Limits
-from moesaic.policy.pricing import Price, Pricing
+from moesaic.policy.offloading.pipeline import Schedule
+from moesaic.policy.offloading.planner import Limits
+from moesaic.policy.offloading.pricing import Price, Pricing
 
 ROW_BYTES = 4.0
 """Rows are float32; a CPU caches in it, too, unless told otherwise."""

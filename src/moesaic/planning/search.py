@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.sizes import ModelSizes
-from moesaic.policy import planner
-from moesaic.policy.footprint import why_not
-from moesaic.policy.planner import Limits
-from moesaic.policy.policies import BLOCK, Workload
-from moesaic.policy.pricing import Price, Pricing
+from moesaic.policy.offloading import planner
+from moesaic.policy.offloading.footprint import why_not
+from moesaic.policy.offloading.planner import Limits
+from moesaic.policy.offloading.policies import BLOCK, Workload
+from moesaic.policy.offloading.pricing import Price, Pricing
 
 MIB = 1 << 20
 USABLE = 0.95

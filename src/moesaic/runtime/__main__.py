@@ -18,9 +18,9 @@ from moesaic.config import WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.runtime import out_of_memory
-from moesaic.runtime.load import build_worker
-from moesaic.transport.bell import Bell
+from moesaic.runtime.build import build_worker
 from moesaic.transport.stream import StreamConnection
+from moesaic.transport.wakeup import Bell
 
 ALIVE_SECONDS = 0.2
 

@@ -12,7 +12,7 @@ from moesaic.core.request import TokenLogprob
 from moesaic.core.tokens import IntArray
 from moesaic.experts.client import RoutedExperts
 from moesaic.models.model import Model
-from moesaic.policy.brain.actions import (
+from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Admit,
     Emit,
@@ -27,10 +27,10 @@ from moesaic.policy.brain.actions import (
     StepDone,
     StepPlan,
 )
-from moesaic.runtime.layered import Layered
-from moesaic.runtime.recorder import Recorder
-from moesaic.runtime.sampler import Sampler, token_logprobs
-from moesaic.runtime.walk import Steps, Walk
+from moesaic.runtime.routing_recorder import Recorder
+from moesaic.runtime.sampling.sampler import Sampler, token_logprobs
+from moesaic.runtime.step.layerwise import Layered
+from moesaic.runtime.step.running_step import Steps, Walk
 from moesaic.transport.base import Connection
 
 SCORED_SLICE = 128

@@ -24,11 +24,11 @@ from moesaic.offload.operations import Operations
 from moesaic.offload.padding import PaddedMoving, PaddedResident, Padding
 from moesaic.offload.parts import UNPADDED, Rows
 from moesaic.offload.passes import Observe, Passes, Way
-from moesaic.policy.pipeline import FORCED, SCHEDULES
-from moesaic.policy.policies import Policy
-from moesaic.runtime.levels import Core, Levels, cores_of, levels, setup_of
-from moesaic.runtime.loaded import Loaded, context_length, device_of, layout_of, load_model
-from moesaic.runtime.walk import Stages, Walk
+from moesaic.policy.offloading.pipeline import FORCED, SCHEDULES
+from moesaic.policy.offloading.policies import Policy
+from moesaic.runtime.memory_levels import Core, Levels, cores_of, levels, setup_of
+from moesaic.runtime.model_loading import Loaded, context_length, device_of, layout_of, load_model
+from moesaic.runtime.step.running_step import Stages, Walk
 
 
 def check(config: WorkerConfig) -> None:

@@ -10,7 +10,7 @@ from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.metrics import WorkerStats
 from moesaic.experts.client import RoutedExperts
-from moesaic.policy.brain.actions import (
+from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Admit,
     Arrived,
@@ -26,7 +26,7 @@ from moesaic.policy.brain.actions import (
 )
 from moesaic.runtime.executor import Executor
 from moesaic.transport.base import Connection
-from moesaic.transport.bell import Bell
+from moesaic.transport.wakeup import Bell
 
 STATS_INTERVAL = 0.25
 """Seconds between two snapshots to the engine while busy; falling idle sends one at once."""

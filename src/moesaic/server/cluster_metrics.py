@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from moesaic.core.cluster import ClusterLoad, ClusterStatus, LayerLocality
+from moesaic.core.cluster_status import ClusterLoad, ClusterStatus, LayerLocality
 from moesaic.server.service import Cluster
 
 MOST_EXPERTS = 2048

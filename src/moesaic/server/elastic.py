@@ -6,7 +6,7 @@ import asyncio
 
 from fastapi import APIRouter
 
-from moesaic.core.cluster import ClusterStatus
+from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.errors import ConfigError
 from moesaic.server.documentation import errors
 from moesaic.server.errors import Problem

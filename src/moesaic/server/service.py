@@ -10,7 +10,7 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Request
 
-from moesaic.core.cluster import ClusterLoad, ClusterStatus
+from moesaic.core.cluster_status import ClusterLoad, ClusterStatus
 from moesaic.core.errors import ConfigError, RequestError
 from moesaic.core.request import SamplingParams
 from moesaic.server.async_engine import AsyncEngine

@@ -1,0 +1,193 @@
+"""What a cluster is to become: asked by people, by servers that join, and by its own load.
+
+One change at a time, in the order in which they were asked for; what the load asks for comes last.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.cluster.balancing import Balancing, autoscaler
+from moesaic.cluster.join_listener import RemoteProcess
+from moesaic.cluster.member import Member, Stage
+from moesaic.cluster.members import Members
+from moesaic.cluster.objectives import Objectives
+from moesaic.cluster.publishing import Publisher
+from moesaic.cluster.router import Router
+from moesaic.cluster.scaling import Change, Changes
+from moesaic.config import ClusterConfig
+from moesaic.core.errors import ConfigError, ScalingError
+from moesaic.core.experts import ExpertLayout
+from moesaic.core.tokens import IntArray
+
+LOG = logging.getLogger(__name__)
+RETRY_SECONDS = 5.0
+"""After a change that nobody asked for and that failed."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    what: str
+    """For a person."""
+    change: Change
+    future: Future[None] | None = None
+    """Of who asked."""
+
+
+class Steering:
+    """Used by the supervisor's thread only. note: remembers a failure for people."""
+
+    def __init__(
+        self,
+        members: Members,
+        publisher: Publisher,
+        router: Router,
+        cluster: ClusterConfig,
+        clock: Callable[[], float],
+        note: Callable[[str], None],
+    ) -> None:
+        """Raises ConfigError for an --autoscale that cannot be carried out."""
+        autoscaler(cluster)
+        router.objectives = Objectives.of(cluster, clock)
+        self.balancing: Balancing | None = None
+        """Known with the layout."""
+        self.changes = Changes(members, publisher, router, cluster, self._load, clock)
+        self.rebalances = 0
+        self._members = members
+        self._publisher = publisher
+        self._router = router
+        self._cluster = cluster
+        self._clock = clock
+        self._note = note
+        self._queue: deque[_Wanted] = deque()
+        self._now: _Wanted | None = None
+        self._quiet_until = -math.inf
+
+    @property
+    def layout(self) -> ExpertLayout | None:
+        return self.changes.layout
+
+    @property
+    def under_way(self) -> str | None:
+        """What is being changed, for a person."""
+        wanted = self._now
+        return None if wanted is None else wanted.what
+
+    def lay_out(self, layout: ExpertLayout) -> None:
+        """What the experts are."""
+        self.changes.layout = layout
+        copies, servers = self._cluster.redundant_experts, len(self._members.servers)
+        most = layout.num_experts * (servers - 1)  # no server holds an expert twice
+        what = "--redundant-experts: got %d; with --expert-servers %d at most %d have a place"
+        if copies > most:
+            LOG.warning(what, copies, servers, most)
+        self.balancing = Balancing(layout, self._cluster, self._clock())
+
+    # ---- who asks
+
+    def scale(self, servers: int | None, workers: int | None, future: Future[None]) -> None:
+        """By hand; refused while another such change is under way."""
+        pending = [self._now, *self._queue]
+        try:
+            if any(wanted is not None and wanted.future is not None for wanted in pending):
+                raise ScalingError("the cluster is being scaled already; wait for its end", conflict=True)
+            now = len(self._members.servers), len(self._members.workers)
+            self.changes.check(now[0] if servers is None else servers, now[1] if workers is None else workers)
+        except (ScalingError, ConfigError) as error:
+            future.set_exception(error)
+            return
+        self._queue.append(_Wanted("scaling", self.changes.scale(servers, workers), future))
+
+    def join(self, process: RemoteProcess) -> None:
+        """A server of another machine."""
+        if self.layout is None or self._cluster.expert_servers == 0:
+            process.kill()  # it comes again
+            return
+        what = f"an expert server joins from {process.peer}"
+        self._queue.append(_Wanted(what, self.changes.add_server(process, process.capacity)))
+
+    def heard(self, member: Member, load: list[list[int]]) -> None:
+        """A server's report."""
+        if self.balancing is not None:
+            self.balancing.loads.heard(member.number, member.incarnation, member.stats, load)
+
+    def advance(self, now: float) -> None:
+        """As far as the change under way gets; without one the next begins."""
+        if self.balancing is not None:
+            self.balancing.loads.tick(now, [member.number for member in self._members.servers])
+        if self._now is None:
+            self._now = self._next(now)
+        if self._now is None:
+            return
+        try:
+            next(self._now.change)
+        except StopIteration:
+            self._end(self._now, None)
+        except (ScalingError, ConfigError) as error:
+            self._note(f"{self._now.what}: {error}")
+            self._quiet_until = now + RETRY_SECONDS
+            self._end(self._now, error)
+        except Exception as error:
+            self._quiet_until = now + RETRY_SECONDS
+            self._end(self._now, ScalingError(f"{self._now.what} broke off: {type(error).__name__}: {error}"))
+            raise
+
+    def stop(self, why: str) -> None:
+        """Nothing will be changed any more."""
+        open_changes, self._now = [self._now, *self._queue], None
+        self._queue.clear()
+        for wanted in open_changes:
+            if wanted is not None and wanted.future is not None:
+                wanted.future.set_exception(ScalingError(why))
+
+    # ---- inside
+
+    def _end(self, wanted: _Wanted, error: Exception | None) -> None:
+        self._now = None
+        LOG.info("%s: %s", wanted.what, error or "done")
+        if wanted.future is not None and error is None:
+            wanted.future.set_result(None)
+        elif wanted.future is not None:
+            wanted.future.set_exception(error)
+
+    def _next(self, now: float) -> _Wanted | None:
+        gone = [member for member in self._members.servers if member.stage is Stage.STOPPED]
+        if gone and now >= self._quiet_until:
+            left = len(self._members.servers) - 1
+            change = self.changes.remove_server(gone[0], max(1, min(self._cluster.min_replicas, left)))
+            return _Wanted(f"{gone[0].name} is gone", change)
+        if self._queue:
+            return self._queue.popleft()
+        return self._by_load(now) if now >= self._quiet_until else None
+
+    def _by_load(self, now: float) -> _Wanted | None:
+        """What the load asks for, mostly nothing."""
+        balancing, placement = self.balancing, self._publisher.placement
+        if balancing is None or placement is None:
+            return None
+        servers = self._members.servers
+        busy = {(member.number, member.incarnation): member.stats.busy_seconds for member in servers}
+        waiting = self._router.stats().waiting
+        missed = self._router.objectives.missed
+        wanted = balancing.wanted_servers(now, waiting, busy, len(servers), missed)
+        if wanted != len(servers):
+            what = f"autoscaling from {len(servers)} to {wanted} expert servers"
+            return _Wanted(what, self.changes.scale(wanted, None))
+        new = balancing.rebalanced(now, placement, self._members.capacities)
+        if new is None:
+            return None
+        self.rebalances += 1
+        return _Wanted("rebalancing", self.changes.rebalance(new))
+
+    def _load(self) -> IntArray:
+        assert self.layout is not None
+        if self.balancing is not None:
+            return self.balancing.loads.window()
+        return np.zeros((len(self.layout.layers), self.layout.num_experts), dtype=np.int64)

@@ -1,0 +1,43 @@
+"""An expert server's arithmetic on the native kernels and the checkpoint. No torch in its process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from moesaic.core.experts import ExpertLayout
+from moesaic.core.stored import OF_EXPERTS
+from moesaic.experts.backend import Part
+from moesaic.experts.store import Store
+from moesaic.kernels.native import plain
+
+
+class Native:
+    """`Arithmetic` on the compiled kernels. `take` and `keep` may be called by another thread than `run`."""
+
+    def __init__(
+        self, path: Path, layout: ExpertLayout, kernels: str, threads: int, mapped: bool = True
+    ) -> None:
+        self.name = f"native ({plain.use(None if kernels == 'auto' else kernels)})"
+        plain.set_threads(threads, pin=False)
+        self._store = Store(path, layout, mapped)
+        self._reading = threading.Lock()
+        """Held while the kernel reads addresses: what lies there must not be dropped."""
+        self._size, self._stored = (layout.hidden, layout.width), OF_EXPERTS.index(layout.dtype)
+
+    @property
+    def held(self) -> dict[int, list[int]]:
+        return self._store.held
+
+    def take(self, wanted: Mapping[int, Iterable[int]]) -> None:
+        self._store.take(wanted)
+
+    def keep(self, wanted: Mapping[int, Iterable[int]]) -> None:
+        with self._reading:
+            self._store.keep(wanted)
+
+    def run(self, layer: int, parts: Sequence[Part]) -> None:
+        found = [(part.hidden, part.rows, part.experts, part.out, part.lines) for part in parts]
+        with self._reading:
+            plain.experts(self._store.table(layer), self._size, self._stored, found)

@@ -1,0 +1,242 @@
+"""`moesaic plan --paper`: published policies found anew, with every input and what was then measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from moesaic.core.errors import ConfigError
+from moesaic.cost.hardware import Hardware
+from moesaic.cost.machines import machine
+from moesaic.cost.sizes import KNOWN
+from moesaic.papers import moe_lightning
+from moesaic.papers.moe_lightning_settings import FLEXGEN, Published, settings
+from moesaic.policy.offloading import planner
+from moesaic.policy.offloading.pipeline import Schedule
+from moesaic.policy.offloading.policies import Policy, Workload
+from moesaic.policy.offloading.pricing import Price, Pricing
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting: what was published, what the same search finds, what our planner would do."""
+
+    setting: Published
+    found: moe_lightning.Priced
+    last: int
+    """The most micro-batches that are predicted the same."""
+    whole: float
+    """Tokens/s that the published model predicts with prefill, of the published policy where it is known."""
+    ours: Price | None
+    """The planner's own policy on the same numbers; None where it finds none that fits."""
+
+    @property
+    def verdict(self) -> str:
+        """How the published policy relates to the one that is found."""
+        wanted, found = self.setting, self.found
+        if wanted.batch is None:
+            return "not known"
+        if wanted.batch == found.batch and wanted.micro_batch in (None, found.micro_batch):
+            return "equal"
+        highest = found.micro_batch * self.last
+        on_it = found.batch <= wanted.batch <= highest and wanted.batch % found.micro_batch == 0
+        if on_it and wanted.micro_batch in (None, found.micro_batch):
+            return "equal throughput"
+        return "differs"
+
+
+@dataclass(frozen=True)
+class FlexGenRow:
+    gpu: str
+    prompt: int
+    generate: int
+    published: tuple[int, int]
+    found: tuple[int, int]
+    published_prediction: float
+    prediction: float
+
+
+@dataclass(frozen=True)
+class Cross:
+    """Table 5: one policy under one schedule, priced as its list of tasks."""
+
+    policy: str
+    schedule: Schedule
+    micro_batch: int
+    batch: int
+    peaks: float
+    """Tokens/s by the T4's peaks."""
+    fitted: float
+    """Tokens/s with the link and the prefill that the paper's results imply."""
+    measured: float | None
+
+
+@dataclass(frozen=True)
+class Paper:
+    rows: Sequence[Row]
+    flexgen: Sequence[FlexGenRow]
+    cross: Sequence[Cross]
+
+
+def reproduce() -> Paper:
+    """Every search anew."""
+    rows = [_row(one) for one in settings()]
+    flexgen = []
+    for wanted in FLEXGEN:
+        found = wanted.search()
+        flexgen.append(
+            FlexGenRow(
+                wanted.gpu,
+                wanted.prompt,
+                wanted.generate,
+                (wanted.micro_batch, wanted.micro_batches),
+                (found.micro_batch, found.micro_batches),
+                wanted.predicted,
+                found.throughput,
+            )
+        )
+    return Paper(rows, flexgen, list(_cross()))
+
+
+def _row(one: Published) -> Row:
+    given = one.setting
+    found = moe_lightning.search(given)
+    hardware, workload = given.hardware.parallel(given.gpus), Workload(given.prompt, given.generate)
+    try:
+        ours = planner.search(given.model, hardware, workload)
+    except ConfigError:
+        ours = None
+    run = found
+    if one.micro_batch and one.micro_batches:
+        run = moe_lightning.price(given, one.micro_batch, one.micro_batches)
+    whole = moe_lightning.with_prefill(given, run)
+    return Row(one, found, moe_lightning.plateau(given, found), whole, ours)
+
+
+TABLE_5: tuple[tuple[str, int, int, float, float | None], ...] = (
+    ("FlexGen's", 8, 139, 9.5, None),
+    ("MoE-Lightning's", 36, 14, 16.816, 30.12),
+    ("MoE-Lightning's, larger N", 36, 31, 20.654, None),
+)
+"""Policy, micro-batch and their number, tokens/s measured with S4 and with CGOPipe: MTBench, T4, n = 128."""
+
+
+def _cross() -> Iterator[Cross]:
+    model, workload = KNOWN["mixtral-8x7b"], Workload(418, 128)
+
+    def priced(hardware: Hardware, policy: Policy) -> float:
+        return Pricing(model, hardware, workload).price(policy).throughput
+
+    for name, mu, count, s4, cgopipe in TABLE_5:
+        schedules: tuple[tuple[Schedule, float | None], ...] = (("s4", s4), ("cgopipe", cgopipe))
+        for schedule, measured in schedules:
+            policy = Policy(schedule, mu, count, slow_attention=schedule == "cgopipe")
+            peaks, fitted = (priced(machine(gpu), policy) for gpu in ("t4", "t4-measured"))
+            yield Cross(name, schedule, mu, policy.batch, peaks, fitted, measured)
+
+
+# ---- for people and for machines
+
+HEADER = (
+    f"{'setting':30} {'published':>12} {'found':>12} {'':17} {'decode':>7} {'+prefill':>8} {'measured':>8} "
+    f"{'ratio':>5}   {'our planner':>12} {'predicts':>8}"
+)
+
+
+def as_text(paper: Paper) -> str:
+    """Three tables; below each setting its inputs."""
+    lines = [
+        "MoE-Lightning's own search (GiB, GiB/s; tokens/s). decode: predicted of the policy that is found;",
+        "+prefill: predicted of the published policy with prefill, as was measured; ratio: of both.",
+        "",
+        HEADER,
+    ]
+    for row in paper.rows:
+        lines += [_line(row), f"    {row.setting.inputs}"]
+        lines += [f"    {row.setting.note}"] if row.setting.note else []
+    lines += [
+        "",
+        "Of policies that are predicted equal we find the first, the published code takes one of the later:",
+        "where the GPU is the limit (S8, n 32; S2 summarization) its policy may have more micro-batches.",
+        "",
+        "FlexGen's own search, with constants fitted by MoE-Lightning's authors (16 GiB T4, 24 GiB L4)",
+        "",
+    ]
+    lines.append(
+        f"{'GPU':4} {'s':>5} {'n':>4} {'published':>10} {'found':>10} {'':8} {'predicted':>9} {'found':>7}"
+    )
+    lines += [_flexgen_line(row) for row in paper.flexgen]
+    lines += ["", "Table 5's cross: MTBench padded on the T4, n 128, priced as lists of tasks", ""]
+    lines.append(
+        f"{'policy':26} {'schedule':9} {'mu':>3} {'N':>5} {'by peaks':>9} {'by fitted':>9} {'measured':>9}"
+    )
+    lines += [_cross_line(row) for row in paper.cross]
+    return "\n".join(lines)
+
+
+def _line(row: Row) -> str:
+    one, found = row.setting, row.found
+    policy = f"{one.micro_batch} x {one.micro_batches}" if one.micro_batch else f"N {one.batch or '?'}"
+    ratio = "" if one.measured is None else f"{row.whole / one.measured:5.1f}"
+    ours = row.ours
+    planned = "" if ours is None else f"{ours.policy.micro_batch} x {ours.policy.micro_batches}"
+    predicted = "does not fit" if ours is None else f"{ours.throughput:8.1f}"
+    return (
+        f"{one.name:30} {policy:>12} {f'{found.micro_batch} x {found.micro_batches}':>12} {row.verdict:17} "
+        f"{found.throughput:7.1f} {row.whole:8.1f} {one.measured or 0:8.1f} {ratio:>5}   "
+        f"{planned:>12} {predicted:>8}"
+    )
+
+
+def _flexgen_line(row: FlexGenRow) -> str:
+    before, after = (f"{mu} x {count}" for mu, count in (row.published, row.found))
+    verdict = "equal" if before == after else "differs"
+    return (
+        f"{row.gpu:4} {row.prompt:5} {row.generate:4} {before:>10} {after:>10} {verdict:8} "
+        f"{row.published_prediction:9.2f} {row.prediction:7.2f}"
+    )
+
+
+def _cross_line(row: Cross) -> str:
+    measured = "" if row.measured is None else f"{row.measured:9.2f}"
+    return (
+        f"{row.policy:26} {row.schedule:9} {row.micro_batch:3} {row.batch:5} {row.peaks:9.2f} "
+        f"{row.fitted:9.2f} {measured:>9}"
+    )
+
+
+def as_json(paper: Paper) -> str:
+    rows = [
+        {
+            "setting": row.setting.name,
+            "inputs": row.setting.inputs,
+            "published": [row.setting.micro_batch, row.setting.micro_batches, row.setting.batch],
+            "found": [row.found.micro_batch, row.found.micro_batches, row.found.batch],
+            "plateau_to": row.last,
+            "verdict": row.verdict,
+            "decode": row.found.throughput,
+            "with_prefill": row.whole,
+            "measured": row.setting.measured,
+            "static": row.found.static,
+            "layer_seconds": row.found.layer_seconds,
+            "bottleneck": row.found.bottleneck,
+            "gpu_bytes": row.found.gpu_bytes,
+            "cpu_bytes": row.found.cpu_bytes,
+            "note": row.setting.note,
+            "planner": None if row.ours is None else _planned(row.ours),
+        }
+        for row in paper.rows
+    ]
+    others = {name: [vars(one) for one in getattr(paper, name)] for name in ("flexgen", "cross")}
+    return json.dumps({"settings": rows} | others)
+
+
+def _planned(price: Price) -> dict[str, object]:
+    return {
+        "schedule": price.policy.schedule,
+        "micro_batch": price.policy.micro_batch,
+        "micro_batches": price.policy.micro_batches,
+        "static_experts": price.policy.static_experts,
+        "throughput": price.throughput,
+    }

@@ -1,0 +1,111 @@
+"""What a plan says beside its policy: what would help most, and when not to move weights at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from moesaic.cost.hardware import Hardware, Processor
+from moesaic.cost.sizes import ModelSizes
+from moesaic.policy.offloading.planner import Limits, Search, search
+from moesaic.policy.offloading.policies import Workload
+from moesaic.policy.offloading.pricing import Price, Pricing
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Of the crossing between moving weights and leaving them."""
+
+
+@dataclass(frozen=True)
+class Help:
+    """One thing of the machine twice as large or fast."""
+
+    name: str
+    gain: float
+    """The throughput then, of the throughput now; the policy is searched anew."""
+
+
+def helps(model: ModelSizes, hardware: Hardware, workload: Workload, now: Price) -> list[Help]:
+    """What doubling each part of the machine would bring, the most helpful first.
+
+    Rates that were measured of both processor and memory tell nothing of either: experts are priced by the
+    roofline here.
+    """
+    bare, base = _by_roofline(hardware), now.throughput
+    if bare != hardware:
+        base = search(model, bare, workload).throughput
+    found = [Help(name, search(model, better, workload).throughput / base) for name, better in _doubled(bare)]
+    return sorted(found, key=lambda one: -one.gain)
+
+
+def _doubled(hardware: Hardware) -> Iterator[tuple[str, Hardware]]:
+    fast, slow, link = hardware.fast, hardware.slow, hardware.link
+    yield f"more {fast.name}", replace(hardware, fast=replace(fast, memory=2 * fast.memory))
+    yield f"faster {fast.name}", replace(hardware, fast=replace(fast, bandwidth=2 * fast.bandwidth))
+    if fast.processor is not None:
+        quick = replace(fast, processor=_faster(fast.processor))
+        yield "a faster processor beside it", replace(hardware, fast=quick)
+    yield f"more {slow.name}", replace(hardware, slow=replace(slow, memory=2 * slow.memory))
+    yield f"faster {slow.name}", replace(hardware, slow=replace(slow, bandwidth=2 * slow.bandwidth))
+    if slow.processor is not None:
+        quick = replace(slow, processor=_faster(slow.processor))
+        yield f"a faster processor beside {slow.name}", replace(hardware, slow=quick)
+    staging = None if link.staging is None else 2 * link.staging
+    wider = replace(link, down=2 * link.down, up=2 * link.up, staging=staging)
+    yield "a faster link", replace(hardware, link=wider)
+
+
+def _by_roofline(hardware: Hardware) -> Hardware:
+    fast, slow = (
+        replace(level, processor=level.processor and replace(level.processor, experts=()))
+        for level in (hardware.fast, hardware.slow)
+    )
+    return replace(hardware, fast=fast, slow=slow)
+
+
+def _faster(processor: Processor) -> Processor:
+    return processor.times(2)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The best that at most so many requests at once can do, in tokens/s; None where nothing fits."""
+
+    requests: int
+    streamed: float | None
+    """Whole layers of experts come over the link."""
+    left: float | None
+    """Weights stay: experts are computed where they are, or only chosen ones are fetched."""
+
+
+def by_batch(model: ModelSizes, hardware: Hardware, workload: Workload, most: int) -> list[Batch]:
+    """For batches of 1, 2, 4, ... up to `most`."""
+    pricing = Pricing(model, hardware, workload)
+    streamed = Search(pricing, Limits(("cgopipe",), most))
+    left = Search(pricing, Limits(("in-place", "on-demand"), most))
+
+    def rate(found: Search, requests: int) -> float | None:
+        best = found.best(requests)
+        return None if best is None else best.throughput
+
+    return [
+        Batch(requests, rate(streamed, requests), rate(left, requests))
+        for requests in BATCHES
+        if requests <= max(most, 1)
+    ]
+
+
+def pays_from(batches: list[Batch]) -> int | None:
+    """The batch from which streaming layers is faster than leaving weights where they are, to the end.
+
+    Example: streamed 1, 4, 9 and left 3, 3, 3 tokens/s at 1, 2, 4 requests -> 2. None: never.
+    """
+    first = None
+    for one in batches:
+        faster = one.streamed is not None and (one.left is None or one.streamed > one.left)
+        first = (first or one.requests) if faster else None
+    return first
+
+
+def without_offloading(model: ModelSizes, hardware: Hardware, workload: Workload) -> Price | None:
+    """The best with everything on the fast level; None where that does not fit."""
+    return Search(Pricing(model, hardware, workload), Limits(("cgopipe",), fast_only=True)).best()

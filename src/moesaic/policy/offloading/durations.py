@@ -1,0 +1,178 @@
+"""How long each task of a schedule takes, by the roofline of the level where it runs or of the link it uses.
+
+Tables are by (kind, lane), in seconds of one task; micro-batches are equal, and so are pages.
+"""
+
+from __future__ import annotations
+
+import math
+
+from moesaic.cost import ops
+from moesaic.cost.hardware import Hardware, Level
+from moesaic.cost.ops import Work
+from moesaic.cost.roofline import attention_seconds, seconds, seconds_with_experts
+from moesaic.cost.sizes import ModelSizes
+from moesaic.policy.offloading.policies import Policy, Workload
+from moesaic.policy.offloading.tasks import LANES, Kind, Lane
+
+NOTHING = Work()
+Table = dict[tuple[Kind, Lane], float]
+TENSORS = {Kind.SAVE_QKV: 3, Kind.LOAD_CACHE: 2, Kind.SAVE_CACHE: 2}
+"""Transfers of a task, where it has several: query, key and value."""
+
+
+class Durations:
+    """Of one model on one machine, for requests of one kind."""
+
+    def __init__(self, model: ModelSizes, hardware: Hardware, workload: Workload) -> None:
+        self._model, self._hardware, self._workload = model, hardware, workload
+        self._token = model.cache(1, workload.cache_number)
+
+    def decode(self, policy: Policy, dense: bool = False) -> Table:
+        """A micro-batch's tasks in one layer of a decode step at the mean context.
+
+        dense: of a layer without routed experts, all of whose weights are on the fast level.
+        """
+        model, rows = self._model, policy.micro_batch
+        wide = model.attention
+        context = self._workload.prompt + self._workload.generate / 2
+        attended = ops.attention(model, rows, context, self._workload.cache_number)
+        projected = ops.output_projection(model, rows)
+        static = policy.static_experts / model.experts
+        fast, slow = self._hardware.fast, self._hardware.slow
+        beside = ops.dense(model, rows) if dense else ops.gate(model, rows) + ops.shared(model, rows)
+        everything = NOTHING if dense else ops.routed(model, rows)
+        here = ops.routed(model, rows, static if policy.in_place else 1.0)
+        answers = rows * model.top_k * (1 - static)  # one by one: their sum has the same bits everywhere
+        table = {
+            (Kind.PRE, Lane.FAST): self._computed(fast, ops.query_key_value(model, rows)),
+            (Kind.ATTENTION, Lane.FAST): _launched(attention_seconds(attended, fast), fast),
+            (Kind.POST, Lane.FAST): self._computed(fast, projected + beside, everything, rows),
+            (Kind.GATE, Lane.FAST): self._computed(fast, projected + beside),
+            (Kind.EXPERTS, Lane.FAST): self._computed(fast, NOTHING, here, rows),
+            **_fast(Kind.HEAD, ops.head(model, rows), fast),
+            (Kind.SYNC, Lane.FAST): 0.0,
+            **self._move(Kind.SAVE_QKV, rows * (wide.query + wide.cached) * model.row_number),
+            **self._move(Kind.LOAD_ROWS, rows * wide.output * model.row_number),
+            **self._move(Kind.SAVE_ROWS, rows * model.hidden * model.row_number),
+            **self._move(Kind.LOAD_ANSWERS, answers * model.hidden * model.row_number),
+            **self._gathered(Kind.LOAD_CACHE, rows * context * self._token * policy.slow_cache),
+            **self._move(Kind.SAVE_CACHE, rows * self._token * policy.slow_cache),
+            **self._move(Kind.LOAD_CHOSEN, self._chosen(policy)),
+            **self._move(Kind.LOAD_LIKELY, policy.likely_experts * model.expert_bytes),
+            **self._pages(policy, policy.pages),
+        }
+        if slow.processor is not None:
+            table[Kind.ATTENTION, Lane.SLOW] = _launched(attention_seconds(attended, slow), slow)
+            there = ops.routed(model, rows, 1 - static)
+            table[Kind.EXPERTS, Lane.SLOW] = self._computed(slow, NOTHING, there, rows)
+        return table
+
+    def prefill(self, policy: Policy, requests: float, pages: int, dense: bool = False) -> Table:
+        """The tasks of one layer over the prompts of a micro-batch of `requests`."""
+        model, prompt, fast = self._model, self._workload.prompt, self._hardware.fast
+        rows = requests * prompt
+        attended = ops.causal_attention(model, requests, prompt, self._workload.cache_number)
+        beside = ops.dense(model, rows) if dense else ops.gate(model, rows) + ops.shared(model, rows)
+        beside += ops.query_key_value(model, rows) + attended + ops.output_projection(model, rows)
+        routed = NOTHING if dense else ops.routed(model, rows)
+        efficiency = fast.processor.prefill if fast.processor else 1.0
+        between = ops.between(model, rows, 0 if dense else model.top_k)
+        computed = self._computed(fast, beside, routed, rows, efficiency) + seconds(between, fast)
+        return {
+            (Kind.PROMPT, Lane.FAST): computed,
+            **_fast(Kind.HEAD, ops.head(model, requests), fast),
+            **self._move(Kind.SAVE_CACHE, rows * self._token * policy.slow_cache),
+            **self._move(Kind.SAVE_ROWS, rows * model.hidden * model.row_number),
+            **self._move(Kind.LOAD_ANSWERS, rows * model.hidden * model.row_number),
+            **self._pages(policy, pages),
+        }
+
+    def first_layer(self, policy: Policy) -> float:
+        """Seconds until the streamed experts of one layer have come, while nothing is computed."""
+        pages = self._pages(policy, 1)
+        staged = pages[Kind.STAGE_PAGE, Lane.STAGING] if self._hardware.link.staging is not None else 0.0
+        return staged + pages[Kind.LOAD_PAGE, Lane.DOWN]
+
+    def slow_memory(self, policy: Policy, moved: dict[Lane, float]) -> float:
+        """Seconds of the slow level's memory in a layer: its processor's reading, and all copies.
+
+        moved: seconds of each lane in that layer. A copy into pinned memory reads and writes.
+        """
+        link, level = self._hardware.link, self._hardware.slow
+        copied = moved[Lane.DOWN] * link.down + moved[Lane.UP] * link.up
+        copied += 2 * moved[Lane.STAGING] * (link.staging or 0.0)
+        return copied / level.bandwidth + self._read_there(policy, moved)
+
+    def _read_there(self, policy: Policy, moved: dict[Lane, float]) -> float:
+        """What the slow processor reads."""
+        if not moved[Lane.SLOW]:
+            return 0.0
+        model, rows, level = self._model, policy.micro_batch, self._hardware.slow
+        context = self._workload.prompt + self._workload.generate / 2
+        read = 0.0
+        if policy.slow_attention:
+            read += ops.attention(model, rows, context, self._workload.cache_number).bytes
+        if policy.in_place:
+            read += ops.routed(model, rows, 1 - policy.static_experts / model.experts).bytes
+        return policy.micro_batches * read / level.bandwidth
+
+    def likely_experts(self, policy: Policy) -> int:
+        """On demand: as many as come down after a layer's chosen experts until the next one's gates are done,
+        and more by the share of all experts that is chosen: the link shall not wait for the gates.
+
+        In decode. None where more than experts comes down.
+        """
+        if policy.slow_attention or policy.slow_cache:
+            return 0
+        model, table = self._model, self.decode(policy)
+        kinds = (Kind.EXPERTS, Kind.PRE, Kind.ATTENTION, Kind.GATE)
+        idle = policy.micro_batches * sum(table[kind, Lane.FAST] for kind in kinds)
+        wanted = idle * (1 + ops.distinct(model, policy.batch) / model.experts)
+        away = model.experts - policy.static_experts
+        return int(min(away, wanted * self._hardware.link.down / model.expert_bytes))
+
+    def _chosen(self, policy: Policy) -> float:
+        """Bytes of the streamed experts that a whole batch is expected to choose in one layer, without those
+        that came before: as many of these are taken to be chosen as of any others."""
+        model = self._model
+        away = 1 - (policy.static_experts + policy.likely_experts) / model.experts
+        return ops.distinct(model, policy.batch) * away * model.expert_bytes
+
+    def _computed(
+        self,
+        level: Level,
+        beside: Work,
+        routed: Work = NOTHING,
+        rows: float = 0.0,
+        efficiency: float = 1.0,
+    ) -> float:
+        """Seconds of a task there. routed: the experts of so many rows; beside: what else it computes."""
+        each = ops.rows_each(self._model, rows)
+        return _launched(seconds_with_experts(beside, routed, each, level, efficiency), level)
+
+    def _pages(self, policy: Policy, pages: int) -> Table:
+        """A page is whole rows of the experts' matrices, the last one perhaps fewer."""
+        model = self._model
+        rows = 3 * (model.experts - policy.static_experts) * model.expert_width
+        page = math.ceil(rows / max(pages, 1)) * model.expert_bytes / (3 * model.expert_width)
+        return {**self._move(Kind.LOAD_PAGE, page), **self._move(Kind.STAGE_PAGE, page)}
+
+    def _gathered(self, kind: Kind, size: float) -> Table:
+        """Blocks are put together in pinned memory, where there is some, before they come down."""
+        [(key, took)] = self._move(kind, size).items()
+        return {key: took + size / (self._hardware.link.staging or math.inf)}
+
+    def _move(self, kind: Kind, size: float) -> Table:
+        link, lane = self._hardware.link, LANES[kind]
+        speed = {Lane.DOWN: link.down, Lane.UP: link.up, Lane.STAGING: link.staging or math.inf}[lane]
+        return {(kind, lane): size / speed + TENSORS.get(kind, 1) * link.latency}
+
+
+def _fast(kind: Kind, work: Work, level: Level) -> Table:
+    return {(kind, Lane.FAST): seconds(work, level)}
+
+
+def _launched(took: float, level: Level) -> float:
+    """Seconds of a task that computes for so many."""
+    return took + (level.processor.launch if level.processor else 0.0)

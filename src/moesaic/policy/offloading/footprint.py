@@ -1,0 +1,130 @@
+"""What a policy keeps in the memory of both levels."""
+
+from __future__ import annotations
+
+import math
+
+from moesaic.cost.hardware import GIB, Hardware, Level
+from moesaic.cost.sizes import ModelSizes
+from moesaic.policy.offloading.policies import PREFILL_SHARES, Policy, Workload
+
+PREFILL_ROWS = 8192
+"""Rows of a micro-batch in prefill, at most, unless one prompt is longer: enough to be limited by compute."""
+
+
+class Footprint:
+    """Bytes, for one model, machine and workload."""
+
+    def __init__(self, model: ModelSizes, hardware: Hardware, workload: Workload) -> None:
+        self.model, self.hardware, self.workload = model, hardware, workload
+        self._token = model.cache(1, workload.cache_number)
+        self._expert = model.expert_bytes
+        attention = model.attention.query + model.attention.cached + model.attention.output
+        routed, kept = _routed(model)
+        after = max(routed, 2 * model.shared_width, 2 * model.dense_width)
+        self._row = (attention + after + kept) * model.row_number
+        """Bytes of one row between the operations of a layer, at the most: what attention took is kept for
+        the next layer's."""
+
+    def fast(self, policy: Policy) -> dict[str, float]:
+        """What the fast level holds at most, in prefill or in decode."""
+        model, away = self.model, self.model.experts - policy.static_experts
+        requests = self.prefill_requests(policy)
+        cache = self.workload.held * self._token * (1 - policy.slow_cache)
+        moving = 2 * max(requests, 0 if policy.slow_attention else policy.micro_batch)
+        kept = policy.batch if policy.fast_residual else 2 * requests
+        prompts = kept * self.workload.prompt * model.hidden * model.row_number
+        return {
+            "all but routed experts": model.other,
+            "static experts": policy.static_experts * self._expert * model.moe_layers,
+            "two layers of streamed experts": 2 * away * self._expert,
+            "cache": cache * policy.batch * model.layers
+            + moving * self.workload.held * self._token * policy.slow_cache,
+            "rows": max(prompts, 2 * policy.batch * model.hidden * model.row_number),
+            "workspace": self._workspace(policy),
+        }
+
+    def slow(self, policy: Policy) -> dict[str, float]:
+        """What the slow level holds."""
+        model, away = self.model, (self.model.experts - policy.static_experts) * self._expert
+        cache = self.workload.held * self._token * policy.slow_cache
+        rows = 0 if policy.fast_residual else policy.batch * self.workload.prompt
+        return {
+            "experts": away * model.moe_layers,
+            "pinned pages": pinned(away) if self.hardware.link.staging is not None else 0.0,
+            "cache": cache * policy.batch * model.layers,
+            "rows": rows * model.hidden * model.row_number,
+        }
+
+    def fits(self, policy: Policy) -> bool:
+        fast, slow = self.hardware.fast.room, self.hardware.slow.room
+        return sum(self.fast(policy).values()) <= fast and sum(self.slow(policy).values()) <= slow
+
+    def prefill_requests(self, policy: Policy) -> int:
+        """Requests of one micro-batch in prefill, at most; one may take more than its share."""
+        rows = min(PREFILL_ROWS, self._prefill_rows(policy.prefill_share))
+        return max(1, min(policy.batch, int(rows // self.workload.prompt)))
+
+    @property
+    def prefill_shares(self) -> tuple[float, ...]:
+        """Those of PREFILL_SHARES worth a search: the first alone where it has room for PREFILL_ROWS, and
+        none that takes as many prompts at once as another."""
+        if self._prefill_rows(PREFILL_SHARES[0]) >= PREFILL_ROWS:
+            return PREFILL_SHARES[:1]
+        sizes = {
+            max(1, int(self._prefill_rows(one) // self.workload.prompt)): one for one in PREFILL_SHARES[::-1]
+        }
+        return tuple(sorted(sizes.values(), reverse=True))
+
+    def _prefill_rows(self, share: float) -> float:
+        return share * self.hardware.fast.room / self._row
+
+    def _workspace(self, policy: Policy) -> float:
+        """Rows between the operations of the larger micro-batch, and logits."""
+        requests = self.prefill_requests(policy)
+        rows = max(requests * self.workload.prompt, policy.micro_batch)
+        return rows * self._row + max(requests, policy.micro_batch) * self.model.vocab * 4
+
+
+def _routed(model: ModelSizes) -> tuple[float, float]:
+    """Numbers of one row inside its experts, and beside them, at the most.
+
+    A rank of a group may have the experts of all pairs, and has what was asked and what is answered for each;
+    beside them the answers to its own rows, which may be all of them, and sums.
+    """
+    if model.ranks == 1:
+        return model.top_k * (model.hidden + 2 * model.expert_width), 2 * model.hidden
+    pairs = model.top_k * model.ranks
+    return pairs * 2 * (model.hidden + model.expert_width), (6 + pairs) * model.hidden
+
+
+def pinned(size: float) -> float:
+    """Bytes that so many of pinned memory take: torch rounds them up to a power of two."""
+    return 2.0 ** math.ceil(math.log2(size)) if size > 0 else 0.0
+
+
+def why_not(model: ModelSizes, hardware: Hardware, workload: Workload) -> str:
+    """The smallest policy, and which level it is too much for."""
+    slow = hardware.slow.processor is not None
+    policy = Policy("cgopipe", 1, 1, slow, slow_cache=float(slow), fast_residual=not slow)
+    footprint = Footprint(model, hardware, workload)
+    said = []
+    for level, held in ((hardware.fast, footprint.fast(policy)), (hardware.slow, footprint.slow(policy))):
+        need = sum(held.values())
+        if need > level.room:
+            said.append(_too_much(level, need, held))
+    return f"{model.name} does not fit on {hardware.name}: " + (
+        "; ".join(said) or "no policy of the grid does"
+    )
+
+
+def _too_much(level: Level, need: float, held: dict[str, float]) -> str:
+    most = max(held, key=lambda name: held[name])
+    return (
+        f"one request needs {_size(need)} of {level.name} ({most}: {_size(held[most])}), "
+        f"and {_size(level.room)} of it may be filled"
+    )
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{1024 * count / GIB:.1f} MiB"

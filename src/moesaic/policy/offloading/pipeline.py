@@ -1,0 +1,298 @@
+"""Schedules of a pass over a model larger than the fast memory, as lists of tasks.
+
+A task stands on a lane. A lane does its tasks in the order of the list, one at a time, and a task begins when
+those it needs have ended: what streams and threads do. The planner prices a list and the executor runs the
+same one. MoE-Lightning, section 4.1, Algorithm 1 and Figure 6:
+
+- cgopipe: attention on the slow processor, two micro-batches ahead of the experts; the next layer's weights
+  come in pages, one with each micro-batch, between the rows that the fast processor waits for. With
+  attention on the fast processor the cache of the next micro-batches comes between the pages.
+- s2 (FastDecode): the same, but the next layer's weights come whole, before the layer's first rows.
+- s3 (FlexGen, attention on the slow processor): micro-batch after micro-batch in lock-step, weights whole.
+- s4 (FlexGen): lock-step, attention on the fast processor; the next micro-batch's cache comes meanwhile.
+- serial: one task after the other. What overlap is worth is measured against it.
+
+Two more compute where the data is, or fetch only what was chosen:
+
+- in-place: routed experts on the processor of the level that holds them; no weights move. What the paper
+  advises below P1 (section 3.3).
+- on-demand: all gates of a layer first, then the union of the experts that were chosen, then the experts.
+  While these are computed, and the next layer's gates, experts come that were chosen there lately.
+
+Tasks of layer `layers` load the first layer of the next step; a step finds its own first layer loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Literal, get_args
+
+from moesaic.policy.offloading.tasks import Key, Kind, Lane, Shape, Task, TaskList, name
+
+Schedule = Literal["cgopipe", "s2", "s3", "s4", "serial", "in-place", "on-demand"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+FORCED: dict[Schedule, bool] = {"s2": True, "s3": True, "s4": False}
+"""Schedules whose attention is on the slow processor, or is not, whatever else is asked."""
+AHEAD = 2
+"""Micro-batches whose attention is launched before the experts of the current one."""
+
+
+def decode(schedule: Schedule, shape: Shape) -> list[Task]:
+    """One decode step: one row of each request.
+
+    s2 and s3 have attention on the slow processor, s4 on the fast one, whatever `shape` says.
+
+    Example, cgopipe, 1 layer, 1 micro-batch, 1 page: pre-attention, save qkv, attention; load rows, load page
+    (of the next step), post-attention, head.
+    """
+    builders = {
+        "cgopipe": _cgopipe,
+        "s2": _s2,
+        "s3": _s3,
+        "s4": _s4,
+        "serial": _serial,
+        "in-place": _in_place,
+        "on-demand": _on_demand,
+    }
+    whole = shape.pages if schedule == "cgopipe" else min(shape.pages, 1)
+    slow = FORCED.get(schedule, shape.slow_attention)
+    return builders[schedule](_Parts(replace(shape, pages=whole, slow_attention=slow)))
+
+
+def prefill(shape: Shape, rows_move: bool = False) -> list[Task]:
+    """All prompts, layer after layer, on the fast processor. MoE-Lightning, section 4.
+
+    shape: micro-batches and pages of prefill; with slow_attention or cache_moves keys and values go up.
+    rows_move: the residual lives on the slow level; each micro-batch's comes down and goes back. Of both the
+    fast level has room for two micro-batches: the last but one must have gone up.
+    """
+    parts = _Parts(shape)
+    for layer, part in parts.each():
+        parts.page_with(layer + 1, part, stage=True)
+        gone = parts.later(layer, part, -AHEAD)
+        needs = [name(Kind.PROMPT, layer - 1, part), *parts.weights(layer), name(Kind.SAVE_CACHE, *gone)]
+        if shape.cut:
+            needs.append(name(Kind.SAVE_CACHE, layer, part - 1))
+        if rows_move and layer:
+            back = [name(Kind.SAVE_ROWS, layer - 1, part), name(Kind.SAVE_ROWS, *gone)]
+            needs.append(parts.list.add(Kind.LOAD_ANSWERS, layer, part, back))
+        done = parts.list.add(Kind.PROMPT, layer, part, [*needs, name(Kind.SAVE_ROWS, *gone)])
+        if shape.slow_attention or shape.cache_moves:
+            parts.list.add(Kind.SAVE_CACHE, layer, part, [done])
+        if rows_move:
+            parts.list.add(Kind.SAVE_ROWS, layer, part, [done])
+    for part in range(shape.micro_batches):
+        parts.list.add(Kind.HEAD, shape.layers, part, [name(Kind.PROMPT, shape.layers - 1, part)])
+    return parts.list.tasks
+
+
+def first_layer(shape: Shape) -> list[Task]:
+    """The first layer's weights, where no step before has brought them."""
+    parts = _Parts(shape)
+    for page in range(shape.pages_of(0)):
+        parts.stage(0, page)
+        parts.page(0, page)
+    return parts.list.tasks
+
+
+class _Parts:
+    """What schedules put in order."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.list = TaskList()
+        self.layers, self.count = shape.layers, shape.micro_batches
+        self.ahead = min(AHEAD, self.count)
+
+    def each(self) -> Iterator[tuple[int, int]]:
+        for layer in range(self.layers):
+            for part in range(self.count):
+                yield layer, part
+
+    def later(self, layer: int, part: int, by: int) -> tuple[int, int]:
+        """The micro-batch that is `by` places further on, perhaps of the next layer."""
+        more, part = divmod(part + by, self.count)
+        return layer + more, part
+
+    # ---- weights
+
+    def pages_of(self, part: int) -> range:
+        """Pages that come with a micro-batch: its share of them."""
+        pages, count = self.shape.pages, self.count
+        return range(part * pages // count, (part + 1) * pages // count)
+
+    def stage(self, layer: int, page: int) -> None:
+        """W_CtoPin: pinned memory has room for one layer, so the last layer's page must have left it."""
+        if self.shape.staged and layer <= self.layers and self.shape.pages_of(layer):
+            self.list.add(Kind.STAGE_PAGE, layer, page, [name(Kind.LOAD_PAGE, layer - 1, page)])
+
+    def page(self, layer: int, page: int) -> None:
+        """W_PinToG: two layers have room, so the last but one must have been computed."""
+        if not self.shape.pages_of(layer):
+            return
+        last = self.count - 1
+        free = [name(kind, layer - 2, last) for kind in (Kind.POST, Kind.PROMPT)]
+        self.list.add(Kind.LOAD_PAGE, layer, page, [name(Kind.STAGE_PAGE, layer, page), *free])
+
+    def page_with(self, layer: int, part: int, stage: bool) -> None:
+        for page in self.pages_of(part):
+            if stage:
+                self.stage(layer, page)
+            self.page(layer, page)
+
+    def whole(self, layer: int) -> None:
+        """A layer's weights as one page."""
+        for page in range(self.shape.pages):
+            self.stage(layer, page)
+            self.page(layer, page)
+
+    def weights(self, layer: int) -> list[Key]:
+        return [name(Kind.LOAD_PAGE, layer, page) for page in range(self.shape.pages_of(layer))]
+
+    # ---- a micro-batch
+
+    def attend(self, layer: int, part: int) -> None:
+        """From the rows to what attention is computed from or to; nothing beyond the last layer."""
+        if layer >= self.layers:
+            return
+        ended = (Kind.POST, Kind.EXPERTS, Kind.LOAD_ANSWERS)
+        pre = self.list.add(Kind.PRE, layer, part, [name(kind, layer - 1, part) for kind in ended])
+        if self.shape.slow_attention:
+            saved = self.list.add(Kind.SAVE_QKV, layer, part, [pre])
+            self.list.add(Kind.ATTENTION, layer, part, [saved], Lane.SLOW)
+            return
+        done = self.list.add(Kind.ATTENTION, layer, part, [pre, name(Kind.LOAD_CACHE, layer, part)])
+        if self.shape.cache_moves:
+            self.list.add(Kind.SAVE_CACHE, layer, part, [done])
+
+    def cache(self, layer: int, part: int) -> None:
+        """Room for the caches of two micro-batches: the last but one must have been attended to."""
+        if self.shape.slow_attention or not self.shape.cache_moves or layer >= self.layers:
+            return
+        fewer, before = divmod(part - AHEAD, self.count)
+        self.list.add(Kind.LOAD_CACHE, layer, part, [name(Kind.ATTENTION, layer + fewer, before)])
+
+    def rows(self, layer: int, part: int) -> list[Key]:
+        """The rows after attention, on the fast level."""
+        if not self.shape.slow_attention:
+            return [name(Kind.ATTENTION, layer, part)]
+        slow = name(Kind.ATTENTION, layer, part, Lane.SLOW)
+        return [self.list.add(Kind.LOAD_ROWS, layer, part, [slow])]
+
+    def post(self, layer: int, part: int, rows: Iterable[Key]) -> None:
+        done = self.list.add(Kind.POST, layer, part, [*rows, *self.weights(layer)])
+        self.head(layer, part, [done])
+
+    def head(self, layer: int, part: int, needs: Iterable[Key]) -> None:
+        if layer == self.layers - 1:
+            self.list.add(Kind.HEAD, layer + 1, part, needs)
+
+
+# ---- schedules
+
+
+def _cgopipe(parts: _Parts) -> list[Task]:
+    """Algorithm 1."""
+    first = [parts.later(0, 0, by) for by in range(parts.ahead)]
+    for layer, part in first:
+        parts.cache(layer, part)
+    for layer, part in first:
+        if parts.shape.slow_attention:
+            parts.attend(layer, part)
+        for page in parts.pages_of(part):
+            parts.stage(layer + 1, page)
+    for layer, part in parts.each():
+        if not parts.shape.slow_attention:
+            parts.attend(layer, part)
+        rows = parts.rows(layer, part)
+        parts.page_with(layer + 1, part, stage=False)
+        parts.post(layer, part, rows)
+        later, other = parts.later(layer, part, parts.ahead)
+        parts.cache(later, other)
+        if parts.shape.slow_attention:
+            parts.attend(later, other)
+        for page in parts.pages_of(other):
+            parts.stage(later + 1, page)
+    return parts.list.tasks
+
+
+def _s2(parts: _Parts) -> list[Task]:
+    for by in range(parts.ahead):
+        parts.attend(*parts.later(0, 0, by))
+    for layer, part in parts.each():
+        if not part:
+            parts.whole(layer + 1)
+        parts.post(layer, part, parts.rows(layer, part))
+        parts.attend(*parts.later(layer, part, parts.ahead))
+    return parts.list.tasks
+
+
+def _s3(parts: _Parts) -> list[Task]:
+    for layer, part in parts.each():
+        if not part:
+            parts.whole(layer + 1)
+        parts.attend(layer, part)
+        parts.post(layer, part, parts.rows(layer, part))
+        parts.list.sync(layer, part)
+    return parts.list.tasks
+
+
+def _s4(parts: _Parts) -> list[Task]:
+    parts.cache(0, 0)
+    for layer, part in parts.each():
+        if not part:
+            parts.whole(layer + 1)
+        parts.cache(*parts.later(layer, part, 1))
+        parts.attend(layer, part)
+        parts.post(layer, part, parts.rows(layer, part))
+        parts.list.sync(layer, part)
+    return parts.list.tasks
+
+
+def _serial(parts: _Parts) -> list[Task]:
+    for layer in range(parts.layers):
+        for part in range(parts.count):
+            parts.cache(layer, part)
+            parts.attend(layer, part)
+            parts.post(layer, part, parts.rows(layer, part))
+        parts.whole(layer + 1)
+    tasks = parts.list.tasks
+    return [replace(task, needs=(place - 1,) if place else ()) for place, task in enumerate(tasks)]
+
+
+def _in_place(parts: _Parts) -> list[Task]:
+    for by in range(parts.ahead):
+        parts.cache(*parts.later(0, 0, by))
+        parts.attend(*parts.later(0, 0, by))
+    for layer, part in parts.each():
+        gate = parts.list.add(Kind.GATE, layer, part, parts.rows(layer, part))
+        ended = []
+        if parts.shape.slow_experts:
+            saved = parts.list.add(Kind.SAVE_ROWS, layer, part, [gate])
+            slow = parts.list.add(Kind.EXPERTS, layer, part, [saved], Lane.SLOW)
+            ended.append(parts.list.add(Kind.LOAD_ANSWERS, layer, part, [slow]))
+        if parts.shape.fast_experts:
+            ended.append(parts.list.add(Kind.EXPERTS, layer, part, [gate]))
+        parts.head(layer, part, ended)
+        later = parts.later(layer, part, parts.ahead)
+        parts.cache(*later)
+        parts.attend(*later)
+    return parts.list.tasks
+
+
+def _on_demand(parts: _Parts) -> list[Task]:
+    for layer in range(parts.layers):
+        for part in range(parts.count):
+            parts.cache(layer, part)
+            parts.attend(layer, part)
+        gates = [
+            parts.list.add(Kind.GATE, layer, part, parts.rows(layer, part)) for part in range(parts.count)
+        ]
+        chosen = parts.list.add(Kind.LOAD_CHOSEN, layer, 0, gates)
+        if parts.shape.guesses and (layer + 1) % parts.layers not in parts.shape.dense:
+            parts.list.add(Kind.LOAD_LIKELY, layer + 1, 0)  # its slot is free: gates came after its experts
+        for part in range(parts.count):
+            done = parts.list.add(Kind.EXPERTS, layer, part, [gates[part], chosen])
+            parts.head(layer, part, [done])
+    return parts.list.tasks

@@ -1,0 +1,118 @@
+"""What is to be done, and a policy for it: who computes what, and what stays where.
+
+A policy holds whole experts, whole pages and whole blocks of the cache only, so what is priced can be run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from moesaic.core.errors import ConfigError
+from moesaic.policy.offloading.pipeline import Schedule
+from moesaic.policy.offloading.tasks import Shape
+
+PREFILL_SHARES = (1 / 8, 1 / 32)
+"""Of the fast level, what rows of a micro-batch in prefill take at most, unless one prompt takes more. Less
+of it leaves more for cache and experts, more of it makes products longer."""
+BLOCK = 16
+"""Tokens of a block of the cache: it is on one level or on the other."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests of one kind."""
+
+    prompt: int
+    """Tokens."""
+    generate: int
+    cache_number: float = 2.0
+    """Bytes of one cached number: 2 for bf16, a little over 1 for int8, over 0.5 for int4 (their scales)."""
+    unfilled: int = 0
+    """Tokens that a request's last block of the cache has room for and does not hold, in the mean."""
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "generate"):
+            if getattr(self, name) < 1:
+                raise ConfigError.field(name, getattr(self, name), "an integer of at least 1")
+
+    @property
+    def context(self) -> int:
+        """Tokens of a request in the end."""
+        return self.prompt + self.generate
+
+    @property
+    def held(self) -> int:
+        """Tokens of cache that a request takes in the end."""
+        return self.context + self.unfilled
+
+    @property
+    def blocks(self) -> int:
+        """Of a request's cache in the end."""
+        return math.ceil(self.context / BLOCK)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """MoE-Lightning's (N, mu, A_g, F_g, r_w, r_c), rounded to what can be run."""
+
+    schedule: Schedule
+    micro_batch: int
+    """Requests: mu."""
+    micro_batches: int
+    slow_attention: bool
+    """Attention runs beside the slow level, where all of the cache then is: A_g = 0."""
+    static_experts: int = 0
+    """Of each layer, always on the fast level: r_w in whole experts."""
+    slow_cache: float = 1.0
+    """Share of each request's cache on the slow level, in whole blocks: 1 - r_c."""
+    fast_residual: bool = True
+    """The rows of all prompts stay on the fast level between the layers of prefill."""
+    likely_experts: int = 0
+    """on-demand: of each layer, that come before its gates have spoken, at most."""
+    prefill_share: float = PREFILL_SHARES[0]
+    """One of PREFILL_SHARES."""
+
+    @property
+    def batch(self) -> int:
+        """Requests: N."""
+        return self.micro_batch * self.micro_batches
+
+    @property
+    def in_place(self) -> bool:
+        """Experts on the slow level are computed there, in decode: F_g = 0."""
+        return self.schedule == "in-place"
+
+    @property
+    def pages(self) -> int:
+        """A layer's streamed weights come in as many: CGOPipe's with each micro-batch, others' whole."""
+        return self.micro_batches if self.schedule == "cgopipe" else 1
+
+
+def shape_of(policy: Policy, experts: int, layers: int, count: int, prompts: bool = False) -> Shape:
+    """What a pass of `count` micro-batches has to schedule, where every layer has `experts` routed experts.
+
+    What the planner prices and what is carried out. prompts: a page comes with each micro-batch.
+    """
+    away = experts - policy.static_experts
+    streams = away > 0 and (prompts or policy.schedule not in ("in-place", "on-demand"))
+    paged = count if prompts or policy.schedule == "cgopipe" else 1
+    return Shape(
+        layers=layers,
+        micro_batches=count,
+        pages=paged if streams else 0,
+        slow_attention=policy.slow_attention,
+        cache_moves=policy.slow_cache > 0,
+        slow_experts=away > 0,
+        fast_experts=policy.static_experts > 0,
+        guesses=policy.likely_experts > 0 and not prompts,
+    )
+
+
+def slow_share(workload: Workload, fast: float) -> float:
+    """The share of the cache that stays on the slow level when a share `fast` fits beside: whole blocks.
+
+    Example: 104 tokens, half fits: 3 of 7 blocks, 48 tokens, so 0.538 stay.
+    """
+    tokens = min(math.floor(fast * workload.blocks) * BLOCK, workload.context)
+    return 1 - tokens / workload.context

@@ -1,0 +1,225 @@
+"""What a policy costs in time: the price of the very lists of tasks that would be run."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from moesaic.cost.hardware import Hardware
+from moesaic.cost.sizes import ModelSizes
+from moesaic.policy.offloading.durations import Durations, Table
+from moesaic.policy.offloading.footprint import Footprint
+from moesaic.policy.offloading.pipeline import Schedule, decode, prefill
+from moesaic.policy.offloading.policies import Policy, Workload, shape_of
+from moesaic.policy.offloading.tasks import Kind, Lane, Shape, Task
+from moesaic.policy.offloading.timeline import run
+
+NEAR, FAR = 4, 6
+"""Layers of two lists; their difference is the price of two more."""
+LONG = 256
+"""Micro-batches above which a pass is priced as its busiest resource: a pipeline's ends no longer show."""
+SLOW_MEMORY = "slow memory"
+"""A resource beside the lanes, which some of them share."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One pass over all layers."""
+
+    seconds: float
+    busy: dict[str, float]
+    """Seconds of each resource: the lanes, and the slow level's memory, which lanes share."""
+
+    @property
+    def bottleneck(self) -> str:
+        return max(self.busy, key=lambda name: self.busy[name])
+
+
+@dataclass(frozen=True)
+class Price:
+    """What is predicted of a policy."""
+
+    policy: Policy
+    workload: Workload
+    fast: dict[str, float]
+    """Bytes on the fast level at most, by what they are."""
+    slow: dict[str, float]
+    prefill: Phase
+    step: Phase
+    """One decode step at the mean context."""
+
+    @property
+    def decode_seconds(self) -> float:
+        """Of all steps; prefill gives the first token."""
+        return (self.workload.generate - 1) * self.step.seconds
+
+    @property
+    def throughput(self) -> float:
+        """Generated tokens/s over prefill and decode: the paper's metric."""
+        return self.policy.batch * self.workload.generate / (self.prefill.seconds + self.decode_seconds)
+
+    @property
+    def prefill_throughput(self) -> float:
+        """Prompt tokens/s."""
+        return self.policy.batch * self.workload.prompt / self.prefill.seconds
+
+    @property
+    def decode_throughput(self) -> float:
+        """Tokens/s while decoding."""
+        return self.policy.batch / self.step.seconds
+
+
+class Pricing:
+    """Prices policies for one model, machine and workload."""
+
+    def __init__(self, model: ModelSizes, hardware: Hardware, workload: Workload) -> None:
+        self.model, self.hardware, self.workload = model, hardware, workload
+        self.footprint = Footprint(model, hardware, workload)
+        self.durations = Durations(model, hardware, workload)
+
+    def price(self, policy: Policy) -> Price:
+        """Prices the lists of tasks of prefill and of one decode step."""
+        return Price(
+            policy,
+            self.workload,
+            self.footprint.fast(policy),
+            self.footprint.slow(policy),
+            self.prefill(policy),
+            self.step(policy),
+        )
+
+    def step(self, policy: Policy) -> Phase:
+        """One decode step, by the list of its tasks."""
+        return self._step(policy, listed=True)
+
+    def prefill(self, policy: Policy, micro_batches: int | None = None) -> Phase:
+        """All prompts, by the list of its tasks. micro_batches: None as many as the footprint says."""
+        return self._prefill(policy, listed=True, count=micro_batches)
+
+    def bound(self, policy: Policy) -> float:
+        """A throughput that no order of tasks exceeds: each pass takes as long as its busiest resource."""
+        steps = (self.workload.generate - 1) * self._step(policy, listed=False).seconds
+        total = self._prefill(policy, listed=False).seconds + steps
+        return policy.batch * self.workload.generate / total
+
+    def shape(self, policy: Policy, layers: int | None = None) -> Shape:
+        """What there is to schedule in a decode step, of all layers with routed experts or of fewer."""
+        return self._shape(policy, layers, policy.micro_batches)
+
+    def prefill_shape(self, policy: Policy, layers: int | None = None, count: int | None = None) -> Shape:
+        """What there is to schedule in prefill; a page comes with each of `count` micro-batches."""
+        count = count or math.ceil(policy.batch / self.footprint.prefill_requests(policy))
+        return self._shape(policy, layers, count, prompts=True)
+
+    def _shape(self, policy: Policy, layers: int | None, count: int, prompts: bool = False) -> Shape:
+        wanted = self.model.moe_layers if layers is None else layers
+        shape = shape_of(policy, self.model.experts, wanted, count, prompts)
+        return replace(shape, staged=self.hardware.link.staging is not None)
+
+    def _step(self, policy: Policy, listed: bool) -> Phase:
+        tables = [self.durations.decode(policy, dense) for dense in self._kinds]
+        return self._phase(policy, policy.schedule, self.shape(policy), tables, listed)
+
+    def _prefill(self, policy: Policy, listed: bool, count: int | None = None) -> Phase:
+        shape = self.prefill_shape(policy, count=count)
+        requests = policy.batch / shape.micro_batches
+        tables = [self.durations.prefill(policy, requests, shape.pages, dense) for dense in self._kinds]
+        order: Order = "prefill" if policy.fast_residual else "prefill, rows move"
+        return self._phase(policy, order, shape, tables, listed)
+
+    @property
+    def _kinds(self) -> tuple[bool, ...]:
+        """Of layers: with routed experts, and dense ones where there are any."""
+        return (False, True) if self.model.layers > self.model.moe_layers else (False,)
+
+    def _phase(
+        self, policy: Policy, order: Order, shape: Shape, tables: Sequence[Table], listed: bool
+    ) -> Phase:
+        """tables: of each kind of layer. Dense ones are priced as their busiest resource."""
+        busy = self._busy(policy, order, shape, tables[0], shape.layers)
+        busy[Lane.FAST.value] += shape.micro_batches * tables[0][Kind.HEAD, Lane.FAST]
+        seconds = max(busy.values())
+        if listed and shape.micro_batches <= LONG:
+            handover = self.hardware.link.handover
+            seconds = max(_listed(order, shape, tables[0], handover), seconds)
+        for table in tables[1:]:
+            plain = replace(policy, schedule="cgopipe")
+            more = self._busy(plain, order, shape, table, self.model.layers - shape.layers, ROUTED)
+            seconds += max(more.values())
+            busy = {name: busy[name] + more[name] for name in busy}
+        return Phase(seconds, busy)
+
+    def _busy(
+        self,
+        policy: Policy,
+        order: Order,
+        shape: Shape,
+        table: Table,
+        layers: int,
+        without: Sequence[Kind] = (),
+    ) -> dict[str, float]:
+        """Seconds of each resource in so many layers."""
+        lanes = dict.fromkeys(Lane, 0.0)
+        for (kind, lane), count in _counts(order, replace(shape, layers=1)).items():
+            if kind not in without:
+                lanes[lane] += count * table[kind, lane]
+        shared = self.durations.slow_memory(policy, lanes)
+        found = {lane.value: layers * busy for lane, busy in lanes.items()}
+        return found | {SLOW_MEMORY: layers * shared}
+
+
+Order = Schedule | Literal["prefill", "prefill, rows move"]
+ROUTED = (Kind.LOAD_PAGE, Kind.STAGE_PAGE, Kind.LOAD_CHOSEN, Kind.LOAD_LIKELY, Kind.EXPERTS)
+"""What a dense layer does not have."""
+
+
+def tasks_of(order: Order, shape: Shape) -> list[Task]:
+    """The list of a decode step or of prefill."""
+    if order == "prefill" or order == "prefill, rows move":
+        return prefill(shape, rows_move=order != "prefill")
+    return decode(order, shape)
+
+
+def _listed(order: Order, shape: Shape, table: Table, handover: float) -> float:
+    """Seconds of the list over all layers: exact for few, else a further layer costs what the last two do."""
+    if shape.layers <= FAR:
+        return _makespan(order, shape, table, handover)
+    near, far = (_makespan(order, replace(shape, layers=layers), table, handover) for layers in (NEAR, FAR))
+    return far + (shape.layers - FAR) * (far - near) / (FAR - NEAR)
+
+
+def _makespan(order: Order, shape: Shape, table: Table, handover: float) -> float:
+    tasks = _cached(order, shape)
+    return run(tasks, [table[task.kind, task.lane] for task in tasks], handover).makespan
+
+
+@lru_cache(maxsize=16)
+def _cached(order: Order, shape: Shape) -> Sequence[Task]:
+    return tasks_of(order, shape)
+
+
+@lru_cache(maxsize=4096)
+def _counts(order: Order, shape: Shape) -> dict[tuple[Kind, Lane], int]:
+    """Tasks of one layer. They are as many for each micro-batch, and some for each layer: two lists tell."""
+    paged = shape.pages > 0, order == "cgopipe" or order.startswith("prefill")
+    two, three = (
+        _small(order, replace(shape, layers=1, micro_batches=2, pages=0), count, *paged) for count in (2, 3)
+    )
+    return {key: two[key] + (shape.micro_batches - 2) * (three[key] - two[key]) for key in three}
+
+
+@lru_cache(maxsize=1024)
+def _small(order: Order, shape: Shape, count: int, streams: bool, paged: bool) -> Counter[tuple[Kind, Lane]]:
+    """The third layer's tasks, with `count` micro-batches."""
+    pages = (count if paged else 1) if streams else 0
+    shape = replace(shape, micro_batches=count, pages=pages)
+    longer, shorter = (
+        Counter((task.kind, task.lane) for task in tasks_of(order, replace(shape, layers=layers)))
+        for layers in (4, 3)
+    )
+    longer.subtract(shorter)
+    return longer

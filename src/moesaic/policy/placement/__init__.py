@@ -1,0 +1,1 @@
+"""Which rank holds which experts, and which rank serves which requests and tokens."""

@@ -1,0 +1,283 @@
+"""Where experts live: how many copies of each, and which server holds which.
+
+Expert-as-a-Service (section 4.5) names three means of balance: unequal numbers of experts on the servers,
+more copies of hot experts, servers of unequal capacity. It gives no rule. Ours, for every layer alone:
+
+ 1. *Rooms.* The layer's slots are shared out by capacity weight. What a whole number cannot share evenly goes
+    round over the layers, so that the servers' totals are fair too.
+ 2. *Copies.* Every expert gets `min_replicas` first, then each further slot goes to the expert with the
+    largest load per copy, as in DeepSeek EPLB, which leaves cold experts with a single copy.
+ 3. *Packing.* Experts by load per copy, heaviest first, each to the servers whose load / capacity it raises
+    least, never two copies on one server; then copies are exchanged as long as that lowers the largest
+    load / capacity, the layer's *peak*.
+ 4. *Few moves.* What servers hold stays, and just so much is exchanged that the peak is at most `slack` above
+    the one of a placement from scratch.
+
+A layer without any load counts as evenly loaded. Load is split evenly over the copies of an expert.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.core.errors import ConfigError
+from moesaic.core.placement import Placement
+from moesaic.core.tokens import IntArray
+from moesaic.policy.placement.packing import (
+    EXACT,
+    BoolArray,
+    FloatArray,
+    Layer,
+    copies,
+    kept,
+    pack,
+    rooms,
+    swap,
+)
+
+Load = FloatArray | IntArray
+
+
+def place(
+    load: Load,
+    layers: Sequence[int],
+    servers: Mapping[int, float],
+    redundant: int = 0,
+    min_replicas: int = 1,
+    previous: Placement | None = None,
+    slack: float = 0.05,
+    model: str = "",
+) -> Placement:
+    """The placement to serve with; `previous` itself where it is good enough.
+
+    load: [L, E] tokens of each expert, finite, not negative. layers: [L] their ids. servers: id -> capacity
+    weight, a server's share of slots and of load. slack: how much worse than the best found, relatively, a
+    layer's largest load may be to save moves. Without `previous` consecutive ranges of experts take its
+    place, with slack 0. model: fingerprint, by default the previous one's.
+
+    A layer has max(E + redundant, E * min_replicas) slots: `--min-replicas 2` alone is enough for two copies
+    of everything, and redundant slots beyond that follow load. E * servers slots are the most that can be
+    used; the rest stays empty, since redundant slots are a budget and min_replicas is a promise.
+
+    Raises ConfigError for fewer servers than min_replicas, and for what is no load, count or weight.
+
+    Example: load [[8, 4, 2, 2]], servers {0: 1, 1: 1}, redundant 2: six slots, three a server. The fifth is
+    for expert 0, whose load per copy, 8, is the largest; the sixth for expert 1 (4, as expert 0, which cannot
+    have a third copy on two servers). Both hold experts 0 and 1 and one of the others: loads 8 and 8.
+    """
+    ids = sorted(servers)
+    capacity = np.array([servers[server] for server in ids], dtype=np.float64)
+    _check(load, layers, servers, redundant, min_replicas, previous)
+    load = np.asarray(load, dtype=np.float64)
+    experts = load.shape[1]
+    slots = min(max(experts + redundant, experts * min_replicas), experts * len(ids))
+    before = [_held(previous, layer, ids, experts) for layer in layers]
+    room = rooms(slots, experts, capacity, np.array([old.sum(axis=0) for old in before]))
+    held = {}
+    for row, layer in enumerate(layers):
+        weight = load[row] if load[row].any() else np.ones(experts)
+        start = before[row] if previous else _ranges(experts, room[row])
+        spare = slack if previous else 0.0
+        chosen = _place_layer(weight, room[row], capacity, min_replicas, start, spare)
+        held[layer] = {
+            server: np.flatnonzero(chosen[:, column]).tolist() for column, server in enumerate(ids)
+        }
+    if previous is None:
+        return Placement(0, experts, held, model)
+    new = Placement(previous.version + 1, experts, held, model or previous.model)
+    return previous if (previous.held, previous.model) == (new.held, new.model) else new
+
+
+def _check(
+    load: Load,
+    layers: Sequence[int],
+    servers: Mapping[int, float],
+    redundant: int,
+    min_replicas: int,
+    previous: Placement | None,
+) -> None:
+    if not load.size or load.shape[0] != len(layers) or list(layers) != sorted(set(layers)):
+        raise ValueError(f"load {load.shape} for layers {layers}: one row each, in ascending order")
+    if previous is not None and previous.num_experts != load.shape[1]:
+        raise ValueError(f"load of {load.shape[1]} experts, previously {previous.num_experts}")
+    if not np.isfinite(load).all() or load.min() < 0:
+        worst = next(value for value in load.flat if not 0 <= value < np.inf)
+        raise ConfigError.field("load", float(worst), "finite numbers from 0 on")
+    if not servers:
+        raise ConfigError.field("--expert-servers", 0, "at least 1")
+    for server, weight in servers.items():
+        if not 0 < weight < np.inf:
+            raise ConfigError.field(f"capacity of server {server}", weight, "a positive number")
+    if redundant < 0:
+        raise ConfigError.field("--redundant-experts", redundant, "0 or more")
+    if not 1 <= min_replicas <= len(servers):
+        raise ConfigError.field("--min-replicas", min_replicas, f"1 to the {len(servers)} expert servers")
+
+
+def _held(placement: Placement | None, layer: int, ids: Sequence[int], experts: int) -> BoolArray:
+    """[E, N] who of `ids` holds what."""
+    held = np.zeros((experts, len(ids)), dtype=np.bool_)
+    by_server = placement.held.get(layer, {}) if placement else {}
+    for column, server in enumerate(ids):
+        held[list(by_server.get(server, ())), column] = True
+    return held
+
+
+def _ranges(experts: int, room: IntArray) -> BoolArray:
+    """[E, N] one copy of each, in consecutive ranges as long as the servers' shares of the slots."""
+    ends = np.cumsum(room) * experts // room.sum()
+    owner = np.searchsorted(ends, np.arange(experts), side="right")
+    ranges: BoolArray = owner[:, None] == np.arange(len(room))
+    return ranges
+
+
+def _place_layer(
+    load: FloatArray, room: IntArray, capacity: FloatArray, min_replicas: int, before: BoolArray, slack: float
+) -> BoolArray:
+    """[E, N] who holds what: of what was tried the first, fewest moves first, whose peak is good enough."""
+    count = copies(load, room, min_replicas)
+    layer = Layer(load / count, count, room, capacity)
+    fresh = swap(layer, pack(layer, np.zeros_like(before)), 0.0)
+    best = _peak(load, fresh, capacity)
+    may_stay = (before.sum(axis=0) == room).all() and before.sum(axis=1).min() >= min_replicas
+    now = _peak(load, before, capacity) if may_stay else np.inf
+    limit = min(best, now) * (1 + slack + EXACT)
+    if now <= limit:
+        return before
+    found = swap(layer, pack(layer, kept(layer, before, limit)), limit)
+    if _peak(load, found, capacity) <= limit:
+        return found
+    return fresh
+
+
+def _peak(load: FloatArray, held: BoolArray, capacity: FloatArray) -> float:
+    """Largest load / capacity of a server."""
+    return float(((load / held.sum(axis=1)) @ held / capacity).max())
+
+
+# ---- what a change costs and brings
+
+
+@dataclass(frozen=True)
+class Move:
+    """A copy to be loaded: `server` takes `expert` of `layer`."""
+
+    layer: int
+    expert: int
+    server: int
+
+
+def moves(old: Placement | None, new: Placement) -> list[Move]:
+    """The copies of `new` that `old` lacks, in order of layer, expert, server."""
+    return [
+        Move(layer, expert, server)
+        for layer in new.layers
+        for expert in range(new.num_experts)
+        for server in new.holders(layer, expert)
+        if old is None or server not in old.held.get(layer, {}) or expert not in old.held[layer][server]
+    ]
+
+
+def server_loads(load: Load, placement: Placement, servers: Sequence[int]) -> FloatArray:
+    """[L, N] load of each of `servers`, load [L, E] split evenly over the copies that they hold.
+
+    The rows are placement.layers. What none of them holds is nobody's load.
+    """
+    loads = np.empty((len(placement.layers), len(servers)))
+    for row, layer in enumerate(placement.layers):
+        held = _held(placement, layer, servers, placement.num_experts)
+        loads[row] = (load[row] / np.maximum(held.sum(axis=1), 1)) @ held
+    return loads
+
+
+def critical_load(load: Load, placement: Placement, servers: Mapping[int, float]) -> float:
+    """Sum over the layers of the largest load / capacity of a server: what steps in lockstep wait for.
+
+    servers: id -> capacity weight of those that are alive.
+    """
+    capacity = np.array(list(servers.values()))
+    return float((server_loads(load, placement, list(servers)) / capacity).max(axis=1).sum())
+
+
+def gain(load: Load, old: Placement, new: Placement, servers: Mapping[int, float]) -> float:
+    """By which share `new` lowers the critical load of load [L, E]; below 0 when it raises it.
+
+    1 where `old` has lost all copies of an expert: requests would wait for ever.
+
+    Example: critical loads 20 before and 15 after: 0.25.
+    """
+    if old.orphans(without=set(old.servers) - set(servers)):
+        return 1.0
+    before = critical_load(load, old, servers)
+    return 1 - critical_load(load, new, servers) / before if before else 0.0
+
+
+def gain_seconds(gain: float, busy: float, horizon: float) -> float:
+    """Seconds saved over `horizon` seconds of which the share `busy` is spent waiting for experts.
+
+    Example: gain 0.25, experts 40 % of the time, load steady for 300 s: 0.25 * 0.4 * 300 = 30 s.
+    """
+    return gain * busy * horizon
+
+
+def worth_moving(gain_seconds: float, move_bytes: int, bandwidth: float, margin: float = 2.0) -> bool:
+    """Whether gain_seconds > margin * move_bytes / bandwidth.
+
+    move_bytes: what the server with the most to load has to load, as servers load side by side. bandwidth:
+    its bytes/s. The time is priced as if nothing were served meanwhile; margin is for the forecast, which
+    takes the load to stay what it was.
+
+    Example: 8 GiB at 1 GiB/s cost 2 * 8 = 16 s: worth a gain of 30 s.
+    """
+    return gain_seconds > margin * move_bytes / bandwidth
+
+
+def busiest_bytes(moves: Iterable[Move], expert_bytes: int) -> int:
+    """Bytes of the server with the most to load."""
+    return expert_bytes * max(Counter(move.server for move in moves).values(), default=0)
+
+
+# ---- how even a load is
+
+
+def balancedness(load: Load) -> FloatArray:
+    """[L] mean / max of each row of load [L, servers]: 1 is perfect, and so is no load."""
+    most = load.max(axis=1)
+    even = np.ones(len(load))
+    np.divide(load.mean(axis=1), most, out=even, where=most > 0)
+    return even
+
+
+def max_over_median(load: Load) -> FloatArray:
+    """[L] max / median of each row of load [L, servers], the papers' measure; 1 where nothing is loaded."""
+    most, median = load.max(axis=1), np.median(load, axis=1)
+    uneven: FloatArray = np.where(most > 0, np.inf, 1.0)
+    np.divide(most, median, out=uneven, where=median > 0)
+    return uneven
+
+
+class LoadWindow:
+    """Tokens of each expert over the last intervals; what is older no longer counts."""
+
+    def __init__(self, num_layers: int, num_experts: int, intervals: int) -> None:
+        if intervals < 1:
+            raise ConfigError.field("intervals", intervals, "at least 1")
+        self._counts = np.zeros((intervals, num_layers, num_experts), dtype=np.int64)
+        self._next = 0
+        self.totals = np.zeros((num_layers, num_experts), dtype=np.int64)
+        """[L, E] sum over the window."""
+
+    def __len__(self) -> int:
+        """Intervals in the window."""
+        return min(self._next, len(self._counts))
+
+    def add(self, counts: IntArray) -> None:
+        """One interval's tokens [L, E]."""
+        slot = self._counts[self._next % len(self._counts)]
+        self.totals = self.totals + counts - slot
+        slot[:] = counts
+        self._next += 1

@@ -1,0 +1,276 @@
+"""How local a placement is: which rank computes each (token, expert) pair, and what crosses between ranks.
+
+A pair is computed on the token's own rank where that holds the expert, else elsewhere. `hosts` says where;
+all measures are read off it. Layers are counted from 0 over those with routed experts.
+
+    token level      attention-TP: each layer sends a token to its own best rank (`token_ranks`)
+    request level    attention-DP: a request has one rank for all layers and all its tokens (`request_ranks`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.coclusters import Clusters
+from moesaic.core.errors import ConfigError
+from moesaic.core.placement import Placement
+from moesaic.core.profile import Profile, Routes, SmallArray, TokenArray
+from moesaic.core.tokens import IntArray
+from moesaic.policy.placement.dispatch import AHEAD, EXACT
+
+FloatArray = npt.NDArray[np.float64]
+
+
+# ---- where experts live
+
+
+def homes_of(clusters: Clusters) -> SmallArray:
+    """[layers, E, 1] the rank of each expert."""
+    return clusters.experts[:, :, None]
+
+
+def homes_in(placement: Placement, layers: Sequence[int]) -> SmallArray:
+    """[layers, E, copies] the ranks of each expert, -1 behind the last. layers: as the model numbers them."""
+    tables = [placement.table(layer) for layer in layers]
+    most = max(table.shape[1] for table in tables)
+    padded = [np.pad(t, ((0, 0), (0, most - t.shape[1])), constant_values=-1) for t in tables]
+    return np.stack(padded).astype(np.int16)
+
+
+def hosts(experts: SmallArray, homes: SmallArray, own: SmallArray) -> SmallArray:
+    """[t, layers, k] the rank that computes each pair: the token's own where it holds a copy.
+
+    Otherwise token i takes copy i modulo their number, which shares them out evenly.
+
+    experts: [t, layers, k]. homes: [layers, E, copies], one copy of each at least. own: [t, layers].
+    """
+    found = np.empty(experts.shape, dtype=np.int16)
+    turns = np.arange(len(experts))[:, None]
+    for layer, table in enumerate(homes):
+        chosen = experts[:, layer]
+        if table.shape[1] == 1:
+            found[:, layer] = table[chosen, 0]
+            continue
+        mine = own[:, layer, None]
+        here = (table[chosen] == mine[:, :, None]).any(axis=2)
+        copies = (table >= 0).sum(axis=1)
+        found[:, layer] = np.where(here, mine, table[chosen, turns % copies[chosen]])
+    return found
+
+
+# ---- where tokens live
+
+
+def token_ranks(clusters: Clusters, tokens: TokenArray, nearest: TokenArray | None = None) -> SmallArray:
+    """[t, layers] the rank of each token in each layer: the label of its id.
+
+    Ids that the clusters' profile never saw (confidence 0) take the label of the id in their place
+    (`nearest`, as in a profile); without `nearest`, or where that one was not seen either, what the solver
+    gave them.
+    """
+    labels = clusters.tokens
+    if nearest is not None:
+        there = (clusters.confidence == 0) & (clusters.confidence[:, nearest] > 0)
+        labels = np.where(there, labels[:, nearest], labels)
+    found: SmallArray = labels[:, tokens].T
+    return found
+
+
+def token_scores(profile: Profile, homes: SmallArray, ranks: int) -> FloatArray:
+    """[V, ranks] share of each token id's choices that each rank holds, summed over layers.
+
+    This is the table T of Semantic Parallelism's Algorithm 2. Ids that the profile never saw have the scores
+    of their nearest known one, without such 0.
+    """
+    size = profile.vocab_size
+    found = np.zeros((size, ranks))
+    for counts, table in zip(profile.counts, homes, strict=True):
+        total = np.bincount(counts.tokens, counts.counts, minlength=size)
+        shares = counts.counts / total[counts.tokens]
+        for copy in table.T:
+            held = copy[counts.experts]
+            there = held >= 0
+            keys = counts.tokens[there] * ranks + held[there]
+            found += np.bincount(keys, shares[there], minlength=size * ranks).reshape(size, ranks)
+    if profile.nearest is not None:
+        unseen = ~found.any(axis=1)
+        found[unseen] = found[profile.nearest[unseen]]
+    return found
+
+
+def request_scores(scores: FloatArray, routes: Routes) -> FloatArray:
+    """[r, ranks] sums of `scores` [V, ranks] over each request's prompt: its answer is not known yet."""
+    places = np.arange(len(routes.tokens)) - routes.starts[routes.owners]
+    prompt = places < routes.prompts[routes.owners]
+    owners, tokens = routes.owners[prompt], routes.tokens[prompt]
+    columns = [np.bincount(owners, column[tokens], minlength=routes.requests) for column in scores.T]
+    return np.stack(columns, axis=1)
+
+
+Rule = Literal["affinity", "rounds", "best"]
+
+
+def request_ranks(scores: FloatArray, lengths: IntArray, rule: Rule = "affinity") -> SmallArray:
+    """[r] one rank for each request, in order of arrival, by scores [r, ranks].
+
+    `affinity` and `rounds` are those of policy/placement/dispatch.py, where no request ends before the last
+    one came; `best` takes the rank with the best score, balanced or not. Ties go to the rank with fewer
+    tokens so far. lengths: [r] tokens.
+
+    Example: two ranks, scores 9 1, 8 2, 7 3, 1 5 -> with rounds 0, 1 (0 had its turn), 0, 1; `best` is
+    0, 0, 0, 1; `affinity` 0, 0, 1 (70 % are less than 73 %, the mean of 50, 90 and 80 %), 1.
+    """
+    ranks = scores.shape[1]
+    counts, tokens = np.zeros(ranks, dtype=np.int64), np.zeros(ranks)
+    ahead = {"affinity": AHEAD, "rounds": 1, "best": len(scores) + 1}[rule]
+    worth = centred(scores) if rule == "affinity" else scores
+    found = np.empty(len(scores), dtype=np.int16)
+    for request, row in enumerate(worth):
+        allowed = np.where(counts < counts.min() + ahead, row, -np.inf)
+        best = allowed.max()
+        tied = np.flatnonzero(allowed >= best - EXACT * max(1.0, abs(best)))
+        rank = found[request] = tied[tokens[tied].argmin()]
+        counts[rank] += 1
+        tokens[rank] += lengths[request]
+    return found
+
+
+def centred(scores: FloatArray) -> FloatArray:
+    """[r, ranks] each request's shares less the mean of those before and of an even one; 0 without scores."""
+    total, ranks = scores.sum(axis=1, keepdims=True), scores.shape[1]
+    shares = np.divide(scores, total, out=np.zeros(scores.shape), where=total > 0)
+    sums = np.cumsum(shares, axis=0) - shares + 1 / ranks
+    prompts = np.cumsum(total > 0, axis=0) - (total > 0) + 1
+    found: FloatArray = np.where(total > 0, shares - sums / prompts.reshape(-1, 1), 0.0)
+    return found
+
+
+# ---- measures
+
+
+def local_activation_rate(hosts: SmallArray, own: SmallArray) -> FloatArray:
+    """[layers] share of (token, expert) pairs whose expert sits on the token's own rank.
+
+    All layers have as many pairs, so the mean is the rate overall. hosts: [t, layers, k]. own: [t, layers].
+    Raises ConfigError without tokens.
+
+    Example: one token on rank 1, its experts on ranks 1 1 0 0 -> 0.5.
+    """
+    if not len(own):
+        raise ConfigError.field("requests to measure on", 0, "1 or more")
+    rate: FloatArray = (hosts == own[:, :, None]).mean(axis=(0, 2))
+    return rate
+
+
+def rank_loads(hosts: SmallArray, ranks: int) -> IntArray:
+    """[layers, ranks] pairs that each rank computes. hosts: [t, layers, k]."""
+    rows = [np.bincount(hosts[:, layer].ravel(), minlength=ranks) for layer in range(hosts.shape[1])]
+    return np.stack(rows).astype(np.int64)
+
+
+def remote_ranks(hosts: SmallArray, own: SmallArray) -> FloatArray:
+    """[layers] ranks other than its own that a token's experts are on, each counted once, mean over tokens.
+
+    Example: one token on rank 1, its experts on ranks 1 0 0 2 -> 2.
+    """
+    ordered = np.sort(hosts, axis=2)
+    new = np.ones(ordered.shape, dtype=np.bool_)
+    new[:, :, 1:] = ordered[:, :, 1:] != ordered[:, :, :-1]
+    count: FloatArray = (new & (ordered != own[:, :, None])).sum(axis=2).mean(axis=0)
+    return count
+
+
+def balancedness(loads: IntArray) -> FloatArray:
+    """[layers] mean / max of loads [layers, ranks]: 1 is perfect. Example: 3 1 -> 2 / 3."""
+    most = loads.max(axis=1)
+    return np.where(most > 0, loads.mean(axis=1) / np.maximum(most, 1), 1.0)
+
+
+def max_over_median(loads: IntArray) -> FloatArray:
+    """[layers] the papers' imbalance of loads [layers, ranks]: 1 is perfect, infinite where the median is 0.
+
+    Example: 6 2 1 -> 3.
+    """
+    most, median = loads.max(axis=1).astype(np.float64), np.median(loads, axis=1)
+    ratio = np.full(len(loads), np.inf)
+    np.divide(most, median, out=ratio, where=median > 0)
+    return np.where(most > 0, ratio, 1.0)
+
+
+@dataclass(frozen=True)
+class Locality:
+    """The measures of one placement at one level, layer by layer; `rate` and the like are means of layers."""
+
+    activation: FloatArray
+    """[layers] local activation rate."""
+    loads: IntArray
+    """[layers, ranks] pairs that each rank computes."""
+    tokens: IntArray
+    """[layers, ranks] tokens that live on each rank."""
+    distinct: FloatArray
+    """[layers] remote ranks that a token reaches, each once."""
+    top_k: int
+
+    @property
+    def rate(self) -> float:
+        """Local activation rate."""
+        return float(self.activation.mean())
+
+    @property
+    def balancedness(self) -> float:
+        return float(balancedness(self.loads).mean())
+
+    @property
+    def max_over_median(self) -> float:
+        return float(max_over_median(self.loads).mean())
+
+    def remote_bytes(
+        self, hidden_size: int, number_bytes: int, deduplicate: bool = False, partial: bool = False
+    ) -> float:
+        """Bytes that a token sends to other ranks and gets back, all layers together, payload only.
+
+        number_bytes: of one number. deduplicate: a token goes once to each rank, not once for each pair.
+        partial: each rank answers with one sum, not with a row for each pair.
+
+        Example: 2 layers, each with 3 remote pairs on 2 ranks, rows of 8 bytes -> 96; deduplicated 80.
+        """
+        pairs = float((self.top_k * (1.0 - self.activation)).sum())
+        once = float(self.distinct.sum())
+        return ((once if deduplicate else pairs) + (once if partial else pairs)) * hidden_size * number_bytes
+
+
+def measure(experts: SmallArray, homes: SmallArray, own: SmallArray, ranks: int) -> Locality:
+    """All measures of tokens with `experts` [t, layers, k] that live on ranks `own` [t, layers] or [t].
+
+    homes: [layers, E, copies]. Raises ConfigError without tokens.
+    """
+    if own.ndim == 1:
+        own = np.broadcast_to(own[:, None], experts.shape[:2])
+    found = hosts(experts, homes, own)
+    return Locality(
+        activation=local_activation_rate(found, own),
+        loads=rank_loads(found, ranks),
+        tokens=rank_loads(own[:, :, None], ranks),
+        distinct=remote_ranks(found, own),
+        top_k=experts.shape[2],
+    )
+
+
+def token_level(clusters: Clusters, routes: Routes, nearest: TokenArray | None = None) -> Locality:
+    """Attention-TP. nearest: [V] of the profile that `clusters` were made from."""
+    own = token_ranks(clusters, routes.tokens, nearest)
+    return measure(routes.experts, homes_of(clusters), own, clusters.ranks)
+
+
+def request_level(
+    profile: Profile, homes: SmallArray, ranks: int, routes: Routes, rule: Rule = "affinity"
+) -> Locality:
+    """Attention-DP: `profile` scores the prompts, homes [layers, E, copies] are those to be judged."""
+    scores = request_scores(token_scores(profile, homes, ranks), routes)
+    own = request_ranks(scores, np.diff(routes.starts), rule)
+    return measure(routes.experts, homes, own[routes.owners], ranks)

@@ -1,0 +1,100 @@
+"""More copies of experts, on the ranks that ask for them most.
+
+`policy.placement.balance` knows loads, and adds copies for balance alone. Here it is known who asks: tokens
+have ranks, and a copy beside them makes their choices local. Each further copy of a layer is the one with
+the largest
+
+    choices that become local  +  choices that the layer's busiest rank has less
+
+so locality and balance have one price. A token's choice is computed on its own rank where that holds a copy,
+else the copies share it evenly. No rank gets more than its share of the copies, rounded up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from moesaic.core.coclusters import Clusters
+from moesaic.core.errors import ConfigError
+from moesaic.core.placement import Placement
+from moesaic.core.profile import Profile
+from moesaic.core.tables import Tables
+from moesaic.policy.placement import predict
+from moesaic.policy.placement.locality import FloatArray, homes_in, token_scores
+from moesaic.policy.placement.packing import BoolArray
+
+
+def place(profile: Profile, clusters: Clusters, redundant: int = 0, tables: str = "") -> Placement:
+    """The clusters' placement with `redundant` more copies in each layer. tables: file beside its own.
+
+    Raises ConfigError for more copies than ranks without them.
+    """
+    made = clusters.placement(profile.layers, profile.model, tables)
+    most = profile.num_experts * (clusters.ranks - 1)
+    if not 0 <= redundant <= most:
+        raise ConfigError.field("--redundant-experts", redundant, f"0 to {most}: each expert once on a rank")
+    if not redundant:
+        return made
+    held = {}
+    for row, layer in enumerate(profile.layers):
+        home = clusters.experts[row][:, None] == np.arange(clusters.ranks)
+        found = copied(demand(profile, clusters, row), home, redundant)
+        held[layer] = {rank: np.flatnonzero(column).tolist() for rank, column in enumerate(found.T)}
+    return replace(made, held=held)
+
+
+def tables_of(profile: Profile, clusters: Clusters, placement: Placement) -> Tables:
+    """The tables that go with `placement`: the experts of `clusters`, and perhaps copies of them."""
+    tables = predict.build(profile, clusters)
+    homes = homes_in(placement, profile.layers)
+    if homes.shape[2] == 1:
+        return tables
+    scores = profile.top_k * token_scores(profile, homes, clusters.ranks)
+    return replace(tables, scores=scores.astype(np.float32))
+
+
+def demand(profile: Profile, clusters: Clusters, layer: int) -> FloatArray:
+    """[E, ranks] choices of each expert by the tokens of each rank. layer: counted from 0."""
+    counts, size, ranks = profile.counts[layer], profile.num_experts, clusters.ranks
+    keys = counts.experts.astype(np.int64) * ranks + clusters.tokens[layer][counts.tokens]
+    found = np.bincount(keys, counts.counts, minlength=size * ranks)
+    return found.reshape(size, ranks).astype(np.float64)
+
+
+def copied(wanted: FloatArray, home: BoolArray, redundant: int) -> BoolArray:
+    """[E, N] who holds what with `redundant` more copies. wanted: `demand` [E, N]. home: [E, N], as it is.
+
+    Example: experts 0 1 on rank 0, 2 3 on rank 1; wanted 5 4, 5 0, 0 1, 0 5. Loads are 14 and 6. A copy of
+    expert 0 on rank 1 makes 4 choices local and takes 4 from rank 0: worth 8, more than any other.
+    """
+    held = home.copy()
+    room = np.full(held.shape[1], -(-redundant // held.shape[1]))
+    for _ in range(redundant):
+        expert, rank = divmod(int(_worth(wanted, held, room > 0).argmax()), held.shape[1])
+        held[expert, rank] = True
+        room[rank] -= 1
+    return held
+
+
+def _worth(wanted: FloatArray, held: BoolArray, free: BoolArray) -> FloatArray:
+    """[E, N] of one more copy of each expert on each rank; minus infinity where it cannot be."""
+    carried = _carried(wanted, held)
+    loads = carried.sum(axis=0)
+    worth = np.full(held.shape, -np.inf)
+    for rank in np.flatnonzero(free).tolist():
+        more = held.copy()
+        more[:, rank] = True
+        busiest = (loads - carried + _carried(wanted, more)).max(axis=1)
+        worth[:, rank] = wanted[:, rank] + loads.max() - busiest
+    worth[held] = -np.inf
+    return worth
+
+
+def _carried(wanted: FloatArray, held: BoolArray) -> FloatArray:
+    """[E, N] choices of each expert that each rank computes."""
+    own = wanted * held
+    rest = (wanted.sum(axis=1) - own.sum(axis=1)) / held.sum(axis=1)
+    carried: FloatArray = own + held * rest[:, None]
+    return carried

@@ -1,0 +1,167 @@
+"""How well routing is predicted on requests that the prediction never saw.
+
+Three kinds, each learned on one part of a profile's requests and asked about the others: a static choice of
+experts per token id and the experts of earlier layers (Sem-MoE, appendix A.2), and the rank of a token from
+its id, from the ranks of the last two layers, and from both (Speculative MoE, section 3.3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.profile import Counts, Profile, Routes, SmallArray
+from moesaic.core.tokens import IntArray
+from moesaic.policy.placement.predict import build, device, predict
+from moesaic.policy.placement.routing_statistics import hits, hottest
+from moesaic.policy.placement.solvers import vanilla
+
+LAYERS_BACK = 5
+
+
+@dataclass(frozen=True)
+class Static:
+    """The k experts that a token id chose most often before, in all of its later appearances."""
+
+    precision: float
+    """Share of those k that were chosen at least once; the mean over token ids that both parts know."""
+    f1: float
+    """Of those k against all experts that were chosen at least once."""
+    hits: float
+    """Share of a token's experts that are among those k; the mean over tokens, also of unknown ids (0)."""
+
+
+@dataclass(frozen=True)
+class RankPrediction:
+    """Share of a token's (token, expert) pairs on the predicted rank: the local activation rate of a token
+    that is where it is predicted, with nobody in its way."""
+
+    guess: float
+    """The busiest rank for every token."""
+    token: float
+    """Table T."""
+    two_gram: float
+    """Table A; T in the first two layers."""
+    both: float
+    """The one with the higher confidence."""
+    most: float
+    """The rank with most of the token's experts: no prediction can do better."""
+
+
+@dataclass(frozen=True)
+class LayerPrediction:
+    layer: int
+    """Its number in the model."""
+    static: Static
+    look_back: tuple[float, ...]
+    """Share of a token's experts that are among the k commonest after the best experts of the last 0, 1, 2,
+    ... layers, at most LAYERS_BACK; of as many layers as there are before this one."""
+    ranks: RankPrediction
+
+
+@dataclass(frozen=True)
+class Prediction:
+    learned_requests: int
+    asked_requests: int
+    ranks: int
+    """With consecutive ranges of experts."""
+    layers: tuple[LayerPrediction, ...]
+
+
+def examine(profile: Profile, routes: Routes, share: float, ranks: int, seed: int) -> Prediction | None:
+    """Learn from a random `share` of the requests of `routes`, ask about the others. None: too few requests.
+
+    ranks: of a vanilla placement. Raises ConfigError where there are more of them than experts.
+    """
+    if routes.requests < 2:
+        return None
+    learned, asked = routes.split(min(share, 1 - 1 / routes.requests), seed)
+    if not len(learned.tokens) or not len(asked.tokens):
+        return None
+    known = profile.of(learned)
+    by_rank = predict_ranks(known, asked, ranks)
+    layers = tuple(
+        LayerPrediction(
+            number,
+            static_top(known.counts[index], asked.tokens, asked.experts[:, index], profile.num_experts),
+            look_back(learned.experts, asked.experts, index, profile.num_experts),
+            by_rank[index],
+        )
+        for index, number in enumerate(profile.layers)
+    )
+    return Prediction(learned.requests, asked.requests, ranks, layers)
+
+
+def static_top(
+    counts: Counts, tokens: npt.NDArray[np.int32], experts: SmallArray, num_experts: int
+) -> Static:
+    """counts: what was learned in one layer. tokens: [t] and experts: [t, k] what was chosen later.
+
+    Where prediction and choice have k experts each, precision and F1 are one number, and it is `hits`. The
+    papers print two (96.3 % and 78.8 %): they ask of an id whether its k experts are ever chosen.
+
+    Example: k = 2, token 7 chose experts 0 and 1 before, then 0, 2 and 0, 3: precision 1/2 (0, not 1), of
+    three experts 0, 2, 3 one was predicted: F1 = 2 * 1/2 * 1/3 / (1/2 + 1/3) = 0.4; hits 1/2.
+    """
+    vocab_size, k = len(counts.starts) - 1, experts.shape[1]
+    top = hottest(counts, k)
+    later = Counts.of(tokens, experts, vocab_size, num_experts)
+    shared = np.intersect1d(counts.known, later.known)
+    found = (later.experts[:, None] == top[later.tokens]).any(axis=1)
+    right = np.bincount(later.tokens, found, minlength=vocab_size)[shared]
+    chosen = np.diff(later.starts)[shared]
+    return Static(
+        precision=_mean(right / k), f1=_mean(2 * right / (k + chosen)), hits=_mean(hits(top[tokens], experts))
+    )
+
+
+def look_back(learned: SmallArray, asked: SmallArray, layer: int, num_experts: int) -> tuple[float, ...]:
+    """Accuracies of layer `layer` (from 0). learned, asked: [t, layers, k] experts of two sets of tokens.
+
+    A past that was never seen is cut by its earliest layer until it was.
+    """
+    k = learned.shape[2]
+    now, past = learned[:, layer], np.zeros(len(learned), dtype=np.int64)
+    asked_past = np.zeros(len(asked), dtype=np.int64)
+    predicted = np.empty((len(asked), k), dtype=np.int16)
+    accuracies = []
+    for back in range(min(LAYERS_BACK, layer) + 1):
+        if back:
+            past = past * num_experts + learned[:, layer - back, 0]
+            asked_past = asked_past * num_experts + asked[:, layer - back, 0]
+        pasts, which = np.unique(past, return_inverse=True)
+        common = hottest(Counts.of(which, now, len(pasts), num_experts), k)
+        place = np.minimum(np.searchsorted(pasts, asked_past), len(pasts) - 1)
+        seen = pasts[place] == asked_past
+        predicted[seen] = common[place[seen]]
+        accuracies.append(_mean(hits(predicted, asked[:, layer])))
+    return tuple(accuracies)
+
+
+def predict_ranks(known: Profile, asked: Routes, ranks: int) -> list[RankPrediction]:
+    """Of each layer, with experts in consecutive ranges and each token id where most of its choices are."""
+    clusters = vanilla.solve(known, ranks)
+    tables = build(known, clusters)
+    blind = replace(tables, confidence=np.zeros_like(tables.confidence))
+    past: list[IntArray] = []
+    found = []
+    for layer, owners in enumerate(clusters.experts):
+        homes = owners[asked.experts[:, layer]]
+        history = np.stack(past[-2:], axis=1) if layer >= 2 else None
+        busiest = np.bincount(owners, known.loads[layer], minlength=ranks).argmax()
+        answers = (
+            np.full(len(homes), busiest),
+            predict(tables, layer, asked.tokens)[0],
+            predict(blind, layer, asked.tokens, history)[0],
+            predict(tables, layer, asked.tokens, history)[0],
+        )
+        past.append(device(asked.experts[:, layer], owners, ranks))
+        shares_there = [_mean((homes == answer[:, None]).mean(axis=1)) for answer in (*answers, past[-1])]
+        found.append(RankPrediction(*shares_there))
+    return found
+
+
+def _mean(values: npt.NDArray[np.float64]) -> float:
+    return float(values.mean()) if len(values) else 0.0

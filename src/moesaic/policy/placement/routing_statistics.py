@@ -1,0 +1,259 @@
+"""What a profile says about a model's routing: how skewed it is, and what goes together.
+
+Per layer: load of the experts, the concentration of single tokens (Sem-MoE, Table 1 and appendix A.2),
+experts chosen together, tokens that follow each other. Requests and their topics are in `request_map`, and
+how well routing can be predicted in `routing_prediction`.
+
+Statistics are plain numbers and tuples, which a program can print or write as JSON.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.profile import Counts, Profile, Routes, SmallArray
+from moesaic.core.tokens import IntArray
+from moesaic.policy.placement.balance import max_over_median
+from moesaic.policy.placement.request_map import RequestMap, map_requests
+
+FloatArray = npt.NDArray[np.float64]
+
+DISTANCES = (1, 2, 4, 8, 16, 32)
+"""Tokens between two of a request whose experts are compared."""
+
+
+@dataclass(frozen=True)
+class Quartiles:
+    p25: float
+    p50: float
+    p75: float
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """One layer."""
+
+    layer: int
+    """Its number in the model."""
+    loads: tuple[float, ...]
+    """Load of the experts over the mean, the busiest first."""
+    max_over_median: float
+    """Of the experts' loads; infinite where half of them have none."""
+    f1: Quartiles
+    """Over the routes' tokens: share of their experts among the k that their id chose most often."""
+    top_hotness: Quartiles
+    """Over token ids: share of their choices that fell on those k."""
+    rest_hotness: Quartiles
+    """Over token ids: share of their choices that fell on the most chosen expert beside those k."""
+    kurtosis: Quartiles
+    """Over token ids, of their counts of all experts (Pearson's: 3 for a normal distribution). k of E experts
+    chosen equally often: (1 - 3 p (1 - p)) / (p (1 - p)) with p = k / E, 8.8 for 6 of 64."""
+    partners: float
+    """Of the experts chosen together with one, the share of its k - 1 commonest partners; the mean over
+    experts, weighted by load."""
+    partners_by_chance: float
+    """The same if experts were chosen independently, as often as they are."""
+    repeated: tuple[float, ...]
+    """Share of a token's experts that the token DISTANCES earlier in its request chose, too; of as many
+    distances as there are in the requests."""
+    repeated_by_chance: float
+    """The same for two tokens of the profile picked at random."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    model: str
+    tokens: int
+    """That were counted."""
+    token_ids: int
+    """That occurred."""
+    requests: int
+    """That the routes hold."""
+    vocab_size: int
+    num_experts: int
+    top_k: int
+    topics: tuple[str, ...]
+    layers: tuple[LayerStatistics, ...]
+    requests_map: RequestMap | None
+    """None without routes."""
+
+
+def describe(profile: Profile, routes: Routes) -> Statistics:
+    """routes: the profile's own, or some of them where there are many."""
+    layers = tuple(_layer(profile, routes, index) for index in range(len(profile.layers)))
+    known = np.unique(np.concatenate([counts.known for counts in profile.counts]))
+    return Statistics(
+        model=profile.model,
+        tokens=profile.tokens,
+        token_ids=len(known),
+        requests=routes.requests,
+        vocab_size=profile.vocab_size,
+        num_experts=profile.num_experts,
+        top_k=profile.top_k,
+        topics=profile.topics,
+        layers=layers,
+        requests_map=map_requests(routes, profile.num_experts),
+    )
+
+
+def sample(routes: Routes, tokens: int, seed: int) -> Routes:
+    """Whole requests at random, as many as fit into so many tokens, one at least; in their order."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(routes.requests)
+    ends = np.cumsum(np.diff(routes.starts)[order])
+    return routes.of(np.sort(order[: max(1, int(np.searchsorted(ends, tokens, side="right")))]))
+
+
+def _layer(profile: Profile, routes: Routes, index: int) -> LayerStatistics:
+    counts, size, k = profile.counts[index], profile.num_experts, profile.top_k
+    experts = routes.experts[:, index]
+    loads = profile.loads[index]
+    longest = int(np.diff(routes.starts).max(initial=0))
+    top, rest = hotness(counts, k)
+    partners, by_chance = co_activation(together(experts, size), loads, k)
+    return LayerStatistics(
+        layer=profile.layers[index],
+        loads=tuple((np.sort(loads)[::-1] / max(loads.mean(), 1e-9)).tolist()),
+        max_over_median=float(max_over_median(loads[None])[0]),
+        f1=_quartiles(hits(hottest(counts, k)[routes.tokens], experts)),
+        top_hotness=_quartiles(top),
+        rest_hotness=_quartiles(rest),
+        kurtosis=_quartiles(kurtosis(counts, size)),
+        partners=partners,
+        partners_by_chance=by_chance,
+        repeated=tuple(repeated(routes, index, distance) for distance in DISTANCES if distance < longest),
+        repeated_by_chance=_repeated_by_chance(loads, k),
+    )
+
+
+def _quartiles(values: FloatArray) -> Quartiles:
+    return Quartiles(*np.quantile(values, (0.25, 0.5, 0.75)).tolist()) if len(values) else Quartiles(0, 0, 0)
+
+
+# ---- single tokens
+
+
+def hottest(counts: Counts, k: int) -> SmallArray:
+    """[V, k] the experts that each token id chose most often, the hottest first; of equal ones the lower.
+
+    -1 where it chose fewer than k.
+    """
+    order, place = _hottest_first(counts)
+    found = np.full((len(counts.starts) - 1, k), -1, dtype=np.int16)
+    first = place < k
+    found[counts.tokens[first], place[first]] = counts.experts[order[first]]
+    return found
+
+
+def _hottest_first(counts: Counts) -> tuple[IntArray, IntArray]:
+    """[m] the entries, those of each token id by falling count, and [m] the place of each one among these."""
+    most = int(counts.counts.max(initial=0))
+    order = np.argsort(counts.tokens * (most + 1) + most - counts.counts, kind="stable")
+    return order, np.arange(len(order)) - counts.starts[counts.tokens]
+
+
+def hits(predicted: SmallArray, experts: SmallArray) -> FloatArray:
+    """[n] share of each row's experts [n, k] that are among those predicted [n, m]."""
+    right = np.zeros(experts.shape, dtype=np.bool_)
+    for column in predicted.T:
+        right |= experts == column[:, None]
+    found: FloatArray = right.sum(axis=1) / experts.shape[1]
+    return found
+
+
+def hotness(counts: Counts, k: int) -> tuple[FloatArray, FloatArray]:
+    """Of each known token id the share of its choices on its k hottest experts, and on the next one.
+
+    Example: counts 5, 3, 2 and k = 2: 0.8 and 0.2.
+    """
+    order, place = _hottest_first(counts)
+    ranked = counts.counts[order]
+    size = len(counts.starts) - 1
+    total = np.bincount(counts.tokens, counts.counts, minlength=size)[counts.known]
+    top, rest = (
+        np.bincount(counts.tokens[part], ranked[part], minlength=size)[counts.known] / total
+        for part in (place < k, place == k)
+    )
+    return top, rest
+
+
+def kurtosis(counts: Counts, num_experts: int) -> FloatArray:
+    """Of each known token id: m4 / m2^2 of its num_experts counts; 0 where all are equal."""
+    tokens, size = counts.tokens, len(counts.starts) - 1
+    total = np.bincount(tokens, counts.counts, minlength=size)
+    mean = (total / num_experts)[tokens]
+
+    def moment(power: int) -> FloatArray:
+        absent = num_experts - np.diff(counts.starts)
+        there = np.bincount(tokens, (counts.counts - mean) ** power, minlength=size)
+        everywhere: FloatArray = (there + absent * (total / num_experts) ** power) / num_experts
+        return everywhere[counts.known]
+
+    spread = moment(2)
+    found = np.zeros_like(spread)
+    np.divide(moment(4), spread**2, out=found, where=spread > 1e-12 * mean[counts.starts[counts.known]] ** 2)
+    return found
+
+
+# ---- what goes together
+
+
+def together(experts: SmallArray, num_experts: int) -> IntArray:
+    """[E, E] tokens that chose both, in one layer; 0 on the diagonal. experts: [t, k]."""
+    chosen = experts.astype(np.int64)
+    keys = (chosen[:, :, None] * num_experts + chosen[:, None, :]).ravel()
+    found = np.bincount(keys, minlength=num_experts**2).reshape(num_experts, num_experts)
+    np.fill_diagonal(found, 0)
+    return found.astype(np.int64)
+
+
+def map_together(routes: Routes, index: int, num_experts: int) -> tuple[tuple[float, ...], ...]:
+    """[E, E] `together` in layer `index`, of each expert's tokens, 0 to 1: for a picture."""
+    experts = routes.experts[:, index]
+    tokens = np.bincount(experts.ravel(), minlength=num_experts)
+    found = together(experts, num_experts) / np.maximum(tokens, 1)[:, None]
+    return tuple(tuple(row) for row in found.tolist())
+
+
+def co_activation(pairs: IntArray, loads: IntArray, k: int) -> tuple[float, float]:
+    """The share of the k - 1 commonest partners, as found and by chance; 0 and 0 without pairs.
+
+    Example: k = 2, experts 0 and 1 are always chosen together, and so are 2 and 3: 1 and, with even loads,
+    1/3.
+    """
+    if k < 2 or not pairs.any():
+        return 0.0, 0.0
+    weight = pairs.sum(axis=1)
+    chance = np.tile(loads.astype(np.float64), (len(loads), 1))
+    np.fill_diagonal(chance, 0)
+    found, by_chance = (
+        float((weight * _top_share(part.astype(np.float64), k - 1)).sum() / weight.sum())
+        for part in (pairs, chance)
+    )
+    return found, by_chance
+
+
+def _top_share(rows: FloatArray, k: int) -> FloatArray:
+    """[n] share of each row's k largest entries."""
+    top = np.sort(rows, axis=1)[:, -k:].sum(axis=1)
+    found: FloatArray = top / np.maximum(rows.sum(axis=1), 1e-12)
+    return found
+
+
+def repeated(routes: Routes, index: int, distance: int) -> float:
+    """Share of a token's experts in layer `index` that the token `distance` earlier in its request chose.
+
+    0 without such tokens.
+    """
+    same = routes.owners[distance:] == routes.owners[:-distance]
+    experts = routes.experts[:, index]
+    now, before = experts[distance:][same], experts[:-distance][same]
+    return float(hits(before, now).mean()) if len(now) else 0.0
+
+
+def _repeated_by_chance(loads: IntArray, k: int) -> float:
+    chosen = k * loads / max(loads.sum(), 1)  # [E] share of the tokens that choose each expert
+    return float((chosen**2).sum() / k)

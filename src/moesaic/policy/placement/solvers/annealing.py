@@ -1,0 +1,300 @@
+"""Our own co-clustering: exact exchanges of experts, annealed and crossed, with a cap on a rank's load.
+
+The objective of a layer is what a user measures: every token id goes to the rank where most of its choices
+are, and the sum over token ids of the choices there is as large as can be. Other solvers maximise a stand-in
+(pairs of experts that are chosen together, distances to a centre) or take turns between tokens and experts,
+which ends where no side alone gains. Here two experts of two ranks are exchanged, and the gain is that of the
+objective itself, tokens choosing anew:
+
+ 1. *Frequent token ids count each for itself*; of the rarer ones a sample stands for all, each by its weight
+    over its likelihood of being drawn, so that no assignment is favoured.
+ 2. *Annealing* (Kirkpatrick et al. 1983) from random assignments: an expert, another rank and a few of its
+    experts are drawn, and one of these exchanges, or none, is taken by the heat bath. Runs end up 2 % apart.
+ 3. *Offspring*: the best run and mixtures of two are annealed again, warm and briefly. The placement of
+    speculative.py is one of those that are mixed.
+ 4. *Polishing* of the best one on more token ids: expert after expert takes its best exchange that gains,
+    until there is none.
+
+*Balance* is a cap, not a weight: what a rank carries above its fair share and `spare` of the layer's choices
+costs `price` choices each. A cap means the same in every model, a weight (theta in Speculative MoE, never
+given) does not. How much balance the best places cost differs from model to model; so the cap also keeps
+below what cross-entropy comes to (`evener`), the most local of the others. To compare with a solver of
+imbalance m (max over mean) on R ranks, give spare (m - 1) / R and no `evener`.
+
+*Not kept*, since held-out tokens were no more local with them: counting a token id that was seen n times
+n / (n + prior) of its choices; the posterior mean of a token id's choices in place of its counts, in the
+objective or as labels (linear empirical Bayes over the experts of the layer, or of all layers).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linear_sum_assignment
+
+from moesaic.core.coclusters import Clusters
+from moesaic.core.profile import Counts, Profile
+from moesaic.core.tokens import IntArray
+from moesaic.policy.placement.solvers import speculative
+from moesaic.policy.placement.solvers.layers import each_alone
+from moesaic.policy.placement.solvers.solver import Progress, rooms
+
+FloatArray = npt.NDArray[np.float64]
+RowArray = npt.NDArray[np.float32]
+
+EXACT = 1e-6
+"""A gain of less, relative to all choices, is rounding."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """Settings."""
+
+    spare: float = 0.025
+    """Share of a layer's choices that a rank may carry beyond its fair one, in the profile: 0.025 is 1.05
+    times the mean on 2 ranks and 1.2 times on 8. More is more local."""
+    evener: float | None = 0.9
+    """... and at most this share of what the busiest rank of cross-entropy's placement carries; None: `spare`
+    alone."""
+    price: float = 2.0
+    """Choices that one choice above that costs."""
+    heads: int = 2048
+    """Most frequent token ids that count each for itself while annealing."""
+    sample: int = 1024
+    """Rarer ones that stand for the rest."""
+    runs: int = 4
+    steps: int = 24_000
+    """Of one run."""
+    offspring: int = 8
+    """Shorter runs, from what was found."""
+    brief: int = 10_000
+    """Steps of such a run."""
+    warm: float = 1e-3
+    """Its first temperature."""
+    width: int = 4
+    """Exchanges that a step looks at."""
+    hot: float = 3e-3
+    cold: float = 1e-4
+    """First and last temperature, in shares of all choices."""
+    polish: int = 8192
+    """Token ids, heads and sample together, that the last exchanges are judged by."""
+
+
+def solve(
+    profile: Profile,
+    ranks: int,
+    seed: int = 0,
+    progress: Progress | None = None,
+    search: Search | None = None,
+) -> Clusters:
+    """Cluster each layer, then number the clusters of all layers alike. Raises ConfigError: bad `ranks`."""
+    chosen_search, size = search or Search(), profile.num_experts
+    return each_alone(
+        profile, ranks, seed, progress, lambda counts, rng: place(counts, size, ranks, rng, chosen_search)
+    )
+
+
+def place(counts: Counts, num_experts: int, ranks: int, rng: np.random.Generator, search: Search) -> IntArray:
+    """Ranks [E] of one layer's experts.
+
+    Example: token ids that choose experts 0 and 2, and as many that choose 1 and 3: 0 and 2 share a rank.
+    """
+    labels = np.repeat(np.arange(ranks), rooms(num_experts, ranks))
+    if ranks in (1, num_experts) or not len(counts.experts):
+        return labels
+    rows = dense(counts, num_experts)
+    loads = rows.sum(axis=0, dtype=np.float64)
+    rival = speculative.searched(rows, ranks, rng, speculative.Search())
+    if search.evener is not None:
+        search = replace(search, spare=min(search.spare, search.evener * overload(rival, loads, ranks)))
+    small = _Layer.of(chosen(rows, search.heads, search.sample, rng), loads, ranks, search)
+    large = _Layer.of(chosen(rows, search.polish // 2, search.polish // 2, rng), loads, ranks, search)
+    runs = [anneal(small, rng.permutation(labels), rng, search) for _ in range(search.runs)]
+    return polish(large, crossed(small, [*runs, polish(small, rival)], rng, search))
+
+
+def overload(labels: IntArray, loads: FloatArray, ranks: int) -> float:
+    """Share of loads that the busiest rank carries beyond its fair one. Example: 5 and 3 -> 0.125."""
+    return float(np.bincount(labels, loads, ranks).max() / loads.sum() - 1 / ranks)
+
+
+def crossed(layer: _Layer, runs: list[IntArray], rng: np.random.Generator, search: Search) -> IntArray:
+    """The best assignment [E] of `runs` and their offspring: short runs, each of which replaces the worst.
+
+    By turns they start from the best one and from a mixture of two. Worse ones are dropped.
+    """
+    brief = replace(search, hot=search.warm, steps=search.brief)
+    values = [layer.value(run) for run in runs]
+    for turn in range(search.offspring):
+        best, worst = int(np.argmax(values)), int(np.argmin(values))
+        one, other = rng.choice(len(runs), 2, replace=False) if len(runs) > 1 else (best, best)
+        start = mixed(layer, runs[one], runs[other], rng) if turn % 2 else runs[best]
+        found = anneal(layer, start, rng, brief)
+        if (value := layer.value(found)) > values[worst]:
+            runs[worst], values[worst] = found, value
+    return runs[int(np.argmax(values))]
+
+
+def mixed(layer: _Layer, one: IntArray, other: IntArray, rng: np.random.Generator) -> IntArray:
+    """[E] `one`, with the experts that `other` has elsewhere exchanged at random.
+
+    Ranks mean nothing by themselves: those of `other` are numbered so that most load agrees with `one`.
+    Example: 0 0 0 1 1 1 and 1 1 0 0 0 1, which agree but for experts 2 and 5: these change places, or don't.
+    """
+    shared = np.zeros((layer.ranks, layer.ranks))
+    np.add.at(shared, (other, one), layer.loads)
+    numbers = linear_sum_assignment(shared, maximize=True)[1]
+    free = (numbers[other] != one).nonzero()[0]
+    found = one.copy()
+    found[free] = rng.permutation(one[free])
+    return found
+
+
+# ---- which tokens count
+
+
+def dense(counts: Counts, num_experts: int) -> RowArray:
+    """[t, E] choices of each token id that was seen, in ascending order of ids."""
+    found = np.zeros((len(counts.known), num_experts), dtype=np.float32)
+    found[np.searchsorted(counts.known, counts.tokens), counts.experts] = counts.counts
+    return found
+
+
+def chosen(rows: RowArray, heads: int, sample: int, rng: np.random.Generator) -> RowArray:
+    """[E, m] the heaviest `heads` rows and a sample of the others, each as heavy as all that it stands for.
+
+    The sample is systematic: a row of weight w is drawn w / step times on average, and weighs `step` then.
+    """
+    size = rows.sum(axis=1, dtype=np.float64)
+    order = np.argsort(-size, kind="stable")
+    first, rest = order[:heads], order[heads:]
+    if len(rest) <= sample:
+        return np.ascontiguousarray(rows[order].T)
+    step = size[rest].sum() / sample
+    marks = (np.arange(sample) + rng.random()) * step
+    drawn = rest[np.searchsorted(size[rest].cumsum(), marks).clip(max=len(rest) - 1)]
+    scaled = rows[drawn] * (step / size[drawn])[:, None].astype(np.float32)
+    return np.ascontiguousarray(np.concatenate([rows[first], scaled]).T)
+
+
+# ---- exchanges
+
+
+@dataclass(frozen=True)
+class _Layer:
+    rows: RowArray
+    """[E, m] choices of each token."""
+    loads: FloatArray
+    """[E] all choices of the layer, scaled to the sum of `rows`."""
+    cap: float
+    """Load of a rank above which it pays."""
+    ranks: int
+    price: float
+
+    @classmethod
+    def of(cls, rows: RowArray, loads: FloatArray, ranks: int, search: Search) -> _Layer:
+        total = float(rows.sum(dtype=np.float64))
+        cap = (1 / ranks + search.spare) * total
+        return cls(rows, loads * (total / loads.sum()), cap, ranks, search.price)
+
+    def value(self, labels: IntArray) -> float:
+        """Choices on the tokens' best ranks, minus what overloaded ranks pay."""
+        state = _State(self, labels)
+        return state.local - self.price * float(np.maximum(state.carried - self.cap, 0.0).sum())
+
+
+class _State:
+    """An assignment under exchanges."""
+
+    def __init__(self, layer: _Layer, labels: IntArray) -> None:
+        self.layer = layer
+        self.labels = labels.copy()
+        """[E]"""
+        self.choices = np.stack([layer.rows[labels == rank].sum(axis=0) for rank in range(layer.ranks)])
+        """[R, m] choices of each token on each rank."""
+        self.carried = np.bincount(labels, weights=layer.loads, minlength=layer.ranks)
+        """[R] loads."""
+        self.members = [np.flatnonzero(labels == rank) for rank in range(layer.ranks)]
+        self.local = self._local()
+        every = range(layer.ranks)
+        self._rest = [[[r for r in every if r not in (here, there)] for there in every] for here in every]
+        """The ranks beside two."""
+
+    def _local(self) -> float:
+        return float(self.choices.max(axis=0).sum(dtype=np.float64))
+
+    def gains(self, expert: int, others: IntArray) -> FloatArray:
+        """[n] what exchanging `expert` with each of `others`, all on one other rank, adds to the value."""
+        layer, here, there = self.layer, self.labels.item(expert), self.labels.item(others[0])
+        own, given = layer.rows[expert], layer.rows.take(others, axis=0)
+        best = np.subtract(self.choices[there] + own, given)
+        given += self.choices[here] - own
+        np.maximum(best, given, out=best)
+        if layer.ranks > 2:
+            np.maximum(best, self.choices.take(self._rest[here][there], axis=0).max(axis=0), out=best)
+        more = layer.loads.take(others) - layer.loads.item(expert)
+        gains: FloatArray = best.sum(axis=1, dtype=np.float64) - self.local
+        return gains - layer.price * (self._over(here, more) + self._over(there, -more))
+
+    def _over(self, rank: int, more: FloatArray) -> FloatArray:
+        """[n] how much further above the cap `more` load takes a rank."""
+        excess = self.carried.item(rank) - self.layer.cap
+        change: FloatArray = np.maximum(excess + more, 0.0) - max(excess, 0.0)
+        return change
+
+    def exchange(self, one: int, other: int) -> None:
+        rows, loads = self.layer.rows, self.layer.loads
+        here, there = self.labels[one], self.labels[other]
+        moved = rows[one] - rows[other]
+        self.choices[here] -= moved
+        self.choices[there] += moved
+        self.carried[here] -= loads[one] - loads[other]
+        self.carried[there] += loads[one] - loads[other]
+        self.labels[one], self.labels[other] = there, here
+        self.members[here], self.members[there] = (np.flatnonzero(self.labels == r) for r in (here, there))
+        self.local = self._local()
+
+
+def anneal(layer: _Layer, labels: IntArray, rng: np.random.Generator, search: Search) -> IntArray:
+    """The best assignment [E] that a run from `labels` came through."""
+    state, value = _State(layer, labels), layer.value(labels)
+    best, best_value = state.labels.copy(), value
+    total, last = float(layer.loads.sum()), max(1, search.steps - 1)
+    experts = rng.integers(len(labels), size=search.steps).tolist()
+    heights = rng.random(search.steps).tolist()
+    for step, expert in enumerate(experts):
+        heat = total * search.hot * (search.cold / search.hot) ** (step / last)
+        there = (state.labels.item(expert) + int(rng.integers(1, layer.ranks))) % layer.ranks
+        others = rng.permutation(state.members[there])[: search.width]
+        gains = [*state.gains(expert, others).tolist(), 0.0]
+        likely = list(accumulate(np.exp([(gain - max(gains)) / heat for gain in gains]).tolist()))
+        if (taken := bisect_right(likely, heights[step] * likely[-1])) < len(others):
+            state.exchange(expert, int(others[taken]))
+            value += gains[taken]
+            if value > best_value:
+                best, best_value = state.labels.copy(), value
+    return best
+
+
+def polish(layer: _Layer, labels: IntArray) -> IntArray:
+    """`labels` [E] after exchanges that each gain, until none does."""
+    state = _State(layer, labels)
+    least = EXACT * float(layer.loads.sum())
+    idle, expert = 0, 0
+    while idle < len(labels):
+        best, other = least, -1
+        for rank, others in enumerate(state.members):
+            if rank != state.labels[expert]:
+                gains = state.gains(expert, others)
+                if gains.max() > best:
+                    best, other = float(gains.max()), int(others[gains.argmax()])
+        idle += 1
+        if other >= 0:
+            state.exchange(expert, other)
+            idle = 0
+        expert = (expert + 1) % len(labels)
+    return state.labels

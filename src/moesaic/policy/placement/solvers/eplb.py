@@ -1,0 +1,41 @@
+"""Packing by load alone, as DeepSeek EPLB does without redundant experts: a baseline that knows no affinity.
+
+The heaviest expert goes first, each to the lightest rank with room. A rank's number means nothing across
+layers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moesaic.core.coclusters import Clusters
+from moesaic.core.profile import Profile, SmallArray
+from moesaic.core.tokens import IntArray
+from moesaic.policy.placement.packing import Layer, pack
+from moesaic.policy.placement.solvers.solver import Progress, rooms
+from moesaic.policy.placement.solvers.tokens import labelled
+
+
+def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Clusters:
+    """Example: loads 9 5 4 1, 2 ranks -> experts 0 3 | 1 2."""
+    room = rooms(profile.num_experts, ranks)
+    layers = len(profile.layers)
+    experts = np.empty((layers, profile.num_experts), dtype=np.int16)
+    for layer, loads in enumerate(profile.loads):
+        experts[layer] = packed(loads, room)
+        if progress is not None:
+            progress(layer + 1, layers)
+    return labelled(profile, experts)
+
+
+def packed(loads: IntArray, room: IntArray) -> SmallArray:
+    """[E] the rank of each expert. loads: [E]. room: [ranks], sum(room) == E."""
+    layer = Layer(
+        each=loads.astype(np.float64),
+        count=np.ones(len(loads), dtype=np.int64),
+        room=room,
+        capacity=np.ones(len(room)),
+    )
+    held = pack(layer, np.zeros((len(loads), len(room)), dtype=np.bool_))
+    ranks: SmallArray = held.argmax(axis=1).astype(np.int16)
+    return ranks

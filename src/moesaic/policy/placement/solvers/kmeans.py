@@ -1,0 +1,97 @@
+"""Balanced k-means on the experts' token-count vectors, one of the baselines of Speculative MoE.
+
+Each layer alone: an expert is the vector of how often each token id chose it, ids weighted as in `affinity`,
+scaled to length 1, so that hot experts are no further from the rest than cold ones. Vectors enter through
+their products only. Every round assigns all experts at once at the least sum of squared distances to the
+centres with exactly as many as each rank has room for (Malinen and Fränti, Balanced K-Means for Clustering,
+2014), from the starts of k-means++. Of several starts the one with the least sum stays. At the end clusters
+are numbered alike in all layers (`align`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from moesaic.core.coclusters import Clusters
+from moesaic.core.profile import Profile, SmallArray
+from moesaic.core.tokens import IntArray
+from moesaic.policy.placement.solvers.affinity import FloatArray, coactivation
+from moesaic.policy.placement.solvers.align import align
+from moesaic.policy.placement.solvers.solver import Progress, rooms
+from moesaic.policy.placement.solvers.tokens import labelled
+
+STARTS = 16
+ROUNDS = 100
+"""At most, from each start; a few are enough."""
+
+
+def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Clusters:
+    room = rooms(profile.num_experts, ranks)
+    layers = len(profile.layers)
+    experts = np.empty((layers, profile.num_experts), dtype=np.int16)
+    for layer, counts in enumerate(profile.counts):
+        products = unit(coactivation(counts, profile.num_experts, profile.top_k))
+        experts[layer] = clustered(products, room, np.random.default_rng((seed, layer)))
+        if progress is not None:
+            progress(layer + 1, layers)
+    return labelled(profile, align(profile, experts, ranks))
+
+
+def unit(products: FloatArray) -> FloatArray:
+    """[E, E] products of vectors -> of the same vectors at length 1; a vector of length 0 stays."""
+    length = np.sqrt(np.diag(products))
+    length = np.where(length > 0, length, 1.0)
+    scaled: FloatArray = products / (length[:, None] * length)
+    return scaled
+
+
+def clustered(products: FloatArray, room: IntArray, rng: np.random.Generator) -> SmallArray:
+    """[E] the cluster of each vector. products: [E, E] of the vectors. room: [R], sum(room) == E.
+
+    Example: vectors 1 0, 0 1, 1 0, 0 1 and room 2 2 -> 0 1 0 1, or 1 0 1 0.
+    """
+    best, least = np.zeros(len(products), dtype=np.int16), np.inf
+    for _ in range(STARTS):
+        found = _settled(products, room, _spread(products, len(room), rng))
+        spread = _spread_within(products, found, room)
+        if spread < least:
+            best, least = found, spread
+    return best
+
+
+def _spread(products: FloatArray, ranks: int, rng: np.random.Generator) -> list[int]:
+    """R different vectors, each drawn in proportion to its squared distance from the nearest before it."""
+    square = np.diag(products)
+    centres = [int(rng.integers(len(products)))]
+    while len(centres) < ranks:
+        distance = square[:, None] - 2 * products[:, centres] + square[centres]
+        weight = distance.min(axis=1).clip(min=1e-9)
+        weight[centres] = 0.0
+        centres.append(int(rng.choice(len(products), p=weight / weight.sum())))
+    return centres
+
+
+def _settled(products: FloatArray, room: IntArray, centres: list[int]) -> SmallArray:
+    """Assign and take the means until nothing changes.
+
+    Sizes are given, so lengths of vectors and centres add up to the same in all assignments: products are
+    enough.
+    """
+    slots = np.repeat(np.arange(len(room)), room)
+    similar = products[:, centres]
+    found = np.full(len(products), -1)
+    for _ in range(ROUNDS):
+        new = slots[linear_sum_assignment(similar[:, slots], maximize=True)[1]]
+        if (new == found).all():
+            break
+        found = new
+        similar = products @ (np.eye(len(room))[found] / room)
+    return found.astype(np.int16)
+
+
+def _spread_within(products: FloatArray, found: SmallArray, room: IntArray) -> float:
+    """Sum of squared distances to the centres."""
+    member = np.eye(len(room))[found]
+    inside = (member * (products @ member)).sum(axis=0)
+    return float(np.trace(products) - (inside / room).sum())

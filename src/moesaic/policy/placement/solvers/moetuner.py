@@ -1,0 +1,198 @@
+"""MoETuner (arXiv 2502.06643): balance each layer's experts by load, then map clusters to ranks by traffic.
+
+Two integer programs, the first one solved by HiGHS in place of Gurobi:
+
+ 1. Each layer alone: every expert in one cluster, all clusters of equal size, the least sum over the clusters
+    of |load - mean|. The printed form forgets the size. It knows no affinity between experts.
+ 2. Each layer's clusters one to one onto ranks: the least maximum, over pairs of different ranks and adjacent
+    layers, of the choices that move between them. Links are taken to be alike.
+
+Gaps are relative to the objective, and a deviation's lower bound is 0 or close to it: program 1 therefore
+counts the layer's load in, so that a gap of 2.5 % (the paper's) is one of 2.5 % of the load. Its ranks are
+alike, which is said to the solver: the heaviest expert is on rank 0, the next one on 0 or 1, and so on.
+
+In the second, links being alike, what moves between two layers depends only on how the one is numbered
+relative to the other: layer after layer is best for all. Each is a bottleneck assignment, which bisection and
+the Hungarian method solve exactly; among equals the one with the fewest moves between ranks in all is taken.
+
+A search ends after a number of nodes, which is the same on every machine; a limit in seconds stands behind.
+Where that leaves no answer, or a worse one than packing by load finds, packing's is taken; `notes` names the
+layers whose loads were not shown to be within the gap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
+from scipy.sparse import csr_array, eye_array, hstack, kron, vstack
+
+from moesaic.core.coclusters import Clusters
+from moesaic.core.profile import Profile
+from moesaic.core.tokens import IntArray
+from moesaic.policy.placement.solvers.eplb import packed
+from moesaic.policy.placement.solvers.solver import Progress, rooms
+from moesaic.policy.placement.solvers.tokens import labelled
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a search for one program ends."""
+
+    gap: float = 0.025
+    """Relative to the best possible, the paper's."""
+    nodes: int = 2000
+    """Of the branch-and-bound tree."""
+    seconds: float = 30.0
+    """The re-implementation's; only a machine that is very slow for its layers gets there."""
+
+
+def solve(
+    profile: Profile,
+    ranks: int,
+    seed: int = 0,
+    progress: Progress | None = None,
+    limits: Limits | None = None,
+) -> Clusters:
+    """Raises ConfigError where `ranks` is not in 1 .. experts. Nothing is random: `seed` is unused."""
+    room = rooms(profile.num_experts, ranks)
+    layers = len(profile.layers)
+    limits = limits or Limits()
+    clusters = np.zeros((layers, profile.num_experts), dtype=np.int64)
+    unproven = []
+    for layer, load in enumerate(profile.loads):
+        clusters[layer], proven = balanced(load, room, limits)
+        if not proven:
+            unproven.append(profile.layers[layer])
+        if progress is not None:
+            progress(layer + 1, layers)
+    numbers = mapped(traffic(profile.transitions, clusters, ranks))
+    experts = np.take_along_axis(numbers, clusters, axis=1)
+    return replace(labelled(profile, experts.astype(np.int16)), notes=_notes(unproven, limits))
+
+
+def _notes(layers: list[int], limits: Limits) -> tuple[str, ...]:
+    if not layers:
+        return ()
+    named = ", ".join(map(str, layers))
+    return (
+        f"moetuner: limits passed before loads were shown to be within {limits.gap:.1%} in layers {named}",
+    )
+
+
+# ---- program 1: experts into clusters
+
+
+def balanced(load: IntArray, room: IntArray, limits: Limits) -> tuple[IntArray, bool]:
+    """Clusters [E] of the least deviation from the mean load, and whether they are shown to be within gap.
+
+    HiGHS's answer, or packing by load where that is better: HiGHS stops at the gap, and may find nothing
+    within its limits. load: [E]. room: [R] experts of each cluster.
+
+    Example: loads 5 4 3 2 into two clusters of two -> 5 and 2, 4 and 3.
+    """
+    experts, ranks = len(load), len(room)
+    simple = packed(load, room).astype(np.int64)
+    if ranks in (1, experts) or not load.any():
+        return simple, True
+    share = load / load.sum()
+    result = milp(
+        np.concatenate([np.zeros(experts * ranks), np.ones(ranks), [1.0]]),
+        integrality=np.concatenate([np.ones(experts * ranks), np.zeros(ranks + 1)]),
+        bounds=_bounds(share, ranks, alike=bool((room == room[0]).all())),
+        constraints=_constraints(share, room),
+        options={"mip_rel_gap": limits.gap, "node_limit": limits.nodes, "time_limit": limits.seconds},
+    )
+    if result.x is None:
+        return simple, False
+    clusters = result.x[: experts * ranks].reshape(experts, ranks).argmax(axis=1).astype(np.int64)
+    better = deviation(load, clusters, ranks) < deviation(load, simple, ranks)
+    return clusters if better else simple, result.status == 0
+
+
+def deviation(load: IntArray, clusters: IntArray, ranks: int) -> float:
+    """Sum over the clusters of |load - mean|."""
+    carried = np.bincount(clusters, weights=load, minlength=ranks)
+    return float(np.abs(carried - carried.mean()).sum())
+
+
+def _bounds(share: FloatArray, ranks: int, alike: bool) -> Bounds:
+    """Of x [E, R], the deviations [R] and the constant 1: the i-th heaviest expert is on ranks 0 to i."""
+    most = np.ones((len(share), ranks))
+    if alike:
+        order = np.argsort(-share, kind="stable")[:ranks]
+        most[order] = np.tril(np.ones((len(order), ranks)))
+    high = np.concatenate([most.ravel(), np.full(ranks, np.inf), [1.0]])
+    return Bounds(np.concatenate([np.zeros(most.size + ranks), [1.0]]), high)
+
+
+def _constraints(share: FloatArray, room: IntArray) -> list[LinearConstraint]:
+    """Each expert in one cluster, clusters full, and deviation >= +-(load - mean)."""
+    experts, ranks = len(share), len(room)
+    one = hstack([kron(eye_array(experts), np.ones((1, ranks))), csr_array((experts, ranks + 1))])
+    full = hstack([kron(np.ones((1, experts)), eye_array(ranks)), csr_array((ranks, ranks + 1))])
+    carried = kron(share[None, :], eye_array(ranks))
+    nothing = csr_array((ranks, 1))
+    above = hstack([carried, -eye_array(ranks), nothing])
+    below = hstack([carried, eye_array(ranks), nothing])
+    return [
+        LinearConstraint(vstack([one, full]), *[np.concatenate([np.ones(experts), room])] * 2),
+        LinearConstraint(above, -np.inf, 1 / ranks),
+        LinearConstraint(below, 1 / ranks, np.inf),
+    ]
+
+
+# ---- program 2: clusters onto ranks
+
+
+def traffic(transitions: IntArray, clusters: IntArray, ranks: int) -> FloatArray:
+    """[layers - 1, R, R] share of choices that move from a cluster to one of the next layer."""
+    held = np.eye(ranks)[clusters]
+    found = np.einsum("lec,lef,lfd->lcd", held[:-1], transitions.astype(np.float64), held[1:], optimize=True)
+    shares: FloatArray = found / np.maximum(found.sum(axis=(1, 2), keepdims=True), 1.0)
+    return shares
+
+
+def mapped(traffic: FloatArray) -> IntArray:
+    """The rank [layers, R] of each cluster, those of layer 0 in order. traffic: [layers - 1, R, R].
+
+    Example: all that leaves clusters 0, 1 goes to clusters 1, 0 of the next layer -> [[0, 1], [1, 0]].
+    """
+    numbers = np.tile(np.arange(traffic.shape[1]), (len(traffic) + 1, 1))
+    for layer, step in enumerate(traffic):
+        numbers[layer + 1] = bottleneck(*_costs(step[np.argsort(numbers[layer])]))
+    return numbers
+
+
+def _costs(moves: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """[R, R] (cluster, its rank): the most that comes from one other rank, and all that does.
+
+    moves: [R, R] from the ranks of one layer to the clusters of the next.
+    """
+    ranks = np.arange(len(moves))
+    others = np.tile(moves.T[:, None, :], (1, len(moves), 1))
+    others[:, ranks, ranks] = 0.0
+    return others.max(axis=2), others.sum(axis=2)
+
+
+def bottleneck(most: FloatArray, total: FloatArray) -> IntArray:
+    """The column [R] of each row: the least maximum of `most`, then the least sum of `total`, both [R, R].
+
+    Example: most [[3, 1], [2, 4]] -> columns 1, 0 with maximum 2.
+    """
+    values = np.unique(most)
+    low, high = 0, len(values) - 1
+    while low < high:
+        middle = (low + high) // 2
+        row, column = linear_sum_assignment(most > values[middle])
+        if (most > values[middle])[row, column].any():
+            low = middle + 1
+        else:
+            high = middle
+    forbidden = total.sum() + 1.0
+    columns = linear_sum_assignment(np.where(most > values[low], forbidden, total))[1]
+    return np.asarray(columns, dtype=np.int64)

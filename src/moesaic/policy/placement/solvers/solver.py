@@ -1,0 +1,35 @@
+"""What all solvers have alike: their signature, and how many experts each rank has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from moesaic.core.coclusters import Clusters
+from moesaic.core.errors import ConfigError
+from moesaic.core.profile import Profile
+from moesaic.core.tokens import IntArray
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total); total is the same in all calls."""
+
+
+class Solver(Protocol):
+    """Equal arguments give equal clusters."""
+
+    def __call__(
+        self, profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None
+    ) -> Clusters:
+        """Raises ConfigError where `ranks` is not in 1 .. experts."""
+
+
+def rooms(num_experts: int, ranks: int) -> IntArray:
+    """[ranks] experts of a layer on each rank: the first ones hold one more where they don't divide.
+
+    Raises ConfigError unless ranks is 1 to num_experts. Example: 8 experts, 3 ranks -> 3 3 2.
+    """
+    if not 1 <= ranks <= num_experts:
+        raise ConfigError.field("--ranks", ranks, f"1 to {num_experts}, the experts of a layer")
+    return num_experts // ranks + (np.arange(ranks) < num_experts % ranks).astype(np.int64)

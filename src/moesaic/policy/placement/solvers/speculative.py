@@ -1,0 +1,190 @@
+"""Speculative MoE's co-clustering (Algorithm 1): the cross-entropy method over labels of experts and tokens.
+
+A matrix p [E, R] says how likely each expert is on each rank. Every step draws K assignments, scores each by
+the choices that stay on their token's rank, and moves p towards the best 20 %. In a draw
+
+ 1. experts come one after the other, in random order, each by its p over the ranks that have room left;
+ 2. tokens come by frequency, heaviest first; a rank that carries 1.1 times the mean load is closed to others.
+
+Where the text is silent or doesn't carry:
+
+ - *Tokens follow the experts of their draw.* As printed each token has a p of its own and is drawn apart from
+   the experts. 100,000 labels that say nothing about each other drown what one expert's move is worth: the
+   elite are the luckiest, and p of the tokens drifts. Here p of a token is the share of its choices on each
+   rank, which sums up p of the experts it chooses; in a draw it goes to the open rank with most of its
+   choices. Its label is where that share is largest, its confidence is the share.
+ - *It starts from a good point.* A uniform p, as printed, is the same under any renumbering of the ranks, so
+   draws first have to agree on numbers, and it settles too early. We start from experts that the same tokens
+   choose, exchanged in pairs until none gains, and let p stray from there.
+ - *The best draw so far is always among the elite*, so the answer is the best that was drawn.
+ - K, the number of steps and the smoothing of p are not given; ours are in `Search`. It ends early once p is
+   settled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.coclusters import Clusters
+from moesaic.core.profile import Counts, Profile
+from moesaic.core.tokens import IntArray
+from moesaic.policy.placement.solvers.layers import each_alone
+from moesaic.policy.placement.solvers.solver import Progress, rooms
+from moesaic.policy.placement.solvers.swaps import Affinity, swapped
+
+FloatArray = npt.NDArray[np.float64]
+RowArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Search:
+    """Settings of the cross-entropy method."""
+
+    samples: int = 64
+    """K, assignments drawn in each step."""
+    steps: int = 40
+    elite: float = 0.2
+    """rho, the share of the draws that p moves towards (the paper's)."""
+    slack: float = 1.1
+    """f, the load over the mean at which a rank takes no more tokens (the paper's)."""
+    smoothing: float = 0.5
+    """How far p moves in a step: 1 forgets what it was."""
+    stray: float = 0.1
+    """Probability that is spread over all ranks in the start."""
+    restarts: int = 16
+    """Random starts of the exchanges, of which the best one is the start."""
+    balance: float = 0.5
+    """What the mean square of the ranks' loads costs there; pairs on one rank are worth 0 to 1."""
+    settled: float = 0.95
+    """Likelihood of every expert's likeliest rank at which it ends."""
+    heads: int = 2048
+    """Token ids that count each for itself; rarer ones with the same favourite expert count together."""
+    blocks: int = 20
+    """How often a rank's load is looked at while it fills."""
+
+
+def solve(
+    profile: Profile,
+    ranks: int,
+    seed: int = 0,
+    progress: Progress | None = None,
+    search: Search | None = None,
+) -> Clusters:
+    """Each layer alone, then numbered alike. Raises ConfigError where `ranks` is not in 1 .. experts."""
+    chosen, size = search or Search(), profile.num_experts
+    return each_alone(
+        profile,
+        ranks,
+        seed,
+        progress,
+        lambda counts, rng: searched(dense(counts, size), ranks, rng, chosen),
+    )
+
+
+def searched(rows: RowArray, ranks: int, rng: np.random.Generator, settings: Search) -> IntArray:
+    """Ranks [E] of a layer's experts. rows: [tokens, E] choices.
+
+    Example: tokens that choose experts 0 and 2, and tokens that choose 1 and 3: 0 and 2 share a rank.
+    """
+    room = rooms(rows.shape[1], ranks)
+    tokens = _heads(rows, settings.heads)
+    best = _start(tokens, room, rng, settings)
+    best_score = float(scores(tokens, best[None], ranks, settings)[0])
+    p = (1 - settings.stray) * np.eye(ranks)[best] + settings.stray / ranks
+    elite = max(1, round(settings.elite * settings.samples))
+    for _ in range(settings.steps):
+        drawn = draw(p, room, settings.samples, rng)
+        score = scores(tokens, drawn, ranks, settings)
+        order = np.argsort(-score, kind="stable")[:elite]
+        if score[order[0]] > best_score:
+            best, best_score = drawn[order[0]], float(score[order[0]])
+        chosen = np.concatenate([drawn[order], best[None]])
+        p += settings.smoothing * (np.eye(ranks)[chosen].mean(axis=0) - p)
+        if p.max(axis=1).min() > settings.settled:
+            break
+    return best
+
+
+def draw(p: FloatArray, room: IntArray, samples: int, rng: np.random.Generator) -> IntArray:
+    """Ranks [samples, E], each rank exactly as often as it has room. p: [E, R] likelihoods."""
+    experts = len(p)
+    left = np.tile(room, (samples, 1))
+    found = np.empty((samples, experts), dtype=np.int64)
+    each = np.arange(samples)
+    for expert in rng.permutation(experts).tolist():
+        weight = np.where(left > 0, p[expert] + 1e-12, 0.0).cumsum(axis=1)
+        rank = (weight <= rng.random((samples, 1)) * weight[:, -1:]).sum(axis=1)
+        found[:, expert] = rank
+        left[each, rank] -= 1
+    return found
+
+
+def scores(tokens: RowArray, experts: IntArray, ranks: int, settings: Search) -> FloatArray:
+    """[K] choices that stay on their token's rank. tokens: [t, E], heaviest first; experts: ranks [K, E].
+
+    Example: tokens [[3, 1], [3, 0]] and experts [[0, 1]]: the first token fills rank 0 (4 of a mean of 3.5,
+    and 1.1 * 3.5 is the most), the second finds rank 1 alone open: 3 + 0.
+    """
+    samples = len(experts)
+    held = np.eye(ranks, dtype=np.float32)[experts].transpose(1, 0, 2).reshape(-1, samples * ranks)
+    size = tokens.sum(axis=1, dtype=np.float64)
+    most = settings.slack * size.sum() / ranks
+    carried, local = np.zeros(samples * ranks), np.zeros(samples)
+    first = np.arange(samples) * ranks
+    for block in _blocks(size, size.sum() / ranks / settings.blocks):
+        there = (tokens[block] @ held).reshape(-1, samples, ranks)
+        there[:, carried.reshape(samples, ranks) >= most] = -1.0
+        rank = there.argmax(axis=2)
+        local += np.take_along_axis(there, rank[:, :, None], axis=2)[:, :, 0].sum(axis=0)
+        weights = np.repeat(size[block], samples)
+        carried += np.bincount((first + rank).ravel(), weights=weights, minlength=samples * ranks)
+    return local
+
+
+def _blocks(size: FloatArray, load: float) -> list[slice]:
+    """Consecutive items, a new block wherever the sum of the sizes before passes a multiple of `load`.
+
+    Example: sizes 5 1 1 1 1, load 2 -> 5 | 1 | 1 1 | 1.
+    """
+    number = np.floor((size.cumsum() - size) / (load or 1.0))
+    ends = [*(np.flatnonzero(np.diff(number)) + 1).tolist(), len(size)]
+    return [slice(start, end) for start, end in pairwise([0, *ends])]
+
+
+def dense(counts: Counts, num_experts: int) -> RowArray:
+    """[tokens, E] choices of each token id that was seen, in ascending order of ids."""
+    row = np.cumsum(np.diff(counts.starts) > 0)[counts.tokens] - 1
+    found = np.zeros((len(counts.known), num_experts), dtype=np.float32)
+    found[row, counts.experts] = counts.counts
+    return found
+
+
+def _heads(rows: RowArray, most: int) -> RowArray:
+    """The heaviest `most` rows, and the others summed by their favourite expert; heaviest first."""
+    order = np.argsort(-rows.sum(axis=1), kind="stable")
+    heads, tail = rows[order[:most]], rows[order[most:]]
+    favourite = np.eye(rows.shape[1], dtype=np.float32)[tail.argmax(axis=1)]
+    summed = favourite.T @ tail
+    tokens = np.concatenate([heads, summed[summed.any(axis=1)]])
+    return tokens[np.argsort(-tokens.sum(axis=1), kind="stable")]
+
+
+def _start(tokens: RowArray, room: IntArray, rng: np.random.Generator, settings: Search) -> IntArray:
+    """Ranks [E]: experts that the same tokens choose, apart where their rank's load grows too large."""
+    size = tokens.sum(axis=1, keepdims=True)
+    pairs = (tokens / np.maximum(size, 1)).T.astype(np.float64) @ tokens
+    loads = tokens.sum(axis=0, dtype=np.float64) / max(1.0, float(size.sum()))
+    ranks = len(room)
+    affinity = Affinity(
+        pairs=2 * pairs / (pairs.sum() or 1.0),
+        ranks=np.zeros((len(loads), ranks)),
+        loads=loads * np.sqrt(settings.balance * ranks),
+    )
+    slots = np.repeat(np.arange(ranks), room)
+    most = 100 * len(loads)
+    options = [swapped(affinity, rng.permutation(slots), rng, most) for _ in range(settings.restarts)]
+    return options[int(scores(tokens, np.array(options), ranks, settings).argmax())]

@@ -1,0 +1,41 @@
+"""Where tokens are best off, given where experts are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moesaic.core.coclusters import Clusters
+from moesaic.core.profile import Counts, Profile, SmallArray
+from moesaic.core.tokens import IntArray
+
+
+def labelled(profile: Profile, experts: SmallArray) -> Clusters:
+    """Clusters of experts [layers, E], whose ranks are 0 .. their maximum, and the tokens that suit them.
+
+    A token id belongs to the rank that holds most of its choices, the lowest of equal ones; its confidence is
+    the share of its choices there. An id that the profile never saw has confidence 0 and the label of its
+    nearest known one, without such of the rank that has most choices of the layer.
+
+    Example: experts 0 1 | 2 3 on two ranks, of token 5 three choices of expert 0, one of expert 2
+    -> rank 0, confidence 0.75.
+    """
+    ranks = int(experts.max()) + 1
+    labels = np.empty((len(experts), profile.vocab_size), dtype=np.int16)
+    confidence = np.zeros(labels.shape, dtype=np.float32)
+    for layer, counts in enumerate(profile.counts):
+        choices = rank_choices(counts, experts[layer], ranks)
+        total = choices.sum(axis=1)
+        seen = total > 0
+        labels[layer] = np.where(seen, choices.argmax(axis=1), choices.sum(axis=0).argmax())
+        if profile.nearest is not None:
+            labels[layer] = np.where(seen, labels[layer], labels[layer][profile.nearest])
+        confidence[layer] = choices.max(axis=1) / np.maximum(total, 1)
+    return Clusters(ranks, experts.astype(np.int16), labels, confidence)
+
+
+def rank_choices(counts: Counts, experts: SmallArray, ranks: int) -> IntArray:
+    """[V, ranks] how often each token id chose experts of each rank. experts: [E] their ranks."""
+    vocab_size = len(counts.starts) - 1
+    keys = counts.tokens * ranks + experts[counts.experts]
+    found = np.bincount(keys, weights=counts.counts, minlength=vocab_size * ranks)
+    return found.astype(np.int64).reshape(vocab_size, ranks)

@@ -1,0 +1,22 @@
+"""No solver: experts in consecutive ranges, as engines place them without a placement file.
+
+Tokens go to the rank with most of their choices, so that only the experts' placement differs from the others.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moesaic.core.coclusters import Clusters
+from moesaic.core.profile import Profile
+from moesaic.policy.placement.solvers.solver import Progress, rooms
+from moesaic.policy.placement.solvers.tokens import labelled
+
+
+def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Clusters:
+    """Example: 4 experts, 2 ranks -> experts 0 1 | 2 3 in every layer."""
+    row = np.repeat(np.arange(ranks), rooms(profile.num_experts, ranks))
+    layers = len(profile.layers)
+    if progress is not None:
+        progress(layers, layers)
+    return labelled(profile, np.tile(row, (layers, 1)).astype(np.int16))

@@ -1,0 +1,1 @@
+"""Which rows run next: batches, KV blocks, queues, and the schedulers that combine them."""

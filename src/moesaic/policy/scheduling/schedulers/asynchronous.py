@@ -1,0 +1,258 @@
+"""The brain of an attention worker without barriers: Asynchronous Expert Parallelism (sections 3.2 to 3.4).
+
+Rows wait in micro-queues, one for each place of the model (see RunLayer): before the first gate, between two
+layers' experts, and before the sampler, which is the last place. Whenever the worker is free the queue policy
+picks a place, and all units that are ready there run as one batch, whatever step of their requests they are
+in; nobody waits for the slowest expert but the rows that were sent to it.
+
+A *unit* is what a request has under way: one row of a decode or a chunk of its prompt, never two at a time.
+It goes from place to place:
+
+    queue 0 --run--> experts asked --all parts in--> queue 1 --run--> ... queue m --run--> token, queue 0
+
+The paper leaves out prefill, cancellation, preemption and back-pressure. Here a chunk is ready when the parts
+of all its rows are in; a cancelled request's unit is dropped wherever it is, its late parts end in the token
+pool; only requests without a unit under way are preempted; and the rows under way are at most those of one
+step of the other schedules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moesaic.core.metrics import WorkerStats
+from moesaic.core.tokens import IntArray
+from moesaic.policy.scheduling.batching import Batching, Limits
+from moesaic.policy.scheduling.kvblocks import KVBlocks
+from moesaic.policy.scheduling.microqueue import QueuePolicy
+from moesaic.policy.scheduling.schedulers.actions import (
+    Action,
+    Arrived,
+    Cancelled,
+    Emit,
+    Event,
+    LayerDone,
+    PartsArrived,
+    Release,
+    StepDone,
+    StepFailed,
+    StepPlan,
+)
+from moesaic.policy.scheduling.schedulers.ready_queues import Gather, Ready
+from moesaic.policy.scheduling.schedulers.runs import Runs
+from moesaic.policy.scheduling.schedulers.step_plan import admit
+from moesaic.policy.scheduling.schedulers.unit import Unit
+from moesaic.policy.scheduling.sequence import Stage
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """The run under way."""
+
+    plan: StepPlan
+    units: list[Unit]
+    started: float
+    cancelled: list[Unit] = field(default_factory=list)
+    """Those of them whose requests were, meanwhile."""
+
+
+class Asynchronous:
+    """A Brain. One run at a time; it waits when no unit is ready anywhere, or too few are (see Gather)."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        blocks: KVBlocks,
+        policy: QueuePolicy,
+        routed_layers: int,
+        top_k: int,
+        gather: Gather | None = None,
+    ) -> None:
+        """routed_layers: layers with experts; there is one place more."""
+        self._limits = limits
+        self._batching = Batching(limits, blocks)
+        self._blocks = blocks
+        self._policy = policy
+        self._places = routed_layers + 1
+        self._gather = gather or Gather()
+        self._ready = Ready(self._places)
+        self._units: dict[int, Unit] = {}
+        """Of each request that has one."""
+        self._rows = 0
+        """Of all units."""
+        self._decodes = 0
+        """Units of one row."""
+        self._flight: _Flight | None = None
+        self._runs = Runs(blocks, top_k)
+        self._prefill_tokens = self._decode_tokens = 0
+        self._run_seconds = 0.0
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        match event:
+            case Arrived():
+                self._batching.add_all(event.requests, event.generated, now)
+                actions: list[Action] = []
+            case Cancelled(request_ids):
+                actions = self._cancelled(request_ids)
+            case PartsArrived(parts):
+                actions = self._arrived(parts, now)
+            case LayerDone(run):
+                actions = self._layer_done(run, now)
+            case StepDone(run, tokens):
+                actions = self._step_done(run, tokens, now)
+            case StepFailed(run):
+                actions = self._failed(run)
+            case _:
+                raise ValueError(f"{event} is no event of this brain")
+        if self._flight is None:
+            actions += self._fill(now)
+            actions += self._next_run(now)
+        return actions
+
+    def stats(self) -> WorkerStats:
+        return WorkerStats(
+            running=len(self._batching.running),
+            waiting=len(self._batching.waiting),
+            steps=self._runs.count,
+            preemptions=self._batching.preemptions,
+            prefill_tokens=self._prefill_tokens,
+            decode_tokens=self._decode_tokens,
+            step_seconds=self._run_seconds,
+            blocks=self._blocks.stats(),
+        )
+
+    # ---- events
+
+    def _cancelled(self, request_ids: list[int]) -> list[Action]:
+        """A unit in the run under way keeps its blocks until that ends."""
+        flight = self._flight
+        running = set() if flight is None else {unit.sequence.request_id for unit in flight.units}
+        released, actions = [], []
+        for request_id in request_ids:
+            was_running = request_id in self._batching.running
+            sequence = self._batching.remove(request_id)
+            if flight is not None and sequence is not None and request_id in running:
+                flight.cancelled.append(self._units[request_id])
+            elif sequence is not None and was_running:
+                self._batching.free(sequence)
+                released.append(request_id)
+                actions += self._drop(request_id)
+        return actions + ([Release(released)] if released else [])
+
+    def _drop(self, request_id: int) -> list[Action]:
+        """Take the request's unit from wherever it waits."""
+        if request_id not in self._units:
+            return []
+        unit = self._end(request_id)
+        return self._runs.drop(unit)
+
+    def _end(self, request_id: int) -> Unit:
+        """The request has no unit any more."""
+        unit = self._units.pop(request_id)
+        self._rows -= unit.rows
+        self._decodes -= unit.rows == 1
+        self._ready.discard(unit)
+        return unit
+
+    def _arrived(self, parts: list[tuple[int, IntArray]], now: float) -> list[Action]:
+        """Units whose last part came go into the queue of the next place."""
+        for run, pairs in parts:
+            self._ready.add(self._runs.arrived(run, pairs), now)
+        return self._runs.forget([run for run, _ in parts])
+
+    def _layer_done(self, run: int, now: float) -> list[Action]:
+        """Its units wait for experts now; those that were cancelled meanwhile are dropped."""
+        flight = self._land(run)
+        self._run_seconds += now - flight.started
+        actions: list[Action] = []
+        for unit in flight.cancelled:
+            self._batching.free(unit.sequence)
+            actions += self._drop(unit.sequence.request_id)
+        released = [unit.sequence.request_id for unit in flight.cancelled]
+        return actions + ([Release(released)] if released else [])
+
+    def _step_done(self, run: int, tokens: IntArray, now: float) -> list[Action]:
+        """Units at the last place have passed all layers: their KV is whole, and some got a token."""
+        flight = self._land(run)
+        self._run_seconds += now - flight.started
+        for unit in flight.units:
+            self._count(unit)
+            unit.sequence.advance(unit.rows)
+            request_id = unit.sequence.request_id
+            self._blocks.commit(request_id, unit.sequence.tokens.array, unit.sequence.num_computed)
+            self._end(request_id)
+        emit = Emit([], [], [], [], run)
+        sampled = [flight.units[index].sequence for index in flight.plan.sampled.tolist()]
+        for sample, (sequence, token) in enumerate(zip(sampled, tokens.tolist(), strict=True)):
+            if sequence.stage is not Stage.FINISHED:
+                finish = sequence.append(token)
+                if finish is not None:
+                    self._batching.remove(sequence.request_id)
+                emit.add(sequence.request_id, token, sample, finish)
+        ended = [unit.sequence for unit in flight.units if unit.sequence.stage is Stage.FINISHED]
+        for sequence in ended:
+            self._batching.free(sequence)
+        actions: list[Action] = [emit] if emit.request_ids else []
+        return actions + ([Release([sequence.request_id for sequence in ended])] if ended else [])
+
+    def _failed(self, run: int) -> list[Action]:
+        """Every unit of the run begins again, also where all its parts came before the run broke off."""
+        flight = self._land(run)
+        ended = []
+        for unit in flight.units:
+            request_id = unit.sequence.request_id
+            self._end(request_id)
+            if unit.sequence.stage is Stage.FINISHED:
+                self._batching.free(unit.sequence)
+                ended.append(request_id)
+        return [self._runs.failed(run, flight.units), *([Release(ended)] if ended else [])]
+
+    def _land(self, run: int) -> _Flight:
+        flight = self._flight
+        if flight is None or flight.plan.step != run:
+            raise ValueError(f"run {run} is not the one under way")
+        self._flight = None
+        return flight
+
+    def _count(self, unit: Unit) -> None:
+        if unit.sequence.num_pending == 1 and unit.sequence.num_generated > 0:
+            self._decode_tokens += 1
+        else:
+            self._prefill_tokens += unit.rows
+
+    # ---- what comes next
+
+    def _fill(self, now: float) -> list[Action]:
+        """Requests without a unit get one: their next token's row, or a chunk of their prompt."""
+        room = self._limits.max_num_batched_tokens - self._rows
+        everybody = len(self._units) == len(self._batching.running)
+        if room <= 0 or (everybody and not self._batching.may_admit):
+            return []
+        schedule = self._batching.schedule(now, self._units.keys(), room)
+        units = [Unit(sequence, rows) for sequence, rows in schedule.chunks]
+        self._units.update((unit.sequence.request_id, unit) for unit in units)
+        self._rows += sum(unit.rows for unit in units)
+        self._decodes += sum(unit.rows == 1 for unit in units)
+        self._ready.add(units, now)
+        actions: list[Action] = []
+        if schedule.preempted:
+            actions.append(Release([sequence.request_id for sequence in schedule.preempted], preempted=True))
+        if schedule.admitted:
+            actions.append(admit(schedule.admitted, now))
+        return actions
+
+    def _next_run(self, now: float) -> list[Action]:
+        """All units that are ready at the place that the policy picks among those with enough of them."""
+        if not self._ready:
+            return []
+        tokens = self._ready.tokens
+        if tokens.sum() < self._rows:  # others are still with the experts
+            tokens = tokens * self._gather.enough(tokens, self._decodes)
+        chosen = self._policy.choose(tokens, self._ready.waited(now)) if tokens.any() else None
+        if chosen is None:
+            return []
+        place = chosen[0]
+        units = self._ready.take(place)
+        action, left = self._runs.begin(place, units, last=place == self._places - 1)
+        self._flight = _Flight(action.plan, units, now)
+        return [action, *left]

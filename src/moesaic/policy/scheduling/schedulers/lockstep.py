@@ -1,0 +1,193 @@
+"""The brain of a worker that runs the whole model itself: one step at a time, layer after layer.
+
+Actions come in an order that can be carried out one after another:
+
+    Emit      the tokens of the step just done
+    Release   what ended, was cancelled, or was preempted to make room
+    Admit     what joins the next step
+    RunStep   the next step
+
+At most one step is under way. While it is, arrivals wait and cancelled rows keep their blocks: memory
+that a running step reads or writes is never handed to anybody else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moesaic.core.metrics import WorkerStats
+from moesaic.core.tokens import IntArray
+from moesaic.policy.scheduling.batching import Batching, Chunk, Limits
+from moesaic.policy.scheduling.kvblocks import KVBlocks
+from moesaic.policy.scheduling.schedulers.actions import (
+    Action,
+    Arrived,
+    Cancelled,
+    Emit,
+    Event,
+    Release,
+    RunStep,
+    StepDone,
+    StepFailed,
+    StepPlan,
+)
+from moesaic.policy.scheduling.schedulers.step_plan import admit, step_plan
+from moesaic.policy.scheduling.sequence import Stage
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """The step under way."""
+
+    plan: StepPlan
+    chunks: list[Chunk]
+    started: float
+
+
+class OneProcess:
+    """A Brain. Whenever no step is under way, nothing runs and nothing waits.
+
+    Where the experts are remote this is the lockstep schedule: the worker's whole batch, layer after layer.
+    Two steps in flight, each with half of the rows, take turns: one computes while the other waits for its
+    experts (double batching in Expert-as-a-Service).
+    """
+
+    def __init__(self, limits: Limits, blocks: KVBlocks, inflight: int = 1) -> None:
+        """inflight: steps under way at once."""
+        self._batching = Batching(limits, blocks)
+        self._blocks = blocks
+        self._inflight = inflight
+        self._flights: dict[int, _Flight] = {}
+        self._begun = 0
+        self._steps = 0
+        self._prefill_tokens = 0
+        self._decode_tokens = 0
+        self._step_seconds = 0.0
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        match event:
+            case Arrived(requests, generated):
+                self._batching.add_all(requests, generated, now)
+                actions: list[Action] = []
+            case Cancelled(request_ids):
+                actions = self._cancelled(request_ids)
+            case StepDone(step, tokens):
+                actions = self._step_done(step, tokens, now)
+            case StepFailed(step):
+                actions = self._let_go(self._land(step))
+            case _:
+                raise ValueError(f"{event} is no event of this brain")
+        return actions + self._next_steps(now)
+
+    def stats(self) -> WorkerStats:
+        return WorkerStats(
+            running=len(self._batching.running),
+            waiting=len(self._batching.waiting),
+            steps=self._steps,
+            preemptions=self._batching.preemptions,
+            prefill_tokens=self._prefill_tokens,
+            decode_tokens=self._decode_tokens,
+            step_seconds=self._step_seconds,
+            blocks=self._blocks.stats(),
+        )
+
+    # ---- events
+
+    def _cancelled(self, request_ids: list[int]) -> list[Action]:
+        """Blocks of a request in a step under way are freed by `_step_done`."""
+        busy = self._busy
+        released: list[int] = []
+        for request_id in request_ids:
+            was_running = request_id in self._batching.running
+            sequence = self._batching.remove(request_id)
+            if sequence is not None and was_running and request_id not in busy:
+                self._batching.free(sequence)
+                released.append(request_id)
+        return [Release(released)] if released else []
+
+    def _step_done(self, step: int, tokens: IntArray, now: float) -> list[Action]:
+        flight = self._land(step, len(tokens))
+        self._count(flight, now)
+        for sequence, rows in flight.chunks:
+            sequence.advance(rows)
+            self._blocks.commit(sequence.request_id, sequence.tokens.array, sequence.num_computed)
+        emit = self._append(flight, tokens.tolist())
+        actions: list[Action] = [emit] if emit.request_ids else []
+        return actions + self._let_go(flight)
+
+    def _land(self, step: int, num_tokens: int | None = None) -> _Flight:
+        """A step under way, which is none from now on. Rows of a failed one are still pending."""
+        flight = self._flights.pop(step, None)
+        if flight is None or num_tokens not in (None, len(flight.plan.sampled)):
+            raise ValueError(f"step {step} with {num_tokens} tokens is not under way")
+        return flight
+
+    def _let_go(self, flight: _Flight) -> list[Action]:
+        """Free what ended with this step or was cancelled during it."""
+        ended = [sequence for sequence, _ in flight.chunks if sequence.stage is Stage.FINISHED]
+        for sequence in ended:
+            self._batching.free(sequence)
+        return [Release([sequence.request_id for sequence in ended])] if ended else []
+
+    def _append(self, flight: _Flight, tokens: list[int]) -> Emit:
+        """Give each sampled sequence its token; those cancelled meanwhile get none."""
+        emit = Emit([], [], [], [], flight.plan.step)
+        for sample, (index, token) in enumerate(zip(flight.plan.sampled.tolist(), tokens, strict=True)):
+            sequence = flight.chunks[index][0]
+            if sequence.stage is Stage.FINISHED:
+                continue
+            finish = sequence.append(token)
+            if finish is not None:
+                self._batching.remove(sequence.request_id)
+            emit.add(sequence.request_id, token, sample, finish)
+        return emit
+
+    def _count(self, flight: _Flight, now: float) -> None:
+        decodes = sum(s.num_pending == 1 and s.num_generated > 0 for s, _ in flight.chunks)
+        self._steps += 1
+        self._decode_tokens += decodes
+        self._prefill_tokens += flight.plan.batch.num_rows - decodes
+        self._step_seconds += now - flight.started
+
+    # ---- the next step
+
+    @property
+    def _busy(self) -> set[int]:
+        """Requests with rows in a step under way."""
+        return {s.request_id for flight in self._flights.values() for s, _ in flight.chunks}
+
+    def _next_steps(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        while len(self._flights) < self._inflight:
+            before = len(self._flights)
+            actions += self._next_step(now)
+            if len(self._flights) == before:
+                break
+        return actions
+
+    def _share(self) -> int:
+        """Most rows of a step: of what there is to compute, an equal part for each step in flight."""
+        most = self._batching.limits.max_num_batched_tokens
+        if self._inflight == 1:
+            return most
+        rows = sum(
+            s.num_pending for s in (*self._batching.running.values(), *self._batching.waiting.values())
+        )
+        return max(1, -(-min(rows, most) // self._inflight))
+
+    def _next_step(self, now: float) -> list[Action]:
+        schedule = self._batching.schedule(now, self._busy, self._share())
+        actions: list[Action] = []
+        if schedule.preempted:
+            actions.append(Release([sequence.request_id for sequence in schedule.preempted], preempted=True))
+        if schedule.admitted:
+            actions.append(admit(schedule.admitted, now))
+        if schedule.chunks:
+            actions.append(self._begin(schedule.chunks, now))
+        return actions
+
+    def _begin(self, chunks: list[Chunk], now: float) -> RunStep:
+        plan = step_plan(self._begun, chunks, self._blocks)
+        self._flights[self._begun] = _Flight(plan, chunks, now)
+        self._begun += 1
+        return RunStep(plan)

@@ -1,0 +1,120 @@
+"""The asynchronous brain's runs: who goes on with whom, and what the executor may forget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from moesaic.core.tokens import IntArray
+from moesaic.policy.scheduling.kvblocks import KVBlocks
+from moesaic.policy.scheduling.schedulers.actions import Action, Forget, RunLayer, Source, StepPlan
+from moesaic.policy.scheduling.schedulers.step_plan import step_plan
+from moesaic.policy.scheduling.schedulers.unit import Run, Unit, sources
+from moesaic.policy.scheduling.tokenpool import TokenPool, Units
+
+
+class Runs:
+    """Numbers runs. One is forgotten when its rows were taken and all its parts are in."""
+
+    def __init__(self, blocks: KVBlocks, top_k: int) -> None:
+        self.count = 0
+        self._blocks = blocks
+        self._top_k = top_k
+        self._pool = TokenPool()
+        """Of the parts that come back."""
+        self._runs: dict[int, Run] = {}
+        """Those whose rows were sent to experts, by number."""
+
+    def __len__(self) -> int:
+        """Runs that the executor was not told to forget, and calls that are not done."""
+        return max(len(self._runs), len(self._pool))
+
+    def begin(self, place: int, units: list[Unit], last: bool) -> tuple[RunLayer, list[Action]]:
+        """The run of these units at `place`, behind whose gate, unless it is the last, they wait for parts.
+
+        And what it leaves behind. Where they are, in order, the rows of one run and no others, the batch is
+        that one's: the same object, so that whoever made anything of it has it already.
+        """
+        number, self.count = self.count, self.count + 1
+        before = _together(units)
+        if before is not None:
+            everything = Source(before.number, 0, before.plan.batch.num_rows)
+            action = RunLayer(replace(before.plan, step=number), place, [everything])
+            before.left = 0
+            left = self.forget([before.number])
+            if not last:
+                self._send(before, action)
+            return action, left
+        plan = step_plan(number, [(unit.sequence, unit.rows) for unit in units], self._blocks)
+        action = RunLayer(plan, place, sources(units))
+        left = self.taken(units)
+        if not last:
+            run = Run(number, place, plan, units, _waiting(plan))
+            for unit, start in zip(units, plan.batch.query_starts[:-1].tolist(), strict=True):
+                unit.run, unit.start = run, start
+            self._send(run, action)
+        return action, left
+
+    def taken(self, units: list[Unit]) -> list[Action]:
+        """These units' rows are not needed any more where they are."""
+        runs = [unit.run for unit in units if unit.run is not None]
+        for run in runs:
+            run.left -= 1
+        return self.forget([run.number for run in runs])
+
+    def drop(self, unit: Unit) -> list[Action]:
+        """Its request was cancelled: no parts make it ready."""
+        self._pool.drop(unit.sequence.request_id)
+        return self.taken([unit])
+
+    def arrived(self, number: int, pairs: IntArray) -> list[Unit]:
+        """The units that these parts complete, in the order of the run."""
+        complete = self._pool.arrived(number, pairs)
+        if complete is None:
+            return []
+        units = self._runs[number].units
+        if len(complete) == len(units):
+            return units
+        ids = set(complete.request_ids.tolist())
+        return [unit for unit in units if unit.sequence.request_id in ids]
+
+    def forget(self, numbers: list[int]) -> list[Action]:
+        """Those of these runs that are over: late parts go into a run's memory, too."""
+        over = [number for number in dict.fromkeys(numbers) if self._over(number)]
+        for number in over:
+            del self._runs[number]
+        return [Forget(over)] if over else []
+
+    def failed(self, number: int, units: list[Unit]) -> Action:
+        """It broke off, perhaps after its experts were asked: whatever they answer, nobody waits for it."""
+        if self._runs.pop(number, None) is not None:
+            for unit in units:
+                self._pool.drop(unit.sequence.request_id)
+            self._pool.arrived(number, self._pool.missing(number))
+        return Forget([number])
+
+    def _send(self, run: Run, action: RunLayer) -> None:
+        """Its units wait for parts from now on."""
+        number, place = action.plan.step, action.place
+        run.plan, run.number, run.place, run.left = action.plan, number, place, len(run.units)
+        run.waiting = replace(run.waiting, call=number, layer=place)
+        self._pool.open(run.waiting, self._top_k)
+        self._runs[number] = run
+
+    def _over(self, number: int) -> bool:
+        run = self._runs.get(number)
+        return run is not None and not run.left and self._pool.done(number)
+
+
+def _waiting(plan: StepPlan) -> Units:
+    starts = plan.batch.query_starts[:-1]
+    rows, positions = np.diff(plan.batch.query_starts), plan.batch.positions[starts]
+    return Units(plan.step, 0, plan.request_ids, plan.epochs, positions, rows, starts)
+
+
+def _together(units: list[Unit]) -> Run | None:
+    """The run that these units, in its order, are all of."""
+    run = units[0].run
+    whole = run is not None and len(units) == len(run.units) and all(unit.run is run for unit in units)
+    return run if whole else None

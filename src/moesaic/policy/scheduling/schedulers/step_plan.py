@@ -1,0 +1,86 @@
+"""A schedule as actions: its chunks as the arrays of a StepPlan, its newcomers as an Admit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ordered
+from itertools import accumulate
+
+import numpy as np
+
+from moesaic.core.tokens import IntArray, TokenBatch
+from moesaic.policy.scheduling.batching import Chunk
+from moesaic.policy.scheduling.kvblocks import KVBlocks
+from moesaic.policy.scheduling.schedulers.actions import Admit, StepPlan
+from moesaic.policy.scheduling.sequence import Sequence
+
+
+def step_plan(step: int, chunks: list[Chunk], blocks: KVBlocks) -> StepPlan:
+    """Chunk i becomes sequence i of the batch.
+
+    Example: block_size 4, A has 6 tokens of which 5 are computed, B is a new prompt of 7 of which 3 rows
+    fit. chunks [(A, 1), (B, 3)] give positions [5, 0, 1, 2], query_starts [0, 1, 4], context_lens [6, 3],
+    sampled [0] (only A's newest token is in the step) and logit_rows [0].
+    """
+    if not chunks:
+        return _nothing(step)
+    sequences = [sequence for sequence, _ in chunks]
+    counts = [rows for _, rows in chunks]
+    starts = [sequence.num_computed for sequence in sequences]
+    ends = [sequence.num_computed + rows for sequence, rows in chunks]
+    query_starts = _ints([0, *accumulate(counts)])
+    sampled = _ints([i for i, sequence in enumerate(sequences) if ends[i] == sequence.num_tokens])
+    scored = _ints([i for i, sequence in enumerate(sequences) if sequence.scored_now])
+    batch = TokenBatch(
+        token_ids=np.concatenate([s.tokens.array[s.num_computed : s.num_computed + n] for s, n in chunks]),
+        positions=_ints(
+            [place for start, end in zip(starts, ends, strict=True) for place in range(start, end)]
+        ),
+        query_starts=query_starts,
+        context_lens=_ints(ends),
+        block_tables=_block_tables([blocks.table(sequence.request_id) for sequence in sequences]),
+        logit_rows=_logit_rows(query_starts, sampled, scored),
+    )
+    request_ids = _ints([sequence.request_id for sequence in sequences])
+    epochs = _ints([sequence.epoch for sequence in sequences])
+    return StepPlan(step, batch, request_ids, epochs, sampled, scored)
+
+
+def _nothing(step: int) -> StepPlan:
+    """A step without rows, for a worker that takes part in others' steps."""
+    none, starts = _ints([]), _ints([0])
+    batch = TokenBatch(none, none, starts, none, np.zeros((0, 0), dtype=np.int64), none)
+    return StepPlan(step, batch, none, none, none, none)
+
+
+def _ints(values: Ordered[int]) -> IntArray:
+    return np.array(values, dtype=np.int64)
+
+
+def _block_tables(tables: list[IntArray]) -> IntArray:
+    """[s, longest] the tables one under another, padded with 0."""
+    padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded
+
+
+def _logit_rows(query_starts: IntArray, sampled: IntArray, scored: IntArray) -> IntArray:
+    """The last row of each sampled sequence and all rows of each scored one, each once, increasing."""
+    if not len(scored):
+        return query_starts[sampled + 1] - 1
+    wanted = np.zeros(query_starts[-1], dtype=bool)
+    wanted[query_starts[sampled + 1] - 1] = True
+    for sequence in scored:
+        wanted[query_starts[sequence] : query_starts[sequence + 1]] = True
+    return np.flatnonzero(wanted)
+
+
+def admit(sequences: list[Sequence], now: float) -> Admit:
+    """The action for those that `schedule` admitted."""
+    return Admit(
+        requests=[sequence.request for sequence in sequences],
+        generated=[sequence.generated for sequence in sequences],
+        queue_seconds=[now - sequence.waiting_since for sequence in sequences],
+        cached_tokens=[sequence.num_computed for sequence in sequences],
+        epochs=[sequence.epoch for sequence in sequences],
+    )

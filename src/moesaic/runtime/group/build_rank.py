@@ -1,0 +1,212 @@
+"""From settings to one rank of a group: its heads, its experts, its KV blocks, the form that joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from moesaic.collectives.group import Group
+from moesaic.config import GroupConfig, WorkerConfig
+from moesaic.core.errors import ConfigError
+from moesaic.core.offload import Offload
+from moesaic.core.placement import Placement
+from moesaic.core.tables import Tables
+from moesaic.core.tokens import IntArray
+from moesaic.kernels.table import Kernels
+from moesaic.kernels.weights import ExpertWeights
+from moesaic.kvcache.paged import PagedKV
+from moesaic.models import files, registry
+from moesaic.models.checkpoint import Progress
+from moesaic.models.shard import Shard
+from moesaic.runtime import memory_levels, offloaded, out_of_memory
+from moesaic.runtime.group import offloaded_group
+from moesaic.runtime.group.collective_layouts import AllReduce, DeepSpeed, Form, Scattered
+from moesaic.runtime.group.counts import Counted
+from moesaic.runtime.group.experts import GroupExperts
+from moesaic.runtime.group.forecast import Forecast, InOrder
+from moesaic.runtime.group.sharded import InGroup, InMemory, Sharded
+from moesaic.runtime.model_loading import Loaded, check_shared, free_memory, kv_type, layout_of, load_model
+from moesaic.trace.parts import whole_of
+
+
+def check(config: WorkerConfig) -> None:
+    """Raises ConfigError for settings that a group cannot carry out, or a model that cannot be dealt out."""
+    scheduler, size = config.scheduler, config.group.size
+    for flag, value, allowed in (
+        ("--schedule", scheduler.schedule, "lockstep"),
+        ("--inflight-batches", scheduler.inflight_batches, 1),
+        ("--combine", scheduler.combine, "exact"),
+        ("--trace", whole_of(config.trace), None),
+        ("--record-routing", whole_of(config.record), None),
+    ):
+        if value != allowed:
+            allowed_text = "nothing" if allowed is None else str(allowed)
+            raise ConfigError.field(flag, value, f"{allowed_text} with --tensor-parallel-size {size}")
+    path = files.resolve(config.model.model, config.model.revision)
+    registry.read_spec(path, Shard(0, size))
+    units = size // config.group.expert_ranks
+    spec = registry.read_spec(path)
+    if units > spec.num_experts:
+        raise ConfigError.field(
+            "--tensor-parallel-size", size, f"ranks with an expert each, {spec.num_experts}"
+        )
+    if config.group.expert_ranks > spec.expert_width:
+        width = f"at most the experts' width, {spec.expert_width}"
+        raise ConfigError.field("--expert-tensor-parallel-size", config.group.expert_ranks, width)
+    if config.offload is not None:
+        offloaded_group.check(config, config.offload)
+    else:
+        check_shared(config)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where the experts of a group live."""
+
+    owners: Mapping[int, IntArray]
+    """Layer -> [E] the unit that holds each expert: a rank, or the ranks that share one."""
+    tables: Tables | None
+    """Where rows are expected to want them."""
+    left_out: int = 0
+    """Copies that the placement has beyond one of each expert, over all layers; no rank holds them."""
+
+    def of(self, unit: int) -> dict[int, list[int]]:
+        """Layer -> the experts of a unit, ascending."""
+        return {layer: np.flatnonzero(owners == unit).tolist() for layer, owners in self.owners.items()}
+
+    @property
+    def most(self) -> int:
+        """Experts of one layer in one unit."""
+        return max(int(np.bincount(owners).max()) for owners in self.owners.values())
+
+
+def placed(config: WorkerConfig) -> Placed:
+    """As the placement's file says, else in equal ranges. Of copies that which the tables expect, else the
+    first rank's.
+
+    Raises ConfigError for a file that does not fit, and for `shuffled` without tables.
+    """
+    group, layout = config.group, layout_of(config.model)
+    units = group.size // group.expert_ranks
+    if group.placement is None:
+        found = Placed(equal_owners(layout.layers, layout.num_experts, units), None)
+    else:
+        placement = Placement.read(group.placement, units)
+        placement.check(layout.fingerprint, layout.layers, layout.num_experts)
+        found = _placed_by(placement, Tables.beside(group.placement, units))
+    if group.form == "shuffled" and found.tables is None:
+        raise ConfigError.field("--placement", group.placement, "a file with tables, for shuffled rows")
+    return found
+
+
+def _placed_by(placement: Placement, tables: Tables | None) -> Placed:
+    left_out = sum(int((placement.replicas(layer) - 1).sum()) for layer in placement.layers)
+    if tables is None:
+        return Placed({layer: placement.table(layer)[:, 0] for layer in placement.layers}, None, left_out)
+    return Placed(dict(zip(tables.layers, tables.experts.astype(np.int64), strict=True)), tables, left_out)
+
+
+def equal_owners(layers: tuple[int, ...], num_experts: int, units: int) -> Mapping[int, IntArray]:
+    """Consecutive ranges, which differ by at most one expert.
+
+    Example: 5 experts in 2 units: 0, 0, 0, 1, 1.
+    """
+    counts = [len(each) for each in np.array_split(np.arange(num_experts), units)]
+    return dict.fromkeys(layers, np.repeat(np.arange(units), counts))
+
+
+def load_rank(config: WorkerConfig, group: Group, where: Placed, progress: Progress | None = None) -> Loaded:
+    """This rank's heads and, where the whole model is in memory, the experts that it is given."""
+    layout, shard = layout_of(config.model), Shard(group.rank, group.size)
+    copied = offloaded.over_disk(config)
+    loaded = load_model(config.model, progress, layout, config.most_threads, shard, own_memory=copied)
+    if config.offload is not None:
+        return loaded
+    path = files.resolve(config.model.model, config.model.revision)
+    unit, part = divmod(group.rank, config.group.expert_ranks)
+    mapped, dtype = config.model.mmap, config.model.dtype
+    of_expert, device = Shard(part, config.group.expert_ranks), str(loaded.device)
+    weights = registry.load_experts(path, loaded.kernels, where.of(unit), device, dtype, mapped, of_expert)
+    return replace(loaded, model=replace(loaded.model, experts=weights))
+
+
+def join(config: WorkerConfig, group: Group, where: Placed, loaded: Loaded, num_blocks: int) -> Sharded:
+    """The parts of a loaded rank, put together. All ranks have as many KV blocks."""
+    if config.offload is not None:
+        return _paged(config, config.offload, group, where, loaded, num_blocks)
+    model, counted = loaded.model, Counted()
+    size, dtype = config.cache.block_size, kv_type(config.cache, loaded)
+    kv = PagedKV(model.spec.kv, model.spec.num_layers, num_blocks, size, dtype, loaded.device, loaded.kernels)
+    form = _form(config.group, group, where, loaded.kernels, model.expert_weights, counted)
+    run = InMemory(model, kv, size, group, form).run
+    return Sharded(run, group, _named(config.group, where), InGroup(loaded.kernels, group, counted))
+
+
+def _paged(
+    config: WorkerConfig, offload: Offload, group: Group, where: Placed, loaded: Loaded, num_blocks: int
+) -> Sharded:
+    """A rank whose experts come from the slow level."""
+    kv = memory_levels.cache(config, offload, loaded, num_blocks)
+    counted, kernels = Counted(), loaded.kernels
+    held = memory_levels.levels(config, offload, loaded, layout_of(config.model), where.of(group.rank))
+    weights = offloaded_group.OfPass(held.experts)
+    form = partial(_form, config.group, group, where, kernels, weights, counted)
+    after = offloaded_group.Together(loaded.model, group, form, weights)
+    pieces = offloaded.Pieces(loaded, held, after, where.most, kv)
+    passes = offloaded.passes_over(config, offload, pieces)
+    experts = InGroup(kernels, group, counted, passes.stats)
+    return Sharded(passes.run, group, _named(config.group, where), experts)
+
+
+@out_of_memory.told
+def follower(config: WorkerConfig, group: Group) -> Sharded:
+    """A rank but the first, which says how many KV blocks there are. Returns when all are ready."""
+    where = placed(config)
+    loaded = load_rank(config, group, where)
+    least_free(config, group, loaded)
+    num_blocks = int.from_bytes(group.announce(b""), "little")
+    joined = join(config, group, where, loaded, num_blocks)
+    group.announce(b"")
+    return joined
+
+
+def least_free(config: WorkerConfig, group: Group, loaded: Loaded) -> int | None:
+    """Bytes of the rank that has the least for a cache, to the MiB, once all have loaded; on every rank.
+
+    None where --kv-cache-memory says how much.
+    """
+    if config.cache.kv_cache_memory != "auto":
+        return None
+    mine = np.array([free_memory(loaded.device) >> 20])
+    return int(group.gather_notes(mine, np.arange(group.size)).min()) << 20
+
+
+def _named(config: GroupConfig, where: Placed) -> str:
+    """The form and what the placement has in vain, for people."""
+    form = config.form or ("reduce-scatter" if where.tables is None else "shuffled")
+    left_out = f", without the placement's {where.left_out} copies" if where.left_out else ""
+    return f"{form} ({config.align}){left_out}" if form == "shuffled" else form + left_out
+
+
+def _form(
+    config: GroupConfig,
+    group: Group,
+    where: Placed,
+    kernels: Kernels,
+    weights: Callable[[int], ExpertWeights],
+    counted: Counted,
+) -> Form:
+    """The one that --moe-collectives names."""
+    ranks = config.expert_ranks
+    owners = {layer: one * ranks for layer, one in where.owners.items()}
+    experts = GroupExperts(group, kernels, weights, owners, counted, ranks)
+    if config.form == "deepspeed":
+        return DeepSpeed(group, experts)
+    if config.form == "all-reduce":
+        return AllReduce(group, experts)
+    if config.form == "reduce-scatter" or where.tables is None:
+        return Scattered(group, experts, InOrder(group))
+    return Scattered(group, experts, Forecast(group, counted, where.tables, config.align, ranks))

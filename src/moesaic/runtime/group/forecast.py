@@ -1,0 +1,88 @@
+"""Which rank each row is scattered to, layer after layer: the tables of a profile, asked step by step."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.collectives.group import Group
+from moesaic.core.tables import Tables
+from moesaic.core.tokens import IntArray
+from moesaic.policy.placement import predict
+from moesaic.policy.placement.shuffle import Align, Shuffle, plan
+from moesaic.runtime.group.counts import Counted
+
+NONE: IntArray = np.zeros(0, dtype=np.int64)
+
+
+class Scattering(Protocol):
+    """Where the rows of a step are put together."""
+
+    def begin(self, token_ids: IntArray) -> None:
+        """Another step, of these rows [n]."""
+        ...
+
+    def shuffle(self, layer: int) -> Shuffle:
+        """Where the rows go in this layer."""
+        ...
+
+    def learn(self, layer: int, expert_ids: npt.NDArray[Any], shuffle: Shuffle) -> None:
+        """The gate has spoken for this rank's rows [m, k]."""
+        ...
+
+
+class InOrder:
+    """Nothing is expected: rows are scattered in the batch's order."""
+
+    def __init__(self, group: Group) -> None:
+        self._ranks = group.size
+        self._shuffle = plan(NONE, NONE, self._ranks, "none")
+
+    def begin(self, token_ids: IntArray) -> None:
+        nobody = np.zeros(len(token_ids), dtype=np.int64)
+        self._shuffle = plan(nobody, nobody, self._ranks, "none")
+
+    def shuffle(self, layer: int) -> Shuffle:
+        return self._shuffle
+
+    def learn(self, layer: int, expert_ids: npt.NDArray[Any], shuffle: Shuffle) -> None:
+        """Nobody asks."""
+
+
+class Forecast:
+    """Rows go where the tables expect their experts. All ranks say the same: they know the same."""
+
+    def __init__(
+        self, group: Group, counted: Counted, tables: Tables, align: Align = "move", expert_ranks: int = 1
+    ) -> None:
+        """expert_ranks: that share an expert; rows that are expected there take turns among them."""
+        self._group, self._counted, self._tables = group, counted, tables
+        self._align, self._expert_ranks = align, expert_ranks
+        self._index = {layer: i for i, layer in enumerate(tables.layers)}
+        self._tokens = NONE
+        self._past: list[IntArray] = []
+        """Ranks of the rows in the last routed layers, two at most."""
+
+    def begin(self, token_ids: IntArray) -> None:
+        """Ids beyond the tables' vocabulary are taken for its last one."""
+        self._tokens, self._past = np.minimum(token_ids, self._tables.vocab_size - 1), []
+
+    def shuffle(self, layer: int) -> Shuffle:
+        count = len(self._tokens)
+        history = np.stack(self._past, axis=1) if len(self._past) == 2 else None
+        ranks, sure = predict.predict(self._tables, self._index[layer], self._tokens, history)
+        ranks = ranks * self._expert_ranks + np.arange(count) % self._expert_ranks
+        found = plan(ranks, sure, self._group.size, self._align)
+        self._counted.shuffled_rows += count
+        self._counted.kept_rows += found.kept
+        return found
+
+    def learn(self, layer: int, expert_ids: npt.NDArray[Any], shuffle: Shuffle) -> None:
+        """Every rank gets to know where all rows were, if another layer follows."""
+        if layer == self._tables.layers[-1]:
+            return
+        owners = self._tables.experts[self._index[layer]]
+        mine = predict.device(expert_ids, owners, self._tables.ranks)
+        self._past = [*self._past[-1:], self._group.gather_notes(mine, shuffle.order)]

@@ -1,0 +1,118 @@
+"""A group whose model is larger than its fast memory: each rank pages its own share of the routed experts.
+
+All ranks run the same list of tasks. What they compute after attention stands on one lane, in the order of
+the list, so their collectives meet; what comes from the slow level, and a CPU's attention beside a GPU, goes
+at its own pace on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from moesaic.collectives.group import Group
+from moesaic.config import WorkerConfig
+from moesaic.core.errors import ConfigError
+from moesaic.core.offload import Offload
+from moesaic.kernels.weights import ExpertWeights
+from moesaic.models.block import Block
+from moesaic.models.model import Model
+from moesaic.offload.after import Do
+from moesaic.offload.parts import Part
+from moesaic.offload.weights import Streamed
+from moesaic.policy.offloading.tasks import Kind, Task
+from moesaic.runtime import offloaded
+from moesaic.runtime.group.collective_layouts import Form, dense_feed_forward
+from moesaic.transport.peers import HALF_BYTES
+
+WHOLE_BLOCKS = ("cgopipe", "s4", "serial")
+"""Schedules whose lists take gate and experts as one task: between the two the ranks of a group meet."""
+ATTENDED_BESIDE = ("s2", "s3")
+"""Two more, where the slow level has a processor."""
+
+
+def check(config: WorkerConfig, offload: Offload) -> None:
+    """Raises ConfigError for a policy that a group cannot carry out, or experts that cannot be paged."""
+    offloaded.check(config)
+    size, gpu = config.group.size, offloaded.on_gpu(config.model)
+    for name, value, allowed in (
+        ("--expert-tensor-parallel-size", config.group.expert_ranks, (1,)),
+        ("--offload-schedule", offload.schedule, WHOLE_BLOCKS + ATTENDED_BESIDE * gpu),
+        ("link", offload.link, (None,)),
+        ("slow_attention", offload.slow_attention, (False, True) if gpu else (False,)),
+        ("slow_cache", offload.slow_cache, (0, 1) if gpu else (0,)),
+    ):
+        if value not in allowed:
+            text = ", ".join(map(str, allowed))
+            raise ConfigError.field(
+                name, value, f"{text} with --fast-memory and --tensor-parallel-size {size}"
+            )
+    offloaded.paged_layout(config.model)
+
+
+class OfPass:
+    """The weights of a rank's experts in the pass under way, by layer."""
+
+    def __init__(self, streamed: Streamed) -> None:
+        self._streamed = streamed
+        self.turn = 0
+        """Of the pass's first layer."""
+
+    def __call__(self, layer: int) -> ExpertWeights:
+        return self._streamed.experts(self.turn + layer, layer)
+
+
+class Together:
+    """After attention, in the place of offload.after.Alone: what the form of the group does.
+
+    Rows that are more than a round of the transport holds go in several, one after the other.
+    """
+
+    def __init__(self, model: Model, group: Group, form: Callable[[], Form], weights: OfPass) -> None:
+        """form: makes one. Each piece of a micro-batch has its own, which knows its rows in all layers."""
+        self._model, self._group, self._form, self._weights = model, group, form, weights
+        self._rows = rows_of_round(model)
+        self._pieces: list[list[tuple[slice, Form]]] = []
+        """Of each micro-batch."""
+        self.tasks: Mapping[Kind, Do] = {Kind.POST: self._post}
+
+    def begin(self, parts: Sequence[Part], turn: int, prefill: bool) -> None:
+        self._weights.turn = turn
+        self._pieces = [self._cut(part) for part in parts]
+
+    def merge(self, layer: int, part: Part) -> None:
+        """Nothing is left."""
+
+    def _cut(self, part: Part) -> list[tuple[slice, Form]]:
+        ids = part.batch.token_ids
+        pieces = [(slice(at, at + self._rows), self._form()) for at in range(0, len(ids), self._rows)]
+        for piece, form in pieces:
+            form.begin(ids[piece])
+        return pieces
+
+    def _post(self, task: Task, part: Part) -> None:
+        block, attended = self._model.blocks[task.layer], part.attended
+        assert attended is not None
+        rows = block.output_projection(attended)
+        part.attended = None
+        for piece, form in self._pieces[task.micro_batch]:
+            rows[piece] = self._after(form, task.layer, block, part.hidden[piece], rows[piece])
+        part.hidden = rows
+
+    def _after(
+        self, form: Form, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor
+    ) -> torch.Tensor:
+        if block.routed:
+            return form.feed_forward(layer, block, hidden, partial)
+        return dense_feed_forward(self._group, block, hidden, partial)
+
+
+def rows_of_round(model: Model) -> int:
+    """Rows that one rank can send to the ranks of all their experts in one round, or all of their answers.
+
+    Example: hidden size 4096, 2 experts a token: 2045 rows of two copies, 32 KiB, and what goes with them.
+    """
+    spec = model.spec
+    copy = 4 * (spec.hidden_size + 2 * spec.top_k + 1)
+    return max(1, HALF_BYTES // (spec.top_k * copy))

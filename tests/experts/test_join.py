@@ -1,0 +1,160 @@
+"""A server that joined by hand and lost its cluster joins again, or says why it cannot."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from moesaic.cluster.join_listener import MAX_PENDING, Doorway, RemoteProcess
+from moesaic.config import QueueConfig
+from moesaic.core import messages
+from moesaic.core.errors import ConnectionLost
+from moesaic.core.experts import ExpertLayout
+from moesaic.experts.join import DELAYS, Joining, _config, join
+from moesaic.transport.authentication import Refused
+
+SECRET, OTHER = b"s" * 32, b"o" * 32
+LAYOUT = ExpertLayout({0: "a"}, "g", "u", "d", 8, 4, 2, 1, "float32")
+
+
+@contextmanager
+def doorway(
+    welcome: Callable[[RemoteProcess], None], address: str = "tcp:127.0.0.1:0", secret: bytes = SECRET
+) -> Iterator[Doorway]:
+    door = Doorway(address, secret, welcome)
+    try:
+        yield door
+    finally:
+        door.close()
+
+
+class Joiner:
+    """`join`, without sleeping."""
+
+    def __init__(self, address: str, model: Path) -> None:
+        self.joining = Joining(address, SECRET, model=model)
+        self.told = 0
+        self.lost: list[str] = []
+        self.slept: list[float] = []
+        self.between: Callable[[], object] = lambda: None
+        """Happens once, in the first sleep."""
+
+    def run(self) -> int:
+        return join(self.joining, self._tell, lambda error: self.lost.append(str(error)), self._sleep)
+
+    def _tell(self, enlisted: messages.Enlisted) -> None:
+        self.told += 1
+
+    def _sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        assert len(self.slept) < 50, "it tries for ever"
+        between, self.between = self.between, lambda: None
+        between()
+
+
+def given_up(process: RemoteProcess) -> None:
+    """As the supervisor does with who is silent."""
+    process.connection.send(messages.Enlisted(LAYOUT, "m", "auto", True, "lockstep", "defrag"))
+    process.kill()
+
+
+def test_who_was_given_up_joins_again_until_it_is_sent_away(tmp_path: Path) -> None:
+    peers: list[RemoteProcess] = []
+
+    def welcome(process: RemoteProcess) -> None:
+        peers.append(process)
+        if len(peers) < 3:
+            given_up(process)
+        else:
+            process.connection.send(messages.Enlisted(LAYOUT, "m", "auto", True, "lockstep", "defrag"))
+            process.stop()
+
+    with doorway(welcome) as door:
+        joiner = Joiner(door.address, tmp_path)
+        assert joiner.run() == 0
+    assert joiner.told == 3
+    assert joiner.slept == [DELAYS[0]] * 2, "each time from the beginning"
+    assert len(joiner.lost) == 2 and all(line.startswith(f"{door.address}: ") for line in joiner.lost)
+
+
+def test_a_cluster_that_is_gone_for_good_is_given_up(tmp_path: Path) -> None:
+    with doorway(given_up) as door:
+        joiner = Joiner(door.address, tmp_path)
+        joiner.between = door.close
+        with pytest.raises(ConnectionLost, match=f"refused; given up after {len(DELAYS)} attempts") as raised:
+            joiner.run()
+    assert joiner.slept == list(DELAYS)
+    assert len(joiner.lost) == 1, "one line for one loss"
+    assert "\n" not in str(raised.value)
+
+
+def test_a_cluster_that_was_started_anew_is_joined(tmp_path: Path) -> None:
+    with doorway(given_up) as door:
+        joiner = Joiner(door.address, tmp_path)
+        joiner.between = door.close
+        sleep, again = joiner._sleep, ExitStack()
+
+        def later(seconds: float) -> None:
+            sleep(seconds)
+            if len(joiner.slept) == 4:
+                again.enter_context(doorway(RemoteProcess.stop, door.address))
+
+        joiner._sleep = later  # type: ignore[method-assign]
+        with again, pytest.raises(Refused, match="it takes no servers any more"):
+            joiner.run()
+    assert joiner.slept == list(DELAYS[:4])
+
+
+def test_a_server_by_hand_schedules_as_the_others(tmp_path: Path) -> None:
+    joining = Joining("tcp:127.0.0.1:1", SECRET, model=tmp_path)
+    told = messages.Enlisted(LAYOUT, "m", "auto", False, "async", "defrag", 0.25, 4, 8, 1.5)
+    config = _config(joining, told, "127.0.0.1")
+    assert config.queues == QueueConfig(0.25, 4, 8, 1.5)
+    assert (config.schedule, config.queue_policy, config.mmap) == ("async", "defrag", False)
+
+
+def test_who_is_refused_does_not_ask_again(tmp_path: Path) -> None:
+    """Neither the first time, nor where the secret was changed meanwhile."""
+    with doorway(given_up, secret=OTHER) as door:
+        joiner = Joiner(door.address, tmp_path)
+        with pytest.raises(Refused, match=f"no connection to {door.address}: .*another secret"):
+            joiner.run()
+        assert not joiner.slept
+    with ExitStack() as stack, doorway(given_up) as door:
+
+        def change() -> None:
+            door.close()
+            stack.enter_context(doorway(given_up, door.address, OTHER))
+
+        joiner = Joiner(door.address, tmp_path)
+        joiner.between = change
+        with pytest.raises(Refused, match="another secret"):
+            joiner.run()
+    assert joiner.slept == [DELAYS[0]]
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with doorway(RemoteProcess.stop) as door, ExitStack() as stack:
+        host, port = door.address.removeprefix("tcp:").split(":")
+        silent = [
+            stack.enter_context(socket.create_connection((host, int(port)), 10.0)) for _ in range(MAX_PENDING)
+        ]
+        with pytest.raises(Refused, match="it takes no servers any more"):
+            Joiner(door.address, tmp_path).run()
+        assert silent[0].recv(1) == b""
+        name = "tcp:{}:{}".format(*silent[0].getsockname())
+    why = f"{MAX_PENDING} handshakes are under way, it came first"
+    assert caplog.records[0].getMessage() == f"dropped {name} at {door.address}: {why}"
+
+
+def test_who_never_was_in_the_cluster_does_not_wait_for_it(tmp_path: Path) -> None:
+    with doorway(given_up) as door:
+        pass
+    joiner = Joiner(door.address, tmp_path)
+    with pytest.raises(ConnectionLost, match="refused"):
+        joiner.run()
+    assert not joiner.slept and not joiner.lost

@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moesaic.policy.fleet.replicas import NOBODY, Patience, Replicas, ReplicaStats
+
+PATIENCE = Patience(factor=10.0, floor=0.5, ceiling=1e9, unknown=3.0)
+BOTH = {0: {5: [0, 1]}, 1: {5: [0, 1]}}
+"""Two servers that hold both experts of layer 5."""
+
+
+def replicas(
+    placement: Mapping[int, Mapping[int, Iterable[int]]],
+    experts: int = 4,
+    own: int | None = None,
+    connected: Iterable[int] | None = None,
+    patience: Patience | None = PATIENCE,
+) -> Replicas:
+    subject = Replicas(patience, own)
+    subject.place(placement, experts)
+    for server in placement if connected is None else connected:
+        subject.joined(server)
+    return subject
+
+
+def route(subject: Replicas, experts: list[int], layer: int = 5) -> list[int]:
+    servers: list[int] = subject.route(layer, np.array(experts, dtype=np.int64)).tolist()
+    return servers
+
+
+# ---- choice
+
+
+def test_worked_example() -> None:
+    """The example of `route`: all pairs of expert 3 go to the holder with fewer pairs outstanding."""
+    subject = replicas({0: {5: [3]}, 1: {5: [3]}, 2: {5: [0, 1, 2]}})
+    subject.sent(0, 10, now=0.0)
+    assert route(subject, [3, 3, 3]) == [1, 1, 1]
+    assert route(subject, [3, 0, 3]) == [1, 2, 1]
+
+
+def test_replicas_of_several_experts_share_the_pairs() -> None:
+    """The largest expert first: 0 with four pairs goes to server 0, then 1 and 2 to server 1."""
+    subject = replicas({0: {5: [0, 1, 2]}, 1: {5: [0, 1, 2]}})
+    assert route(subject, [1, 1, 0, 0, 0, 0, 2]) == [1, 1, 0, 0, 0, 0, 1]
+
+
+def test_the_own_ranks_server_comes_first_whatever_its_load() -> None:
+    subject = replicas({0: {5: [0, 1]}, 1: {5: [0]}}, own=1)
+    subject.sent(1, 1000, now=0.0)
+    assert route(subject, [0, 1, 0]) == [1, 0, 1]
+    subject.lost(1, 1000)
+    assert route(subject, [0, 1, 0]) == [0, 0, 0]
+
+
+def test_an_expert_without_a_connected_holder_goes_to_nobody() -> None:
+    subject = replicas({0: {5: [0]}, 1: {5: [1], 6: [0]}}, connected=[0])
+    assert route(subject, [0, 1, 2]) == [0, NOBODY, NOBODY]
+    assert route(subject, [0], layer=6) == [NOBODY]
+    assert route(subject, [0, 1], layer=99) == [NOBODY, NOBODY]
+    assert route(subject, []) == []
+    subject.joined(1)
+    assert route(subject, [0, 1, 2]) == [0, 1, NOBODY]
+    assert subject.connected == {0, 1}
+
+
+def test_a_new_placement_replaces_the_old_one_whole() -> None:
+    subject = replicas(BOTH)
+    subject.place({1: {7: [2]}}, 4)
+    assert route(subject, [0, 1]) == [NOBODY, NOBODY]
+    assert route(subject, [2, 2], layer=7) == [1, 1]
+
+
+def test_an_expert_that_is_named_twice_has_one_holder() -> None:
+    subject = replicas({0: {5: [1, 1]}}, connected=[0])
+    assert route(subject, [1, 1]) == [0, 0]
+
+
+@given(st.data())
+def test_every_pair_goes_to_a_connected_holder(data: st.DataObject) -> None:
+    holders = st.lists(st.integers(0, 5), unique=True)
+    placement = {server: {5: data.draw(holders)} for server in range(4)}
+    connected = data.draw(st.sets(st.integers(0, 3)))
+    subject = replicas(
+        placement, 6, own=data.draw(st.one_of(st.none(), st.integers(0, 3))), connected=connected
+    )
+    for server in connected:
+        subject.sent(server, data.draw(st.integers(0, 9)), now=0.0)
+    experts = data.draw(st.lists(st.integers(0, 5), max_size=12))
+    chosen = route(subject, experts)
+    for expert, server in zip(experts, chosen, strict=True):
+        possible = {one for one in connected if expert in placement[one][5]}
+        assert server in possible or (server == NOBODY and not possible)
+    assert len(set(zip(experts, chosen, strict=True))) == len(set(experts)), "an expert's pairs are split"
+    assert route(subject, experts) == chosen, "asking changes nothing"
+
+
+# ---- patience
+
+
+def test_a_server_whose_pace_is_unknown_gets_its_time() -> None:
+    subject = replicas(BOTH)
+    assert subject.next_deadline() is None and subject.late(1e9) == []
+    subject.sent(0, 4, now=10.0)
+    assert subject.next_deadline() == 13.0
+    assert subject.late(13.0) == [] and subject.late(13.1) == [0]
+
+
+def test_patience_is_a_multiple_of_what_the_work_should_take() -> None:
+    """0.5 seconds a pair: 4 pairs should take 2, so 20 are allowed. 0.01 a pair is below the floor."""
+    subject = replicas(BOTH)
+    subject.sent(0, 2, now=0.0)
+    subject.answered(0, 2, now=1.0)
+    subject.sent(0, 4, now=5.0)
+    assert subject.late(25.0) == [] and subject.late(25.1) == [0]
+    subject.sent(1, 100, now=0.0)
+    subject.answered(1, 99, now=0.99)
+    assert subject.next_deadline() == pytest.approx(0.99 + PATIENCE.floor)
+
+
+def silence(subject: Replicas, pairs: int, now: float = 100.0) -> float:
+    """How long server 0 may say nothing to `pairs` sent `now`."""
+    subject.sent(0, pairs, now)
+    deadline = subject.next_deadline()
+    assert deadline is not None
+    return deadline - now
+
+
+@pytest.mark.parametrize("pairs", [1, 64, 16_384])
+def test_a_freeze_costs_less_than_a_second_whatever_is_outstanding(pairs: int) -> None:
+    """At 0.2 ms a pair a prefill of 16,384 pairs should take 3.3 s, 20 times which is more than a minute."""
+    subject = replicas(BOTH, patience=None)
+    subject.sent(0, 100, now=0.0)
+    subject.answered(0, 100, now=0.02)
+    assert silence(subject, pairs) <= 0.6 + 1e-9
+    assert silence(replicas(BOTH, patience=None), pairs) <= 0.8 + 1e-9, "that never answered"
+
+
+def test_a_server_that_honestly_needs_long_is_not_given_up_for_ever() -> None:
+    """A run of ten seconds, begun anew each time that its server was given up: four times, and no more."""
+    subject, now, tries = replicas(BOTH, patience=None), 0.0, 0
+    while (allowed := silence(subject, 64, now)) < 10.0 and tries < 20:
+        now += allowed + 0.01
+        assert subject.late(now) == [0]
+        subject.mask(0)
+        subject.lost(0)
+        subject.joined(0)
+        tries += 1
+    assert tries == 4, "0.8, 1.6, 3.2, 6.4"
+    assert subject.stats == ReplicaStats(failovers=4, silent_failovers=4, false_failovers=4)
+    subject.answered(0, 64, now + 10.0)
+    assert silence(subject, 64, now + 10.0) == pytest.approx(20.0), "it has earned that"
+
+
+def test_a_long_silence_wears_off_with_quick_answers() -> None:
+    subject = replicas(BOTH, patience=None)
+    subject.sent(0, 64, now=0.0)
+    subject.answered(0, 64, now=5.0)
+    assert silence(subject, 64, 10.0) == pytest.approx(10.0)
+    subject.answered(0, 64, 10.01)
+    for step in range(150):
+        subject.sent(0, 1, 20.0 + step)
+        subject.answered(0, 1, 20.01 + step)
+    assert silence(subject, 16_384, 1000.0) == pytest.approx(0.6)
+
+
+def test_patience_with_a_process_is_not_inherited_by_its_successor() -> None:
+    subject = replicas(BOTH, patience=None)
+    subject.sent(0, 64, now=0.0)
+    subject.answered(0, 64, now=5.0)
+    subject.replaced(0)
+    subject.lost(0)
+    subject.joined(0)
+    assert silence(subject, 64) == pytest.approx(0.8)
+
+
+def test_every_answer_is_a_sign_of_life() -> None:
+    subject = replicas(BOTH)
+    subject.sent(0, 10, now=0.0)
+    subject.answered(0, 1, now=2.0)  # 2 seconds a pair: 9 more may take 180
+    assert subject.late(181.0) == [] and subject.late(182.1) == [0]
+    subject.answered(0, 0, now=182.0)
+    assert subject.late(182.1) == [0], "no pair, no progress"
+
+
+def test_more_work_does_not_restart_the_clock() -> None:
+    """A frozen server to which more and more is sent is late all the same."""
+    subject = replicas(BOTH)
+    for now in range(4):
+        subject.sent(0, 1, now=float(now))
+    assert subject.late(3.5) == [0]
+
+
+def test_idle_time_does_not_count() -> None:
+    subject = replicas(BOTH)
+    subject.sent(0, 1, now=0.0)
+    subject.answered(0, 1, now=0.01)
+    subject.sent(0, 1, now=100.0)
+    assert subject.late(100.4) == [] and subject.late(100.6) == [0]
+
+
+def test_a_slow_answer_counts_at_once_and_quick_ones_little_by_little() -> None:
+    subject = replicas(BOTH)
+    now = 0.0
+    for seconds in (0.01, 1.0, 0.01):
+        subject.sent(0, 1, now)
+        now += seconds
+        subject.answered(0, 1, now)
+    subject.sent(0, 1, now)
+    pace = 0.9 * 1.0 + 0.1 * 0.01
+    assert subject.next_deadline() == pytest.approx(now + PATIENCE.factor * pace)
+
+
+def test_only_a_server_whose_rows_others_could_take_is_late() -> None:
+    """Expert 2 of server 0 has no other holder, until server 2 is there."""
+    subject = replicas({0: {5: [0, 2]}, 1: {5: [0]}, 2: {5: [2]}}, connected=[0, 1])
+    subject.sent(0, 1, now=0.0)
+    assert subject.late(100.0) == []
+    assert subject.next_deadline() is None, "nobody is woken for a server that cannot be gone around"
+    subject.joined(2)
+    assert subject.late(100.0) == [0] and subject.next_deadline() == 3.0
+    subject.lost(2)
+    assert subject.late(100.0) == [] and subject.next_deadline() is None
+    subject.place({0: {5: [0]}, 1: {5: [0]}}, 4)
+    assert subject.late(100.0) == [0] and subject.next_deadline() == 3.0
+    subject.place({0: {5: [0]}, 1: {6: [0]}}, 4)
+    assert subject.late(100.0) == [] and subject.next_deadline() is None
+
+
+def test_two_frozen_servers_are_not_given_up_for_each_other() -> None:
+    """Both are late; without 0 there is nobody left who could take what 1 holds."""
+    subject = replicas(BOTH)
+    subject.sent(0, 1, now=0.0)
+    subject.sent(1, 1, now=0.0)
+    assert subject.late(100.0) == [0]
+    subject.mask(0)
+    assert subject.late(100.0) == [] and subject.next_deadline() is None
+
+
+# ---- counters
+
+
+def test_a_death_with_rows_outstanding_is_a_failover() -> None:
+    subject = replicas(BOTH)
+    subject.lost(0, pairs=0)
+    assert subject.stats == ReplicaStats()
+    subject.sent(1, 3, now=0.0)
+    subject.lost(1, pairs=3)
+    subject.lost(1, pairs=3)  # known already
+    assert subject.stats == ReplicaStats(failovers=1)
+    assert subject.connected == frozenset()
+
+
+def test_a_masked_server_that_comes_back_was_a_false_failover() -> None:
+    subject = replicas(BOTH)
+    subject.mask(0)
+    subject.lost(0, pairs=5)  # its connection is closed then: the same failover
+    assert route(subject, [0]) == [1] and subject.stats == ReplicaStats(failovers=1, silent_failovers=1)
+    subject.joined(0)
+    assert subject.stats == ReplicaStats(failovers=1, silent_failovers=1, false_failovers=1)
+    subject.joined(0)
+    assert subject.stats.false_failovers == 1
+
+
+def test_a_masked_server_whose_successor_comes_had_died() -> None:
+    subject = replicas(BOTH)
+    subject.mask(0)
+    subject.replaced(0)
+    subject.joined(0)
+    assert subject.stats == ReplicaStats(failovers=1, silent_failovers=1)
+
+
+def test_a_new_connection_owes_nothing() -> None:
+    subject = replicas(BOTH)
+    subject.sent(0, 7, now=0.0)
+    subject.lost(0, 7)
+    subject.answered(0, 7, now=1.0)  # too late, and of nobody
+    subject.joined(0)
+    assert subject.late(100.0) == [] and subject.next_deadline() is None
+    assert route(subject, [0]) == [0]
+
+
+def test_pairs_that_are_sent_again_are_counted() -> None:
+    subject = replicas(BOTH)
+    subject.sent(0, 3, now=0.0)
+    subject.sent(1, 3, now=0.0, again=True)
+    subject.sent(1, 2, now=0.0, again=True)
+    assert subject.stats == ReplicaStats(resent_pairs=5)

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moesaic.core.errors import ConfigError
+from moesaic.core.profile import NO_TOPIC, Profile, Routes
+from moesaic.policy.placement.locality import homes_in, measure
+from moesaic.policy.placement.redundancy import copied, demand, place, tables_of
+from moesaic.policy.placement.solvers import SOLVERS
+
+HOME = np.array([[1, 0], [1, 0], [0, 1], [0, 1]], dtype=np.bool_)
+"""Experts 0 and 1 on rank 0, 2 and 3 on rank 1."""
+
+
+def profile(seed: int = 0, experts: int = 6, tokens: int = 200) -> Profile:
+    rng = np.random.default_rng(seed)
+    chosen = rng.random((tokens, 2, experts)).argsort(axis=2)[:, :, :2].astype(np.int16)
+    chosen[::3, :, 0] = 1
+    chosen[::3, :, 1] = 0
+    routes = Routes(
+        rng.integers(0, 20, tokens).astype(np.int32),
+        np.array([0, tokens]),
+        np.array([tokens]),
+        np.array([NO_TOPIC], dtype=np.int16),
+        chosen,
+    )
+    return Profile.of_routes("moe", 20, experts, (3, 5), routes)
+
+
+def test_worked_example() -> None:
+    wanted = np.array([[5, 4], [5, 0], [0, 1], [0, 5]], dtype=np.float64)
+    held = copied(wanted, HOME, 1)
+    assert held.tolist() == [[True, True], [True, False], [False, True], [False, True]]
+
+
+def test_balance_counts_where_locality_is_the_same() -> None:
+    """A copy of expert 0 or of expert 2 on the other rank makes 6 choices local; rank 1 is the busier one."""
+    wanted = np.array([[0, 6], [0, 0], [6, 0], [0, 10]], dtype=np.float64)
+    assert copied(wanted, HOME, 1).T.tolist() == [[True, True, True, False], [False, False, True, True]]
+    assert copied(wanted, HOME, 2).T.tolist() == [[True, True, True, False], [True, False, True, True]]
+
+
+@given(st.integers(0, 99), st.integers(1, 4), st.data())
+def test_copies_are_shared_out_and_each_rank_has_an_expert_once(
+    seed: int, ranks: int, data: st.DataObject
+) -> None:
+    rng = np.random.default_rng(seed)
+    experts = data.draw(st.integers(ranks, 7))
+    redundant = data.draw(st.integers(0, experts * (ranks - 1)))
+    home = np.arange(experts)[:, None] * ranks // experts == np.arange(ranks)
+    held = copied(rng.integers(0, 9, (experts, ranks)).astype(np.float64), home, redundant)
+    assert (held >= home).all() and held.sum() == experts + redundant
+    assert (held.sum(axis=0) - home.sum(axis=0)).max() <= -(-redundant // ranks)
+
+
+def test_demand_counts_choices_by_their_tokens_rank() -> None:
+    made = profile()
+    clusters = SOLVERS["kmeans"](made, 2, 0)
+    found = demand(made, clusters, 1)
+    expected = np.zeros((6, 2))
+    for token, row in zip(made.routes.tokens, made.routes.experts[:, 1], strict=True):
+        for expert in row:
+            expected[expert, clusters.tokens[1, token]] += 1
+    assert (found == expected).all()
+
+
+def test_every_copy_raises_locality_and_all_of_them_make_everything_local() -> None:
+    made = profile()
+    clusters = SOLVERS["eplb"](made, 3, 0)
+    own = clusters.tokens[:, made.routes.tokens].T
+    rates = []
+    for redundant in (0, 1, 4, 12):
+        placement = place(made, clusters, redundant, "x.npz")
+        assert placement.tables == "x.npz" and placement.layers == (3, 5)
+        homes = homes_in(placement, made.layers)
+        found = measure(made.routes.experts, homes, own, 3)
+        rates.append(found.rate)
+    assert rates == sorted(set(rates)) and rates[-1] == 1.0
+
+
+@pytest.mark.parametrize("redundant", [-1, 13])
+def test_more_copies_than_ranks(redundant: int) -> None:
+    made = profile()
+    with pytest.raises(ConfigError, match=f"--redundant-experts: got {redundant}; allowed: 0 to 12"):
+        place(made, SOLVERS["vanilla"](made, 3, 0), redundant)
+
+
+def test_tables_know_of_copies() -> None:
+    """With everything everywhere, each rank has all of a token's pairs; without copies rows sum to them."""
+    made = profile()
+    clusters = SOLVERS["vanilla"](made, 2, 0)
+    seen = made.counts[0].known
+    for redundant, total in ((0, 2 * 2), (6, 2 * 2 * 2)):
+        placement = place(made, clusters, redundant)
+        tables = tables_of(made, clusters, placement)
+        tables.check(placement, "tables")
+        assert np.allclose(tables.scores[seen].sum(axis=1), total)

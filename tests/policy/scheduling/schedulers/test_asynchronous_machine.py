@@ -1,0 +1,171 @@
+"""Asynchronous under random traffic, failures and experts in any order; every action is checked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from tests.policy.fake_layered import FakeLayered
+from tests.policy.replay import replays
+from tests.policy.scheduling.schedulers.test_lockstep_machine import SHAPES
+from tests.policy.scheduling.test_kvblocks_machine import audit
+from tests.policy.toy_model import request
+
+from moesaic.policy.scheduling.batching import Limits
+from moesaic.policy.scheduling.kvblocks import KVBlocks
+from moesaic.policy.scheduling.microqueue import Defrag, DefragWithHistory, QueuePolicy, policy_named
+from moesaic.policy.scheduling.schedulers.asynchronous import Asynchronous
+from moesaic.policy.scheduling.schedulers.ready_queues import Gather
+
+POLICIES: list[Callable[[], QueuePolicy]] = [
+    *(
+        lambda name=name, urgency=urgency: policy_named(name, urgency)
+        for name in ("defrag", "mtfs", "flfs")
+        for urgency in (None, 0.0, 4.0)
+    ),
+    lambda: policy_named("defrag", cap=2),
+    lambda: DefragWithHistory(Defrag(), 3),
+]
+
+
+class AsynchronousMachine(RuleBasedStateMachine):
+    @initialize(
+        max_len=st.integers(2, 20),
+        size=st.integers(1, 4),
+        extra_blocks=st.integers(0, 4),
+        seats=st.integers(1, 5),
+        extra_rows=st.integers(0, 12),
+        chunk=st.one_of(st.none(), st.integers(1, 5)),
+        reuse=st.sampled_from([True, True, True, False]),
+        policy=st.sampled_from(POLICIES),
+        layers=st.integers(1, 4),
+        top_k=st.sampled_from([1, 2, 6, 8]),
+        worth=st.sampled_from([0, 3, 99]),
+    )
+    def start(
+        self,
+        max_len: int,
+        size: int,
+        extra_blocks: int,
+        seats: int,
+        extra_rows: int,
+        chunk: int | None,
+        reuse: bool,
+        policy: Callable[[], QueuePolicy],
+        layers: int,
+        top_k: int,
+        worth: int,
+    ) -> None:
+        self.limits = Limits(seats, seats + extra_rows, max_len, chunk)
+        self.pool = (-(-max_len // size) + extra_blocks, size, reuse)
+        self.policy, self.model = policy, (layers, top_k, Gather(worth))
+        self.executor = FakeLayered(
+            self.limits, *self.pool, policy=policy(), layers=layers, top_k=top_k, gather=Gather(worth)
+        )
+
+    @rule(shapes=st.lists(SHAPES, min_size=1, max_size=4), known=st.sampled_from([0, 0, 0, 2, 9]))
+    def arrive(self, shapes: list[dict[str, Any]], known: int) -> None:
+        """known: tokens that they got from a worker that died."""
+        arrivals = []
+        for offset, shape in enumerate(shapes):
+            shape = dict(shape)
+            prompt = shape.pop("tokens")[: self.limits.max_model_len - 1]
+            if shape["max_tokens"] is not None:
+                shape["min_tokens"] = min(shape["min_tokens"], shape["max_tokens"])
+            if known:
+                shape["prompt_logprobs"] = None
+            arrivals.append(request(len(self.executor.clients) + offset, prompt, **shape))
+        self.executor.arrive(*arrivals, known={asked.request_id: known for asked in arrivals})
+
+    @precondition(lambda self: self.executor.action is not None)
+    @rule()
+    def end_run(self) -> None:
+        self.executor.step()
+
+    @precondition(lambda self: self.executor.action is not None)
+    @rule()
+    def ask_experts(self) -> None:
+        """From here on they may answer, also before the run has ended."""
+        self.executor.compute()
+
+    @precondition(lambda self: self.executor.action is not None)
+    @rule()
+    def fail_run(self) -> None:
+        self.executor.fail()
+
+    @precondition(lambda self: self.executor.open_runs())
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject) -> None:
+        """Some pairs of some run, in any order; some that were there already."""
+        run = data.draw(st.sampled_from(self.executor.open_runs()), label="run")
+        pairs = list(self.executor.out[run])
+        random.Random(data.draw(st.integers(0, 2**16), label="order")).shuffle(pairs)
+        count = data.draw(st.integers(1, len(pairs)), label="count")
+        again = data.draw(st.lists(st.sampled_from(range(max(pairs) + 1)), max_size=2), label="again")
+        self.executor.answer(run, [*again, *pairs[:count]])
+
+    @precondition(lambda self: self.executor.out)
+    @rule(data=st.data())
+    def answer_twice(self, data: st.DataObject) -> None:
+        """Of a run that has everything, perhaps one that is forgotten."""
+        done = [run for run, pairs in self.executor.out.items() if not pairs]
+        if done:
+            self.executor.answer(data.draw(st.sampled_from(done), label="run"), [0, 0])
+
+    @rule(turns=st.integers(1, 40))
+    def go_on(self, turns: int) -> None:
+        while turns and self.executor.turn():
+            turns -= 1
+
+    @precondition(lambda self: self.executor.clients)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        """Requests that wait, run, wait for experts, ended long ago, or never were."""
+        ids = st.integers(0, len(self.executor.clients))
+        self.executor.cancel(*data.draw(st.lists(ids, min_size=1, max_size=3, unique=True)))
+
+    @invariant()
+    def sound(self) -> None:
+        if not hasattr(self, "executor"):
+            return
+        audit(self.executor.blocks)
+        stats = self.executor.brain.stats()
+        assert stats.running <= self.limits.max_num_seqs
+        if self.executor.action is None and not self.executor.open_runs():
+            assert (stats.running, stats.waiting, stats.blocks.used) == (0, 0, 0)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "executor"):
+            return
+        self.executor.drain()
+        self.executor.check_everybody()
+        audit(self.executor.blocks)
+        twin = Asynchronous(self.limits, KVBlocks(*self.pool), self.policy(), *self.model)
+        assert replays(twin, self.executor.log)
+        assert twin.stats() == self.executor.brain.stats()
+
+
+def run_machine(examples: int, steps: int) -> None:
+    quiet = settings(max_examples=examples, stateful_step_count=steps, derandomize=True, deadline=None)
+    run_state_machine_as_test(AsynchronousMachine, settings=quiet)
+
+
+def test_random_traffic() -> None:
+    run_machine(12, 20)
+
+
+@pytest.mark.slow
+def test_random_traffic_long() -> None:
+    run_machine(60, 30)

@@ -1,0 +1,122 @@
+"""OneProcess under random arrivals, cancellations, steps and failures; every action is checked."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from tests.policy.fake_executor import FakeExecutor
+from tests.policy.replay import replays
+from tests.policy.scheduling.test_kvblocks_machine import audit
+from tests.policy.toy_model import request
+
+from moesaic.policy.scheduling.batching import Limits
+from moesaic.policy.scheduling.kvblocks import KVBlocks
+from moesaic.policy.scheduling.schedulers.lockstep import OneProcess
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "tokens": st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        "max_tokens": st.one_of(st.none(), st.integers(1, 12)),
+        "stop": st.booleans(),
+        "min_tokens": st.integers(0, 3),
+        "prompt_logprobs": st.sampled_from([None, None, 0, 2]),
+    }
+)
+
+
+class BrainMachine(RuleBasedStateMachine):
+    @initialize(
+        max_len=st.integers(2, 20),
+        size=st.integers(1, 4),
+        extra_blocks=st.integers(0, 4),
+        seats=st.integers(1, 5),
+        extra_rows=st.integers(0, 12),
+        chunk=st.one_of(st.none(), st.integers(1, 5)),
+        reuse=st.sampled_from([True, True, True, False]),
+    )
+    def start(
+        self,
+        max_len: int,
+        size: int,
+        extra_blocks: int,
+        seats: int,
+        extra_rows: int,
+        chunk: int | None,
+        reuse: bool,
+    ) -> None:
+        self.limits = Limits(seats, seats + extra_rows, max_len, chunk)
+        self.pool = (-(-max_len // size) + extra_blocks, size, reuse)
+        self.executor = FakeExecutor(self.limits, *self.pool)
+
+    @rule(shapes=st.lists(SHAPES, min_size=1, max_size=4))
+    def arrive(self, shapes: list[dict[str, object]]) -> None:
+        arrivals = []
+        for offset, shape in enumerate(shapes):
+            shape = dict(shape)
+            prompt = shape.pop("tokens")[: self.limits.max_model_len - 1]
+            if shape["max_tokens"] is not None:
+                shape["min_tokens"] = min(shape["min_tokens"], shape["max_tokens"])
+            arrivals.append(request(len(self.executor.clients) + offset, prompt, **shape))
+        self.executor.arrive(*arrivals)
+
+    @precondition(lambda self: self.executor.under_way is not None)
+    @rule(count=st.integers(1, 8))
+    def step(self, count: int) -> None:
+        while count and self.executor.under_way is not None:
+            self.executor.step()
+            count -= 1
+
+    @precondition(lambda self: self.executor.under_way is not None)
+    @rule()
+    def fail(self) -> None:
+        self.executor.fail()
+
+    @precondition(lambda self: self.executor.clients)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        """Requests that wait, run, are in a step, ended long ago, or never were."""
+        ids = st.integers(0, len(self.executor.clients))
+        self.executor.cancel(*data.draw(st.lists(ids, min_size=1, max_size=3, unique=True)))
+
+    @invariant()
+    def sound(self) -> None:
+        if not hasattr(self, "executor"):
+            return
+        audit(self.executor.blocks)
+        stats = self.executor.brain.stats()
+        assert stats.running <= self.limits.max_num_seqs
+        if self.executor.under_way is None:
+            assert (stats.running, stats.waiting, stats.blocks.used) == (0, 0, 0)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "executor"):
+            return
+        self.executor.drain()
+        self.executor.check_everybody()
+        audit(self.executor.blocks)
+        twin = OneProcess(self.limits, KVBlocks(*self.pool))
+        assert replays(twin, self.executor.log)
+        assert twin.stats() == self.executor.brain.stats()
+
+
+def run_machine(examples: int, steps: int) -> None:
+    quiet = settings(max_examples=examples, stateful_step_count=steps, derandomize=True, deadline=None)
+    run_state_machine_as_test(BrainMachine, settings=quiet)
+
+
+def test_random_traffic() -> None:
+    run_machine(20, 15)
+
+
+@pytest.mark.slow
+def test_random_traffic_long() -> None:
+    run_machine(160, 30)

@@ -1,0 +1,72 @@
+"""What a group makes of its settings and of a placement, before anything is computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.runtime.group.placing import write
+from tests.runtime.group.threads import group_of_threads
+
+from moesaic.config import GroupConfig, ModelConfig, WorkerConfig
+from moesaic.core.errors import ConfigError
+from moesaic.core.placement import Placement
+from moesaic.core.profile import NO_TOPIC, Profile, Routes
+from moesaic.models import files, registry
+from moesaic.runtime.group import build_rank
+from moesaic.trace.parts import part_of
+
+WORKER = WorkerConfig(ModelConfig("demo", threads=1), group=GroupConfig(2))
+
+
+def profile() -> Profile:
+    """Of demo: one request whose tokens choose at random."""
+    routed = registry.read_spec(files.resolve("demo")).routed
+    rng = np.random.default_rng(0)
+    experts = np.argsort(rng.random((20, len(routed.layers), routed.num_experts)), axis=2)
+    routes = Routes(
+        np.arange(20, dtype=np.int32),
+        np.array([0, 20]),
+        np.array([20]),
+        np.array([NO_TOPIC], dtype=np.int16),
+        experts[:, :, : routed.top_k].astype(np.int16),
+    )
+    sizes = routed.vocab_size, routed.num_experts, routed.layers
+    return Profile.of_routes(routed.model, *sizes, routes)
+
+
+@pytest.mark.parametrize("field", ["trace", "record"])
+def test_what_is_refused_is_what_was_typed(field: str) -> None:
+    config = replace(WORKER, **{field: part_of("some/x.out", "attention worker 0")})
+    flag = {"trace": "--trace", "record": "--record-routing"}[field]
+    with pytest.raises(ConfigError, match=f"^{flag}: got 'some/x.out'; allowed: nothing with --tensor-par"):
+        build_rank.check(config)
+
+
+def without_tables(file: str) -> None:
+    """The same placement, which names none."""
+    made = Placement.read(file, 2)
+    Path(file).write_text(replace(made, tables="").to_json())
+
+
+@pytest.mark.parametrize("tables", [True, False], ids=["tables", "no tables"])
+@pytest.mark.parametrize("copies", [0, 3])
+def test_copies_that_no_rank_holds_are_told(tmp_path: Path, copies: int, tables: bool) -> None:
+    file = write(tmp_path, profile(), 2, copies)
+    if not tables:
+        without_tables(file)
+    settings = {"tensor_parallel_size": 2, "placement": file, "kv_cache_memory": "16MiB"}
+    with group_of_threads("demo", **settings) as (model, _, _):
+        form = "shuffled (move)" if tables else "reduce-scatter"
+        left_out = f", without the placement's {6 * copies} copies" if copies else ""
+        assert model.info.collectives == form + left_out
+
+
+def test_a_placement_for_fewer_ranks_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path, profile(), 2)
+    for size, shared in ((3, 1), (6, 2)):
+        config = replace(WORKER, group=GroupConfig(size, shared, placement=file))
+        with pytest.raises(ConfigError, match="^--placement: got 'nothing for server 2'"):
+            build_rank.placed(config)

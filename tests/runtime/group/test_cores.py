@@ -1,0 +1,35 @@
+"""--pin-threads: the processes of a group compute on different cores."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from moesaic.cluster.cores import Cores
+from moesaic.cluster.member import Role
+from moesaic.config import GroupConfig, ModelConfig, WorkerConfig
+from moesaic.runtime.group.launcher import of_rank
+
+
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7}, raising=False)
+
+
+def worker(pinned: bool = True, cpus: tuple[int, ...] = ()) -> WorkerConfig:
+    return WorkerConfig(ModelConfig("demo", pin_threads=pinned), group=GroupConfig(2), cpus=cpus)
+
+
+def test_ranks_share_the_cores_of_a_worker_that_has_all() -> None:
+    ranks = [of_rank(worker(), rank) for rank in range(2)]
+    assert [rank.cpus for rank in ranks] == [(4, 5), (6, 7)]
+    assert [rank.most_threads for rank in ranks] == [2, 2]
+    assert of_rank(worker(pinned=False), 1).cpus == ()
+
+
+def test_each_rank_of_each_group_of_a_cluster_has_its_own() -> None:
+    cores = Cores(worker())
+    given = [cores.cpus(Role.WORKER, place, None) for place in range(3)]
+    assert given == [(4, 5), (6, 7), (4, 5)]
+    assert [of_rank(worker(cpus=given[1]), rank).cpus for rank in range(2)] == [(6,), (7,)]

@@ -1,0 +1,84 @@
+"""Groups whose ranks are threads of this process, for tests that need many of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+from moesaic import LLM
+from moesaic.collectives.group import Group
+from moesaic.collectives.one_shot import local_group
+from moesaic.config import WorkerConfig
+from moesaic.core.errors import ConnectionLost
+from moesaic.runtime.group.build_rank import follower
+from moesaic.runtime.group.launcher import of_rank
+
+RANK = "rank "
+"""Begins the name of a rank's thread."""
+
+
+class Threads:
+    """In the place of a Crew."""
+
+    def __init__(
+        self, config: WorkerConfig, within: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        """within: what each thread is in."""
+        self._within = within
+        self.ends = local_group(config.group.size)
+        self.failed: list[BaseException] = []
+        self._threads = [
+            threading.Thread(target=self._follow, args=(of_rank(config, rank), end), name=f"{RANK}{rank}")
+            for rank, end in enumerate(self.ends)
+            if rank > 0
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def gather(self) -> Group:
+        return self.ends[0]
+
+    def starting(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def why(self, lost: ConnectionLost) -> ConnectionLost:
+        return lost
+
+    def close(self) -> None:
+        self.ends[0].close()
+        for thread in self._threads:
+            thread.join()
+
+    def _follow(self, config: WorkerConfig, group: Group) -> None:
+        try:
+            with self._within():
+                follower(config, group).follow()
+        except ConnectionLost:
+            return
+        except BaseException as error:
+            self.failed.append(error)
+            group.close()
+
+
+@contextmanager
+def group_of_threads(
+    model: str, within: Callable[[], AbstractContextManager[object]] = nullcontext, **settings: Any
+) -> Iterator[tuple[LLM, Group, Threads]]:
+    """An LLM whose worker is a group, the first rank's end of it, and the others. within: see Threads."""
+    made: list[Threads] = []
+
+    def crew(config: WorkerConfig) -> Threads:
+        made.append(Threads(config, within))
+        return made[-1]
+
+    try:
+        with patch("moesaic.runtime.build.Crew", crew):
+            llm = LLM(model, threads=1, **settings)
+            yield llm, made[0].gather(), made[0]
+    finally:
+        for each in made:
+            each.close()
+            assert not each.failed, each.failed
