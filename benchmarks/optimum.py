@@ -31,7 +31,7 @@ from rich.table import Table
 
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Counts
-from moesaic.policy.placement.solvers.annealing import Search, dense, place
+from moesaic.policy.placement.solvers.annealing import AnnealingSearch, dense, place
 
 LIKE = routings.SHAPES[0]
 """Whose decay and noise the small layers have."""
@@ -72,7 +72,7 @@ def solved(counts: Counts, experts: int, ranks: int, arguments: argparse.Namespa
         return None
     seconds = time.perf_counter() - begun
     rows = dense(counts, experts)
-    labels = place(counts, experts, ranks, np.random.default_rng(0), Search(spare=1.0, evener=None))
+    labels = place(counts, experts, ranks, np.random.default_rng(0), AnnealingSearch(spare=1.0, evener=None))
     held = np.eye(ranks)[labels]
     return Found(
         experts=experts,

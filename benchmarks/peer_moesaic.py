@@ -10,7 +10,7 @@ import torch
 from protocol import Answer, Order, private_stdout, serve, timed
 
 from moesaic import LLM, SamplingParams
-from moesaic.experts.client import Ask, DirectExperts, Ticket
+from moesaic.experts.client import DirectExperts, ExpertRequest, RequestHandle
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.policy.scheduling.schedulers.actions import Action, Emit, Event
 
@@ -20,7 +20,7 @@ class Counting(DirectExperts):
 
     numbers_read = bytes_read = 0
 
-    def submit(self, ask: Ask) -> Ticket:
+    def submit(self, ask: ExpertRequest) -> RequestHandle:
         weights: ExpertWeights = self._weights[ask.layer]
         for expert in torch.unique(ask.expert_ids).tolist():
             Counting.numbers_read += sum(tensor.numel() for tensor in weights.of(expert))

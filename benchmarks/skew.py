@@ -34,7 +34,7 @@ import torch
 from checkpoint import Checkpoint
 
 from moesaic import LLM, SamplingParams
-from moesaic.experts.client import Ask, DirectExperts, Ticket
+from moesaic.experts.client import DirectExperts, ExpertRequest, RequestHandle
 
 PATTERNS = ("persistent", "alternating", "exponential")
 FINEST = 40
@@ -98,7 +98,7 @@ class _Calibrating(DirectExperts):
     checkpoint: Checkpoint
     found: dict[int, float]
 
-    def submit(self, ask: Ask) -> Ticket:
+    def submit(self, ask: ExpertRequest) -> RequestHandle:
         layer = ask.layer
         gate = _gate(self.checkpoint, layer)
         rows = ask.hidden.numpy()
@@ -115,7 +115,7 @@ class _Counting(DirectExperts):
 
     pairs: dict[int, np.ndarray]
 
-    def submit(self, ask: Ask) -> Ticket:
+    def submit(self, ask: ExpertRequest) -> RequestHandle:
         experts = self._weights[ask.layer].num_experts
         counts = np.bincount(ask.expert_ids.numpy().reshape(-1), minlength=experts)
         self.pairs[ask.layer] = self.pairs.get(ask.layer, 0) + counts

@@ -13,10 +13,10 @@ import moesaic
 from moesaic import RequestOutput, SamplingParams
 from moesaic.core.errors import ConfigError, RequestError
 from moesaic.core.request import FinishReason
-from moesaic.policy.scheduling.batching import Limits
+from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.schedulers.actions import Action, Event
-from moesaic.policy.scheduling.schedulers.lockstep import OneProcess
+from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.testing import byte_tokenizer
 
 NEW = 48
@@ -137,8 +137,8 @@ def test_a_recorded_run_replays_into_a_fresh_brain(checkpoint: Path, prompts: li
     for _ in zip(llm.stream(prompts[0], SAMPLED), range(3), strict=False):
         pass  # walks away after three tokens: a cancellation
     tokens(llm, prompts, GREEDY)
-    limits = Limits(8, 32, 180)
-    fresh = OneProcess(limits, KVBlocks(llm.info.num_blocks, llm.info.block_size, True))
+    limits = BatchLimits(8, 32, 180)
+    fresh = LockstepScheduler(limits, KVBlocks(llm.info.num_blocks, llm.info.block_size, True))
     for event, now, actions in journal:
         assert repr(fresh.handle(event, now)) == repr(actions)
     assert llm.stats().preemptions > 0

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from moesaic import LLM
 from moesaic.core.errors import CheckpointError, ConfigError
-from moesaic.experts.backend import Part
+from moesaic.experts.backend import CallPairs
 from moesaic.kernels import table
 from moesaic.models import registry
 from moesaic.models.compressing import compress
@@ -23,7 +23,7 @@ from tests.models.written import Written
 from tests.test_llm_offload import POLICIES, answers, params, prompts
 
 try:
-    from moesaic.experts.native_backend import Native
+    from moesaic.experts.native_backend import NativeBackend
 except ImportError:  # installed without a compiler
     pass
 
@@ -113,12 +113,12 @@ def test_of_an_expert_server(written: dict[str, Both], mapped: bool) -> None:
     found = []
     for path in written[CASES[0]]:
         layout = registry.expert_layout(path, table.pick("cpu"))
-        server = Native(path, layout, "auto", 1, mapped)
+        server = NativeBackend(path, layout, "auto", 1, mapped)
         server.take({layout.layers[0]: [3, 1]})
         hidden = np.random.default_rng(0).standard_normal((5, layout.hidden)).astype(np.float32)
         out = np.zeros_like(hidden)
         rows = np.arange(5)
-        server.run(layout.layers[0], [Part(hidden, rows, np.array([3, 1, 1, 3, 1]), out, rows)])
+        server.run(layout.layers[0], [CallPairs(hidden, rows, np.array([3, 1, 1, 3, 1]), out, rows)])
         found.append(out.tobytes())
     assert found[0] == found[1]
 

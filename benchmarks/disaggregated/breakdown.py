@@ -1,6 +1,6 @@
 """Where the time of an execution step goes, by the stages of Asynchronous Expert Parallelism, section 5.4.
 
-    schedule         the brain: what runs next, with which rows
+    schedule         the scheduler: what runs next, with which rows
     page table       KV blocks are allocated, block tables and slots are built (attention workers only)
     pre-processing   what came in is gathered into one batch
     execution        kernels
@@ -115,9 +115,9 @@ def watch_server() -> None:
     watch.wrap(server.ExpertServer, "_collect", "pre-processing")
     watch.wrap(server.ExpertServer, "_run", "pre-processing")
     watch.wrap(server.ExpertServer, "_answer", "post-processing")
-    watch.wrap(expert_server.Service, "next_run", "schedule")
-    watch.wrap(expert_server.Service, "arrived", "schedule")
-    watch.wrap(native_backend.Native, "run", "execution")
+    watch.wrap(expert_server.ExpertServerScheduler, "next_run", "schedule")
+    watch.wrap(expert_server.ExpertServerScheduler, "arrived", "schedule")
+    watch.wrap(native_backend.NativeBackend, "run", "execution")
     watch.wrap(server, "wait", "waiting")
     watch.by_layer(server.ExpertServer, "_run", lambda _, run, started: int(run.layer))
     start(watch, "server")
@@ -136,15 +136,15 @@ def watch_worker() -> None:
     watch = Stopwatch()
     watch.wrap(worker.Worker, "turn", "messages")
     watch.wrap(StreamConnection, "receive", "waiting")
-    for brain in (lockstep.OneProcess, barrier.Barrier, asynchronous.Asynchronous):
-        watch.wrap(brain, "handle", "schedule")
+    for scheduler in (lockstep.LockstepScheduler, barrier.BarrierScheduler, asynchronous.AsyncScheduler):
+        watch.wrap(scheduler, "handle", "schedule")
     for module in (lockstep, runs):
         watch.wrap(module, "step_plan", "page table")
     for name in ("allocate", "commit", "free"):
         watch.wrap(kvblocks.KVBlocks, name, "page table")
     watch.wrap(batch.AttentionBatch, "build", "page table")
     watch.wrap(forward.Walk, "advance", "pre-processing")
-    watch.wrap(layerwise.Layered, "run", "pre-processing")
+    watch.wrap(layerwise.LayerwiseRunner, "run", "pre-processing")
     watch.wrap(remote.RemoteExperts, "_pump", "pre-processing")
     watch.wrap(forward, "to_gate", "execution")
     for name in ("dense", "merge"):

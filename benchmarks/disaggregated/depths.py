@@ -1,9 +1,9 @@
 """How many rows wait at each place of an asynchronous worker, over time: measured in the worker's process.
 
-Whenever the brain hears of an event, the time since the last one counts for the rows that waited meanwhile;
-a thread writes down the means since its last look, every SAMPLE_SECONDS. (A thread that only looked at the
-queues would see them when the loop lets go of the interpreter, and at no other moments.) `sampled_worker` is
-the program of a worker with this in it.
+Whenever the scheduler hears of an event, the time since the last one counts for the rows that waited
+meanwhile; a thread writes down the means since its last look, every SAMPLE_SECONDS. (A thread that only
+looked at the queues would see them when the loop lets go of the interpreter, and at no other moments.)
+`sampled_worker` is the program of a worker with this in it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moesaic.cluster import local
 from moesaic.config import WorkerConfig
 from moesaic.policy.scheduling.microqueue import FloatArray
 from moesaic.policy.scheduling.schedulers.actions import Action, Event
-from moesaic.policy.scheduling.schedulers.asynchronous import Asynchronous
+from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 
 FOLDER = "MOESAIC_DEPTHS"
 """Environment variable: where each worker writes what it saw."""
@@ -38,10 +38,10 @@ Sample = tuple[float, list[float]]
 
 
 class Watched:
-    """How deep the queues of one brain are. One thread tells it of changes, another one asks."""
+    """How deep the queues of one scheduler are. One thread tells it of changes, another one asks."""
 
-    def __init__(self, brain: Asynchronous, now: float) -> None:
-        self._ready = brain._ready
+    def __init__(self, scheduler: AsyncScheduler, now: float) -> None:
+        self._ready = scheduler._ready
         self._seen: tuple[FloatArray, float] = (np.zeros(len(self._ready.tokens)), now)
         """Row-seconds of each place, and up to when. Replaced as one, for the thread that asks."""
         self._asked = self._seen
@@ -63,21 +63,21 @@ class Watched:
 
 
 def watch_worker() -> None:
-    """Watch every asynchronous brain that this process makes from now on."""
-    make, handle = Asynchronous.__init__, Asynchronous.handle
-    watches: dict[Asynchronous, Watched] = {}
+    """Watch every asynchronous scheduler that this process makes from now on."""
+    make, handle = AsyncScheduler.__init__, AsyncScheduler.handle
+    watches: dict[AsyncScheduler, Watched] = {}
 
-    def made(brain: Asynchronous, *arguments: Any, **more: Any) -> None:
-        make(brain, *arguments, **more)
-        watches[brain] = Watched(brain, time.monotonic())
-        start(file_of(Path(os.environ[FOLDER]), os.getpid()), watches[brain])
+    def made(scheduler: AsyncScheduler, *arguments: Any, **more: Any) -> None:
+        make(scheduler, *arguments, **more)
+        watches[scheduler] = Watched(scheduler, time.monotonic())
+        start(file_of(Path(os.environ[FOLDER]), os.getpid()), watches[scheduler])
 
-    def handled(brain: Asynchronous, event: Event, now: float) -> list[Action]:
-        watches[brain].before_change(time.monotonic())
-        return handle(brain, event, now)
+    def handled(scheduler: AsyncScheduler, event: Event, now: float) -> list[Action]:
+        watches[scheduler].before_change(time.monotonic())
+        return handle(scheduler, event, now)
 
-    Asynchronous.__init__ = made  # type: ignore[assignment, method-assign]
-    Asynchronous.handle = handled  # type: ignore[assignment, method-assign]
+    AsyncScheduler.__init__ = made  # type: ignore[assignment, method-assign]
+    AsyncScheduler.handle = handled  # type: ignore[assignment, method-assign]
 
 
 def start(file: Path, watched: Watched) -> None:
@@ -133,15 +133,15 @@ def binned(
     Example: samples (0.0, [2]), (0.1, [4]), (0.3, [8]), begin 0, seconds 0.6, width 0.2 -> [[3], [8], [8]].
     """
     count = round(seconds / width)
-    places = max(len(rows) for samples in workers for _, rows in samples)
-    total = [[0.0] * places for _ in range(count)]
+    segments = max(len(rows) for samples in workers for _, rows in samples)
+    total = [[0.0] * segments for _ in range(count)]
     for samples in workers:
         seen: list[list[list[float]]] = [[] for _ in range(count)]
         for moment, rows in samples:
             number = int((moment - begin) // width)
             if 0 <= number < count:
                 seen[number].append(rows)
-        last = [0.0] * places
+        last = [0.0] * segments
         for number, these in enumerate(seen):
             if these:
                 last = [sum(column) / len(these) for column in zip(*these, strict=True)]

@@ -44,31 +44,31 @@ def thresholds(top: float) -> list[float]:
 
 
 def draw(
-    panels: Sequence[Panel], places: Sequence[str], seconds: float, title: str, across: str, unit: str
+    panels: Sequence[Panel], segments: Sequence[str], seconds: float, title: str, across: str, unit: str
 ) -> str:
     """places: their names, from the bottom. seconds: of all moments. unit: of the depths."""
     bounds = thresholds(max(depth for panel in panels for row in panel.depths for depth in row))
     widest = max(mean for panel in panels for mean in panel.means())
-    tall = max(ROW, round(PANEL / len(places)))  # whole pixels, or seams would show between rows
-    height = TOP + len(panels) * (tall * len(places) + GAP) + FOOT - GAP
+    tall = max(ROW, round(PANEL / len(segments)))  # whole pixels, or seams would show between rows
+    height = TOP + len(panels) * (tall * len(segments) + GAP) + FOOT - GAP
     parts = [f'<text class="title" x="{LEFT}" y="20">{escape(title)}</text>']
     parts += _legend(bounds, unit)
     for number, panel in enumerate(panels):
-        top = TOP + GAP // 2 + number * (tall * len(places) + GAP)
-        parts += [*_panel(panel, top, tall, bounds, places), *_bars(panel.means(), top, tall, widest)]
+        top = TOP + GAP // 2 + number * (tall * len(segments) + GAP)
+        parts += [*_panel(panel, top, tall, bounds, segments), *_bars(panel.means(), top, tall, widest)]
     parts += _time(seconds, height - FOOT + GAP / 2, across)
     box = f"0 0 {WIDTH} {height + GAP / 2:g}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" role="img">'
     return "\n".join([head, f"<title>{escape(title)}</title>", _style(len(bounds)), *parts, "</svg>\n"])
 
 
-def _panel(panel: Panel, top: int, tall: int, bounds: list[float], places: Sequence[str]) -> Iterator[str]:
+def _panel(panel: Panel, top: int, tall: int, bounds: list[float], segments: Sequence[str]) -> Iterator[str]:
     """One path for each colour; neighbours in time of one colour are one rectangle."""
-    wide, bottom = WIDE / len(panel.depths), top + tall * len(places)
+    wide, bottom = WIDE / len(panel.depths), top + tall * len(segments)
     paths: dict[int, list[str]] = {}
-    for place in range(len(places)):
-        y = bottom - (place + 1) * tall
-        levels = [bisect_right(bounds, moment[place]) for moment in panel.depths]
+    for segment in range(len(segments)):
+        y = bottom - (segment + 1) * tall
+        levels = [bisect_right(bounds, moment[segment]) for moment in panel.depths]
         begin = 0
         for end in range(1, len(levels) + 1):
             if end == len(levels) or levels[end] != levels[begin]:
@@ -82,9 +82,9 @@ def _panel(panel: Panel, top: int, tall: int, bounds: list[float], places: Seque
             yield f'<path class="depth l{level}" d="{"".join(shapes)}"/>'
     yield f'<path class="frame" d="M{LEFT},{top}h{WIDE}V{bottom}h-{WIDE}z"/>'
     named = max(1, math.ceil(14 / tall))  # so that names do not touch
-    for place, name in enumerate(places):
-        if place == len(places) - 1 or (place % named == 0 and place + named < len(places)):
-            middle = bottom - (place + 0.5) * tall
+    for segment, name in enumerate(segments):
+        if segment == len(segments) - 1 or (segment % named == 0 and segment + named < len(segments)):
+            middle = bottom - (segment + 0.5) * tall
             yield f'<text class="y" x="{LEFT - 6}" y="{middle + 4:.1f}">{escape(name)}</text>'
 
 
@@ -93,8 +93,8 @@ def _bars(means: list[float], top: int, tall: int, widest: float) -> Iterator[st
     left = LEFT + WIDE + SPACE
     shapes = []
     yield f'<text x="{left}" y="{top - 7}">mean: {sum(means):.1f} in all</text>'
-    for place, mean in enumerate(means):
-        y = top + (len(means) - place - 0.9) * tall
+    for segment, mean in enumerate(means):
+        y = top + (len(means) - segment - 0.9) * tall
         long = BARS * mean / max(widest, 1e-9)
         shapes.append(f"M{left},{y:.1f}h{long:.1f}v{0.8 * tall:.1f}H{left}z")
         if tall >= 14:

@@ -28,8 +28,8 @@ from moesaic.core.profile import Profile, Routes
 from moesaic.core.tables import Tables
 from moesaic.policy.placement import predict
 from moesaic.policy.placement.solvers import SOLVERS
-from moesaic.runtime.group.counts import Counted
-from moesaic.runtime.group.forecast import Forecast, InOrder
+from moesaic.runtime.group.counts import GroupCounts
+from moesaic.runtime.group.forecast import BatchOrder, ExpectedRanks
 from moesaic.transport.peers import Peers
 
 SHARE = 0.2
@@ -90,7 +90,7 @@ class Steps:
         def answer(packet: Packet) -> Any:
             return scratch[: int(np.count_nonzero(packet.experts >= 0))]
 
-        forecast = Forecast(group, Counted(), chosen) if variant.shuffle else InOrder(group)
+        forecast = ExpectedRanks(group, GroupCounts(), chosen) if variant.shuffle else BatchOrder(group)
         owners = chosen.experts.astype(np.int64)
         self._exchange = Exchange(peers, group, variant, forecast, owners, answer, lambda hidden, *_: hidden)
         self._weights = np.full((len(tokens), experts.shape[2]), 1 / experts.shape[2], np.float32)

@@ -15,7 +15,7 @@ from moesaic.collectives.group import Group
 from moesaic.collectives.packets import FloatArray, Outgoing, Packet
 from moesaic.collectives.routing import Route, combine_pairs
 from moesaic.core.tokens import IntArray
-from moesaic.runtime.group.forecast import Scattering
+from moesaic.runtime.group.forecast import RowAssignment
 from moesaic.transport.peers import Peers
 
 Answer = Callable[[Packet], FloatArray]
@@ -56,7 +56,7 @@ class Exchange:
         peers: Peers,
         group: Group,
         variant: Variant,
-        forecast: Scattering,
+        forecast: RowAssignment,
         owners: IntArray,
         answer: Answer,
         merge: Merge,

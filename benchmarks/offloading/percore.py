@@ -32,7 +32,7 @@ from moesaic.offload.parts import Part
 from moesaic.policy.offloading.tasks import Kind, Lane, Task
 from moesaic.runtime import memory_levels
 from moesaic.runtime.machine import allowed_cpus, available_memory
-from moesaic.runtime.model_loading import Loaded, load_model
+from moesaic.runtime.model_loading import LoadedModel, load_model
 
 BLOCK = 16
 BEYOND_CACHES = 256 << 20
@@ -57,7 +57,7 @@ class Bench:
     """A checkpoint's operations, one at a time."""
 
     path: Path
-    loaded: Loaded
+    loaded: LoadedModel
     watch: Stopwatch
 
     @classmethod

@@ -21,8 +21,8 @@ from moesaic.core.profile import Profile, Routes
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement import predict
 from moesaic.policy.placement.solvers.tokens import labelled
-from moesaic.runtime.group.counts import Counted
-from moesaic.runtime.group.forecast import Forecast, InOrder
+from moesaic.runtime.group.counts import GroupCounts
+from moesaic.runtime.group.forecast import BatchOrder, ExpectedRanks
 from moesaic.transport.peers import local_peers
 
 # ---- routes
@@ -115,7 +115,7 @@ def exchanged(size: int, variant: Variant) -> tuple[list[list[FloatArray]], list
     tables = predict.build(known, labelled(known, owners.astype(np.int16)))
 
     def task(peers: Any, group: OneShotGroup) -> Any:
-        forecast = Forecast(group, Counted(), tables) if variant.shuffle else InOrder(group)
+        forecast = ExpectedRanks(group, GroupCounts(), tables) if variant.shuffle else BatchOrder(group)
         one = Exchange(peers, group, variant, forecast, owners.astype(np.int64), scaled, merged)
         one.begin(known.routes.tokens.astype(np.int64))
         rows = [one.layer(i + 1, i, *of_layer(known, i), addend(group.rank)) for i in range(LAYERS)]

@@ -11,20 +11,20 @@ import pytest
 from disaggregated import depths, heatmap, queues
 
 from moesaic.core.request import Request, SamplingParams
-from moesaic.policy.scheduling.batching import Limits
+from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.microqueue import policy_named
-from moesaic.policy.scheduling.schedulers.actions import Action, Arrived, RunLayer
-from moesaic.policy.scheduling.schedulers.asynchronous import Asynchronous
+from moesaic.policy.scheduling.schedulers.actions import Action, Arrived, RunSegment
+from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 
 
-def brain() -> Asynchronous:
+def scheduler() -> AsyncScheduler:
     """Of three layers with experts."""
-    return Asynchronous(Limits(4, 64, 64), KVBlocks(16, 16, False), policy_named("mtfs"), 3, top_k=2)
+    return AsyncScheduler(BatchLimits(4, 64, 64), KVBlocks(16, 16, False), policy_named("mtfs"), 3, top_k=2)
 
 
 def test_rows_count_for_as_long_as_they_waited() -> None:
-    one = brain()
+    one = scheduler()
     watched = depths.Watched(one, 0.0)
     watched.before_change(1.0)
     one._ready._rows[1] = 4
@@ -39,21 +39,21 @@ def test_rows_count_for_as_long_as_they_waited() -> None:
 
 def test_brains_are_watched_from_their_making_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("__init__", "handle"):  # as they are, so that they are put back
-        monkeypatch.setattr(Asynchronous, name, getattr(Asynchronous, name))
+        monkeypatch.setattr(AsyncScheduler, name, getattr(AsyncScheduler, name))
     now = 0.0
     begun: list[tuple[Path, depths.Watched]] = []
     monkeypatch.setenv(depths.FOLDER, str(tmp_path))
     monkeypatch.setattr(depths, "start", lambda file, watched: begun.append((file, watched)))
     monkeypatch.setattr("disaggregated.depths.time.monotonic", lambda: now)
     depths.watch_worker()
-    one = brain()
+    one = scheduler()
     [(file, watched)] = begun
     assert file.parent == tmp_path
 
     def arrive(number: int) -> list[Action]:
         return one.handle(Arrived([Request(number, [5, 6, 7], SamplingParams(max_tokens=4))]), now)
 
-    assert isinstance(arrive(0)[-1], RunLayer)
+    assert isinstance(arrive(0)[-1], RunSegment)
     one._ready._rows[2] = 6
     now = 2.0
     arrive(1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moesaic.cluster.balancing import Balancing
-from moesaic.cluster.join_listener import Doorway, RemoteProcess
+from moesaic.cluster.join_listener import JoinListener, RemoteProcess
 from moesaic.cluster.member import Role
 from moesaic.cluster.members import Members
 from moesaic.cluster.placing import first_placement
@@ -168,7 +168,7 @@ def test_whoever_says_something_else_first_is_dropped(
     welcome: list[RemoteProcess] = []
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     monkeypatch.setattr(acceptor._log, "warning", lambda line, *parts: lines.put(line % parts))
-    doorway = Doorway("tcp:127.0.0.1:0", SECRET, welcome.append)
+    doorway = JoinListener("tcp:127.0.0.1:0", SECRET, welcome.append)
     peer = connected(doorway.address)
     name = "tcp:{}:{}".format(*peer._socket.getsockname())
     try:

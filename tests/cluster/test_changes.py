@@ -14,7 +14,7 @@ from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.publishing import Publisher, union
 from moesaic.cluster.router import Router
-from moesaic.cluster.scaling import Change, Changes, Limits
+from moesaic.cluster.scaling import Change, Changes, ScalingLimits
 from moesaic.config import ClusterConfig, ExpertServerConfig, ModelConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, ScalingError
@@ -60,7 +60,7 @@ class Scene:
         self.publisher = Publisher(self.members, b"s" * 32)
         settings = ClusterConfig(expert_servers=self.count)
         load = np.ones((1, 4))
-        limits = Limits(loading=10.0, taking=10.0, connecting=1.0, draining=5.0)
+        limits = ScalingLimits(loading=10.0, taking=10.0, connecting=1.0, draining=5.0)
         clock = lambda: self.now  # noqa: E731
         self.changes = Changes(
             self.members, self.publisher, self.router, settings, lambda: load, clock, limits

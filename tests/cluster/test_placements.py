@@ -16,7 +16,7 @@ from moesaic import LLM
 from moesaic.cluster.report import layer_locality
 from moesaic.commands.place import save
 from moesaic.config import ClusterConfig
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.errors import ConfigError
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.placement import Placement
@@ -35,7 +35,7 @@ from tests.models import cases, tiny
 
 RANKS: dict[str, Any] = {"expert_servers": 0, "data_parallel_size": 2, "enable_expert_parallel": True}
 COUNT, TOKENS = 8, 24
-BRIEF = annealing.Search(steps=1_000, brief=500)
+BRIEF = annealing.AnnealingSearch(steps=1_000, brief=500)
 """Bits don't depend on how good a placement is."""
 
 
@@ -62,7 +62,7 @@ def alone() -> Alone:
     return Alone("demo")
 
 
-def shuffled(profile: Profile, seed: int) -> Clusters:
+def shuffled(profile: Profile, seed: int) -> Coclusters:
     """Experts on two ranks at random, as many on each."""
     rng = np.random.default_rng(seed)
     row = np.arange(profile.num_experts) % 2
@@ -70,7 +70,7 @@ def shuffled(profile: Profile, seed: int) -> Clusters:
     return labelled(profile, experts)
 
 
-def write(folder: Path, profile: Profile, clusters: Clusters, copies: int = 0) -> str:
+def write(folder: Path, profile: Profile, clusters: Coclusters, copies: int = 0) -> str:
     """The placement's file, its tables beside it."""
     placement = redundancy.place(profile, clusters, copies, "placement.tables.npz")
     save(placement, redundancy.tables_of(profile, clusters, placement), folder / "placement.json")

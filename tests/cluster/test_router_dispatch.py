@@ -13,7 +13,7 @@ from moesaic.cluster.dispatching import dispatch_of
 from moesaic.cluster.router import Router
 from moesaic.config import ClusterConfig
 from moesaic.core import messages
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.errors import ConfigError
 from moesaic.core.metrics import ExpertStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, SamplingParams
@@ -128,7 +128,7 @@ def solved(folder: Path, name: str = "t.npz", rank: int = 0) -> str:
     """A placement file: expert 0 on rank 0, expert 1 on rank 1; its tables have expert 0 on `rank`."""
     labels = np.zeros((1, 2), dtype=np.int16)
     experts = np.array([[0, 1]], dtype=np.int16)
-    clusters = Clusters(2, experts, labels, np.zeros((1, 2), dtype=np.float32))
+    clusters = Coclusters(2, experts, labels, np.zeros((1, 2), dtype=np.float32))
     (folder / "p.json").write_text(clusters.placement((0,), "toy", name).to_json())
     made = Tables(**vars(TWO) | {"experts": np.array([[rank, 1]], dtype=np.int16)})
     made.save(folder / "t.npz")

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from moesaic.cluster import local
-from moesaic.cluster.change_queue import Steering, _Wanted
+from moesaic.cluster.change_queue import ChangeQueue, _Wanted
 from moesaic.commands.processes import as_lines
 from moesaic.config import ClusterConfig, ExpertServerConfig
 from moesaic.core.errors import ConnectionLost, ScalingError
@@ -254,7 +254,9 @@ def test_a_process_that_cannot_be_started_now_is_started_later(
 def test_redundant_experts_without_a_place_are_told(caplog: pytest.LogCaptureFixture) -> None:
     for servers, redundant in ((2, 4), (2, 5), (1, 1)):
         scene, settings = Scene(servers), ClusterConfig(expert_servers=servers, redundant_experts=redundant)
-        Steering(scene.members, scene.publisher, scene.router, settings, lambda: 0.0, print).lay_out(LAYOUT)
+        ChangeQueue(scene.members, scene.publisher, scene.router, settings, lambda: 0.0, print).lay_out(
+            LAYOUT
+        )
         scene.members.stop()
     assert [record.getMessage() for record in caplog.records] == [
         "--redundant-experts: got 5; with --expert-servers 2 at most 4 have a place",
@@ -264,7 +266,7 @@ def test_redundant_experts_without_a_place_are_told(caplog: pytest.LogCaptureFix
 
 def test_a_change_that_breaks_is_not_done() -> None:
     scene, future = Scene(1), Future[None]()
-    steering = Steering(
+    steering = ChangeQueue(
         scene.members, scene.publisher, scene.router, ClusterConfig(expert_servers=1), lambda: 0.0, print
     )
 

@@ -20,17 +20,17 @@ from moesaic.core import messages
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.request import Request, SamplingParams
-from moesaic.experts.backend import Part
+from moesaic.experts.backend import CallPairs
 from moesaic.experts.process import _arithmetic
 from moesaic.experts.server import ExpertServer
-from moesaic.experts.torch_backend import Torched
+from moesaic.experts.torch_backend import TorchBackend
 from moesaic.policy.scheduling.microqueue import MostTokensFirst
-from moesaic.policy.scheduling.schedulers.expert_server import Enough, Service
+from moesaic.policy.scheduling.schedulers.expert_server import Enough, ExpertServerScheduler
 from moesaic.runtime.build import build_worker
 from moesaic.runtime.model_loading import layout_of
 from moesaic.transport.listening import Listener
 from moesaic.transport.local import local_pair
-from moesaic.transport.wakeup import Bell
+from moesaic.transport.wakeup import Wakeup
 
 SECRET = b"a secret of the tests"
 NEW = 6
@@ -52,11 +52,11 @@ def config(path: Path, device: str, kv_cache_memory: str = "1MiB", **scheduler: 
 @contextmanager
 def server(path: Path, layout: ExpertLayout, folder: Path) -> Iterator[Directory]:
     """A thread with all experts, on the CPU, and who is to be asked."""
-    arithmetic = Torched(path, layout, "cpu", "reference", 1)
+    arithmetic = TorchBackend(path, layout, "cpu", "reference", 1)
     held = {layer: list(range(layout.num_experts)) for layer in layout.layers}
     arithmetic.take(held)
     address = f"unix:{folder}/server"
-    service = Service(layout.layers, MostTokensFirst(), Enough())
+    service = ExpertServerScheduler(layout.layers, MostTokensFirst(), Enough())
     listener = Listener(address, SECRET)
     serving = ExpertServer(layout, arithmetic, listener, service, time.monotonic)
     stopped = threading.Event()
@@ -78,7 +78,7 @@ def server(path: Path, layout: ExpertLayout, folder: Path) -> Iterator[Directory
 def generated(config: WorkerConfig, directory: Directory) -> dict[int, list[int]]:
     """Tokens of a worker that asks servers."""
     ours, theirs = local_pair()
-    worker, _ = build_worker(config, theirs, time.monotonic, bell=Bell())
+    worker, _ = build_worker(config, theirs, time.monotonic, wakeup=Wakeup())
     params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, seed=0)
     requests = [Request(number, prompt, params) for number, prompt in enumerate(cases.prompts()[:4])]
     ours.send(messages.Serving(directory, SECRET))
@@ -129,11 +129,11 @@ def test_a_server_on_a_gpu_computes_the_same(path: Path) -> None:
     found = []
     for device in ("cpu", "cuda"):
         parts = [
-            Part(hidden, rows, (rows % 3 + first).astype(np.int32), np.zeros_like(hidden), np.arange(5))
+            CallPairs(hidden, rows, (rows % 3 + first).astype(np.int32), np.zeros_like(hidden), np.arange(5))
             for first in (0, 2)
         ]
         with sanitized():
-            arithmetic = Torched(path, layout, device, "auto" if device == "cuda" else "reference", 1)
+            arithmetic = TorchBackend(path, layout, device, "auto" if device == "cuda" else "reference", 1)
             arithmetic.take({2: range(6)})
             arithmetic.run(2, parts)
             arithmetic.keep({2: [1]})
@@ -153,14 +153,14 @@ def test_a_server_on_a_cpu_takes_what_a_worker_on_a_gpu_computes_from(path: Path
     arithmetic.take({1: [3]})
     hidden, zero = np.ones((1, layout.hidden), np.float32), np.zeros(1, np.int32)
     out = np.zeros_like(hidden)
-    arithmetic.run(1, [Part(hidden, zero, zero + 3, out, np.zeros(1, np.int64))])
+    arithmetic.run(1, [CallPairs(hidden, zero, zero + 3, out, np.zeros(1, np.int64))])
     assert out.any()
 
 
 def test_processes_that_share_a_gpu_need_to_be_told_what_to_take(path: Path) -> None:
     ours, theirs = local_pair()
     with sanitized(), pytest.raises(ConfigError, match="^--kv-cache-memory: got 'auto'; allowed: a size"):
-        build_worker(replace(config(path, "cuda", "auto"), beside=1), theirs, time.monotonic, bell=Bell())
+        build_worker(replace(config(path, "cuda", "auto"), beside=1), theirs, time.monotonic, wakeup=Wakeup())
     assert ours.receive(0.0) is None, "before anybody loads anything"
     with server(path, layout_of(config(path, "cpu").model), path.parent) as directory:
         assert generated(config(path, "cpu", "auto"), directory), "on a CPU memory is taken as it is written"

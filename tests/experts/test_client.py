@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moesaic.experts.client import Ask, DirectExperts, Ticket
+from moesaic.experts.client import DirectExperts, ExpertRequest, RequestHandle
 from moesaic.kernels.reference.experts import experts_plain
 from moesaic.kernels.table import REFERENCE
 from moesaic.kernels.weights import ExpertWeights
@@ -25,12 +25,12 @@ def test_an_answer_holds_until_it_is_released_and_only_for_its_ticket() -> None:
     for layer, rows in ((0, 5), (3, 9), (0, 2)):
         hidden = torch.randn(rows, 8)
         ids = torch.stack([torch.randperm(4)[:2] for _ in range(rows)])
-        ticket = direct.submit(Ask(layer, hidden, ids))
-        assert direct.poll(Ticket(ticket.number + 1)) is None
-        answer = direct.poll(ticket)
+        handle = direct.submit(ExpertRequest(layer, hidden, ids))
+        assert direct.poll(RequestHandle(handle.number + 1)) is None
+        answer = direct.poll(handle)
         assert answer is not None
         torch.testing.assert_close(answer, experts_plain(layers[layer], hidden, ids), rtol=1e-4, atol=1e-5)
-        again = direct.poll(ticket)
+        again = direct.poll(handle)
         assert again is not None and again.data_ptr() == answer.data_ptr()
-        direct.release(ticket)
-        assert direct.poll(ticket) is None
+        direct.release(handle)
+        assert direct.poll(handle) is None

@@ -15,7 +15,7 @@ from moesaic.transport.listening import Listener
 from moesaic.transport.shm import ShmCaller
 from moesaic.transport.sockets import StreamCaller
 from moesaic.transport.waiting import wait
-from moesaic.transport.wakeup import Bell
+from moesaic.transport.wakeup import Wakeup
 
 
 @pytest.mark.parametrize(
@@ -30,12 +30,12 @@ from moesaic.transport.wakeup import Bell
 def test_the_way_to_a_server(
     transport: Literal["shm", "socket"], address: str, kind: type[Caller], tmp_path: Path
 ) -> None:
-    listener, bell = Listener(address.format(tmp_path), SECRET), Bell()
-    connector = Connector(1 << 16, bell, transport)
+    listener, wakeup = Listener(address.format(tmp_path), SECRET), Wakeup()
+    connector = Connector(1 << 16, wakeup, transport)
     entry = ServerEntry(3, 1, listener.address)
     try:
         connector.start(entry, SECRET)
-        assert wait([], [bell.fileno()], PATIENCE)
+        assert wait([], [wakeup.fileno()], PATIENCE)
         [(found, caller)] = connector.made()
         assert found == entry and type(caller) is kind
         caller.close()

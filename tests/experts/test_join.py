@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.cluster.join_listener import MAX_PENDING, Doorway, RemoteProcess
+from moesaic.cluster.join_listener import MAX_PENDING, JoinListener, RemoteProcess
 from moesaic.config import QueueConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import ExpertLayout
-from moesaic.experts.join import DELAYS, Joining, _config, join
+from moesaic.experts.join import DELAYS, JoinOptions, _config, join
 from moesaic.transport.authentication import Refused
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
@@ -24,8 +24,8 @@ LAYOUT = ExpertLayout({0: "a"}, "g", "u", "d", 8, 4, 2, 1, "float32")
 @contextmanager
 def doorway(
     welcome: Callable[[RemoteProcess], None], address: str = "tcp:127.0.0.1:0", secret: bytes = SECRET
-) -> Iterator[Doorway]:
-    door = Doorway(address, secret, welcome)
+) -> Iterator[JoinListener]:
+    door = JoinListener(address, secret, welcome)
     try:
         yield door
     finally:
@@ -36,7 +36,7 @@ class Joiner:
     """`join`, without sleeping."""
 
     def __init__(self, address: str, model: Path) -> None:
-        self.joining = Joining(address, SECRET, model=model)
+        self.joining = JoinOptions(address, SECRET, model=model)
         self.told = 0
         self.lost: list[str] = []
         self.slept: list[float] = []
@@ -110,7 +110,7 @@ def test_a_cluster_that_was_started_anew_is_joined(tmp_path: Path) -> None:
 
 
 def test_a_server_by_hand_schedules_as_the_others(tmp_path: Path) -> None:
-    joining = Joining("tcp:127.0.0.1:1", SECRET, model=tmp_path)
+    joining = JoinOptions("tcp:127.0.0.1:1", SECRET, model=tmp_path)
     told = messages.Enlisted(LAYOUT, "m", "auto", False, "async", "defrag", 0.25, 4, 8, 1.5)
     config = _config(joining, told, "127.0.0.1")
     assert config.queues == QueueConfig(0.25, 4, 8, 1.5)

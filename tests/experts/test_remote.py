@@ -18,19 +18,19 @@ import torch
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.experts import wire
-from moesaic.experts.backend import Part
-from moesaic.experts.client import Ask, Ticket
+from moesaic.experts.backend import CallPairs
+from moesaic.experts.client import ExpertRequest, RequestHandle
 from moesaic.experts.outstanding import Memory, Submission, Summed
 from moesaic.experts.remote import RemoteExperts
 from moesaic.experts.server import ExpertServer
 from moesaic.kernels.reference.experts import put
-from moesaic.policy.fleet.replicas import Patience, Replicas
+from moesaic.policy.fleet.replicas import Replicas, ReplicaTimeout
 from moesaic.policy.scheduling.microqueue import MostTokensFirst
-from moesaic.policy.scheduling.schedulers.expert_server import Enough, Service
+from moesaic.policy.scheduling.schedulers.expert_server import Enough, ExpertServerScheduler
 from moesaic.transport.calls import Call, Caller
 from moesaic.transport.listening import Listener, connect
 from moesaic.transport.sockets import StreamAnswerer
-from moesaic.transport.wakeup import Bell
+from moesaic.transport.wakeup import Wakeup
 
 SECRET = b"a secret of the tests"
 EXPERTS, HIDDEN = 4, 3
@@ -50,7 +50,7 @@ class Scaling:
 
     def keep(self, wanted: object) -> None: ...
 
-    def run(self, layer: int, parts: Sequence[Part]) -> None:
+    def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
         for part in parts:
             part.out[part.lines] = part.hidden[part.rows] * (10 * layer + part.experts[:, None] + 1)
 
@@ -58,8 +58,8 @@ class Scaling:
 class Dialling:
     """A Connector without threads: what was started stands when the client looks."""
 
-    def __init__(self, bell: Bell) -> None:
-        self.bell = bell
+    def __init__(self, wakeup: Wakeup) -> None:
+        self.wakeup = wakeup
         self.wanted: list[ServerEntry] = []
         self.stopped: list[int] = []
         self.kept: list[tuple[ServerEntry, Caller]] = []
@@ -67,7 +67,7 @@ class Dialling:
 
     def start(self, entry: ServerEntry, secret: bytes) -> None:
         self.wanted.append(entry)
-        self.bell.ring()
+        self.wakeup.ring()
 
     def stop(self, server: int) -> None:
         self.stopped.append(server)
@@ -95,21 +95,21 @@ class Cluster:
                 LAYOUT,
                 Scaling(),
                 Listener(f"unix:{folder}/{number}", SECRET),
-                Service(LAYOUT.layers, MostTokensFirst(), Enough()),
+                ExpertServerScheduler(LAYOUT.layers, MostTokensFirst(), Enough()),
                 time.monotonic,
             )
             for number in range(2)
         ]
         self.entries = [ServerEntry(number, 1, f"unix:{folder}/{number}") for number in range(2)]
-        bell = Bell()
-        self.connector = Dialling(bell)
-        self.replicas = Replicas(Patience(unknown=1e9, floor=1e9))
+        wakeup = Wakeup()
+        self.connector = Dialling(wakeup)
+        self.replicas = Replicas(ReplicaTimeout(unknown=1e9, floor=1e9))
         self.version = 0
         self.client = RemoteExperts(
             LAYOUT,
             self.replicas,
             self.connector,  # type: ignore[arg-type]
-            bell,
+            wakeup,
             time.monotonic,
             everyone=everyone,
         )
@@ -121,20 +121,20 @@ class Cluster:
         held = dict.fromkeys(servers, EVERYTHING)
         self.client.update(Directory(self.version, entries, held), SECRET)
 
-    def submit(self, layer: int = 0, rows: int = 3) -> tuple[Ticket, torch.Tensor]:
+    def submit(self, layer: int = 0, rows: int = 3) -> tuple[RequestHandle, torch.Tensor]:
         """And what must come back."""
         hidden = torch.arange(rows * HIDDEN, dtype=torch.float32).reshape(rows, HIDDEN)
         ids = torch.tensor([[row % EXPERTS, (row + 1) % EXPERTS] for row in range(rows)])
         wanted = hidden[:, None] * (10 * layer + ids[:, :, None] + 1)
-        return self.client.submit(Ask(layer, hidden, ids)), wanted
+        return self.client.submit(ExpertRequest(layer, hidden, ids)), wanted
 
-    def submit_summed(self, rows: int = 3) -> tuple[Ticket, torch.Tensor]:
+    def submit_summed(self, rows: int = 3) -> tuple[RequestHandle, torch.Tensor]:
         """Weights differ from pair to pair; what comes back must sum up to this."""
         hidden = torch.arange(rows * HIDDEN, dtype=torch.float32).reshape(rows, HIDDEN) / 8
         ids = torch.tensor([[row % EXPERTS, (row + 1) % EXPERTS] for row in range(rows)])
         weights = (torch.arange(2 * rows, dtype=torch.float32) + 1).reshape(rows, 2) / 4
         wanted = (weights[:, :, None] * hidden[:, None] * (ids[:, :, None] + 1)).sum(1)
-        return self.client.submit(Ask(0, hidden, ids, weights=weights)), wanted
+        return self.client.submit(ExpertRequest(0, hidden, ids, weights=weights)), wanted
 
     def turn(self, *servers: int) -> None:
         for server in servers:
@@ -147,11 +147,11 @@ class Cluster:
             assert time.monotonic() < end, "nothing happened"
             self.turn(*servers)
 
-    def rows(self, ticket: Ticket, *servers: int) -> torch.Tensor:
+    def rows(self, handle: RequestHandle, *servers: int) -> torch.Tensor:
         found: list[torch.Tensor] = []
 
         def done() -> bool:
-            answer = self.client.poll(ticket)
+            answer = self.client.poll(handle)
             found.extend([] if answer is None else [answer])
             return bool(found)
 
@@ -174,9 +174,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def test_rows_of_both_servers_are_put_at_their_pairs(cluster: Cluster) -> None:
     cluster.publish(0, 1)
     first, second = cluster.submit(), cluster.submit(1, rows=5)
-    for ticket, wanted in (second, first):
-        torch.testing.assert_close(cluster.rows(ticket, 0, 1), wanted, rtol=0, atol=0)
-        cluster.client.release(ticket)
+    for handle, wanted in (second, first):
+        torch.testing.assert_close(cluster.rows(handle, 0, 1), wanted, rtol=0, atol=0)
+        cluster.client.release(handle)
     assert all(server.served.pairs > 0 for server in cluster.servers)
     assert not cluster.client.busy and cluster.client.stats().resent_pairs == 0
 
@@ -190,9 +190,9 @@ def test_a_connection_that_stands_is_used_at_once(cluster: Cluster, monkeypatch:
     with monkeypatch.context() as slow:
         slow.setattr(cluster.connector, "made", list)
         cluster.publish(0, 1)
-    cluster.connector.bell.ring()
-    ticket, wanted = cluster.submit()
-    torch.testing.assert_close(cluster.rows(ticket, 0, 1), wanted, rtol=0, atol=0)
+    cluster.connector.wakeup.ring()
+    handle, wanted = cluster.submit()
+    torch.testing.assert_close(cluster.rows(handle, 0, 1), wanted, rtol=0, atol=0)
     assert [server.served.pairs for server in cluster.servers] == [wanted.shape[0] * LAYOUT.top_k, 0]
 
 
@@ -201,17 +201,17 @@ def test_answers_hold_while_there_is_room(cluster: Cluster) -> None:
     cluster.publish(0)
     kept = []
     for turn in range(6):
-        ticket, wanted = cluster.submit(turn % 2, rows=2 + turn)
-        kept.append((ticket, cluster.rows(ticket, 0), wanted))
+        handle, wanted = cluster.submit(turn % 2, rows=2 + turn)
+        kept.append((handle, cluster.rows(handle, 0), wanted))
         if turn == 3:
             cluster.client.release(kept.pop(1)[0])
     cluster.publish(1)
-    ticket, wanted = cluster.submit()
-    cluster.rows(ticket, 1)
+    handle, wanted = cluster.submit()
+    cluster.rows(handle, 1)
     assert list(cluster.client._ends) == [1]
-    for ticket, rows, wanted in kept:
+    for handle, rows, wanted in kept:
         torch.testing.assert_close(rows, wanted, rtol=0, atol=0)
-        cluster.client.release(ticket)
+        cluster.client.release(handle)
 
 
 def test_an_answer_takes_its_room_until_it_is_released(
@@ -222,10 +222,10 @@ def test_an_answer_takes_its_room_until_it_is_released(
     cluster.client.arrivals()
     caller, released = cluster.client._ends[0].caller, list[Call]()
     monkeypatch.setattr(caller, "release", released.append)
-    ticket, _ = cluster.submit()
-    cluster.rows(ticket, 0)
+    handle, _ = cluster.submit()
+    cluster.rows(handle, 0)
     assert not released and not cluster.client.busy
-    cluster.client.release(ticket)
+    cluster.client.release(handle)
     assert len(released) == 1
 
 
@@ -234,10 +234,10 @@ def test_nothing_keeps_what_was_released(cluster: Cluster) -> None:
     cluster.publish(0)
     gc.disable()
     try:
-        ticket, _ = cluster.submit()
-        cluster.rows(ticket, 0)
-        kept = weakref.ref(cluster.client._submissions[ticket.number])
-        cluster.client.release(ticket)
+        handle, _ = cluster.submit()
+        cluster.rows(handle, 0)
+        kept = weakref.ref(cluster.client._submissions[handle.number])
+        cluster.client.release(handle)
         assert kept() is None
     finally:
         gc.enable()
@@ -251,10 +251,10 @@ def test_a_question_without_rows_is_asked_of_everyone_and_waited_for(tmp_path: P
         cluster.until(lambda: cluster.servers[0].clients, 0)
         cluster.client.arrivals()
         ids = torch.zeros((0, 2), dtype=torch.int64)
-        ticket = cluster.client.submit(Ask(0, torch.zeros(0, HIDDEN), ids))
-        assert cluster.client.busy and cluster.client.poll(ticket) is None
-        assert cluster.rows(ticket, 0).shape == (0, 2, HIDDEN)
-        cluster.client.release(ticket)
+        handle = cluster.client.submit(ExpertRequest(0, torch.zeros(0, HIDDEN), ids))
+        assert cluster.client.busy and cluster.client.poll(handle) is None
+        assert cluster.rows(handle, 0).shape == (0, 2, HIDDEN)
+        cluster.client.release(handle)
         assert not cluster.client.busy and cluster.servers[0].served.calls == 1
     finally:
         cluster.close()
@@ -268,11 +268,11 @@ def test_answers_that_wait_make_room_for_questions(cluster: Cluster, kind: str) 
     cluster.publish(0)
     kept = []
     for turn in range(8):
-        ticket, wanted = cluster.submit(turn % 2, rows=20)
-        kept.append((ticket, cluster.rows(ticket, 0), wanted))
-    for ticket, _, wanted in kept:
-        torch.testing.assert_close(cluster.client.rows(ticket), wanted, rtol=0, atol=0)
-        cluster.client.release(ticket)
+        handle, wanted = cluster.submit(turn % 2, rows=20)
+        kept.append((handle, cluster.rows(handle, 0), wanted))
+    for handle, _, wanted in kept:
+        torch.testing.assert_close(cluster.client.rows(handle), wanted, rtol=0, atol=0)
+        cluster.client.release(handle)
 
 
 def test_an_empty_call_leaves_the_answer_of_another_alone(tmp_path: Path) -> None:
@@ -287,13 +287,13 @@ def test_an_empty_call_leaves_the_answer_of_another_alone(tmp_path: Path) -> Non
         cluster.client.arrivals()
         for order in 5 * ((0, 1), (1, 0)):
             calls = cluster.servers[0].served.calls
-            ticket, wanted = cluster.submit(rows=20)
+            handle, wanted = cluster.submit(rows=20)
             for server in order:
                 served = cluster.servers[server].served
                 cluster.until(lambda s=served, c=calls: s.calls > c, server)
-                cluster.client.poll(ticket)
-            torch.testing.assert_close(cluster.rows(ticket, 0, 1), wanted, rtol=0, atol=0)
-            cluster.client.release(ticket)
+                cluster.client.poll(handle)
+            torch.testing.assert_close(cluster.rows(handle, 0, 1), wanted, rtol=0, atol=0)
+            cluster.client.release(handle)
             assert all(not end.calls for end in cluster.client._ends.values())
     finally:
         cluster.close()
@@ -302,26 +302,26 @@ def test_an_empty_call_leaves_the_answer_of_another_alone(tmp_path: Path) -> Non
 def test_bytes_of_questions_and_answers_are_counted(cluster: Cluster) -> None:
     """A row goes to a server once and comes back for each of its pairs; no server is this client's own."""
     cluster.publish(1)
-    ticket, _ = cluster.submit(rows=5)
-    cluster.rows(ticket, 1)
+    handle, _ = cluster.submit(rows=5)
+    cluster.rows(handle, 1)
     pairs, row = 5 * LAYOUT.top_k, 4 * HIDDEN
     assert cluster.client.stats().remote_bytes == wire.size(5, pairs, HIDDEN, False) + pairs * row
-    cluster.client.release(ticket)
+    cluster.client.release(handle)
 
 
 def test_partial_sums_stand_at_their_first_pair(cluster: Cluster) -> None:
     """One server has both pairs of a row: one sum and zeros. Two have one each: a sum each."""
     cluster.publish(1)
-    ticket, wanted = cluster.submit_summed()
-    found = cluster.rows(ticket, 1)
+    handle, wanted = cluster.submit_summed()
+    found = cluster.rows(handle, 1)
     torch.testing.assert_close(found[:, 0], wanted, rtol=0, atol=0)
     assert not found[:, 1].any()
-    cluster.client.release(ticket)
+    cluster.client.release(handle)
     cluster.publish(0, 1)
     for rows in range(1, 8):
-        ticket, wanted = cluster.submit_summed(rows)
-        torch.testing.assert_close(cluster.rows(ticket, 0, 1).sum(1), wanted, rtol=0, atol=0)
-        cluster.client.release(ticket)
+        handle, wanted = cluster.submit_summed(rows)
+        torch.testing.assert_close(cluster.rows(handle, 0, 1).sum(1), wanted, rtol=0, atol=0)
+        cluster.client.release(handle)
     assert all(server.served.pairs > 0 for server in cluster.servers) and not cluster.client.busy
 
 
@@ -329,9 +329,9 @@ def test_partial_sums_survive_a_death(cluster: Cluster) -> None:
     cluster.publish(0, 1)
     cluster.until(lambda: cluster.servers[0].clients and cluster.servers[1].clients, 0, 1)
     cluster.client.arrivals()
-    ticket, wanted = cluster.submit_summed(6)
+    handle, wanted = cluster.submit_summed(6)
     cluster.servers[0].close()
-    torch.testing.assert_close(cluster.rows(ticket, 1).sum(1), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(cluster.rows(handle, 1).sum(1), wanted, rtol=0, atol=0)
     assert cluster.client.stats().resent_pairs > 0 and not cluster.client.busy
 
 
@@ -339,7 +339,7 @@ def test_a_sum_may_come_alone_and_twice() -> None:
     """Pairs 0 and 1 are row 0's, pairs 3 and 4 rows 1's and 2's: three sums."""
     hidden, scores = np.ones((3, 1), np.float32), np.ones(6, np.float32)
     memory = Memory(put)
-    submission = Submission(Ticket(0), 0, hidden, np.zeros(6, np.int64), scores, 2)
+    submission = Submission(RequestHandle(0), 0, hidden, np.zeros(6, np.int64), scores, 2)
     out = submission.room(memory)
     out[:] = 9
     call = SimpleNamespace(answer=np.array([5, 6, 7], np.float32).tobytes())
@@ -354,19 +354,19 @@ def test_a_sum_may_come_alone_and_twice() -> None:
 
 
 def test_pairs_wait_for_the_first_server(cluster: Cluster) -> None:
-    ticket, wanted = cluster.submit()
-    assert cluster.client.busy and cluster.client.poll(ticket) is None
+    handle, wanted = cluster.submit()
+    assert cluster.client.busy and cluster.client.poll(handle) is None
     cluster.publish(1)
-    torch.testing.assert_close(cluster.rows(ticket, 1), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(cluster.rows(handle, 1), wanted, rtol=0, atol=0)
 
 
 def test_a_dead_servers_pairs_go_to_the_other_one(cluster: Cluster) -> None:
     cluster.publish(0, 1)
     cluster.until(lambda: cluster.servers[0].clients and cluster.servers[1].clients, 0, 1)
     cluster.client.arrivals()
-    ticket, wanted = cluster.submit()
+    handle, wanted = cluster.submit()
     cluster.servers[0].close()
-    torch.testing.assert_close(cluster.rows(ticket, 1), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(cluster.rows(handle, 1), wanted, rtol=0, atol=0)
     stats = cluster.client.stats()
     assert stats.failovers == 1 and stats.resent_pairs > 0 and stats.false_failovers == 0
 
@@ -378,11 +378,11 @@ def test_a_server_that_sends_garbage_is_dropped_with_one_line(
     cluster.publish(0, 1)
     cluster.until(lambda: cluster.servers[0].clients and cluster.servers[1].clients, 0, 1)
     cluster.client.arrivals()
-    ticket, wanted = cluster.submit()
+    handle, wanted = cluster.submit()
     [end] = cluster.servers[0]._ends.values()
     assert isinstance(end, StreamAnswerer)
     end._frames.push([memoryview(b"x" * 4096)])
-    torch.testing.assert_close(cluster.rows(ticket, 1), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(cluster.rows(handle, 1), wanted, rtol=0, atol=0)
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith("dropped expert server 0: the server sent a damaged frame")
@@ -391,9 +391,9 @@ def test_a_server_that_sends_garbage_is_dropped_with_one_line(
 def test_a_server_that_leaves_answers_what_it_was_asked(cluster: Cluster) -> None:
     cluster.publish(0)
     cluster.client.arrivals()
-    ticket, wanted = cluster.submit()
+    handle, wanted = cluster.submit()
     cluster.publish(1)
-    torch.testing.assert_close(cluster.rows(ticket, 0, 1), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(cluster.rows(handle, 0, 1), wanted, rtol=0, atol=0)
     cluster.until(lambda: cluster.servers[0].clients == 0, 0)
     assert cluster.client.stats().failovers == 0
 
@@ -418,11 +418,11 @@ def test_a_server_that_comes_back_before_it_has_left_loses_nothing(cluster: Clus
     """Its connection still stands, with a call on it."""
     cluster.publish(0)
     cluster.client.arrivals()
-    ticket, wanted = cluster.submit()
+    handle, wanted = cluster.submit()
     cluster.publish(1)
     cluster.publish(0)
     cluster.client.arrivals()
-    torch.testing.assert_close(cluster.rows(ticket, 0, 1), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(cluster.rows(handle, 0, 1), wanted, rtol=0, atol=0)
     assert cluster.servers[0].clients == 1
 
 
@@ -430,10 +430,10 @@ def test_a_successor_of_a_server_that_had_not_left(cluster: Cluster) -> None:
     """The call on the old connection goes to the new process."""
     cluster.publish(0)
     cluster.client.arrivals()
-    ticket, wanted = cluster.submit()
+    handle, wanted = cluster.submit()
     cluster.publish()
     cluster.publish(0, names=[ServerEntry(0, 2, cluster.entries[1].address)])
-    torch.testing.assert_close(cluster.rows(ticket, 1), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(cluster.rows(handle, 1), wanted, rtol=0, atol=0)
 
 
 def test_a_second_connection_to_one_server_is_closed(cluster: Cluster) -> None:
@@ -442,8 +442,8 @@ def test_a_second_connection_to_one_server_is_closed(cluster: Cluster) -> None:
     cluster.connector.dial()
     cluster.connector.start(cluster.entries[0], SECRET)
     cluster.client.arrivals()
-    ticket, wanted = cluster.submit()
-    torch.testing.assert_close(cluster.rows(ticket, 0), wanted, rtol=0, atol=0)
+    handle, wanted = cluster.submit()
+    torch.testing.assert_close(cluster.rows(handle, 0), wanted, rtol=0, atol=0)
     cluster.until(lambda: cluster.servers[0].clients == 1, 0)
 
 
@@ -451,8 +451,8 @@ def test_a_directory_that_names_a_server_twice(cluster: Cluster) -> None:
     """The later line counts."""
     entry = cluster.entries[0]
     cluster.publish(0, names=[ServerEntry(0, 0, "unix:/nowhere"), entry])
-    ticket, wanted = cluster.submit()
-    torch.testing.assert_close(cluster.rows(ticket, 0), wanted, rtol=0, atol=0)
+    handle, wanted = cluster.submit()
+    torch.testing.assert_close(cluster.rows(handle, 0), wanted, rtol=0, atol=0)
 
 
 def test_released_before_the_rows_came(cluster: Cluster) -> None:
@@ -461,11 +461,11 @@ def test_released_before_the_rows_came(cluster: Cluster) -> None:
     cluster.until(lambda: all(server.clients for server in cluster.servers), 0, 1)
     cluster.client.arrivals()
     for submit in (cluster.submit, cluster.submit_summed):
-        ticket = submit(rows=6)[0]
+        handle = submit(rows=6)[0]
         calls = cluster.servers[0].served.calls
         cluster.until(lambda calls=calls: cluster.servers[0].served.calls > calls, 0)
-        assert cluster.client.poll(ticket) is None
-        cluster.client.release(ticket)
+        assert cluster.client.poll(handle) is None
+        cluster.client.release(handle)
         other, wanted = cluster.submit(1, rows=6)
         torch.testing.assert_close(cluster.rows(other, 0, 1), wanted, rtol=0, atol=0)
         cluster.client.release(other)
@@ -479,8 +479,8 @@ def test_a_call_without_pairs_is_no_work(tmp_path: Path) -> None:
         cluster.publish(0, 1)
         cluster.client.arrivals()
         hidden, ids = torch.ones(1, HIDDEN), torch.zeros((1, 2), dtype=torch.int64)
-        ticket = cluster.client.submit(Ask(0, hidden, ids))
-        assert cluster.rows(ticket, 0, 1).tolist() == [[[1.0] * HIDDEN] * 2]
+        handle = cluster.client.submit(ExpertRequest(0, hidden, ids))
+        assert cluster.rows(handle, 0, 1).tolist() == [[[1.0] * HIDDEN] * 2]
         assert [server.served.calls for server in cluster.servers] == [1, 1]
         outstanding = [state.outstanding for state in cluster.replicas._servers.values()]
         assert outstanding == [0, 0]

@@ -16,13 +16,13 @@ from tests.models import cases, tiny
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import ExpertLayout
 from moesaic.experts import wire
-from moesaic.experts.backend import Arithmetic
+from moesaic.experts.backend import ExpertBackend
 from moesaic.experts.server import ExpertServer
-from moesaic.experts.torch_backend import Torched
+from moesaic.experts.torch_backend import TorchBackend
 from moesaic.kernels import table
 from moesaic.models import registry
 from moesaic.policy.scheduling.microqueue import MostTokensFirst
-from moesaic.policy.scheduling.schedulers.expert_server import Enough, Service, StartRule
+from moesaic.policy.scheduling.schedulers.expert_server import Enough, ExpertServerScheduler, StartRule
 from moesaic.transport.calls import Call, Caller
 from moesaic.transport.listening import Listener, connect
 
@@ -67,11 +67,11 @@ class Client:
         self.found[call.number] = []
         return call
 
-    def knock(self, hidden: int, work: bool) -> Call:
+    def arrive(self, hidden: int, work: bool) -> Call:
         """At the gate of a step."""
         call = self.caller.open(wire.size(0, 0, hidden, False), 1, 4 * hidden)
         assert call is not None
-        wire.knock(call.request, hidden, work)
+        wire.arrive(call.request, hidden, work)
         self.caller.post(call)
         self.found[call.number] = []
         return call
@@ -100,7 +100,11 @@ class Place:
     """A server and its clients."""
 
     def __init__(
-        self, layout: ExpertLayout, arithmetic: Arithmetic, listener: Listener, service: Service
+        self,
+        layout: ExpertLayout,
+        arithmetic: ExpertBackend,
+        listener: Listener,
+        service: ExpertServerScheduler,
     ) -> None:
         self.listener = listener
         self.server = ExpertServer(layout, arithmetic, listener, service, time.monotonic)
@@ -140,13 +144,13 @@ def serve(path: Path, layout: ExpertLayout, tmp_path: Path) -> Iterator[Serve]:
         groups: int = 1,
         native: bool = False,
     ) -> Place:
-        arithmetic: Arithmetic = Torched(path, layout, "cpu", "reference", 1)
+        arithmetic: ExpertBackend = TorchBackend(path, layout, "cpu", "reference", 1)
         if native:
             plain = pytest.importorskip("moesaic.experts.native_backend")
-            arithmetic = plain.Native(path, layout, "auto", 1)
+            arithmetic = plain.NativeBackend(path, layout, "auto", 1)
         arithmetic.take({0: range(EXPERTS), 2: range(EXPERTS)} if held is None else held)
         listener = Listener(f"unix:{tmp_path}/server", SECRET)
-        service = Service(layout.layers, MostTokensFirst(), rule or Enough(), groups)
+        service = ExpertServerScheduler(layout.layers, MostTokensFirst(), rule or Enough(), groups)
         places.append(Place(layout, arithmetic, listener, service))
         return places[-1]
 
@@ -223,12 +227,12 @@ def test_a_run_waits_for_the_clients_that_are_in_a_step(serve: Serve, layout: Ex
     place = serve(rule=Enough(pairs=100, wait=1e9))
     one, other = place.join(), place.join()
     hidden = noise(1, layout.hidden)
-    outside = other.knock(layout.hidden, work=False)
+    outside = other.arrive(layout.hidden, work=False)
     place.until(lambda: place.server.served.calls == 1)
     call = one.ask(0, hidden, [1], [0])
     place.until(lambda: one.has(call))
     assert not other.has(outside)
-    inside = one.knock(layout.hidden, work=True)
+    inside = one.arrive(layout.hidden, work=True)
     place.until(lambda: one.has(inside) and other.has(outside))
     call = one.ask(0, hidden, [1], [0])
     for _ in range(5):

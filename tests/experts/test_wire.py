@@ -161,7 +161,7 @@ def test_any_damaged_byte(at: int, byte: int) -> None:
 @pytest.mark.parametrize("work", [True, False])
 def test_a_knock_says_whether_there_is_work(work: bool) -> None:
     memory = bytearray(wire.size(0, 0, HIDDEN, False))
-    wire.knock(memoryview(memory), HIDDEN, work)
+    wire.arrive(memoryview(memory), HIDDEN, work)
     request = parse(bytes(memory))
     assert request.work is work and request.answer_rows == 1 and not len(request.experts)
     assert parse(GOOD).work is None

@@ -11,7 +11,7 @@ from tests.kernels.paged import cache, tokens
 
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.kernels.table import Kernels, Recorder
+from moesaic.kernels.table import Kernels, OperationRecorder
 from moesaic.kernels.weights import ExpertWeights
 
 torch.set_num_threads(1)
@@ -60,7 +60,7 @@ def fill(into: AttentionBatch, step: TokenBatch) -> None:
     into.fill_slots()
 
 
-def recorder(native: Kernels) -> Recorder:
+def recorder(native: Kernels) -> OperationRecorder:
     assert native.recorder is not None
     return native.recorder()
 

@@ -16,7 +16,7 @@ from moesaic.kernels import table
 from moesaic.kvcache.paged import PagedKV
 from moesaic.models import registry
 from moesaic.models.model import Model
-from moesaic.offload.after import Alone
+from moesaic.offload.after import LocalAfterAttention
 from moesaic.offload.caches import Resident
 from moesaic.offload.link import Link
 from moesaic.offload.operations import Operations
@@ -69,7 +69,7 @@ def made(model: Model) -> tuple[Operations, Held, list[Part]]:
     kv = PagedKV(spec.kv, spec.num_layers, 4, 4, torch.float32, torch.device("cpu"), table.REFERENCE)
     cache, held = Resident(kv, 4), Held(model)
     static = {layer: frozenset({0, 5}) for layer in range(3)}
-    after = Alone(model, held, static, Link(), Link())
+    after = LocalAfterAttention(model, held, static, Link(), Link())
     operations = Operations(model, held, static, Link(), Link(), after, likely=2)
     parts = parts_of(model, cache, 3)
     operations.begin(parts, cache, turn=30, pages=2, prefill=False)

@@ -1,4 +1,4 @@
-"""A worker without a model: it carries out a brain's actions on a simulated KV cache and checks each.
+"""A worker without a model: it carries out a scheduler's actions on a simulated KV cache and checks each.
 
 The cache holds, for each position, a hash of the sequence up to there. So a block that was shared,
 evicted or overwritten wrongly is seen at once: reading through the block table gives a wrong hash. The
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moesaic.core.request import FinishReason, Request
-from moesaic.policy.scheduling.batching import Limits
+from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
@@ -27,7 +27,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
     StepFailed,
     StepPlan,
 )
-from moesaic.policy.scheduling.schedulers.lockstep import OneProcess
+from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from tests.policy.toy_model import EMPTY, alone, hashes, mix, sample
 
 
@@ -49,12 +49,14 @@ class Client:
 
 
 class FakeExecutor:
-    """A brain, its simulated cache, and everybody who asked for something."""
+    """A scheduler, its simulated cache, and everybody who asked for something."""
 
-    def __init__(self, limits: Limits, num_blocks: int, block_size: int, prefix_reuse: bool = True) -> None:
+    def __init__(
+        self, limits: BatchLimits, num_blocks: int, block_size: int, prefix_reuse: bool = True
+    ) -> None:
         self.limits = limits
         self.blocks = KVBlocks(num_blocks, block_size, prefix_reuse)
-        self.brain = OneProcess(limits, self.blocks)
+        self.scheduler = LockstepScheduler(limits, self.blocks)
         self.kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
         self.clients: dict[int, Client] = {}
         self.held: set[int] = set()
@@ -112,7 +114,7 @@ class FakeExecutor:
 
     def tell(self, event: Event) -> list[Action]:
         self.now += 0.5
-        actions = self.brain.handle(event, self.now)
+        actions = self.scheduler.handle(event, self.now)
         self.log.append((event, self.now, actions))
         order = [(Emit, Release, Admit, RunStep).index(type(action)) for action in actions]
         assert order == sorted(order)
@@ -265,7 +267,7 @@ class FakeExecutor:
             wanted = client.request.params.prompt_logprobs is not None
             prompt = len(client.request.prompt_token_ids)
             assert client.scored == (list(range(prompt - 1)) if wanted else [])
-        stats = self.brain.stats()
+        stats = self.scheduler.stats()
         assert not self.held
         assert (stats.running, stats.waiting, stats.preemptions) == (0, 0, self.preempted)
         assert stats.blocks.used == 0 and stats.blocks.free + stats.blocks.cached == stats.blocks.total

@@ -1,9 +1,10 @@
-"""A worker without a model for brains that run it place by place; experts answer pair by pair, in any order.
+"""A worker without a model for schedulers that run it segment by segment; experts answer pair by pair, in
+any order.
 
-Every place has a simulated KV cache of its own, with the hashes of the toy model. A row carries its token
-from place to place: what a merge makes of it is right only when all its parts are in and are its own. So a
-row that goes on too early, with another's parts, through a wrong block or past a forgotten run is seen at
-once, and at the last place the token is the one that `toy_model.alone`, and OneProcess, would give.
+Every segment has a simulated KV cache of its own, with the hashes of the toy model. A row carries its token
+from segment to segment: what a merge makes of it is right only when all its parts are in and are its own. So
+a row that goes on too early, with another's parts, through a wrong block or past a forgotten run is seen at
+once, and at the last segment the token is the one that `toy_model.alone`, and LockstepScheduler, would give.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from moesaic.core.request import Request
 from moesaic.core.tokens import IntArray
-from moesaic.policy.scheduling.batching import Limits
+from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.microqueue import QueuePolicy
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
@@ -24,17 +25,17 @@ from moesaic.policy.scheduling.schedulers.actions import (
     Emit,
     Event,
     Forget,
-    LayerDone,
     PartsArrived,
     Release,
-    RunLayer,
-    Source,
+    RowSource,
+    RunSegment,
+    SegmentDone,
     StepDone,
     StepFailed,
     StepPlan,
 )
-from moesaic.policy.scheduling.schedulers.asynchronous import Asynchronous
-from moesaic.policy.scheduling.schedulers.ready_queues import Gather
+from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
+from moesaic.policy.scheduling.schedulers.ready_queues import RunThreshold
 from tests.policy.fake_executor import Client, FakeExecutor
 from tests.policy.toy_model import EMPTY, VOCABULARY, alone, hashes, mix, sample
 
@@ -46,7 +47,7 @@ Row = tuple[int, int, int]
 class Asked:
     """A run whose experts were asked, until it is forgotten."""
 
-    place: int
+    segment: int
     rows: list[Row]
     carried: list[int]
     gated: list[int]
@@ -67,7 +68,7 @@ class FakeLayered(FakeExecutor):
 
     def __init__(
         self,
-        limits: Limits,
+        limits: BatchLimits,
         num_blocks: int,
         block_size: int,
         prefix_reuse: bool = True,
@@ -75,14 +76,14 @@ class FakeLayered(FakeExecutor):
         policy: QueuePolicy,
         layers: int = 2,
         top_k: int = 2,
-        gather: Gather | None = None,
+        gather: RunThreshold | None = None,
     ) -> None:
         super().__init__(limits, num_blocks, block_size, prefix_reuse)
         self.layers, self.top_k = layers, top_k
-        self.asynchronous = Asynchronous(limits, self.blocks, policy, layers, top_k, gather)
-        self.brain = self.asynchronous  # type: ignore[assignment]
+        self.asynchronous = AsyncScheduler(limits, self.blocks, policy, layers, top_k, gather)
+        self.scheduler = self.asynchronous  # type: ignore[assignment]
         self.caches = [np.full((num_blocks, block_size), -1, dtype=np.int64) for _ in range(layers + 1)]
-        self.action: RunLayer | None = None
+        self.action: RunSegment | None = None
         self.computed: list[int] | None = None
         """Tokens of the run under way, once its rows are written and its experts asked."""
         self.asked: dict[int, Asked] = {}
@@ -110,8 +111,8 @@ class FakeLayered(FakeExecutor):
         assert action is not None
         tokens = self.compute()
         self.action = self.under_way = self.computed = None
-        if action.place < self.layers:
-            return self.tell(LayerDone(action.plan.step))
+        if action.segment < self.layers:
+            return self.tell(SegmentDone(action.plan.step))
         self.last = plan = action.plan
         for request_id, end in zip(plan.request_ids.tolist(), plan.batch.context_lens.tolist(), strict=True):
             self.clients[request_id].computed = end
@@ -128,11 +129,11 @@ class FakeLayered(FakeExecutor):
         """Break off the run under way, some of its rows written, its experts perhaps asked."""
         action = self.action
         assert action is not None
-        plan, cache = action.plan, self.caches[action.place]
+        plan, cache = action.plan, self.caches[action.segment]
         for table, stop in zip(plan.batch.block_tables, plan.batch.context_lens.tolist(), strict=True):
             block, offset = divmod(stop - 1, cache.shape[1])
             cache[table[block], offset] = -1
-        for i in plan.scored.tolist() if action.place == self.layers else []:  # will be scored again
+        for i in plan.scored.tolist() if action.segment == self.layers else []:  # will be scored again
             scored = self.clients[int(plan.request_ids[i])].scored
             del scored[scored.index(plan.batch.positions[plan.batch.query_starts[i]]) :]
         if self.computed is None:
@@ -177,10 +178,10 @@ class FakeLayered(FakeExecutor):
 
     def tell(self, event: Event) -> list[Action]:
         self.now += 0.5
-        actions = self.brain.handle(event, self.now)
+        actions = self.scheduler.handle(event, self.now)
         self.log.append((event, self.now, actions))
         kinds = [type(action) for action in actions]
-        assert RunLayer not in kinds[:-2] and kinds.count(RunLayer) <= 1
+        assert RunSegment not in kinds[:-2] and kinds.count(RunSegment) <= 1
         assert Emit not in kinds[1:]
         assert Admit not in kinds or Release not in kinds[kinds.index(Admit) :]
         for action in actions:
@@ -193,7 +194,7 @@ class FakeLayered(FakeExecutor):
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case RunLayer():
+            case RunSegment():
                 self._begin(action)
             case Forget(runs):
                 for run in runs:
@@ -201,30 +202,30 @@ class FakeLayered(FakeExecutor):
             case _:
                 super()._carry_out(action)
 
-    def _begin(self, action: RunLayer) -> None:
+    def _begin(self, action: RunSegment) -> None:
         assert self.under_way is None and action.plan.step == self.steps
-        assert 0 <= action.place <= self.layers
+        assert 0 <= action.segment <= self.layers
         self.steps += 1
         self.under_way, self.action = action.plan, action
         self._check_plan(action.plan)
-        assert (action.place == 0) == (not action.sources)
+        assert (action.segment == 0) == (not action.sources)
         rows = _rows_of(action.plan)
-        if action.place == 0:
+        if action.segment == 0:
             carried = action.plan.batch.token_ids.tolist()
         else:
-            carried = [value for source in action.sources for value in self._merged(source, action.place)]
+            carried = [value for source in action.sources for value in self._merged(source, action.segment)]
             came = [row for s in action.sources for row in self.asked[s.run].rows[s.start : s.stop]]
             assert came == rows, "rows come from elsewhere"
-        if action.place < self.layers:
+        if action.segment < self.layers:
             pairs = len(rows) * self.top_k
-            self.asked[action.plan.step] = Asked(action.place, rows, carried, [], {}, pairs)
+            self.asked[action.plan.step] = Asked(action.segment, rows, carried, [], {}, pairs)
             self.out[action.plan.step] = list(range(pairs))
         self.carried = carried
 
-    def _merged(self, source: Source, place: int) -> list[int]:
+    def _merged(self, source: RowSource, segment: int) -> list[int]:
         """What the rows carry after their experts: garbage if a part is another row's."""
         asked = self.asked[source.run]
-        assert asked.place == place - 1 and 0 <= source.start < source.stop <= len(asked.rows)
+        assert asked.segment == segment - 1 and 0 <= source.start < source.stop <= len(asked.rows)
         merged = []
         for row in range(source.start, source.stop):
             pairs = [row * self.top_k + rank for rank in range(self.top_k)]
@@ -242,23 +243,23 @@ class FakeLayered(FakeExecutor):
             assert len(asked.parts) == asked.wanted, "late parts would go into memory that is somebody else's"
 
     def _wanted_rows(self, plan: StepPlan) -> list[int]:
-        """Prompt rows count as scored where there are logits: at the last place."""
+        """Prompt rows count as scored where there are logits: at the last segment."""
         ids = plan.request_ids[plan.scored].tolist()
         before = {request_id: len(self.clients[request_id].scored) for request_id in ids}
         rows = super()._wanted_rows(plan)
         assert self.action is not None
-        if self.action.place < self.layers:
+        if self.action.segment < self.layers:
             for request_id, count in before.items():
                 del self.clients[request_id].scored[count:]
         return rows
 
     # ---- the "model"
 
-    def _compute(self, action: RunLayer) -> list[int]:
-        """Write the run's hashes through the block tables; at the last place, sample."""
-        plan, batch, cache = action.plan, action.plan.batch, self.caches[action.place]
-        last = action.place == self.layers
-        shift = 0 if last else VOCABULARY * (action.place + 1)
+    def _compute(self, action: RunSegment) -> list[int]:
+        """Write the run's hashes through the block tables; at the last segment, sample."""
+        plan, batch, cache = action.plan, action.plan.batch, self.caches[action.segment]
+        last = action.segment == self.layers
+        shift = 0 if last else VOCABULARY * (action.segment + 1)
         tokens, gated = [], []
         for i, request_id in enumerate(plan.request_ids.tolist()):
             client, table = self.clients[request_id], batch.block_tables[i]
@@ -284,9 +285,9 @@ class FakeLayered(FakeExecutor):
     def check_everybody(self) -> None:
         """After `drain`: as of FakeExecutor; and nothing waits or is kept."""
         super().check_everybody()
-        brain = self.asynchronous
-        assert not self.asked and not len(brain._runs) and not brain._units
-        assert not brain._ready.tokens.any() and not brain._rows
+        scheduler = self.asynchronous
+        assert not self.asked and not len(scheduler._runs) and not scheduler._units
+        assert not scheduler._ready.tokens.any() and not scheduler._rows
         assert set(self.out) | self.failed == self.forgotten
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from moesaic.core.request import Request
-from moesaic.policy.scheduling.schedulers.actions import Action, Brain, Event
+from moesaic.policy.scheduling.schedulers.actions import Action, Event, Scheduler
 
 
-def replays(brain: Brain, log: list[tuple[Event, float, list[Action]]]) -> bool:
-    """True when a fresh brain answers each event of the log as it was answered then."""
-    return all(equal(brain.handle(event, now), actions) for event, now, actions in log)
+def replays(scheduler: Scheduler, log: list[tuple[Event, float, list[Action]]]) -> bool:
+    """True when a fresh scheduler answers each event of the log as it was answered then."""
+    return all(equal(scheduler.handle(event, now), actions) for event, now, actions in log)
 
 
 def equal(left: object, right: object) -> bool:

@@ -24,7 +24,7 @@ from moesaic.models import files
 from moesaic.models.registry import read_spec
 from moesaic.policy.scheduling.schedulers.actions import Admit, Release, StepPlan
 from moesaic.runtime.build import build_worker
-from moesaic.runtime.routing_recorder import KEPT, SEED, TOGETHER, Recorder
+from moesaic.runtime.routing_recorder import KEPT, SEED, TOGETHER, RoutingRecorder
 from moesaic.trace.options import RecordConfig
 
 NEW = 40
@@ -221,7 +221,7 @@ def test_a_cancelled_request_is_what_was_computed_of_it(prompts: list[list[int]]
 
 def test_a_share_of_the_requests(prompts: list[list[int]]) -> None:
     rows: list[Rows] = []
-    recorder = Recorder(MODEL, rows.append, share=0.25)
+    recorder = RoutingRecorder(MODEL, rows.append, share=0.25)
     for request in range(4000):
         recorder.admit(admission(request))
     assert rows == []
@@ -257,7 +257,7 @@ def choice(*rows: int) -> torch.Tensor:
 def test_places_of_the_model_come_one_after_another() -> None:
     """Two requests that meet at the second layer; one of them begins again after a failure."""
     assembly = Assembly(SMALL, 1 << 20)
-    recorder = Recorder(SMALL, assembly.add)
+    recorder = RoutingRecorder(SMALL, assembly.add)
     recorder.admit(admission(0))
     recorder.admit(admission(1))
     recorder.layer(run(0, [0], range(2)), 0, choice(0, 1))
@@ -274,7 +274,7 @@ def test_places_of_the_model_come_one_after_another() -> None:
 
 def test_a_unit_that_was_dropped_is_not_recorded() -> None:
     rows: list[Rows] = []
-    recorder = Recorder(SMALL, rows.append)
+    recorder = RoutingRecorder(SMALL, rows.append)
     recorder.admit(admission(0))
     recorder.layer(run(0, [0], range(2)), 0, choice(0, 1))
     recorder.release(Release([0]))
@@ -285,7 +285,7 @@ def test_a_unit_that_was_dropped_is_not_recorded() -> None:
 
 def test_a_preempted_request_goes_on() -> None:
     assembly = Assembly(SMALL, 1 << 20)
-    recorder = Recorder(SMALL, assembly.add)
+    recorder = RoutingRecorder(SMALL, assembly.add)
     recorder.admit(admission(3))
     recorder.step(run(0, [3], range(2)), [choice(0, 1), choice(2, 3)])
     recorder.release(Release([3], preempted=True))
@@ -300,7 +300,7 @@ def test_a_preempted_request_goes_on() -> None:
 def test_rows_are_handed_over_together() -> None:
     """Steps of the same two sequences; one of them is recorded from the second step on."""
     rows: list[Rows] = []
-    recorder = Recorder(SMALL, rows.append)
+    recorder = RoutingRecorder(SMALL, rows.append)
     recorder.admit(admission(0))
     recorder.step(run(0, [0, 1], range(1), range(1)), [choice(0, 8), choice(0, 8)])
     recorder.admit(admission(1))

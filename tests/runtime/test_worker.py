@@ -18,7 +18,7 @@ REQUESTS = 5
 
 
 class Still:
-    """A brain that does nothing, and an executor that never has to."""
+    """A scheduler that does nothing, and an executor that never has to."""
 
     busy = False
 

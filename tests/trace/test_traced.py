@@ -14,15 +14,15 @@ from moesaic import LLM, SamplingParams
 from moesaic.config import ExpertServerConfig, ModelConfig, WorkerConfig
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.tokens import TokenBatch
-from moesaic.experts.backend import Part
-from moesaic.experts.tracing import TracedArithmetic, TracedService
+from moesaic.experts.backend import CallPairs
+from moesaic.experts.tracing import TracedBackend, TracedExpertScheduler
 from moesaic.policy.scheduling.microqueue import MostTokensFirst
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
 from moesaic.policy.scheduling.schedulers.expert_server import Enough
-from moesaic.policy.scheduling.schedulers.lockstep import OneProcess
+from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.runtime.build import build_worker
 from moesaic.runtime.executor import Executor
-from moesaic.runtime.tracing import Timeline, TracedBrain, TracedExecutor
+from moesaic.runtime.tracing import StepTrace, TracedExecutor, TracedScheduler
 from moesaic.trace.track import Track
 from moesaic.transport.local import local_pair
 
@@ -70,7 +70,7 @@ def plan(step: int, *rows: int) -> StepPlan:
 
 def test_answers_cut_a_step_into_layers(track: Track, clock: Clock, spans: Callable[[], Any]) -> None:
     """Two decodes and a chunk of 5 rows. The experts of layer 1 answer at once, those of layer 2 at 11."""
-    timeline, step = Timeline(track), plan(4, 1, 1, 5)
+    timeline, step = StepTrace(track), plan(4, 1, 1, 5)
     timeline.begin(step, "step")
     clock.now = 2.0
     timeline.dispatched(1, 28, begin=1.0)
@@ -98,7 +98,7 @@ def test_answers_cut_a_step_into_layers(track: Track, clock: Clock, spans: Calla
 
 
 def test_a_look_for_answers_that_are_missing_is_no_piece(track: Track, spans: Callable[[], Any]) -> None:
-    timeline = Timeline(track)
+    timeline = StepTrace(track)
     timeline.resume(plan(0, 1))
     timeline.end()
     assert spans() == []
@@ -109,7 +109,7 @@ def test_a_look_for_answers_that_are_missing_is_no_piece(track: Track, spans: Ca
 
 
 def test_sampling_lies_in_the_last_run(track: Track, clock: Clock, spans: Callable[[], Any]) -> None:
-    timeline = Timeline(track)
+    timeline = StepTrace(track)
     timeline.begin(plan(0, 1), "to sampler")
     clock.now = 1.0
     with timeline.sampling(1):
@@ -134,26 +134,28 @@ class Doubling:
     def keep(self, wanted: object) -> None:
         self.told.append(("keep", wanted))
 
-    def run(self, layer: int, parts: Sequence[Part]) -> None:
+    def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
         self.clock.now += 3.0
         for one in parts:
             one.out[one.lines] = 2 * one.hidden[one.rows]
 
 
-def of_one_row(experts: list[int]) -> Part:
+def of_one_row(experts: list[int]) -> CallPairs:
     """A call that wants these experts for a row of ones."""
     count = len(experts)
     hidden, out = np.ones((1, 4), dtype=np.float32), np.zeros((count, 4), dtype=np.float32)
-    return Part(hidden, np.zeros(count, dtype=np.int32), np.array(experts, np.int32), out, np.arange(count))
+    return CallPairs(
+        hidden, np.zeros(count, dtype=np.int32), np.array(experts, np.int32), out, np.arange(count)
+    )
 
 
 def test_a_servers_run_says_whose_pairs_it_computed(
     track: Track, clock: Clock, part: Path, spans: Callable[[], Any]
 ) -> None:
     """Two calls of client 7 and one of client 8: six pairs of three experts."""
-    service = TracedService(track, [2, 5], MostTokensFirst(), Enough())
+    service = TracedExpertScheduler(track, [2, 5], MostTokensFirst(), Enough())
     inner = Doubling(clock)
-    arithmetic = TracedArithmetic(inner, service, track)
+    arithmetic = TracedBackend(inner, service, track)
     parts = [of_one_row([0, 1]), of_one_row([1, 1, 3]), of_one_row([0])]
     for call, (client, mine) in enumerate(zip((7, 8, 7), parts, strict=True)):
         service.arrived(call, client, 2, mine.experts, 0.0)
@@ -173,7 +175,7 @@ def test_a_servers_run_says_whose_pairs_it_computed(
 
 
 def test_a_client_that_left_is_forgotten(track: Track) -> None:
-    service = TracedService(track, [0], MostTokensFirst(), Enough())
+    service = TracedExpertScheduler(track, [0], MostTokensFirst(), Enough())
     service.arrived(0, 7, 0, np.array([1]), 0.0)
     service.client_left(7)
     service.arrived(1, 8, 0, np.array([1]), 0.0)
@@ -191,9 +193,9 @@ def worker(trace: str | None) -> Any:
 
 def test_without_a_trace_nothing_is_in_place(part: Path) -> None:
     plain = worker(None)
-    assert (type(plain._executor), type(plain._brain)) == (Executor, OneProcess)
+    assert (type(plain._executor), type(plain._scheduler)) == (Executor, LockstepScheduler)
     traced = worker(str(part))
-    assert (type(traced._executor), type(traced._brain)) == (TracedExecutor, TracedBrain)
+    assert (type(traced._executor), type(traced._scheduler)) == (TracedExecutor, TracedScheduler)
 
 
 def test_a_worker_that_does_everything_writes_steps(

@@ -7,34 +7,34 @@ import select
 
 import pytest
 
-from moesaic.transport.wakeup import Bell
+from moesaic.transport.wakeup import Wakeup
 
 
-def rings(bell: Bell) -> bool:
-    found = bool(select.select([bell], [], [], 0)[0])
-    assert found == bell.rung
+def rings(wakeup: Wakeup) -> bool:
+    found = bool(select.select([wakeup], [], [], 0)[0])
+    assert found == wakeup.rung
     return found
 
 
 def test_it_rings_until_it_is_cleared() -> None:
-    bell = Bell()
-    assert not rings(bell)
+    wakeup = Wakeup()
+    assert not rings(wakeup)
     for _ in range(100_000):  # more than a pipe holds
-        bell.ring()
-    assert rings(bell)
-    bell.clear()
-    assert not rings(bell)
-    bell.close()
+        wakeup.ring()
+    assert rings(wakeup)
+    wakeup.clear()
+    assert not rings(wakeup)
+    wakeup.close()
 
 
 def test_rung_after_its_end_it_writes_into_nobody_elses_file() -> None:
     """Whoever opens something next gets its descriptors."""
-    bell = Bell()
-    bell.close()
+    wakeup = Wakeup()
+    wakeup.close()
     reading, writing = os.pipe()
-    assert (reading, writing) == (bell._reading, bell._writing)
+    assert (reading, writing) == (wakeup._reading, wakeup._writing)
     os.set_blocking(reading, False)
-    bell.ring()
+    wakeup.ring()
     with pytest.raises(BlockingIOError):
         os.read(reading, 1)
     os.close(reading)
@@ -46,21 +46,21 @@ def test_cleared_while_it_is_rung_it_does_not_ring_for_ever(
     first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever sleeps on it would wake again and again without ever being told to look."""
-    bell, write = Bell(), os.write
-    bell.ring()  # so there is something to clear
+    wakeup, write = Wakeup(), os.write
+    wakeup.ring()  # so there is something to clear
 
     def interrupted(descriptor: int, data: bytes) -> int:
         if first:
-            bell.clear()
+            wakeup.clear()
         written = write(descriptor, data)
         if not first:
-            bell.clear()
+            wakeup.clear()
         return written
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", interrupted)
-        bell.ring()
-    assert bell.rung  # in both cases it was rung after the last look
-    bell.clear()
-    assert not rings(bell)
-    bell.close()
+        wakeup.ring()
+    assert wakeup.rung  # in both cases it was rung after the last look
+    wakeup.clear()
+    assert not rings(wakeup)
+    wakeup.close()

@@ -42,7 +42,7 @@ class Outcome:
 async def send(client: Client, path: str, body: dict[str, object], clock: Clock) -> Outcome:
     """One streamed request. Its errors are part of the outcome."""
     outcome = Outcome(started=clock())
-    recorder = _Recorder(outcome)
+    recorder = _LatencyRecorder(outcome)
     try:
         async for chunk in client.stream(path, body):
             recorder.take(chunk)
@@ -53,7 +53,7 @@ async def send(client: Client, path: str, body: dict[str, object], clock: Clock)
     return outcome
 
 
-class _Recorder:
+class _LatencyRecorder:
     """Turns chunks into an outcome."""
 
     def __init__(self, outcome: Outcome) -> None:

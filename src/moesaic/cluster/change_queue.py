@@ -41,7 +41,7 @@ class _Wanted:
     """Of who asked."""
 
 
-class Steering:
+class ChangeQueue:
     """Used by the supervisor's thread only. note: remembers a failure for people."""
 
     def __init__(

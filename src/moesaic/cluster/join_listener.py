@@ -55,7 +55,7 @@ class RemoteProcess:
         self.connection.close()
 
 
-class Doorway:
+class JoinListener:
     """Listens at `address`, tcp:HOST:PORT. welcome: called, in a thread of the peer's, with who passed."""
 
     def __init__(self, address: str, secret: bytes, welcome: Callable[[RemoteProcess], None]) -> None:

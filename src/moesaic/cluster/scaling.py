@@ -34,7 +34,7 @@ Change = Generator[None, None, None]
 
 
 @dataclass(frozen=True)
-class Limits:
+class ScalingLimits:
     """How long a change may take."""
 
     loading: float = 900.0
@@ -62,7 +62,7 @@ class Changes:
         cluster: ClusterConfig,
         load: Callable[[], balance.Load],
         clock: Callable[[], float],
-        limits: Limits | None = None,
+        limits: ScalingLimits | None = None,
     ) -> None:
         self.layout: ExpertLayout | None = None
         """Known once the first worker told it."""
@@ -72,7 +72,7 @@ class Changes:
         self._cluster = cluster
         self._load = load
         self._clock = clock
-        self._limits = limits or Limits()
+        self._limits = limits or ScalingLimits()
 
     # ---- the changes
 

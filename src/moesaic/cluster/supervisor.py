@@ -19,11 +19,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from moesaic.cluster.change_queue import Steering
+from moesaic.cluster.change_queue import ChangeQueue
 from moesaic.cluster.dispatching import dispatch_of
 from moesaic.cluster.failures import Failures
 from moesaic.cluster.host_transport import host_transport
-from moesaic.cluster.join_listener import Doorway, RemoteProcess
+from moesaic.cluster.join_listener import JoinListener, RemoteProcess
 from moesaic.cluster.member import Member, RestartRule, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.placing import first_placement
@@ -66,13 +66,13 @@ class Supervisor:
         self._publisher = Publisher(self._members, self._secret)
         self._failures = Failures()
         self._note = self._failures.note
-        self._steering = Steering(self._members, self._publisher, router, cluster, clock, self._note)
+        self._steering = ChangeQueue(self._members, self._publisher, router, cluster, clock, self._note)
         self._announced = False
         self._ended: str | None = None
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
-        self._doorway: Doorway | None = None
+        self._doorway: JoinListener | None = None
         if cluster.cluster_address is not None:
-            self._doorway = Doorway(cluster.cluster_address, self._secret, self._welcome)
+            self._doorway = JoinListener(cluster.cluster_address, self._secret, self._welcome)
 
     def start(self) -> None:
         """Spawn the attention workers; the first one's layout starts the servers."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from moesaic.commands.options import Join
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import Enlisted
-from moesaic.experts.join import Joining, join
+from moesaic.experts.join import JoinOptions, join
 from moesaic.transport.secret import read_secret
 
 
@@ -38,5 +38,5 @@ def run(options: Join, as_json: bool) -> int:
     model = None if options.model is None else Path(options.model)
     listen = None if options.listen is None else f"tcp:{options.listen}"
     capacity = options.capacity or float(threads)
-    joining = Joining(f"tcp:{options.address}", secret, listen, model, threads, options.kernels, capacity)
+    joining = JoinOptions(f"tcp:{options.address}", secret, listen, model, threads, options.kernels, capacity)
     return join(joining, told, lost)

@@ -14,7 +14,7 @@ from moesaic.commands import activation_picture
 from moesaic.commands.place_options import TABLES, Place
 from moesaic.commands.place_report import Report, Trial, Written, as_json, as_text
 from moesaic.commands.progress import Show, progress
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile
@@ -36,7 +36,7 @@ class _Solving:
     show: Show
     clock: Clock
 
-    def solve(self, name: str, profile: Profile, what: str) -> tuple[Clusters, Placement, float]:
+    def solve(self, name: str, profile: Profile, what: str) -> tuple[Coclusters, Placement, float]:
         """Clusters, the placement with its copies, and the seconds that both took."""
         options, begun = self.options, self.clock()
         clusters = SOLVERS[name](profile, options.ranks, options.seed, partial(self.show, what))
@@ -117,7 +117,7 @@ def _layer_drawn(profile: Profile, options: Place) -> int:
     return profile.layers.index(options.plot_layer)
 
 
-def _draw(path: Path, profile: Profile, options: Place, name: str, clusters: Clusters) -> None:
+def _draw(path: Path, profile: Profile, options: Place, name: str, clusters: Coclusters) -> None:
     """The commonest token ids of a layer: dealt out in their order, then each where it is best off, with
     vanilla's experts and with those of `clusters`."""
     index = _layer_drawn(profile, options)

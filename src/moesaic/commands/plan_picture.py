@@ -16,7 +16,7 @@ from moesaic.cost import ops
 from moesaic.cost.hardware import GIB, Hardware, Level
 from moesaic.cost.roofline import Roofs
 from moesaic.policy.offloading import planner
-from moesaic.policy.offloading.planner import Limits
+from moesaic.policy.offloading.planner import SearchLimits
 from moesaic.policy.offloading.pricing import Price
 
 CACHES = {"bf16": "bfloat16", "int8": "int8", "int4": "int4"}
@@ -176,6 +176,6 @@ def _scaled(hardware: Hardware, link: float, slow: float) -> Hardware:
 
 def _best(report: Report, hardware: Hardware) -> Price | None:
     try:
-        return planner.search(report.model, hardware, report.workload, Limits(("cgopipe", "in-place")))
+        return planner.search(report.model, hardware, report.workload, SearchLimits(("cgopipe", "in-place")))
     except ConfigError:
         return None

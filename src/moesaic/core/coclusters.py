@@ -16,7 +16,7 @@ from moesaic.core.profile import SmallArray
 
 
 @dataclass(frozen=True)
-class Clusters:
+class Coclusters:
     """A solver's answer. Numbers of ranks mean the same in every layer, since a request stays on its rank."""
 
     ranks: int

@@ -15,7 +15,7 @@ from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.experts.process import serve
 from moesaic.transport.stream import StreamConnection
-from moesaic.transport.wakeup import Bell
+from moesaic.transport.wakeup import Wakeup
 
 
 def main() -> int:
@@ -27,12 +27,12 @@ def main() -> int:
     logging.basicConfig(format="expert server %(process)d: %(message)s", level=logging.WARNING)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor drains and ends what it started
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    bell = Bell()
+    wakeup = Wakeup()
     sock = socket.socket(fileno=arguments.connection_fd)
     # Without a supervisor nobody would ever tell it to stop.
-    supervisor = StreamConnection(sock, on_lost=lambda: os._exit(0), on_message=bell.ring)
+    supervisor = StreamConnection(sock, on_lost=lambda: os._exit(0), on_message=wakeup.ring)
     try:
-        return serve(supervisor, ExpertServerConfig.from_json(arguments.config), bell)
+        return serve(supervisor, ExpertServerConfig.from_json(arguments.config), wakeup)
     except ConnectionLost:
         return 0
     except MoesaicError as error:

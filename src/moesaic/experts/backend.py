@@ -10,7 +10,7 @@ from moesaic.core.tokens import FloatRows, IntArray
 
 
 @dataclass(frozen=True)
-class Part:
+class CallPairs:
     """Pairs of one call. The arrays are read and written where they lie, such as the client's memory."""
 
     hidden: FloatRows
@@ -25,7 +25,7 @@ class Part:
     """[p] line of `out` that each pair's answer goes to."""
 
 
-class Arithmetic(Protocol):
+class ExpertBackend(Protocol):
     """The experts of a server: weights and the kernel that reads them."""
 
     @property
@@ -46,7 +46,7 @@ class Arithmetic(Protocol):
         """Drop every other one."""
         ...
 
-    def run(self, layer: int, parts: Sequence[Part]) -> None:
+    def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
         """All pairs of all parts as one batch, unweighted.
 
         Raises KeyError for an expert that is not held; nothing is written then.

@@ -10,7 +10,7 @@ from moesaic.experts.outstanding import End
 from moesaic.transport.calls import Call
 
 
-class Entrance:
+class BarrierClient:
     """Knocks at every server until one of them lets it in.
 
     One server could do; but it may be frozen, and each learns from a knock that this client is in no step.
@@ -20,7 +20,7 @@ class Entrance:
         self._hidden = hidden
         self._work: bool | None = None
         """What it knocks with; None when it does not want in."""
-        self._knocks: list[tuple[End, int]] = []
+        self._barrier_calls: list[tuple[End, int]] = []
         """Connections and numbers of the calls that count: a later knock makes those before it void. A server
         that was started again has another connection; it knows nothing of a knock at the one before."""
         self._let_in = False
@@ -37,39 +37,41 @@ class Entrance:
 
     def enter(self, work: bool) -> None:
         """Want in, with rows to compute or without. Again when that changes."""
-        self._work, self._knocks = work, []
+        self._work, self._barrier_calls = work, []
 
     def entered(self) -> bool:
         """True once after it was let in."""
         entered, self._let_in = self._let_in, False
         return entered
 
-    def knock(self, gates: Sequence[End]) -> None:
+    def arrive(self, gates: Sequence[End]) -> None:
         """Where it has not yet."""
         if self._work is None:
             return
-        self._knocks = [knock for knock in self._knocks if any(knock[0] is gate for gate in gates)]
+        self._barrier_calls = [
+            arrive for arrive in self._barrier_calls if any(arrive[0] is gate for gate in gates)
+        ]
         for gate in gates:
-            if not any(end is gate for end, _ in self._knocks):
-                self._knock(gate, self._work)
+            if not any(end is gate for end, _ in self._barrier_calls):
+                self._arrive(gate, self._work)
 
-    def _knock(self, gate: End, work: bool) -> None:
+    def _arrive(self, gate: End, work: bool) -> None:
         try:
             size = wire.size(0, 0, self._hidden, False)
             call = gate.caller.open(size, 1, 4 * self._hidden)
             if call is not None:
-                wire.knock(call.request, self._hidden, work)
+                wire.arrive(call.request, self._hidden, work)
                 gate.caller.post(call)
-                self._knocks.append((gate, call.number))
-                gate.knocks.add(call.number)
+                self._barrier_calls.append((gate, call.number))
+                gate.barrier_calls.add(call.number)
         except ConnectionLost:
             pass  # whoever polls this end hears of it too
 
     def answered(self, end: End, call: Call) -> None:
         """A call that is no request came back. One that is no knock either is over: it was told twice."""
-        if call.number not in end.knocks:
+        if call.number not in end.barrier_calls:
             return
-        end.knocks.discard(call.number)
+        end.barrier_calls.discard(call.number)
         end.caller.release(call)
-        if any(gate is end and number == call.number for gate, number in self._knocks):
-            self._work, self._knocks, self._let_in = None, [], True
+        if any(gate is end and number == call.number for gate, number in self._barrier_calls):
+            self._work, self._barrier_calls, self._let_in = None, [], True

@@ -25,14 +25,14 @@ from moesaic.kernels.weights import ExpertWeights
 
 
 @dataclass(frozen=True)
-class Ticket:
+class RequestHandle:
     """Names one submission. Tickets of one client are never reused."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Ask:
+class ExpertRequest:
     """A question to the experts of a layer."""
 
     layer: int
@@ -45,10 +45,10 @@ class Ask:
     weighted sum, the others are zeros."""
 
     @cached_property
-    def arrays(self) -> Arrays:
+    def arrays(self) -> RequestArrays:
         """A recorded step asks the same again and again: of tensors on the CPU these are views."""
         hidden, top_k = self.hidden.cpu().contiguous().numpy(), self.expert_ids.shape[1]
-        return Arrays(
+        return RequestArrays(
             hidden,
             self.expert_ids.cpu().numpy().reshape(-1),
             None if self.weights is None else self.weights.cpu().numpy().reshape(-1),
@@ -57,7 +57,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Arrays:
+class RequestArrays:
     """A question pair by pair; (row, rank) is pair row * k + rank."""
 
     hidden: FloatRows
@@ -72,14 +72,14 @@ class Arrays:
 class RoutedExperts(Protocol):
     """Asynchronous by contract: other work may run between the two calls."""
 
-    def submit(self, ask: Ask) -> Ticket: ...
+    def submit(self, ask: ExpertRequest) -> RequestHandle: ...
 
-    def poll(self, ticket: Ticket) -> torch.Tensor | None:
+    def poll(self, handle: RequestHandle) -> torch.Tensor | None:
         """rows [n, k, h] float32, unweighted unless partial sums were asked for, until the next call;
         None while some are missing. They may lie on the CPU though the question did not."""
         ...
 
-    def release(self, ticket: Ticket) -> None:
+    def release(self, handle: RequestHandle) -> None:
         """The rows of this ticket were used: their memory may hold others."""
         ...
 
@@ -97,8 +97,8 @@ class RoutedExperts(Protocol):
         """No call under way was routed by a directory older than this version; -1: there was none yet."""
         ...
 
-    def wait(self, timeout: float | None, bell: int) -> bool:
-        """Sleep until rows come in or the file descriptor `bell` is readable, at most `timeout` seconds.
+    def wait(self, timeout: float | None, wakeup: int) -> bool:
+        """Sleep until rows come in or the file descriptor `wakeup` is readable, at most `timeout` seconds.
 
         False when the time was over.
         """
@@ -123,27 +123,27 @@ class DirectExperts:
         self._weights = weights
         self._kernels = kernels
         self._rows = rows
-        self._answer: tuple[Ticket, torch.Tensor] | None = None
+        self._answer: tuple[RequestHandle, torch.Tensor] | None = None
         self._submitted = 0
         self._entering = False
         self._memory: torch.Tensor | None = None
         """[rows, k, h] of every answer, from the first one on; what no step reaches the system never gives.
         Fresh memory for each would be paged in anew, which took a fifth of the time of a prefill."""
 
-    def submit(self, ask: Ask) -> Ticket:
+    def submit(self, ask: ExpertRequest) -> RequestHandle:
         if ask.weights is not None:
             raise ValueError("a direct call has no bytes to save: partial sums are for servers")
-        ticket = Ticket(self._submitted)
+        handle = RequestHandle(self._submitted)
         self._submitted += 1
         out = self._room(ask.hidden, ask.expert_ids)
         rows = self._kernels.experts(self._weights[ask.layer], ask.hidden, ask.expert_ids, out)
-        self._answer = (ticket, rows)
-        return ticket
+        self._answer = (handle, rows)
+        return handle
 
-    def poll(self, ticket: Ticket) -> torch.Tensor | None:
-        return self._answer[1] if self._answer is not None and self._answer[0] == ticket else None
+    def poll(self, handle: RequestHandle) -> torch.Tensor | None:
+        return self._answer[1] if self._answer is not None and self._answer[0] == handle else None
 
-    def release(self, ticket: Ticket) -> None:
+    def release(self, handle: RequestHandle) -> None:
         self._answer = None
 
     @property
@@ -157,7 +157,7 @@ class DirectExperts:
     def settled(self) -> int:
         return -1
 
-    def wait(self, timeout: float | None, bell: int) -> bool:
+    def wait(self, timeout: float | None, wakeup: int) -> bool:
         """Every answer is there at once."""
         return True
 

@@ -11,7 +11,7 @@ from moesaic.core.errors import MoesaicError
 from moesaic.core.experts import ServerEntry
 from moesaic.transport.calls import Caller
 from moesaic.transport.listening import connect
-from moesaic.transport.wakeup import Bell
+from moesaic.transport.wakeup import Wakeup
 
 LOG = logging.getLogger(__name__)
 RETRY_SECONDS = 0.2
@@ -20,13 +20,13 @@ RETRY_SECONDS = 0.2
 class Connector:
     """Tries until it is told to stop."""
 
-    def __init__(self, heap_bytes: int, bell: Bell, transport: HostTransport = "shm") -> None:
+    def __init__(self, heap_bytes: int, wakeup: Wakeup, transport: HostTransport = "shm") -> None:
         """heap_bytes: of each connection's open calls. bell: rung when a connection stands. transport: to
         servers with a Unix address; those with a TCP address are on other hosts.
         """
         self._transport = transport
         self._heap_bytes = heap_bytes
-        self._bell = bell
+        self._wakeup = wakeup
         self._made: deque[tuple[ServerEntry, Caller]] = deque()
         self._wanted: dict[int, threading.Event] = {}
 
@@ -64,5 +64,5 @@ class Connector:
                 caller.close()
                 return
             self._made.append((entry, caller))
-            self._bell.ring()
+            self._wakeup.ring()
             return

@@ -21,7 +21,7 @@ from moesaic.transport import address as addresses
 from moesaic.transport.authentication import Deadline, Refused, Terms, prove_as_client
 from moesaic.transport.calls import MIN_HEAP
 from moesaic.transport.stream import StreamConnection
-from moesaic.transport.wakeup import Bell
+from moesaic.transport.wakeup import Wakeup
 
 HANDSHAKE_SECONDS = 10.0
 DELAYS = (0.5, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0)
@@ -29,7 +29,7 @@ DELAYS = (0.5, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0)
 
 
 @dataclass(frozen=True)
-class Joining:
+class JoinOptions:
     """How a server joins."""
 
     cluster: str
@@ -47,7 +47,7 @@ class Joining:
 
 
 def join(
-    joining: Joining,
+    joining: JoinOptions,
     told: Callable[[messages.Enlisted], None],
     lost: Callable[[ConnectionLost], None] = lambda lost: None,
     sleep: Callable[[float], None] = time.sleep,
@@ -82,10 +82,10 @@ def join(
         tries += 1
 
 
-def _once(joining: Joining, told: Callable[[messages.Enlisted], None]) -> int:
+def _once(joining: JoinOptions, told: Callable[[messages.Enlisted], None]) -> int:
     """Like `join`, until the connection breaks."""
-    bell = Bell()
-    supervisor, here = _connect(joining, bell)
+    wakeup = Wakeup()
+    supervisor, here = _connect(joining, wakeup)
     try:
         supervisor.send(messages.Enlist(joining.capacity))
         enlisted = supervisor.receive(None)
@@ -95,7 +95,7 @@ def _once(joining: Joining, told: Callable[[messages.Enlisted], None]) -> int:
             raise ConnectionLost(f"{joining.cluster}: its first word was not Enlisted")
         told(enlisted)
         config = _config(joining, enlisted, here)
-        return serve(supervisor, config, bell, joining.secret)
+        return serve(supervisor, config, wakeup, joining.secret)
     except (ConfigError, CheckpointError) as error:
         supervisor.send(messages.Failed(str(error), user_error=True))
         raise
@@ -103,10 +103,10 @@ def _once(joining: Joining, told: Callable[[messages.Enlisted], None]) -> int:
         raise type(lost)(f"{joining.cluster}: {lost}") from lost
     finally:
         supervisor.close()
-        bell.close()
+        wakeup.close()
 
 
-def _config(joining: Joining, enlisted: messages.Enlisted, here: str) -> ExpertServerConfig:
+def _config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) -> ExpertServerConfig:
     model = Path(enlisted.model) if joining.model is None else joining.model
     if not model.is_dir():
         raise ConfigError.field("--model", str(model), "a directory with the checkpoint that is served")
@@ -128,7 +128,7 @@ def _config(joining: Joining, enlisted: messages.Enlisted, here: str) -> ExpertS
     )
 
 
-def _connect(joining: Joining, bell: Bell) -> tuple[StreamConnection, str]:
+def _connect(joining: JoinOptions, wakeup: Wakeup) -> tuple[StreamConnection, str]:
     """The connection, and this machine's address on it."""
     where = addresses.parse(joining.cluster)
     try:
@@ -143,7 +143,7 @@ def _connect(joining: Joining, bell: Bell) -> tuple[StreamConnection, str]:
         kind = Refused if isinstance(error, Refused) else ConnectionLost
         raise kind(f"no connection to {joining.cluster}: {error}") from error
     here = str(sock.getsockname()[0])
-    return StreamConnection(_blocking(sock), on_message=bell.ring), here
+    return StreamConnection(_blocking(sock), on_message=wakeup.ring), here
 
 
 def _blocking(sock: socket.socket) -> socket.socket:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.stored import OF_EXPERTS
-from moesaic.experts.backend import Part
+from moesaic.experts.backend import CallPairs
 from moesaic.experts.store import Store
 from moesaic.kernels.native import plain
 
 
-class Native:
+class NativeBackend:
     """`Arithmetic` on the compiled kernels. `take` and `keep` may be called by another thread than `run`."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Native:
         with self._reading:
             self._store.keep(wanted)
 
-    def run(self, layer: int, parts: Sequence[Part]) -> None:
+    def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
         found = [(part.hidden, part.rows, part.experts, part.out, part.lines) for part in parts]
         with self._reading:
             plain.experts(self._store.table(layer), self._size, self._stored, found)

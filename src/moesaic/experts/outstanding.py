@@ -12,7 +12,7 @@ import numpy.typing as npt
 from moesaic.core.experts import ServerEntry
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import FloatRows, IntArray
-from moesaic.experts.client import Ticket
+from moesaic.experts.client import RequestHandle
 from moesaic.kernels.table import Put
 from moesaic.policy.fleet.replicas import ReplicaStats
 from moesaic.transport.calls import Call, Caller
@@ -31,7 +31,7 @@ def every_pair(pairs: int, top_k: int) -> tuple[IntArray, IntArray]:
 class Submission:
     """Rows whose experts were asked."""
 
-    ticket: Ticket
+    handle: RequestHandle
     layer: int
     hidden: FloatRows
     """[n, h]"""
@@ -185,7 +185,7 @@ class End:
     entry: ServerEntry
     caller: Caller
     calls: dict[int, Sent] = field(default_factory=dict)
-    knocks: set[int] = field(default_factory=set)
+    barrier_calls: set[int] = field(default_factory=set)
     """Numbers of the calls that are knocks."""
 
     @property

@@ -12,17 +12,22 @@ from moesaic.config import ExpertServerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import ExpertServerStats
-from moesaic.experts.backend import Arithmetic
+from moesaic.experts.backend import ExpertBackend
 from moesaic.experts.server import ExpertServer
-from moesaic.experts.tracing import TracedArithmetic, TracedService
+from moesaic.experts.tracing import TracedBackend, TracedExpertScheduler
 from moesaic.models.headers import STORED
 from moesaic.policy.scheduling import minimum_batch
 from moesaic.policy.scheduling.microqueue import QueuePolicy, policy_named
-from moesaic.policy.scheduling.schedulers.expert_server import Enough, Service, StartRule, WhileSmall
+from moesaic.policy.scheduling.schedulers.expert_server import (
+    Enough,
+    ExpertServerScheduler,
+    StartRule,
+    WhileSmall,
+)
 from moesaic.trace.track import Track
 from moesaic.transport.listening import Listener
 from moesaic.transport.stream import StreamConnection
-from moesaic.transport.wakeup import Bell
+from moesaic.transport.wakeup import Wakeup
 
 REPORT_SECONDS = 0.2
 EVERYBODY = 1 << 62
@@ -38,7 +43,9 @@ first, and two servers could each wait for the one that the other serves later: 
 meets the others at their layer."""
 
 
-def serve(supervisor: StreamConnection, config: ExpertServerConfig, bell: Bell, secret: bytes = b"") -> int:
+def serve(
+    supervisor: StreamConnection, config: ExpertServerConfig, wakeup: Wakeup, secret: bytes = b""
+) -> int:
     """Serve until the supervisor says Shutdown; returns the exit code.
 
     bell: rung at each of its messages. secret: what clients must know; empty: the first Hold says it. Raises
@@ -55,11 +62,11 @@ def serve(supervisor: StreamConnection, config: ExpertServerConfig, bell: Bell, 
     arithmetic.take(first.experts)
     listener = Listener(config.address, secret or first.secret)
     rule, policy = _start_rule(config, max(map(len, first.experts.values()), default=0)), _policy(config)
-    service = Service(config.layout.layers, policy, rule)
+    service = ExpertServerScheduler(config.layout.layers, policy, rule)
     if config.trace is not None:
         track = Track(Path(config.trace), time.monotonic)
-        service = traced = TracedService(track, config.layout.layers, policy, rule)
-        arithmetic = TracedArithmetic(arithmetic, traced, track)
+        service = traced = TracedExpertScheduler(track, config.layout.layers, policy, rule)
+        arithmetic = TracedBackend(arithmetic, traced, track)
     server = ExpertServer(config.layout, arithmetic, listener, service, time.monotonic)
     holding = _Holding(supervisor, arithmetic, listener.address, config.threads)
     holding.tell(first)
@@ -67,14 +74,14 @@ def serve(supervisor: StreamConnection, config: ExpertServerConfig, bell: Bell, 
     threading.Thread(target=_report, args=(supervisor, server, stopped), daemon=True).start()
     try:
         while True:
-            bell.clear()
+            wakeup.clear()
             while (message := supervisor.receive(0.0)) is not None:
                 match message:
                     case messages.Hold():
                         holding.change(message)
                     case messages.Shutdown():
                         return 0
-            server.turn(None, (bell.fileno(),))
+            server.turn(None, (wakeup.fileno(),))
     finally:
         stopped.set()
         holding.close()
@@ -98,21 +105,25 @@ def _policy(config: ExpertServerConfig) -> QueuePolicy:
     return policy_named(config.queue_policy, queues.urgency(None), history=queues.queue_history)
 
 
-def _arithmetic(config: ExpertServerConfig) -> Arithmetic:
+def _arithmetic(config: ExpertServerConfig) -> ExpertBackend:
     on_cpu = config.device == "cpu"
     native = on_cpu and config.kernels != "reference" and config.layout.dtype in STORED
     if native:
         try:
-            from moesaic.experts.native_backend import Native
+            from moesaic.experts.native_backend import NativeBackend
 
-            return Native(Path(config.model), config.layout, config.kernels, config.threads, config.mmap)
+            return NativeBackend(
+                Path(config.model), config.layout, config.kernels, config.threads, config.mmap
+            )
         except ImportError:
             if config.kernels != "auto":
                 raise
-    from moesaic.experts.torch_backend import Torched
+    from moesaic.experts.torch_backend import TorchBackend
 
     kernels = "reference" if on_cpu and config.kernels == "auto" else config.kernels
-    return Torched(Path(config.model), config.layout, config.device, kernels, config.threads, config.mmap)
+    return TorchBackend(
+        Path(config.model), config.layout, config.device, kernels, config.threads, config.mmap
+    )
 
 
 class _Holding:
@@ -120,7 +131,7 @@ class _Holding:
     keep clients waiting."""
 
     def __init__(
-        self, supervisor: StreamConnection, arithmetic: Arithmetic, address: str, threads: int
+        self, supervisor: StreamConnection, arithmetic: ExpertBackend, address: str, threads: int
     ) -> None:
         self._supervisor = supervisor
         self._arithmetic = arithmetic

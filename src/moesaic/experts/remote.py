@@ -18,8 +18,8 @@ from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
-from moesaic.experts.barrier_client import Entrance
-from moesaic.experts.client import Ask, Ticket
+from moesaic.experts.barrier_client import BarrierClient
+from moesaic.experts.client import ExpertRequest, RequestHandle
 from moesaic.experts.connector import Connector
 from moesaic.experts.outstanding import End, Memory, Posted, Sent, Submission, Summed, every_pair
 from moesaic.kernels.reference.experts import put
@@ -27,7 +27,7 @@ from moesaic.kernels.table import Put
 from moesaic.policy.fleet.replicas import NOBODY, Replicas
 from moesaic.transport.calls import Caller
 from moesaic.transport.waiting import give_way, wait
-from moesaic.transport.wakeup import Bell
+from moesaic.transport.wakeup import Wakeup
 
 LOG = logging.getLogger(__name__)
 SPIN = 50e-6
@@ -42,7 +42,7 @@ class RemoteExperts:
         layout: ExpertLayout,
         replicas: Replicas,
         connector: Connector,
-        bell: Bell,
+        wakeup: Wakeup,
         clock: Callable[[], float],
         tell: int | None = None,
         everyone: bool = False,
@@ -56,11 +56,11 @@ class RemoteExperts:
         self._layout = layout
         self._tell = tell
         self._everyone = everyone
-        self._entrance = Entrance(layout.hidden)
-        self._news: list[tuple[Ticket, IntArray]] = []
+        self._barrier_client = BarrierClient(layout.hidden)
+        self._news: list[tuple[RequestHandle, IntArray]] = []
         self._replicas = replicas
         self._connector = connector
-        self._bell = bell
+        self._wakeup = wakeup
         self._clock = clock
         self._secret = b""
         self._version = -1
@@ -75,48 +75,48 @@ class RemoteExperts:
 
     # ---- RoutedExperts
 
-    def submit(self, ask: Ask) -> Ticket:
-        ticket = Ticket(self._submitted)
+    def submit(self, ask: ExpertRequest) -> RequestHandle:
+        handle = RequestHandle(self._submitted)
         self._submitted += 1
         asked = ask.arrays
-        submission = Submission(ticket, ask.layer, asked.hidden, asked.experts, asked.weights, asked.top_k)
-        self._submissions[ticket.number] = submission
-        if self._bell.rung:  # a connection stands, perhaps the one to the own rank's server
+        submission = Submission(handle, ask.layer, asked.hidden, asked.experts, asked.weights, asked.top_k)
+        self._submissions[handle.number] = submission
+        if self._wakeup.rung:  # a connection stands, perhaps the one to the own rank's server
             self._pump()
         self._send(submission, every_pair(len(asked.experts), asked.top_k)[0])
         if self._everyone:
             self._send_empty(submission)
         give_way()
-        return ticket
+        return handle
 
-    def poll(self, ticket: Ticket) -> torch.Tensor | None:
-        submission = self._submissions[ticket.number]
+    def poll(self, handle: RequestHandle) -> torch.Tensor | None:
+        submission = self._submissions[handle.number]
         if submission.missing:
             self._pump()
-        return None if submission.missing else self.rows(ticket)
+        return None if submission.missing else self.rows(handle)
 
-    def release(self, ticket: Ticket) -> None:
-        self._submissions.pop(ticket.number).release()
+    def release(self, handle: RequestHandle) -> None:
+        self._submissions.pop(handle.number).release()
 
-    def arrivals(self) -> list[tuple[Ticket, IntArray]]:
+    def arrivals(self) -> list[tuple[RequestHandle, IntArray]]:
         """The pairs (row * k + rank) that came in since the last call, by submission."""
         self._pump()
         news, self._news = self._news, []
         return news
 
-    def rows(self, ticket: Ticket) -> torch.Tensor:
+    def rows(self, handle: RequestHandle) -> torch.Tensor:
         """[n, k, h] with the rows that are there; they hold until the next call."""
-        submission = self._submissions[ticket.number]
+        submission = self._submissions[handle.number]
         out = submission.room(self._memory)
         return torch.from_numpy(out).view(-1, submission.top_k, out.shape[1])
 
     def enter(self, work: bool) -> None:
-        self._entrance.enter(work)
+        self._barrier_client.enter(work)
 
     def entered(self) -> bool:
-        if self._entrance.waiting:
+        if self._barrier_client.waiting:
             self._pump()
-        return self._entrance.entered()
+        return self._barrier_client.entered()
 
     # ---- the servers
 
@@ -145,19 +145,20 @@ class RemoteExperts:
     @property
     def busy(self) -> bool:
         """True while an answer is awaited, or one was not told of."""
-        open_ends = self._entrance.waiting or bool(self._news)
+        open_ends = self._barrier_client.waiting or bool(self._news)
         return open_ends or any(one.missing for one in self._submissions.values())
 
-    def wait(self, timeout: float | None, bell: int) -> bool:
-        """Sleep until an answer, a server, the file descriptor `bell`, or the time when a server is late."""
+    def wait(self, timeout: float | None, wakeup: int) -> bool:
+        """Sleep until an answer, a server, the file descriptor `wakeup`, or the time when a server is
+        late."""
         started = self._clock()
         deadline = self._replicas.next_deadline()
         limits = [] if timeout is None else [timeout]
         if deadline is not None:
             limits.append(max(0.001, deadline - started))
         ends = [end.caller for end in self._ends.values()]
-        news = wait(ends, (bell, self._bell.fileno()), min(limits, default=None), SPIN)
-        if not self._entrance.idle:
+        news = wait(ends, (wakeup, self._wakeup.fileno()), min(limits, default=None), SPIN)
+        if not self._barrier_client.idle:
             self._waited += self._clock() - started
         return news
 
@@ -173,8 +174,8 @@ class RemoteExperts:
 
     def _pump(self) -> None:
         """Everything that can be done without waiting."""
-        if self._bell.rung:
-            self._bell.clear()
+        if self._wakeup.rung:
+            self._wakeup.clear()
             for entry, caller in self._connector.made():
                 self._join(entry, caller)
         for server, end in list(self._ends.items()):
@@ -183,7 +184,7 @@ class RemoteExperts:
                     if call.number in end.calls:
                         self._receive(end, end.calls[call.number], indices)
                     else:
-                        self._entrance.answered(end, call)
+                        self._barrier_client.answered(end, call)
             except DamagedMessage as damage:
                 LOG.warning("dropped expert server %d: %s", server, damage)
                 self._fail(server)
@@ -193,7 +194,7 @@ class RemoteExperts:
             self._replicas.mask(server)
             self._fail(server)
         self._retry()
-        self._entrance.knock([end for server, end in self._ends.items() if server in self._entries])
+        self._barrier_client.arrive([end for server, end in self._ends.items() if server in self._entries])
 
     def _join(self, entry: ServerEntry, caller: Caller) -> None:
         if self._entries.get(entry.server) != entry or entry.server in self._ends:
@@ -207,9 +208,9 @@ class RemoteExperts:
         pairs, fresh = sent.receive(indices, self._memory)
         submission.missing -= fresh
         if self._tell is not None and len(submission.hidden) > self._tell:
-            self._news.append((submission.ticket, pairs))
+            self._news.append((submission.handle, pairs))
         elif self._tell is not None and fresh and not submission.missing:
-            self._news.append((submission.ticket, every_pair(len(submission.experts), submission.top_k)[0]))
+            self._news.append((submission.handle, every_pair(len(submission.experts), submission.top_k)[0]))
         self._replicas.answered(end.entry.server, fresh, self._clock())
         if not sent.left:
             del end.calls[sent.call.number]

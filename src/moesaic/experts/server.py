@@ -1,8 +1,8 @@
 """The expert server: holds weights, knows no request. Collects rows from every client, computes, answers.
 
-One loop: new clients and their calls come in, the brain (`policy.scheduling.schedulers.expert_server`) says
-which pairs run together, the kernel runs them, each row goes into its call's answer. Nothing of a call is
-kept once it is answered, so a server that dies loses nothing but time (Expert-as-a-Service, section 3).
+One loop: new clients and their calls come in, the scheduler (`policy.scheduling.schedulers.expert_server`)
+says which pairs run together, the kernel runs them, each row goes into its call's answer. Nothing of a call
+is kept once it is answered, so a server that dies loses nothing but time (Expert-as-a-Service, section 3).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from moesaic.core.errors import ConnectionLost, DamagedMessage
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.experts import wire
-from moesaic.experts.backend import Arithmetic, Part
-from moesaic.policy.scheduling.schedulers.expert_server import Run, Service
-from moesaic.policy.scheduling.step_barrier import Gate
+from moesaic.experts.backend import CallPairs, ExpertBackend
+from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerScheduler, Run
+from moesaic.policy.scheduling.step_barrier import StepBarrier
 from moesaic.transport.calls import Answerer, Incoming
 from moesaic.transport.listening import Listener
 from moesaic.transport.waiting import give_way, wait
@@ -61,21 +61,21 @@ class _Call:
 
 
 class ExpertServer:
-    """Joins a listener, a brain and an arithmetic. `clock` in seconds, monotonic."""
+    """Joins a listener, a scheduler and an arithmetic. `clock` in seconds, monotonic."""
 
     def __init__(
         self,
         layout: ExpertLayout,
-        arithmetic: Arithmetic,
+        arithmetic: ExpertBackend,
         listener: Listener,
-        service: Service,
+        service: ExpertServerScheduler,
         clock: Callable[[], float],
     ) -> None:
         self._layout = layout
         self._arithmetic = arithmetic
         self._listener = listener
         self._service = service
-        self._gate = Gate()
+        self._gate = StepBarrier()
         self._clock = clock
         self._ends: dict[int, Answerer] = {}
         self._calls: dict[int, _Call] = {}
@@ -95,9 +95,9 @@ class ExpertServer:
         """Pairs that came in and were not computed yet."""
         return self._service.waiting_pairs
 
-    def turn(self, timeout: float | None, bells: tuple[int, ...] = ()) -> None:
+    def turn(self, timeout: float | None, wakeups: tuple[int, ...] = ()) -> None:
         """Take in what there is and compute one run; with nothing to do wait `timeout` seconds (None: for
-        ever) for a call, a client, or one of `bells` (file descriptors)."""
+        ever) for a call, a client, or one of `wakeups` (file descriptors)."""
         self._accept()
         for client, end in list(self._ends.items()):
             self._collect(client, end)
@@ -108,7 +108,7 @@ class ExpertServer:
             return
         patience = self._service.wait(now)
         limits = [limit for limit in (timeout, patience) if limit is not None]
-        fds = (self._listener.fileno(), *bells)
+        fds = (self._listener.fileno(), *wakeups)
         wait(list(self._ends.values()), fds, min(limits, default=None), SPIN)
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class ExpertServer:
         self.served.calls += 1
         if request.work is not None:
             self._service.client_paused(client)  # it is in no step until a gate opens
-            self._open(self._gate.knocked(client, call, request.work))
+            self._open(self._gate.arrived(client, call, request.work))
             return
         self._service.client_joined(client)  # again, if a run began without it
         self._service.arrived(call, client, request.layer, request.experts, self._clock())
@@ -189,9 +189,9 @@ class ExpertServer:
         ids = np.concatenate([part.experts for part in parts])
         self._count(run.layer, ids, self._clock() - started)
 
-    def _part(self, call: _Call, pairs: IntArray) -> Part:
+    def _part(self, call: _Call, pairs: IntArray) -> CallPairs:
         request = call.request
-        return Part(request.hidden, request.rows[pairs], request.experts[pairs], call.rows, pairs)
+        return CallPairs(request.hidden, request.rows[pairs], request.experts[pairs], call.rows, pairs)
 
     def _parts(self, run: Run) -> list[tuple[_Call, IntArray]]:
         return [(self._calls[number], pairs) for number, pairs in run.parts]

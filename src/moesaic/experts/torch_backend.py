@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from moesaic.core.experts import ExpertLayout
-from moesaic.experts.backend import Part
+from moesaic.experts.backend import CallPairs
 from moesaic.kernels import table
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models import registry
 
 
-class Torched:
+class TorchBackend:
     """`Arithmetic` on the kernels that `kernels.table` picks for a device."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Torched:
             )
             self._weights[layer] = replace(weights, gate=gate, up=up, down=down)
 
-    def run(self, layer: int, parts: Sequence[Part]) -> None:
+    def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
         rows = np.concatenate([part.hidden[part.rows] for part in parts])
         experts = np.concatenate([part.experts for part in parts])
         hidden = torch.from_numpy(rows).to(self._device)

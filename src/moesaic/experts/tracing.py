@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moesaic.experts.backend import Arithmetic, Part
-from moesaic.policy.scheduling.schedulers.expert_server import Run, Service
+from moesaic.experts.backend import CallPairs, ExpertBackend
+from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerScheduler, Run
 from moesaic.trace.track import Track
 
 
-class TracedService(Service):
+class TracedExpertScheduler(ExpertServerScheduler):
     """A Service that knows whose calls the last run answers."""
 
     def __init__(self, track: Track, *parts: Any) -> None:
@@ -57,10 +57,10 @@ class TracedService(Service):
         self._track.count("pairs waiting", self.waiting_pairs)
 
 
-class TracedArithmetic:
+class TracedBackend:
     """An Arithmetic whose runs are seen."""
 
-    def __init__(self, arithmetic: Arithmetic, service: TracedService, track: Track) -> None:
+    def __init__(self, arithmetic: ExpertBackend, service: TracedExpertScheduler, track: Track) -> None:
         self._arithmetic = arithmetic
         self._service = service
         self._track = track
@@ -79,7 +79,7 @@ class TracedArithmetic:
     def keep(self, wanted: Mapping[int, Iterable[int]]) -> None:
         self._arithmetic.keep(wanted)
 
-    def run(self, layer: int, parts: Sequence[Part]) -> None:
+    def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
         begin = self._track.now()
         self._arithmetic.run(layer, parts)
         end = self._track.now()

@@ -77,7 +77,7 @@ def write(
     np.frombuffer(memory, np.float32, count * width, at).reshape(count, width)[:] = hidden
 
 
-def knock(memory: memoryview, hidden: int, work: bool) -> None:
+def arrive(memory: memoryview, hidden: int, work: bool) -> None:
     """Writes a knock into `memory` (of `size` 0, 0)."""
     _HEADER.pack_into(memory, 0, _MAGIC, 0, _KNOCK_WITH_WORK if work else _KNOCK, 0, 0, hidden, 0)
 

@@ -92,7 +92,7 @@ class Recording(Protocol[Result_co]):
     def run(self, given: torch.Tensor | None = None) -> Result_co: ...
 
 
-class Recorder(Protocol):
+class OperationRecorder(Protocol):
     def __call__(self, step: Callable[[], Result], given: torch.Tensor | None = None) -> Recording[Result]:
         """Runs a step and records it. given: experts' rows that it merges, which `run` gets anew."""
         ...
@@ -133,7 +133,7 @@ class Kernels:
     put: Put
     set_threads: Callable[[int, bool], None]
     """Threads that compute, and whether each is pinned to a core."""
-    recorder: Callable[[], Recorder] | None = None
+    recorder: Callable[[], OperationRecorder] | None = None
     """Makes a recorder of steps that consist of these operations alone; None: they cannot be recorded."""
     one_core: Callable[[int], AbstractContextManager[None]] | None = None
     """Within it the calling thread computes by itself, on this core, while others do; None: it cannot."""
@@ -253,6 +253,6 @@ def _one_core(cpu: int) -> Generator[None]:
         lane.shared_pool()
 
 
-def _recorder() -> Recorder:
+def _recorder() -> OperationRecorder:
     arena = memory.Arena()
     return lambda step, given=None: recording.Recording(step, arena, given)

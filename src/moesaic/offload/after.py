@@ -36,7 +36,7 @@ class AfterAttention(Protocol):
         ...
 
 
-class Held(Protocol):
+class FastExperts(Protocol):
     """The routed experts on the fast level; offload.weights has them."""
 
     def experts(self, count: int, layer: int) -> ExpertWeights: ...
@@ -51,13 +51,13 @@ class SlowExperts:
     kernels: Kernels
 
 
-class Alone:
+class LocalAfterAttention:
     """The stages in one process. Gate and experts may be tasks of their own, experts on both levels too."""
 
     def __init__(
         self,
         model: Model,
-        experts: Held,
+        experts: FastExperts,
         static: Mapping[int, frozenset[int]],
         down: Link,
         up: Link,

@@ -159,9 +159,9 @@ class _Run:
             self._stopped = True
             if self._error is None:
                 self._error = error
-            for bell in self._bells.values():
-                if bell.locked():
-                    bell.release()
+            for wakeup in self._bells.values():
+                if wakeup.locked():
+                    wakeup.release()
 
     def work(self, lane: Lane) -> None:
         """The lane's tasks in order, until a lane has an error."""

@@ -14,7 +14,7 @@ from moesaic.offload.after import AfterAttention, Do
 from moesaic.offload.caches import Cache
 from moesaic.offload.link import Link
 from moesaic.offload.parts import Part
-from moesaic.policy.offloading.prefetch import Likely
+from moesaic.policy.offloading.prefetch import ExpertPrefetch
 from moesaic.policy.offloading.tasks import Kind, Lane, Task
 
 
@@ -60,7 +60,7 @@ class Operations:
         self._beside = beside or model.blocks
         self._parts: Sequence[Part] = ()
         self._cache: Cache | None = None
-        self._most_likely, self._likely = likely, Likely(model.spec.num_experts)
+        self._most_likely, self._likely = likely, ExpertPrefetch(model.spec.num_experts)
         self._came: tuple[int, Sequence[int]] = NOTHING
         """The turn of a layer, and its experts that came before its gates had spoken."""
         self._turn = 0

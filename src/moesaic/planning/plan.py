@@ -23,9 +23,9 @@ from moesaic.cost.routing import Routing
 from moesaic.cost.sizes import BYTES, ModelSizes
 from moesaic.models import files, registry
 from moesaic.models.shard import Shard
-from moesaic.planning.search import Job, Search
+from moesaic.planning.search import Job, JobSearch
 from moesaic.policy.offloading.pipeline import Schedule
-from moesaic.policy.offloading.planner import Limits
+from moesaic.policy.offloading.planner import SearchLimits
 from moesaic.policy.offloading.pricing import Price, Pricing
 
 ROW_BYTES = 4.0
@@ -96,7 +96,7 @@ def plan(
         model = model_of_rank(model, ranks, _experts_of_rank(worker, model))
         hardware = share_of_rank(hardware, ranks, gpus)
     cap = _cap(options, hardware, gpu)
-    search = Search(model, hardware, job, _cache_number(worker, model, gpu), limits)
+    search = JobSearch(model, hardware, job, _cache_number(worker, model, gpu), limits)
     found = search.within(cap)
     if found is None:
         least = search.least(cap)
@@ -185,10 +185,10 @@ def longest_request(worker: WorkerConfig) -> int:
     return given
 
 
-def _limits(options: OffloadConfig, job: Job, ranks: int, gpu: bool) -> Limits:
+def _limits(options: OffloadConfig, job: Job, ranks: int, gpu: bool) -> SearchLimits:
     size = options.micro_batch_size
     searched = OF_A_GROUP if ranks > 1 else OVER_RAM if gpu else OVER_DISK
-    return Limits(
+    return SearchLimits(
         schedules=searched if options.offload_schedule == "auto" else (options.offload_schedule,),
         largest_batch=job.requests,
         micro_batch=None if size is None else int(min(size, job.requests)),

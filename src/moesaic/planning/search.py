@@ -9,7 +9,7 @@ from moesaic.cost.hardware import Hardware
 from moesaic.cost.sizes import ModelSizes
 from moesaic.policy.offloading import planner
 from moesaic.policy.offloading.footprint import why_not
-from moesaic.policy.offloading.planner import Limits
+from moesaic.policy.offloading.planner import SearchLimits
 from moesaic.policy.offloading.policies import BLOCK, Workload
 from moesaic.policy.offloading.pricing import Price, Pricing
 
@@ -38,11 +38,11 @@ class Job:
         return self.prompt if self.padded is None else self.padded
 
 
-class Search:
+class JobSearch:
     """For one job, under one cap or another."""
 
     def __init__(
-        self, model: ModelSizes, hardware: Hardware, job: Job, cache_number: float, limits: Limits
+        self, model: ModelSizes, hardware: Hardware, job: Job, cache_number: float, limits: SearchLimits
     ) -> None:
         self.model = model
         self._hardware = hardware
@@ -62,7 +62,7 @@ class Search:
         """
         for aside in (0.0, self._longest * self._token):
             pricing = self._pricing(cap, aside + self._beside)
-            price = planner.Search(pricing, self._limits).best()
+            price = planner.PolicySearch(pricing, self._limits).best()
             if price is None:
                 return None
             tokens = int(_cache_room(self._pricing(cap, self._beside).hardware, price) / self._token)

@@ -1,1 +1,1 @@
-"""The attention worker: carries out what its brain decides."""
+"""The attention worker: carries out what its scheduler decides."""

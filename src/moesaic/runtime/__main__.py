@@ -20,7 +20,7 @@ from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.runtime import out_of_memory
 from moesaic.runtime.build import build_worker
 from moesaic.transport.stream import StreamConnection
-from moesaic.transport.wakeup import Bell
+from moesaic.transport.wakeup import Wakeup
 
 ALIVE_SECONDS = 0.2
 
@@ -35,15 +35,15 @@ def main() -> int:
     # A service manager may signal every process it started; the engine drains and then ends this one.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    bell = Bell()
+    wakeup = Wakeup()
     sock = socket.socket(fileno=arguments.connection_fd)
     # When the engine dies, so does its worker, at once, also in the middle of a step.
-    connection = StreamConnection(sock, on_lost=lambda: os._exit(0), on_message=bell.ring)
+    connection = StreamConnection(sock, on_lost=lambda: os._exit(0), on_message=wakeup.ring)
     try:
         config = WorkerConfig.from_json(arguments.config)
         if config.cpus:
             os.sched_setaffinity(0, config.cpus)
-        return _serve(connection, config, bell)
+        return _serve(connection, config, wakeup)
     except ConnectionLost:
         return 0
     except Exception as error:
@@ -55,7 +55,7 @@ def main() -> int:
         raise SystemExit(1) from error
 
 
-def _serve(connection: StreamConnection, config: WorkerConfig, bell: Bell) -> int:
+def _serve(connection: StreamConnection, config: WorkerConfig, wakeup: Wakeup) -> int:
     last = 0.0
 
     def progress(done: int, total: int) -> None:
@@ -74,7 +74,7 @@ def _serve(connection: StreamConnection, config: WorkerConfig, bell: Bell) -> in
         os._exit(1)
 
     try:
-        worker, info = build_worker(config, connection, time.monotonic, progress, bell=bell, lost=lost)
+        worker, info = build_worker(config, connection, time.monotonic, progress, wakeup=wakeup, lost=lost)
     except MoesaicError as error:
         connection.send(messages.Failed(str(error), user_error=True))
         return 2

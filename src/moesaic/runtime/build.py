@@ -24,21 +24,21 @@ from moesaic.models.checkpoint import Progress
 from moesaic.offload.padding import block_pool
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.policy.scheduling import minimum_batch
-from moesaic.policy.scheduling.batching import Limits
+from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.microqueue import policy_named
-from moesaic.policy.scheduling.schedulers.actions import Brain
-from moesaic.policy.scheduling.schedulers.asynchronous import Asynchronous
-from moesaic.policy.scheduling.schedulers.barrier import Barrier
-from moesaic.policy.scheduling.schedulers.lockstep import OneProcess
-from moesaic.policy.scheduling.schedulers.ready_queues import Gather
+from moesaic.policy.scheduling.schedulers.actions import Scheduler
+from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
+from moesaic.policy.scheduling.schedulers.barrier import BarrierScheduler
+from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
+from moesaic.policy.scheduling.schedulers.ready_queues import RunThreshold
 from moesaic.runtime import memory_levels, offloaded, out_of_memory, tracing
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.group import build_rank
-from moesaic.runtime.group.launcher import Crew, of_rank
+from moesaic.runtime.group.launcher import RankLauncher, of_rank
 from moesaic.runtime.lane_tracing import LaneRows
 from moesaic.runtime.model_loading import (
-    Loaded,
+    LoadedModel,
     check_shared,
     context_length,
     kv_type,
@@ -48,15 +48,15 @@ from moesaic.runtime.model_loading import (
 )
 from moesaic.runtime.routing_recorder import recorder
 from moesaic.runtime.step.forward import Forward
-from moesaic.runtime.step.layerwise import Layered
+from moesaic.runtime.step.layerwise import LayerwiseRunner
 from moesaic.runtime.step.running_step import Combine
 from moesaic.runtime.worker import Journal, Worker
 from moesaic.transport.base import Connection
-from moesaic.transport.wakeup import Bell
+from moesaic.transport.wakeup import Wakeup
 
 URGENT_SECONDS = 0.1
-"""Rows of the asynchronous brain that waited for longer run first, as in the public code of its paper; see
---queue-urgency."""
+"""Rows of the asynchronous scheduler that waited for longer run first, as in the public code of its paper;
+see --queue-urgency."""
 LINGER = 0.05
 """Seconds in which a request may follow the last one before the first pass, where a pass reads the model from
 a disk: one of the first request alone takes as long as one of all."""
@@ -71,7 +71,7 @@ def build_worker(
     clock: Callable[[], float],
     progress: Progress | None = None,
     journal: Journal | None = None,
-    bell: Bell | None = None,
+    wakeup: Wakeup | None = None,
     routing: RowSink | None = None,
     lost: Callable[[str], None] | None = None,
 ) -> tuple[Worker, WorkerInfo]:
@@ -83,7 +83,7 @@ def build_worker(
     """
     max_model_len = context_length(config.model)  # before the weights are read: that takes longer
     if config.group.size > 1:
-        return _build_group(config, connection, clock, max_model_len, progress, journal, bell, lost)
+        return _build_group(config, connection, clock, max_model_len, progress, journal, wakeup, lost)
     if config.offload is not None:
         return _build_offloaded(config, config.offload, connection, clock, max_model_len, progress, journal)
     check_shared(config)
@@ -93,28 +93,28 @@ def build_worker(
     kv_dtype = kv_type(config.cache, loaded)
     num_blocks = num_blocks_of(config, loaded, max_model_len, kv_dtype)
     kv = PagedKV(spec.kv, spec.num_layers, num_blocks, block_size, kv_dtype, loaded.device, loaded.kernels)
-    scheduler = config.scheduler
-    limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_model_len)
+    scheduling = config.scheduler
+    limits = BatchLimits(scheduling.max_num_seqs, scheduling.max_num_batched_tokens, max_model_len)
     blocks = KVBlocks(num_blocks, block_size, config.cache.enable_prefix_caching)
-    rows = scheduler.max_num_batched_tokens
+    rows = scheduling.max_num_batched_tokens
     experts: RoutedExperts = DirectExperts(loaded.model.experts, loaded.kernels, rows)
     trace = tracing.timeline(config.trace, clock)
     recorded = 0 if config.model.enforce_eager else -(-max_model_len // block_size)
     remote: RemoteExperts | None = None
-    combine = _combine(scheduler, layout, loaded.device)
+    combine = _combine(scheduling, layout, loaded.device)
     if layout is not None and combine is not None:
         experts = remote = _remote(config, layout, clock, trace, loaded.kernels.put)
-    brain = _brain(config, limits, blocks, layout)
+    scheduler = _scheduler(config, limits, blocks, layout)
     forward = Forward(loaded.model, experts, kv, block_size, loaded.device, recorded, combine)
-    layered = None if remote is None else Layered(forward, remote)
+    layered = None if remote is None else LayerwiseRunner(forward, remote)
     make: Callable[..., Executor] = Executor
     if trace is not None:
-        brain, make = tracing.TracedBrain(brain, trace), partial(tracing.TracedExecutor, trace)
+        scheduler, make = tracing.TracedScheduler(scheduler, trace), partial(tracing.TracedExecutor, trace)
     seen = recorder(config, spec, routing)
     parts = loaded.model, forward, loaded.device, connection, experts, layered, seen
     executor = make(*parts, logits=forward.logits)
-    worker = Worker(connection, brain, executor, clock, journal, experts, bell)
-    return worker, _describe(loaded, layout, scheduler, max_model_len, block_size, num_blocks, kv_dtype)
+    worker = Worker(connection, scheduler, executor, clock, journal, experts, wakeup)
+    return worker, _describe(loaded, layout, scheduling, max_model_len, block_size, num_blocks, kv_dtype)
 
 
 def _build_group(
@@ -124,16 +124,16 @@ def _build_group(
     max_model_len: int,
     progress: Progress | None,
     journal: Journal | None,
-    bell: Bell | None,
+    wakeup: Wakeup | None,
     lost: Callable[[str], None] | None,
 ) -> tuple[Worker, WorkerInfo]:
     """The worker that is the first rank of a group of processes, which it starts."""
     build_rank.check(config)
     where = build_rank.placed(config)
-    crew = Crew(config)
-    config, scheduler = of_rank(config, 0), config.scheduler
-    with crew.starting():
-        group = crew.gather()
+    launcher = RankLauncher(config)
+    config, scheduling = of_rank(config, 0), config.scheduler
+    with launcher.starting():
+        group = launcher.gather()
         loaded = build_rank.load_rank(config, group, where, progress)
         kv_dtype = kv_type(config.cache, loaded)
         free = build_rank.least_free(config, group, loaded)
@@ -141,21 +141,21 @@ def _build_group(
         group.announce(num_blocks.to_bytes(8, "little"))
         forward = build_rank.join(config, group, where, loaded, num_blocks)
         group.announce(b"")  # all have their memory
-    forward.crew = crew
-    limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_model_len)
+    forward.launcher = launcher
+    limits = BatchLimits(scheduling.max_num_seqs, scheduling.max_num_batched_tokens, max_model_len)
     offload = config.offload
     padded, rows = (None, None) if offload is None else (offload.padded, offload.logit_rows)
     blocks = block_pool(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching, padded)
     device = loaded.device
     executor = Executor(loaded.model, forward, device, connection, forward.experts, logit_rows=rows)
-    brain = OneProcess(limits, blocks)
+    scheduler = LockstepScheduler(limits, blocks)
     linger = 0.0 if offload is None else LINGER
-    worker = Worker(connection, brain, executor, clock, journal, forward.experts, bell, linger)
+    worker = Worker(connection, scheduler, executor, clock, journal, forward.experts, wakeup, linger)
     block_size = config.cache.block_size
-    info = _describe(loaded, None, scheduler, max_model_len, block_size, num_blocks, kv_dtype)
+    info = _describe(loaded, None, scheduling, max_model_len, block_size, num_blocks, kv_dtype)
     kv_bytes = group.size * info.kv_bytes
     if lost is not None:
-        crew.when_lost(lost)
+        launcher.when_lost(lost)
     return worker, replace(info, ranks=group.size, collectives=forward.form, kv_bytes=kv_bytes)
 
 
@@ -171,43 +171,47 @@ def _build_offloaded(
     """The worker whose model is larger than its fast memory."""
     offloaded.check(config)
     loaded, layout = offloaded.load(config, offload, progress)
-    block_size, scheduler = config.cache.block_size, config.scheduler
+    block_size, scheduling = config.cache.block_size, config.scheduler
     kv_dtype = kv_type(config.cache, loaded)
     num_blocks = num_blocks_of(config, loaded, max_model_len, kv_dtype)
     kv = memory_levels.cache(config, offload, loaded, num_blocks)
     trace = tracing.timeline(config.trace, clock)
     observe = None if trace is None else LaneRows(trace.track)
     forward = offloaded.join(config, offload, loaded, layout, kv, observe)
-    limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_model_len)
+    limits = BatchLimits(scheduling.max_num_seqs, scheduling.max_num_batched_tokens, max_model_len)
     pool = block_pool(num_blocks, block_size, config.cache.enable_prefix_caching, offload.padded)
-    brain: Brain = OneProcess(limits, pool)
+    scheduler: Scheduler = LockstepScheduler(limits, pool)
     make: Callable[..., Executor] = Executor
     if trace is not None:
-        brain, make = tracing.TracedBrain(brain, trace), partial(tracing.TracedExecutor, trace)
+        scheduler, make = tracing.TracedScheduler(scheduler, trace), partial(tracing.TracedExecutor, trace)
     device, rows = loaded.device, offload.logit_rows
     executor = make(loaded.model, forward, device, connection, forward.experts, logit_rows=rows)
-    worker = Worker(connection, brain, executor, clock, journal, forward.experts, linger=LINGER)
-    return worker, _describe(loaded, layout, scheduler, max_model_len, block_size, num_blocks, kv_dtype)
+    worker = Worker(connection, scheduler, executor, clock, journal, forward.experts, linger=LINGER)
+    return worker, _describe(loaded, layout, scheduling, max_model_len, block_size, num_blocks, kv_dtype)
 
 
-def _brain(config: WorkerConfig, limits: Limits, blocks: KVBlocks, layout: ExpertLayout | None) -> Brain:
-    scheduler, queues = config.scheduler, config.queues
-    if scheduler.schedule == "lockstep":
-        return OneProcess(limits, blocks, scheduler.inflight_batches)
+def _scheduler(
+    config: WorkerConfig, limits: BatchLimits, blocks: KVBlocks, layout: ExpertLayout | None
+) -> Scheduler:
+    scheduling, queues = config.scheduler, config.queues
+    if scheduling.schedule == "lockstep":
+        return LockstepScheduler(limits, blocks, scheduling.inflight_batches)
     if layout is None:
-        raise ConfigError.field("--schedule", scheduler.schedule, "lockstep without --expert-servers")
-    if scheduler.schedule == "barrier":
-        return Barrier(limits, blocks)
+        raise ConfigError.field("--schedule", scheduling.schedule, "lockstep without --expert-servers")
+    if scheduling.schedule == "barrier":
+        return BarrierScheduler(limits, blocks)
     urgency, history = queues.urgency(URGENT_SECONDS), queues.queue_history
-    policy = policy_named(scheduler.queue_policy, urgency, history=history)
-    gather = Gather(minimum_batch.rows(layout.num_experts, layout.top_k))
-    return Asynchronous(limits, blocks, policy, len(layout.layers), layout.top_k, gather)
+    policy = policy_named(scheduling.queue_policy, urgency, history=history)
+    gather = RunThreshold(minimum_batch.rows(layout.num_experts, layout.top_k))
+    return AsyncScheduler(limits, blocks, policy, len(layout.layers), layout.top_k, gather)
 
 
-def _combine(scheduler: SchedulerConfig, layout: ExpertLayout | None, device: torch.device) -> Combine | None:
-    partial = scheduler.combine == "partial"
+def _combine(
+    scheduling: SchedulerConfig, layout: ExpertLayout | None, device: torch.device
+) -> Combine | None:
+    partial = scheduling.combine == "partial"
     if layout is not None:
-        return Combine(partial, scheduler.max_num_batched_tokens, layout.top_k, device)
+        return Combine(partial, scheduling.max_num_batched_tokens, layout.top_k, device)
     if partial:
         raise ConfigError.field("--combine", "partial", "exact without --expert-servers")
     return None
@@ -224,14 +228,14 @@ def _remote(
     config: WorkerConfig,
     layout: ExpertLayout,
     clock: Callable[[], float],
-    trace: tracing.Timeline | None,
+    trace: tracing.StepTrace | None,
     put: Put,
 ) -> RemoteExperts:
     """The servers' client. Shared memory holds two of the largest steps on each connection."""
     rows = config.scheduler.max_num_batched_tokens
     heap = HEAP_SLACK + 2 * 4 * rows * (layout.hidden + layout.top_k * (layout.hidden + 2))
-    bell = Bell()
-    connector = Connector(heap, bell, config.transport)
+    wakeup = Wakeup()
+    connector = Connector(heap, wakeup, config.transport)
     schedule = config.scheduler.schedule
     make: Callable[..., RemoteExperts] = RemoteExperts
     if trace is not None:
@@ -240,7 +244,7 @@ def _remote(
         layout,
         Replicas(own=config.own_server),
         connector,
-        bell,
+        wakeup,
         clock,
         tell=minimum_batch.rows(layout.num_experts, layout.top_k) if schedule == "async" else None,
         everyone=schedule == "barrier",
@@ -249,9 +253,9 @@ def _remote(
 
 
 def _describe(
-    loaded: Loaded,
+    loaded: LoadedModel,
     elsewhere: ExpertLayout | None,
-    scheduler: SchedulerConfig,
+    scheduling: SchedulerConfig,
     max_model_len: int,
     block_size: int,
     num_blocks: int,
@@ -276,12 +280,12 @@ def _describe(
         num_blocks=num_blocks,
         kv_bytes=token_bytes * block_size * num_blocks,
         kv_dtype=str(kv_dtype).removeprefix("torch."),
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_num_seqs=scheduling.max_num_seqs,
+        max_num_batched_tokens=scheduling.max_num_batched_tokens,
     )
 
 
-def _compressed(loaded: Loaded, elsewhere: ExpertLayout | None) -> str:
+def _compressed(loaded: LoadedModel, elsewhere: ExpertLayout | None) -> str:
     away = elsewhere is not None and elsewhere.dtype == COMPRESSED
     here = any(weights.compressed_numbers for weights in loaded.model.experts.values())
     return ", experts compressed" if away or here else ""

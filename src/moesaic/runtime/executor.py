@@ -1,4 +1,4 @@
-"""Carries out the actions of a brain: admits, computes, samples, tells the engine."""
+"""Carries out the actions of a scheduler: admits, computes, samples, tells the engine."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from moesaic.models.model import Model
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Admit,
+    BarrierPassed,
     Emit,
-    Enter,
-    Entered,
+    EnterBarrier,
     Event,
     Forget,
-    LayerDone,
     Release,
-    RunLayer,
+    RunSegment,
     RunStep,
+    SegmentDone,
     StepDone,
     StepPlan,
 )
-from moesaic.runtime.routing_recorder import Recorder
+from moesaic.runtime.routing_recorder import RoutingRecorder
 from moesaic.runtime.sampling.sampler import Sampler, token_logprobs
-from moesaic.runtime.step.layerwise import Layered
-from moesaic.runtime.step.running_step import Steps, Walk
+from moesaic.runtime.step.layerwise import LayerwiseRunner
+from moesaic.runtime.step.running_step import RunningStep, StepRunner
 from moesaic.transport.base import Connection
 
 SCORED_SLICE = 128
@@ -43,17 +43,18 @@ class Executor:
     def __init__(
         self,
         model: Model,
-        forward: Steps,
+        forward: StepRunner,
         device: torch.device,
         connection: Connection,
         experts: RoutedExperts,
-        layered: Layered | None = None,
-        recorder: Recorder | None = None,
+        layered: LayerwiseRunner | None = None,
+        recorder: RoutingRecorder | None = None,
         logit_rows: int | None = None,
         logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """layered: for brains that run the model place by place. recorder: of the rows' routing. logit_rows:
-        whose logits are in memory at one time, at most. logits: of what steps return; None: the model's."""
+        """layered: for schedulers that run the model segment by segment. recorder: of the rows' routing.
+        logit_rows: whose logits are in memory at one time, at most. logits: of what steps return; None: the
+        model's."""
         self._model = model
         self._forward = forward
         self._device = device
@@ -67,7 +68,7 @@ class Executor:
         self._scored_rows = min(SCORED_SLICE, logit_rows or SCORED_SLICE)
         self._done: list[Event] = []
         """Happened and not told."""
-        self._walks: dict[int, tuple[StepPlan, Walk]] = {}
+        self._walks: dict[int, tuple[StepPlan, RunningStep]] = {}
         """Steps under way."""
         self._logprobs: dict[int, list[TokenLogprob | None]] = {}
         """Of a step whose tokens were not told yet, one per sampled sequence; none when nobody asked."""
@@ -77,9 +78,9 @@ class Executor:
         match action:
             case Admit():
                 self._admit(action)
-            case Enter():
+            case EnterBarrier():
                 self._experts.enter(action.work)
-            case RunLayer():
+            case RunSegment():
                 self._run_layer(action)
             case Forget() if self._layered is not None:
                 self._layered.forget(action.runs)
@@ -101,7 +102,7 @@ class Executor:
             done += self._layered.arrived()
         done, self._done = done + self._done, []
         if self._experts.entered():
-            done.append(Entered())
+            done.append(BarrierPassed())
         self._advance(done)
         while len(self._walks) > 1 and any(walk.ready for _, walk in self._walks.values()):
             self._advance(done)  # its answer came with another's
@@ -128,14 +129,14 @@ class Executor:
         """True while something is under way that ends in an event."""
         return bool(self._walks or self._done) or (self._layered is not None and self._experts.busy)
 
-    def _run_layer(self, action: RunLayer) -> None:
+    def _run_layer(self, action: RunSegment) -> None:
         assert self._layered is not None
         with torch.inference_mode():
             hidden = self._layered.run(action)
             if hidden is None:
-                self._done.append(LayerDone(action.plan.step))
+                self._done.append(SegmentDone(action.plan.step))
                 if self._recorder is not None:
-                    self._recorder.layer(action.plan, action.place, self._layered.chosen(action.plan.step))
+                    self._recorder.layer(action.plan, action.segment, self._layered.chosen(action.plan.step))
             else:
                 if self._recorder is not None:
                     self._recorder.through(action.plan)

@@ -24,7 +24,7 @@ from moesaic.offload.link import Link
 from moesaic.offload.weights import Streamed
 from moesaic.policy.offloading.tasks import Lane
 from moesaic.runtime.machine import allowed_cpus, stay_on
-from moesaic.runtime.model_loading import Loaded, kv_type
+from moesaic.runtime.model_loading import LoadedModel, kv_type
 
 Core = Callable[[], AbstractContextManager[None]]
 """Within it a thread computes there."""
@@ -48,7 +48,11 @@ class Levels:
 
 
 def levels(
-    config: WorkerConfig, offload: Offload, loaded: Loaded, layout: ExpertLayout, owned: Owned | None = None
+    config: WorkerConfig,
+    offload: Offload,
+    loaded: LoadedModel,
+    layout: ExpertLayout,
+    owned: Owned | None = None,
 ) -> Levels:
     """With the experts that stay read. owned: layer -> the experts of this process; None: all."""
     path = files.resolve(config.model.model, config.model.revision)
@@ -68,7 +72,7 @@ def levels(
     return Levels(streamed, static, paced, back, slow_kernels(config, loaded))
 
 
-def slow_kernels(config: WorkerConfig, loaded: Loaded) -> table.Kernels:
+def slow_kernels(config: WorkerConfig, loaded: LoadedModel) -> table.Kernels:
     """Of the slow processor: the CPU's, with as many threads as were loaded with."""
     if loaded.device.type == "cpu":
         return loaded.kernels
@@ -77,7 +81,7 @@ def slow_kernels(config: WorkerConfig, loaded: Loaded) -> table.Kernels:
     return kernels
 
 
-def cache(config: WorkerConfig, offload: Offload, loaded: Loaded, num_blocks: int) -> PagedKV:
+def cache(config: WorkerConfig, offload: Offload, loaded: LoadedModel, num_blocks: int) -> PagedKV:
     """Keys and values of all layers, on the level that the policy says, with all the memory that was planned:
     the first pass would wait for it otherwise.
 
@@ -92,7 +96,7 @@ def cache(config: WorkerConfig, offload: Offload, loaded: Loaded, num_blocks: in
     return PagedKV(spec.kv, spec.num_layers, num_blocks, size, dtype, device, kernels, at_once=True)
 
 
-def setup_of(offload: Offload, loaded: Loaded) -> Setup:
+def setup_of(offload: Offload, loaded: LoadedModel) -> Setup:
     """What each lane's thread does first."""
     if loaded.device.type == "cuda":
         return partial(_on_stream, loaded.device)

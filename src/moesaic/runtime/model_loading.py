@@ -24,7 +24,7 @@ AUTO_SHARE_CUDA = 0.9
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model in memory and what was chosen for it."""
 
     model: Model
@@ -41,7 +41,7 @@ def load_model(
     most_threads: int | None = None,
     shard: Shard = WHOLE,
     own_memory: bool = False,
-) -> Loaded:
+) -> LoadedModel:
     """Read the checkpoint onto the device that `config` asks for; `elsewhere`: without these experts.
 
     most_threads: this process's share of the cores. shard: the attention heads that are read. own_memory:
@@ -57,7 +57,7 @@ def load_model(
     num_bytes = model.num_bytes + (0 if elsewhere is None else elsewhere.num_bytes)
     threads = config.threads or (1 if num_bytes < SMALL_MODEL else most_threads or cores())
     kernels.set_threads(threads, config.pin_threads)
-    return Loaded(model, device, model.head.dtype, kernels, threads)
+    return LoadedModel(model, device, model.head.dtype, kernels, threads)
 
 
 def device_of(config: ModelConfig) -> torch.device:
@@ -89,7 +89,7 @@ def layout_of(config: ModelConfig) -> ExpertLayout:
     return registry.expert_layout(path, table.pick(device, config.kernels), device, config.dtype)
 
 
-def kv_type(config: CacheConfig, loaded: Loaded) -> torch.dtype:
+def kv_type(config: CacheConfig, loaded: LoadedModel) -> torch.dtype:
     if config.kv_cache_dtype == "auto":
         return torch.float32 if loaded.device.type == "cpu" else loaded.dtype
     dtype = registry.CACHE_DTYPES[config.kv_cache_dtype]
@@ -114,7 +114,7 @@ def context_length(config: ModelConfig) -> int:
 
 def num_blocks_of(
     config: WorkerConfig,
-    loaded: Loaded,
+    loaded: LoadedModel,
     max_model_len: int,
     kv_dtype: torch.dtype,
     free: int | None = None,

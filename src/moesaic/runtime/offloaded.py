@@ -17,7 +17,7 @@ from moesaic.kvcache.paged import PagedKV
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.headers import STORED, Headers
-from moesaic.offload.after import AfterAttention, Alone, SlowExperts
+from moesaic.offload.after import AfterAttention, LocalAfterAttention, SlowExperts
 from moesaic.offload.caches import Cache, Moving, Resident
 from moesaic.offload.lanes import Lanes
 from moesaic.offload.operations import Operations
@@ -27,8 +27,8 @@ from moesaic.offload.passes import Observe, Passes, Way
 from moesaic.policy.offloading.pipeline import FORCED, SCHEDULES
 from moesaic.policy.offloading.policies import Policy
 from moesaic.runtime.memory_levels import Core, Levels, cores_of, levels, setup_of
-from moesaic.runtime.model_loading import Loaded, context_length, device_of, layout_of, load_model
-from moesaic.runtime.step.running_step import Stages, Walk
+from moesaic.runtime.model_loading import LoadedModel, context_length, device_of, layout_of, load_model
+from moesaic.runtime.step.running_step import RunningStep, StepGenerator
 
 
 def check(config: WorkerConfig) -> None:
@@ -84,10 +84,10 @@ class Offloaded:
     core: Core
     """Of the fast processor, while it computes a pass."""
 
-    def begin(self, batch: TokenBatch) -> Walk:
-        return Walk(self.experts, self._stages(batch))
+    def begin(self, batch: TokenBatch) -> RunningStep:
+        return RunningStep(self.experts, self._stages(batch))
 
-    def _stages(self, batch: TokenBatch) -> Stages:
+    def _stages(self, batch: TokenBatch) -> StepGenerator:
         """A whole pass: it waits for nobody."""
         yield from ()
         with self.core():
@@ -105,7 +105,9 @@ class StreamedExperts(DirectExperts):
         return ExpertStats(passes=self._passes.stats())
 
 
-def load(config: WorkerConfig, offload: Offload, progress: Progress | None) -> tuple[Loaded, ExpertLayout]:
+def load(
+    config: WorkerConfig, offload: Offload, progress: Progress | None
+) -> tuple[LoadedModel, ExpertLayout]:
     """All but the routed experts, on the fast level, and where those lie."""
     layout = paged_layout(config.model)
     threads = 1 if offload.link is not None else config.most_threads
@@ -129,7 +131,7 @@ def paged_layout(config: ModelConfig) -> ExpertLayout:
 def join(
     config: WorkerConfig,
     offload: Offload,
-    loaded: Loaded,
+    loaded: LoadedModel,
     layout: ExpertLayout,
     kv: PagedKV,
     observe: Observe | None = None,
@@ -141,7 +143,7 @@ def join(
     if offload.schedule == "in-place":
         every = {layer: range(layout.num_experts) for layer in layout.layers}
         slow = SlowExperts(registry.load_experts(path, held.slow, every, dtype=layout.dtype), held.slow)
-    after = Alone(loaded.model, held.experts, held.static, held.down, held.up, slow)
+    after = LocalAfterAttention(loaded.model, held.experts, held.static, held.down, held.up, slow)
     passes = passes_over(config, offload, Pieces(loaded, held, after, layout.num_experts, kv), observe)
     return Offloaded(passes, StreamedExperts(passes, loaded.kernels), cores_of(offload, loaded.kernels)[0])
 
@@ -150,7 +152,7 @@ def join(
 class Pieces:
     """Of a process, what its passes go over."""
 
-    loaded: Loaded
+    loaded: LoadedModel
     held: Levels
     after: AfterAttention
     experts: int

@@ -18,7 +18,7 @@ from moesaic.core.routing import RoutedModel, RowSink, draw, ending
 from moesaic.core.tokens import TokenBatch
 from moesaic.models.spec import ModelSpec
 from moesaic.policy.scheduling.schedulers.actions import Admit, Release, StepPlan
-from moesaic.runtime.step.running_step import Chosen
+from moesaic.runtime.step.running_step import ChosenExperts
 from moesaic.trace.routing import RowFile
 
 Ids = npt.NDArray[np.integer]
@@ -31,7 +31,7 @@ KEPT = 256
 """Rows that are handed over together: making records takes as long for one step's few rows as for these."""
 
 
-class Recorder:
+class RoutingRecorder:
     """Hands the rows of recorded requests to `sink` once they passed all layers, whenever there are KEPT of
     them, and all of them before it says that a request ended.
 
@@ -72,7 +72,7 @@ class Recorder:
                 self._hand_over()
                 self._sink(ending(self._model, request, self._prompts.pop(request)))
 
-    def step(self, plan: StepPlan, chosen: Chosen) -> None:
+    def step(self, plan: StepPlan, chosen: ChosenExperts) -> None:
         """A step is through. chosen: [n, k] expert ids of its rows, layer after layer."""
         if not self._prompts:
             return
@@ -81,15 +81,15 @@ class Recorder:
             ids = [one.cpu().numpy() if isinstance(one, torch.Tensor) else one for one in chosen]
             self._keep(np.concatenate(ids, axis=1).take(rows, axis=0), plan, rows, owners)
 
-    def layer(self, plan: StepPlan, place: int, chosen: torch.Tensor) -> None:
+    def layer(self, plan: StepPlan, segment: int, chosen: torch.Tensor) -> None:
         """A run came to the gate of the place-th layer with experts. chosen: [n, k] of its rows."""
         mine = self._mine(plan)
         ids = chosen.cpu().numpy() if mine else np.zeros(0)
         for request, start, stop in mine:
-            if place == 0:
+            if segment == 0:
                 shape = (stop - start, len(self._model.layers), self._model.top_k)
                 self._units[request] = np.empty(shape, dtype=np.int16)
-            self._units[request][:, place] = ids[start:stop]
+            self._units[request][:, segment] = ids[start:stop]
 
     def through(self, plan: StepPlan) -> None:
         """A run passed the last layer."""
@@ -130,17 +130,17 @@ class Recorder:
             return
         experts, batches, rows = zip(*self._kept, strict=True)
         starts = np.cumsum([0, *(len(batch.token_ids) for batch in batches[:-1])])
-        places = np.concatenate(rows) + np.repeat(starts, [len(part) for part in rows])
+        positions = np.concatenate(rows) + np.repeat(starts, [len(part) for part in rows])
         made = np.empty(len(self._owners), self._model.row)
         made["experts"] = np.concatenate(experts).reshape(len(made), -1, self._model.top_k)
-        made["token"] = np.concatenate([batch.token_ids for batch in batches]).take(places)
-        made["position"] = np.concatenate([batch.positions for batch in batches]).take(places)
+        made["token"] = np.concatenate([batch.token_ids for batch in batches]).take(positions)
+        made["position"] = np.concatenate([batch.positions for batch in batches]).take(positions)
         made["request"] = np.array(self._owners) + 1
         self._kept, self._owners = [], []
         self._sink(made)
 
 
-def recorder(config: WorkerConfig, spec: ModelSpec, sink: RowSink | None) -> Recorder | None:
+def recorder(config: WorkerConfig, spec: ModelSpec, sink: RowSink | None) -> RoutingRecorder | None:
     """For `sink`, else for the file that `config` names; None: nobody wants to know.
 
     Raises ConfigError when there is nothing to record, the file cannot be written, or too little memory is
@@ -153,4 +153,4 @@ def recorder(config: WorkerConfig, spec: ModelSpec, sink: RowSink | None) -> Rec
     if sink is None and config.record is not None:
         sink = RowFile(Path(config.record), spec.routed)
     assert sink is not None
-    return Recorder(spec.routed, sink, config.record_share)
+    return RoutingRecorder(spec.routed, sink, config.record_share)

@@ -1,8 +1,8 @@
-"""What an attention worker writes into a trace. The loop and the brain know nothing of it.
+"""What an attention worker writes into a trace. The loop and the scheduler know nothing of it.
 
 Of its time in one row there are:
 
-    schedule    the brain's answer to an event
+    schedule    the scheduler's answer to an event
     layer l     rows on their way from the experts before to the gate of layer l, whose experts are asked
     dispatch    in it: the rows are sent to the servers
     wait        for experts, and for nothing else
@@ -28,19 +28,19 @@ import torch
 
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.tokens import IntArray
-from moesaic.experts.client import Ask, Ticket
+from moesaic.experts.client import ExpertRequest, RequestHandle
 from moesaic.experts.remote import RemoteExperts
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
-    Brain,
     Event,
-    RunLayer,
+    RunSegment,
     RunStep,
+    Scheduler,
     StepDone,
     StepPlan,
 )
 from moesaic.runtime.executor import Executor
-from moesaic.runtime.step.running_step import Walk
+from moesaic.runtime.step.running_step import RunningStep
 from moesaic.trace.track import Track
 
 
@@ -55,7 +55,7 @@ class _Piece:
     """Name, begin, end and arguments of what lies in it."""
 
 
-class Timeline:
+class StepTrace:
     """Cuts the worker's time into pieces: an answer of the experts ends one and begins the next."""
 
     def __init__(self, track: Track) -> None:
@@ -114,50 +114,50 @@ class Timeline:
             self.track.span(name, inner_begin, inner_end, **arguments)
 
 
-def timeline(trace: str | None, clock: Callable[[], float]) -> Timeline | None:
+def timeline(trace: str | None, clock: Callable[[], float]) -> StepTrace | None:
     """Of a worker whose part of the trace is the file `trace`; None: there is no trace.
 
     Raises ConfigError when the file cannot be written.
     """
-    return None if trace is None else Timeline(Track(Path(trace), clock))
+    return None if trace is None else StepTrace(Track(Path(trace), clock))
 
 
-class TracedBrain:
-    """A Brain whose answers are seen."""
+class TracedScheduler:
+    """A Scheduler whose answers are seen."""
 
-    def __init__(self, brain: Brain, timeline: Timeline) -> None:
-        self._brain = brain
+    def __init__(self, scheduler: Scheduler, timeline: StepTrace) -> None:
+        self._scheduler = scheduler
         self._track = timeline.track
 
     def handle(self, event: Event, now: float) -> list[Action]:
         begin = self._track.now()
-        actions = self._brain.handle(event, now)
+        actions = self._scheduler.handle(event, now)
         self._track.span("schedule", begin, self._track.now(), event=type(event).__name__)
         return actions
 
     def stats(self) -> WorkerStats:
-        return self._brain.stats()
+        return self._scheduler.stats()
 
 
 class TracedExecutor(Executor):
     """Its steps and runs are seen, piece by piece."""
 
-    def __init__(self, timeline: Timeline, *parts: Any, **named: Any) -> None:
+    def __init__(self, timeline: StepTrace, *parts: Any, **named: Any) -> None:
         """parts, named: of an Executor."""
         super().__init__(*parts, **named)
         self._timeline = timeline
 
     def execute(self, action: Action) -> None:
         match action:
-            case RunLayer():
-                self._timeline.begin(action.plan, "to sampler" if action.place else "step")
+            case RunSegment():
+                self._timeline.begin(action.plan, "to sampler" if action.segment else "step")
                 try:
                     super().execute(action)
                 finally:
                     self._timeline.end()
             case RunStep(plan):
                 super().execute(action)
-                self._walks[plan.step] = plan, _TracedWalk(self._walks[plan.step][1], plan, self._timeline)
+                self._walks[plan.step] = plan, _TracedStep(self._walks[plan.step][1], plan, self._timeline)
             case _:
                 super().execute(action)
 
@@ -166,10 +166,10 @@ class TracedExecutor(Executor):
             return super()._finish(plan, hidden)
 
 
-class _TracedWalk(Walk):
+class _TracedStep(RunningStep):
     """Another walk, seen."""
 
-    def __init__(self, walk: Walk, plan: StepPlan, timeline: Timeline) -> None:
+    def __init__(self, walk: RunningStep, plan: StepPlan, timeline: StepTrace) -> None:
         self._walk = walk
         self.chosen = walk.chosen
         self._plan = plan
@@ -204,7 +204,7 @@ class _Question:
 class TracedRemote(RemoteExperts):
     """What is asked and waited for is seen, and how many pairs are with the servers."""
 
-    def __init__(self, timeline: Timeline, *parts: Any, **more: Any) -> None:
+    def __init__(self, timeline: StepTrace, *parts: Any, **more: Any) -> None:
         """parts, more: of RemoteExperts."""
         super().__init__(*parts, **more)
         self._timeline = timeline
@@ -214,51 +214,51 @@ class TracedRemote(RemoteExperts):
         self._at_gate = False
         """It has rows and waits for others to begin with them."""
 
-    def submit(self, ask: Ask) -> Ticket:
+    def submit(self, ask: ExpertRequest) -> RequestHandle:
         begin = self._track.now()
-        ticket = super().submit(ask)
-        self._open[ticket.number] = _Question(ask.layer, ask.expert_ids.numel())
+        handle = super().submit(ask)
+        self._open[handle.number] = _Question(ask.layer, ask.expert_ids.numel())
         self._timeline.dispatched(ask.layer, ask.expert_ids.numel(), begin)
         self._count()
-        return ticket
+        return handle
 
-    def poll(self, ticket: Ticket) -> torch.Tensor | None:
+    def poll(self, handle: RequestHandle) -> torch.Tensor | None:
         begin = self._track.now()
-        rows = super().poll(ticket)
+        rows = super().poll(handle)
         if rows is not None:
             end = self._track.now()
             self._timeline.answered(begin, end)
-            question = self._open.get(ticket.number)
+            question = self._open.get(handle.number)
             if question is not None:
                 self._track.span("collect", begin, end, layers=[question.layer], pairs=question.left)
-                self._close(ticket)
+                self._close(handle)
         return rows
 
-    def release(self, ticket: Ticket) -> None:
-        super().release(ticket)
-        self._close(ticket)
+    def release(self, handle: RequestHandle) -> None:
+        super().release(handle)
+        self._close(handle)
 
-    def arrivals(self) -> list[tuple[Ticket, IntArray]]:
+    def arrivals(self) -> list[tuple[RequestHandle, IntArray]]:
         begin = self._track.now()
         news = super().arrivals()
         found = [
-            (self._open[ticket.number], ticket, pairs)
-            for ticket, pairs in news
-            if ticket.number in self._open
+            (self._open[handle.number], handle, pairs)
+            for handle, pairs in news
+            if handle.number in self._open
         ]
         if found:
             layers = sorted({question.layer for question, _, _ in found})
             count = sum(len(pairs) for _, _, pairs in found)
             self._track.span("collect", begin, self._track.now(), layers=layers, pairs=count)
-        for question, ticket, pairs in found:
+        for question, handle, pairs in found:
             question.left -= len(pairs)
             if not question.left:
-                self._close(ticket)
+                self._close(handle)
         return news
 
-    def wait(self, timeout: float | None, bell: int) -> bool:
+    def wait(self, timeout: float | None, wakeup: int) -> bool:
         begin = self._track.now()
-        news = super().wait(timeout, bell)
+        news = super().wait(timeout, wakeup)
         end = self._track.now()
         if self._open:
             layers = sorted({question.layer for question in self._open.values()})
@@ -280,8 +280,8 @@ class TracedRemote(RemoteExperts):
     def _pairs_out(self) -> int:
         return sum(question.left for question in self._open.values())
 
-    def _close(self, ticket: Ticket) -> None:
-        if self._open.pop(ticket.number, None) is not None:
+    def _close(self, handle: RequestHandle) -> None:
+        if self._open.pop(handle.number, None) is not None:
             self._count()
 
     def _count(self) -> None:

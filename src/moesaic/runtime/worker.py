@@ -1,4 +1,4 @@
-"""A worker's loop: an event arrives, the brain returns actions, the executor carries them out."""
+"""A worker's loop: an event arrives, the scheduler returns actions, the executor carries them out."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Admit,
     Arrived,
-    Brain,
     Cancelled,
     Event,
-    LayerDone,
     Release,
-    RunLayer,
+    RunSegment,
     RunStep,
+    Scheduler,
+    SegmentDone,
     StepDone,
     StepFailed,
 )
 from moesaic.runtime.executor import Executor
 from moesaic.transport.base import Connection
-from moesaic.transport.wakeup import Bell
+from moesaic.transport.wakeup import Wakeup
 
 STATS_INTERVAL = 0.25
 """Seconds between two snapshots to the engine while busy; falling idle sends one at once."""
@@ -36,17 +36,17 @@ Journal = Callable[[Event, float, list[Action]], None]
 
 
 class Worker:
-    """Joins a connection, a brain and an executor. `clock` is the engine's: seconds, monotonic."""
+    """Joins a connection, a scheduler and an executor. `clock` is the engine's: seconds, monotonic."""
 
     def __init__(
         self,
         connection: Connection,
-        brain: Brain,
+        scheduler: Scheduler,
         executor: Executor,
         clock: Callable[[], float],
         journal: Journal | None = None,
         experts: RoutedExperts | None = None,
-        bell: Bell | None = None,
+        wakeup: Wakeup | None = None,
         linger: float = 0.0,
     ) -> None:
         """experts: who is asked for them, where that is not this process. bell: rings at each message.
@@ -55,10 +55,10 @@ class Worker:
         callers who send so many and then wait: a stream without pauses would hold up the first step.
         """
         self._connection = connection
-        self._brain = brain
+        self._scheduler = scheduler
         self._executor = executor
         self._experts = experts
-        self._bell = bell
+        self._wakeup = wakeup
         self._linger = linger
         self._clock = clock
         self._journal = journal
@@ -71,7 +71,7 @@ class Worker:
 
     def run(self) -> None:
         """Until the engine says so. Raises ConnectionLost when it, or another rank of the group, is gone."""
-        self._events.append(Arrived([]))  # a brain that has something to say first can say it
+        self._events.append(Arrived([]))  # a scheduler that has something to say first can say it
         while not self._stopping:
             self.turn(timeout=None)
 
@@ -92,7 +92,7 @@ class Worker:
             return False
         event = self._events.popleft()
         now = self._clock()
-        actions = self._brain.handle(event, now)
+        actions = self._scheduler.handle(event, now)
         if self._journal is not None:
             self._journal(event, now, actions)
         self._carry_out(actions)
@@ -101,7 +101,7 @@ class Worker:
 
     def stats(self) -> WorkerStats:
         """A snapshot of this worker."""
-        stats = self._brain.stats()
+        stats = self._scheduler.stats()
         return stats if self._experts is None else replace(stats, experts=self._experts.stats())
 
     def _progress(self, timeout: float | None) -> None:
@@ -117,9 +117,9 @@ class Worker:
             except BaseException:
                 self._events += map(StepFailed, self._executor.abandon())
                 raise
-            if self._events or not self._executor.busy or self._experts is None or self._bell is None:
+            if self._events or not self._executor.busy or self._experts is None or self._wakeup is None:
                 return
-            news = self._experts.wait(limit, self._bell.fileno()) and not self._bell.rung
+            news = self._experts.wait(limit, self._wakeup.fileno()) and not self._wakeup.rung
 
     def _settle(self) -> None:
         """Tell once nothing under way was routed by an older directory."""
@@ -131,8 +131,8 @@ class Worker:
     def _collect(self, timeout: float | None, linger: float) -> None:
         """Messages into events, each `linger` seconds behind the one before at most; a step's end stays
         behind what arrived while it ran."""
-        if self._bell is not None:
-            self._bell.clear()
+        if self._wakeup is not None:
+            self._wakeup.clear()
         message = self._connection.receive(timeout)
         while message is not None:
             match message:
@@ -150,7 +150,7 @@ class Worker:
 
     def _put(self, event: Event) -> None:
         """Behind what waits, but before the step's end; arrivals become one event, hence one step."""
-        ended = self._events and isinstance(self._events[-1], StepDone | StepFailed | LayerDone)
+        ended = self._events and isinstance(self._events[-1], StepDone | StepFailed | SegmentDone)
         done = self._events.pop() if ended else None
         last = self._events[-1] if self._events else None
         if isinstance(event, Arrived) and isinstance(last, Arrived):
@@ -161,9 +161,9 @@ class Worker:
             self._events.append(done)
 
     def _carry_out(self, actions: list[Action]) -> None:
-        """One after another. After an error the worker can go on: the brain hears that the step failed, and
-        the sampler knows whom the brain knows. Releases come first: who hears the last token may end this
-        process at once, and what is recorded of a request has its end by then."""
+        """One after another. After an error the worker can go on: the scheduler hears that the step failed,
+        and the sampler knows whom the scheduler knows. Releases come first: who hears the last token may end
+        this process at once, and what is recorded of a request has its end by then."""
         left = deque(sorted(actions, key=lambda action: not isinstance(action, Release)))
         try:
             while left:
@@ -171,7 +171,7 @@ class Worker:
                 left.popleft()
             self._events += self._executor.progress()
         except BaseException:
-            begun = [action.plan.step for action in actions if isinstance(action, RunStep | RunLayer)]
+            begun = [action.plan.step for action in actions if isinstance(action, RunStep | RunSegment)]
             self._events += map(StepFailed, {*begun, *self._executor.abandon()})
             for action in left:
                 if isinstance(action, Admit | Release):

@@ -103,12 +103,12 @@ class Listener:
         self._file = where.file
         self._lock = threading.Lock()
         self._done: deque[Answerer] = deque()
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._acceptor = Acceptor(listening, self.address, self._handshake, self._welcome, MAX_PENDING)
 
     def fileno(self) -> int:
         """Can be read while `accepted` has something."""
-        return self._bell
+        return self._wakeup
 
     def accepted(self) -> list[Answerer]:
         """The connections that passed since the last call. Never blocks."""
@@ -116,7 +116,7 @@ class Listener:
             done = list(self._done)
             self._done.clear()
             if done:
-                os.eventfd_read(self._bell)
+                os.eventfd_read(self._wakeup)
         return done
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class Listener:
         self._acceptor.close()
         for answerer in self.accepted():
             answerer.close()
-        os.close(self._bell)
+        os.close(self._wakeup)
         if self._file:
             Path(self._file).unlink(missing_ok=True)
 
@@ -134,7 +134,7 @@ class Listener:
         with self._lock:
             self._done.append(answerer)
             if len(self._done) == 1:
-                os.eventfd_write(self._bell, 1)
+                os.eventfd_write(self._wakeup, 1)
 
     def _handshake(self, sock: socket.socket) -> Answerer:
         if addresses.foreign(sock):

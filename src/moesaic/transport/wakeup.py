@@ -7,7 +7,7 @@ import os
 import threading
 
 
-class Bell:
+class Wakeup:
     """A pipe that never fills: `ring` makes `fileno` readable until `clear`."""
 
     def __init__(self) -> None:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.policy.fleet.replicas import NOBODY, Patience, Replicas, ReplicaStats
+from moesaic.policy.fleet.replicas import NOBODY, Replicas, ReplicaStats, ReplicaTimeout
 
-PATIENCE = Patience(factor=10.0, floor=0.5, ceiling=1e9, unknown=3.0)
+PATIENCE = ReplicaTimeout(factor=10.0, floor=0.5, ceiling=1e9, unknown=3.0)
 BOTH = {0: {5: [0, 1]}, 1: {5: [0, 1]}}
 """Two servers that hold both experts of layer 5."""
 
@@ -19,7 +19,7 @@ def replicas(
     experts: int = 4,
     own: int | None = None,
     connected: Iterable[int] | None = None,
-    patience: Patience | None = PATIENCE,
+    patience: ReplicaTimeout | None = PATIENCE,
 ) -> Replicas:
     subject = Replicas(patience, own)
     subject.place(placement, experts)

@@ -12,7 +12,7 @@ from moesaic.cost.sizes import KNOWN, GroupedQuery, ModelSizes
 from moesaic.policy.offloading import footprint, planner
 from moesaic.policy.offloading.advice import Batch, by_batch, helps, pays_from, without_offloading
 from moesaic.policy.offloading.pipeline import SCHEDULES, Schedule
-from moesaic.policy.offloading.planner import Limits, candidates, filled, search
+from moesaic.policy.offloading.planner import SearchLimits, candidates, filled, search
 from moesaic.policy.offloading.policies import PREFILL_SHARES, Policy, Workload, slow_share
 from moesaic.policy.offloading.pricing import SLOW_MEMORY, Pricing, tasks_of
 from moesaic.policy.offloading.tasks import Lane
@@ -85,7 +85,7 @@ def test_layers_beyond_the_first_cost_what_the_last_ones_did() -> None:
 
 def test_the_search_finds_the_best_of_all_that_fit() -> None:
     """Every candidate priced: none is faster than the one that bounds and pruning lead to."""
-    job, limits = Workload(20, 10), Limits(largest_batch=24)
+    job, limits = Workload(20, 10), SearchLimits(largest_batch=24)
     pricing = Pricing(TINY, SMALL, job)
     policies = list(candidates(pricing, limits))
     best = search(TINY, SMALL, job, limits)
@@ -99,7 +99,7 @@ def test_the_search_finds_the_best_of_all_that_fit() -> None:
 
 def test_policies_are_whole() -> None:
     pricing = Pricing(TINY, SMALL, Workload(20, 10))
-    for policy in candidates(pricing, Limits(largest_batch=24)):
+    for policy in candidates(pricing, SearchLimits(largest_batch=24)):
         kept = (1 - policy.slow_cache) * 30 / 16
         assert kept == pytest.approx(round(kept)) or policy.slow_cache == 0
         assert isinstance(policy.static_experts, int)
@@ -122,7 +122,7 @@ def test_mixtral_on_the_l4_streams_layers_and_attends_on_the_cpu() -> None:
     assert policy.schedule == "cgopipe" and policy.slow_attention and not policy.in_place
     assert price.step.bottleneck == "link down" and policy.batch > 1000
     assert sum(price.fast.values()) <= L4.fast.room and sum(price.slow.values()) <= L4.slow.room
-    single = search(MIXTRAL, L4, JOB, Limits(largest_batch=1))
+    single = search(MIXTRAL, L4, JOB, SearchLimits(largest_batch=1))
     assert single.policy.schedule != "cgopipe", "section 3.3: below P1 nothing is swapped"
 
 
@@ -193,7 +193,7 @@ def test_machines_with_the_same_memories_share_what_fits() -> None:
     assert planner._footprint(first) is planner._footprint(second)
     assert len({planner._footprint(one) for one in (first, *rest)}) == 4
     for pricing in (first, second, *rest):
-        shared, found = planner._footprint(pricing), list(candidates(pricing, Limits()))
+        shared, found = planner._footprint(pricing), list(candidates(pricing, SearchLimits()))
         assert found and all(pricing.footprint.fits(one) for one in found)
         for one in found:
             assert (shared.fast(one), shared.slow(one)) == (

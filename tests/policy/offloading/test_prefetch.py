@@ -4,14 +4,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.policy.offloading.prefetch import Likely
+from moesaic.policy.offloading.prefetch import ExpertPrefetch
 
 CHOSEN = st.lists(st.integers(0, 7), max_size=12).map(lambda ids: np.array(ids, np.int64))
 
 
 def test_worked_example() -> None:
     """One step: 1 once, 3 twice. Another: 1 once. Then 1 counts 1.5, 3 counts 1."""
-    likely = Likely(4)
+    likely = ExpertPrefetch(4)
     likely.learn(0, np.array([1, 3, 3]))
     assert likely.experts(0, 4, ()) == [3, 1]
     likely.learn(0, np.array([1]))
@@ -23,7 +23,7 @@ def test_worked_example() -> None:
 def test_only_what_was_chosen_in_the_layer_and_the_most_frequent_first(
     steps: list[tuple[int, np.ndarray]], most: int, without: set[int]
 ) -> None:
-    likely = Likely(8)
+    likely = ExpertPrefetch(8)
     for layer, chosen in steps:
         likely.learn(layer, chosen)
     mine = [chosen for layer, chosen in steps if layer == 0]

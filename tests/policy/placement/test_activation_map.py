@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import NO_TOPIC, Profile, Routes
 from moesaic.policy.placement.activation_map import activation_map, commonest, dealt
 
@@ -20,11 +20,11 @@ def profile(tokens: list[int], experts: list[list[int]], vocab_size: int = 9) ->
     return Profile.of_routes("moe", vocab_size, 3, (1,), routes)
 
 
-def clusters(experts: list[int], tokens: dict[int, int], vocab_size: int = 9) -> Clusters:
+def clusters(experts: list[int], tokens: dict[int, int], vocab_size: int = 9) -> Coclusters:
     labels = np.zeros((1, vocab_size), dtype=np.int16)
     labels[0, list(tokens)] = list(tokens.values())
     sure = np.ones((1, vocab_size), dtype=np.float32)
-    return Clusters(max(experts) + 1, np.array([experts], dtype=np.int16), labels, sure)
+    return Coclusters(max(experts) + 1, np.array([experts], dtype=np.int16), labels, sure)
 
 
 def test_the_worked_example() -> None:

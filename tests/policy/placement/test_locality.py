@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile, Routes
@@ -164,8 +164,8 @@ def test_loads_of_all_ranks() -> None:
 # ---- token level
 
 
-def clusters_of(tokens: np.ndarray, confidence: list[list[float]]) -> Clusters:
-    return Clusters(3, HOMES[:, :, 0], tokens, np.array(confidence, dtype=np.float32))
+def clusters_of(tokens: np.ndarray, confidence: list[list[float]]) -> Coclusters:
+    return Coclusters(3, HOMES[:, :, 0], tokens, np.array(confidence, dtype=np.float32))
 
 
 def test_unseen_tokens_are_looked_up_as_their_nearest() -> None:
@@ -179,7 +179,7 @@ def test_unseen_tokens_are_looked_up_as_their_nearest() -> None:
 def test_token_level() -> None:
     """Two layers. Id 0: experts 0 1 in both; its labels are ranks 0 and 1."""
     placed = small([0, 0, 1, 1], [1, 1, 0, 0])
-    found = Clusters(2, placed, small([0, 1], [1, 1]), np.ones((2, 2), dtype=np.float32))
+    found = Coclusters(2, placed, small([0, 1], [1, 1]), np.ones((2, 2), dtype=np.float32))
     routes = routes_of([0, 1], [2], [2], small([[0, 1], [0, 1]], [[0, 2], [1, 0]]))
     measured = token_level(found, routes)
     assert measured.activation.tolist() == [0.75, 1.0]

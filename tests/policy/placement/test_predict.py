@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import NO_TOPIC, Profile, Routes
 from moesaic.policy.placement.predict import build, device, predict, shares
 
@@ -33,10 +33,10 @@ def profile_of(
     return Profile.of_routes("toy", vocab_size, num_experts, range(chosen.shape[1]), routes, (), near)
 
 
-def clusters_of(experts: npt.ArrayLike, tokens: npt.ArrayLike) -> Clusters:
+def clusters_of(experts: npt.ArrayLike, tokens: npt.ArrayLike) -> Coclusters:
     labels = np.array(tokens, dtype=np.int16)
     owners = np.array(experts, dtype=np.int16)
-    return Clusters(int(owners.max()) + 1, owners, labels, np.zeros(labels.shape, dtype=np.float32))
+    return Coclusters(int(owners.max()) + 1, owners, labels, np.zeros(labels.shape, dtype=np.float32))
 
 
 ONE_LAYER = profile_of([0, 0, 0, 0], [[[0]], [[0]], [[0]], [[1]]], 3, 2)
@@ -142,7 +142,7 @@ def test_tables_by_counting(seed: int, ranks: int, k: int) -> None:
     labels = rng.integers(0, ranks, (layers, vocab_size))
     known = profile_of(tokens.tolist(), experts, vocab_size, size)
     unsure = np.zeros((layers, vocab_size), dtype=np.float32)
-    clusters = Clusters(ranks, owners.astype(np.int16), labels.astype(np.int16), unsure)
+    clusters = Coclusters(ranks, owners.astype(np.int16), labels.astype(np.int16), unsure)
     tables = build(known, clusters)
     homes = np.stack([owners[layer][experts[:, layer]] for layer in range(layers)], axis=1)
     devices = [[slow_device(homes[token, layer].tolist()) for layer in range(layers)] for token in range(t)]

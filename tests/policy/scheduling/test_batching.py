@@ -5,7 +5,7 @@ from tests.policy.toy_model import STOP_TOKEN, request
 
 from moesaic.core.errors import ConfigError, RequestError
 from moesaic.core.request import FinishReason
-from moesaic.policy.scheduling.batching import Batching, Limits, Schedule
+from moesaic.policy.scheduling.batching import BatchLimits, ContinuousBatching, ScheduledStep
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.sequence import Sequence, Stage
 
@@ -17,12 +17,12 @@ def batching(
     rows: int = 8,
     length: int = 40,
     chunk: int | None = None,
-) -> Batching:
-    return Batching(Limits(seats, rows, length, chunk), KVBlocks(num_blocks, size))
+) -> ContinuousBatching:
+    return ContinuousBatching(BatchLimits(seats, rows, length, chunk), KVBlocks(num_blocks, size))
 
 
-def run(subject: Batching, schedule: Schedule) -> None:
-    """What a brain does when the step is done; every sampled token is 0."""
+def run(subject: ContinuousBatching, schedule: ScheduledStep) -> None:
+    """What a scheduler does when the step is done; every sampled token is 0."""
     for sequence, rows in schedule.chunks:
         sequence.advance(rows)
         subject.blocks.commit(sequence.request_id, sequence.tokens.array, sequence.num_computed)
@@ -31,7 +31,7 @@ def run(subject: Batching, schedule: Schedule) -> None:
             subject.free(sequence)
 
 
-def chunks(schedule: Schedule) -> list[tuple[int, int]]:
+def chunks(schedule: ScheduledStep) -> list[tuple[int, int]]:
     return [(sequence.request_id, rows) for sequence, rows in schedule.chunks]
 
 
@@ -145,11 +145,11 @@ def test_arrivals_are_checked() -> None:
 
 def test_limits_are_checked() -> None:
     with pytest.raises(ConfigError, match="max_num_seqs: got 0; allowed: at least 1"):
-        Limits(0, 1, 1)
+        BatchLimits(0, 1, 1)
     with pytest.raises(ConfigError, match="max_num_batched_tokens: got 3; allowed: at least max_num_seqs, 4"):
-        Limits(4, 3, 1)
+        BatchLimits(4, 3, 1)
     with pytest.raises(ConfigError, match="max_model_len: got 17; allowed: at most the KV cache's 16 tokens"):
-        Batching(Limits(1, 1, 17), KVBlocks(4, 4))
+        ContinuousBatching(BatchLimits(1, 1, 17), KVBlocks(4, 4))
 
 
 def test_a_stop_token_counts_once_min_tokens_are_there() -> None:

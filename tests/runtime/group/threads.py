@@ -70,12 +70,12 @@ def group_of_threads(
     """An LLM whose worker is a group, the first rank's end of it, and the others. within: see Threads."""
     made: list[Threads] = []
 
-    def crew(config: WorkerConfig) -> Threads:
+    def launcher(config: WorkerConfig) -> Threads:
         made.append(Threads(config, within))
         return made[-1]
 
     try:
-        with patch("moesaic.runtime.build.Crew", crew):
+        with patch("moesaic.runtime.build.RankLauncher", launcher):
             llm = LLM(model, threads=1, **settings)
             yield llm, made[0].gather(), made[0]
     finally:

@@ -11,13 +11,13 @@ import torch
 
 from moesaic.config import ModelConfig
 from moesaic.core.tokens import IntArray, TokenBatch
-from moesaic.experts.client import Ask, DirectExperts, Ticket
+from moesaic.experts.client import DirectExperts, ExpertRequest, RequestHandle
 from moesaic.experts.remote import RemoteExperts
 from moesaic.kvcache.paged import PagedKV
-from moesaic.policy.scheduling.schedulers.actions import RunLayer, Source, StepPlan
-from moesaic.runtime.model_loading import Loaded, load_model
+from moesaic.policy.scheduling.schedulers.actions import RowSource, RunSegment, StepPlan
+from moesaic.runtime.model_loading import LoadedModel, load_model
 from moesaic.runtime.step.forward import Forward
-from moesaic.runtime.step.layerwise import Layered
+from moesaic.runtime.step.layerwise import LayerwiseRunner
 from moesaic.runtime.step.running_step import Combine
 
 ROWS, PROMPT, BLOCK = 6, 5, 4
@@ -34,29 +34,29 @@ class Answered:
         self.open: dict[int, torch.Tensor] = {}
         self._submitted = 0
 
-    def submit(self, ask: Ask) -> Ticket:
+    def submit(self, ask: ExpertRequest) -> RequestHandle:
         answer = self._direct.poll(self._direct.submit(ask))
         assert answer is not None
-        ticket = Ticket(self._submitted)
+        handle = RequestHandle(self._submitted)
         self._submitted += 1
-        self.open[ticket.number] = answer.clone()
-        return ticket
+        self.open[handle.number] = answer.clone()
+        return handle
 
-    def poll(self, ticket: Ticket) -> torch.Tensor | None:
-        return self.open[ticket.number]
+    def poll(self, handle: RequestHandle) -> torch.Tensor | None:
+        return self.open[handle.number]
 
-    def rows(self, ticket: Ticket) -> torch.Tensor:
-        return self.open[ticket.number]
+    def rows(self, handle: RequestHandle) -> torch.Tensor:
+        return self.open[handle.number]
 
-    def release(self, ticket: Ticket) -> None:
-        del self.open[ticket.number]
+    def release(self, handle: RequestHandle) -> None:
+        del self.open[handle.number]
 
 
 class Engine:
     """The demo's stages, with prompts in the cache, walked in one go or place by place."""
 
     def __init__(self, recorded: bool) -> None:
-        loaded: Loaded = load_model(ModelConfig("demo", threads=1), None, None, 1)
+        loaded: LoadedModel = load_model(ModelConfig("demo", threads=1), None, None, 1)
         spec = loaded.model.spec
         kv = PagedKV(spec.kv, spec.num_layers, TABLES.size, BLOCK, torch.float32, CPU, loaded.kernels)
         direct = DirectExperts(loaded.model.experts, loaded.kernels, ROWS * PROMPT)
@@ -65,17 +65,19 @@ class Engine:
         remote = cast(RemoteExperts, self.experts)
         combine = Combine(False, ROWS, spec.top_k, CPU)
         self.forward = Forward(loaded.model, remote, kv, BLOCK, CPU, 2 if recorded else 0, combine)
-        self.layered = Layered(self.forward, remote)
-        self.places = len(spec.moe_layers)
+        self.layered = LayerwiseRunner(self.forward, remote)
+        self.segments = len(spec.moe_layers)
         self.runs = 0
         with torch.inference_mode():
             self.whole.begin(prompts()).finish()
 
-    def one(self, batch: TokenBatch, place: int, sources: list[Source]) -> tuple[int, torch.Tensor | None]:
+    def one(
+        self, batch: TokenBatch, segment: int, sources: list[RowSource]
+    ) -> tuple[int, torch.Tensor | None]:
         run, self.runs = self.runs, self.runs + 1
         plan = StepPlan(run, batch, NOTHING, NOTHING, NOTHING, NOTHING)
         with torch.inference_mode():
-            return run, self.layered.run(RunLayer(plan, place, sources))
+            return run, self.layered.run(RunSegment(plan, segment, sources))
 
 
 def prompts() -> TokenBatch:
@@ -100,14 +102,14 @@ def wanted(engine: Engine) -> torch.Tensor:
 
 def together(engine: Engine) -> torch.Tensor:
     """All rows through all places as one batch."""
-    batch, sources = decodes(), list[Source]()
-    for place in range(engine.places):
-        run, hidden = engine.one(batch, place, sources)
+    batch, sources = decodes(), list[RowSource]()
+    for segment in range(engine.segments):
+        run, hidden = engine.one(batch, segment, sources)
         assert hidden is None
         if sources:
             engine.layered.forget([sources[0].run])
-        sources = [Source(run, 0, ROWS)]
-    _, hidden = engine.one(batch, engine.places, sources)
+        sources = [RowSource(run, 0, ROWS)]
+    _, hidden = engine.one(batch, engine.segments, sources)
     assert hidden is not None
     engine.layered.forget([sources[0].run])
     return hidden.clone()
@@ -116,16 +118,16 @@ def together(engine: Engine) -> torch.Tensor:
 def parted(engine: Engine, dice: random.Random) -> torch.Tensor:
     """At each place rows make up groups anew, in any order."""
     batch, found = decodes(), torch.empty(0)
-    where: dict[int, Source] = {}
-    for place in range(engine.places + 1):
+    where: dict[int, RowSource] = {}
+    for segment in range(engine.segments + 1):
         order = dice.sample(range(ROWS), ROWS)
         cuts = sorted(dice.sample(range(1, ROWS), dice.randrange(3)))
-        before, new = {source.run for source in where.values()}, dict[int, Source]()
+        before, new = {source.run for source in where.values()}, dict[int, RowSource]()
         for start, stop in zip([0, *cuts], [*cuts, ROWS], strict=True):
             group = order[start:stop]
-            run, hidden = engine.one(batch.sequences(group), place, [where[row] for row in group if where])
+            run, hidden = engine.one(batch.sequences(group), segment, [where[row] for row in group if where])
             for line, row in enumerate(group):
-                new[row] = Source(run, line, line + 1)
+                new[row] = RowSource(run, line, line + 1)
                 if hidden is not None:
                     found = hidden.new_empty(ROWS, hidden.shape[1]) if not len(found) else found
                     found[row] = hidden[line]

@@ -30,7 +30,7 @@ NOBODY = -1
 
 
 @dataclass(frozen=True)
-class Patience:
+class ReplicaTimeout:
     """When a silent server is given up."""
 
     factor: float = 20.0
@@ -74,8 +74,8 @@ class _Server:
 class Replicas:
     """A client's table of servers. Pure: connections are made and dropped by its owner."""
 
-    def __init__(self, patience: Patience | None = None, own: int | None = None) -> None:
-        self._patience = patience or Patience()
+    def __init__(self, patience: ReplicaTimeout | None = None, own: int | None = None) -> None:
+        self._patience = patience or ReplicaTimeout()
         self.own = own
         """The server of this client's own rank."""
         self._servers: dict[int, _Server] = {}

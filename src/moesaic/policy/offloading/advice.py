@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from moesaic.cost.hardware import Hardware, Processor
 from moesaic.cost.sizes import ModelSizes
-from moesaic.policy.offloading.planner import Limits, Search, search
+from moesaic.policy.offloading.planner import PolicySearch, SearchLimits, search
 from moesaic.policy.offloading.policies import Workload
 from moesaic.policy.offloading.pricing import Price, Pricing
 
@@ -80,10 +80,10 @@ class Batch:
 def by_batch(model: ModelSizes, hardware: Hardware, workload: Workload, most: int) -> list[Batch]:
     """For batches of 1, 2, 4, ... up to `most`."""
     pricing = Pricing(model, hardware, workload)
-    streamed = Search(pricing, Limits(("cgopipe",), most))
-    left = Search(pricing, Limits(("in-place", "on-demand"), most))
+    streamed = PolicySearch(pricing, SearchLimits(("cgopipe",), most))
+    left = PolicySearch(pricing, SearchLimits(("in-place", "on-demand"), most))
 
-    def rate(found: Search, requests: int) -> float | None:
+    def rate(found: PolicySearch, requests: int) -> float | None:
         best = found.best(requests)
         return None if best is None else best.throughput
 
@@ -108,4 +108,4 @@ def pays_from(batches: list[Batch]) -> int | None:
 
 def without_offloading(model: ModelSizes, hardware: Hardware, workload: Workload) -> Price | None:
     """The best with everything on the fast level; None where that does not fit."""
-    return Search(Pricing(model, hardware, workload), Limits(("cgopipe",), fast_only=True)).best()
+    return PolicySearch(Pricing(model, hardware, workload), SearchLimits(("cgopipe",), fast_only=True)).best()

@@ -31,7 +31,7 @@ SEARCHED: tuple[Schedule, ...] = ("cgopipe", "in-place", "on-demand")
 
 
 @dataclass(frozen=True)
-class Limits:
+class SearchLimits:
     """What a search is held to."""
 
     schedules: tuple[Schedule, ...] = SEARCHED
@@ -50,21 +50,23 @@ class Limits:
     """Of policies within this share of the best, the one that keeps its resources least busy."""
 
 
-def search(model: ModelSizes, hardware: Hardware, workload: Workload, limits: Limits | None = None) -> Price:
+def search(
+    model: ModelSizes, hardware: Hardware, workload: Workload, limits: SearchLimits | None = None
+) -> Price:
     """The policy with the highest throughput over prefill and decode; of equal ones the first in the grid.
 
     Raises ConfigError, with what is missing, where no policy fits.
     """
-    best = Search(Pricing(model, hardware, workload), limits or Limits()).best()
+    best = PolicySearch(Pricing(model, hardware, workload), limits or SearchLimits()).best()
     if best is None:
         raise ConfigError(why_not(model, hardware, workload))
     return best
 
 
-class Search:
+class PolicySearch:
     """Every policy of a grid, the most promising first. Asked again, it prices nothing twice."""
 
-    def __init__(self, pricing: Pricing, limits: Limits) -> None:
+    def __init__(self, pricing: Pricing, limits: SearchLimits) -> None:
         self._pricing = pricing
         self._limits = limits
         bounded = [(pricing.bound(one) * self._filled(one), one) for one in candidates(pricing, limits)]
@@ -105,7 +107,7 @@ def _busy(price: Price) -> float:
     return seconds / price.policy.batch
 
 
-def candidates(pricing: Pricing, limits: Limits) -> Iterator[Policy]:
+def candidates(pricing: Pricing, limits: SearchLimits) -> Iterator[Policy]:
     """Every policy of the grid that fits, with as much on the fast level as there is room for."""
     slow = [True, False] if pricing.hardware.slow.processor is not None else [False]
     for schedule in limits.schedules:
@@ -117,7 +119,7 @@ def candidates(pricing: Pricing, limits: Limits) -> Iterator[Policy]:
                 yield from _counted(pricing, policy, limits)
 
 
-def _sizes(limits: Limits) -> list[int]:
+def _sizes(limits: SearchLimits) -> list[int]:
     """Of a micro-batch."""
     if limits.micro_batch is not None:
         return [limits.micro_batch]
@@ -125,7 +127,7 @@ def _sizes(limits: Limits) -> list[int]:
     return [mu for mu in powers if mu <= min(LARGEST, limits.largest_batch)]
 
 
-def _counted(pricing: Pricing, policy: Policy, limits: Limits) -> Iterator[Policy]:
+def _counted(pricing: Pricing, policy: Policy, limits: SearchLimits) -> Iterator[Policy]:
     """One micro-batch size, with the counts of the grid and the largest that fits."""
     residuals = (True, False) if _stores(pricing) else (True,)
     for fast_residual, share in itertools.product(residuals, _footprint(pricing).prefill_shares):

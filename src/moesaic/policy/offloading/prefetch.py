@@ -17,7 +17,7 @@ FADES = 0.5
 """What a choice counts a step later."""
 
 
-class Likely:
+class ExpertPrefetch:
     """Of every layer, how often each expert was chosen, the last steps most.
 
     >>> likely = Likely(4)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Counts, Profile
 from moesaic.core.tokens import IntArray
 
@@ -47,7 +47,7 @@ def commonest(profile: Profile, index: int, most: int) -> IntArray:
     return np.sort(np.argsort(-seen, kind="stable")[: min(most, len(counts.known))]).astype(np.int64)
 
 
-def activation_map(profile: Profile, clusters: Clusters, index: int, tokens: IntArray) -> ActivationMap:
+def activation_map(profile: Profile, clusters: Coclusters, index: int, tokens: IntArray) -> ActivationMap:
     """Of layer `index`, counted from 0, for token ids [n] that the profile knows.
 
     Example: k = 1, token 5 chose expert 2 four times, token 6 expert 0 three times and expert 2 once; expert
@@ -71,7 +71,7 @@ def activation_map(profile: Profile, clusters: Clusters, index: int, tokens: Int
     )
 
 
-def dealt(clusters: Clusters, tokens: IntArray) -> Clusters:
+def dealt(clusters: Coclusters, tokens: IntArray) -> Coclusters:
     """The same experts, and `tokens` [n] in equal consecutive parts on the ranks, whatever they choose.
 
     Example: tokens 5, 6, 7, 8 on two ranks: 5 and 6 on rank 0, 7 and 8 on rank 1.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile, Routes
@@ -51,7 +51,7 @@ def unseen(learned: Profile, held_out: Routes) -> float:
     return float(1 - np.isin(held_out.tokens, learned.counts[0].known).mean())
 
 
-def measured(learned: Profile, clusters: Clusters, placement: Placement, held_out: Routes) -> Measured:
+def measured(learned: Profile, clusters: Coclusters, placement: Placement, held_out: Routes) -> Measured:
     """learned: what `clusters` were made from. placement: theirs, perhaps with more copies."""
     homes, ranks = homes_in(placement, learned.layers), clusters.ranks
     own = token_ranks(clusters, held_out.tokens, learned.nearest)

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile, Routes, SmallArray, TokenArray
@@ -29,7 +29,7 @@ FloatArray = npt.NDArray[np.float64]
 # ---- where experts live
 
 
-def homes_of(clusters: Clusters) -> SmallArray:
+def homes_of(clusters: Coclusters) -> SmallArray:
     """[layers, E, 1] the rank of each expert."""
     return clusters.experts[:, :, None]
 
@@ -66,7 +66,7 @@ def hosts(experts: SmallArray, homes: SmallArray, own: SmallArray) -> SmallArray
 # ---- where tokens live
 
 
-def token_ranks(clusters: Clusters, tokens: TokenArray, nearest: TokenArray | None = None) -> SmallArray:
+def token_ranks(clusters: Coclusters, tokens: TokenArray, nearest: TokenArray | None = None) -> SmallArray:
     """[t, layers] the rank of each token in each layer: the label of its id.
 
     Ids that the clusters' profile never saw (confidence 0) take the label of the id in their place
@@ -261,7 +261,7 @@ def measure(experts: SmallArray, homes: SmallArray, own: SmallArray, ranks: int)
     )
 
 
-def token_level(clusters: Clusters, routes: Routes, nearest: TokenArray | None = None) -> Locality:
+def token_level(clusters: Coclusters, routes: Routes, nearest: TokenArray | None = None) -> Locality:
     """Attention-TP. nearest: [V] of the profile that `clusters` were made from."""
     own = token_ranks(clusters, routes.tokens, nearest)
     return measure(routes.experts, homes_of(clusters), own, clusters.ranks)

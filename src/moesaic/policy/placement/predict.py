@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Counts, Profile
 from moesaic.core.tables import Tables
 from moesaic.core.tokens import IntArray
@@ -24,7 +24,7 @@ FloatArray = npt.NDArray[np.float64]
 AnyIntArray = npt.NDArray[Any]
 
 
-def build(profile: Profile, clusters: Clusters) -> Tables:
+def build(profile: Profile, clusters: Coclusters) -> Tables:
     """The tables for experts placed as `clusters` says.
 
     T has the labels of `clusters`, which keep loads even, with the confidence that the profile gives them. A
@@ -107,7 +107,7 @@ def predict(
     return np.where(surer, tables.after[layer, keys], ranks), np.where(surer, other, sure)
 
 
-def _two_grams(profile: Profile, clusters: Clusters) -> tuple[IntArray, FloatArray]:
+def _two_grams(profile: Profile, clusters: Coclusters) -> tuple[IntArray, FloatArray]:
     """[layers, ranks^2] ranks and confidences of table A; nothing is known without routes."""
     layers, ranks = len(profile.layers), clusters.ranks
     after = np.zeros((layers, ranks**2), dtype=np.int64)

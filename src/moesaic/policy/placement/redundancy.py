@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile
@@ -26,7 +26,7 @@ from moesaic.policy.placement.locality import FloatArray, homes_in, token_scores
 from moesaic.policy.placement.packing import BoolArray
 
 
-def place(profile: Profile, clusters: Clusters, redundant: int = 0, tables: str = "") -> Placement:
+def place(profile: Profile, clusters: Coclusters, redundant: int = 0, tables: str = "") -> Placement:
     """The clusters' placement with `redundant` more copies in each layer. tables: file beside its own.
 
     Raises ConfigError for more copies than ranks without them.
@@ -45,7 +45,7 @@ def place(profile: Profile, clusters: Clusters, redundant: int = 0, tables: str 
     return replace(made, held=held)
 
 
-def tables_of(profile: Profile, clusters: Clusters, placement: Placement) -> Tables:
+def tables_of(profile: Profile, clusters: Coclusters, placement: Placement) -> Tables:
     """The tables that go with `placement`: the experts of `clusters`, and perhaps copies of them."""
     tables = predict.build(profile, clusters)
     homes = homes_in(placement, profile.layers)
@@ -55,7 +55,7 @@ def tables_of(profile: Profile, clusters: Clusters, placement: Placement) -> Tab
     return replace(tables, scores=scores.astype(np.float32))
 
 
-def demand(profile: Profile, clusters: Clusters, layer: int) -> FloatArray:
+def demand(profile: Profile, clusters: Coclusters, layer: int) -> FloatArray:
     """[E, ranks] choices of each expert by the tokens of each rank. layer: counted from 0."""
     counts, size, ranks = profile.counts[layer], profile.num_experts, clusters.ranks
     keys = counts.experts.astype(np.int64) * ranks + clusters.tokens[layer][counts.tokens]

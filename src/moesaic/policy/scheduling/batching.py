@@ -35,7 +35,7 @@ Chunk = tuple[Sequence, int]
 
 
 @dataclass(frozen=True)
-class Limits:
+class BatchLimits:
     """How large a step may get."""
 
     max_num_seqs: int
@@ -61,7 +61,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduledStep:
     """What one step does. Nothing of it when `chunks` is empty."""
 
     chunks: list[Chunk]
@@ -72,10 +72,10 @@ class Schedule:
     """Went back to the queue, last arrival first. Either this or `admitted` is empty."""
 
 
-class Batching:
+class ContinuousBatching:
     """The two queues. It owns every sequence's stage; blocks follow the stage."""
 
-    def __init__(self, limits: Limits, blocks: KVBlocks) -> None:
+    def __init__(self, limits: BatchLimits, blocks: KVBlocks) -> None:
         if blocks.num_blocks * blocks.block_size < limits.max_model_len:
             raise ConfigError.field(
                 "max_model_len",
@@ -131,7 +131,7 @@ class Batching:
 
     def schedule(
         self, now: float, busy: Collection[int] = frozenset(), most_rows: int | None = None
-    ) -> Schedule:
+    ) -> ScheduledStep:
         """The next rows. Counters are up to date of all running requests but the `busy` ones.
 
         busy: requests with rows under way: they get no others and keep their blocks. most_rows: in place of
@@ -149,7 +149,7 @@ class Batching:
         admitted: list[Sequence] = []
         if not preempted and rows and self.waiting:
             admitted = self._admit(chunks, rows)
-        return Schedule(chunks, admitted, preempted)
+        return ScheduledStep(chunks, admitted, preempted)
 
     def _chunk(self, sequence: Sequence, rows: int) -> int:
         """How many rows of the sequence a step with room for `rows` computes."""

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class _Knock:
+class _Arrival:
     calls: list[int] = field(default_factory=list)
     work: bool = False
 
 
-class Gate:
+class StepBarrier:
     """Opens when every client has knocked and one of them has work.
 
     Example: clients 0 and 1 knock without work, in calls 5 and 6: nothing happens. Client 0 gets a request
@@ -19,7 +19,7 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self._clients: dict[int, _Knock | None] = {}
+        self._clients: dict[int, _Arrival | None] = {}
 
     def joined(self, client: int) -> None:
         self._clients[client] = None
@@ -29,17 +29,17 @@ class Gate:
         self._clients.pop(client, None)
         return self._try()
 
-    def knocked(self, client: int, call: int, work: bool) -> list[int]:
+    def arrived(self, client: int, call: int, work: bool) -> list[int]:
         """Calls that are answered now."""
-        knock = self._clients[client] or _Knock()
-        knock.calls.append(call)
-        knock.work |= work
-        self._clients[client] = knock
+        arrive = self._clients[client] or _Arrival()
+        arrive.calls.append(call)
+        arrive.work |= work
+        self._clients[client] = arrive
         return self._try()
 
     def _try(self) -> list[int]:
-        knocks = [knock for knock in self._clients.values() if knock is not None]
-        if len(knocks) < len(self._clients) or not any(knock.work for knock in knocks):
+        barrier_calls = [arrive for arrive in self._clients.values() if arrive is not None]
+        if len(barrier_calls) < len(self._clients) or not any(arrive.work for arrive in barrier_calls):
             return []
         self._clients = dict.fromkeys(self._clients)
-        return [call for knock in knocks for call in knock.calls]
+        return [call for arrive in barrier_calls for call in arrive.calls]

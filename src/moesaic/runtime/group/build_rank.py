@@ -23,12 +23,19 @@ from moesaic.models.checkpoint import Progress
 from moesaic.models.shard import Shard
 from moesaic.runtime import memory_levels, offloaded, out_of_memory
 from moesaic.runtime.group import offloaded_group
-from moesaic.runtime.group.collective_layouts import AllReduce, DeepSpeed, Form, Scattered
-from moesaic.runtime.group.counts import Counted
+from moesaic.runtime.group.collective_layouts import AllReduce, CollectiveLayout, DeepSpeed, ReduceScatter
+from moesaic.runtime.group.counts import GroupCounts
 from moesaic.runtime.group.experts import GroupExperts
-from moesaic.runtime.group.forecast import Forecast, InOrder
-from moesaic.runtime.group.sharded import InGroup, InMemory, Sharded
-from moesaic.runtime.model_loading import Loaded, check_shared, free_memory, kv_type, layout_of, load_model
+from moesaic.runtime.group.forecast import BatchOrder, ExpectedRanks
+from moesaic.runtime.group.sharded import InGroup, ModelInMemory, RankSteps
+from moesaic.runtime.model_loading import (
+    LoadedModel,
+    check_shared,
+    free_memory,
+    kv_type,
+    layout_of,
+    load_model,
+)
 from moesaic.trace.parts import whole_of
 
 
@@ -63,7 +70,7 @@ def check(config: WorkerConfig) -> None:
 
 
 @dataclass(frozen=True)
-class Placed:
+class ExpertOwners:
     """Where the experts of a group live."""
 
     owners: Mapping[int, IntArray]
@@ -83,7 +90,7 @@ class Placed:
         return max(int(np.bincount(owners).max()) for owners in self.owners.values())
 
 
-def placed(config: WorkerConfig) -> Placed:
+def placed(config: WorkerConfig) -> ExpertOwners:
     """As the placement's file says, else in equal ranges. Of copies that which the tables expect, else the
     first rank's.
 
@@ -92,7 +99,7 @@ def placed(config: WorkerConfig) -> Placed:
     group, layout = config.group, layout_of(config.model)
     units = group.size // group.expert_ranks
     if group.placement is None:
-        found = Placed(equal_owners(layout.layers, layout.num_experts, units), None)
+        found = ExpertOwners(equal_owners(layout.layers, layout.num_experts, units), None)
     else:
         placement = Placement.read(group.placement, units)
         placement.check(layout.fingerprint, layout.layers, layout.num_experts)
@@ -102,11 +109,15 @@ def placed(config: WorkerConfig) -> Placed:
     return found
 
 
-def _placed_by(placement: Placement, tables: Tables | None) -> Placed:
+def _placed_by(placement: Placement, tables: Tables | None) -> ExpertOwners:
     left_out = sum(int((placement.replicas(layer) - 1).sum()) for layer in placement.layers)
     if tables is None:
-        return Placed({layer: placement.table(layer)[:, 0] for layer in placement.layers}, None, left_out)
-    return Placed(dict(zip(tables.layers, tables.experts.astype(np.int64), strict=True)), tables, left_out)
+        return ExpertOwners(
+            {layer: placement.table(layer)[:, 0] for layer in placement.layers}, None, left_out
+        )
+    return ExpertOwners(
+        dict(zip(tables.layers, tables.experts.astype(np.int64), strict=True)), tables, left_out
+    )
 
 
 def equal_owners(layers: tuple[int, ...], num_experts: int, units: int) -> Mapping[int, IntArray]:
@@ -118,7 +129,9 @@ def equal_owners(layers: tuple[int, ...], num_experts: int, units: int) -> Mappi
     return dict.fromkeys(layers, np.repeat(np.arange(units), counts))
 
 
-def load_rank(config: WorkerConfig, group: Group, where: Placed, progress: Progress | None = None) -> Loaded:
+def load_rank(
+    config: WorkerConfig, group: Group, where: ExpertOwners, progress: Progress | None = None
+) -> LoadedModel:
     """This rank's heads and, where the whole model is in memory, the experts that it is given."""
     layout, shard = layout_of(config.model), Shard(group.rank, group.size)
     copied = offloaded.over_disk(config)
@@ -133,36 +146,43 @@ def load_rank(config: WorkerConfig, group: Group, where: Placed, progress: Progr
     return replace(loaded, model=replace(loaded.model, experts=weights))
 
 
-def join(config: WorkerConfig, group: Group, where: Placed, loaded: Loaded, num_blocks: int) -> Sharded:
+def join(
+    config: WorkerConfig, group: Group, where: ExpertOwners, loaded: LoadedModel, num_blocks: int
+) -> RankSteps:
     """The parts of a loaded rank, put together. All ranks have as many KV blocks."""
     if config.offload is not None:
         return _paged(config, config.offload, group, where, loaded, num_blocks)
-    model, counted = loaded.model, Counted()
+    model, counted = loaded.model, GroupCounts()
     size, dtype = config.cache.block_size, kv_type(config.cache, loaded)
     kv = PagedKV(model.spec.kv, model.spec.num_layers, num_blocks, size, dtype, loaded.device, loaded.kernels)
     form = _form(config.group, group, where, loaded.kernels, model.expert_weights, counted)
-    run = InMemory(model, kv, size, group, form).run
-    return Sharded(run, group, _named(config.group, where), InGroup(loaded.kernels, group, counted))
+    run = ModelInMemory(model, kv, size, group, form).run
+    return RankSteps(run, group, _named(config.group, where), InGroup(loaded.kernels, group, counted))
 
 
 def _paged(
-    config: WorkerConfig, offload: Offload, group: Group, where: Placed, loaded: Loaded, num_blocks: int
-) -> Sharded:
+    config: WorkerConfig,
+    offload: Offload,
+    group: Group,
+    where: ExpertOwners,
+    loaded: LoadedModel,
+    num_blocks: int,
+) -> RankSteps:
     """A rank whose experts come from the slow level."""
     kv = memory_levels.cache(config, offload, loaded, num_blocks)
-    counted, kernels = Counted(), loaded.kernels
+    counted, kernels = GroupCounts(), loaded.kernels
     held = memory_levels.levels(config, offload, loaded, layout_of(config.model), where.of(group.rank))
     weights = offloaded_group.OfPass(held.experts)
     form = partial(_form, config.group, group, where, kernels, weights, counted)
-    after = offloaded_group.Together(loaded.model, group, form, weights)
+    after = offloaded_group.GroupAfterAttention(loaded.model, group, form, weights)
     pieces = offloaded.Pieces(loaded, held, after, where.most, kv)
     passes = offloaded.passes_over(config, offload, pieces)
     experts = InGroup(kernels, group, counted, passes.stats)
-    return Sharded(passes.run, group, _named(config.group, where), experts)
+    return RankSteps(passes.run, group, _named(config.group, where), experts)
 
 
 @out_of_memory.told
-def follower(config: WorkerConfig, group: Group) -> Sharded:
+def follower(config: WorkerConfig, group: Group) -> RankSteps:
     """A rank but the first, which says how many KV blocks there are. Returns when all are ready."""
     where = placed(config)
     loaded = load_rank(config, group, where)
@@ -173,7 +193,7 @@ def follower(config: WorkerConfig, group: Group) -> Sharded:
     return joined
 
 
-def least_free(config: WorkerConfig, group: Group, loaded: Loaded) -> int | None:
+def least_free(config: WorkerConfig, group: Group, loaded: LoadedModel) -> int | None:
     """Bytes of the rank that has the least for a cache, to the MiB, once all have loaded; on every rank.
 
     None where --kv-cache-memory says how much.
@@ -184,7 +204,7 @@ def least_free(config: WorkerConfig, group: Group, loaded: Loaded) -> int | None
     return int(group.gather_notes(mine, np.arange(group.size)).min()) << 20
 
 
-def _named(config: GroupConfig, where: Placed) -> str:
+def _named(config: GroupConfig, where: ExpertOwners) -> str:
     """The form and what the placement has in vain, for people."""
     form = config.form or ("reduce-scatter" if where.tables is None else "shuffled")
     left_out = f", without the placement's {where.left_out} copies" if where.left_out else ""
@@ -194,11 +214,11 @@ def _named(config: GroupConfig, where: Placed) -> str:
 def _form(
     config: GroupConfig,
     group: Group,
-    where: Placed,
+    where: ExpertOwners,
     kernels: Kernels,
     weights: Callable[[int], ExpertWeights],
-    counted: Counted,
-) -> Form:
+    counted: GroupCounts,
+) -> CollectiveLayout:
     """The one that --moe-collectives names."""
     ranks = config.expert_ranks
     owners = {layer: one * ranks for layer, one in where.owners.items()}
@@ -208,5 +228,5 @@ def _form(
     if config.form == "all-reduce":
         return AllReduce(group, experts)
     if config.form == "reduce-scatter" or where.tables is None:
-        return Scattered(group, experts, InOrder(group))
-    return Scattered(group, experts, Forecast(group, counted, where.tables, config.align, ranks))
+        return ReduceScatter(group, experts, BatchOrder(group))
+    return ReduceScatter(group, experts, ExpectedRanks(group, counted, where.tables, config.align, ranks))

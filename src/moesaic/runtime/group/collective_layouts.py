@@ -25,11 +25,11 @@ from moesaic.collectives.group import Group, equal_sizes
 from moesaic.core.tokens import IntArray
 from moesaic.models.block import Block, Gated
 from moesaic.runtime.group.experts import GroupExperts
-from moesaic.runtime.group.forecast import Scattering
+from moesaic.runtime.group.forecast import RowAssignment
 from moesaic.runtime.group.host_copies import to_device, to_host
 
 
-class Form(Protocol):
+class CollectiveLayout(Protocol):
     """One of the four, on one rank."""
 
     def begin(self, token_ids: IntArray) -> None:
@@ -93,10 +93,10 @@ class AllReduce:
         return block.merge(once, block.dense(gated.normed), rows[:, None])
 
 
-class Scattered:
+class ReduceScatter:
     """`reduce-scatter` and `shuffled`: a row is summed up only where its experts are asked from."""
 
-    def __init__(self, group: Group, experts: GroupExperts, scattering: Scattering) -> None:
+    def __init__(self, group: Group, experts: GroupExperts, scattering: RowAssignment) -> None:
         self._group, self._experts, self._scattering = group, experts, scattering
 
     def begin(self, token_ids: IntArray) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Counted:
+class GroupCounts:
     """So far; see GroupStats."""
 
     pairs: int = 0

@@ -19,7 +19,7 @@ from moesaic.core.tokens import IntArray
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.block import Gated
-from moesaic.runtime.group.counts import Counted
+from moesaic.runtime.group.counts import GroupCounts
 from moesaic.runtime.group.host_copies import to_device, to_host
 
 
@@ -32,7 +32,7 @@ class GroupExperts:
         kernels: Kernels,
         weights: Callable[[int], ExpertWeights],
         owners: Mapping[int, IntArray],
-        counted: Counted,
+        counted: GroupCounts,
         expert_ranks: int = 1,
     ) -> None:
         """weights: layer -> what is held here, cut to this rank's part of the width. owners: layer -> [E] the

@@ -12,12 +12,12 @@ from moesaic.core.tables import Tables
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement import predict
 from moesaic.policy.placement.shuffle import Align, Shuffle, plan
-from moesaic.runtime.group.counts import Counted
+from moesaic.runtime.group.counts import GroupCounts
 
 NONE: IntArray = np.zeros(0, dtype=np.int64)
 
 
-class Scattering(Protocol):
+class RowAssignment(Protocol):
     """Where the rows of a step are put together."""
 
     def begin(self, token_ids: IntArray) -> None:
@@ -33,7 +33,7 @@ class Scattering(Protocol):
         ...
 
 
-class InOrder:
+class BatchOrder:
     """Nothing is expected: rows are scattered in the batch's order."""
 
     def __init__(self, group: Group) -> None:
@@ -51,11 +51,11 @@ class InOrder:
         """Nobody asks."""
 
 
-class Forecast:
+class ExpectedRanks:
     """Rows go where the tables expect their experts. All ranks say the same: they know the same."""
 
     def __init__(
-        self, group: Group, counted: Counted, tables: Tables, align: Align = "move", expert_ranks: int = 1
+        self, group: Group, counted: GroupCounts, tables: Tables, align: Align = "move", expert_ranks: int = 1
     ) -> None:
         """expert_ranks: that share an expert; rows that are expected there take turns among them."""
         self._group, self._counted, self._tables = group, counted, tables

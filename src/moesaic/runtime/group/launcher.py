@@ -48,7 +48,7 @@ READY_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedRank:
     """A rank's process."""
 
     rank: int
@@ -68,7 +68,7 @@ class Ended:
         return f"rank {self.rank} of the group is gone: {how}"
 
 
-class Crew:
+class RankLauncher:
     """The other ranks' processes, as the first one sees them."""
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -84,8 +84,8 @@ class Crew:
         self._folder = tempfile.TemporaryDirectory(prefix="moesaic-group-")
         self._path = str(Path(self._folder.name) / "socket")
         processes = [self._start(config, rank) for rank in range(1, self.size)]
-        self._over, self._ended = threading.Event(), SimpleQueue[Ended]()
-        self._gone: Ended | None = None
+        self._over, self._ended = threading.Event(), SimpleQueue[EndedRank]()
+        self._gone: EndedRank | None = None
         self._ending = weakref.finalize(self, _end, processes, self._over)
         for rank, process in enumerate(processes, start=1):
             _in_thread(_watch, rank, process, self._ended)
@@ -158,13 +158,15 @@ def _in_thread(work: Callable[..., None], *given: object) -> None:
     threading.Thread(target=work, args=given, name="watching a rank", daemon=True).start()
 
 
-def _tell(ended: SimpleQueue[Ended], others: int, over: threading.Event, tell: Callable[[str], None]) -> None:
+def _tell(
+    ended: SimpleQueue[EndedRank], others: int, over: threading.Event, tell: Callable[[str], None]
+) -> None:
     why = _why(ended, others, None)
     if why is not None and not over.is_set():
         tell(why.text)
 
 
-def _why(ended: SimpleQueue[Ended], others: int, seconds: float | None) -> Ended | None:
+def _why(ended: SimpleQueue[EndedRank], others: int, seconds: float | None) -> EndedRank | None:
     """Of `others` ranks the one that the rest ended after; None where none ends in time."""
     found = None
     with contextlib.suppress(Empty):
@@ -175,7 +177,7 @@ def _why(ended: SimpleQueue[Ended], others: int, seconds: float | None) -> Ended
     return found
 
 
-def _watch(rank: int, process: subprocess.Popen[bytes], ended: SimpleQueue[Ended]) -> None:
+def _watch(rank: int, process: subprocess.Popen[bytes], ended: SimpleQueue[EndedRank]) -> None:
     """Until it ends. The first sign comes when Python has loaded the program."""
     assert process.stdout is not None
     said = b""  # once the signs of life are left out
@@ -185,7 +187,7 @@ def _watch(rank: int, process: subprocess.Popen[bytes], ended: SimpleQueue[Ended
             if not select.select([signs], [], [], FROZEN_SECONDS)[0]:
                 process.kill()
     line = said.partition(b"\n")[0].decode(errors="replace")
-    ended.put(Ended(rank, process.pid, process.wait(), line))
+    ended.put(EndedRank(rank, process.pid, process.wait(), line))
 
 
 def _end(processes: list[subprocess.Popen[bytes]], over: threading.Event) -> None:

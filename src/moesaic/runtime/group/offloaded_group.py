@@ -23,7 +23,7 @@ from moesaic.offload.parts import Part
 from moesaic.offload.weights import Streamed
 from moesaic.policy.offloading.tasks import Kind, Task
 from moesaic.runtime import offloaded
-from moesaic.runtime.group.collective_layouts import Form, dense_feed_forward
+from moesaic.runtime.group.collective_layouts import CollectiveLayout, dense_feed_forward
 from moesaic.transport.peers import HALF_BYTES
 
 WHOLE_BLOCKS = ("cgopipe", "s4", "serial")
@@ -63,17 +63,19 @@ class OfPass:
         return self._streamed.experts(self.turn + layer, layer)
 
 
-class Together:
+class GroupAfterAttention:
     """After attention, in the place of offload.after.Alone: what the form of the group does.
 
     Rows that are more than a round of the transport holds go in several, one after the other.
     """
 
-    def __init__(self, model: Model, group: Group, form: Callable[[], Form], weights: OfPass) -> None:
+    def __init__(
+        self, model: Model, group: Group, form: Callable[[], CollectiveLayout], weights: OfPass
+    ) -> None:
         """form: makes one. Each piece of a micro-batch has its own, which knows its rows in all layers."""
         self._model, self._group, self._form, self._weights = model, group, form, weights
         self._rows = rows_of_round(model)
-        self._pieces: list[list[tuple[slice, Form]]] = []
+        self._pieces: list[list[tuple[slice, CollectiveLayout]]] = []
         """Of each micro-batch."""
         self.tasks: Mapping[Kind, Do] = {Kind.POST: self._post}
 
@@ -84,7 +86,7 @@ class Together:
     def merge(self, layer: int, part: Part) -> None:
         """Nothing is left."""
 
-    def _cut(self, part: Part) -> list[tuple[slice, Form]]:
+    def _cut(self, part: Part) -> list[tuple[slice, CollectiveLayout]]:
         ids = part.batch.token_ids
         pieces = [(slice(at, at + self._rows), self._form()) for at in range(0, len(ids), self._rows)]
         for piece, form in pieces:
@@ -101,7 +103,7 @@ class Together:
         part.hidden = rows
 
     def _after(
-        self, form: Form, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor
+        self, form: CollectiveLayout, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor
     ) -> torch.Tensor:
         if block.routed:
             return form.feed_forward(layer, block, hidden, partial)

@@ -1,7 +1,7 @@
 """A step on every rank of a group: attention over the rank's own heads, the form of the group between.
 
-The first rank has the brain, the sampler and the engine's ear; the others are told each step and compute it
-too. All have the same KV blocks under the same numbers, each with the keys and values of its own heads.
+The first rank has the scheduler, the sampler and the engine's ear; the others are told each step and compute
+it too. All have the same KV blocks under the same numbers, each with the keys and values of its own heads.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Kernels
 from moesaic.kvcache.paged import PagedKV
 from moesaic.models.model import Model
-from moesaic.runtime.group.collective_layouts import Form, dense_feed_forward
-from moesaic.runtime.group.counts import Counted
+from moesaic.runtime.group.collective_layouts import CollectiveLayout, dense_feed_forward
+from moesaic.runtime.group.counts import GroupCounts
 from moesaic.runtime.group.host_copies import to_device
-from moesaic.runtime.group.launcher import Crew
+from moesaic.runtime.group.launcher import RankLauncher
 from moesaic.runtime.group.step_arrays import pack, unpack
 from moesaic.runtime.step.forward import to_partial
-from moesaic.runtime.step.running_step import Stages, Walk
+from moesaic.runtime.step.running_step import RunningStep, StepGenerator
 
 Run = Callable[[TokenBatch], torch.Tensor]
 """A step on one rank: hidden states [m, h] of the logit_rows after the last block."""
@@ -39,7 +39,7 @@ class InGroup(DirectExperts):
         self,
         kernels: Kernels,
         group: Group,
-        counted: Counted,
+        counted: GroupCounts,
         passes: Callable[[], tuple[PassStats, ...]] = tuple,
     ) -> None:
         """passes: so far, of a model that is larger than the fast memory."""
@@ -61,24 +61,24 @@ class InGroup(DirectExperts):
         )
 
 
-class Sharded:
+class RankSteps:
     """What Forward is for one process. The rank's end of the group is closed with it."""
 
     def __init__(self, run: Run, group: Group, form: str, experts: InGroup) -> None:
         """form: its name, for people."""
-        self.crew: Crew | None = None
+        self.launcher: RankLauncher | None = None
         """The other ranks' processes, of the first rank."""
         self.form, self.experts = form, experts
         self._run, self._group = run, group
         weakref.finalize(self, group.close)
 
-    def begin(self, batch: TokenBatch) -> Walk:
+    def begin(self, batch: TokenBatch) -> RunningStep:
         """On the first rank: start a step on all of them."""
         try:
             self._group.announce(pack(batch))
         except ConnectionLost as lost:
             raise self._told(lost) from None
-        return Walk(self.experts, self._stages(batch))
+        return RunningStep(self.experts, self._stages(batch))
 
     def follow(self) -> None:
         """On the others: compute what the first one begins, until it is gone. Raises ConnectionLost then."""
@@ -86,7 +86,7 @@ class Sharded:
             while True:
                 self._run(unpack(self._group.announce(b"")))
 
-    def _stages(self, batch: TokenBatch) -> Stages:
+    def _stages(self, batch: TokenBatch) -> StepGenerator:
         yield from ()  # it waits inside the collectives and nowhere else
         try:
             return self._run(batch)
@@ -98,13 +98,15 @@ class Sharded:
             raise
 
     def _told(self, lost: ConnectionLost) -> MoesaicError:
-        return lost if self.crew is None else self.crew.why(lost)
+        return lost if self.launcher is None else self.launcher.why(lost)
 
 
-class InMemory:
+class ModelInMemory:
     """Steps over a model that is in memory, heads and experts of this rank."""
 
-    def __init__(self, model: Model, kv: PagedKV, block_size: int, group: Group, form: Form) -> None:
+    def __init__(
+        self, model: Model, kv: PagedKV, block_size: int, group: Group, form: CollectiveLayout
+    ) -> None:
         self._model, self._kv, self._block_size = model, kv, block_size
         self._group, self._form = group, form
 

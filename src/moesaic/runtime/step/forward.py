@@ -10,13 +10,20 @@ import numpy as np
 import torch
 
 from moesaic.core.tokens import TokenBatch
-from moesaic.experts.client import Ask, RoutedExperts
+from moesaic.experts.client import ExpertRequest, RoutedExperts
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.kernels.table import Recorder, Recording
+from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.kvcache.paged import PagedKV
 from moesaic.models.block import Block, Gated
 from moesaic.models.model import Model
-from moesaic.runtime.step.running_step import Chosen, Combine, Dropped, Held, Stages, Walk
+from moesaic.runtime.step.running_step import (
+    ChosenExperts,
+    Combine,
+    PendingMerge,
+    RunningStep,
+    StepDropped,
+    StepGenerator,
+)
 
 RECORDED_ROWS = 64
 """Decode steps of more rows are not recorded: Python's share of their time is small."""
@@ -62,35 +69,35 @@ class Forward:
         _, logits = self._logits.get(id(hidden), (None, None))
         return self._model.logits(hidden) if logits is None else logits
 
-    def begin(self, batch: TokenBatch) -> Walk:
-        """Start a step. `Walk.advance` goes on with it whenever the experts have answered."""
+    def begin(self, batch: TokenBatch) -> RunningStep:
+        """Start a step. `RunningStep.advance` goes on with it whenever the experts have answered."""
         rows = batch.num_rows
         if not rows:
-            return Walk(self._experts, self._only_experts())
-        chosen: Chosen = []
+            return RunningStep(self._experts, self._only_experts())
+        chosen: ChosenExperts = []
         decode = rows == batch.num_sequences == len(batch.logit_rows)
         if self._make_recorder is not None and decode and rows <= RECORDED_ROWS:
             recorded = self._free.pop() if self._free else _Recorded(self._make_recorder())
-            return Walk(self._experts, self._recorded(batch, recorded, chosen), chosen)
-        return Walk(self._experts, self._last_rows(batch, chosen), chosen)
+            return RunningStep(self._experts, self._recorded(batch, recorded, chosen), chosen)
+        return RunningStep(self._experts, self._last_rows(batch, chosen), chosen)
 
-    def begin_behind(self, place: int, batch: TokenBatch, hidden: torch.Tensor) -> Walk:
-        """As `begin`, of rows [n, h] that the experts of `place` layers have answered already."""
-        first = self._model.spec.moe_layers[place - 1] + 1
-        return Walk(self._experts, self._last_rows(batch, [], hidden, first))
+    def begin_behind(self, segment: int, batch: TokenBatch, hidden: torch.Tensor) -> RunningStep:
+        """As `begin`, of rows [n, h] that the experts of `segment` layers have answered already."""
+        first = self._model.spec.moe_layers[segment - 1] + 1
+        return RunningStep(self._experts, self._last_rows(batch, [], hidden, first))
 
-    def _only_experts(self) -> Stages:
+    def _only_experts(self) -> StepGenerator:
         """A step without rows: whoever waits for everybody's rows at each layer waits for these too."""
         hidden = torch.zeros((0, self._model.spec.hidden_size), device=self._device)
         ids = torch.zeros((0, self._model.spec.top_k), dtype=torch.int64, device=self._device)
         for layer in self._model.spec.moe_layers:
-            yield Ask(layer, hidden, ids)
+            yield ExpertRequest(layer, hidden, ids)
             yield None
         return hidden
 
     def _last_rows(
-        self, batch: TokenBatch, chosen: Chosen, hidden: torch.Tensor | None = None, first: int = 0
-    ) -> Stages:
+        self, batch: TokenBatch, chosen: ChosenExperts, hidden: torch.Tensor | None = None, first: int = 0
+    ) -> StepGenerator:
         attention = AttentionBatch.build(batch, self._block_size, self._device)
         positions = torch.from_numpy(batch.positions).to(self._device)
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)
@@ -102,10 +109,10 @@ class Forward:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionBatch,
-        chosen: Chosen,
+        chosen: ChosenExperts,
         hidden: torch.Tensor | None = None,
         first: int = 0,
-    ) -> Stages:
+    ) -> StepGenerator:
         """Every stage of every block, or of those from `first` on, where rows are `hidden` [n, h]. Returns
         hidden states [n, h]; chosen: gets each layer's expert ids."""
         if hidden is None:
@@ -119,14 +126,14 @@ class Forward:
             chosen.append(gated.expert_ids)  # in a recording: from now on nothing else is written there
             ask, gated = self._combine.ask(layer, gated)
             yield ask
-            held = Held(block, gated, block.dense(gated.normed))
+            held = PendingMerge(block, gated, block.dense(gated.normed))
             del gated, ask
             answer = yield held
             hidden = held.merge(None if answer is None else answer.to(self._device))
             del held, answer
         return hidden
 
-    def _recorded(self, batch: TokenBatch, recorded: _Recorded, chosen: Chosen) -> Stages:
+    def _recorded(self, batch: TokenBatch, recorded: _Recorded, chosen: ChosenExperts) -> StepGenerator:
         """A decode step. The first one of its size is recorded."""
         decode = recorded.decodes.get(batch.num_rows)
         try:
@@ -134,33 +141,33 @@ class Forward:
                 hidden = yield from self._record(batch, recorded)
             else:
                 hidden = yield from decode.replay(batch)
-        except Dropped:
+        except StepDropped:
             self._free.append(recorded)
             raise
         chosen += recorded.decodes[batch.num_rows].chosen
         self._free.append(recorded)  # not where the step broke off: its rows may be asked for once more
         return hidden
 
-    def _record(self, batch: TokenBatch, recorded: _Recorded) -> Stages:
+    def _record(self, batch: TokenBatch, recorded: _Recorded) -> StepGenerator:
         attention = AttentionBatch.of_decode(batch, self._block_size, self._width)
         inputs = attention.batch
         token_ids, positions = torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions)
-        chosen: Chosen = []
+        chosen: ChosenExperts = []
         stages = self._walk(token_ids, positions, attention, chosen)
         if not self._apart:
-            stages = _in_one(Walk(self._experts, stages))
+            stages = _in_one(RunningStep(self._experts, stages))
         parts: list[Recording[_Item]] = []
         answer: torch.Tensor | None = None
         while True:
             parts.append(recorded.recorder(partial(self._next, stages, answer, batch.num_rows), answer))
             item = parts[-1].result
             if isinstance(item, torch.Tensor):
-                where: Chosen = [np.asarray(ids) for ids in chosen]
+                where: ChosenExperts = [np.asarray(ids) for ids in chosen]
                 recorded.decodes[batch.num_rows] = _Decode(attention, parts, where)
                 return item
             answer = yield item
 
-    def _next(self, stages: Stages, answer: torch.Tensor | None, rows: int) -> _Item:
+    def _next(self, stages: StepGenerator, answer: torch.Tensor | None, rows: int) -> _Item:
         """The next item of `stages`; with the last one the logits of a single row. For many rows Python
         between the two costs little, and logits take memory."""
         item = _next(stages, answer)
@@ -197,11 +204,11 @@ def to_partial(
     return block.output_projection(attended)
 
 
-_Item = Ask | Held | torch.Tensor | None
+_Item = ExpertRequest | PendingMerge | torch.Tensor | None
 """What stages yield, or in the end return."""
 
 
-def _next(stages: Stages, answer: torch.Tensor | None) -> _Item:
+def _next(stages: StepGenerator, answer: torch.Tensor | None) -> _Item:
     """The next item of `stages`.
 
     A recording keeps its items for ever, but what one holds matters until the answer is there: then later
@@ -212,7 +219,7 @@ def _next(stages: Stages, answer: torch.Tensor | None) -> _Item:
     except StopIteration as end:
         hidden: torch.Tensor = end.value
         return hidden
-    return item.each(_borrowed) if isinstance(item, Held) else item
+    return item.each(_borrowed) if isinstance(item, PendingMerge) else item
 
 
 def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
@@ -221,7 +228,7 @@ def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.ctypeslib.as_array(memory)).view(tensor.dtype).view(tensor.shape)
 
 
-def _in_one(walk: Walk) -> Stages:
+def _in_one(walk: RunningStep) -> StepGenerator:
     """A walk that needs to wait for nobody, as stages that ask nothing."""
     yield from ()
     return walk.finish()
@@ -234,10 +241,10 @@ class _Decode:
     attention: AttentionBatch
     parts: list[Recording[_Item]]
     """From one question or answer to the next; the last one's result are hidden states."""
-    chosen: Chosen
+    chosen: ChosenExperts
     """[n, k] expert ids, layer after layer."""
 
-    def replay(self, batch: TokenBatch) -> Stages:
+    def replay(self, batch: TokenBatch) -> StepGenerator:
         """The same operations on the rows of `batch`."""
         self._fill(batch)
         answer: torch.Tensor | None = None
@@ -263,5 +270,5 @@ class _Decode:
 class _Recorded:
     """Decode steps, by rows, that share their memory: one runs at a time."""
 
-    recorder: Recorder
+    recorder: OperationRecorder
     decodes: dict[int, _Decode] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from moesaic.core.tokens import IntArray, TokenBatch
-from moesaic.experts.client import Ask, RoutedExperts, Ticket
+from moesaic.experts.client import ExpertRequest, RequestHandle, RoutedExperts
 from moesaic.models.block import Block, Gated
 
 
@@ -25,17 +25,17 @@ class Combine:
         """rows: of the largest step."""
         self._ones = torch.ones(rows, top_k, device=device) if partial else None
 
-    def ask(self, layer: int, gated: Gated) -> tuple[Ask, Gated]:
+    def ask(self, layer: int, gated: Gated) -> tuple[ExpertRequest, Gated]:
         """The question, and what its answer is merged with."""
         assert gated.expert_ids is not None and gated.weights is not None
         if self._ones is None:
-            return Ask(layer, gated.normed, gated.expert_ids), gated
-        ask = Ask(layer, gated.normed, gated.expert_ids, weights=gated.weights)
+            return ExpertRequest(layer, gated.normed, gated.expert_ids), gated
+        ask = ExpertRequest(layer, gated.normed, gated.expert_ids, weights=gated.weights)
         return ask, replace(gated, weights=self._ones[: len(gated.weights)])
 
 
 @dataclass(frozen=True)
-class Held:
+class PendingMerge:
     """What the answer of a layer's experts is merged with. It never leaves the process."""
 
     block: Block
@@ -46,37 +46,39 @@ class Held:
         """rows [n, k, h] -> hidden states [n, h] behind the block."""
         return self.block.merge(self.gated, self.dense, rows)
 
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Held:
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PendingMerge:
         """The same of other tensors."""
         gated = self.gated
         assert gated.expert_ids is not None and gated.weights is not None
         kept = gated.residual, gated.normed, gated.expert_ids, gated.weights
         dense = None if self.dense is None else change(self.dense)
-        return Held(self.block, Gated(*map(change, kept)), dense)
+        return PendingMerge(self.block, Gated(*map(change, kept)), dense)
 
 
-Chosen = list[torch.Tensor | IntArray]
+ChosenExperts = list[torch.Tensor | IntArray]
 """[n, k] expert ids of a step's rows, layer after layer; arrays where a recording writes them each time."""
 
-Stages = Generator[Ask | Held | None, torch.Tensor | None, torch.Tensor]
+StepGenerator = Generator[ExpertRequest | PendingMerge | None, torch.Tensor | None, torch.Tensor]
 """Yields what it asks, and then, where it needs the answer, which it is sent, what that will be merged with
 (None: no rows); returns hidden states."""
 
 
-class Dropped(Exception):
+class StepDropped(Exception):
     """Is thrown into stages from which nobody goes on, once nothing of theirs will be asked again."""
 
 
-class Walk:
+class RunningStep:
     """Stages that are suspended while experts compute, so that another walk may go on meanwhile."""
 
-    def __init__(self, experts: RoutedExperts, stages: Stages, chosen: Chosen | None = None) -> None:
+    def __init__(
+        self, experts: RoutedExperts, stages: StepGenerator, chosen: ChosenExperts | None = None
+    ) -> None:
         """chosen: where the stages put the expert ids of their rows."""
-        self.chosen: Chosen = [] if chosen is None else chosen
+        self.chosen: ChosenExperts = [] if chosen is None else chosen
         """At the end, until the next step: [n, k] expert ids of all rows, layer after layer."""
-        self.ticket: Ticket | None = None
+        self.handle: RequestHandle | None = None
         """Of the question whose answer it waits for; None: before the first one, and at the end."""
-        self.held: Held | None = None
+        self.held: PendingMerge | None = None
         """What that answer will be merged with."""
         self._experts = experts
         self._stages = stages
@@ -86,8 +88,8 @@ class Walk:
         last block, before the final norm, once; None: it waits for experts. The keys and values of all rows
         are in the cache then, and the result holds until the next step."""
         while True:
-            answer = None if self.ticket is None else self._experts.poll(self.ticket)
-            if self.ticket is not None and answer is None:
+            answer = None if self.handle is None else self._experts.poll(self.handle)
+            if self.handle is not None and answer is None:
                 return None
             hidden = self.go_on(answer)
             if hidden is not None:
@@ -95,7 +97,7 @@ class Walk:
 
     def go_on(self, answer: torch.Tensor | None) -> torch.Tensor | None:
         """To the next question, or to the end: the same result. answer: [n, k, h] to the question before."""
-        used, self.ticket, self.held = self.ticket, None, None
+        used, self.handle, self.held = self.handle, None, None
         try:
             ask = self._stages.send(answer)
         except StopIteration as end:
@@ -104,10 +106,10 @@ class Walk:
         finally:
             if used is not None:
                 self._experts.release(used)
-        assert isinstance(ask, Ask)
-        self.ticket = self._experts.submit(ask)
+        assert isinstance(ask, ExpertRequest)
+        self.handle = self._experts.submit(ask)
         held = self._stages.send(None)
-        assert not isinstance(held, Ask)
+        assert not isinstance(held, ExpertRequest)
         self.held = held
         return None
 
@@ -115,16 +117,16 @@ class Walk:
         """Nobody goes on from here. The last question has its answer, so that other steps may have the memory
         of this one."""
         try:
-            self._stages.throw(Dropped())
-        except Dropped:
+            self._stages.throw(StepDropped())
+        except StepDropped:
             pass
-        if self.ticket is not None:
-            self._experts.release(self.ticket)
+        if self.handle is not None:
+            self._experts.release(self.handle)
 
     @property
     def ready(self) -> bool:
         """Whether `advance` would get any further."""
-        return self.ticket is None or self._experts.poll(self.ticket) is not None
+        return self.handle is None or self._experts.poll(self.handle) is not None
 
     def finish(self) -> torch.Tensor:
         """`advance` to the end, where experts answer at once."""
@@ -134,9 +136,9 @@ class Walk:
         return hidden
 
 
-class Steps(Protocol):
+class StepRunner(Protocol):
     """What begins the steps of a worker: one process, or a group of them."""
 
-    def begin(self, batch: TokenBatch) -> Walk:
-        """Start a step. `Walk.advance` goes on with it whenever the experts have answered."""
+    def begin(self, batch: TokenBatch) -> RunningStep:
+        """Start a step. `RunningStep.advance` goes on with it whenever the experts have answered."""
         ...

@@ -16,7 +16,7 @@ from moesaic.core.profile import Counts, Profile, SmallArray
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers import annealing, kmeans, speculative
 from moesaic.policy.placement.solvers.annealing import (
-    Search,
+    AnnealingSearch,
     anneal,
     chosen,
     crossed,
@@ -30,7 +30,7 @@ from moesaic.policy.placement.solvers.solver import rooms
 from moesaic.policy.placement.solvers.tokens import rank_choices
 
 pytestmark = pytest.mark.slow
-QUICK = Search(runs=3, steps=600, hot=0.02, cold=1e-3, offspring=2, brief=200)
+QUICK = AnnealingSearch(runs=3, steps=600, hot=0.02, cold=1e-3, offspring=2, brief=200)
 
 
 def local(profile: Profile, experts: SmallArray, ranks: int) -> float:
@@ -82,7 +82,7 @@ def test_more_local_than_k_means(seed: int) -> None:
     rival = kmeans.solve(profile, 4, seed)
     most = carried(profile, rival.experts, 4).max()
     spare = float(most / profile.loads.sum()) - 1 / 4
-    search = Search(spare, evener=None, runs=2, steps=4000, hot=0.01, offspring=4, brief=1000)
+    search = AnnealingSearch(spare, evener=None, runs=2, steps=4000, hot=0.01, offspring=4, brief=1000)
     found = annealing.solve(profile, 4, seed, search=search)
     assert local(profile, found.experts, 4) > 1.01 * local(profile, rival.experts, 4)
     assert carried(profile, found.experts, 4).max() <= 1.005 * most
@@ -116,7 +116,7 @@ def test_gains_are_what_an_exchange_adds(seed: int, size: int, data: st.DataObje
     spare = data.draw(st.sampled_from([0.0, 0.05, 1.0]))
     rng = np.random.default_rng(seed)
     rows = rng.integers(0, 5, (size, 12)).astype(np.float32) + np.float32(0.01)
-    layer = annealing._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), ranks, Search(spare=spare))
+    layer = annealing._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), ranks, AnnealingSearch(spare=spare))
     state = annealing._State(layer, rng.permutation(np.repeat(np.arange(ranks), rooms(size, ranks))))
     for _ in range(5):
         expert = int(rng.integers(size))
@@ -136,7 +136,7 @@ def test_every_rank_has_its_share_of_the_experts(
     ranks = data.draw(st.integers(1, size))
     profile = noise(seed, size, layers, k=min(2, size))
     steps: list[tuple[int, int]] = []
-    search = Search(steps=40, runs=1, heads=4, sample=3, polish=6, offspring=2, brief=20)
+    search = AnnealingSearch(steps=40, runs=1, heads=4, sample=3, polish=6, offspring=2, brief=20)
     found = annealing.solve(profile, ranks, seed, lambda *step: steps.append(step), search)
     again = annealing.solve(profile, ranks, seed, search=search)
     for row in found.experts:
@@ -149,7 +149,7 @@ def test_every_rank_has_its_share_of_the_experts(
 def test_polish_ends_where_no_exchange_gains() -> None:
     rng = np.random.default_rng(0)
     rows = rng.gamma(0.3, size=(12, 50)).astype(np.float32)
-    layer = annealing._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 3, Search())
+    layer = annealing._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 3, AnnealingSearch())
     start = rng.permutation(np.arange(12) % 3)
     found = polish(layer, start)
     assert layer.value(found) > layer.value(start)
@@ -162,9 +162,9 @@ def test_polish_ends_where_no_exchange_gains() -> None:
 def test_anneal_returns_the_best_that_it_saw() -> None:
     """So hot that it only strays: the start was best."""
     rows = np.kron(np.eye(3), np.ones((4, 5))).astype(np.float32)
-    layer = annealing._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 3, Search())
+    layer = annealing._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 3, AnnealingSearch())
     start = np.arange(12) // 4
-    found = anneal(layer, start, np.random.default_rng(0), Search(steps=50, hot=1e3, cold=1e3))
+    found = anneal(layer, start, np.random.default_rng(0), AnnealingSearch(steps=50, hot=1e3, cold=1e3))
     assert same_clusters(found, start)
 
 
@@ -172,8 +172,8 @@ def test_more_local_and_evener_than_cross_entropy() -> None:
     """Whatever `spare` would let a rank carry."""
     counts = noise(0, size=24, layers=1, k=4, requests=60).counts[0]
     rows, loads = dense(counts, 24), counts.loads(24).astype(np.float64)
-    rival = speculative.searched(rows, 4, np.random.default_rng(3), speculative.Search())
-    search = Search(spare=1.0, runs=2, steps=4000, hot=0.01, offspring=4, brief=1000)
+    rival = speculative.searched(rows, 4, np.random.default_rng(3), speculative.CrossEntropySearch())
+    search = AnnealingSearch(spare=1.0, runs=2, steps=4000, hot=0.01, offspring=4, brief=1000)
     found = place(counts, 24, 4, np.random.default_rng(3), search)
     rates = [float((rows @ np.eye(4)[labels]).max(axis=1).sum()) for labels in (found, rival)]
     assert rates[0] > rates[1]
@@ -186,7 +186,7 @@ def test_overload_worked_example() -> None:
 
 def test_mixtures_keep_what_both_agree_on() -> None:
     rows = np.ones((6, 4), dtype=np.float32)
-    layer = annealing._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 2, Search())
+    layer = annealing._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 2, AnnealingSearch())
     one, other = np.array([0, 0, 0, 1, 1, 1]), np.array([1, 1, 0, 0, 0, 1])
     found = {tuple(mixed(layer, one, other, np.random.default_rng(seed)).tolist()) for seed in range(20)}
     assert found == {(0, 0, 0, 1, 1, 1), (0, 0, 1, 1, 1, 0)}
@@ -195,12 +195,12 @@ def test_mixtures_keep_what_both_agree_on() -> None:
 def test_offspring_is_at_least_as_good_as_its_parents() -> None:
     rng = np.random.default_rng(0)
     rows = rng.gamma(0.2, size=(16, 80)).astype(np.float32)
-    layer = annealing._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 4, Search(spare=0.05))
+    layer = annealing._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 4, AnnealingSearch(spare=0.05))
     runs = [rng.permutation(np.arange(16) % 4) for _ in range(3)]
     best = max(layer.value(run) for run in runs)
-    kept = crossed(layer, list(runs), rng, Search(offspring=0))
+    kept = crossed(layer, list(runs), rng, AnnealingSearch(offspring=0))
     assert layer.value(kept) == best
-    found = crossed(layer, list(runs), rng, Search(offspring=4, brief=300, warm=0.01))
+    found = crossed(layer, list(runs), rng, AnnealingSearch(offspring=4, brief=300, warm=0.01))
     assert layer.value(found) > best
     assert np.bincount(found).tolist() == [4, 4, 4, 4]
 
@@ -220,7 +220,7 @@ def test_a_sample_weighs_what_it_stands_for() -> None:
 
 def test_layers_without_counts_are_placed_all_the_same() -> None:
     empty = Counts.of(np.zeros(0, dtype=np.int64), np.zeros((0, 2), dtype=np.int64), 4, 5)
-    found = place(empty, 5, 2, np.random.default_rng(0), Search())
+    found = place(empty, 5, 2, np.random.default_rng(0), AnnealingSearch())
     assert np.bincount(found).tolist() == [3, 2]
 
 

@@ -119,7 +119,9 @@ def test_exchanges_end_where_none_gains(seed: int) -> None:
 
 def test_scores_worked_example() -> None:
     tokens = np.array([[3, 1], [3, 0]], dtype=np.float32)
-    assert speculative.scores(tokens, np.array([[0, 1]]), 2, speculative.Search()).tolist() == [3.0]
+    assert speculative.scores(tokens, np.array([[0, 1]]), 2, speculative.CrossEntropySearch()).tolist() == [
+        3.0
+    ]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -127,7 +129,7 @@ def test_scores_are_those_of_one_token_after_the_other(seed: int) -> None:
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, 5, (40, 6)).astype(np.float32)
     experts = np.stack([rng.permutation(np.arange(6) % 3) for _ in range(4)])
-    settings = speculative.Search(blocks=10**6)
+    settings = speculative.CrossEntropySearch(blocks=10**6)
     expected = []
     for labels in experts:
         carried, local = np.zeros(3), 0.0
@@ -172,7 +174,7 @@ def test_rare_tokens_are_summed_by_favourite() -> None:
 
 def test_search_worked_example() -> None:
     rows = np.array([[2, 0, 2, 0], [0, 3, 0, 3]], dtype=np.float32)
-    found = speculative.searched(rows, 2, np.random.default_rng(0), speculative.Search())
+    found = speculative.searched(rows, 2, np.random.default_rng(0), speculative.CrossEntropySearch())
     assert same_clusters(found, np.array([0, 1, 0, 1]))
 
 
@@ -184,7 +186,7 @@ def token_rows(seed: int) -> np.ndarray:
 @pytest.mark.parametrize("room", [[3, 3], [2, 2, 2]])
 @pytest.mark.parametrize("seed", range(5))
 def test_search_comes_near_the_best_partition(seed: int, room: list[int]) -> None:
-    rows, ranks, settings = token_rows(seed), len(room), speculative.Search()
+    rows, ranks, settings = token_rows(seed), len(room), speculative.CrossEntropySearch()
     tokens = speculative._heads(rows, settings.heads)
     every = np.array(list(partitions(np.array(room))))
     best = speculative.scores(tokens, every, ranks, settings).max()
@@ -200,7 +202,7 @@ def test_elites_lead_from_any_start(seed: int, monkeypatch: pytest.MonkeyPatch) 
     rows = (groups == np.arange(40)[:, None] % 4) * rng.integers(1, 4, (40, 16)).astype(np.float32)
     start = np.sort(np.arange(16) % 4)
     monkeypatch.setattr(speculative, "_start", lambda *args: start)
-    settings = speculative.Search(stray=0.3, smoothing=0.3, samples=400)
+    settings = speculative.CrossEntropySearch(stray=0.3, smoothing=0.3, samples=400)
     found = speculative.searched(rows, 4, np.random.default_rng(seed), settings)
     assert same_clusters(found, groups)
     assert (speculative.searched(rows, 4, rng, replace(settings, steps=0)) == start).all()
@@ -314,7 +316,9 @@ def test_load_weighs() -> None:
 
 
 def test_balanced_worked_example() -> None:
-    found, proven = moetuner.balanced(np.array([5, 4, 3, 2]), np.array([2, 2]), moetuner.Limits(gap=0.0))
+    found, proven = moetuner.balanced(
+        np.array([5, 4, 3, 2]), np.array([2, 2]), moetuner.SolverLimits(gap=0.0)
+    )
     assert same_clusters(found, np.array([0, 1, 1, 0])) and proven
 
 
@@ -324,7 +328,7 @@ def test_balanced_worked_example() -> None:
 def test_balanced_is_the_best_of_all(seed: int, room: list[int]) -> None:
     load = (np.random.default_rng(seed).pareto(1.0, 8) * 100).astype(np.int64)
     ranks = len(room)
-    found, proven = moetuner.balanced(load, np.array(room), moetuner.Limits(gap=0.0))
+    found, proven = moetuner.balanced(load, np.array(room), moetuner.SolverLimits(gap=0.0))
     best = min(moetuner.deviation(load, labels, ranks) for labels in partitions(np.array(room)))
     assert np.bincount(found, minlength=ranks).tolist() == room and proven
     assert moetuner.deviation(load, found, ranks) == pytest.approx(best, abs=1e-6 * load.sum())
@@ -335,21 +339,21 @@ HARD = np.array([50, 31, 27, 23, 19, 17, 13, 11, 7, 5, 3, 2])
 
 def test_packing_answers_when_the_limit_passes() -> None:
     simple = packed(HARD, rooms(12, 4))
-    found, proven = moetuner.balanced(HARD, rooms(12, 4), moetuner.Limits(gap=0.0, seconds=0.0))
+    found, proven = moetuner.balanced(HARD, rooms(12, 4), moetuner.SolverLimits(gap=0.0, seconds=0.0))
     assert not proven and (found == simple).all()
-    better, proven = moetuner.balanced(HARD, rooms(12, 4), moetuner.Limits(gap=0.0))
+    better, proven = moetuner.balanced(HARD, rooms(12, 4), moetuner.SolverLimits(gap=0.0))
     assert proven and moetuner.deviation(HARD, better, 4) < moetuner.deviation(HARD, found, 4)
 
 
 def test_an_answer_need_not_be_proven() -> None:
     load = np.random.default_rng(0).integers(10**6, 2 * 10**6, 32)
-    found, proven = moetuner.balanced(load, rooms(32, 8), moetuner.Limits(gap=0.0, nodes=1))
+    found, proven = moetuner.balanced(load, rooms(32, 8), moetuner.SolverLimits(gap=0.0, nodes=1))
     assert not proven and np.bincount(found).tolist() == [4] * 8
 
 
 def test_a_limit_that_passed_is_said() -> None:
     profile = noise(0, 12, layers=2, k=2)
-    found = moetuner.solve(profile, 4, limits=moetuner.Limits(gap=0.0, seconds=0.0))
+    found = moetuner.solve(profile, 4, limits=moetuner.SolverLimits(gap=0.0, seconds=0.0))
     assert found.notes == (
         "moetuner: limits passed before loads were shown to be within 0.0% in layers 0, 1",
     )

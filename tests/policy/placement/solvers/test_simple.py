@@ -22,7 +22,7 @@ from moesaic.policy.placement.solvers.solver import Solver, rooms
 from moesaic.policy.placement.solvers.tokens import labelled, rank_choices
 
 SIMPLE = ("vanilla", "eplb", "kmeans", "metis")
-BRIEF = annealing.Search(steps=1_000, brief=500)
+BRIEF = annealing.AnnealingSearch(steps=1_000, brief=500)
 """What all solvers have alike does not depend on how long one searches."""
 
 

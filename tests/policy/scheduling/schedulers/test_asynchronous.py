@@ -11,7 +11,7 @@ from tests.policy.toy_model import alone, request
 
 from moesaic.core.request import Request
 from moesaic.core.tokens import IntArray
-from moesaic.policy.scheduling.batching import Limits
+from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.microqueue import (
     POLICIES,
@@ -25,16 +25,16 @@ from moesaic.policy.scheduling.schedulers.actions import (
     Admit,
     Emit,
     Forget,
-    LayerDone,
     Release,
-    RunLayer,
+    RowSource,
+    RunSegment,
     RunStep,
-    Source,
+    SegmentDone,
     StepDone,
     StepFailed,
 )
-from moesaic.policy.scheduling.schedulers.asynchronous import Asynchronous
-from moesaic.policy.scheduling.schedulers.ready_queues import Gather
+from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
+from moesaic.policy.scheduling.schedulers.ready_queues import RunThreshold
 from moesaic.policy.scheduling.schedulers.step_plan import step_plan
 from moesaic.policy.scheduling.schedulers.unit import Run, Unit, sources
 from moesaic.policy.scheduling.sequence import Sequence
@@ -53,12 +53,12 @@ def worker(
     layers: int = 2,
     top_k: int = 2,
 ) -> FakeLayered:
-    limits = Limits(seats, rows, length, chunk)
+    limits = BatchLimits(seats, rows, length, chunk)
     return FakeLayered(limits, num_blocks, size, policy=policy_named(policy), layers=layers, top_k=top_k)
 
 
-def run_of(actions: list[Action]) -> RunLayer:
-    (run,) = [action for action in actions if isinstance(action, RunLayer)]
+def run_of(actions: list[Action]) -> RunSegment:
+    (run,) = [action for action in actions if isinstance(action, RunSegment)]
     return run
 
 
@@ -85,30 +85,30 @@ def test_worked_example() -> None:
     tokens, finish = alone(asked, 64)
 
     admit, run = subject.arrive(asked)
-    assert isinstance(admit, Admit) and isinstance(run, RunLayer)
-    assert (run.plan.step, run.place, run.sources) == (0, 0, [])
+    assert isinstance(admit, Admit) and isinstance(run, RunSegment)
+    assert (run.plan.step, run.segment, run.sources) == (0, 0, [])
     assert run.plan.batch.token_ids.tolist() == [3, 1, 2]
 
-    assert subject.step() == []  # LayerDone: the row waits for six parts
+    assert subject.step() == []  # SegmentDone: the row waits for six parts
     assert subject.answer(0, [5, 0, 4, 1, 2]) == []
     run, forget = subject.answer(0, [3])
-    assert isinstance(run, RunLayer) and forget == Forget([0])
-    assert (run.plan.step, run.place, run.sources) == (1, 1, [Source(0, 0, 3)])
+    assert isinstance(run, RunSegment) and forget == Forget([0])
+    assert (run.plan.step, run.segment, run.sources) == (1, 1, [RowSource(0, 0, 3)])
 
     subject.step()
     run, forget = subject.answer(1, range(6))
-    assert isinstance(run, RunLayer) and (run.place, run.sources) == (2, [Source(1, 0, 3)])
+    assert isinstance(run, RunSegment) and (run.segment, run.sources) == (2, [RowSource(1, 0, 3)])
     assert run.plan.batch.logit_rows.tolist() == [2] and forget == Forget([1])
 
     emit, run = subject.step()
     assert emit == Emit([7], tokens[:1], [0], [None])
-    assert isinstance(run, RunLayer) and (run.place, run.plan.batch.positions.tolist()) == (0, [3])
+    assert isinstance(run, RunSegment) and (run.segment, run.plan.batch.positions.tolist()) == (0, [3])
     for call in (3, 4):
         subject.step()
         subject.answer(call, [1, 0])
     assert subject.step() == [Emit([7], tokens[1:], [0], [finish]), Release([7])]
     subject.check_everybody()
-    stats = subject.brain.stats()
+    stats = subject.scheduler.stats()
     assert (stats.steps, stats.prefill_tokens, stats.decode_tokens) == (6, 3, 1)
     assert stats.step_seconds == 3.0  # six runs, each over at the event after it began
 
@@ -131,17 +131,18 @@ def test_rows_do_not_wait_for_others_experts() -> None:
 
 
 def test_rows_of_different_runs_join_again() -> None:
-    """Requests 0 and 1 asked their experts in different runs, are ready at one place, and go on together."""
+    """Requests 0 and 1 asked their experts in different runs, are ready at one segment, and go on
+    together."""
     subject = worker()
     subject.arrive(request(0, [1, 2]))
     subject.arrive(request(1, [3]))
     subject.step()
-    subject.answer(0, range(4))  # request 0 is ready at place 1 while request 1 is in run 1
+    subject.answer(0, range(4))  # request 0 is ready at segment 1 while request 1 is in run 1
     subject.compute()
     subject.answer(1, [0, 1])  # and request 1 is, before its run has ended
     run = run_of(subject.step())
-    assert (run.place, run.plan.request_ids.tolist()) == (1, [0, 1])
-    assert run.sources == [Source(0, 0, 2), Source(1, 0, 1)]
+    assert (run.segment, run.plan.request_ids.tolist()) == (1, [0, 1])
+    assert run.sources == [RowSource(0, 0, 2), RowSource(1, 0, 1)]
     subject.drain()
     subject.check_everybody()
 
@@ -152,7 +153,7 @@ def test_a_chunk_waits_for_the_parts_of_all_its_rows() -> None:
     assert run.plan.batch.num_rows == 3
     subject.step()
     assert subject.answer(0, [2, 0]) == []
-    assert run_of(subject.answer(0, [1])).place == 1
+    assert run_of(subject.answer(0, [1])).segment == 1
     subject.drain()
     subject.check_everybody()
 
@@ -162,8 +163,8 @@ def test_chunks_of_a_request_go_through_one_after_another() -> None:
     subject.arrive(request(0, [1, 2, 3, 4, 5], max_tokens=1))
     subject.drain()
     subject.check_everybody()
-    runs = [run_of(actions) for _, _, actions in subject.log if RunLayer in kinds(actions)]
-    assert [(run.place, run.plan.batch.positions.tolist()) for run in runs] == [
+    runs = [run_of(actions) for _, _, actions in subject.log if RunSegment in kinds(actions)]
+    assert [(run.segment, run.plan.batch.positions.tolist()) for run in runs] == [
         (0, [0, 1]), (1, [0, 1]), (0, [2, 3]), (1, [2, 3]), (0, [4]), (1, [4]),
     ]  # fmt: skip
 
@@ -175,7 +176,7 @@ def test_rows_under_way_are_at_most_those_of_a_step() -> None:
     assert subject.action is not None
     assert subject.action.plan.batch.query_starts.tolist() == [0, 5, 6]
     subject.step()
-    assert subject.action is None and subject.brain.stats().waiting == 1
+    assert subject.action is None and subject.scheduler.stats().waiting == 1
     subject.drain()
     subject.check_everybody()
 
@@ -187,12 +188,12 @@ def test_neighbouring_sources_are_joined() -> None:
     third, fourth = (Run(i, 0, plan, [], Units.of_run(i, 0, none, none, none, none)) for i in (3, 4))
     rows = [(third, 0, 2), (third, 2, 3), (third, 4, 5), (fourth, 5, 6), (fourth, 6, 9)]
     units = [Unit(sequence, stop - start, run, start) for run, start, stop in rows]
-    assert sources(units) == [Source(3, 0, 3), Source(3, 4, 5), Source(4, 5, 9)]
+    assert sources(units) == [RowSource(3, 0, 3), RowSource(3, 4, 5), RowSource(4, 5, 9)]
     assert sources([]) == sources([Unit(sequence, 1)]) == []
     subject = worker(top_k=1)
     subject.arrive(request(0, [1, 2]), request(1, [3]))
     subject.step()
-    assert run_of(subject.answer(0, range(3))).sources == [Source(0, 0, 3)]
+    assert run_of(subject.answer(0, range(3))).sources == [RowSource(0, 0, 3)]
 
 
 # ---- cancellation
@@ -204,7 +205,7 @@ def test_cancelled_while_its_experts_compute() -> None:
     subject.arrive(request(0, [1, 2]))
     subject.step()
     assert subject.cancel(0, 99) == [Release([0])]
-    assert subject.brain.stats().blocks.used == 0
+    assert subject.scheduler.stats().blocks.used == 0
     assert subject.answer(0, [1]) == []
     assert subject.answer(0, [0]) == [Forget([0])]
     subject.check_everybody()
@@ -227,10 +228,10 @@ def test_cancelled_in_the_run_under_way(ending: str) -> None:
     subject = worker(top_k=1)
     subject.arrive(request(0, [1, 2]), request(1, [3]))
     assert subject.cancel(0) == []
-    used = subject.brain.stats().blocks.used
+    used = subject.scheduler.stats().blocks.used
     assert used > 0
     actions = getattr(subject, ending)()
-    assert Release([0]) in actions and subject.brain.stats().blocks.used == used - 1
+    assert Release([0]) in actions and subject.scheduler.stats().blocks.used == used - 1
     subject.drain()
     subject.check_everybody()
 
@@ -243,7 +244,7 @@ def test_cancelled_at_the_last_place_gets_no_token() -> None:
     subject.cancel(0)
     emit, release, run = subject.step()
     assert isinstance(emit, Emit) and (emit.request_ids, emit.samples) == ([1], [1])
-    assert release == Release([0]) and isinstance(run, RunLayer)
+    assert release == Release([0]) and isinstance(run, RunSegment)
     subject.drain()
     subject.check_everybody()
 
@@ -267,21 +268,21 @@ def test_a_failed_run_is_forgotten_and_its_rows_begin_again() -> None:
     subject.answer(0, [0, 1])
     subject.compute()
     forget, run = subject.fail()
-    assert forget == Forget([1]) and isinstance(run, RunLayer)
-    assert (run.plan.step, run.place, run.plan.batch.positions.tolist()) == (2, 0, [0, 1])
+    assert forget == Forget([1]) and isinstance(run, RunSegment)
+    assert (run.plan.step, run.segment, run.plan.batch.positions.tolist()) == (2, 0, [0, 1])
     assert subject.answer(1, [0, 1]) == []  # late: nobody waits for these
     subject.drain()
     subject.check_everybody()
 
 
 def test_a_run_that_breaks_off_after_its_last_part_came() -> None:
-    """Its rows are ready already at the next place, and must not run there."""
+    """Its rows are ready already at the next segment, and must not run there."""
     subject = worker(top_k=1)
     subject.arrive(request(0, [1]))
     subject.compute()
     assert subject.answer(0, [0]) == []
     forget, run = subject.fail()
-    assert forget == Forget([0]) and isinstance(run, RunLayer) and run.place == 0
+    assert forget == Forget([0]) and isinstance(run, RunSegment) and run.segment == 0
     subject.drain()
     subject.check_everybody()
 
@@ -289,19 +290,19 @@ def test_a_run_that_breaks_off_after_its_last_part_came() -> None:
 def test_another_run_than_the_one_under_way_is_refused_and_changes_nothing() -> None:
     subject = worker()
     none = np.zeros(0, dtype=np.int64)
-    for event in (LayerDone(0), StepDone(0, none), StepFailed(0)):
+    for event in (SegmentDone(0), StepDone(0, none), StepFailed(0)):
         with pytest.raises(ValueError, match="run 0 is not the one under way"):
-            subject.brain.handle(event, 0.0)
+            subject.scheduler.handle(event, 0.0)
     subject.arrive(request(0, [1]))
     with pytest.raises(ValueError, match="run 5 is not the one under way"):
-        subject.brain.handle(LayerDone(5), 0.0)
+        subject.scheduler.handle(SegmentDone(5), 0.0)
     subject.drain()
     subject.check_everybody()
 
 
-def test_events_of_other_brains_are_refused() -> None:
-    with pytest.raises(ValueError, match="no event of this brain"):
-        worker().brain.handle("what?", 0.0)  # type: ignore[arg-type]
+def test_events_of_other_schedulers_are_refused() -> None:
+    with pytest.raises(ValueError, match="not an event of this scheduler"):
+        worker().scheduler.handle("what?", 0.0)  # type: ignore[arg-type]
 
 
 # ---- memory
@@ -330,19 +331,19 @@ def test_a_request_stalls_while_only_younger_ones_under_way_could_make_room() ->
     through_all_places(2, [0])
     assert len(subject.clients[1].generated) == 2 and subject.out[4] == [0]
     through_all_places(0, [0, 1, 2])
-    assert RunLayer not in kinds(through_all_places(6, [0])), "0 has five tokens and two blocks"
-    assert subject.brain.stats().running == 2 and subject.preempted == 0
+    assert RunSegment not in kinds(through_all_places(6, [0])), "0 has five tokens and two blocks"
+    assert subject.scheduler.stats().running == 2 and subject.preempted == 0
 
     subject.answer(4, [0])
     emit, release, run = subject.step()
     assert isinstance(emit, Emit) and release == Release([1])
-    assert isinstance(run, RunLayer) and run.plan.request_ids.tolist() == [0]
+    assert isinstance(run, RunSegment) and run.plan.request_ids.tolist() == [0]
     subject.drain()
     subject.check_everybody()
 
 
 def test_a_common_prefix_is_computed_once() -> None:
-    """It can be shared once the last place wrote it."""
+    """It can be shared once the last segment wrote it."""
     subject = worker(rows=32)
     prompt = [1, 2, 3, 4] * 4
     subject.arrive(request(0, [*prompt, 0], max_tokens=1))
@@ -350,7 +351,7 @@ def test_a_common_prefix_is_computed_once() -> None:
     subject.arrive(*(request(i, [*prompt, i], max_tokens=1) for i in range(1, 4)))
     subject.drain()
     subject.check_everybody()
-    assert (subject.reused, subject.brain.stats().prefill_tokens) == (3 * 16, 17 + 3 * 1)
+    assert (subject.reused, subject.scheduler.stats().prefill_tokens) == (3 * 16, 17 + 3 * 1)
 
 
 def test_a_prefix_under_way_is_not_shared() -> None:
@@ -365,7 +366,7 @@ def test_a_prefix_under_way_is_not_shared() -> None:
 
 
 def test_prompt_logprobs_are_reported_once_in_spite_of_preemption() -> None:
-    subject = FakeLayered(Limits(2, 4, 16), 8, 2, policy=Defrag())
+    subject = FakeLayered(BatchLimits(2, 4, 16), 8, 2, policy=Defrag())
     subject.arrive(request(0, [1, 2], max_tokens=14), request(1, [3] * 11, 2, prompt_logprobs=0))
     subject.drain()
     subject.check_everybody()
@@ -403,8 +404,8 @@ def traffic() -> list[Request]:
 @pytest.mark.parametrize("top_k", [1, 2, 6, 8])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_tokens_of_one_process(policy: str, top_k: int, layers: int) -> None:
-    """Under both brains, each in a pool that is too small for all."""
-    limits = Limits(4, 7, 20, 3)
+    """Under both schedulers, each in a pool that is too small for all."""
+    limits = BatchLimits(4, 7, 20, 3)
     one, other = (
         FakeExecutor(limits, 10, 2),
         FakeLayered(limits, 10, 2, policy=policy_named(policy), layers=layers, top_k=top_k),
@@ -444,20 +445,22 @@ def test_the_policy_sees_rows_and_how_long_the_oldest_waits() -> None:
     """Run 0 takes request 0's three rows; request 1 comes at 1.0 and its two rows are ready at 1.5."""
     spy = Spy()
     spy.seen.clear()
-    subject = FakeLayered(Limits(4, 16, 64), 32, 4, policy=spy, top_k=1)
+    subject = FakeLayered(BatchLimits(4, 16, 64), 32, 4, policy=spy, top_k=1)
     subject.arrive(request(0, [1, 2, 3]))
     subject.arrive(request(1, [3, 4]))
     subject.compute()
     subject.answer(0, [0, 1, 2])
     subject.step()
     assert spy.seen == [([3, 0, 0], [0.0, 0.0, 0.0]), ([2, 3, 0], [0.0, 0.5, 0.0])]
-    assert subject.action is not None and subject.action.place == 1
+    assert subject.action is not None and subject.action.segment == 1
 
 
 def test_rows_wait_for_others_while_answers_are_out() -> None:
     """Four units under way; the parts of one are in: where two rows are worth a run it waits for another."""
     for rows, goes in ((0, True), (1, True), (2, False)):
-        subject = FakeLayered(Limits(4, 16, 64), 32, 4, policy=Defrag(), top_k=1, gather=Gather(rows))
+        subject = FakeLayered(
+            BatchLimits(4, 16, 64), 32, 4, policy=Defrag(), top_k=1, gather=RunThreshold(rows)
+        )
         subject.arrive(*(request(number, [number]) for number in range(4)))
         subject.step()
         subject.answer(0, [2])
@@ -470,7 +473,7 @@ def test_rows_wait_for_others_while_answers_are_out() -> None:
 
 
 def test_nobody_waits_for_a_cancelled_request() -> None:
-    subject = FakeLayered(Limits(4, 16, 64), 32, 4, policy=Defrag(), top_k=1, gather=Gather(99))
+    subject = FakeLayered(BatchLimits(4, 16, 64), 32, 4, policy=Defrag(), top_k=1, gather=RunThreshold(99))
     subject.arrive(request(0, [1]), request(1, [2]))
     subject.step()
     subject.answer(0, [0])
@@ -481,13 +484,15 @@ def test_nobody_waits_for_a_cancelled_request() -> None:
 
 def test_enough_is_worth_a_run_or_all_decodes() -> None:
     ready = np.array([[512], [64], [4]])
-    assert Gather(64).enough(ready, decodes=80)[:, 0].tolist() == [True, True, False]
-    assert Gather(999).enough(ready, decodes=512)[:, 0].tolist() == [True, False, False]
-    assert Gather().enough(ready, decodes=580).all()
+    assert RunThreshold(64).enough(ready, decodes=80)[:, 0].tolist() == [True, True, False]
+    assert RunThreshold(999).enough(ready, decodes=512)[:, 0].tolist() == [True, False, False]
+    assert RunThreshold().enough(ready, decodes=580).all()
 
 
 def test_decodes_and_the_chunk_of_a_prompt_do_not_wait_for_each_other() -> None:
-    subject = FakeLayered(Limits(4, 16, 64), 32, 4, policy=FirstLayerFirst(), top_k=1, gather=Gather(99))
+    subject = FakeLayered(
+        BatchLimits(4, 16, 64), 32, 4, policy=FirstLayerFirst(), top_k=1, gather=RunThreshold(99)
+    )
     subject.arrive(request(0, [1], max_tokens=9), request(1, [2], max_tokens=9))
     subject.step()
     subject.arrive(request(2, [3] * 9))
@@ -525,18 +530,20 @@ def test_rows_that_go_on_together_keep_their_batch() -> None:
 
 def test_rows_stand_in_the_order_of_the_run_that_they_come_from() -> None:
     """However their experts answered."""
-    subject = FakeLayered(Limits(4, 16, 64), 32, 4, policy=Defrag(), top_k=1, gather=Gather(99))
+    subject = FakeLayered(BatchLimits(4, 16, 64), 32, 4, policy=Defrag(), top_k=1, gather=RunThreshold(99))
     subject.arrive(*(request(number, [number]) for number in range(3)))
     subject.step()
     for pair in (2, 0, 1):
         subject.answer(0, [pair])
-    assert subject.action is not None and subject.action.sources == [Source(0, 0, 3)]
+    assert subject.action is not None and subject.action.sources == [RowSource(0, 0, 3)]
 
 
 def test_too_few_rows_hold_up_no_others() -> None:
     """Six units, three are worth a run: flfs would take the one that waits at the first gate, and three go on
     later."""
-    subject = FakeLayered(Limits(8, 16, 64), 32, 4, policy=FirstLayerFirst(), top_k=1, gather=Gather(3))
+    subject = FakeLayered(
+        BatchLimits(8, 16, 64), 32, 4, policy=FirstLayerFirst(), top_k=1, gather=RunThreshold(3)
+    )
     subject.arrive(*(request(number, [number]) for number in range(6)))
     subject.step()
     subject.answer(0, [1, 2, 3])
@@ -555,6 +562,6 @@ def test_replay_gives_the_same_actions() -> None:
     subject.step()
     subject.cancel(1, 5)
     subject.drain()
-    assert replays(Asynchronous(subject.limits, KVBlocks(8, 2), Defrag(), 2, 2), subject.log)
-    assert not replays(Asynchronous(subject.limits, KVBlocks(9, 2), Defrag(), 2, 2), subject.log)
+    assert replays(AsyncScheduler(subject.limits, KVBlocks(8, 2), Defrag(), 2, 2), subject.log)
+    assert not replays(AsyncScheduler(subject.limits, KVBlocks(9, 2), Defrag(), 2, 2), subject.log)
     assert RunStep not in {kind for _, _, actions in subject.log for kind in kinds(actions)}

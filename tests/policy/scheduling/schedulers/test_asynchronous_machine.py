@@ -23,11 +23,11 @@ from tests.policy.scheduling.schedulers.test_lockstep_machine import SHAPES
 from tests.policy.scheduling.test_kvblocks_machine import audit
 from tests.policy.toy_model import request
 
-from moesaic.policy.scheduling.batching import Limits
+from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.microqueue import Defrag, DefragWithHistory, QueuePolicy, policy_named
-from moesaic.policy.scheduling.schedulers.asynchronous import Asynchronous
-from moesaic.policy.scheduling.schedulers.ready_queues import Gather
+from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
+from moesaic.policy.scheduling.schedulers.ready_queues import RunThreshold
 
 POLICIES: list[Callable[[], QueuePolicy]] = [
     *(
@@ -68,11 +68,11 @@ class AsynchronousMachine(RuleBasedStateMachine):
         top_k: int,
         worth: int,
     ) -> None:
-        self.limits = Limits(seats, seats + extra_rows, max_len, chunk)
+        self.limits = BatchLimits(seats, seats + extra_rows, max_len, chunk)
         self.pool = (-(-max_len // size) + extra_blocks, size, reuse)
-        self.policy, self.model = policy, (layers, top_k, Gather(worth))
+        self.policy, self.model = policy, (layers, top_k, RunThreshold(worth))
         self.executor = FakeLayered(
-            self.limits, *self.pool, policy=policy(), layers=layers, top_k=top_k, gather=Gather(worth)
+            self.limits, *self.pool, policy=policy(), layers=layers, top_k=top_k, gather=RunThreshold(worth)
         )
 
     @rule(shapes=st.lists(SHAPES, min_size=1, max_size=4), known=st.sampled_from([0, 0, 0, 2, 9]))
@@ -141,7 +141,7 @@ class AsynchronousMachine(RuleBasedStateMachine):
         if not hasattr(self, "executor"):
             return
         audit(self.executor.blocks)
-        stats = self.executor.brain.stats()
+        stats = self.executor.scheduler.stats()
         assert stats.running <= self.limits.max_num_seqs
         if self.executor.action is None and not self.executor.open_runs():
             assert (stats.running, stats.waiting, stats.blocks.used) == (0, 0, 0)
@@ -152,9 +152,9 @@ class AsynchronousMachine(RuleBasedStateMachine):
         self.executor.drain()
         self.executor.check_everybody()
         audit(self.executor.blocks)
-        twin = Asynchronous(self.limits, KVBlocks(*self.pool), self.policy(), *self.model)
+        twin = AsyncScheduler(self.limits, KVBlocks(*self.pool), self.policy(), *self.model)
         assert replays(twin, self.executor.log)
-        assert twin.stats() == self.executor.brain.stats()
+        assert twin.stats() == self.executor.scheduler.stats()
 
 
 def run_machine(examples: int, steps: int) -> None:

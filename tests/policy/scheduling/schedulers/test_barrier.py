@@ -1,4 +1,4 @@
-"""The brain of synchronous expert parallelism, with a gate that the test opens."""
+"""The scheduler of synchronous expert parallelism, with a gate that the test opens."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ from tests.policy.fake_executor import FakeExecutor
 from tests.policy.replay import replays
 from tests.policy.toy_model import request
 
-from moesaic.policy.scheduling.batching import Limits
+from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
-from moesaic.policy.scheduling.schedulers.actions import Action, Enter, Entered, Event, RunStep, StepPlan
-from moesaic.policy.scheduling.schedulers.barrier import Barrier
+from moesaic.policy.scheduling.schedulers.actions import (
+    Action,
+    BarrierPassed,
+    EnterBarrier,
+    Event,
+    RunStep,
+    StepPlan,
+)
+from moesaic.policy.scheduling.schedulers.barrier import BarrierScheduler
 
-LIMITS = Limits(3, 6, 16)
+LIMITS = BatchLimits(3, 6, 16)
 
 
 class Worker(FakeExecutor):
@@ -19,16 +26,16 @@ class Worker(FakeExecutor):
 
     def __init__(self) -> None:
         super().__init__(LIMITS, 8, 2)
-        self.brain = Barrier(LIMITS, self.blocks)
+        self.scheduler = BarrierScheduler(LIMITS, self.blocks)
         self.said: list[bool] = []
         """To the gate, since it opened last."""
 
     def tell(self, event: Event) -> list[Action]:
         self.now += 0.5
-        actions = self.brain.handle(event, self.now)
+        actions = self.scheduler.handle(event, self.now)
         self.log.append((event, self.now, actions))
         for action in actions:
-            if isinstance(action, Enter):
+            if isinstance(action, EnterBarrier):
                 self.said.append(action.work)
             else:
                 self._carry_out(action)
@@ -37,7 +44,7 @@ class Worker(FakeExecutor):
     def enter(self) -> list[Action]:
         """Every worker is there."""
         self.said = []
-        return self.tell(Entered())
+        return self.tell(BarrierPassed())
 
     def begun(self) -> list[int] | None:
         """Whose rows are in the step under way; None: there is none."""
@@ -85,7 +92,7 @@ def test_replay_gives_the_same_actions() -> None:
         else:
             subject.step()
     subject.check_everybody()
-    said = [action for _, _, actions in subject.log for action in actions if isinstance(action, Enter)]
-    assert Enter(True) in said and Enter(False) in said and subject.preempted > 0
-    assert replays(Barrier(LIMITS, KVBlocks(8, 2)), subject.log)
-    assert not replays(Barrier(LIMITS, KVBlocks(9, 2)), subject.log)
+    said = [action for _, _, actions in subject.log for action in actions if isinstance(action, EnterBarrier)]
+    assert EnterBarrier(True) in said and EnterBarrier(False) in said and subject.preempted > 0
+    assert replays(BarrierScheduler(LIMITS, KVBlocks(8, 2)), subject.log)
+    assert not replays(BarrierScheduler(LIMITS, KVBlocks(9, 2)), subject.log)

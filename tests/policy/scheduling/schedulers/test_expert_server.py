@@ -28,8 +28,8 @@ from moesaic.policy.scheduling.microqueue import (
 )
 from moesaic.policy.scheduling.schedulers.expert_server import (
     Enough,
+    ExpertServerScheduler,
     Run,
-    Service,
     StartRule,
     Waiting,
     WhileSmall,
@@ -41,14 +41,16 @@ EXPERTS = 4
 
 def service(
     groups: int = 1, rule: StartRule | None = None, policy: QueuePolicy | None = None, clients: int = 2
-) -> Service:
-    subject = Service(LAYERS, policy or MostTokensFirst(), rule or Enough(), groups)
+) -> ExpertServerScheduler:
+    subject = ExpertServerScheduler(LAYERS, policy or MostTokensFirst(), rule or Enough(), groups)
     for client in range(clients):
         subject.client_joined(client)
     return subject
 
 
-def ask(subject: Service, call: int, client: int, layer: int, experts: list[int], now: float = 0.0) -> None:
+def ask(
+    subject: ExpertServerScheduler, call: int, client: int, layer: int, experts: list[int], now: float = 0.0
+) -> None:
     subject.arrived(call, client, layer, np.array(experts, dtype=np.int32), now)
 
 
@@ -107,7 +109,9 @@ def test_a_policy_that_remembers_is_asked_every_time() -> None:
     """The example of DefragWithHistory: eight pairs of layer 4, alone, count when it looks ahead later."""
     assert not Defrag().remembers
     for first, then in ((True, 3), (False, 5)):
-        subject = Service((3, 4, 5), DefragWithHistory(Defrag(lookahead=1, decay=0.5), 10), Enough())
+        subject = ExpertServerScheduler(
+            (3, 4, 5), DefragWithHistory(Defrag(lookahead=1, decay=0.5), 10), Enough()
+        )
         subject.client_joined(0)
         if first:
             ask(subject, 0, 0, 4, [0] * 8)
@@ -343,9 +347,9 @@ def test_a_client_that_was_waited_for_in_vain_is_not_waited_for_at_the_next_laye
 
 @dataclass
 class Recorded:
-    """A brain, and what it was told and answered: (method, its arguments, the answer)."""
+    """A scheduler, and what it was told and answered: (method, its arguments, the answer)."""
 
-    subject: Service
+    subject: ExpertServerScheduler
     log: list[tuple[str, tuple[Any, ...], object]] = field(default_factory=list)
 
     def tell(self, name: str, *arguments: Any) -> Any:
@@ -355,7 +359,7 @@ class Recorded:
 
 
 def traffic(recorded: Recorded, turns: int) -> None:
-    """Four clients that come, ask, and leave at any moment; runs whenever the brain has one."""
+    """Four clients that come, ask, and leave at any moment; runs whenever the scheduler has one."""
     rng, now, calls, clients = Random(5), 0.0, 0, set[int]()
     for _ in range(turns):
         now += rng.choice([0.0, 0.1, 0.7])
@@ -372,7 +376,7 @@ def traffic(recorded: Recorded, turns: int) -> None:
             recorded.tell("wait", now)
 
 
-def replayed(subject: Service, log: list[tuple[str, tuple[Any, ...], object]]) -> bool:
+def replayed(subject: ExpertServerScheduler, log: list[tuple[str, tuple[Any, ...], object]]) -> bool:
     """Whether it answers as it was answered then."""
     return all(equal(getattr(subject, name)(*arguments), answer) for name, arguments, answer in log)
 
@@ -380,7 +384,7 @@ def replayed(subject: Service, log: list[tuple[str, tuple[Any, ...], object]]) -
 @pytest.mark.parametrize("groups", [1, EXPERTS])
 @pytest.mark.parametrize("policy", [MostTokensFirst, FirstLayerFirst, Defrag])
 def test_replay_gives_the_same_runs(groups: int, policy: type[QueuePolicy]) -> None:
-    def fresh(pairs: int = 6) -> Service:
+    def fresh(pairs: int = 6) -> ExpertServerScheduler:
         return service(groups, Enough(pairs, 0.5), policy(), clients=0)
 
     recorded = Recorded(fresh())

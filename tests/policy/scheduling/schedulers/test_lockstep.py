@@ -7,7 +7,7 @@ from tests.policy.replay import replays
 from tests.policy.toy_model import alone, request
 
 from moesaic.core.request import FinishReason
-from moesaic.policy.scheduling.batching import Limits
+from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
@@ -18,7 +18,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
     StepDone,
     StepPlan,
 )
-from moesaic.policy.scheduling.schedulers.lockstep import OneProcess
+from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.policy.scheduling.schedulers.step_plan import step_plan
 from moesaic.policy.scheduling.sequence import Sequence
 
@@ -26,7 +26,7 @@ from moesaic.policy.scheduling.sequence import Sequence
 def executor(
     num_blocks: int = 32, size: int = 4, seats: int = 4, rows: int = 16, length: int = 64
 ) -> FakeExecutor:
-    return FakeExecutor(Limits(seats, rows, length), num_blocks, size)
+    return FakeExecutor(BatchLimits(seats, rows, length), num_blocks, size)
 
 
 def plan_of(actions: list[Action]) -> StepPlan:
@@ -52,7 +52,7 @@ def test_worked_example() -> None:
 
     assert subject.step() == [Emit([7], tokens[1:], [0], [finish]), Release([7])]
     assert subject.under_way is None
-    stats = subject.brain.stats()
+    stats = subject.scheduler.stats()
     assert (stats.steps, stats.prefill_tokens, stats.decode_tokens, stats.step_seconds) == (2, 3, 1, 1.0)
 
 
@@ -81,7 +81,7 @@ def test_arrivals_wait_for_the_step_under_way() -> None:
     subject = executor()
     subject.arrive(request(0, [1]))
     assert subject.arrive(request(1, [2])) == []
-    assert subject.brain.stats().waiting == 1
+    assert subject.scheduler.stats().waiting == 1
     assert [type(action) for action in subject.step()] == [Emit, Admit, RunStep]
     subject.drain()
     subject.check_everybody()
@@ -90,9 +90,9 @@ def test_arrivals_wait_for_the_step_under_way() -> None:
 def test_cancelled_under_way_keeps_its_blocks_until_the_step_is_done() -> None:
     subject = executor()
     subject.arrive(request(0, [1] * 9), request(1, [2] * 2))
-    used = subject.brain.stats().blocks.used
+    used = subject.scheduler.stats().blocks.used
     assert subject.cancel(0, 99) == []
-    assert subject.brain.stats().blocks.used == used
+    assert subject.scheduler.stats().blocks.used == used
     emit, release, run = subject.step()
     assert isinstance(emit, Emit) and emit.request_ids == [1] and emit.samples == [1]
     assert release == Release([0])
@@ -103,9 +103,9 @@ def test_cancelled_under_way_keeps_its_blocks_until_the_step_is_done() -> None:
 
 def test_cancelled_outside_the_step_is_released_at_once() -> None:
     """Request 2 has a seat, but its rows are not in the step; request 3 waits and holds nothing."""
-    subject = FakeExecutor(Limits(3, 3, 64, max_prefill_chunk=1), 32, 4)
+    subject = FakeExecutor(BatchLimits(3, 3, 64, max_prefill_chunk=1), 32, 4)
     subject.arrive(request(0, [0] * 9), request(1, [1] * 9), request(2, [2] * 9), request(3, [3]))
-    subject.brain._batching.limits = Limits(2, 2, 64, max_prefill_chunk=1)
+    subject.scheduler._batching.limits = BatchLimits(2, 2, 64, max_prefill_chunk=1)
     subject.step()
     assert plan_of(subject.log[-1][2]).request_ids.tolist() == [0, 1]
     assert subject.cancel(2) == [Release([2])]
@@ -161,12 +161,12 @@ def test_a_common_prefix_is_computed_once() -> None:
     subject.drain()
     subject.check_everybody()
     assert subject.reused == 3 * 16
-    assert subject.brain.stats().prefill_tokens == 17 + 3 * 1
+    assert subject.scheduler.stats().prefill_tokens == 17 + 3 * 1
 
 
 def test_prompt_logprobs_are_reported_once_in_spite_of_preemption() -> None:
     """The scored prompt is preempted while half of it is computed."""
-    subject = FakeExecutor(Limits(2, 4, 16), 8, 2)
+    subject = FakeExecutor(BatchLimits(2, 4, 16), 8, 2)
     subject.arrive(request(0, [1, 2], max_tokens=14), request(1, [3] * 11, 2, prompt_logprobs=0))
     subject.drain()
     subject.check_everybody()
@@ -209,12 +209,12 @@ def test_queue_seconds_count_from_arrival_and_from_preemption() -> None:
 def test_a_step_that_is_not_under_way_is_refused() -> None:
     subject = executor()
     with pytest.raises(ValueError, match="step 0 with 0 tokens is not under way"):
-        subject.brain.handle(StepDone(0, np.zeros(0, dtype=np.int64)), 0.0)
+        subject.scheduler.handle(StepDone(0, np.zeros(0, dtype=np.int64)), 0.0)
     subject.arrive(request(0, [1]))
     with pytest.raises(ValueError, match="step 1"):
-        subject.brain.handle(StepDone(1, np.zeros(1, dtype=np.int64)), 0.0)
+        subject.scheduler.handle(StepDone(1, np.zeros(1, dtype=np.int64)), 0.0)
     with pytest.raises(ValueError, match="step 0 with 2 tokens"):
-        subject.brain.handle(StepDone(0, np.zeros(2, dtype=np.int64)), 0.0)
+        subject.scheduler.handle(StepDone(0, np.zeros(2, dtype=np.int64)), 0.0)
 
 
 def test_a_failed_step_is_run_again_without_what_was_cancelled() -> None:
@@ -229,7 +229,7 @@ def test_a_failed_step_is_run_again_without_what_was_cancelled() -> None:
     assert released == Release([0]) and isinstance(run, RunStep) and run.plan.request_ids.tolist() == [1]
     subject.drain()
     subject.check_everybody()
-    assert subject.brain.stats().steps == 1
+    assert subject.scheduler.stats().steps == 1
 
 
 def test_replay_gives_the_same_actions() -> None:
@@ -238,5 +238,5 @@ def test_replay_gives_the_same_actions() -> None:
     subject.step()
     subject.cancel(1, 5)
     subject.drain()
-    assert replays(OneProcess(subject.limits, KVBlocks(8, 2)), subject.log)
-    assert not replays(OneProcess(subject.limits, KVBlocks(9, 2)), subject.log)
+    assert replays(LockstepScheduler(subject.limits, KVBlocks(8, 2)), subject.log)
+    assert not replays(LockstepScheduler(subject.limits, KVBlocks(9, 2)), subject.log)

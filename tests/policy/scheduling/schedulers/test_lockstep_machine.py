@@ -1,4 +1,4 @@
-"""OneProcess under random arrivals, cancellations, steps and failures; every action is checked."""
+"""LockstepScheduler under random arrivals, cancellations, steps and failures; every action is checked."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.policy.replay import replays
 from tests.policy.scheduling.test_kvblocks_machine import audit
 from tests.policy.toy_model import request
 
-from moesaic.policy.scheduling.batching import Limits
+from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
-from moesaic.policy.scheduling.schedulers.lockstep import OneProcess
+from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 
 SHAPES = st.fixed_dictionaries(
     {
@@ -53,7 +53,7 @@ class BrainMachine(RuleBasedStateMachine):
         chunk: int | None,
         reuse: bool,
     ) -> None:
-        self.limits = Limits(seats, seats + extra_rows, max_len, chunk)
+        self.limits = BatchLimits(seats, seats + extra_rows, max_len, chunk)
         self.pool = (-(-max_len // size) + extra_blocks, size, reuse)
         self.executor = FakeExecutor(self.limits, *self.pool)
 
@@ -92,7 +92,7 @@ class BrainMachine(RuleBasedStateMachine):
         if not hasattr(self, "executor"):
             return
         audit(self.executor.blocks)
-        stats = self.executor.brain.stats()
+        stats = self.executor.scheduler.stats()
         assert stats.running <= self.limits.max_num_seqs
         if self.executor.under_way is None:
             assert (stats.running, stats.waiting, stats.blocks.used) == (0, 0, 0)
@@ -103,9 +103,9 @@ class BrainMachine(RuleBasedStateMachine):
         self.executor.drain()
         self.executor.check_everybody()
         audit(self.executor.blocks)
-        twin = OneProcess(self.limits, KVBlocks(*self.pool))
+        twin = LockstepScheduler(self.limits, KVBlocks(*self.pool))
         assert replays(twin, self.executor.log)
-        assert twin.stats() == self.executor.brain.stats()
+        assert twin.stats() == self.executor.scheduler.stats()
 
 
 def run_machine(examples: int, steps: int) -> None:

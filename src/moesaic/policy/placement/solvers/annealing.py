@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linear_sum_assignment
 
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Counts, Profile
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers import speculative
@@ -51,7 +51,7 @@ EXACT = 1e-6
 
 
 @dataclass(frozen=True)
-class Search:
+class AnnealingSearch:
     """Settings."""
 
     spare: float = 0.025
@@ -89,16 +89,18 @@ def solve(
     ranks: int,
     seed: int = 0,
     progress: Progress | None = None,
-    search: Search | None = None,
-) -> Clusters:
+    search: AnnealingSearch | None = None,
+) -> Coclusters:
     """Cluster each layer, then number the clusters of all layers alike. Raises ConfigError: bad `ranks`."""
-    chosen_search, size = search or Search(), profile.num_experts
+    chosen_search, size = search or AnnealingSearch(), profile.num_experts
     return each_alone(
         profile, ranks, seed, progress, lambda counts, rng: place(counts, size, ranks, rng, chosen_search)
     )
 
 
-def place(counts: Counts, num_experts: int, ranks: int, rng: np.random.Generator, search: Search) -> IntArray:
+def place(
+    counts: Counts, num_experts: int, ranks: int, rng: np.random.Generator, search: AnnealingSearch
+) -> IntArray:
     """Ranks [E] of one layer's experts.
 
     Example: token ids that choose experts 0 and 2, and as many that choose 1 and 3: 0 and 2 share a rank.
@@ -108,7 +110,7 @@ def place(counts: Counts, num_experts: int, ranks: int, rng: np.random.Generator
         return labels
     rows = dense(counts, num_experts)
     loads = rows.sum(axis=0, dtype=np.float64)
-    rival = speculative.searched(rows, ranks, rng, speculative.Search())
+    rival = speculative.searched(rows, ranks, rng, speculative.CrossEntropySearch())
     if search.evener is not None:
         search = replace(search, spare=min(search.spare, search.evener * overload(rival, loads, ranks)))
     small = _Layer.of(chosen(rows, search.heads, search.sample, rng), loads, ranks, search)
@@ -122,7 +124,9 @@ def overload(labels: IntArray, loads: FloatArray, ranks: int) -> float:
     return float(np.bincount(labels, loads, ranks).max() / loads.sum() - 1 / ranks)
 
 
-def crossed(layer: _Layer, runs: list[IntArray], rng: np.random.Generator, search: Search) -> IntArray:
+def crossed(
+    layer: _Layer, runs: list[IntArray], rng: np.random.Generator, search: AnnealingSearch
+) -> IntArray:
     """The best assignment [E] of `runs` and their offspring: short runs, each of which replaces the worst.
 
     By turns they start from the best one and from a mixture of two. Worse ones are dropped.
@@ -196,7 +200,7 @@ class _Layer:
     price: float
 
     @classmethod
-    def of(cls, rows: RowArray, loads: FloatArray, ranks: int, search: Search) -> _Layer:
+    def of(cls, rows: RowArray, loads: FloatArray, ranks: int, search: AnnealingSearch) -> _Layer:
         total = float(rows.sum(dtype=np.float64))
         cap = (1 / ranks + search.spare) * total
         return cls(rows, loads * (total / loads.sum()), cap, ranks, search.price)
@@ -259,7 +263,7 @@ class _State:
         self.local = self._local()
 
 
-def anneal(layer: _Layer, labels: IntArray, rng: np.random.Generator, search: Search) -> IntArray:
+def anneal(layer: _Layer, labels: IntArray, rng: np.random.Generator, search: AnnealingSearch) -> IntArray:
     """The best assignment [E] that a run from `labels` came through."""
     state, value = _State(layer, labels), layer.value(labels)
     best, best_value = state.labels.copy(), value

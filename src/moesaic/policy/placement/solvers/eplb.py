@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Profile, SmallArray
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.packing import Layer, pack
@@ -16,7 +16,7 @@ from moesaic.policy.placement.solvers.solver import Progress, rooms
 from moesaic.policy.placement.solvers.tokens import labelled
 
 
-def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Clusters:
+def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Coclusters:
     """Example: loads 9 5 4 1, 2 ranks -> experts 0 3 | 1 2."""
     room = rooms(profile.num_experts, ranks)
     layers = len(profile.layers)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Profile, SmallArray
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers.affinity import FloatArray, coactivation
@@ -26,7 +26,7 @@ ROUNDS = 100
 """At most, from each start; a few are enough."""
 
 
-def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Clusters:
+def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Coclusters:
     room = rooms(profile.num_experts, ranks)
     layers = len(profile.layers)
     experts = np.empty((layers, profile.num_experts), dtype=np.int16)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Counts, Profile
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers.align import align
@@ -20,7 +20,7 @@ def each_alone(
     seed: int,
     progress: Progress | None,
     place: Callable[[Counts, np.random.Generator], IntArray],
-) -> Clusters:
+) -> Coclusters:
     """place: ranks [E] of one layer's experts. Raises ConfigError where `ranks` is not in 1 .. experts."""
     rooms(profile.num_experts, ranks)
     layers = len(profile.counts)

@@ -16,7 +16,7 @@ try:
 except ImportError:
     pymetis = None  # type: ignore[assignment]
 
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Profile, SmallArray
 from moesaic.core.tokens import IntArray
@@ -31,7 +31,7 @@ IMBALANCE = 1
 """Allowed in the sizes, in thousandths."""
 
 
-def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Clusters:
+def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Coclusters:
     """Raises ConfigError where pymetis is not installed."""
     if pymetis is None:
         raise ConfigError.field("--solver", "metis", "the others, or pip install 'moesaic[metis]' first")

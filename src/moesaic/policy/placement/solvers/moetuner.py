@@ -29,7 +29,7 @@ import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
 from scipy.sparse import csr_array, eye_array, hstack, kron, vstack
 
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Profile
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers.eplb import packed
@@ -40,7 +40,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Limits:
+class SolverLimits:
     """When a search for one program ends."""
 
     gap: float = 0.025
@@ -56,12 +56,12 @@ def solve(
     ranks: int,
     seed: int = 0,
     progress: Progress | None = None,
-    limits: Limits | None = None,
-) -> Clusters:
+    limits: SolverLimits | None = None,
+) -> Coclusters:
     """Raises ConfigError where `ranks` is not in 1 .. experts. Nothing is random: `seed` is unused."""
     room = rooms(profile.num_experts, ranks)
     layers = len(profile.layers)
-    limits = limits or Limits()
+    limits = limits or SolverLimits()
     clusters = np.zeros((layers, profile.num_experts), dtype=np.int64)
     unproven = []
     for layer, load in enumerate(profile.loads):
@@ -75,7 +75,7 @@ def solve(
     return replace(labelled(profile, experts.astype(np.int16)), notes=_notes(unproven, limits))
 
 
-def _notes(layers: list[int], limits: Limits) -> tuple[str, ...]:
+def _notes(layers: list[int], limits: SolverLimits) -> tuple[str, ...]:
     if not layers:
         return ()
     named = ", ".join(map(str, layers))
@@ -87,7 +87,7 @@ def _notes(layers: list[int], limits: Limits) -> tuple[str, ...]:
 # ---- program 1: experts into clusters
 
 
-def balanced(load: IntArray, room: IntArray, limits: Limits) -> tuple[IntArray, bool]:
+def balanced(load: IntArray, room: IntArray, limits: SolverLimits) -> tuple[IntArray, bool]:
     """Clusters [E] of the least deviation from the mean load, and whether they are shown to be within gap.
 
     HiGHS's answer, or packing by load where that is better: HiGHS stops at the gap, and may find nothing

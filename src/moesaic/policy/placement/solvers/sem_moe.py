@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Profile
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers.affinity import coactivation
@@ -82,7 +82,7 @@ def solve(
     seed: int = 0,
     progress: Progress | None = None,
     weights: Weights | None = None,
-) -> Clusters:
+) -> Coclusters:
     """Experts and requests in turns. Raises ConfigError where `ranks` is not in 1 .. experts."""
     weights = weights or Weights()
     scene = made(profile, rooms(profile.num_experts, ranks), weights)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Profile
 from moesaic.core.tokens import IntArray
@@ -21,7 +21,7 @@ class Solver(Protocol):
 
     def __call__(
         self, profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None
-    ) -> Clusters:
+    ) -> Coclusters:
         """Raises ConfigError where `ranks` is not in 1 .. experts."""
 
 

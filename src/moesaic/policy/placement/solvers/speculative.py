@@ -17,7 +17,8 @@ Where the text is silent or doesn't carry:
    draws first have to agree on numbers, and it settles too early. We start from experts that the same tokens
    choose, exchanged in pairs until none gains, and let p stray from there.
  - *The best draw so far is always among the elite*, so the answer is the best that was drawn.
- - K, the number of steps and the smoothing of p are not given; ours are in `Search`. It ends early once p is
+ - K, the number of steps and the smoothing of p are not given; ours are in `CrossEntropySearch`. It ends
+ early once p is
    settled.
 """
 
@@ -29,7 +30,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Counts, Profile
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers.layers import each_alone
@@ -41,7 +42,7 @@ RowArray = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Search:
+class CrossEntropySearch:
     """Settings of the cross-entropy method."""
 
     samples: int = 64
@@ -72,10 +73,10 @@ def solve(
     ranks: int,
     seed: int = 0,
     progress: Progress | None = None,
-    search: Search | None = None,
-) -> Clusters:
+    search: CrossEntropySearch | None = None,
+) -> Coclusters:
     """Each layer alone, then numbered alike. Raises ConfigError where `ranks` is not in 1 .. experts."""
-    chosen, size = search or Search(), profile.num_experts
+    chosen, size = search or CrossEntropySearch(), profile.num_experts
     return each_alone(
         profile,
         ranks,
@@ -85,7 +86,7 @@ def solve(
     )
 
 
-def searched(rows: RowArray, ranks: int, rng: np.random.Generator, settings: Search) -> IntArray:
+def searched(rows: RowArray, ranks: int, rng: np.random.Generator, settings: CrossEntropySearch) -> IntArray:
     """Ranks [E] of a layer's experts. rows: [tokens, E] choices.
 
     Example: tokens that choose experts 0 and 2, and tokens that choose 1 and 3: 0 and 2 share a rank.
@@ -123,7 +124,7 @@ def draw(p: FloatArray, room: IntArray, samples: int, rng: np.random.Generator) 
     return found
 
 
-def scores(tokens: RowArray, experts: IntArray, ranks: int, settings: Search) -> FloatArray:
+def scores(tokens: RowArray, experts: IntArray, ranks: int, settings: CrossEntropySearch) -> FloatArray:
     """[K] choices that stay on their token's rank. tokens: [t, E], heaviest first; experts: ranks [K, E].
 
     Example: tokens [[3, 1], [3, 0]] and experts [[0, 1]]: the first token fills rank 0 (4 of a mean of 3.5,
@@ -173,7 +174,9 @@ def _heads(rows: RowArray, most: int) -> RowArray:
     return tokens[np.argsort(-tokens.sum(axis=1), kind="stable")]
 
 
-def _start(tokens: RowArray, room: IntArray, rng: np.random.Generator, settings: Search) -> IntArray:
+def _start(
+    tokens: RowArray, room: IntArray, rng: np.random.Generator, settings: CrossEntropySearch
+) -> IntArray:
     """Ranks [E]: experts that the same tokens choose, apart where their rank's load grows too large."""
     size = tokens.sum(axis=1, keepdims=True)
     pairs = (tokens / np.maximum(size, 1)).T.astype(np.float64) @ tokens

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Counts, Profile, SmallArray
 from moesaic.core.tokens import IntArray
 
 
-def labelled(profile: Profile, experts: SmallArray) -> Clusters:
+def labelled(profile: Profile, experts: SmallArray) -> Coclusters:
     """Clusters of experts [layers, E], whose ranks are 0 .. their maximum, and the tokens that suit them.
 
     A token id belongs to the rank that holds most of its choices, the lowest of equal ones; its confidence is
@@ -30,7 +30,7 @@ def labelled(profile: Profile, experts: SmallArray) -> Clusters:
         if profile.nearest is not None:
             labels[layer] = np.where(seen, labels[layer], labels[layer][profile.nearest])
         confidence[layer] = choices.max(axis=1) / np.maximum(total, 1)
-    return Clusters(ranks, experts.astype(np.int16), labels, confidence)
+    return Coclusters(ranks, experts.astype(np.int16), labels, confidence)
 
 
 def rank_choices(counts: Counts, experts: SmallArray, ranks: int) -> IntArray:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesaic.core.coclusters import Clusters
+from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Profile
 from moesaic.policy.placement.solvers.solver import Progress, rooms
 from moesaic.policy.placement.solvers.tokens import labelled
 
 
-def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Clusters:
+def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Coclusters:
     """Example: 4 experts, 2 ranks -> experts 0 1 | 2 3 in every layer."""
     row = np.repeat(np.arange(ranks), rooms(profile.num_experts, ranks))
     layers = len(profile.layers)

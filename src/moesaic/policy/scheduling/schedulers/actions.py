@@ -1,6 +1,6 @@
-"""The words between a brain and the executor that carries its decisions out.
+"""The words between a scheduler and the executor that carries its decisions out.
 
-A worker's loop is: an event arrives, `brain.handle(event, now)` returns actions, the executor
+A worker's loop is: an event arrives, `scheduler.handle(event, now)` returns actions, the executor
 carries them out in order. Carrying out `RunStep` ends in a `StepDone` event, or in `StepFailed`.
 """
 
@@ -56,7 +56,7 @@ class StepFailed:
 
 
 @dataclass(frozen=True)
-class LayerDone:
+class SegmentDone:
     """The layer run's rows are in the KV cache of its layers; its experts are asked."""
 
     run: int
@@ -71,11 +71,11 @@ class PartsArrived:
 
 
 @dataclass(frozen=True)
-class Entered:
+class BarrierPassed:
     """Every attention worker is at the beginning of a step, and some have work: all begin now."""
 
 
-Event = Arrived | Cancelled | StepDone | StepFailed | LayerDone | PartsArrived | Entered
+Event = Arrived | Cancelled | StepDone | StepFailed | SegmentDone | PartsArrived | BarrierPassed
 
 # ---- actions: what is to be done
 
@@ -127,23 +127,23 @@ class RunStep:
 
 
 @dataclass(frozen=True)
-class RunLayer:
-    """Compute part of the model for rows that wait at one place of it.
+class RunSegment:
+    """Compute part of the model for rows that wait at one segment of it.
 
     Place i < m, of m layers with routed experts, goes from the experts before to the gate of the i-th such
-    layer and asks its experts; place m goes from the last experts to the sampler. Answered with LayerDone,
-    or, at place m, with StepDone; with StepFailed when it broke off.
+    layer and asks its experts; segment m goes from the last experts to the sampler. Answered with
+    SegmentDone, or, at segment m, with StepDone; with StepFailed when it broke off.
     """
 
     plan: StepPlan
     """Its number is the run's."""
-    place: int
-    sources: list[Source]
-    """Where the rows are, in their order; empty at place 0, where they begin as tokens."""
+    segment: int
+    sources: list[RowSource]
+    """Where the rows are, in their order; empty at segment 0, where they begin as tokens."""
 
 
 @dataclass(frozen=True)
-class Source:
+class RowSource:
     """Rows start : stop of an earlier run, whose experts have answered for them."""
 
     run: int
@@ -152,7 +152,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Enter:
+class EnterBarrier:
     """Say that this worker is at the beginning of a step. Answered with Entered, once."""
 
     work: bool
@@ -199,10 +199,10 @@ class Release:
     """They come again, unless they are cancelled meanwhile."""
 
 
-Action = Admit | RunStep | RunLayer | Enter | Forget | Emit | Release
+Action = Admit | RunStep | RunSegment | EnterBarrier | Forget | Emit | Release
 
 
-class Brain(Protocol):
+class Scheduler(Protocol):
     """A pure object: the same events at the same times give the same actions."""
 
     def handle(self, event: Event, now: float) -> list[Action]:

@@ -1,12 +1,13 @@
-"""The brain of an attention worker without barriers: Asynchronous Expert Parallelism (sections 3.2 to 3.4).
+"""The scheduler of an attention worker without barriers: Asynchronous Expert Parallelism (sections 3.2 to
+3.4).
 
-Rows wait in micro-queues, one for each place of the model (see RunLayer): before the first gate, between two
-layers' experts, and before the sampler, which is the last place. Whenever the worker is free the queue policy
-picks a place, and all units that are ready there run as one batch, whatever step of their requests they are
-in; nobody waits for the slowest expert but the rows that were sent to it.
+Rows wait in micro-queues, one for each segment of the model (see RunSegment): before the first gate, between
+two layers' experts, and before the sampler, which is the last segment. Whenever the worker is free the queue
+policy picks a segment, and all units that are ready there run as one batch, whatever step of their requests
+they are in; nobody waits for the slowest expert but the rows that were sent to it.
 
 A *unit* is what a request has under way: one row of a decode or a chunk of its prompt, never two at a time.
-It goes from place to place:
+It goes from segment to segment:
 
     queue 0 --run--> experts asked --all parts in--> queue 1 --run--> ... queue m --run--> token, queue 0
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.tokens import IntArray
-from moesaic.policy.scheduling.batching import Batching, Limits
+from moesaic.policy.scheduling.batching import BatchLimits, ContinuousBatching
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.microqueue import QueuePolicy
 from moesaic.policy.scheduling.schedulers.actions import (
@@ -31,14 +32,14 @@ from moesaic.policy.scheduling.schedulers.actions import (
     Cancelled,
     Emit,
     Event,
-    LayerDone,
     PartsArrived,
     Release,
+    SegmentDone,
     StepDone,
     StepFailed,
     StepPlan,
 )
-from moesaic.policy.scheduling.schedulers.ready_queues import Gather, Ready
+from moesaic.policy.scheduling.schedulers.ready_queues import ReadyQueues, RunThreshold
 from moesaic.policy.scheduling.schedulers.runs import Runs
 from moesaic.policy.scheduling.schedulers.step_plan import admit
 from moesaic.policy.scheduling.schedulers.unit import Unit
@@ -56,26 +57,27 @@ class _Flight:
     """Those of them whose requests were, meanwhile."""
 
 
-class Asynchronous:
-    """A Brain. One run at a time; it waits when no unit is ready anywhere, or too few are (see Gather)."""
+class AsyncScheduler:
+    """A Scheduler. One run at a time; it waits when no unit is ready anywhere, or too few are (see
+    Gather)."""
 
     def __init__(
         self,
-        limits: Limits,
+        limits: BatchLimits,
         blocks: KVBlocks,
         policy: QueuePolicy,
         routed_layers: int,
         top_k: int,
-        gather: Gather | None = None,
+        gather: RunThreshold | None = None,
     ) -> None:
-        """routed_layers: layers with experts; there is one place more."""
+        """routed_layers: layers with experts; there is one segment more."""
         self._limits = limits
-        self._batching = Batching(limits, blocks)
+        self._batching = ContinuousBatching(limits, blocks)
         self._blocks = blocks
         self._policy = policy
-        self._places = routed_layers + 1
-        self._gather = gather or Gather()
-        self._ready = Ready(self._places)
+        self._segments = routed_layers + 1
+        self._gather = gather or RunThreshold()
+        self._ready = ReadyQueues(self._segments)
         self._units: dict[int, Unit] = {}
         """Of each request that has one."""
         self._rows = 0
@@ -96,14 +98,14 @@ class Asynchronous:
                 actions = self._cancelled(request_ids)
             case PartsArrived(parts):
                 actions = self._arrived(parts, now)
-            case LayerDone(run):
+            case SegmentDone(run):
                 actions = self._layer_done(run, now)
             case StepDone(run, tokens):
                 actions = self._step_done(run, tokens, now)
             case StepFailed(run):
                 actions = self._failed(run)
             case _:
-                raise ValueError(f"{event} is no event of this brain")
+                raise ValueError(f"{event} is not an event of this scheduler")
         if self._flight is None:
             actions += self._fill(now)
             actions += self._next_run(now)
@@ -155,7 +157,7 @@ class Asynchronous:
         return unit
 
     def _arrived(self, parts: list[tuple[int, IntArray]], now: float) -> list[Action]:
-        """Units whose last part came go into the queue of the next place."""
+        """Units whose last part came go into the queue of the next segment."""
         for run, pairs in parts:
             self._ready.add(self._runs.arrived(run, pairs), now)
         return self._runs.forget([run for run, _ in parts])
@@ -172,7 +174,7 @@ class Asynchronous:
         return actions + ([Release(released)] if released else [])
 
     def _step_done(self, run: int, tokens: IntArray, now: float) -> list[Action]:
-        """Units at the last place have passed all layers: their KV is whole, and some got a token."""
+        """Units at the last segment have passed all layers: their KV is whole, and some got a token."""
         flight = self._land(run)
         self._run_seconds += now - flight.started
         for unit in flight.units:
@@ -242,7 +244,7 @@ class Asynchronous:
         return actions
 
     def _next_run(self, now: float) -> list[Action]:
-        """All units that are ready at the place that the policy picks among those with enough of them."""
+        """All units that are ready at the segment that the policy picks among those with enough of them."""
         if not self._ready:
             return []
         tokens = self._ready.tokens
@@ -251,8 +253,8 @@ class Asynchronous:
         chosen = self._policy.choose(tokens, self._ready.waited(now)) if tokens.any() else None
         if chosen is None:
             return []
-        place = chosen[0]
-        units = self._ready.take(place)
-        action, left = self._runs.begin(place, units, last=place == self._places - 1)
+        segment = chosen[0]
+        units = self._ready.take(segment)
+        action, left = self._runs.begin(segment, units, last=segment == self._segments - 1)
         self._flight = _Flight(action.plan, units, now)
         return [action, *left]

@@ -1,4 +1,5 @@
-"""The brain of synchronous expert parallelism: what today's engines do, and the other schedules' baseline.
+"""The scheduler of synchronous expert parallelism: what today's engines do, and the other schedules'
+baseline.
 
 All attention workers go through a step together. At the experts of every layer each waits for all: a server
 computes when every worker's rows for that layer are in (an all-to-all), and answers all (another one). A
@@ -7,23 +8,30 @@ worker without requests takes part with no rows, as the others would wait for it
 
 from __future__ import annotations
 
-from moesaic.policy.scheduling.batching import Limits
+from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
-from moesaic.policy.scheduling.schedulers.actions import Action, Enter, Entered, Event, StepDone, StepFailed
-from moesaic.policy.scheduling.schedulers.lockstep import OneProcess
+from moesaic.policy.scheduling.schedulers.actions import (
+    Action,
+    BarrierPassed,
+    EnterBarrier,
+    Event,
+    StepDone,
+    StepFailed,
+)
+from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 
 
-class Barrier(OneProcess):
+class BarrierScheduler(LockstepScheduler):
     """Enters each step through a gate that opens when every worker is there and some have work."""
 
-    def __init__(self, limits: Limits, blocks: KVBlocks) -> None:
+    def __init__(self, limits: BatchLimits, blocks: KVBlocks) -> None:
         super().__init__(limits, blocks)
         self._open = False
         self._said: bool | None = None
         """What the gate was told of this step."""
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        if isinstance(event, Entered):
+        if isinstance(event, BarrierPassed):
             self._open = True
             return self._next_steps(now)
         if isinstance(event, StepDone | StepFailed):
@@ -38,5 +46,5 @@ class Barrier(OneProcess):
         work = bool(self._batching.running or self._batching.waiting)
         if self._said is None or (work and not self._said):
             self._said = work
-            return [Enter(work)]
+            return [EnterBarrier(work)]
         return []

@@ -1,4 +1,4 @@
-"""The brain of an expert server: which waiting pairs run next, together, whoever sent them.
+"""The scheduler of an expert server: which waiting pairs run next, together, whoever sent them.
 
 It knows calls by number and nothing of requests. A call's pairs wait in queues, one per layer (`groups` 1) or
 one per (layer, expert) (`groups` the number of experts); a run takes one queue whole, from every client, so
@@ -110,7 +110,7 @@ class _Queue:
         return sum(max(1, len(pairs)) for _, pairs in self.parts)
 
 
-class Service:
+class ExpertServerScheduler:
     """Pure: the same calls at the same times give the same runs."""
 
     def __init__(self, layers: Sequence[int], policy: QueuePolicy, rule: StartRule, groups: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""The brain of a worker that runs the whole model itself: one step at a time, layer after layer.
+"""The scheduler of a worker that runs the whole model itself: one step at a time, layer after layer.
 
 Actions come in an order that can be carried out one after another:
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.tokens import IntArray
-from moesaic.policy.scheduling.batching import Batching, Chunk, Limits
+from moesaic.policy.scheduling.batching import BatchLimits, Chunk, ContinuousBatching
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
@@ -44,17 +44,17 @@ class _Flight:
     started: float
 
 
-class OneProcess:
-    """A Brain. Whenever no step is under way, nothing runs and nothing waits.
+class LockstepScheduler:
+    """A Scheduler. Whenever no step is under way, nothing runs and nothing waits.
 
     Where the experts are remote this is the lockstep schedule: the worker's whole batch, layer after layer.
     Two steps in flight, each with half of the rows, take turns: one computes while the other waits for its
     experts (double batching in Expert-as-a-Service).
     """
 
-    def __init__(self, limits: Limits, blocks: KVBlocks, inflight: int = 1) -> None:
+    def __init__(self, limits: BatchLimits, blocks: KVBlocks, inflight: int = 1) -> None:
         """inflight: steps under way at once."""
-        self._batching = Batching(limits, blocks)
+        self._batching = ContinuousBatching(limits, blocks)
         self._blocks = blocks
         self._inflight = inflight
         self._flights: dict[int, _Flight] = {}
@@ -76,7 +76,7 @@ class OneProcess:
             case StepFailed(step):
                 actions = self._let_go(self._land(step))
             case _:
-                raise ValueError(f"{event} is no event of this brain")
+                raise ValueError(f"{event} is not an event of this scheduler")
         return actions + self._next_steps(now)
 
     def stats(self) -> WorkerStats:

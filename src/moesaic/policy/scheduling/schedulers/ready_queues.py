@@ -1,4 +1,5 @@
-"""Units that are ready to run, place by place, and when so many are ready that a run is worth its cost."""
+"""Units that are ready to run, segment by segment, and when so many are ready that a run is worth its
+cost."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(eq=False)
 class _Group:
-    """Units that became ready at the same time, at the same place."""
+    """Units that became ready at the same time, at the same segment."""
 
     units: list[Unit]
     since: float
 
 
-class Ready:
-    """A queue for each place. What a policy asks for is kept, not counted anew for each choice."""
+class ReadyQueues:
+    """A queue for each segment. What a policy asks for is kept, not counted anew for each choice."""
 
-    def __init__(self, places: int) -> None:
-        self._rows = [0] * places
-        self._queues: list[list[_Group]] = [[] for _ in range(places)]
+    def __init__(self, segments: int) -> None:
+        self._rows = [0] * segments
+        self._queues: list[list[_Group]] = [[] for _ in range(segments)]
 
     def __bool__(self) -> bool:
         """Whether any unit waits."""
@@ -35,37 +36,37 @@ class Ready:
 
     @property
     def tokens(self) -> IntArray:
-        """[places, 1] rows that wait."""
+        """[segments, 1] rows that wait."""
         return np.array(self._rows)[:, None]
 
     def add(self, units: list[Unit], now: float) -> None:
-        """Units of one place, in the order of their run."""
+        """Units of one segment, in the order of their run."""
         if units:
-            place = units[0].place
-            self._queues[place].append(_Group(units, now))
-            self._rows[place] += sum(unit.rows for unit in units)
+            segment = units[0].segment
+            self._queues[segment].append(_Group(units, now))
+            self._rows[segment] += sum(unit.rows for unit in units)
 
     def discard(self, unit: Unit) -> None:
         """Take it out, if it waits anywhere."""
-        queue = self._queues[unit.place]
+        queue = self._queues[unit.segment]
         for group in [one for one in queue if unit in one.units]:
             group.units = [one for one in group.units if one is not unit]
-            self._rows[unit.place] -= unit.rows
+            self._rows[unit.segment] -= unit.rows
             if not group.units:
                 queue.remove(group)
 
-    def take(self, place: int) -> list[Unit]:
-        """All of a place, in the order of the runs that they come from; at place 0, where they begin, oldest
-        first."""
-        groups, self._queues[place] = self._queues[place], []
-        self._rows[place] = 0
+    def take(self, segment: int) -> list[Unit]:
+        """All of a segment, in the order of the runs that they come from; at segment 0, where they begin,
+        oldest first."""
+        groups, self._queues[segment] = self._queues[segment], []
+        self._rows[segment] = 0
         if len(groups) == 1:
             return groups[0].units
         units = [unit for group in groups for unit in group.units]
-        return sorted(units, key=_where) if place else units
+        return sorted(units, key=_where) if segment else units
 
     def waited(self, now: float) -> FloatArray:
-        """[places, 1] seconds that the oldest unit of each place has waited; 0 where there is none."""
+        """[segments, 1] seconds that the oldest unit of each segment has waited; 0 where there is none."""
         return np.array([[now - queue[0].since if queue else 0.0] for queue in self._queues])
 
 
@@ -75,7 +76,7 @@ def _where(unit: Unit) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Gather:
+class RunThreshold:
     """Whether a run may begin while experts still compute for others of the same worker.
 
     A run has a fixed cost, here and at every server that it asks: weights are read for it. Rows that go on in
@@ -88,9 +89,9 @@ class Gather:
     """Worth a run; 0: whatever is there."""
 
     def enough(self, ready: IntArray, decodes: int) -> BoolArray:
-        """[places, 1] where a run may begin. ready: [places, 1] rows; decodes: under way, a row each.
+        """[segments, 1] where a run may begin. ready: [segments, 1] rows; decodes: under way, a row each.
 
-        Example: 8 rows are worth a run. Of 20 decodes 8 at one place are enough, of 5 only all 5.
+        Example: 8 rows are worth a run. Of 20 decodes 8 at one segment are enough, of 5 only all 5.
         """
         enough: BoolArray = ready >= min(self.rows, decodes)
         return enough

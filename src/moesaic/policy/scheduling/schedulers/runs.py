@@ -1,4 +1,4 @@
-"""The asynchronous brain's runs: who goes on with whom, and what the executor may forget."""
+"""The asynchronous scheduler's runs: who goes on with whom, and what the executor may forget."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.kvblocks import KVBlocks
-from moesaic.policy.scheduling.schedulers.actions import Action, Forget, RunLayer, Source, StepPlan
+from moesaic.policy.scheduling.schedulers.actions import Action, Forget, RowSource, RunSegment, StepPlan
 from moesaic.policy.scheduling.schedulers.step_plan import step_plan
 from moesaic.policy.scheduling.schedulers.unit import Run, Unit, sources
 from moesaic.policy.scheduling.tokenpool import TokenPool, Units
@@ -30,8 +30,8 @@ class Runs:
         """Runs that the executor was not told to forget, and calls that are not done."""
         return max(len(self._runs), len(self._pool))
 
-    def begin(self, place: int, units: list[Unit], last: bool) -> tuple[RunLayer, list[Action]]:
-        """The run of these units at `place`, behind whose gate, unless it is the last, they wait for parts.
+    def begin(self, segment: int, units: list[Unit], last: bool) -> tuple[RunSegment, list[Action]]:
+        """The run of these units at `segment`, behind whose gate, unless it is the last, they wait for parts.
 
         And what it leaves behind. Where they are, in order, the rows of one run and no others, the batch is
         that one's: the same object, so that whoever made anything of it has it already.
@@ -39,18 +39,18 @@ class Runs:
         number, self.count = self.count, self.count + 1
         before = _together(units)
         if before is not None:
-            everything = Source(before.number, 0, before.plan.batch.num_rows)
-            action = RunLayer(replace(before.plan, step=number), place, [everything])
+            everything = RowSource(before.number, 0, before.plan.batch.num_rows)
+            action = RunSegment(replace(before.plan, step=number), segment, [everything])
             before.left = 0
             left = self.forget([before.number])
             if not last:
                 self._send(before, action)
             return action, left
         plan = step_plan(number, [(unit.sequence, unit.rows) for unit in units], self._blocks)
-        action = RunLayer(plan, place, sources(units))
+        action = RunSegment(plan, segment, sources(units))
         left = self.taken(units)
         if not last:
-            run = Run(number, place, plan, units, _waiting(plan))
+            run = Run(number, segment, plan, units, _waiting(plan))
             for unit, start in zip(units, plan.batch.query_starts[:-1].tolist(), strict=True):
                 unit.run, unit.start = run, start
             self._send(run, action)
@@ -94,11 +94,11 @@ class Runs:
             self._pool.arrived(number, self._pool.missing(number))
         return Forget([number])
 
-    def _send(self, run: Run, action: RunLayer) -> None:
+    def _send(self, run: Run, action: RunSegment) -> None:
         """Its units wait for parts from now on."""
-        number, place = action.plan.step, action.place
-        run.plan, run.number, run.place, run.left = action.plan, number, place, len(run.units)
-        run.waiting = replace(run.waiting, call=number, layer=place)
+        number, segment = action.plan.step, action.segment
+        run.plan, run.number, run.segment, run.left = action.plan, number, segment, len(run.units)
+        run.waiting = replace(run.waiting, call=number, layer=segment)
         self._pool.open(run.waiting, self._top_k)
         self._runs[number] = run
 

@@ -32,9 +32,7 @@ def step_plan(step: int, chunks: list[Chunk], blocks: KVBlocks) -> StepPlan:
     scored = _ints([i for i, sequence in enumerate(sequences) if sequence.scored_now])
     batch = TokenBatch(
         token_ids=np.concatenate([s.tokens.array[s.num_computed : s.num_computed + n] for s, n in chunks]),
-        positions=_ints(
-            [place for start, end in zip(starts, ends, strict=True) for place in range(start, end)]
-        ),
+        positions=_ints([row for start, end in zip(starts, ends, strict=True) for row in range(start, end)]),
         query_starts=query_starts,
         context_lens=_ints(ends),
         block_tables=_block_tables([blocks.table(sequence.request_id) for sequence in sequences]),

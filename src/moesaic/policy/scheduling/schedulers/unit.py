@@ -1,10 +1,10 @@
-"""Rows of one request that the asynchronous brain has under way, and the runs that they are in."""
+"""Rows of one request that the asynchronous scheduler has under way, and the runs that they are in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moesaic.policy.scheduling.schedulers.actions import Source, StepPlan
+from moesaic.policy.scheduling.schedulers.actions import RowSource, StepPlan
 from moesaic.policy.scheduling.sequence import Sequence
 from moesaic.policy.scheduling.tokenpool import Units
 
@@ -16,23 +16,23 @@ class Unit:
     sequence: Sequence
     rows: int
     run: Run | None = None
-    """Where its rows are; None before place 0."""
+    """Where its rows are; None before segment 0."""
     start: int = 0
     """The first of them there."""
 
     @property
-    def place(self) -> int:
+    def segment(self) -> int:
         """Where it waits, or runs next."""
-        return 0 if self.run is None else self.run.place + 1
+        return 0 if self.run is None else self.run.segment + 1
 
 
 @dataclass(eq=False)
 class Run:
     """Rows that were sent to experts together. As long as all of them go on together it is the same object,
-    with another number at each place, and costs the same however many they are."""
+    with another number at each segment, and costs the same however many they are."""
 
     number: int
-    place: int
+    segment: int
     plan: StepPlan
     units: list[Unit]
     """In the order of the rows."""
@@ -42,15 +42,15 @@ class Run:
     """Units that no later run took, and that were not dropped."""
 
 
-def sources(units: list[Unit]) -> list[Source]:
+def sources(units: list[Unit]) -> list[RowSource]:
     """Where their rows are, neighbours as one: fewer copies."""
-    found: list[Source] = []
+    found: list[RowSource] = []
     for unit in units:
         if unit.run is None:
             continue
         stop = unit.start + unit.rows
         if found and found[-1].run == unit.run.number and found[-1].stop == unit.start:
-            found[-1] = Source(unit.run.number, found[-1].start, stop)
+            found[-1] = RowSource(unit.run.number, found[-1].start, stop)
         else:
-            found.append(Source(unit.run.number, unit.start, stop))
+            found.append(RowSource(unit.run.number, unit.start, stop))
     return found
