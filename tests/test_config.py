@@ -10,8 +10,8 @@ import pytest
 from moesaic import config
 from moesaic.config import (
     CacheConfig,
-    GroupConfig,
     ModelConfig,
+    ParallelConfig,
     QueueConfig,
     SchedulerConfig,
     ServerConfig,
@@ -143,11 +143,13 @@ def test_queues_are_refused_where_they_do_nothing(
 
 
 def test_an_alignment_needs_a_shuffle() -> None:
-    assert GroupConfig(2, align="variable").align == GroupConfig(2, form="shuffled", align="variable").align
+    assert ParallelConfig(2, shuffle_align="variable") == ParallelConfig(
+        2, shuffle_align="variable", moe_collectives=None
+    )
     with pytest.raises(ConfigError, match="^--tensor-parallel-size: got 1; allowed: at least 2 with --shuf"):
-        GroupConfig(align="variable")
+        ParallelConfig(shuffle_align="variable")
     with pytest.raises(ConfigError, match="^--moe-collectives: got 'all-reduce'; allowed: shuffled with --s"):
-        GroupConfig(2, form="all-reduce", align="variable")
+        ParallelConfig(2, moe_collectives="all-reduce", shuffle_align="variable")
 
 
 def test_urgency_may_be_set_off_or_left_as_it_is() -> None:

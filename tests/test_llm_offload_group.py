@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from moesaic import LLM
-from moesaic.config import GroupConfig, ModelConfig, WorkerConfig
+from moesaic.config import ModelConfig, ParallelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.core.offload import Offload
 from moesaic.core.placement import Placement
@@ -239,7 +239,7 @@ def test_each_rank_reads_its_own_experts_and_nothing_else(tmp_path: Path, static
     options = cases.qwen3(num_attention_heads=4, num_key_value_heads=4, hidden_size=64, num_experts=7)
     path = tiny.save(tiny.build("qwen3_moe", options | {"moe_intermediate_size": 64}), tmp_path)
     byte_tokenizer(path)
-    case, config = Case(path, "float32"), WorkerConfig(ModelConfig(str(path)), group=GroupConfig(2))
+    case, config = Case(path, "float32"), WorkerConfig(ModelConfig(str(path)), parallel=ParallelConfig(2))
     before = set(followers())
     made = case.group(replace(DISK, static_experts=static))
     [rank] = set(followers()) - before

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic.config import GroupConfig, ModelConfig, OffloadConfig, WorkerConfig
+from moesaic.config import ModelConfig, OffloadConfig, ParallelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.metrics import PassStats
 from moesaic.core.placement import Placement
@@ -40,8 +40,8 @@ def planned(
     gpus: int = 0,
     **options: Any,
 ) -> Planned:
-    group = GroupConfig(ranks, placement=placement)
-    worker = WorkerConfig(ModelConfig(str(path)), group=group)
+    group = ParallelConfig(ranks, placement=placement)
+    worker = WorkerConfig(ModelConfig(str(path)), parallel=group)
     return plan(worker, OffloadConfig(cap, **options), JOB, hardware, gpus)
 
 

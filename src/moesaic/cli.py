@@ -31,8 +31,8 @@ from moesaic.config import (
     ClusterConfig,
     ModelConfig,
     OffloadConfig,
+    ParallelConfig,
     QueueConfig,
-    RanksConfig,
     SchedulerConfig,
     ServerConfig,
     TraceConfig,
@@ -137,7 +137,7 @@ def run_batch(
     model: Annotated[ModelConfig, FLAT],
     cache: Annotated[CacheConfig, FLAT] = CacheConfig(),
     scheduler: Annotated[SchedulerConfig, FLAT] = SchedulerConfig(),
-    ranks: Annotated[RanksConfig, FLAT] = RanksConfig(),
+    parallel: Annotated[ParallelConfig, FLAT] = ParallelConfig(),
     offload: Annotated[OffloadConfig, FLAT] = OffloadConfig(),
     tracing: Annotated[TraceConfig, FLAT] = TraceConfig(),
     output: Annotated[Output, FLAT] = Output(),
@@ -148,7 +148,7 @@ def run_batch(
     """
     from moesaic.commands import run_batch as command
 
-    worker = WorkerConfig(model, cache, scheduler, ranks.group, trace=tracing.trace)
+    worker = WorkerConfig(model, cache, scheduler, parallel, trace=tracing.trace)
     return command.run(options, worker, offload, output.json)
 
 

@@ -55,31 +55,31 @@ def launch(
     another one each time. A trace, if `config` asks for one, is whole after the block, and so is the profile
     of `record`. Raises ConfigError for what shows before the weights are read.
     """
+    cluster = cluster and cluster.resolved()
     path = _checked(config, cluster)
     defaults = files.generation_defaults(path)
     tokenizer = Tokenizer(path, chat_template)
     here = replace(
         config,
         model=replace(config.model, model=str(path), revision=None),
-        group=config.group if cluster is None else cluster.group,
+        parallel=cluster.parallel if cluster else config.parallel,
         record=record.record_routing,
         record_share=record.record_routing_share,
     )
     with ExitStack() as stack:
         stack.enter_context(collecting(config.trace))
         stack.enter_context(recording(record))
+        connection: Connection
         supervisor: Supervisor | None = None
         if cluster is None or not cluster.apart:
-            trace, rows = (part_of(file, "attention worker 0") for file in (here.trace, here.record))
-            worker = spawn_worker(replace(here, trace=trace, record=rows))
+            worker = spawn_worker(_first_of_one(here))
             stack.callback(worker.stop)
-            connection: Connection = worker.connection
-            how_it_ended = worker.how_it_ended
+            connection, how_it_ended = worker.connection, worker.how_it_ended
         else:
-            connection = router = Router()
+            router = Router()
             supervisor = Supervisor(here, cluster, router, time.monotonic)
             stack.callback(supervisor.stop)
-            how_it_ended = supervisor.how_it_ended
+            connection, how_it_ended = router, supervisor.how_it_ended
             supervisor.start()
         engine = Engine(
             connection,
@@ -90,6 +90,12 @@ def launch(
             max_waiting=max_waiting,
         )
         yield Launched(engine, connection, how_it_ended, supervisor, defaults.sampling)
+
+
+def _first_of_one(config: WorkerConfig) -> WorkerConfig:
+    """`config` for the only worker: it writes its own parts of the trace and of the recorded routing."""
+    trace, rows = (part_of(file, "attention worker 0") for file in (config.trace, config.record))
+    return replace(config, trace=trace, record=rows)
 
 
 def _checked(config: WorkerConfig, cluster: ClusterConfig | None) -> Path:

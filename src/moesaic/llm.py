@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any
 
-from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from moesaic.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.errors import ConfigError, EngineDeadError, RequestError
 from moesaic.core.messages import Ready
 from moesaic.core.metrics import WorkerStats
@@ -53,13 +53,6 @@ class _Batch:
     """Completions that still run."""
     arrived: deque[RequestOutput] = field(default_factory=deque)
     """Outputs that nobody took yet: another call's iterator may have made them."""
-
-
-GROUP_SETTINGS = (
-    *("tensor_parallel_size", "expert_tensor_parallel_size", "moe_collectives", "shuffle_align"),
-    "placement",
-)
-"""Settings of ClusterConfig that a single worker has too: it may be a group of processes."""
 
 
 class LLM:
@@ -212,8 +205,8 @@ def _worker_config(model: str, settings: Mapping[str, Any]) -> WorkerConfig:
     def names(kind: type) -> set[str]:
         return {field.name for field in fields(kind)}
 
-    kinds = (ModelConfig, CacheConfig, SchedulerConfig)
-    known = {*GROUP_SETTINGS, "offload"}.union(*map(names, kinds)) - {"model"}
+    kinds = (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig)
+    known = {"offload"}.union(*map(names, kinds)) - {"model"}
     for name, value in settings.items():
         if name not in known:
             raise ConfigError(f"{name}={value!r}: no such setting; allowed: {', '.join(sorted(known))}")
@@ -225,7 +218,7 @@ def _worker_config(model: str, settings: Mapping[str, Any]) -> WorkerConfig:
         ModelConfig(model, **chosen(ModelConfig)),
         CacheConfig(**chosen(CacheConfig)),
         SchedulerConfig(**chosen(SchedulerConfig)),
-        ClusterConfig(**{name: settings[name] for name in GROUP_SETTINGS if name in settings}).group,
+        ParallelConfig(**chosen(ParallelConfig)),
         offload=settings.get("offload"),
     )
 

@@ -171,7 +171,7 @@ def test_a_start_out_of_bounds_is_refused(servers: int) -> None:
 
 
 def test_pairs_do_not_scale_by_themselves() -> None:
-    settings = ClusterConfig(data_parallel_size=2, enable_expert_parallel=True, autoscale="1:4")
+    settings = ClusterConfig(data_parallel_size=2, enable_expert_parallel=True, autoscale="1:4").resolved()
     with pytest.raises(
         ConfigError, match="--autoscale: got '1:4'; allowed: None with --enable-expert-parallel"
     ):

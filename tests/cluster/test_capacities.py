@@ -100,7 +100,7 @@ def test_who_joins_says_a_positive_weight(weight: float) -> None:
 
 def test_the_first_placement_follows_them() -> None:
     settings = ClusterConfig(expert_servers=2, expert_capacities="3,1")
-    placement = first_placement(LAYOUT, settings, {0: 3.0, 1: 1.0})
+    placement = first_placement(LAYOUT, settings, {0: 3.0, 1: 1.0}, None)
     assert placement.held[0] == {0: (0, 1, 2), 1: (3,)}
 
 

@@ -263,7 +263,7 @@ def test_a_server_that_is_being_restarted_can_leave_and_does_not_come_back(spawn
     assert scene.members.servers == [stays]
 
 
-RANKS = ClusterConfig(data_parallel_size=2, enable_expert_parallel=True)
+RANKS = ClusterConfig(data_parallel_size=2, enable_expert_parallel=True).resolved()
 
 
 def test_ranks_pair_by_place_and_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from moesaic.cluster.dispatching import dispatch_of
+from moesaic.cluster.placing import read_placement
 from moesaic.cluster.router import Router
 from moesaic.config import ClusterConfig
 from moesaic.core import messages
@@ -139,6 +140,12 @@ RANKS: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True
 APART: dict[str, Any] = {"attention_workers": 2, "expert_servers": 2}
 
 
+def rule_of(cluster: ClusterConfig) -> tuple[str, Any]:
+    """As the supervisor finds it."""
+    resolved = cluster.resolved()
+    return dispatch_of(resolved, read_placement(resolved))
+
+
 @pytest.mark.parametrize(
     ("shape", "dispatch", "name"),
     [
@@ -152,7 +159,7 @@ APART: dict[str, Any] = {"attention_workers": 2, "expert_servers": 2}
     ],
 )
 def test_the_rule_that_is_chosen(shape: dict[str, Any], dispatch: Any, name: str, tmp_path: Path) -> None:
-    found, rule = dispatch_of(ClusterConfig(placement=solved(tmp_path), dispatch=dispatch, **shape))
+    found, rule = rule_of(ClusterConfig(placement=solved(tmp_path), dispatch=dispatch, **shape))
     assert found == name
     kinds = {"affinity": Affinity, "round-robin": RoundRobin}
     assert rule is least_loaded if name == "least-loaded" else isinstance(rule, kinds[name])
@@ -160,8 +167,8 @@ def test_the_rule_that_is_chosen(shape: dict[str, Any], dispatch: Any, name: str
 
 def test_nothing_asked_for_and_no_tables(tmp_path: Path) -> None:
     for placement in (None, solved(tmp_path, name="")):
-        assert dispatch_of(ClusterConfig(placement=placement, **RANKS)) == ("least-loaded", least_loaded)
-    assert dispatch_of(ClusterConfig(attention_workers=2))[0] == "least-loaded"
+        assert rule_of(ClusterConfig(placement=placement, **RANKS)) == ("least-loaded", least_loaded)
+    assert rule_of(ClusterConfig(attention_workers=2))[0] == "least-loaded"
 
 
 def test_affinity_needs_tables_that_fit(tmp_path: Path) -> None:
@@ -175,11 +182,11 @@ def test_affinity_needs_tables_that_fit(tmp_path: Path) -> None:
         with pytest.raises(
             ConfigError, match="--dispatch: got 'affinity'; allowed: least-loaded, round-robin"
         ):
-            dispatch_of(ClusterConfig(dispatch="affinity", **settings))
+            rule_of(ClusterConfig(dispatch="affinity", **settings))
     with pytest.raises(ConfigError, match=r"t.npz: rank of expert 0 in layer 0: got 1"):
-        dispatch_of(ClusterConfig(placement=solved(tmp_path, rank=1), **RANKS))
+        rule_of(ClusterConfig(placement=solved(tmp_path, rank=1), **RANKS))
     with pytest.raises(ConfigError, match=r"gone.npz: No such file"):
-        dispatch_of(ClusterConfig(placement=solved(tmp_path, name="gone.npz"), **RANKS))
+        rule_of(ClusterConfig(placement=solved(tmp_path, name="gone.npz"), **RANKS))
 
 
 def test_dispatch_is_for_several_workers() -> None:

@@ -172,9 +172,9 @@ def test_tables_of_another_number_of_ranks(tmp_path: Path) -> None:
     file = tmp_path / "p.json"
     file.write_text(replace(PLACEMENT, tables="t.npz").to_json())
     with pytest.raises(ConfigError, match=r"t\.npz: ranks: got 3; allowed: as many as are served, 2$"):
-        Tables.beside(str(file), 2)
+        Tables.beside(str(file), Placement.read(str(file), 2))
     made.save(tmp_path / "t.npz")
-    assert Tables.beside(str(file), 2) is not None
+    assert Tables.beside(str(file), Placement.read(str(file), 2)) is not None
 
 
 def test_half_a_file(tmp_path: Path) -> None:

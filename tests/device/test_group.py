@@ -20,9 +20,9 @@ from tests.runtime.group.threads import group_of_threads
 
 from moesaic import LLM, RequestOutput
 from moesaic.config import (
-    Form,
-    GroupConfig,
     ModelConfig,
+    MoeCollectives,
+    ParallelConfig,
     WorkerConfig,
     one_gpu,
 )
@@ -44,7 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek": ("deepseek_v2", model_cases.deepseek(n_shared_experts=2)),
 }  # fmt: skip
-FORMS: tuple[Form, ...] = ("all-reduce", "reduce-scatter", "deepspeed")
+FORMS: tuple[MoeCollectives, ...] = ("all-reduce", "reduce-scatter", "deepspeed")
 POLICIES = {
     name: policy
     for name, policy in test_offload.POLICIES.items()
@@ -177,7 +177,7 @@ def test_a_rank_sees_one_gpu_of_those_that_the_first_one_sees() -> None:
 
 
 def test_the_processes_of_a_group_are_told_their_gpus() -> None:
-    asked = WorkerConfig(ModelConfig("model", device="cuda"), group=GroupConfig(2))
+    asked = WorkerConfig(ModelConfig("model", device="cuda"), parallel=ParallelConfig(2))
     with sanitized():
         assert launcher._gpu(asked, 1) == {"CUDA_VISIBLE_DEVICES": "0"}, "there is one"
         assert launcher._gpu(replace(asked, model=ModelConfig("model", device="cpu")), 1) == {}

@@ -20,11 +20,11 @@ from tests.runtime.group.threads import group_of_threads
 from moesaic import LLM, SamplingParams
 from moesaic.config import (
     CacheConfig,
-    Form,
-    GroupConfig,
     ModelConfig,
+    MoeCollectives,
     OffloadConfig,
     OffloadSchedule,
+    ParallelConfig,
     WorkerConfig,
 )
 from moesaic.core.errors import ConfigError
@@ -44,7 +44,7 @@ NARROW = {
 
 
 def planned(path: Path, options: OffloadConfig, job: Job, ranks: int = 2) -> tuple[Offload, dict[str, Any]]:
-    asked = WorkerConfig(ModelConfig(str(path)), group=GroupConfig(ranks))
+    asked = WorkerConfig(ModelConfig(str(path)), parallel=ParallelConfig(ranks))
     worker = plan(asked, options, job, MACHINES["l4"], gpus=ranks).worker
     assert worker.offload is not None
     return worker.offload, {
@@ -72,7 +72,7 @@ def test_planned_ranks_keep_to_the_memory_that_each_may_take(
     test_group.same(found, test_group.alone(path, **settings))
 
 
-EXCHANGED: list[tuple[OffloadSchedule, int, Form, bool]] = [
+EXCHANGED: list[tuple[OffloadSchedule, int, MoeCollectives, bool]] = [
     *(("auto", 2, form, True) for form in test_group.FORMS), ("s2", 2, "reduce-scatter", True),
     ("auto", 4, "all-reduce", False),
 ]  # fmt: skip
@@ -85,7 +85,7 @@ EXCHANGING = itertools.product(("auto", "s2", "serial"), (2, 4), test_group.FORM
     [*EXCHANGED, *(pytest.param(*case, marks=pairs.REST) for case in EXCHANGING if case not in EXCHANGED)],
 )
 def test_what_ranks_exchange_is_within_that_memory(
-    tmp_path: Path, schedule: OffloadSchedule, ranks: int, form: Form, to_one_rank: bool
+    tmp_path: Path, schedule: OffloadSchedule, ranks: int, form: MoeCollectives, to_one_rank: bool
 ) -> None:
     model = tiny.build("qwen3_moe", model_cases.qwen3(**NARROW))
     if to_one_rank:

@@ -43,8 +43,8 @@ def test_while_a_model_is_loaded(config: WorkerConfig, line: str) -> None:
 
 RANK = """
 import torch
-from moesaic.runtime.group import __main__ as build_rank
-from moesaic.runtime.group import load, sharded
+from moesaic.runtime.group import __main__ as rank
+from moesaic.runtime.group import build_rank, sharded
 
 def full(*given, **named):
     raise torch.OutOfMemoryError({full!r})
@@ -53,10 +53,10 @@ def full(*given, **named):
 raise SystemExit(rank.main())
 """
 PLACES = {
-    "weights": ("load.load_model", "--kv-cache-memory: got '4MiB'; allowed: less"),
-    "what is free": ("load.free_memory", "--kv-cache-memory: got 'auto'; allowed: less"),
-    "cache": ("load.PagedKV", "--kv-cache-memory: got '4MiB'; allowed: less"),
-    "step": ("sharded.InMemory.run", "a step: CUDA out of memory; allowed: fewer rows at a time"),
+    "weights": ("build_rank.load_model", "--kv-cache-memory: got '4MiB'; allowed: less"),
+    "what is free": ("build_rank.free_memory", "--kv-cache-memory: got 'auto'; allowed: less"),
+    "cache": ("build_rank.PagedKV", "--kv-cache-memory: got '4MiB'; allowed: less"),
+    "step": ("sharded.ModelInMemory.run", "a step: CUDA out of memory; allowed: fewer rows at a time"),
 }
 
 

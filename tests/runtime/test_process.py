@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from moesaic.cluster.local import ChildProcess, spawn_worker
-from moesaic.config import CacheConfig, GroupConfig, ModelConfig, WorkerConfig, worker_environment
+from moesaic.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig, worker_environment
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.request import FinishReason, Request, SamplingParams
@@ -176,7 +176,7 @@ def test_a_group_that_never_met_leaves_no_folder(tmp_path: Path) -> None:
     meeting = tmp_path / "group" / "socket"
     meeting.parent.mkdir()
     meeting.touch()
-    config = replace(DEMO, group=GroupConfig(2)).to_json()
+    config = replace(DEMO, parallel=ParallelConfig(2)).to_json()
     options = ["--rank", "1", "--socket", str(meeting), "--config", config]
     process = subprocess.run(
         [sys.executable, "-m", "moesaic.runtime.group", *options],

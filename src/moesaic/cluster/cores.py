@@ -14,7 +14,7 @@ class Cores:
     def __init__(self, worker: WorkerConfig) -> None:
         self._cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
         self._pinned = worker.model.pin_threads
-        self._group = worker.group.size
+        self._group = worker.parallel.tensor_parallel_size
 
     def threads(self, alike: int) -> int:
         """Of each of `alike` processes of one role.

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from moesaic.config import ClusterConfig, DispatchName
 from moesaic.core.errors import ConfigError
+from moesaic.core.placement import Placement
 from moesaic.core.tables import Tables
 from moesaic.policy.placement.dispatch import Affinity, Dispatch, RoundRobin, Rounds, least_loaded
 
 
-def dispatch_of(cluster: ClusterConfig) -> tuple[DispatchName, Dispatch]:
-    """Its name, and the rule itself. Raises ConfigError for `affinity` without tables, or for bad ones.
+def dispatch_of(cluster: ClusterConfig, placement: Placement | None) -> tuple[DispatchName, Dispatch]:
+    """The name of the dispatch rule, and the rule itself.
 
-    Where nothing is asked for it is affinity if the placement has tables and each worker has a server beside
-    it, else least-loaded. A worker's rank is its number: what dies comes back with its own.
+    placement: what the file of --placement says. Without --dispatch the rule is affinity if the placement has
+    tables and each worker has a server of its own rank; else it is least-loaded. A worker's rank is its
+    number, which a restarted worker keeps. Raises ConfigError for `affinity` without tables, and for tables
+    that cannot be read.
     """
     name = cluster.dispatch
     if name == "round-robin":
@@ -20,8 +23,8 @@ def dispatch_of(cluster: ClusterConfig) -> tuple[DispatchName, Dispatch]:
     colocated = cluster.enable_expert_parallel
     if name == "least-loaded" or (name is None and not colocated):
         return "least-loaded", least_loaded
-    file, servers = cluster.placement, cluster.expert_servers
-    tables = None if file is None or servers == 0 else Tables.beside(file, servers)
+    file = cluster.placement
+    tables = None if file is None or placement is None else Tables.beside(file, placement)
     if tables is not None:
         return (name, Rounds(tables)) if name == "affinity-rounds" else ("affinity", Affinity(tables))
     if name in ("affinity", "affinity-rounds"):

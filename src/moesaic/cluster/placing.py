@@ -12,16 +12,29 @@ from moesaic.core.placement import Placement
 from moesaic.policy.placement import balance
 
 
-def first_placement(
-    layout: ExpertLayout, cluster: ClusterConfig, capacities: Mapping[int, float]
-) -> Placement:
-    """Of `cluster`'s servers, numbered from 0. Raises ConfigError for a file that does not fit.
+def read_placement(cluster: ClusterConfig) -> Placement | None:
+    """What the file of --placement says of the expert servers; None if it says nothing of them.
 
-    capacities: server -> weight.
+    Raises ConfigError for a file that cannot be read or names other servers.
+    """
+    if cluster.placement is None or cluster.expert_servers == 0:
+        return None
+    return Placement.read(cluster.placement, cluster.expert_servers)
+
+
+def first_placement(
+    layout: ExpertLayout,
+    cluster: ClusterConfig,
+    capacities: Mapping[int, float],
+    placement: Placement | None,
+) -> Placement:
+    """The placement that `cluster`'s servers, numbered from 0, start with.
+
+    capacities: server -> weight. placement: see `read_placement`. Raises ConfigError if it was made for
+    another model.
     """
     name = layout.fingerprint
-    if cluster.placement is not None:
-        placement = Placement.read(cluster.placement, cluster.expert_servers)
+    if placement is not None:
         placement.check(name, layout.layers, layout.num_experts)
         return placement
     load = np.ones((len(layout.layers), layout.num_experts))

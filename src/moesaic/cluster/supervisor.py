@@ -26,7 +26,7 @@ from moesaic.cluster.host_transport import host_transport
 from moesaic.cluster.join_listener import JoinListener, RemoteProcess
 from moesaic.cluster.member import Member, RestartRule, Role, Stage
 from moesaic.cluster.members import Members
-from moesaic.cluster.placing import first_placement
+from moesaic.cluster.placing import first_placement, read_placement
 from moesaic.cluster.publishing import Publisher
 from moesaic.cluster.report import counters, layer_locality, layer_replicas, process_status
 from moesaic.cluster.router import Router
@@ -54,7 +54,8 @@ class Supervisor:
         """Raises ConfigError for settings of `cluster` that cannot be carried out."""
         self._cluster = cluster
         self._router = router
-        self._dispatch, router.dispatch = dispatch_of(cluster)
+        self._placement_file = read_placement(cluster)
+        self._dispatch, router.dispatch = dispatch_of(cluster, self._placement_file)
         self._clock = clock
         self._rule = RestartRule()
         file = cluster.cluster_secret_file
@@ -286,7 +287,9 @@ class Supervisor:
             return
         try:
             capacities = self._members.capacities
-            self._publisher.placement = first_placement(layout, self._cluster, capacities)
+            self._publisher.placement = first_placement(
+                layout, self._cluster, capacities, self._placement_file
+            )
         except ConfigError as error:
             self._router.tell(messages.Failed(str(error), user_error=True))
             return

@@ -83,7 +83,7 @@ def _over_disk(planned: Planned) -> bool:
 def plan_text(planned: Planned, job: Job) -> str:
     """What was chosen, in three lines."""
     over_disk = _over_disk(planned)
-    policy, price, ranks = planned.price.policy, planned.price, planned.worker.group.size
+    policy, price, ranks = planned.price.policy, planned.price, planned.worker.parallel.tensor_parallel_size
     away = planned.model.experts - policy.static_experts
     beside = "" if over_disk else _attention(policy)
     verb = "stay in" if policy.in_place else "come from"

@@ -36,7 +36,10 @@ def run(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig, as_json
     else:
         print_summary(summary, Console())
         if planned is not None and summary.passes:
-            found, ranks = offload_report.phases(planned, summary.passes), worker.group.size
+            found, ranks = (
+                offload_report.phases(planned, summary.passes),
+                worker.parallel.tensor_parallel_size,
+            )
             print(offload_report.result_text(found, summary.seconds, ranks))
     return summary.exit_code()
 

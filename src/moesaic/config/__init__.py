@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from moesaic.config.cluster import ClusterConfig, ExpertServerConfig, RanksConfig
+from moesaic.config.cluster import ClusterConfig, ParallelConfig
 from moesaic.config.environment import api_key, hub_cache, one_gpu, worker_environment
+from moesaic.config.expert_server import ExpertServerConfig
 from moesaic.config.server import ServerConfig, TraceConfig, resolve_server
 from moesaic.config.values import (
     SMALL_MODEL,
@@ -12,9 +13,9 @@ from moesaic.config.values import (
     Device,
     DispatchName,
     Dtype,
-    Form,
     HostTransport,
     KernelName,
+    MoeCollectives,
     OffloadSchedule,
     QueuePolicyName,
     Schedule,
@@ -24,7 +25,6 @@ from moesaic.config.values import (
 )
 from moesaic.config.worker import (
     CacheConfig,
-    GroupConfig,
     ModelConfig,
     OffloadConfig,
     QueueConfig,
@@ -42,16 +42,15 @@ __all__ = [
     "DispatchName",
     "Dtype",
     "ExpertServerConfig",
-    "Form",
-    "GroupConfig",
     "HostTransport",
     "KernelName",
     "ModelConfig",
+    "MoeCollectives",
     "OffloadConfig",
     "OffloadSchedule",
+    "ParallelConfig",
     "QueueConfig",
     "QueuePolicyName",
-    "RanksConfig",
     "Schedule",
     "SchedulerConfig",
     "ServerConfig",

@@ -1,32 +1,75 @@
-"""Which processes serve, and an expert server among them."""
+"""Which processes serve: the ranks of an attention worker, and the processes of a cluster."""
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, replace
 from typing import get_args
 
 from moesaic.config.values import (
     Align,
     DispatchName,
-    Form,
-    KernelName,
-    QueuePolicyName,
-    Schedule,
+    MoeCollectives,
     Transport,
     at_least,
     capacity,
     one_of,
 )
-from moesaic.config.worker import GroupConfig, QueueConfig
 from moesaic.core.errors import ConfigError
-from moesaic.core.experts import ExpertLayout
 
 
 @dataclass(frozen=True)
-class ClusterConfig:
-    """Which processes serve, and who holds which experts."""
+class ParallelConfig:
+    """The ranks of one attention worker: processes that share its attention heads and its experts."""
+
+    tensor_parallel_size: int = 1
+    """Number of ranks of each attention worker. Ranks are processes that share its attention heads and its
+    experts. With --fast-memory each rank may take that much memory, and reads its own experts."""
+    expert_tensor_parallel_size: int = 1
+    """Number of neighbouring ranks that share each expert: each holds a part of the expert's width. With 1
+    each rank holds whole experts."""
+    moe_collectives: MoeCollectives | None = None
+    """Collectives between attention and experts: deepspeed (all-reduce, two all-to-all, all-gather),
+    all-reduce (each rank computes its experts for all tokens), reduce-scatter (then all-to-all and
+    all-gather), or shuffled (reduce-scatter sends each token to the rank whose experts it is expected to
+    choose; Speculative MoE). None: shuffled if the placement has tables, else reduce-scatter."""
+    shuffle_align: Align = "move"
+    """How shuffled tokens are divided among the ranks: move gives each rank the same number and moves the
+    tokens whose prediction is least certain; variable allows any number for each rank."""
+    placement: str | None = None
+    """File that says which server or rank holds which experts (see `moesaic place`). None: each holds the
+    same number, and `moesaic serve` moves experts later by measured load."""
+
+    def __post_init__(self) -> None:
+        size, shared = self.tensor_parallel_size, self.expert_tensor_parallel_size
+        at_least("--tensor-parallel-size", size, 1)
+        if shared < 1 or size % shared:
+            divisors = ", ".join(str(one) for one in range(1, size + 1) if size % one == 0)
+            raise ConfigError.field(
+                "--expert-tensor-parallel-size", shared, f"{divisors}, what divides {size}"
+            )
+        if self.moe_collectives is not None:
+            one_of("--moe-collectives", self.moe_collectives, get_args(MoeCollectives))
+            if size == 1:
+                raise ConfigError.field("--tensor-parallel-size", 1, "at least 2 with --moe-collectives")
+        one_of("--shuffle-align", self.shuffle_align, get_args(Align))
+        if self.shuffle_align != ParallelConfig.shuffle_align:
+            if size == 1:
+                raise ConfigError.field("--tensor-parallel-size", 1, "at least 2 with --shuffle-align")
+            if self.moe_collectives not in (None, "shuffled"):
+                allowed = "shuffled with --shuffle-align"
+                raise ConfigError.field("--moe-collectives", self.moe_collectives, allowed)
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Number of parts that the experts of a layer are divided into: one for each rank, or one for each
+        group of ranks that share their experts."""
+        return self.tensor_parallel_size // self.expert_tensor_parallel_size
+
+
+@dataclass(frozen=True)
+class ClusterConfig(ParallelConfig):
+    """Which processes serve, and which of them holds which experts."""
 
     attention_workers: int = 1
     """Processes that compute everything but the routed experts, each with its own KV cache."""
@@ -39,8 +82,6 @@ class ClusterConfig:
     expert_capacities: str | None = None
     """Capacity weight of each expert server, such as 2,1: its share of the experts and of the load. Servers
     that are added later have the last one's. None: the threads of a server, the same for all."""
-    placement: str | None = None
-    """File that says which server holds which experts; None: the same number each, by measured load later."""
     rebalance_interval: float = 60.0
     """Seconds between two looks at the experts' load, after which some move where that is worth it; 0: never.
     A placement from a file stays what it is."""
@@ -58,16 +99,6 @@ class ClusterConfig:
     """tcp:HOST:PORT where expert servers of other machines may join; see `moesaic join`."""
     cluster_secret_file: str | None = None
     """File with the secret that they have to know; made, with mode 600, where there is none."""
-    tensor_parallel_size: int = 1
-    """Ranks of each attention worker: processes that share its attention heads and its experts."""
-    expert_tensor_parallel_size: int = 1
-    """Neighbouring ranks that hold a part of each expert's width, in place of whole experts."""
-    moe_collectives: Form | None = None
-    """How the ranks meet between attention and experts: deepspeed (all-reduce, all-to-all twice, all-gather),
-    all-reduce (no token travels), reduce-scatter, or shuffled (a row is scattered to where its experts are
-    expected; Speculative MoE). None: shuffled where the placement has tables, else reduce-scatter."""
-    shuffle_align: Align = "move"
-    """Of shuffled rows: move, equal shards, the least sure rows give way; variable, shards of any size."""
     data_parallel_size: int | None = None
     """Ranks: as many attention workers, in place of --attention-workers."""
     enable_expert_parallel: bool = False
@@ -91,17 +122,37 @@ class ClusterConfig:
         return tuple(capacity("--expert-capacities", part) for part in self.expert_capacities.split(","))
 
     @property
-    def group(self) -> GroupConfig:
-        """Of each attention worker. Raises ConfigError for what cannot be one."""
-        size, shared = self.tensor_parallel_size, self.expert_tensor_parallel_size
-        placement = self.placement if size > 1 else None
-        return GroupConfig(size, shared, self.moe_collectives, self.shuffle_align, placement)
+    def parallel(self) -> ParallelConfig:
+        """The ranks of each attention worker. A placement is theirs where they share the experts; else it is
+        that of the expert servers."""
+        own = {field.name: getattr(self, field.name) for field in fields(ParallelConfig)}
+        return ParallelConfig(**own | ({"placement": None} if self.tensor_parallel_size == 1 else {}))
+
+    def resolved(self) -> ClusterConfig:
+        """The same, with --attention-workers and --expert-servers as --data-parallel-size sets them.
+
+        Raises ConfigError where they were given and say something else.
+        """
+        ranks = self.data_parallel_size
+        if ranks is None:
+            return self
+        at_least("--data-parallel-size", ranks, 1)
+        servers = ranks if self.enable_expert_parallel else self.expert_servers
+        for name, value in (("attention_workers", ranks), ("expert_servers", servers)):
+            given = getattr(self, name)
+            if given not in (value, getattr(ClusterConfig, name)):
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError.field(flag, given, f"{value} with --data-parallel-size {ranks}")
+        if (self.attention_workers, self.expert_servers) == (ranks, servers):
+            return self
+        return replace(self, attention_workers=ranks, expert_servers=servers)
 
     def __post_init__(self) -> None:
         if self.data_parallel_size is None and self.enable_expert_parallel:
             raise ConfigError("--enable-expert-parallel: give the number of ranks as --data-parallel-size")
-        if self.data_parallel_size is not None:
-            self._set_ranks(self.data_parallel_size)
+        if self.resolved() is not self:
+            return  # what was resolved has been checked
+        super().__post_init__()
         at_least("--attention-workers", self.attention_workers, 1)
         at_least("--expert-servers", self.expert_servers, 0)
         at_least("--redundant-experts", self.redundant_experts, 0)
@@ -113,7 +164,7 @@ class ClusterConfig:
             raise ConfigError.field("--transport", "shm", "auto, socket with --cluster-address")
         if (self.cluster_address is None) != (self.cluster_secret_file is None):
             raise ConfigError("--cluster-address and --cluster-secret-file: give both or none")
-        if self.group.size > 1 and self.expert_servers > 0:
+        if self.tensor_parallel_size > 1 and self.expert_servers > 0:
             raise ConfigError.field("--expert-servers", self.expert_servers, "0 with --tensor-parallel-size")
         self._check_objectives()
         if self.dispatch is not None:
@@ -149,72 +200,3 @@ class ClusterConfig:
                 raise ConfigError.field(
                     "--attention-workers", 1, f"at least 2, or expert servers, with {flag}"
                 )
-
-    def _set_ranks(self, ranks: int) -> None:
-        """The number of processes follows from the number of ranks."""
-        at_least("--data-parallel-size", ranks, 1)
-        servers = ranks if self.enable_expert_parallel else self.expert_servers
-        for name, value in (("attention_workers", ranks), ("expert_servers", servers)):
-            given = getattr(self, name)
-            if given not in (value, getattr(ClusterConfig, name)):
-                flag = "--" + name.replace("_", "-")
-                raise ConfigError.field(flag, given, f"{value} with --data-parallel-size {ranks}")
-            object.__setattr__(self, name, value)
-
-
-@dataclass(frozen=True)
-class RanksConfig:
-    """One worker that may be a group of processes; ClusterConfig has the same of several."""
-
-    tensor_parallel_size: int = 1
-    """Ranks: processes that share the model's attention heads and its experts. With --fast-memory each has
-    that much, and reads its own experts."""
-    moe_collectives: Form | None = None
-    """How the ranks meet between attention and experts, as of `moesaic serve`."""
-    placement: str | None = None
-    """With --tensor-parallel-size: file that says which rank holds which experts; None: as many each."""
-
-    def __post_init__(self) -> None:
-        if self.placement is not None and self.tensor_parallel_size == 1:
-            raise ConfigError.field("--tensor-parallel-size", 1, "at least 2 with --placement")
-        self.group  # noqa: B018  refused here
-
-    @property
-    def group(self) -> GroupConfig:
-        """Of the worker. Raises ConfigError for what cannot be one."""
-        return GroupConfig(self.tensor_parallel_size, form=self.moe_collectives, placement=self.placement)
-
-
-@dataclass(frozen=True)
-class ExpertServerConfig:
-    """All that an expert server's process needs to know."""
-
-    model: str
-    """A directory."""
-    layout: ExpertLayout
-    address: str
-    """Where to listen: unix:PATH, unix:@NAME (@ alone: any free name) or tcp:HOST:PORT (0: any free port)."""
-    kernels: KernelName = "auto"
-    mmap: bool = True
-    """Whether weights stay in the mapped files."""
-    device: str = "cpu"
-    threads: int = 1
-    cpus: tuple[int, ...] = ()
-    """Cores that this process is kept on; none: any."""
-    schedule: Schedule = "lockstep"
-    queue_policy: QueuePolicyName = "defrag"
-    queues: QueueConfig = QueueConfig()
-    trace: str | None = None
-    """File for its part of a trace; None: nothing is written down."""
-
-    def to_json(self) -> str:
-        """For the command line of its process."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> ExpertServerConfig:
-        """The inverse of `to_json`."""
-        parts = json.loads(text)
-        layout, queues = parts.pop("layout"), QueueConfig(**parts.pop("queues"))
-        prefixes = {int(layer): prefix for layer, prefix in layout.pop("prefixes").items()}
-        return cls(layout=ExpertLayout(prefixes=prefixes, **layout), queues=queues, **parts)

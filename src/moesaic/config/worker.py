@@ -7,13 +7,12 @@ import math
 from dataclasses import KW_ONLY, asdict, dataclass
 from typing import get_args
 
+from moesaic.config.cluster import ParallelConfig
 from moesaic.config.values import (
-    Align,
     CacheDtype,
     Combine,
     Device,
     Dtype,
-    Form,
     HostTransport,
     KernelName,
     OffloadSchedule,
@@ -157,36 +156,6 @@ class QueueConfig:
 
 
 @dataclass(frozen=True)
-class GroupConfig:
-    """The processes that are one attention worker together; see ClusterConfig for what they do."""
-
-    size: int = 1
-    expert_ranks: int = 1
-    """Neighbouring ranks that share each expert."""
-    form: Form | None = None
-    """None: shuffled where the placement comes with tables, else reduce-scatter."""
-    align: Align = "move"
-    placement: str | None = None
-
-    def __post_init__(self) -> None:
-        at_least("--tensor-parallel-size", self.size, 1)
-        if self.expert_ranks < 1 or self.size % self.expert_ranks:
-            divisors = ", ".join(str(one) for one in range(1, self.size + 1) if self.size % one == 0)
-            allowed = f"{divisors}, what divides {self.size}"
-            raise ConfigError.field("--expert-tensor-parallel-size", self.expert_ranks, allowed)
-        if self.form is not None:
-            one_of("--moe-collectives", self.form, get_args(Form))
-            if self.size == 1:
-                raise ConfigError.field("--tensor-parallel-size", 1, "at least 2 with --moe-collectives")
-        one_of("--shuffle-align", self.align, get_args(Align))
-        if self.align != GroupConfig.align:
-            if self.size == 1:
-                raise ConfigError.field("--tensor-parallel-size", 1, "at least 2 with --shuffle-align")
-            if self.form not in (None, "shuffled"):
-                raise ConfigError.field("--moe-collectives", self.form, "shuffled with --shuffle-align")
-
-
-@dataclass(frozen=True)
 class OffloadConfig:
     """A model larger than the memory that it may take."""
 
@@ -232,7 +201,7 @@ class WorkerConfig:
     model: ModelConfig
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
-    group: GroupConfig = GroupConfig()
+    parallel: ParallelConfig = ParallelConfig()
     remote_experts: bool = False
     """The routed experts are on servers that the supervisor names; else they are computed here."""
     supervised: bool = False
@@ -280,6 +249,8 @@ class WorkerConfig:
         if self.model.max_model_len is not None:
             at_least("--max-model-len", self.model.max_model_len, 2)
         check_threads(self.model.threads)
+        if self.parallel.placement is not None and self.parallel.tensor_parallel_size == 1:
+            raise ConfigError.field("--tensor-parallel-size", 1, "at least 2 with --placement")
         if self.cache.kv_cache_memory != "auto":
             parse_bytes("--kv-cache-memory", self.cache.kv_cache_memory)
 
@@ -293,7 +264,7 @@ class WorkerConfig:
         parts = json.loads(text)
         model, cache = ModelConfig(**parts.pop("model")), CacheConfig(**parts.pop("cache"))
         scheduler, cpus = SchedulerConfig(**parts.pop("scheduler")), tuple(parts.pop("cpus"))
-        group, offload = GroupConfig(**parts.pop("group")), parts.pop("offload")
+        parallel, offload = ParallelConfig(**parts.pop("parallel")), parts.pop("offload")
         offload = None if offload is None else Offload(**offload)
         queues = QueueConfig(**parts.pop("queues"))
-        return cls(model, cache, scheduler, group, cpus=cpus, offload=offload, queues=queues, **parts)
+        return cls(model, cache, scheduler, parallel, cpus=cpus, offload=offload, queues=queues, **parts)

@@ -97,13 +97,15 @@ class Tables:
     # ---- the file
 
     @classmethod
-    def beside(cls, file: str, servers: int) -> Tables | None:
-        """Those that the placement in `file` names; None if it names none. Raises ConfigError as `load`."""
-        placement = Placement.read(file, servers)
+    def beside(cls, file: str, placement: Placement) -> Tables | None:
+        """The tables that `placement`, read from `file`, names; None if it names none.
+
+        Raises ConfigError as `load` does, and for tables that do not fit the placement.
+        """
         if not placement.tables:
             return None
         path = Path(file).parent / placement.tables
-        tables = cls.load(path)
+        tables, servers = cls.load(path), len(placement.servers)
         if tables.ranks != servers:
             raise ConfigError.field(f"{path}: ranks", tables.ranks, f"as many as are served, {servers}")
         tables.check(placement, str(path))

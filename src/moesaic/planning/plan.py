@@ -86,7 +86,7 @@ def plan(
     Raises ConfigError for a cap that is too small, with the smallest that is not, for flags that the plan
     sets or that leave nothing to choose from, and for a machine of the other kind.
     """
-    gpu, ranks = gpus > 0, worker.group.size
+    gpu, ranks = gpus > 0, worker.parallel.tensor_parallel_size
     _refuse_planned(worker, options, gpu)
     _refuse_machine(hardware, options, gpu)
     if gpu and hardware.link.staging is None:  # pages go through pinned memory: read and written by the CPU
@@ -114,11 +114,11 @@ def _experts_of_rank(worker: WorkerConfig, model: ModelSizes) -> int:
 
     Raises ConfigError for heads that cannot be dealt out, and for a placement of another model's experts.
     """
-    group, path = worker.group, files.resolve(worker.model.model, worker.model.revision)
-    routed = registry.read_spec(path, Shard(0, group.size)).routed
-    if group.placement is None:
-        return math.ceil(model.experts / group.size)
-    placement = Placement.read(group.placement, group.size)
+    parallel, path = worker.parallel, files.resolve(worker.model.model, worker.model.revision)
+    routed = registry.read_spec(path, Shard(0, parallel.tensor_parallel_size)).routed
+    if parallel.placement is None:
+        return math.ceil(model.experts / parallel.tensor_parallel_size)
+    placement = Placement.read(parallel.placement, parallel.tensor_parallel_size)
     placement.check(routed.model, routed.layers, routed.num_experts)
     return max(len(experts) for servers in placement.held.values() for experts in servers.values())
 
@@ -155,7 +155,7 @@ def _refuse_planned(worker: WorkerConfig, options: OffloadConfig, gpu: bool) -> 
     if gpu and worker.cache.kv_cache_dtype == "float16":
         allowed = "auto, bfloat16, float32, int8 with --fast-memory on a GPU: the CPU reads it, too"
         raise ConfigError.field("--kv-cache-dtype", "float16", allowed)
-    if worker.group.size > 1 and options.offload_schedule in GATED_FIRST:
+    if worker.parallel.tensor_parallel_size > 1 and options.offload_schedule in GATED_FIRST:
         allowed = f"auto, cgopipe, {'s2, s3, ' * gpu}s4, serial with --tensor-parallel-size"
         raise ConfigError.field("--offload-schedule", options.offload_schedule, allowed)
     scheduler, cache = worker.scheduler, worker.cache
@@ -223,7 +223,7 @@ def _settings(worker: WorkerConfig, pricing: Pricing, price: Price, tokens: int)
         max_num_seqs=policy.batch,
         max_num_batched_tokens=policy.batch * workload.prompt,
     )
-    held = worker.group.size * math.ceil(tokens / block) * block * round(token)
+    held = worker.parallel.tensor_parallel_size * math.ceil(tokens / block) * block * round(token)
     cache = replace(worker.cache, kv_cache_memory=str(held))
     model = replace(worker.model, max_model_len=min(longest_request(worker), tokens))
     return replace(worker, model=model, cache=cache, scheduler=scheduler, offload=offload)

@@ -82,7 +82,7 @@ def build_worker(
     Raises ConfigError or CheckpointError, one line each, when something does not fit.
     """
     max_model_len = context_length(config.model)  # before the weights are read: that takes longer
-    if config.group.size > 1:
+    if config.parallel.tensor_parallel_size > 1:
         return _build_group(config, connection, clock, max_model_len, progress, journal, wakeup, lost)
     if config.offload is not None:
         return _build_offloaded(config, config.offload, connection, clock, max_model_len, progress, journal)
@@ -156,7 +156,7 @@ def _build_group(
     kv_bytes = group.size * info.kv_bytes
     if lost is not None:
         launcher.when_lost(lost)
-    return worker, replace(info, ranks=group.size, collectives=forward.form, kv_bytes=kv_bytes)
+    return worker, replace(info, ranks=group.size, collectives=forward.collectives, kv_bytes=kv_bytes)
 
 
 def _build_offloaded(

@@ -76,7 +76,7 @@ def gpus_of(config: ModelConfig) -> int:
 def check_shared(config: WorkerConfig) -> None:
     """Raises ConfigError where others may load into the same GPU while this process looks what is free."""
     gpus = gpus_of(config.model)
-    shared = gpus > 0 and (config.beside > 0 or config.group.size > gpus)
+    shared = gpus > 0 and (config.beside > 0 or config.parallel.tensor_parallel_size > gpus)
     if shared and config.cache.kv_cache_memory == "auto":
         raise ConfigError.field(
             "--kv-cache-memory", "auto", "a size, such as 4GiB, where several processes share a GPU"
@@ -128,10 +128,15 @@ def num_blocks_of(
     per_request = -(-max_model_len // block_size)
     if config.cache.kv_cache_memory == "auto":
         budget = free_memory(loaded.device) if free is None else free
-        budget = budget // config.group.size if loaded.device.type == "cpu" else budget  # a GPU is one rank's
+        budget = (
+            budget // config.parallel.tensor_parallel_size if loaded.device.type == "cpu" else budget
+        )  # a GPU is one rank's
         num_blocks = min(budget // block_bytes, per_request * config.scheduler.max_num_seqs)
     else:
-        budget = parse_bytes("--kv-cache-memory", config.cache.kv_cache_memory) // config.group.size
+        budget = (
+            parse_bytes("--kv-cache-memory", config.cache.kv_cache_memory)
+            // config.parallel.tensor_parallel_size
+        )
         num_blocks = budget // block_bytes
     if num_blocks < per_request:
         holds = max(0, num_blocks) * block_size

@@ -10,7 +10,7 @@ import pytest
 from tests.runtime.group.placing import write
 from tests.runtime.group.threads import group_of_threads
 
-from moesaic.config import GroupConfig, ModelConfig, WorkerConfig
+from moesaic.config import ModelConfig, ParallelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import NO_TOPIC, Profile, Routes
@@ -18,7 +18,7 @@ from moesaic.models import files, registry
 from moesaic.runtime.group import build_rank
 from moesaic.trace.parts import part_of
 
-WORKER = WorkerConfig(ModelConfig("demo", threads=1), group=GroupConfig(2))
+WORKER = WorkerConfig(ModelConfig("demo", threads=1), parallel=ParallelConfig(2))
 
 
 def profile() -> Profile:
@@ -67,6 +67,6 @@ def test_copies_that_no_rank_holds_are_told(tmp_path: Path, copies: int, tables:
 def test_a_placement_for_fewer_ranks_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path, profile(), 2)
     for size, shared in ((3, 1), (6, 2)):
-        config = replace(WORKER, group=GroupConfig(size, shared, placement=file))
+        config = replace(WORKER, parallel=ParallelConfig(size, shared, placement=file))
         with pytest.raises(ConfigError, match="^--placement: got 'nothing for server 2'"):
             build_rank.placed(config)

@@ -16,6 +16,7 @@ from moesaic import SamplingParams
 from moesaic.collectives.group import Traffic
 from moesaic.collectives.packets import metadata_bytes
 from moesaic.core.metrics import GroupStats
+from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile, Routes
 from moesaic.core.tables import Tables
 from moesaic.core.tokens import IntArray
@@ -176,7 +177,7 @@ def test_shuffled_payload_is_that_of_the_plan(
 ) -> None:
     """Rows are where the tables send them: what is left to send follows, byte for byte."""
     file = write(tmp_path, alone.profile, size // shared)
-    tables = Tables.beside(file, size // shared)
+    tables = Tables.beside(file, Placement.read(file, size // shared))
     assert tables is not None
     owners, routes = tables.experts.astype(np.int64), alone.routes
     plans = forecast(tables, routes, size, align)

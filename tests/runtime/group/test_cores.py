@@ -8,7 +8,7 @@ import pytest
 
 from moesaic.cluster.cores import Cores
 from moesaic.cluster.member import Role
-from moesaic.config import GroupConfig, ModelConfig, WorkerConfig
+from moesaic.config import ModelConfig, ParallelConfig, WorkerConfig
 from moesaic.runtime.group.launcher import of_rank
 
 
@@ -18,7 +18,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def worker(pinned: bool = True, cpus: tuple[int, ...] = ()) -> WorkerConfig:
-    return WorkerConfig(ModelConfig("demo", pin_threads=pinned), group=GroupConfig(2), cpus=cpus)
+    return WorkerConfig(ModelConfig("demo", pin_threads=pinned), parallel=ParallelConfig(2), cpus=cpus)
 
 
 def test_ranks_share_the_cores_of_a_worker_that_has_all() -> None:

@@ -28,7 +28,7 @@ class Threads:
     ) -> None:
         """within: what each thread is in."""
         self._within = within
-        self.ends = local_group(config.group.size)
+        self.ends = local_group(config.parallel.tensor_parallel_size)
         self.failed: list[BaseException] = []
         self._threads = [
             threading.Thread(target=self._follow, args=(of_rank(config, rank), end), name=f"{RANK}{rank}")

@@ -38,7 +38,13 @@ def main() -> int:
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
     try:
-        peers = gather(arguments.socket, secret, arguments.rank, config.group.size, seconds=READY_SECONDS)
+        peers = gather(
+            arguments.socket,
+            secret,
+            arguments.rank,
+            config.parallel.tensor_parallel_size,
+            seconds=READY_SECONDS,
+        )
         follower(config, OneShotGroup(peers)).follow()
     except ConnectionLost:
         return 0

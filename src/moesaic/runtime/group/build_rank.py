@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from moesaic.collectives.group import Group
-from moesaic.config import GroupConfig, WorkerConfig
+from moesaic.config import ParallelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.offload import Offload
 from moesaic.core.placement import Placement
@@ -41,7 +41,7 @@ from moesaic.trace.parts import whole_of
 
 def check(config: WorkerConfig) -> None:
     """Raises ConfigError for settings that a group cannot carry out, or a model that cannot be dealt out."""
-    scheduler, size = config.scheduler, config.group.size
+    scheduler, size = config.scheduler, config.parallel.tensor_parallel_size
     for flag, value, allowed in (
         ("--schedule", scheduler.schedule, "lockstep"),
         ("--inflight-batches", scheduler.inflight_batches, 1),
@@ -54,15 +54,17 @@ def check(config: WorkerConfig) -> None:
             raise ConfigError.field(flag, value, f"{allowed_text} with --tensor-parallel-size {size}")
     path = files.resolve(config.model.model, config.model.revision)
     registry.read_spec(path, Shard(0, size))
-    units = size // config.group.expert_ranks
+    units = config.parallel.expert_parallel_size
     spec = registry.read_spec(path)
     if units > spec.num_experts:
         raise ConfigError.field(
             "--tensor-parallel-size", size, f"ranks with an expert each, {spec.num_experts}"
         )
-    if config.group.expert_ranks > spec.expert_width:
+    if config.parallel.expert_tensor_parallel_size > spec.expert_width:
         width = f"at most the experts' width, {spec.expert_width}"
-        raise ConfigError.field("--expert-tensor-parallel-size", config.group.expert_ranks, width)
+        raise ConfigError.field(
+            "--expert-tensor-parallel-size", config.parallel.expert_tensor_parallel_size, width
+        )
     if config.offload is not None:
         offloaded_group.check(config, config.offload)
     else:
@@ -96,16 +98,16 @@ def placed(config: WorkerConfig) -> ExpertOwners:
 
     Raises ConfigError for a file that does not fit, and for `shuffled` without tables.
     """
-    group, layout = config.group, layout_of(config.model)
-    units = group.size // group.expert_ranks
-    if group.placement is None:
+    parallel, layout = config.parallel, layout_of(config.model)
+    units = parallel.expert_parallel_size
+    if parallel.placement is None:
         found = ExpertOwners(equal_owners(layout.layers, layout.num_experts, units), None)
     else:
-        placement = Placement.read(group.placement, units)
+        placement = Placement.read(parallel.placement, units)
         placement.check(layout.fingerprint, layout.layers, layout.num_experts)
-        found = _placed_by(placement, Tables.beside(group.placement, units))
-    if group.form == "shuffled" and found.tables is None:
-        raise ConfigError.field("--placement", group.placement, "a file with tables, for shuffled rows")
+        found = _placed_by(placement, Tables.beside(parallel.placement, placement))
+    if parallel.moe_collectives == "shuffled" and found.tables is None:
+        raise ConfigError.field("--placement", parallel.placement, "a file with tables, for shuffled rows")
     return found
 
 
@@ -139,9 +141,9 @@ def load_rank(
     if config.offload is not None:
         return loaded
     path = files.resolve(config.model.model, config.model.revision)
-    unit, part = divmod(group.rank, config.group.expert_ranks)
+    unit, part = divmod(group.rank, config.parallel.expert_tensor_parallel_size)
     mapped, dtype = config.model.mmap, config.model.dtype
-    of_expert, device = Shard(part, config.group.expert_ranks), str(loaded.device)
+    of_expert, device = Shard(part, config.parallel.expert_tensor_parallel_size), str(loaded.device)
     weights = registry.load_experts(path, loaded.kernels, where.of(unit), device, dtype, mapped, of_expert)
     return replace(loaded, model=replace(loaded.model, experts=weights))
 
@@ -155,9 +157,9 @@ def join(
     model, counted = loaded.model, GroupCounts()
     size, dtype = config.cache.block_size, kv_type(config.cache, loaded)
     kv = PagedKV(model.spec.kv, model.spec.num_layers, num_blocks, size, dtype, loaded.device, loaded.kernels)
-    form = _form(config.group, group, where, loaded.kernels, model.expert_weights, counted)
-    run = ModelInMemory(model, kv, size, group, form).run
-    return RankSteps(run, group, _named(config.group, where), InGroup(loaded.kernels, group, counted))
+    collectives = _collectives(config.parallel, group, where, loaded.kernels, model.expert_weights, counted)
+    run = ModelInMemory(model, kv, size, group, collectives).run
+    return RankSteps(run, group, _named(config.parallel, where), InGroup(loaded.kernels, group, counted))
 
 
 def _paged(
@@ -173,12 +175,12 @@ def _paged(
     counted, kernels = GroupCounts(), loaded.kernels
     held = memory_levels.levels(config, offload, loaded, layout_of(config.model), where.of(group.rank))
     weights = offloaded_group.OfPass(held.experts)
-    form = partial(_form, config.group, group, where, kernels, weights, counted)
-    after = offloaded_group.GroupAfterAttention(loaded.model, group, form, weights)
+    collectives = partial(_collectives, config.parallel, group, where, kernels, weights, counted)
+    after = offloaded_group.GroupAfterAttention(loaded.model, group, collectives, weights)
     pieces = offloaded.Pieces(loaded, held, after, where.most, kv)
     passes = offloaded.passes_over(config, offload, pieces)
     experts = InGroup(kernels, group, counted, passes.stats)
-    return RankSteps(passes.run, group, _named(config.group, where), experts)
+    return RankSteps(passes.run, group, _named(config.parallel, where), experts)
 
 
 @out_of_memory.told
@@ -204,15 +206,15 @@ def least_free(config: WorkerConfig, group: Group, loaded: LoadedModel) -> int |
     return int(group.gather_notes(mine, np.arange(group.size)).min()) << 20
 
 
-def _named(config: GroupConfig, where: ExpertOwners) -> str:
+def _named(parallel: ParallelConfig, where: ExpertOwners) -> str:
     """The form and what the placement has in vain, for people."""
-    form = config.form or ("reduce-scatter" if where.tables is None else "shuffled")
+    name = parallel.moe_collectives or ("reduce-scatter" if where.tables is None else "shuffled")
     left_out = f", without the placement's {where.left_out} copies" if where.left_out else ""
-    return f"{form} ({config.align}){left_out}" if form == "shuffled" else form + left_out
+    return f"{name} ({parallel.shuffle_align}){left_out}" if name == "shuffled" else name + left_out
 
 
-def _form(
-    config: GroupConfig,
+def _collectives(
+    parallel: ParallelConfig,
     group: Group,
     where: ExpertOwners,
     kernels: Kernels,
@@ -220,13 +222,15 @@ def _form(
     counted: GroupCounts,
 ) -> CollectiveLayout:
     """The one that --moe-collectives names."""
-    ranks = config.expert_ranks
+    ranks = parallel.expert_tensor_parallel_size
     owners = {layer: one * ranks for layer, one in where.owners.items()}
     experts = GroupExperts(group, kernels, weights, owners, counted, ranks)
-    if config.form == "deepspeed":
+    if parallel.moe_collectives == "deepspeed":
         return DeepSpeed(group, experts)
-    if config.form == "all-reduce":
+    if parallel.moe_collectives == "all-reduce":
         return AllReduce(group, experts)
-    if config.form == "reduce-scatter" or where.tables is None:
+    if parallel.moe_collectives == "reduce-scatter" or where.tables is None:
         return ReduceScatter(group, experts, BatchOrder(group))
-    return ReduceScatter(group, experts, ExpectedRanks(group, counted, where.tables, config.align, ranks))
+    return ReduceScatter(
+        group, experts, ExpectedRanks(group, counted, where.tables, parallel.shuffle_align, ranks)
+    )

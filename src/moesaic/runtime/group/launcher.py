@@ -76,7 +76,7 @@ class RankLauncher:
 
         Raises ConfigError where ranks cannot share memory.
         """
-        self.size = config.group.size
+        self.size = config.parallel.tensor_parallel_size
         if not SHARED_MEMORY:
             allowed = "1: the compiled module moesaic.transport._shm is missing"
             raise ConfigError.field("--tensor-parallel-size", self.size, allowed)
@@ -207,7 +207,7 @@ def _end(processes: list[subprocess.Popen[bytes]], over: threading.Event) -> Non
 
 def of_rank(config: WorkerConfig, rank: int) -> WorkerConfig:
     """What one rank of the group is told: its share of the worker's cores and threads."""
-    size = config.group.size
+    size = config.parallel.tensor_parallel_size
     cpus = config.cpus or (tuple(allowed_cpus()) if config.model.pin_threads else ())
     mine = cpus[rank * len(cpus) // size : (rank + 1) * len(cpus) // size] if len(cpus) >= size else cpus
     threads = config.most_threads or len(cpus) or cores()

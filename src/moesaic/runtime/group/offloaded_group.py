@@ -35,9 +35,9 @@ ATTENDED_BESIDE = ("s2", "s3")
 def check(config: WorkerConfig, offload: Offload) -> None:
     """Raises ConfigError for a policy that a group cannot carry out, or experts that cannot be paged."""
     offloaded.check(config)
-    size, gpu = config.group.size, offloaded.on_gpu(config.model)
+    size, gpu = config.parallel.tensor_parallel_size, offloaded.on_gpu(config.model)
     for name, value, allowed in (
-        ("--expert-tensor-parallel-size", config.group.expert_ranks, (1,)),
+        ("--expert-tensor-parallel-size", config.parallel.expert_tensor_parallel_size, (1,)),
         ("--offload-schedule", offload.schedule, WHOLE_BLOCKS + ATTENDED_BESIDE * gpu),
         ("link", offload.link, (None,)),
         ("slow_attention", offload.slow_attention, (False, True) if gpu else (False,)),
@@ -70,10 +70,10 @@ class GroupAfterAttention:
     """
 
     def __init__(
-        self, model: Model, group: Group, form: Callable[[], CollectiveLayout], weights: OfPass
+        self, model: Model, group: Group, collectives: Callable[[], CollectiveLayout], weights: OfPass
     ) -> None:
         """form: makes one. Each piece of a micro-batch has its own, which knows its rows in all layers."""
-        self._model, self._group, self._form, self._weights = model, group, form, weights
+        self._model, self._group, self._collectives, self._weights = model, group, collectives, weights
         self._rows = rows_of_round(model)
         self._pieces: list[list[tuple[slice, CollectiveLayout]]] = []
         """Of each micro-batch."""
@@ -88,9 +88,9 @@ class GroupAfterAttention:
 
     def _cut(self, part: Part) -> list[tuple[slice, CollectiveLayout]]:
         ids = part.batch.token_ids
-        pieces = [(slice(at, at + self._rows), self._form()) for at in range(0, len(ids), self._rows)]
-        for piece, form in pieces:
-            form.begin(ids[piece])
+        pieces = [(slice(at, at + self._rows), self._collectives()) for at in range(0, len(ids), self._rows)]
+        for piece, collectives in pieces:
+            collectives.begin(ids[piece])
         return pieces
 
     def _post(self, task: Task, part: Part) -> None:
@@ -98,15 +98,20 @@ class GroupAfterAttention:
         assert attended is not None
         rows = block.output_projection(attended)
         part.attended = None
-        for piece, form in self._pieces[task.micro_batch]:
-            rows[piece] = self._after(form, task.layer, block, part.hidden[piece], rows[piece])
+        for piece, collectives in self._pieces[task.micro_batch]:
+            rows[piece] = self._after(collectives, task.layer, block, part.hidden[piece], rows[piece])
         part.hidden = rows
 
     def _after(
-        self, form: CollectiveLayout, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor
+        self,
+        collectives: CollectiveLayout,
+        layer: int,
+        block: Block,
+        hidden: torch.Tensor,
+        partial: torch.Tensor,
     ) -> torch.Tensor:
         if block.routed:
-            return form.feed_forward(layer, block, hidden, partial)
+            return collectives.feed_forward(layer, block, hidden, partial)
         return dense_feed_forward(self._group, block, hidden, partial)
 
 

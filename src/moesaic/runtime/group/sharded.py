@@ -64,11 +64,11 @@ class InGroup(DirectExperts):
 class RankSteps:
     """What Forward is for one process. The rank's end of the group is closed with it."""
 
-    def __init__(self, run: Run, group: Group, form: str, experts: InGroup) -> None:
+    def __init__(self, run: Run, group: Group, collectives: str, experts: InGroup) -> None:
         """form: its name, for people."""
         self.launcher: RankLauncher | None = None
         """The other ranks' processes, of the first rank."""
-        self.form, self.experts = form, experts
+        self.collectives, self.experts = collectives, experts
         self._run, self._group = run, group
         weakref.finalize(self, group.close)
 
@@ -105,10 +105,10 @@ class ModelInMemory:
     """Steps over a model that is in memory, heads and experts of this rank."""
 
     def __init__(
-        self, model: Model, kv: PagedKV, block_size: int, group: Group, form: CollectiveLayout
+        self, model: Model, kv: PagedKV, block_size: int, group: Group, collectives: CollectiveLayout
     ) -> None:
         self._model, self._kv, self._block_size = model, kv, block_size
-        self._group, self._form = group, form
+        self._group, self._collectives = group, collectives
 
     def run(self, batch: TokenBatch) -> torch.Tensor:
         """See `Run`."""
@@ -116,11 +116,11 @@ class ModelInMemory:
         attention = AttentionBatch.build(batch, self._block_size, device)
         positions = to_device(batch.positions, device)
         hidden = self._model.embed(to_device(batch.token_ids, device))
-        self._form.begin(batch.token_ids)
+        self._collectives.begin(batch.token_ids)
         for layer, block in enumerate(self._model.blocks):
             partial = to_partial(block, layer, hidden, positions, attention, self._kv)
             if block.routed:
-                hidden = self._form.feed_forward(layer, block, hidden, partial)
+                hidden = self._collectives.feed_forward(layer, block, hidden, partial)
             else:
                 hidden = dense_feed_forward(self._group, block, hidden, partial)
         return hidden[to_device(batch.logit_rows, device)]
