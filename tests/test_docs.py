@@ -1,0 +1,92 @@
+"""The Markdown files keep the rules of docs/how-we-write.md, and scripts/prose.py finds what breaks them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts import prose
+
+LONG = " ".join(["word"] * (prose.LONGEST_SENTENCE + 1)) + "."
+
+
+def broken(root: Path, name: str, text: str) -> list[str]:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(text)
+    return list(prose.problems(root))
+
+
+def test_every_page_keeps_the_rules() -> None:
+    assert list(prose.problems()) == []
+
+
+def test_it_looks_at_every_page() -> None:
+    names = {path.relative_to(prose.ROOT).as_posix() for path in prose.files()}
+    assert {*prose.LINES, "CHANGELOG.md", "docs/decisions/README.md", "training/README.md"} <= names
+
+
+def test_the_rooms_of_the_architecture_exist() -> None:
+    table = [line for line in (prose.ROOT / "ARCHITECTURE.md").read_text().splitlines() if line.startswith("| `")]
+    rooms = [name for line in table for name in line.split("|")[1].replace("`", "").replace(",", "").split()]
+    package = prose.ROOT / "src" / "moesaic"
+    assert rooms
+    assert [room for room in rooms if not (package / room).exists()] == []
+    here = {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()}
+    assert here <= set(rooms)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("One. Two words.", ["One.", "Two words."]),
+        ("A sentence\nover two lines. `Code here` starts one.", ["A sentence over two lines.", "Code starts one."]),
+        ("# Heading\n\n- an item\n- a 0.5 B model\n", ["an item", "a 0.5 B model"]),
+        ("Text.\n\n```\nCode. No sentence.\n```\n| a | table. |\n", ["Text."]),
+        ("See [this page](a.md), then stop.", ["See this page, then stop."]),
+    ],
+)
+def test_sentences(text: str, expected: list[str]) -> None:
+    assert prose.sentences(text) == expected
+
+
+def test_the_mean_counts_words() -> None:
+    assert prose.mean(["Two words.", "One - two, three four."]) == 3.0
+    assert prose.mean([]) == 0.0
+
+
+def test_anchors_are_those_of_the_host() -> None:
+    text = "# One\n## The peers' `kernels`, in 12 bits\n```\n# no heading\n```\n## One\n"
+    assert prose.anchors(text) == {"one", "the-peers-kernels-in-12-bits", "one-1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("README.md", LONG, f"README.md: a sentence of {prose.LONGEST_SENTENCE + 1} words"),
+        ("README.md", " ".join(["word"] * 20) + ".", "README.md: sentences have 20.0 words on average"),
+        ("README.md", "line\n" * 121, "README.md: 121 lines; allowed: 120"),
+        ("CHANGELOG.md", "x" * 101, "CHANGELOG.md: a line of 101 characters"),
+        ("docs/page.md", LONG, "docs/page.md: a sentence of"),
+        ("docs/page.md", "[text](gone.md)", "docs/page.md: link gone.md: there is no such file"),
+        ("docs/page.md", "# Here\n[text](#there)", "docs/page.md: link #there: the page has no such heading"),
+        ("tests/README.md", '<img src="gone.svg">', "tests/README.md: link gone.svg: there is no such file"),
+    ],
+)
+def test_what_breaks_a_rule_is_told(tmp_path: Path, name: str, text: str, expected: str) -> None:
+    (line,) = [line for line in broken(tmp_path, name, text) if line.startswith(expected)]
+    assert line
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("docs/lab/note.md", LONG),
+        ("training/README.md", LONG),
+        ("docs/page.md", "# Here\nA [link](#here), [another](page.md#here) and [a third](https://example.org/x#y)."),
+        ("docs/page.md", "```\n[text](gone.md)\n```\n"),
+        (".venv/docs/page.md", "[text](gone.md)"),
+    ],
+)
+def test_what_keeps_the_rules_is_left_alone(tmp_path: Path, name: str, text: str) -> None:
+    assert broken(tmp_path, name, text) == []
