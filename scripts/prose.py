@@ -30,7 +30,7 @@ _PARAGRAPH = re.compile(r"\n\s*\n|\n(?= *(?:[-*+]|\d+\.) )")
 _IMAGE = re.compile(r"!\[[^\]]*\]\([^)]*\)")
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]*)\)")
 _SOURCE = re.compile(r'\bsrc="([^"]+)"')
-_END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*\[`]*[A-Z0-9`-])")
+_END = re.compile(r"(?<![ei]\.[ge]\.)(?<! al\.)(?<=[.!?])[\"')*]*\s+")
 _HEADING = re.compile(r"^#+ +(.*?) *$", re.MULTILINE)
 
 
