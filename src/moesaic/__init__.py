@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from moesaic.core.request import RequestOutput, SamplingParams
     from moesaic.llm import LLM
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["LLM", "MoesaicError", "RequestOutput", "SamplingParams", "__version__"]
 
 _HOMES = {

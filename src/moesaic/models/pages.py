@@ -2,7 +2,7 @@
 
 A mapped file is read through the pages that it was cached in: of 2 MiB where the file system has such ones
 and was asked for them before it read the file, smaller ones else. The same kernels read large pages faster,
-with fewer faults; docs/measurements.md has by how much.
+with fewer faults; docs/lab/2026-11-24-two-step-fetch.md has by how much.
 """
 
 from __future__ import annotations
