@@ -3,7 +3,8 @@
     python scripts/prose.py            each file's mean sentence length, and its sentences over 30 words
     python scripts/prose.py --check    exit code 1 when a rule of docs/how-we-write.md is broken
 
-Code blocks, tables and headings are no sentences. Lab notes (docs/lab) may have long sentences, but no dead links.
+Code blocks, tables and headings are no sentences. Lab notes (docs/lab) may have long sentences, but no dead
+links.
 """
 
 from __future__ import annotations

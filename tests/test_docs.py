@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from scripts import prose
 
 LONG = " ".join(["word"] * (prose.LONGEST_SENTENCE + 1)) + "."
@@ -27,8 +26,9 @@ def test_it_looks_at_every_page() -> None:
 
 
 def test_the_rooms_of_the_architecture_exist() -> None:
-    table = [line for line in (prose.ROOT / "ARCHITECTURE.md").read_text().splitlines() if line.startswith("| `")]
-    rooms = [name for line in table for name in line.split("|")[1].replace("`", "").replace(",", "").split()]
+    lines = (prose.ROOT / "ARCHITECTURE.md").read_text().splitlines()
+    rows = [line.split("|")[1] for line in lines if line.startswith("| `")]
+    rooms = [name for row in rows for name in row.replace("`", "").replace(",", "").split()]
     package = prose.ROOT / "src" / "moesaic"
     assert rooms
     assert [room for room in rooms if not (package / room).exists()] == []
@@ -40,7 +40,10 @@ def test_the_rooms_of_the_architecture_exist() -> None:
     ("text", "expected"),
     [
         ("One. Two words.", ["One.", "Two words."]),
-        ("A sentence\nover two lines. `Code here` starts one.", ["A sentence over two lines.", "Code starts one."]),
+        (
+            "A sentence\nover two lines. `Code here` starts one.",
+            ["A sentence over two lines.", "Code starts one."],
+        ),
         ("# Heading\n\n- an item\n- a 0.5 B model\n", ["an item", "a 0.5 B model"]),
         ("Text.\n\n```\nCode. No sentence.\n```\n| a | table. |\n", ["Text."]),
         ("See [this page](a.md), then stop.", ["See this page, then stop."]),
@@ -83,7 +86,10 @@ def test_what_breaks_a_rule_is_told(tmp_path: Path, name: str, text: str, expect
     [
         ("docs/lab/note.md", LONG),
         ("training/README.md", LONG),
-        ("docs/page.md", "# Here\nA [link](#here), [another](page.md#here) and [a third](https://example.org/x#y)."),
+        (
+            "docs/page.md",
+            "# Here\nA [link](#here), [another](page.md#here) and [a third](https://example.org/x#y).",
+        ),
         ("docs/page.md", "```\n[text](gone.md)\n```\n"),
         (".venv/docs/page.md", "[text](gone.md)"),
     ],

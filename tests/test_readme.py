@@ -1,4 +1,4 @@
-"""README and quickstart cannot rot: their commands and their Python run. Links are checked in test_docs.py."""
+"""README and quickstart cannot rot: their commands and their Python run. test_docs.py checks their links."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def programs() -> dict[str, list[str]]:
 def source(name: str, seen: set[str]) -> str:
     """The text of a module or package of benchmarks/, and of those there that it imports."""
     folder = ROOT / "benchmarks"
-    files = [folder / f"{name}.py"] if (folder / f"{name}.py").exists() else sorted((folder / name).glob("*.py"))
+    files = sorted((*folder.glob(f"{name}.py"), *folder.glob(f"{name}/*.py")))
     text = "".join(file.read_text(encoding="utf-8") for file in files)
     seen.add(name)
     imported = set(re.findall(r"^(?:from|import) (\w+)", text, flags=re.MULTILINE)) - seen
