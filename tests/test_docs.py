@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,26 @@ def test_the_rooms_of_the_architecture_exist() -> None:
     package = prose.ROOT / "src" / "moesaic"
     assert rooms
     assert [room for room in rooms if not (package / room).exists()] == []
-    here = {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()}
-    assert here <= set(rooms)
+    here = {path.name for path in package.iterdir() if (path / "__init__.py").exists()}
+    assert here - {room.partition("/")[0] for room in rooms} == set()
+
+
+def test_the_files_that_pages_name_exist() -> None:
+    """A path in code quotes is one of the project or of the package, or the end of one of the package."""
+    package = prose.ROOT / "src" / "moesaic"
+    ends = tuple(path.relative_to(package).as_posix() for path in package.rglob("*.*"))
+
+    def exists(name: str) -> bool:
+        return any((root / name).exists() for root in (prose.ROOT, package)) or any(
+            end.endswith(f"/{name}") for end in ends
+        )
+
+    gone: list[str] = []
+    for page in prose.files():
+        if not page.relative_to(prose.ROOT).as_posix().startswith(prose.LAB):
+            names = re.findall(r"`((?:\w+/)+\w+\.(?:py|h|svg|md)|(?:\w+/){2,})`", page.read_text())
+            gone += [f"{page.name}: {name}" for name in names if not exists(name)]
+    assert gone == []
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ ranks' loads (as `ours` has) each expert has a multiplier b_e >= 0 that adds b_e
 
 That U is transitive (the triangles of Grötschel and Wakabayashi 1989) is not used: with multipliers for it,
 too, bounds of 64 experts (two layers of benchmarks/routings.py, 300 rounds) were 0.1 to 0.3 % lower on 2 and
-4 ranks and less than 0.1 % on 8. How loose the bound is: benchmarks/optimum.py, docs/measurements.md.
+4 ranks and less than 0.1 % on 8. How loose the bound is: benchmarks/optimum.py,
+docs/lab/2026-11-21-predicted-routing.md.
 """
 
 from __future__ import annotations
