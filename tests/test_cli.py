@@ -19,7 +19,7 @@ import pytest
 
 import moesaic
 from moesaic import cli
-from moesaic.commands import doctor, machine, usage
+from moesaic.commands import doctor, flag_groups, machine, usage
 from moesaic.commands.announce import capacity_line, requests_of_maximum_length
 from moesaic.commands.machine import Machine
 from moesaic.commands.units import in_bytes, in_words
@@ -67,11 +67,34 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_flags_come_from_the_configs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve", "--help"]) == 0
+    assert cli.main(["serve", "--help-all"]) == 0
     shown = capsys.readouterr().out
     assert [flag for flag in FLAGS if flag not in shown] == []
     assert "--no-json" not in shown
     assert "Tokens in one KV block." in shown, "docstrings under fields are the help"
+
+
+def test_help_explains_the_essential_flags_and_names_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert [flag for flag in FLAGS if flag not in shown and not flag.startswith("--no-")] == []
+    assert "requests computed in one step" in " ".join(shown.replace("│", "").split()), (
+        "--max-num-seqs is essential"
+    )
+    assert "Tokens in one KV block." not in shown, "--block-size is not"
+    assert cli.main(["place", "--help"]) == 0
+    assert "Essential" not in capsys.readouterr().out, "a short list needs no subjects"
+
+
+@pytest.mark.parametrize("command", ["serve", "run-batch", "bench throughput"])
+def test_every_flag_has_one_subject(command: str) -> None:
+    words = command.split()
+    arguments = cli.app[words[0]][words[1]] if len(words) > 1 else cli.app[words[0]]
+    found = arguments.assemble_argument_collection()
+    names = {name for one in found for name in one.names[:1] if name.startswith("--")}
+    subjects = [flag for flags in flag_groups.GROUPS.values() for flag in flags]
+    assert len(names) >= flag_groups.MANY and names <= set(subjects) and len(set(subjects)) == len(subjects)
+    assert set(flag_groups.ESSENTIAL) <= set(subjects)
 
 
 QUEUE_FLAGS = ("--queue-urgency", "--queue-history", "--expert-batch-pairs", "--expert-batch-wait")
@@ -79,7 +102,7 @@ QUEUE_FLAGS = ("--queue-urgency", "--queue-history", "--expert-batch-pairs", "--
 
 def test_flags_of_queues_are_where_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
     for command, named in (("serve", True), ("run-batch", False), ("bench throughput", False)):
-        assert cli.main([*command.split(), "--help"]) == 0
+        assert cli.main([*command.split(), "--help-all"]) == 0
         shown = capsys.readouterr().out
         assert [flag for flag in QUEUE_FLAGS if (flag in shown) != named] == [], command
 

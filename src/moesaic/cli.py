@@ -25,7 +25,7 @@ from moesaic.commands.options import Join, Scale
 from moesaic.commands.place_options import Place
 from moesaic.commands.plan_options import Plan
 from moesaic.commands.profile_options import ShowProfile
-from moesaic.commands.usage import ShortFlags, one_line
+from moesaic.commands.usage import GroupedFlags, one_line
 from moesaic.config import (
     CacheConfig,
     ClusterConfig,
@@ -49,6 +49,8 @@ FLAT = Parameter(name="*")
 
 SHORT = {"-i": "--input-file", "-o": "--output-file"}
 """Short flags, spelled out before the command line is read."""
+HELP_ALL = "--help-all"
+"""As --help, with every flag explained."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ app = App(
     name="moesaic",
     version=__version__,
     help="Mixture-of-Experts language models, served with the experts as services.",
-    help_epilogue="Flags of a command: moesaic COMMAND --help",
-    help_formatter=ShortFlags(SHORT),
+    help_epilogue="Flags of a command: moesaic COMMAND --help, and every flag explained: --help-all",
+    help_formatter=GroupedFlags(SHORT),
 )
 bench = App(
     name="bench",
@@ -271,6 +273,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code: 0, 1 when it failed, 2 when a setting is wrong."""
     given = [SHORT.get(word, word) for word in (sys.argv[1:] if arguments is None else arguments)]
     streams.replace_closed()
+    everything = HELP_ALL in given
+    app.help_formatter = GroupedFlags(SHORT, everything)
+    given = ["--help" if word == HELP_ALL else word for word in given]
     try:
         code = int(app(given, exit_on_error=False, print_error=False, result_action="return_value") or 0)
         sys.stdout.flush()

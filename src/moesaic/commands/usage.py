@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 import cyclopts
 from cyclopts import exceptions
-from cyclopts.help import DefaultFormatter, HelpPanel
+from cyclopts.help import DefaultFormatter, HelpEntry, HelpPanel
+
+from moesaic.commands import flag_groups
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -17,23 +19,50 @@ if TYPE_CHECKING:
 KINDS = {int: "an integer", float: "a number", bool: "true or false"}
 
 
-class ShortFlags(DefaultFormatter):
-    """The usual help, with short flags beside the long ones that they stand for."""
+class GroupedFlags(DefaultFormatter):
+    """The help of a command: its flags by subject, and short flags beside the long ones."""
 
-    def __init__(self, shorts: Mapping[str, str]) -> None:
-        """shorts: "-o" -> "--output-file"."""
+    def __init__(self, shorts: Mapping[str, str], everything: bool = False) -> None:
+        """shorts: "-o" -> "--output-file". everything: explain every flag of a command that has many, not
+        only the essential ones."""
         super().__init__()
         self._shorts = shorts
+        self._everything = everything
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        for part in self._parts(panel):
+            super().__call__(console, options, part)
+
+    def _parts(self, panel: HelpPanel) -> list[HelpPanel]:
         entries = [
             entry.copy(positive_shorts=(*entry.positive_shorts, *self._of(entry.positive_names)))
             for entry in panel.entries
         ]
-        super().__call__(console, options, panel.copy(entries=entries))
+        if panel.format != "parameter" or len(entries) < flag_groups.MANY:
+            return [panel.copy(entries=entries)]
+        groups = {
+            title: [one for one in entries if set(flags) & set(one.positive_names)]
+            for title, flags in flag_groups.GROUPS.items()
+        }
+        found = {title: group for title, group in groups.items() if group}
+        if self._everything:
+            return [panel.copy(title=title, entries=group) for title, group in found.items()]
+        essential = [one for one in entries if set(flag_groups.ESSENTIAL) & set(one.positive_names)]
+        others = [
+            HelpEntry(positive_names=(title,), description=_flags_of(group)) for title, group in found.items()
+        ]
+        return [
+            panel.copy(title="Essential flags", entries=essential),
+            panel.copy(title="All flags, which --help-all explains", entries=others),
+        ]
 
     def _of(self, names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(short for short, long in self._shorts.items() if long in names)
+
+
+def _flags_of(entries: list[HelpEntry]) -> str:
+    """Example: "--threads, --mmap"."""
+    return ", ".join(next(n for n in entry.positive_names if n.startswith("--")) for entry in entries)
 
 
 def one_line(error: cyclopts.CycloptsError) -> str:

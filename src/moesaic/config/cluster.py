@@ -23,22 +23,22 @@ class ParallelConfig:
     """The ranks of one attention worker: processes that share its attention heads and its experts."""
 
     tensor_parallel_size: int = 1
-    """Number of ranks of each attention worker. Ranks are processes that share its attention heads and its
-    experts. With --fast-memory each rank may take that much memory, and reads its own experts."""
+    """Ranks of each attention worker: processes that share its attention heads and its experts. Where a fast
+    memory is given, each rank has that much and reads its own experts."""
     expert_tensor_parallel_size: int = 1
-    """Number of neighbouring ranks that share each expert: each holds a part of the expert's width. With 1
-    each rank holds whole experts."""
+    """Number of neighbouring ranks that share each expert by its width. With 1 each rank holds whole
+    experts."""
     moe_collectives: MoeCollectives | None = None
-    """Collectives between attention and experts: deepspeed (all-reduce, two all-to-all, all-gather),
-    all-reduce (each rank computes its experts for all tokens), reduce-scatter (then all-to-all and
-    all-gather), or shuffled (reduce-scatter sends each token to the rank whose experts it is expected to
-    choose; Speculative MoE). None: shuffled if the placement has tables, else reduce-scatter."""
+    """Collectives between attention and experts. deepspeed: all-reduce, two all-to-all, all-gather.
+    all-reduce: each rank computes its own experts for all tokens. reduce-scatter: reduce-scatter, two
+    all-to-all, all-gather. shuffled: the reduce-scatter sends each token to the rank whose experts it should
+    choose (Speculative MoE). None: shuffled if the placement has tables, else reduce-scatter."""
     shuffle_align: Align = "move"
-    """How shuffled tokens are divided among the ranks: move gives each rank the same number and moves the
-    tokens whose prediction is least certain; variable allows any number for each rank."""
+    """How shuffled tokens are divided among the ranks. move: each rank gets the same number, and the tokens
+    with the least certain prediction move. variable: each rank gets any number."""
     placement: str | None = None
-    """File that says which server or rank holds which experts (see `moesaic place`). None: each holds the
-    same number, and `moesaic serve` moves experts later by measured load."""
+    """File that says which server or rank holds which experts; see `moesaic place`. None: each holds the same
+    number, and expert servers exchange experts later by measured load."""
 
     def __post_init__(self) -> None:
         size, shared = self.tensor_parallel_size, self.expert_tensor_parallel_size
@@ -72,51 +72,53 @@ class ClusterConfig(ParallelConfig):
     """Which processes serve, and which of them holds which experts."""
 
     attention_workers: int = 1
-    """Processes that compute everything but the routed experts, each with its own KV cache."""
+    """Processes that compute everything but the routed experts, each with a KV cache of its own."""
     expert_servers: int = 0
-    """Processes that hold the routed experts; 0: each attention worker computes them itself."""
+    """Processes that hold and compute the routed experts. 0: each attention worker computes them itself."""
     redundant_experts: int = 0
-    """Expert copies of each layer beyond one of each; a --placement has its own."""
+    """Copies of experts in each layer beyond one of each. A --placement brings its own copies."""
     min_replicas: int = 1
-    """Servers that hold each expert, at least; with 2 no request waits when a server dies."""
+    """Minimum number of servers that hold each expert. With 2 no request waits when a server dies."""
     expert_capacities: str | None = None
-    """Capacity weight of each expert server, such as 2,1: its share of the experts and of the load. Servers
-    that are added later have the last one's. None: the threads of a server, the same for all."""
+    """Capacity weight of each expert server, such as 2,1: its share of the experts and of the load. A server
+    that is added later has the last weight. None: all servers have the same weight."""
     rebalance_interval: float = 60.0
-    """Seconds between two looks at the experts' load, after which some move where that is worth it; 0: never.
-    A placement from a file stays what it is."""
+    """Seconds between two checks of the experts' load. After a check experts move where that pays; 0: never.
+    A placement from a file does not change."""
     autoscale: str | None = None
-    """MIN:MAX expert servers, added and removed by how busy they are, how many requests wait, and whether
-    --slo-ttft and --slo-itl are kept; None: only by hand."""
+    """MIN:MAX expert servers. Servers are added and removed by how busy they are, how many requests wait, and
+    whether --slo-ttft and --slo-itl are met. None: the number changes only by command."""
     slo_ttft: float | None = None
-    """Milliseconds from a request's arrival to its first token that should not be exceeded."""
+    """Objective: milliseconds from a request's arrival to its first token."""
     slo_itl: float | None = None
-    """Milliseconds between two tokens of a request that should not be exceeded."""
+    """Objective: milliseconds between two tokens of a request."""
     transport: Transport = "auto"
-    """Between attention workers and expert servers of this host: shm, memory that they share; socket, a Unix
-    socket; auto: shm where this installation can. Servers of other hosts are reached through TCP."""
+    """Transport between attention workers and expert servers of this host. shm: shared memory. socket: a Unix
+    socket. auto: shm if this installation has it. Servers of other hosts are reached through TCP."""
     cluster_address: str | None = None
     """tcp:HOST:PORT where expert servers of other machines may join; see `moesaic join`."""
     cluster_secret_file: str | None = None
-    """File with the secret that they have to know; made, with mode 600, where there is none."""
+    """File with the secret that joining servers must know. It is created, with mode 600, if it does not
+    exist."""
     data_parallel_size: int | None = None
-    """Ranks: as many attention workers, in place of --attention-workers."""
+    """Number of ranks: it sets --attention-workers."""
     enable_expert_parallel: bool = False
-    """With --data-parallel-size: each rank has an expert server beside its attention worker, asked first and
-    sharing its cores, in place of --expert-servers."""
+    """With --data-parallel-size: each rank has an expert server beside its attention worker. The two share
+    the rank's cores, and the worker asks its own server first. It sets --expert-servers."""
     dispatch: DispatchName | None = None
-    """Which attention worker gets a request: affinity, beside the experts that its prompt should use, by the
-    placement's tables; affinity-rounds, each one in turn (Sem-MoE); least-loaded, most free KV blocks;
-    round-robin. None: affinity where ranks have servers and the placement has tables, else least-loaded."""
+    """Which attention worker gets a request. affinity: the worker beside the experts that its prompt should
+    use, by the placement's tables. affinity-rounds: the same, with one request for each worker in turn
+    (Sem-MoE). least-loaded: the worker with the most free KV blocks. round-robin: each in turn. None:
+    affinity if ranks have servers and the placement has tables, else least-loaded."""
 
     @property
     def apart(self) -> bool:
-        """Whether there is more than one worker that does everything."""
+        """True if there are several processes: workers, expert servers or ranks."""
         return self.attention_workers > 1 or self.expert_servers > 0 or self.tensor_parallel_size > 1
 
     @property
     def capacities(self) -> tuple[float, ...]:
-        """What --expert-capacities says; empty: nothing. Example: "2,0.5" -> (2.0, 0.5)."""
+        """The weights of --expert-capacities; empty without it. Example: "2,0.5" -> (2.0, 0.5)."""
         if self.expert_capacities is None:
             return ()
         return tuple(capacity("--expert-capacities", part) for part in self.expert_capacities.split(","))

@@ -1,4 +1,4 @@
-"""What the environment says: read here and nowhere else. Nothing is ever written back."""
+"""Environment variables. They are read here and nowhere else, and never written."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from moesaic.config.values import check_key
 
 
 def api_key(environment: Mapping[str, str] | None = None) -> str | None:
-    """The key that a server asks for and a client sends, where no flag says it.
+    """The API key of MOESAIC_API_KEY, for servers and clients that no flag gives one; None without it.
 
-    Raises ConfigError for an empty one: where a secret did not arrive, nobody wanted a server without a key.
+    Raises ConfigError for an empty key. It means that a secret was not passed on; a server without a key
+    would not be what its user wants.
     """
     key = (os.environ if environment is None else environment).get("MOESAIC_API_KEY")
     if key is not None:
@@ -21,7 +22,8 @@ def api_key(environment: Mapping[str, str] | None = None) -> str | None:
 
 
 def hub_cache(environment: Mapping[str, str] | None = None) -> Path:
-    """Where the Hugging Face hub's library keeps what it downloads, by that library's own variables."""
+    """Folder of the checkpoints that the Hugging Face hub's library downloaded, by that library's
+    variables."""
     known = os.environ if environment is None else environment
     if "HF_HUB_CACHE" in known:
         return Path(known["HF_HUB_CACHE"]).expanduser()
@@ -30,10 +32,10 @@ def hub_cache(environment: Mapping[str, str] | None = None) -> Path:
 
 
 def one_gpu(rank: int, visible: int, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What a rank's environment says more, so that it sees one GPU alone: of those that its first rank sees,
-    `visible` in number, each in turn.
+    """The environment variables with which rank `rank` sees a single GPU.
 
-    Example: rank 3 beside `CUDA_VISIBLE_DEVICES=4,6` sees 6; where the variable is not set, 1 of 2.
+    visible: the number of GPUs that the first rank sees. Ranks take them in turn.
+    Example: with `CUDA_VISIBLE_DEVICES=4,6` rank 3 sees GPU 6; without the variable it sees GPU 1 of 2.
     """
     known = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
     names = [str(number) for number in range(visible)] if known is None else known.split(",")
@@ -43,8 +45,8 @@ def one_gpu(rank: int, visible: int, environment: Mapping[str, str] | None = Non
 def worker_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a worker process.
 
-    OpenMP threads sleep while they wait unless the user decided otherwise: its spinning default costs
-    a scheduler quantum at every operator as soon as another process wants the core.
+    OpenMP threads sleep while they wait, unless the user set it otherwise. By default they spin, which costs
+    a scheduler quantum at every operator when another process needs the core.
     """
     known = os.environ if environment is None else environment
     return {"OMP_WAIT_POLICY": "passive", **known}

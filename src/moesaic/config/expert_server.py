@@ -1,4 +1,4 @@
-"""All that an expert server's process needs to know."""
+"""The settings of an expert server's process."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from moesaic.core.experts import ExpertLayout
 
 @dataclass(frozen=True)
 class ExpertServerConfig:
-    """All that an expert server's process needs to know."""
+    """The settings of an expert server's process."""
 
     model: str
-    """A directory."""
+    """Directory of the checkpoint."""
     layout: ExpertLayout
     address: str
-    """Where to listen: unix:PATH, unix:@NAME (@ alone: any free name) or tcp:HOST:PORT (0: any free port)."""
+    """Address to listen on: unix:PATH, unix:@NAME (@ alone: any free name) or tcp:HOST:PORT (0: any free
+    port)."""
     kernels: KernelName = "auto"
     mmap: bool = True
-    """Whether weights stay in the mapped files."""
+    """True: compute from the mapped checkpoint files. False: from copied weights."""
     device: str = "cpu"
     threads: int = 1
     cpus: tuple[int, ...] = ()
-    """Cores that this process is kept on; none: any."""
+    """Cores that this process may run on. Empty: any core."""
     schedule: Schedule = "lockstep"
     queue_policy: QueuePolicyName = "defrag"
     queues: QueueConfig = QueueConfig()
     trace: str | None = None
-    """File for its part of a trace; None: nothing is written down."""
+    """File for this process's part of a trace. None: no trace."""
 
     def to_json(self) -> str:
-        """For the command line of its process."""
+        """The settings as JSON, for the command line of the process."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> ExpertServerConfig:
-        """The inverse of `to_json`."""
+        """Settings from JSON: the inverse of `to_json`."""
         parts = json.loads(text)
         layout, queues = parts.pop("layout"), QueueConfig(**parts.pop("queues"))
         prefixes = {int(layer): prefix for layer, prefix in layout.pop("prefixes").items()}

@@ -15,8 +15,8 @@ class TraceConfig:
     """What is written down of a run."""
 
     trace: str | None = None
-    """File for a trace of all processes, a row each: steps, layers, batch sizes, waits. It is there when the
-    run has ended and opens at https://ui.perfetto.dev."""
+    """File for a trace of all processes: steps, layers, batch sizes and waits, with a row for each process.
+    It is written when the run ends. Open it at https://ui.perfetto.dev."""
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,18 @@ class ServerConfig:
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8000
-    """Port to listen on; 0 takes a free one and prints it."""
+    """Port to listen on. 0 takes a free one and prints it."""
     api_key: str | None = None
-    """Clients must send this key as `Authorization: Bearer KEY`. Better set MOESAIC_API_KEY: other users
-    of this machine can read a command line."""
+    """Key that clients must send as `Authorization: Bearer KEY`. The environment variable MOESAIC_API_KEY is
+    safer: other users of this machine can read a command line."""
     served_model_name: str | None = None
-    """Name in the API; None: MODEL as given."""
+    """Name of the model in the API. None: MODEL as given."""
     chat_template: str | None = None
-    """File with a Jinja chat template to use in place of the checkpoint's own."""
+    """File with a Jinja chat template, used in place of the checkpoint's own."""
     max_queue: int = 256
-    """Requests that may wait beyond max_num_seqs; more are answered 429."""
+    """Maximum number of requests that wait beyond max_num_seqs. Further requests get status 429."""
     access_log: bool = False
-    """Write a line for each HTTP request."""
+    """Write a log line for each HTTP request."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

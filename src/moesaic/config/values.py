@@ -1,4 +1,4 @@
-"""What a setting may be, and how it is read from text."""
+"""The values that settings may have, and how they are read from text."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ DispatchName = Literal["affinity", "affinity-rounds", "least-loaded", "round-rob
 KernelName = Literal["auto", "avx512", "avx2", "portable", "avx512_bf16", "amx_bf16", "reference"]
 OffloadSchedule = Literal["auto", "cgopipe", "in-place", "on-demand", "s2", "s3", "s4", "serial"]
 HostTransport = Literal["shm", "socket"]
-"""Between processes of one host."""
+"""Transport between processes of one host."""
 Transport = Literal["auto", HostTransport]
 
 SMALL_MODEL = 1 << 28
-"""Bytes of weights below which one thread computes: at each of the many small products several threads
-lose more waiting for each other than they gain, above all beside the API's own process."""
+"""Bytes of weights below which a model is computed by one thread. Its products are so small that several
+threads lose more time waiting for each other than they save."""
 
 MOST_THREADS = 1024
-"""Of a process, as --threads gives them."""
+"""Maximum value of --threads."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -36,7 +36,10 @@ _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse_bytes(name: str, text: str | int) -> int:
-    """'512MiB', '4GB', '2g' or a plain number of bytes. Raises ConfigError naming `name`."""
+    """The number of bytes that `text` says: '512MiB', '4GB', '2g' or a plain number.
+
+    Raises ConfigError naming `name`.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
     unit = _UNITS.get(match.group(2).upper()) if match else None
     if match is None or unit is None or float(match.group(1)) <= 0:
@@ -50,13 +53,13 @@ def at_least(name: str, value: int, low: int) -> None:
 
 
 def check_threads(threads: int | None) -> None:
-    """None: as many as there are cores."""
+    """Raises ConfigError for a number of threads that is not allowed. None, all cores, is allowed."""
     if threads is not None and (not isinstance(threads, int) or not 1 <= threads <= MOST_THREADS):
         raise ConfigError.field("--threads", threads, f"an integer of at least 1 and at most {MOST_THREADS}")
 
 
 def capacity(name: str, text: str) -> float:
-    """A capacity weight. Raises ConfigError naming `name`."""
+    """The capacity weight that `text` says. Raises ConfigError naming `name`."""
     try:
         weight = float(text)
     except ValueError:
@@ -72,6 +75,6 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def check_key(name: str, key: str) -> None:
-    """A key that a header can carry. The error does not repeat it."""
+    """Raises ConfigError for a key that an HTTP header cannot carry. The error does not repeat the key."""
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(f"{name}: this key cannot be sent; allowed: ASCII characters, no spaces, not empty")

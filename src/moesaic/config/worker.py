@@ -1,4 +1,4 @@
-"""An attention worker: the model, its cache, its batches, and who it shares them with."""
+"""The settings of an attention worker: model, KV cache, batching, queues and offloading."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from moesaic.core.offload import Offload
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model, and how it is computed."""
+    """Which model is computed, and how."""
 
     model: str
     """A Hugging Face directory, a hub id, or `demo`, the checkpoint inside the package."""
@@ -37,28 +37,29 @@ class ModelConfig:
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     device: Device = "auto"
-    """Where to compute; auto takes CUDA when there is one, except for expert servers: they take it when asked
-    to, with cuda."""
+    """Device that computes. auto takes CUDA if there is a GPU; expert servers take it only when cuda is
+    given."""
     dtype: Dtype = "auto"
-    """Storage of the weights; auto: the checkpoint's own (on a CPU float32 in place of float16). A CPU
-    computes in float32."""
+    """Dtype that the weights are stored in. auto: the checkpoint's own, on a CPU float32 in place of float16.
+    A CPU computes in float32."""
     max_model_len: int | None = None
-    """Most tokens, prompt and answer together, of one request; None: the checkpoint's own limit."""
+    """Maximum number of tokens of one request, prompt and answer together. None: the checkpoint's own
+    limit."""
     threads: int | None = None
-    """Threads that compute, of each process: so many on every attention worker, rank of a group and expert
-    server. None: the cores, shared out among them, and just one for a model of less than 256 MiB."""
+    """Compute threads of each process: attention worker, rank or expert server. None: the processes share the
+    cores; a model of less than 256 MiB gets one thread."""
     pin_threads: bool = False
-    """Keep each of these threads on a core of its own."""
+    """Keep each compute thread on a core of its own."""
     enforce_eager: bool = False
-    """Walk every step operation by operation instead of replaying recorded decode steps."""
+    """Run every step operation by operation. Without it decode steps are recorded once and replayed."""
     mmap: bool = True
-    """Compute from the checkpoint's files where they are mapped, in memory that processes of a host share;
-    off: from a copy of the process's own in huge pages, which a CPU reads faster. Expert servers always map,
-    with --fast-memory all is copied."""
+    """Compute from the mapped checkpoint files, whose memory the processes of a host share. --no-mmap copies
+    the weights into huge pages of each process, which a CPU reads faster. Expert servers always map; with
+    --fast-memory everything is copied."""
     kernels: KernelName = "auto"
-    """Implementation of the arithmetic on a CPU: the native kernels of one instruction set, or the torch
-    reference; auto: the fastest that this CPU can run in float32. avx512_bf16 and amx_bf16 round rows that
-    meet bf16 weights to bf16 and multiply faster; their answers may differ."""
+    """Kernels for a CPU: the native ones of one instruction set, or the torch reference. auto takes the
+    fastest that this CPU runs in float32. avx512_bf16 and amx_bf16 round the activations that meet bf16
+    weights to bf16: they are faster, and answers may differ."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,12 @@ class CacheConfig:
     """The KV cache."""
 
     kv_cache_memory: str = "auto"
-    """Size of the KV cache, such as 4GiB; auto: what max_num_seqs requests of the maximum length
-    need, at most 40 % of the memory left after the weights (of a GPU's 90 %)."""
+    """Size of the KV cache, such as 4GiB. auto: what max_num_seqs requests of the maximum length need, but at
+    most 40 % of the memory left after the weights (90 % of a GPU's)."""
     kv_cache_dtype: CacheDtype = "auto"
-    """Storage of keys and values; auto: float32 on a CPU, the dtype of the weights on CUDA. int8 has a scale
-    for each token and head and holds nearly four times as many tokens as float32; its answers may differ."""
+    """Dtype of keys and values in the cache. auto: float32 on a CPU, the dtype of the weights on CUDA. int8
+    has a scale for each token and head. It holds nearly four times as many tokens as float32, and answers may
+    differ."""
     block_size: int = 16
     """Tokens in one KV block."""
     enable_prefix_caching: bool = True
@@ -82,40 +84,44 @@ class SchedulerConfig:
     """Continuous batching."""
 
     max_num_seqs: int = 64
-    """Most requests computed in one step."""
+    """Maximum number of requests computed in one step."""
     max_num_batched_tokens: int = 2048
-    """Most rows (prompt and generated tokens) computed in one step; longer prompts are chunked."""
+    """Maximum number of tokens, of prompts and answers, computed in one step. Longer prompts are split into
+    chunks."""
     schedule: Schedule = "lockstep"
-    """How attention workers and expert servers go together: barrier, all workers wait for each other at the
-    experts of every layer; lockstep, each worker goes through the layers alone with its whole batch; async,
-    rows go on as soon as their own experts have answered (Asynchronous Expert Parallelism)."""
+    """How attention workers and expert servers work together. barrier: all workers wait for each other at the
+    experts of every layer. lockstep: each worker runs its whole batch through the layers, alone. async: a
+    token continues as soon as its own experts have answered (Asynchronous Expert Parallelism)."""
     inflight_batches: int = 1
-    """With --schedule lockstep: 2 halves each batch; one half computes while the other waits for experts."""
+    """With --schedule lockstep: 2 splits each batch in two halves. One half computes while the other waits
+    for experts."""
     queue_policy: QueuePolicyName = "defrag"
-    """With --schedule async: which layer's waiting rows run next: defrag (Algorithm 1 of the paper), mtfs
-    (most tokens first) or flfs (first layer first)."""
+    """With --schedule async: which layer's waiting tokens run next. defrag: Algorithm 1 of the paper. mtfs:
+    most tokens first. flfs: first layer first."""
     combine: Combine = "exact"
-    """What expert servers answer: exact, a row for each expert, which gives the bits of one process; partial,
-    one weighted sum for each token and server: fewer bytes, equal up to rounding."""
+    """What expert servers answer. exact: one row for each token and expert, which gives the bits of one
+    process. partial: one weighted sum for each token and server, which is fewer bytes and equal up to
+    rounding."""
 
 
 @dataclass(frozen=True)
 class QueueConfig:
-    """How long rows wait in queues, on attention workers and on expert servers."""
+    """How long tokens wait in the queues of attention workers and expert servers."""
 
     queue_urgency: float | None = None
-    """With --schedule async: seconds after which the queue whose rows waited longest runs next, whatever the
-    policy says; 0: never. None: 0.1 on attention workers, never on expert servers, as in the public code."""
+    """With --schedule async: seconds after which the queue whose tokens waited longest runs next, whatever
+    the policy says; 0: never. None: 0.1 on attention workers and never on expert servers, as in the paper's
+    public code."""
     queue_history: int = 0
-    """With --schedule async and --queue-policy defrag: in the look ahead a layer also counts for the rows
-    that waited there at the last so many choices, on average; 0: only for those of now."""
+    """With --schedule async and --queue-policy defrag: number of past choices whose average queue lengths
+    count in the look-ahead. 0: only the present lengths count."""
     expert_batch_pairs: int | None = None
-    """(row, expert) pairs with which an expert server begins a run; 1: it begins with whatever is there.
-    None: with whatever is there where calls mostly have 6 pairs or more for each expert that it has; else
-    its clients wait for each other, for three runs at most. It never waits longer than until each of them has
-    asked."""
+    """Minimum number of (token, expert) pairs in a batch of an expert server; 1: it computes whatever is
+    there. None: it computes whatever is there if calls mostly bring 6 pairs or more for each of its experts;
+    else it waits for more calls, during three batches at most. It never waits once every client has asked."""
     expert_batch_wait: float = 0.0
-    """With --expert-batch-pairs: milliseconds after which it begins with fewer, at most 100."""
+    """With --expert-batch-pairs: milliseconds after which an expert server computes fewer pairs; at most
+    100."""
 
     def __post_init__(self) -> None:
         if self.queue_urgency is not None and not 0 <= self.queue_urgency < math.inf:
@@ -133,14 +139,14 @@ class QueueConfig:
             )
 
     def urgency(self, default: float | None) -> float | None:
-        """Seconds, as policies take it; None: never. default: where nothing was said.
+        """Seconds after which the oldest queue runs next; None: never. default: used without --queue-urgency.
 
         Example: QueueConfig(queue_urgency=0).urgency(0.1) is None.
         """
         return default if self.queue_urgency is None else self.queue_urgency or None
 
     def check(self, schedule: Schedule, policy: QueuePolicyName) -> None:
-        """Raises ConfigError for what does not go with them."""
+        """Raises ConfigError for a setting that the schedule or the queue policy does not use."""
         if self.queue_history and policy != "defrag":
             raise ConfigError.field("--queue-policy", policy, "defrag with --queue-history")
         for flag, given in (
@@ -157,28 +163,30 @@ class QueueConfig:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """A model larger than the memory that it may take."""
+    """How a model larger than the memory that it may take is computed."""
 
     fast_memory: str | None = None
-    """Most memory for weights, cache and rows, such as 2GiB; libraries take about 240 MiB beside it. Experts
-    that do not fit come from the disk while others are computed, as planned for the job and this machine
-    (MoE-Lightning). On a GPU: its own (auto: what is free), over RAM. None: the whole model is in memory."""
+    """Maximum memory for weights, KV cache and activations, such as 2GiB; libraries take about 240 MiB
+    besides. Experts that do not fit are read from the disk while others are computed, as planned for this job
+    and machine (MoE-Lightning). On a GPU it is the GPU's memory (auto: what is free), and the experts come
+    from RAM. None: the whole model is in memory."""
     hardware: str | None = None
-    """With --fast-memory: file of `moesaic hardware measure`; None: this machine is measured first."""
+    """With --fast-memory: file of `moesaic hardware measure`. None: this machine is measured first."""
     profile: str | None = None
-    """With --fast-memory: what `moesaic profile` wrote for this model. The plan then knows which experts are
-    popular, and how few of them rows choose together; None: it takes all to be equally likely."""
+    """With --fast-memory: file that `moesaic profile` wrote for this model. The plan then knows how often
+    each expert is chosen. None: the plan takes all experts to be equally likely."""
     offload_schedule: OffloadSchedule = "auto"
-    """With --fast-memory: cgopipe, the next layer's experts come in pages; on-demand, only those that were
-    chosen come; on a GPU also in-place, the CPU computes those in RAM, s2, s3; s4; serial; auto: the best."""
+    """With --fast-memory: cgopipe loads the next layer's experts in pages; on-demand loads only the chosen
+    experts; s4 and serial are baselines. On a GPU also: in-place (the CPU computes the experts in RAM), s2
+    and s3. auto: the fastest for this job."""
     micro_batch_size: int | None = None
-    """With --fast-memory: requests computed together; None: as planned."""
+    """With --fast-memory: requests in a micro-batch. None: as planned."""
     micro_batches: int | None = None
-    """With --fast-memory: of a batch; None: as planned."""
+    """With --fast-memory: micro-batches in a batch. None: as planned."""
     pad: bool = False
-    """With --fast-memory: pad every prompt to the longest one, as MoE-Lightning(p) does, to measure what that
-    costs. Padding goes through all layers and experts, fills the cache and is attended to while answers are
-    generated; no answer changes. Not padded: logits, answers that end early. No prefix is shared."""
+    """With --fast-memory: pad every prompt to the longest one, as MoE-Lightning(p) does, to measure what
+    padding costs. Padding passes all layers and experts and fills the cache; no answer changes. Logits are
+    not padded, nor are answers that end early. No prefix is shared."""
 
     def __post_init__(self) -> None:
         if self.fast_memory not in (None, "auto"):
@@ -196,34 +204,36 @@ class OffloadConfig:
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """All that a worker process needs to know."""
+    """All settings of a worker process."""
 
     model: ModelConfig
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
     remote_experts: bool = False
-    """The routed experts are on servers that the supervisor names; else they are computed here."""
+    """True: the routed experts are on servers that the supervisor names. False: this worker computes them."""
     supervised: bool = False
-    """A supervisor waits for signs of life, also while there is nothing to do."""
+    """True: the worker reports to a supervisor that it is alive, also while it has nothing to do."""
     beside: int = 0
-    """Other processes of this host that may load into the same GPUs."""
+    """Number of other processes of this host that may use the same GPUs."""
     own_server: int | None = None
-    """The expert server of this worker's own rank, asked first."""
+    """Number of the expert server of this worker's own rank, which is asked first. None: there is none."""
     most_threads: int | None = None
-    """Its share of the cores; None: all. `threads`, where it is given, goes before."""
+    """Maximum number of compute threads: this process's share of the cores. None: all cores. `threads`
+    overrides it."""
     cpus: tuple[int, ...] = ()
-    """Cores that this process is kept on; none: any."""
+    """Cores that this process may run on. Empty: any core."""
     transport: HostTransport = "shm"
-    """To the expert servers of this host."""
+    """Transport to the expert servers of this host."""
     trace: str | None = None
-    """File for a trace: of all processes where this config starts them, in each process for its part."""
+    """Trace file. The starting process names the file of all processes here; each worker gets the name of its
+    own part."""
     record: str | None = None
-    """The same for the experts that rows choose; see `trace.routing`."""
+    """File for recorded routing, named in the same way; see `trace.routing`."""
     record_share: float = 1.0
-    """Of the requests, how many are in it."""
+    """Share of the requests whose routing is recorded."""
     offload: Offload | None = None
-    """How it runs a model that is larger than its fast memory; None: all of it is in memory."""
+    """How a model larger than its fast memory is computed. None: the whole model is in memory."""
     queues: QueueConfig = QueueConfig()
 
     def __post_init__(self) -> None:
@@ -255,7 +265,7 @@ class WorkerConfig:
             parse_bytes("--kv-cache-memory", self.cache.kv_cache_memory)
 
     def to_json(self) -> str:
-        """For the command line of a worker process."""
+        """The settings as JSON, for the command line of a worker process."""
         return json.dumps(asdict(self))
 
     @classmethod

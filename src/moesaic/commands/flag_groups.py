@@ -1,0 +1,53 @@
+"""The subjects that the many flags of `serve`, `run-batch` and `bench throughput` belong to, for their
+help."""
+
+from __future__ import annotations
+
+ESSENTIAL = (
+    *("--input-file", "--output-file", "--model", "--max-model-len", "--kv-cache-memory", "--max-num-seqs"),
+    *("--threads", "--kernels", "--attention-workers", "--expert-servers", "--min-replicas"),
+    *("--tensor-parallel-size", "--fast-memory", "--host", "--port", "--api-key", "--served-model-name"),
+    *("--num-prompts", "--input-len", "--output-len", "--json"),
+)
+"""What `--help` explains; `--help-all` explains every flag."""
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Files": ("--input-file", "--output-file", "--max-in-flight"),
+    "Requests": (
+        *("--num-prompts", "--input-len", "--output-len", "--random-range-ratio", "--mix", "--seed"),
+    ),
+    "Model": (
+        *("--model", "--revision", "--device", "--dtype", "--max-model-len", "--kernels", "--threads"),
+        *("--pin-threads", "--mmap", "--enforce-eager"),
+    ),
+    "Memory": (*("--kv-cache-memory", "--kv-cache-dtype", "--block-size", "--enable-prefix-caching"),),
+    "A model larger than memory": (
+        *("--fast-memory", "--hardware", "--profile", "--offload-schedule", "--micro-batch-size"),
+        *("--micro-batches", "--pad"),
+    ),
+    "Batching": ("--max-num-seqs", "--max-num-batched-tokens", "--max-queue"),
+    "Experts as services": (
+        *("--attention-workers", "--expert-servers", "--expert-capacities", "--schedule"),
+        *("--inflight-batches", "--combine", "--queue-policy", "--queue-urgency", "--queue-history"),
+        *("--expert-batch-pairs", "--expert-batch-wait", "--transport", "--cluster-address"),
+        "--cluster-secret-file",
+    ),
+    "Faults and scaling": (
+        *("--min-replicas", "--redundant-experts", "--rebalance-interval", "--autoscale", "--slo-ttft"),
+        "--slo-itl",
+    ),
+    "Ranks": (
+        *("--tensor-parallel-size", "--expert-tensor-parallel-size", "--moe-collectives"),
+        *("--data-parallel-size", "--enable-expert-parallel"),
+    ),
+    "Placement and prediction": ("--placement", "--dispatch", "--shuffle-align"),
+    "Server": ("--host", "--port", "--api-key", "--served-model-name", "--chat-template"),
+    "Observing": (
+        *("--access-log", "--trace", "--record-routing", "--record-routing-share"),
+        *("--record-routing-memory", "--json", "--debug"),
+    ),
+}
+"""Subject -> its flags. Every flag of these commands is in one of them."""
+
+MANY = 20
+"""Commands with fewer flags than this show them in one list."""
