@@ -1,1 +1,1 @@
-"""Who runs where."""
+"""The processes of a cluster: a supervisor that restarts them, a router for requests, scaling and joining."""

@@ -1,4 +1,4 @@
-"""When to move experts, and when to have more or fewer servers, by what they had to do of late."""
+"""Decides from the recent load when experts move between servers and when servers are added or removed."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from moesaic.policy.fleet.autoscale import Autoscaler, AutoscaleRule
 from moesaic.policy.placement import balance
 
 BANDWIDTH = 2**30
-"""Bytes/s at which a server is taken to read weights: a common SSD."""
+"""Assumed rate, in bytes/s, at which a server reads weights: that of a common SSD."""
 HORIZON = 5
-"""The load is taken to stay what it is for so many rebalance intervals."""
+"""Number of rebalance intervals for which the load is assumed to stay the same."""
 AUTOSCALE_SECONDS = 1.0
-"""Between two looks at the load."""
+"""Seconds between two autoscaling decisions."""
 WINDOW_SECONDS = 60.0
-"""Of the load that is remembered where nothing is rebalanced."""
+"""Seconds of load that are remembered if nothing is rebalanced."""
 
 Process = tuple[int, int]
 """A server's number and incarnation."""
 
 
 class Balancing:
-    """Of one cluster, once its layout is known."""
+    """The balancing of one cluster, created once its layout is known."""
 
     def __init__(self, layout: ExpertLayout, cluster: ClusterConfig, now: float) -> None:
         seconds = cluster.rebalance_interval
@@ -42,7 +42,7 @@ class Balancing:
         self._missed = 0
 
     def rebalanced(self, now: float, placement: Placement, servers: Mapping[int, float]) -> Placement | None:
-        """A placement that is worth moving to; None, mostly, and always between two intervals.
+        """The next placement, if moving to it pays. Usually None, and always None between two intervals.
 
         servers: id -> capacity weight.
         """
@@ -62,10 +62,10 @@ class Balancing:
     def wanted_servers(
         self, now: float, waiting: int, busy: Mapping[Process, float], servers: int, missed: int = 0
     ) -> int:
-        """How many expert servers there should be, of `servers` now.
+        """How many expert servers there should be, given `servers` now.
 
-        waiting: requests that are not computed yet. busy: process -> seconds that it was busy so far. missed:
-        how often latency objectives were missed so far.
+        waiting: number of requests that wait. busy: process -> seconds that it has computed so far. missed:
+        number of missed latency objectives so far.
         """
         passed = now - self._looked
         if self._autoscaler is None or passed < AUTOSCALE_SECONDS:
@@ -78,7 +78,10 @@ class Balancing:
 
 
 def autoscale_rule(cluster: ClusterConfig) -> AutoscaleRule | None:
-    """What `cluster` asks for. ConfigError when --autoscale is no MIN:MAX or contradicts other flags."""
+    """The rule that --autoscale states; None without it.
+
+    Raises ConfigError if it is not MIN:MAX or contradicts other flags.
+    """
     if cluster.autoscale is None:
         return None
     rule = AutoscaleRule.parse(cluster.autoscale)
@@ -95,6 +98,6 @@ def autoscale_rule(cluster: ClusterConfig) -> AutoscaleRule | None:
 
 
 def autoscaler(cluster: ClusterConfig) -> Autoscaler | None:
-    """By that rule; None: the number of servers is changed by hand only."""
+    """The autoscaler of `cluster`; None if the number of servers changes only by command."""
     rule = autoscale_rule(cluster)
     return None if rule is None else Autoscaler(rule)

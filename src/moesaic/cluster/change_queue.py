@@ -1,6 +1,7 @@
-"""What a cluster is to become: asked by people, by servers that join, and by its own load.
+"""The changes that a cluster is waiting to make: requested by users, by joining servers, and by its own
+load.
 
-One change at a time, in the order in which they were asked for; what the load asks for comes last.
+Changes happen one at a time, in the order of the requests. Changes that the load requests come last.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from moesaic.core.tokens import IntArray
 
 LOG = logging.getLogger(__name__)
 RETRY_SECONDS = 5.0
-"""After a change that nobody asked for and that failed."""
+"""Seconds to wait after a failed change that the load had requested."""
 
 
 @dataclass(frozen=True)
 class _Wanted:
     what: str
-    """For a person."""
+    """Description for people."""
     change: Change
     future: Future[None] | None = None
-    """Of who asked."""
+    """Future of the user who requested the change; None if nobody waits for it."""
 
 
 class ChangeQueue:
-    """Used by the supervisor's thread only. note: remembers a failure for people."""
+    """The queue of changes. Only the supervisor's thread uses it."""
 
     def __init__(
         self,
@@ -53,11 +54,11 @@ class ChangeQueue:
         clock: Callable[[], float],
         note: Callable[[str], None],
     ) -> None:
-        """Raises ConfigError for an --autoscale that cannot be carried out."""
+        """note: records a failure for people. Raises ConfigError for an --autoscale that is not possible."""
         autoscaler(cluster)
         router.objectives = Objectives.of(cluster, clock)
         self.balancing: Balancing | None = None
-        """Known with the layout."""
+        """Created when the layout is known."""
         self.changes = Changes(members, publisher, router, cluster, self._load, clock)
         self.rebalances = 0
         self._members = members
@@ -76,15 +77,15 @@ class ChangeQueue:
 
     @property
     def under_way(self) -> str | None:
-        """What is being changed, for a person."""
+        """Description of the change under way; None if there is none."""
         wanted = self._now
         return None if wanted is None else wanted.what
 
     def lay_out(self, layout: ExpertLayout) -> None:
-        """What the experts are."""
+        """Set the layout of the experts."""
         self.changes.layout = layout
         copies, servers = self._cluster.redundant_experts, len(self._members.servers)
-        most = layout.num_experts * (servers - 1)  # no server holds an expert twice
+        most = layout.num_experts * (servers - 1)  # a server holds an expert once at most
         what = "--redundant-experts: got %d; with --expert-servers %d at most %d have a place"
         if copies > most:
             LOG.warning(what, copies, servers, most)
@@ -93,7 +94,7 @@ class ChangeQueue:
     # ---- who asks
 
     def scale(self, servers: int | None, workers: int | None, future: Future[None]) -> None:
-        """By hand; refused while another such change is under way."""
+        """Request these numbers. It is refused while another requested change is under way."""
         pending = [self._now, *self._queue]
         try:
             if any(wanted is not None and wanted.future is not None for wanted in pending):
@@ -106,20 +107,20 @@ class ChangeQueue:
         self._queue.append(_Wanted("scaling", self.changes.scale(servers, workers), future))
 
     def join(self, process: RemoteProcess) -> None:
-        """A server of another machine."""
+        """A server of another machine joins."""
         if self.layout is None or self._cluster.expert_servers == 0:
-            process.kill()  # it comes again
+            process.kill()  # it will try again
             return
         what = f"an expert server joins from {process.peer}"
         self._queue.append(_Wanted(what, self.changes.add_server(process, process.capacity)))
 
     def heard(self, member: Member, load: list[list[int]]) -> None:
-        """A server's report."""
+        """Take in a server's report. load: [L][E] pairs, see `Loads.heard`."""
         if self.balancing is not None:
             self.balancing.loads.heard(member.number, member.incarnation, member.stats, load)
 
     def advance(self, now: float) -> None:
-        """As far as the change under way gets; without one the next begins."""
+        """Advance the change under way; if there is none, begin the next one."""
         if self.balancing is not None:
             self.balancing.loads.tick(now, [member.number for member in self._members.servers])
         if self._now is None:
@@ -140,7 +141,7 @@ class ChangeQueue:
             raise
 
     def stop(self, why: str) -> None:
-        """Nothing will be changed any more."""
+        """Refuse all waiting changes. why: the reason that their users get."""
         open_changes, self._now = [self._now, *self._queue], None
         self._queue.clear()
         for wanted in open_changes:
@@ -168,7 +169,7 @@ class ChangeQueue:
         return self._by_load(now) if now >= self._quiet_until else None
 
     def _by_load(self, now: float) -> _Wanted | None:
-        """What the load asks for, mostly nothing."""
+        """The change that the load requests; usually None."""
         balancing, placement = self.balancing, self._publisher.placement
         if balancing is None or placement is None:
             return None

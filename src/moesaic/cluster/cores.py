@@ -1,4 +1,4 @@
-"""Who of a cluster's processes on this machine gets which of its cores."""
+"""Divides this machine's cores among the processes of a cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesaic.config import WorkerConfig
 
 
 class Cores:
-    """The cores that this process may use, for all of its children together."""
+    """The cores that this process may use, to be divided among its child processes."""
 
     def __init__(self, worker: WorkerConfig) -> None:
         self._cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
@@ -17,18 +17,20 @@ class Cores:
         self._group = worker.parallel.tensor_parallel_size
 
     def threads(self, alike: int) -> int:
-        """Of each of `alike` processes of one role.
+        """Number of threads for each of `alike` processes of one role.
 
-        Workers and servers wait for each other most of the time, and threads that wait sleep, so each role
-        has all the cores: one worker and one server on two cores were a third to two thirds faster with two
-        threads each than with one, with every schedule.
+        Workers and servers mostly wait for each other, and waiting threads sleep. So each role gets all
+        cores: one worker and one server on two cores were a third to two thirds faster with two threads
+        each than with one, with every schedule.
         """
         return max(1, len(self._cores) // max(1, alike))
 
     def cpus(self, role: Role, place: int, ranks: int | None) -> tuple[int, ...]:
-        """Where --pin-threads keeps a process: a rank's two share its part of the cores; without ranks all
-        workers share them among each other, and so do all servers; a group has one for each of its processes.
-        Empty: anywhere. place: among those of its role, 0 first.
+        """The cores that --pin-threads assigns to a process; empty: any core.
+
+        Attention worker and expert server of a rank share the rank's part of the cores. Without ranks, all
+        workers share the cores among each other, and so do all servers. A tensor-parallel group has a core
+        for each of its processes. place: index of the process among those of its role, from 0.
         """
         if not self._pinned:
             return ()

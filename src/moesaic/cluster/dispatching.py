@@ -1,4 +1,4 @@
-"""Which rule gives requests to attention workers: what `--dispatch` comes to with this cluster."""
+"""Chooses the dispatch rule: which attention worker gets a request (`--dispatch`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What went wrong, for people; and how the supervisor goes on after what nobody expected."""
+"""Records failures for people, and keeps the supervisor running after unexpected exceptions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from moesaic.core.cluster_status import Failure
 
 LOG = logging.getLogger(__name__)
 MOST = 50
-"""The last ones are remembered."""
+"""Number of failures that are kept: the last ones."""
 
 
 class Failures:
-    """Those of one cluster, oldest first."""
+    """The failures of one cluster, oldest first."""
 
     def __init__(self) -> None:
         self._last: deque[Failure] = deque(maxlen=MOST)
@@ -24,12 +24,13 @@ class Failures:
         return list(self._last)
 
     def note(self, what: str, error: BaseException | None = None) -> None:
-        """One line for a person. error: its traceback goes to the log."""
+        """Record a failure as one line. error: its traceback goes to the log."""
         LOG.warning("%s", what, exc_info=error)
         self._last.append(Failure(time.time(), what))
 
     def survive(self, action: Callable[[], None]) -> str | None:
-        """Do it. What it raised, as one line; what fails again and again is noted once.
+        """Run `action`. Returns what it raised, as one line, or None. A failure that repeats is recorded
+        once.
 
         Example: three actions that raise KeyError(7) leave one line, "the supervisor: KeyError: 7".
         """

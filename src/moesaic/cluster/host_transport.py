@@ -1,4 +1,4 @@
-"""How attention workers reach the expert servers of their own host."""
+"""Chooses the transport between attention workers and the expert servers of their own host."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from moesaic.config import HostTransport, Transport
 from moesaic.core.errors import ConfigError
 
 COMPILED = "moesaic.transport._shm"
-"""Missing where moesaic was installed without a compiler, or not on Linux."""
+"""The compiled module. It is missing if moesaic was installed without a compiler, or not on Linux."""
 
 
 def host_transport(asked: Transport) -> HostTransport:
-    """What `--transport` comes to with this installation. Raises ConfigError for shm that it does not have.
+    """The transport that `--transport` means in this installation.
+
+    Raises ConfigError for shm if the compiled module is missing.
 
     >>> host_transport("socket")
     'socket'

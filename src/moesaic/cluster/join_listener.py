@@ -1,7 +1,8 @@
-"""Where servers from other machines join by hand: a socket beside the cluster's own processes.
+"""The socket through which expert servers of other machines join the cluster.
 
-Whoever knows the cluster's secret gets in; both sides prove it (`transport.authentication`), nothing after
-that is encrypted. A peer that stalls or does not know the secret is dropped with one line in the log.
+A server that knows the cluster's secret may join. Both sides prove that they know it
+(`transport.authentication`); nothing after that is encrypted. A peer that stalls or does not know the
+secret is disconnected, with one line in the log.
 """
 
 from __future__ import annotations
@@ -21,45 +22,48 @@ from moesaic.transport.stream import StreamConnection
 
 HANDSHAKE_SECONDS = 10.0
 STOP_SECONDS = 5.0
-"""For a server to leave that was sent away."""
+"""Seconds that a server has to leave after it was asked to."""
 MAX_PENDING = 16
-"""Handshakes at the same time."""
+"""Maximum number of handshakes at the same time."""
 
 
 @dataclass
 class RemoteProcess:
-    """A server on another machine: all that is known of it is its connection."""
+    """An expert server on another machine. Only its connection is known."""
 
     connection: StreamConnection
     peer: str
     capacity: float = 1.0
-    """Its weight, as it says."""
+    """Capacity weight, as the server gave it."""
 
     @property
     def pid(self) -> int | None:
         return None
 
     def how_it_ended(self) -> str:
-        """For a person, once the connection is lost."""
+        """Why it ended, for people, once the connection is lost."""
         return f"the connection to {self.peer} is lost"
 
     def kill(self) -> None:
-        """Give it up: when it sees that it joins again."""
+        """Close the connection. The server joins again when it notices."""
         self.connection.close()
 
     def stop(self) -> None:
-        """Send it away, and wait for that."""
+        """Ask the server to leave, and wait until it has."""
         with contextlib.suppress(ConnectionLost):
             self.connection.send(messages.Shutdown())
-            self.connection.ended(STOP_SECONDS)  # closing at once could overtake the word
+            self.connection.ended(STOP_SECONDS)  # an immediate close could arrive before the message
         self.connection.close()
 
 
 class JoinListener:
-    """Listens at `address`, tcp:HOST:PORT. welcome: called, in a thread of the peer's, with who passed."""
+    """Listens at `address`, tcp:HOST:PORT."""
 
     def __init__(self, address: str, secret: bytes, welcome: Callable[[RemoteProcess], None]) -> None:
-        """Raises ConfigError if it cannot listen there."""
+        """welcome: called with each server that passed the handshake, in a thread of its own.
+
+        Raises ConfigError if it cannot listen there.
+        """
         self._secret = secret
         try:
             where = addresses.parse(address)
@@ -69,15 +73,16 @@ class JoinListener:
         except ConfigError as error:
             raise ConfigError(f"--cluster-address: {error}") from error
         self.address = str(where)
-        """With the real port."""
+        """Address with the real port."""
         self._acceptor = Acceptor(listening, self.address, self._enlisted, welcome, MAX_PENDING)
 
     def close(self) -> None:
-        """Let nobody in any more. Again: nothing."""
+        """Stop listening. A second call does nothing."""
         self._acceptor.close()
 
     def _enlisted(self, sock: socket.socket) -> RemoteProcess:
-        """Who knows the secret and says what it has to say first; all others raise."""
+        """Authenticate a peer and read its first message. Raises for anything that is not an expert
+        server."""
         host, port = sock.getpeername()[:2]
         prove_as_server(sock, self._secret, Deadline(HANDSHAKE_SECONDS))
         with contextlib.ExitStack() as undo:

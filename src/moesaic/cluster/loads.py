@@ -1,4 +1,4 @@
-"""How much each expert and each server had to do of late, from what servers report."""
+"""The recent load of each expert and each server, from the servers' reports."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from moesaic.core.tokens import IntArray
 from moesaic.policy.placement import balance
 
 INTERVALS = 10
-"""Of one window."""
+"""Number of intervals in a window."""
 
 
 class _Server:
-    """One server's counts. Its reports grow from zero with each of its processes."""
+    """Counts of one server. The reports of each of its processes start at zero."""
 
     def __init__(self, layers: int, experts: int, intervals: int) -> None:
         self.incarnation = -1
         self.window = balance.LoadWindow(layers, experts, intervals)
         self.fresh = np.zeros((layers, experts), dtype=np.int64)
-        """[L, E] since the interval began."""
+        """[L, E] pairs since the interval began."""
         self.known = self.fresh
-        """[L, E] the process's report."""
+        """[L, E] pairs in the process's last report."""
         self.busy: list[float] = [0.0]
-        """Busy seconds in each interval, the last one under way."""
+        """Busy seconds in each interval; the last interval is under way."""
         self.busy_seconds = 0.0
 
 
 class Loads:
-    """Of a sliding window of `seconds`, in `INTERVALS` steps."""
+    """Load in a sliding window of `seconds`, which has `INTERVALS` intervals."""
 
     def __init__(self, layers: int, experts: int, seconds: float) -> None:
         self._shape = layers, experts
@@ -38,12 +38,13 @@ class Loads:
         self._ends: float | None = None
         self._servers: dict[int, _Server] = {}
         self.total: IntArray = np.zeros(self._shape, dtype=np.int64)
-        """[L, E] pairs so far, by all servers there ever were."""
+        """[L, E] pairs that all servers, past ones included, have computed so far."""
 
     def heard(self, server: int, incarnation: int, stats: ExpertServerStats, load: list[list[int]]) -> None:
-        """A report of a server's process. load: [L][E] pairs since it started; empty: none since the last.
+        """Take in a report of a server's process.
 
-        Example: reports [[5, 0]] and [[8, 1]] of one process, then [[2, 0]] of its successor: 10 and 1 pairs.
+        load: [L][E] pairs since the process started; empty: no pairs since the last report. Example:
+        reports [[5, 0]] and [[8, 1]] of one process, then [[2, 0]] of its successor: 10 and 1 pairs.
         """
         record = self._servers.get(server)
         if record is None:
@@ -61,7 +62,7 @@ class Loads:
                 record.known = pairs
 
     def tick(self, now: float, servers: Collection[int]) -> None:
-        """Close the interval when it is over; who is none of `servers` any more is forgotten."""
+        """Close the interval if it is over. Servers that are not in `servers` are forgotten."""
         if self._ends is None:
             self._ends = now + self._interval
         if now < self._ends:
@@ -81,19 +82,19 @@ class Loads:
         return totals
 
     def full(self) -> bool:
-        """Whether the window has been filled once by every server."""
+        """True once every server has filled the window."""
         windows = [len(record.window) for record in self._servers.values()]
         return bool(windows) and min(windows) == INTERVALS
 
     def balancedness(self) -> np.ndarray:
-        """[L] mean / max of what servers did in the window: 1 is perfect."""
+        """[L] mean / max of the servers' pairs in the window; 1 is perfect balance."""
         columns = [record.window.totals.sum(axis=1) for record in list(self._servers.values())]
         if not columns:
             return np.ones(self._shape[0])
         return balance.balancedness(np.stack(columns, axis=1))
 
     def utilisation(self) -> float:
-        """Mean share of the time in which servers computed, 0 to 1, over the window."""
+        """Mean share of the window, 0 to 1, during which servers computed."""
         shares = [
             sum(record.busy[:-1]) / (self._interval * len(record.busy[:-1]))
             for record in self._servers.values()

@@ -1,4 +1,4 @@
-"""Processes on this machine, started as modules so that `ps` shows what they are."""
+"""Child processes on this machine. They are started as modules, so that `ps` shows what they are."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class ChildProcess:
     process: subprocess.Popen[bytes]
     connection: StreamConnection
     name: str = "worker process"
-    """For a person."""
+    """Name for people."""
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
     def how_it_ended(self) -> str:
-        """For a person, once the connection is lost."""
+        """Why it ended, for people, once the connection is lost."""
         try:
             code = self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -33,12 +33,13 @@ class ChildProcess:
         return f"{self.name} {self.pid} {how}"
 
     def kill(self) -> None:
-        """End it now; its connection tells once it is gone."""
+        """Kill the process now. Its connection reports the end."""
         if self.process.poll() is None:
             self.process.kill()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Close the connection, which ends the process; kill it when that takes too long."""
+        """Close the connection, which ends the process. It is killed if that takes longer than `timeout`
+        seconds."""
         self.connection.close()
         try:
             self.process.wait(timeout)
@@ -48,12 +49,12 @@ class ChildProcess:
 
 
 def spawn_worker(config: WorkerConfig) -> ChildProcess:
-    """Start an attention worker. It loads in the background and says Ready on the connection."""
+    """Start an attention worker. It loads in the background and sends Ready on the connection."""
     return _spawn("moesaic.runtime", config.to_json(), "worker process")
 
 
 def spawn_server(config: ExpertServerConfig) -> ChildProcess:
-    """Start an expert server. It waits for its first Hold, loads, and says Holds on the connection."""
+    """Start an expert server. It waits for its first Hold, loads, and sends Holds on the connection."""
     return _spawn("moesaic.experts", config.to_json(), "expert server")
 
 
@@ -61,7 +62,8 @@ def _spawn(module: str, config: str, name: str) -> ChildProcess:
     ours, theirs = stream_pair()
     with theirs:
         command = [sys.executable, "-m", module, "--connection-fd", str(theirs.fileno()), "--config", config]
-        # A process group of its own: Ctrl-C is for the engine, which drains and then ends its worker.
+        # In a process group of its own: Ctrl-C reaches the engine only, which drains and then ends its
+        # worker.
         process = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno()],

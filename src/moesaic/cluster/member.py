@@ -1,4 +1,4 @@
-"""One process of a cluster as its supervisor sees it: alive, starting, dead, or dead too often."""
+"""One process of a cluster as the supervisor sees it: starting, serving, dead, or dead too often."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Role(enum.Enum):
 
 
 class Stage(enum.Enum):
-    """STARTING -> SERVING (-> DRAINING -> STOPPED); a death leads to WAITING, then STARTING again."""
+    """STARTING -> SERVING (-> DRAINING -> STOPPED). A death leads to WAITING, then to STARTING again."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -26,76 +26,78 @@ class Stage(enum.Enum):
 
 
 class Process(Protocol):
-    """What runs in a member's place, here or on another machine."""
+    """The running process of a member, here or on another machine."""
 
     @property
     def connection(self) -> Connection: ...
 
     @property
     def pid(self) -> int | None:
-        """None on another machine."""
+        """Process id; None on another machine."""
         ...
 
     def how_it_ended(self) -> str:
-        """For a person, once the connection is lost."""
+        """Why it ended, for people, once the connection is lost."""
         ...
 
     def kill(self) -> None:
-        """End it now; its connection tells once it is gone."""
+        """Kill the process now. Its connection reports the end."""
         ...
 
     def stop(self) -> None:
-        """Close the connection, which ends it, and wait for that."""
+        """Close the connection, which ends the process, and wait for the end."""
         ...
 
 
 @dataclass(frozen=True)
 class RestartRule:
-    """How often a process may die."""
+    """How often a process may die, and how soon it is restarted."""
 
     first_delay: float = 0.5
-    """Seconds before the second restart; the first is at once, each later one waits twice as long."""
+    """Seconds before the second restart. The first restart is immediate; each later one waits twice as
+    long."""
     longest_delay: float = 10.0
     most: int = 6
-    """Deaths within `window` seconds with which the supervisor gives up."""
+    """Number of deaths within `window` seconds after which the supervisor gives up."""
     window: float = 60.0
 
 
 @dataclass
 class Member:
-    """A place in the cluster. Its processes come and go; `incarnation` counts them."""
+    """A slot for a process in the cluster. Its processes may die and be replaced; `incarnation` counts
+    them."""
 
     role: Role
     number: int
-    """Never given to another member."""
+    """Number of the member, never used for another one."""
     incarnation: int = 0
     child: Process | None = None
     stage: Stage = Stage.STARTING
     on_trial: bool = False
-    """It is being added: when it keeps dying, the change failed and not the service."""
+    """True while it is being added. If it keeps dying, the change has failed, not the service."""
     elsewhere: bool = False
-    """It joined by hand from outside: nobody here can restart it."""
+    """True if it joined from outside. The supervisor cannot restart it."""
     last_seen: float = 0.0
-    """Clock of the last message."""
+    """Time of the last message, on the supervisor's clock."""
     deaths: list[float] = field(default_factory=list)
-    """Those that still count for the restart rule."""
+    """Times of the deaths that still count for the restart rule."""
     all_deaths: int = 0
     restart_at: float = 0.0
     last_failure: str | None = None
     complaint: str | None = None
-    """Why it cannot do what it was told last."""
+    """Why it could not do what it was last asked; None if it could."""
     address: str = ""
-    """Of a server: where clients find it, once it said so."""
+    """Of a server: the address where clients find it, once it is known."""
     told: int = -1
-    """Of a server: number of the Hold that it was sent last."""
+    """Of a server: number of the last Hold that was sent to it."""
     holds: int = -1
-    """Number of the Hold that it answered last."""
+    """Of a server: number of the last Hold that it confirmed."""
     settled: int = -1
-    """Of a worker: version of the directory that everything under way was routed by."""
+    """Of a worker: every call under way was routed by this version of the directory, or a later one."""
     kernels: str = ""
     threads: int = 0
     capacity: float = 0.0
-    """Of a server: weight of its share of experts and of load, beside the other servers'."""
+    """Of a server: capacity weight, which sets its share of experts and load."""
     stats: ExpertServerStats = field(default_factory=ExpertServerStats)
 
     @property
@@ -104,11 +106,12 @@ class Member:
 
     @property
     def in_service(self) -> bool:
-        """Whether it has work, or may have."""
+        """True if it serves or is draining."""
         return self.stage in (Stage.SERVING, Stage.DRAINING)
 
     def died(self, how: str, now: float, rule: RestartRule) -> bool:
-        """Its process ended. False when that happened too often to start another, or nobody wants one."""
+        """Its process ended. Returns False if it must not be restarted: it died too often, or it is
+        leaving."""
         self.last_failure, self.child = how, None
         self.all_deaths += 1
         self.deaths = [death for death in self.deaths if now - death < rule.window] + [now]

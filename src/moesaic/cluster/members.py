@@ -1,4 +1,4 @@
-"""The processes of a cluster: starts them, listens to each in a thread of its own, ends them."""
+"""The processes of a cluster: starts them, reads from each in a thread of its own, ends them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.trace.parts import part_of
 
 FROM_SERVER = (messages.Holds, messages.ServerReport, messages.Failed)
-"""All that an expert server has to say."""
+"""The messages that an expert server may send."""
 
 
 class Members:
-    """Changed by the supervisor's thread only.
+    """The members of a cluster. Only the supervisor's thread changes them.
 
-    hear: called in that thread with what a member's process said, or with its ConnectionLost. Once nobody
-    watches, with the latter only, in reader threads, one at a time.
+    hear: called in that thread with each message of a member's process, or with its ConnectionLost. If the
+    supervisor has failed, only ConnectionLost is passed on, from reader threads, one at a time.
     """
 
     def __init__(
@@ -38,23 +38,23 @@ class Members:
         cluster: ClusterConfig = ClusterConfig(),
     ) -> None:
         self._ranks = cluster.data_parallel_size if cluster.enable_expert_parallel else None
-        """At the start, of workers and servers that go together in pairs; None: they don't."""
+        """Number of ranks at the start, each a worker and a server; None: there are no ranks."""
         self._cores = Cores(worker)
         pinned = len(self._cores.cpus(Role.SERVER, 0, self._ranks))
         threads = worker.model.threads or pinned or self._cores.threads(cluster.expert_servers)
         self._capacities = cluster.capacities or (float(threads),)
-        """Of servers started here, by number; all after them have the last one."""
+        """Capacity weights of the servers started here, by number. Later servers have the last weight."""
         self.workers: list[Member] = []
         self.servers: list[Member] = []
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        """What the supervisor's thread is to do next; None ends it."""
+        """Work for the supervisor's thread; None ends the thread."""
         self.watched = True
-        """Whether there is a thread that does it; else requests go on alone."""
+        """True while the supervisor's thread runs. Without it, requests go on but nothing is restarted."""
         self._alone = threading.Lock()
-        """Held by reader threads that do in its place what cannot be left undone."""
+        """Lock for reader threads that do urgent work in place of the supervisor's thread."""
         self._stopping = False
         self.past_deaths = 0
-        """Of members that left."""
+        """Deaths of members that have left."""
         self._worker_config = worker
         self._router = router
         self._hear = hear
@@ -68,7 +68,7 @@ class Members:
 
     @property
     def servers_here(self) -> list[Member]:
-        """Those that did not join by hand. Where ranks are pairs, each worker's is at the worker's place."""
+        """Servers that were started here. With ranks, each worker's server has the worker's index."""
         return [member for member in self.servers if not member.elsewhere]
 
     @property
@@ -77,7 +77,8 @@ class Members:
         return {member.number: member.capacity for member in self.servers}
 
     def add(self, role: Role, on_trial: bool = False, capacity: float | None = None) -> Member:
-        """A place without a process; `spawn` or `adopt` follows. capacity: of a server that joins by hand."""
+        """Add a member without a process; `spawn` or `adopt` follows. capacity: weight of a server that
+        joined."""
         member = Member(role, self._count[role], on_trial=on_trial)
         self._count[role] += 1
         if role is Role.SERVER:
@@ -90,7 +91,7 @@ class Members:
         return member
 
     def spawn_worker(self, member: Member) -> None:
-        """Its next process."""
+        """Start its next process."""
         place = self._place(member, self.workers)
         cpus = self._cores.cpus(Role.WORKER, place, self._ranks)
         config = replace(
@@ -105,7 +106,7 @@ class Members:
         self._listen(member, spawn_worker(config))
 
     def spawn_server(self, member: Member, layout: ExpertLayout) -> None:
-        """Its next process, which waits for a Hold."""
+        """Start its next process, which waits for a Hold."""
         cpus = self._cores.cpus(Role.SERVER, self._place(member, self.servers_here), self._ranks)
         model = self._worker_config.model
         config = ExpertServerConfig(
@@ -125,7 +126,7 @@ class Members:
         self._listen(member, spawn_server(config))
 
     def adopt(self, member: Member, process: Process, layout: ExpertLayout) -> None:
-        """A server that joined by hand has this place."""
+        """Take in a server that joined from outside."""
         member.elsewhere = True
         model, scheduler = self._worker_config.model, self._worker_config.scheduler
         enlisted = messages.Enlisted(
@@ -137,12 +138,12 @@ class Members:
             scheduler.queue_policy,
             **asdict(self._worker_config.queues),
         )
-        with contextlib.suppress(ConnectionLost):  # its reader thread tells
+        with contextlib.suppress(ConnectionLost):  # its reader thread reports it
             process.connection.send(enlisted)
         self._listen(member, process)
 
     def remove(self, member: Member) -> None:
-        """It leaves: its process is told, and ended in the background. Its requests were moved before."""
+        """Remove a member. Its process is asked to end, in the background. Its requests have moved before."""
         self.workers = [other for other in self.workers if other is not member]
         self.servers = [other for other in self.servers if other is not member]
         self.past_deaths += member.all_deaths
@@ -165,16 +166,17 @@ class Members:
 
     @staticmethod
     def _place(member: Member, alike: list[Member]) -> int:
-        """Of a member among `alike`. Numbers are no places: that of one who left is never given again."""
+        """Index of a member among `alike`. Numbers cannot serve as indices: those of members that left are
+        not reused."""
         return [other.number for other in alike].index(member.number)
 
     @property
     def _servers_on_gpus(self) -> int:
-        """Those of this host that may be; without being told they compute on the CPU."""
+        """Number of this host's servers that may use a GPU. Unless the device is given they use the CPU."""
         return len(self.servers_here) if self._worker_config.model.device == "cuda" else 0
 
     def _part(self, member: Member) -> str | None:
-        """Where its next process writes its part of the trace."""
+        """File for its next process's part of the trace; None: there is no trace."""
         return part_of(self._worker_config.trace, member.name, member.incarnation + 1)
 
     def _server_threads(self, layout: ExpertLayout) -> int:
@@ -190,12 +192,15 @@ class Members:
         threading.Thread(target=self._read, args=arguments, name=member.name, daemon=True).start()
 
     def _read(self, member: Member, incarnation: int, child: Process) -> None:
-        """A process's reader thread: what requests wait for goes straight on, the rest to the loop."""
+        """Reader thread of a process. What requests wait for goes directly to the router, the rest to the
+        inbox."""
 
         def put(message: messages.Message | ConnectionLost) -> None:
             if self.watched:
                 self.inbox.put(lambda: hear(message))
-            elif isinstance(message, ConnectionLost):  # all else is about changes that nobody makes
+            elif isinstance(
+                message, ConnectionLost
+            ):  # all other messages concern changes, which nobody makes
                 with self._alone:
                     if not self._stopping:
                         hear(message)
@@ -224,13 +229,13 @@ class Members:
                     put(message)
 
     def _leave(self, member: Member) -> None:
-        """Its requests go to other workers, also while the supervisor is busy or gone."""
+        """Move a worker's requests to other workers, even while the supervisor is busy or has failed."""
         self._router.leave(member.number)
         if not self.watched and not self._router.serves:
             self._router.fail(f"{member.name} was the last one, and nobody restarts it")
 
 
 def _dismiss(child: Process) -> None:
-    with contextlib.suppress(ConnectionLost):  # it is gone already
+    with contextlib.suppress(ConnectionLost):  # the process has ended already
         child.connection.send(messages.Shutdown())
     child.stop()

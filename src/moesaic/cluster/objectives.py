@@ -1,4 +1,4 @@
-"""Latency objectives, and how often they are missed: counted where tokens pass on their way to the engine."""
+"""Latency objectives, and how often they are missed. Tokens are counted on their way to the engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesaic.config import ClusterConfig
 
 
 class Objectives:
-    """Limits in seconds; None: there is none. `clock` is the one of `Request.arrival`.
+    """Limits in seconds; None: no limit. `clock` is the clock of `Request.arrival`.
 
     Example: limits of 1 and 0.1, a request that arrives at 5: tokens at 6.5, 6.55 and 7 miss the first and
     the second limit once each.
@@ -25,23 +25,27 @@ class Objectives:
         self._itl = itl
         self._clock = clock
         self.missed_ttft = 0
-        """Requests whose first token came later than that after their arrival."""
+        """Requests whose first token came too late after their arrival."""
         self.missed_itl = 0
-        """Tokens that came later than that after the one before."""
+        """Tokens that came too late after the token before."""
 
     @classmethod
     def of(cls, cluster: ClusterConfig, clock: Callable[[], float]) -> Objectives:
-        """--slo-ttft and --slo-itl, which are in milliseconds."""
+        """The objectives of --slo-ttft and --slo-itl, which are in milliseconds."""
         ttft, itl = (None if ms is None else ms / 1e3 for ms in (cluster.slo_ttft, cluster.slo_itl))
         return cls(ttft, itl, clock)
 
     @property
     def missed(self) -> int:
-        """Of both."""
+        """Misses of both objectives."""
         return self.missed_ttft + self.missed_itl
 
     def token(self, arrival: float, last: float | None) -> float | None:
-        """A token comes now. arrival: of its request. last: what this said of the token before."""
+        """Count a token that arrives now; returns the time.
+
+        arrival: time of its request. last: what this method returned for the token before; None for the
+        first token.
+        """
         if self._ttft is None and self._itl is None:
             return None
         now = self._clock()

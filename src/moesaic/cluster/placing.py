@@ -1,4 +1,4 @@
-"""The placement that a cluster starts with: from a file, or a share for each server by its capacity."""
+"""The placement that a cluster starts with: from a file, or by the servers' capacities."""
 
 from __future__ import annotations
 

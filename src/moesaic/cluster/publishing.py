@@ -1,7 +1,7 @@
-"""Who serves what: what each server is told to hold, and what each attention worker is told of it.
+"""Tells each server what to hold, and each attention worker which server holds what.
 
-While the placement changes there are two: the one in service, by which clients route, and the one that is
-coming. A server holds what either of them gives it, so that both can be served until nobody uses the old one.
+While the placement changes there are two placements: the current one, by which clients route, and the next
+one. A server holds what either of them gives it. So both can be served until no call uses the old one.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ def union(server: int, placements: Collection[Placement | None]) -> Held:
 
 
 class Publisher:
-    """Of the members' placement. Used by the supervisor's thread only."""
+    """Publishes the placement of the members. Only the supervisor's thread uses it."""
 
     def __init__(self, members: Members, secret: bytes) -> None:
         self.placement: Placement | None = None
-        """In service."""
+        """The current placement."""
         self.coming: Placement | None = None
-        """Will be."""
+        """The next placement, while it is being loaded."""
         self.version = 0
-        """Of the directory."""
+        """Version of the directory."""
         self._members = members
         self._secret = secret
         self._holds = 0
 
     def hold(self, member: Member) -> None:
-        """Tell a server what to hold now. One that waits to be restarted hears it then."""
+        """Tell a server what to hold now. A server that is being restarted gets the message after its
+        start."""
         if member.child is None:
             return
         self._holds += 1
         member.told, member.complaint = self._holds, None
         held = union(member.number, (self.placement, self.coming))
-        secret = b"" if member.elsewhere else self._secret  # who joined by hand knows it: no need to send it
+        secret = b"" if member.elsewhere else self._secret  # a server that joined knows the secret already
         _send(member, messages.Hold(member.told, held, secret))
 
     def serve(self, placement: Placement) -> None:
@@ -61,19 +62,19 @@ class Publisher:
         self.publish()
 
     def publish(self) -> None:
-        """Tell every worker who serves what."""
+        """Send the directory to every worker."""
         self.version += 1
         for member in self._members.workers:
             if member.in_service:
                 self.introduce(member)
 
     def introduce(self, member: Member) -> None:
-        """Tell one worker who serves what."""
+        """Send the directory to one worker."""
         if self.placement is not None:
             _send(member, messages.Serving(self.directory(self.placement), self._secret))
 
     def directory(self, placement: Placement) -> Directory:
-        """Of the servers that serve now."""
+        """The directory of the servers that serve now."""
         serving = [member for member in self._members.servers if member.stage is Stage.SERVING]
         return Directory(
             self.version,
@@ -82,12 +83,12 @@ class Publisher:
         )
 
     def settled(self, version: int) -> bool:
-        """Whether no worker has anything under way that was routed by a directory before `version`."""
+        """True if no worker has a call under way that was routed by a directory before `version`."""
         return all(member.settled >= version for member in self._members.workers if member.in_service)
 
 
 def holding(members: Collection[Member]) -> bool:
-    """Whether each of these servers has in memory what it was told last."""
+    """True if each of these servers has loaded what it was last told to hold."""
     return all(member.stage is Stage.SERVING and member.holds == member.told for member in members)
 
 
@@ -96,4 +97,4 @@ def _send(member: Member, message: messages.Message) -> None:
         if member.child is not None:
             member.child.connection.send(message)
     except ConnectionLost:
-        pass  # its reader thread tells
+        pass  # its reader thread reports it

@@ -18,7 +18,10 @@ from moesaic.core.placement import Placement, ranges
 def process_status(
     member: Member, placement: Placement | None, now: float, watched: bool = True
 ) -> ProcessStatus:
-    """One process. now: on the clock of `member.last_seen`. watched: whether it is restarted when it dies."""
+    """Status of one process.
+
+    now: time on the clock of `member.last_seen`. watched: whether the supervisor would restart it.
+    """
     stage = Stage.STOPPED if member.stage is Stage.WAITING and not watched else member.stage
     held = union(member.number, (placement,)) if member.role is Role.SERVER else {}
     child = member.child
@@ -44,7 +47,7 @@ def process_status(
 
 
 def counters(members: Members, router: Router, rebalances: int) -> ClusterCounters:
-    """All that was counted since the start."""
+    """All counts since the start."""
     experts = router.stats().experts
     return ClusterCounters(
         process_deaths=members.past_deaths + sum(member.all_deaths for member in members.all),
@@ -60,10 +63,10 @@ def counters(members: Members, router: Router, rebalances: int) -> ClusterCounte
 
 
 def layer_replicas(placement: Placement, servers: Collection[Member]) -> list[LayerReplicas]:
-    """Of each layer, counting servers that serve now.
+    """Copies of experts in each layer, counting servers that serve now.
 
-    Example: expert 0 on servers 0 and 1, expert 1 on server 1, which is being restarted: experts have 1 and 0
-    copies; 0 is single, 1 is missing; {0: "1", 1: "0"}.
+    Example: expert 0 on servers 0 and 1, expert 1 on server 1, which is being restarted: experts have 1 and
+    0 copies; 0 is single, 1 is missing; {0: "1", 1: "0"}.
     """
     alive = [member.number for member in servers if member.stage is Stage.SERVING]
     found = []
@@ -76,9 +79,11 @@ def layer_replicas(placement: Placement, servers: Collection[Member]) -> list[La
 
 
 def layer_locality(placement: Placement | None, stats: ExpertStats) -> list[LayerLocality]:
-    """Of each layer of `placement`; of none where workers have no server beside them.
+    """Local activation rate of each layer of `placement`; empty if workers have no server of their own
+    rank.
 
-    Example: layers 1 and 2, 8 pairs sent for each, 6 and 2 of them to the own server -> rates 0.75 and 0.25.
+    Example: layers 1 and 2, 8 pairs sent for each, 6 and 2 of them to the own server -> rates 0.75 and
+    0.25.
     """
     layers = () if placement is None else placement.layers
     sent = zip(layers, stats.layer_pairs, stats.local_pairs, strict=False)

@@ -1,8 +1,9 @@
-"""Many attention workers as one: the connection that the engine sees.
+"""Several attention workers behind one connection, which the engine uses.
 
-It remembers of each request its worker and the tokens it got so far. When a worker dies, its requests go to
-others (or wait for its successor), which compute prompt and generated tokens again and go on: a sampled token
-depends on the request's seed and its position only, so nobody downstream notices.
+The router knows the worker of each request and the tokens that it has received. When a worker dies, its
+requests go to other workers, or wait for its successor. The new worker computes prompt and generated tokens
+again and continues. A sampled token depends only on the request's seed and its position, so the engine
+notices nothing.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ class _Entry:
     request: Request
     worker: int | None = None
     blocks: int = 0
-    """KV blocks that it has there."""
+    """KV blocks that it uses at its worker."""
     tokens: list[int] = field(default_factory=list)
     moved: bool = False
-    """It was another worker's before."""
+    """True if another worker had it before."""
     last: float | None = None
-    """When its last token came, as `Objectives` has it."""
+    """Time of its last token, as `Objectives.token` returned it."""
 
 
 @dataclass
@@ -43,11 +44,11 @@ class _Worker:
     info: WorkerInfo
     stats: WorkerStats = field(default_factory=WorkerStats)
     requests: int = 0
-    """That were given to it and have not ended."""
+    """Requests of this worker that have not ended."""
     blocks: int = 0
-    """KV blocks of those."""
+    """KV blocks of these requests."""
     draining: bool = False
-    """It gets no new requests."""
+    """True if it gets no new requests."""
 
 
 class Router:
@@ -55,16 +56,16 @@ class Router:
 
     def __init__(self, dispatch: Dispatch = least_loaded) -> None:
         self.dispatch = dispatch
-        """Which worker a request goes to, and again after its worker died. Asked with the lock held."""
+        """Chooses the worker of a request, also after its worker died. Called with the lock held."""
         self.objectives = Objectives()
-        """Is told of every token, with the lock held."""
+        """Counts every token. Called with the lock held."""
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[Message | ConnectionLost] = queue.SimpleQueue()
         self._lost: ConnectionLost | None = None
         self._workers: dict[int, _Worker] = {}
         self._entries: dict[int, _Entry] = {}
         self._past = WorkerStats()
-        """Counters of workers that are gone: what was counted stays counted."""
+        """Counters of workers that have left, so that totals never decrease."""
         self.moved_requests = 0
         """Requests whose worker died or left, so far."""
 
@@ -96,49 +97,50 @@ class Router:
         return item
 
     def close(self) -> None:
-        """The engine's `receive` sees the end."""
+        """Close the connection: the engine's `receive` reports the end."""
         self.fail("closed")
 
     # ---- the supervisor's side
 
     def tell(self, message: Message) -> None:
-        """Something for the engine that no worker in service said."""
+        """Send the engine a message that comes from no worker in service."""
         self._outbox.put(message)
 
     def fail(self, reason: str) -> None:
-        """Nothing can be served any more."""
+        """Report that nothing can be served any more."""
         self._outbox.put(ConnectionLost(reason))
 
     def join(self, worker: int, connection: Connection, info: WorkerInfo) -> None:
-        """A worker is ready; requests that wait for one go to it."""
+        """A worker is ready. Waiting requests go to it."""
         with self._lock:
             self._workers[worker] = _Worker(connection, info)
             self._place([key for key, entry in self._entries.items() if entry.worker is None])
 
     def drain(self, worker: int) -> None:
-        """No new requests for this worker: it is going to leave."""
+        """Give this worker no new requests: it is going to leave."""
         with self._lock:
             if worker in self._workers:
                 self._workers[worker].draining = True
 
     def drained(self, worker: int) -> bool:
-        """Whether all of its requests ended."""
+        """True if all its requests have ended."""
         with self._lock:
             return worker not in self._workers or not self._workers[worker].requests
 
     @property
     def serves(self) -> bool:
-        """Whether there is a worker."""
+        """True if there is a worker."""
         with self._lock:
             return bool(self._workers)
 
     def stats(self) -> WorkerStats:
-        """Of all workers together, those that are gone included."""
+        """Statistics of all workers together, past ones included."""
         with self._lock:
             return _sum([self._past, *(worker.stats for worker in self._workers.values())])
 
     def leave(self, worker: int) -> None:
-        """A worker is gone: its requests go to others, or wait for one. What it still says is ignored."""
+        """A worker has left. Its requests go to other workers, or wait for one; its late messages are
+        ignored."""
         with self._lock:
             gone = self._workers.pop(worker, None)
             if gone is None:
@@ -152,7 +154,7 @@ class Router:
             self._place(orphans)
 
     def take(self, worker: int, message: Message) -> None:
-        """What a worker says to the engine."""
+        """Take in a worker's message to the engine."""
         with self._lock:
             if worker not in self._workers:
                 return
@@ -162,14 +164,14 @@ class Router:
                 case messages.Admitted():
                     message = self._first_time(message)
                 case messages.Stats(stats):
-                    if worker in self._workers:  # else it has just begun, or was given up
+                    if worker in self._workers:  # the other case: it has just started, or was given up
                         self._workers[worker].stats = stats
                     every = [self._past, *(worker.stats for worker in self._workers.values())]
                     message = messages.Stats(_sum(every))
             self._outbox.put(message)
 
     def tell_ready(self) -> None:
-        """Let the engine know all workers as one; without any it goes by what it knows."""
+        """Describe all workers to the engine as one. Without workers the engine keeps what it knows."""
         with self._lock:
             infos = [worker.info for worker in self._workers.values()]
         totals = {
@@ -180,7 +182,7 @@ class Router:
             self.tell(messages.Ready(replace(infos[0], **totals)))
 
     def loads(self) -> dict[int, WorkerLoad]:
-        """What each worker has, as dispatch sees it."""
+        """The load of each worker, for dispatch."""
         return {
             worker: WorkerLoad(record.info.num_blocks, record.blocks, record.requests)
             for worker, record in self._workers.items()
@@ -190,7 +192,7 @@ class Router:
     # ---- inside, with the lock held
 
     def _place(self, request_ids: list[int]) -> None:
-        """Give each of these requests to a worker; without any they wait."""
+        """Send each of these requests to a worker; without workers they wait."""
         if not self.loads():
             return
         chosen: dict[int, list[_Entry]] = {}
@@ -207,7 +209,7 @@ class Router:
             _send(self._workers[worker], submit)
 
     def _measure(self, entry: _Entry) -> None:
-        """Count the blocks that it has now at its worker."""
+        """Update the number of blocks that the request uses at its worker."""
         if entry.worker is not None:
             worker = self._workers[entry.worker]
             rows = len(entry.request.prompt_token_ids) + len(entry.tokens)
@@ -216,7 +218,7 @@ class Router:
             entry.blocks = blocks
 
     def _end(self, request_id: int) -> _Entry | None:
-        """Forget a request, if it is known."""
+        """Forget a request. Returns it if it was known."""
         entry = self._entries.pop(request_id, None)
         if entry is not None and entry.worker is not None:
             worker = self._workers[entry.worker]
@@ -247,7 +249,7 @@ class Router:
                 self._end(request_id)
 
     def _first_time(self, message: messages.Admitted) -> messages.Admitted:
-        """Without requests that moved: the engine heard of them before."""
+        """The message without requests that moved: the engine has heard of them before."""
         known = [
             index
             for index, request_id in enumerate(message.request_ids)
@@ -264,24 +266,24 @@ def _send(worker: _Worker, message: Message) -> None:
     try:
         worker.connection.send(message)
     except ConnectionLost:
-        pass  # its requests are moved when the supervisor hears of its end
+        pass  # its requests move when the supervisor notices the end
 
 
 def _counters(stats: WorkerStats) -> WorkerStats:
-    """What a worker leaves behind: counts, no state."""
+    """The part of a worker's statistics that outlives it: counts, no state."""
     return replace(
         stats, running=0, waiting=0, blocks=replace(stats.blocks, total=0, free=0, cached=0, used=0)
     )
 
 
 def _sum(records: list[WorkerStats]) -> WorkerStats:
-    """Field by field, nested records too."""
+    """The sum, field by field, of records and nested records."""
 
     def add(parts: list[object]) -> object:
         first = parts[0]
         if isinstance(first, int | float):
             return sum(parts)  # type: ignore[arg-type]
-        if isinstance(first, tuple):  # one number a layer, or none yet
+        if isinstance(first, tuple):  # one number for each layer, or none yet
             return tuple(map(sum, zip_longest(*parts, fillvalue=0)))  # type: ignore[call-overload]
         names = [one.name for one in fields(first)]  # type: ignore[arg-type]
         return type(first)(**{name: add([getattr(part, name) for part in parts]) for name in names})

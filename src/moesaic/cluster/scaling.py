@@ -1,12 +1,12 @@
 """Changes of a running cluster, one process at a time, while it serves.
 
-A change is a generator: it does what can be done, yields while it has to wait, and is resumed by the
-supervisor after each event. What can fail comes before anybody routes by the new placement, so that a
-change either happens or leaves everything as it was:
+A change is a generator. It does what it can, yields while it has to wait, and is resumed by the supervisor
+after each event. What can fail comes before any client routes by the new placement. So a change either
+happens or leaves everything as it was:
 
-    the newcomer loads its share; the others take what they will have more       a failure: all of it dropped
+    the new server loads its share; the others load what they get more    (a failure here: all of it is dropped)
     the new placement is published
-    once no call under way was routed by the old one: what is no longer needed is dropped
+    once no call under way was routed by the old one: servers drop what they no longer need
 """
 
 from __future__ import annotations
@@ -30,29 +30,30 @@ from moesaic.policy.placement import balance
 LOG = logging.getLogger(__name__)
 
 Change = Generator[None, None, None]
-"""Under way; it ends, or raises ScalingError when everything is as it was."""
+"""A change under way. It ends, or raises ScalingError after everything is as it was before."""
 
 
 @dataclass(frozen=True)
 class ScalingLimits:
-    """How long a change may take."""
+    """How long each part of a change may take."""
 
     loading: float = 900.0
     """Seconds until a new process serves."""
     taking: float = 900.0
-    """Seconds until servers have taken in what they get more."""
+    """Seconds until servers have loaded the experts that they get."""
     connecting: float = 2.0
-    """Seconds that a new server's clients have to connect before they are given it."""
+    """Seconds that clients have to connect to a new server before it gets experts."""
     draining: float = 30.0
-    """Seconds that an attention worker has to finish its requests; the rest moves."""
+    """Seconds that an attention worker has to finish its requests. The remaining ones move to other
+    workers."""
     nudge: float = 1.0
-    """Seconds between two looks for late answers that nobody waits for."""
+    """Seconds between two reminders to workers that still wait for late answers."""
     attempts: int = 3
-    """Deaths of a new process with which it is given up."""
+    """Number of deaths after which a new process is given up."""
 
 
 class Changes:
-    """Makes the changes of one cluster. load: what balance is to go by, [L, E]."""
+    """Makes the changes of one cluster. load: returns [L, E] the load that placements should balance."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Changes:
         limits: ScalingLimits | None = None,
     ) -> None:
         self.layout: ExpertLayout | None = None
-        """Known once the first worker told it."""
+        """Known once the first worker has sent it."""
         self._members = members
         self._publisher = publisher
         self._router = router
@@ -77,9 +78,9 @@ class Changes:
     # ---- the changes
 
     def scale(self, servers: int | None, workers: int | None) -> Change:
-        """As many expert servers and attention workers as that; None: as many as there are.
+        """Change to these numbers of expert servers and attention workers; None: as many as now.
 
-        When one of the steps fails, those before it are undone.
+        If a step fails, the steps before it are undone.
         """
         before, placement = (
             (len(self._members.servers), len(self._members.workers)),
@@ -99,7 +100,8 @@ class Changes:
             raise ScalingError(f"{error}; the cluster is as it was", conflict) from error
 
     def check(self, servers: int, workers: int) -> None:
-        """ScalingError where so many can never be, ConfigError where a number is none."""
+        """Raises ScalingError for numbers that are never possible, ConfigError for values that are no
+        numbers."""
         apart = self._cluster.expert_servers > 0
         if workers < 1:
             raise ConfigError.field("attention_workers", workers, "at least 1")
@@ -124,8 +126,10 @@ class Changes:
             )
 
     def add_server(self, process: Process | None = None, capacity: float | None = None) -> Change:
-        """A new one takes its share. process: one that joined by hand, with its weight, `capacity`; None:
-        another of this machine."""
+        """Add a server, which takes its share.
+
+        process: a server that joined, with its weight, `capacity`. None: a new one on this machine.
+        """
         numbers = [member.number for member in self._members.servers]
         member = self._members.add(Role.SERVER, True, capacity)
         try:
@@ -138,13 +142,14 @@ class Changes:
         member.on_trial = False
 
     def remove_server(self, member: Member, least: int | None = None) -> Change:
-        """The others take over what it serves; then it ends. least: copies, in place of min_replicas."""
+        """Remove a server. The others take over its experts, then it ends. least: copies, in place of
+        min_replicas."""
         left = [other.number for other in self._members.servers if other is not member]
         yield from self._move(self._placed(left, least), leaving=member)
         self._members.remove(member)
 
     def add_worker(self) -> Change:
-        """Another attention worker; new requests go to it once it is ready."""
+        """Add an attention worker. It gets new requests once it is ready."""
         member = self._members.add(Role.WORKER, on_trial=True)
         try:
             self._members.spawn_worker(member)
@@ -156,7 +161,8 @@ class Changes:
         self._router.tell_ready()
 
     def remove_worker(self, member: Member) -> Change:
-        """It gets no new requests, finishes its own (or, after a time, others do) and ends."""
+        """Remove an attention worker. It gets no new requests and finishes its own; after a time they move
+        instead."""
         if member.stage is Stage.SERVING:
             member.stage = Stage.DRAINING
         self._router.drain(member.number)
@@ -168,13 +174,13 @@ class Changes:
         self._router.tell_ready()
 
     def rebalance(self, new: Placement) -> Change:
-        """The same servers, other shares."""
+        """Move experts between the same servers."""
         yield from self._move(new)
 
     # ---- their parts
 
     def _towards(self, servers: int, workers: int) -> Change:
-        """Newcomers first; the last to come are the first to go."""
+        """Add first, then remove; the youngest members are removed first."""
         members = self._members
         while len(members.servers) < servers:
             yield from self.add_server()
@@ -186,7 +192,7 @@ class Changes:
             yield from self.remove_server(members.servers[-1])
 
     def _restore(self, placement: Placement | None) -> Change:
-        """Who held what before, where the servers are the same."""
+        """Restore the placement before the change, where the servers are the same."""
         now, servers = self._publisher.placement, {member.number for member in self._members.servers}
         if placement is None or now is None or placement.held == now.held:
             return
@@ -194,7 +200,7 @@ class Changes:
             yield from self._move(replace(placement, version=now.version + 1))
 
     def _placed(self, servers: Collection[int], least: int | None = None) -> Placement:
-        """The placement for these, moving little."""
+        """A placement for these servers that moves little."""
         assert self.layout is not None
         load, layers = self._load(), self.layout.layers
         weights = {server: self._members.capacities[server] for server in servers}
@@ -212,7 +218,7 @@ class Changes:
         leaving: Member | None = None,
         process: Process | None = None,
     ) -> Change:
-        """Take first, publish, drop later."""
+        """Load the new experts, publish the new placement, then drop the old experts."""
         publisher, old = self._publisher, self._publisher.placement
         publisher.coming = new
         takers = [
@@ -233,7 +239,7 @@ class Changes:
                 publisher.hold(member)
             raise
         if leaving is not None and leaving.stage is not Stage.STOPPED:
-            leaving.stage = Stage.DRAINING  # also while it is being restarted: it must not come back
+            leaving.stage = Stage.DRAINING  # even while it is being restarted: it must not serve again
         publisher.serve(new)
         published = publisher.version
         yield from self._settle(published)
@@ -242,11 +248,13 @@ class Changes:
                 publisher.hold(member)
 
     def _settle(self, version: int) -> Change:
-        """Until no worker has anything under way that was routed by a directory before `version`."""
+        """Wait until no worker has a call under way that was routed by a directory before `version`."""
         again = self._clock() + self._limits.nudge
         while not self._publisher.settled(version):
             yield
-            if self._clock() > again:  # a worker without requests looks for late answers when it is told
+            if (
+                self._clock() > again
+            ):  # a worker without requests notices late answers only when it gets a directory
                 self._publisher.publish()
                 again = self._clock() + self._limits.nudge
 
@@ -269,7 +277,8 @@ class Changes:
     def _wait(
         self, done: Callable[[], bool], seconds: float = math.inf, needed: Collection[Member] = ()
     ) -> Change:
-        """Until `done`. ScalingError when one of `needed` cannot do it, or it takes longer than `seconds`."""
+        """Wait until `done`. Raises ScalingError if one of `needed` cannot do its part, or after
+        `seconds`."""
         end = self._clock() + seconds
         while not done():
             for member in needed:

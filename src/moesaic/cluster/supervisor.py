@@ -1,11 +1,13 @@
-"""Starts attention workers and expert servers, restarts what died, and carries out changes while they serve.
+"""Starts attention workers and expert servers, restarts the dead ones, and carries out changes while they
+serve.
 
-One thread owns all of it; a reader thread for each process hands it what that process says. Nothing that
-requests need passes through here: clients and servers meet by themselves, and a client decides alone that a
-server is gone (`policy.fleet.replicas`). The supervisor heals, and changes what is there (`cluster.scaling`).
+One thread owns all of it. A reader thread for each process passes on what that process sends. Nothing that
+requests need goes through the supervisor: clients and servers connect directly, and each client decides
+alone that a server is gone (`policy.fleet.replicas`). The supervisor restarts processes and changes the
+cluster (`cluster.scaling`).
 
-An exception that nobody expected costs what it broke into: it is logged and remembered, and the rest is
-watched as before. Should the thread end all the same, requests go on, and what dies then stays dead.
+An unexpected exception ends only the action that raised it. It is logged and recorded, and the supervisor
+goes on. If its thread ends all the same, requests go on, but dead processes are not restarted.
 """
 
 from __future__ import annotations
@@ -41,17 +43,17 @@ from moesaic.transport.secret import create_secret
 TICK = 0.1
 """Seconds between two looks at the clock."""
 FROZEN_SECONDS = 5.0
-"""Without a sign of life: the process is killed, then started again."""
+"""Seconds without a sign of life after which a process is killed and restarted."""
 NOBODY_WATCHES = "nobody watches the processes any more"
 
 
 class Supervisor:
-    """Runs in its own thread from `start` to `stop`."""
+    """The supervisor of one cluster. Its thread runs from `start` to `stop`."""
 
     def __init__(
         self, worker: WorkerConfig, cluster: ClusterConfig, router: Router, clock: Callable[[], float]
     ) -> None:
-        """Raises ConfigError for settings of `cluster` that cannot be carried out."""
+        """Raises ConfigError for settings of `cluster` that are not possible."""
         self._cluster = cluster
         self._router = router
         self._placement_file = read_placement(cluster)
@@ -76,7 +78,7 @@ class Supervisor:
             self._doorway = JoinListener(cluster.cluster_address, self._secret, self._welcome)
 
     def start(self) -> None:
-        """Spawn the attention workers; the first one's layout starts the servers."""
+        """Start the attention workers. The first worker's layout starts the servers."""
         for role, number in (
             (Role.WORKER, self._cluster.attention_workers),
             (Role.SERVER, self._cluster.expert_servers),
@@ -100,9 +102,11 @@ class Supervisor:
     # ---- for other threads
 
     def scale(self, expert_servers: int | None = None, attention_workers: int | None = None) -> Future[None]:
-        """Have so many; None: as many as there are. The future ends when that is so.
+        """Change to these numbers of processes; None: as many as now. The future ends when the change is
+        done.
 
-        It raises ConfigError for a number that is none, ScalingError when nothing was changed.
+        The future raises ConfigError for values that are no numbers, and ScalingError if nothing was
+        changed.
         """
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
@@ -113,16 +117,16 @@ class Supervisor:
         return future
 
     def how_it_ended(self) -> str:
-        """For a person, once the router's connection is lost."""
+        """Why the cluster ended, for people, once the router's connection is lost."""
         return self._ended or ("the cluster was stopped" if self._members.watched else NOBODY_WATCHES)
 
     def status(self) -> list[ProcessStatus]:
-        """Every process: the attention workers, then the expert servers."""
+        """Status of every process: the attention workers, then the expert servers."""
         now, placement, watched = self._clock(), self._publisher.placement, self._members.watched
         return [process_status(member, placement, now, watched) for member in self._members.all]
 
     def report(self) -> ClusterStatus:
-        """All that there is to know."""
+        """The status of the whole cluster."""
         placement, members = self.placement, self._members
         return ClusterStatus(
             directory_version=self._publisher.version,
@@ -140,7 +144,7 @@ class Supervisor:
         )
 
     def load(self) -> ClusterLoad | None:
-        """What the experts did; None where no server computes any."""
+        """The load of the experts; None if there are no expert servers."""
         balancing = self._steering.balancing
         if balancing is None:
             return None
@@ -149,7 +153,7 @@ class Supervisor:
 
     @property
     def placement(self) -> Placement | None:
-        """The one that is served."""
+        """The current placement."""
         return self._publisher.placement
 
     # ---- the loop
@@ -180,7 +184,8 @@ class Supervisor:
                 self._survive(partial(self._steering.advance, now))
 
     def _survive(self, action: Callable[[], None]) -> None:
-        """Do it. What fails before everything serves ends the service: the start would hang."""
+        """Run `action`. An exception before the cluster serves ends the service: else the start would
+        hang."""
         failure = self._failures.survive(action)
         if failure is not None and not self._announced:
             self._end(failure)
@@ -226,7 +231,9 @@ class Supervisor:
             self._publisher.publish()
 
     def _tick(self, now: float) -> None:
-        heard_all = self._members.inbox.empty()  # else this thread was held up, and not the silent process
+        heard_all = (
+            self._members.inbox.empty()
+        )  # if the inbox is not empty, this thread was late, not the process
         for member in self._members.all:
             self._survive(partial(self._look_after, member, heard_all, now))
 
@@ -240,20 +247,20 @@ class Supervisor:
             member.last_seen = now
 
     def _announce(self) -> None:
-        """Once everything serves: the engine may submit."""
+        """Tell the engine, once everything serves, that it may submit requests."""
         if not self._announced and all(member.stage is Stage.SERVING for member in self._members.all):
             self._announced = True
             self._router.tell_ready()
 
     def _welcome(self, process: RemoteProcess) -> None:
-        """In a thread of the doorway's."""
+        """Take in a joined server. Called in a thread of the join listener."""
         if self._members.watched:
             self._members.inbox.put(lambda: self._steering.join(process))
         else:
             process.stop()
 
     def _end(self, why: str) -> None:
-        """Nothing can be served any more."""
+        """Report that nothing can be served any more."""
         if self._ended is None:
             self._ended = why
             self._router.fail(why)
@@ -268,7 +275,7 @@ class Supervisor:
             self._publisher.hold(member)
 
     def _lost(self, member: Member) -> None:
-        """A process ended. Requests of a worker move; a server's clients knew before us."""
+        """A process has ended. A worker's requests move; a server's clients have noticed before."""
         assert member.child is not None
         how = member.child.how_it_ended()
         member.child.connection.close()
@@ -299,4 +306,4 @@ class Supervisor:
 
 
 def _nothing() -> None:
-    """What there is to do when nobody said anything."""
+    """The action that follows when no message came."""
