@@ -1,6 +1,6 @@
-"""`moesaic run-batch`: a file of OpenAI batch lines in, a file of results out, whatever happens between.
+"""`moesaic run-batch`: answers a file of OpenAI batch lines, and continues after a crash.
 
-A line's way: lines (what it asks) -> run (window, retries) -> client -> the HTTP API's own code, in
-this process (local) -> lines (its result) -> output (appended, whole or not at all). The output is
-its own journal: the same command reads it and goes on.
+The path of a line: lines (parses it) -> run (window, retries) -> client -> the HTTP API's own code in this
+process (local) -> lines (its result) -> output (appended completely or not at all). The output file is its
+own journal: the same command reads it and continues.
 """

@@ -1,4 +1,5 @@
-"""How long the requests of a batch file are, before any of them runs: what a plan is made for."""
+"""Estimates the lengths of a batch file's requests before any of them runs. A plan is made for these
+lengths."""
 
 from __future__ import annotations
 
@@ -16,26 +17,27 @@ from moesaic.planning import Job
 from moesaic.tokenizer import Tokenizer
 
 SAMPLED = 2000
-"""Lines whose tokens are counted for the mean; more of them are taken to be alike."""
+"""Number of lines whose tokens are counted for the mean. The other lines are assumed to be alike."""
 LONGEST = 16
-"""Lines beyond those, which look longest, that are counted for the longest."""
+"""Number of further lines, those that look longest, that are counted for the maximum."""
 UNLIMITED = 256
-"""Tokens that a request without a limit is taken to generate; it may go on to --max-model-len."""
+"""Tokens that a request without a limit is assumed to generate. It may generate up to --max-model-len."""
 COMPLETION = 16
-"""The API's limit of a completion that names none."""
+"""The API's default limit of a completion."""
 
 
 NOTHING = Job(requests=1, prompt=1, generate=1, longest=2)
-"""Of lines that will all be refused: something has to say so."""
+"""The job of a file whose lines will all be refused. A worker has to run to refuse them."""
 
 
 def survey(
     path: Path, tokenizer: Tokenizer, limit: int, done: Collection[Key] = (), pad: bool = False
 ) -> Job | None:
-    """What a file asks for; None when all of it is done. Lines that will be refused count for nothing.
+    """The lengths of a file's requests; None if all of them are done. Lines that will be refused do not
+    count.
 
-    limit: the most tokens that a request may have, prompt and answer. done: lines that have their results.
-    pad: each prompt is padded to the longest, and the longest answer may follow any.
+    limit: maximum tokens of a request, prompt and answer. done: lines that have results. pad: each prompt
+    is padded to the longest, and any request may have the longest answer.
     """
     counted: list[tuple[int, int]] = []
     long: list[tuple[int, int, Line]] = []
@@ -70,7 +72,7 @@ def _padded(job: Job, counted: Sequence[tuple[int, int]]) -> Job:
 
 
 def _lengths(line: Line, tokenizer: Tokenizer, limit: int) -> list[tuple[int, int]]:
-    """(prompt, what it generates at most) of each prompt in a line; what will be refused has none."""
+    """(prompt tokens, maximum generated tokens) of each prompt in a line; empty if it will be refused."""
     body = line.body
     try:
         asked = _asked(body)
@@ -81,29 +83,29 @@ def _lengths(line: Line, tokenizer: Tokenizer, limit: int) -> list[tuple[int, in
             default, found = COMPLETION, [_tokens(one, tokenizer) for one in _prompts(body.get("prompt"))]
     except (MoesaicError, TypeError, ValueError, OverflowError):
         return []
-    if most is None:  # it gives way to the limit; what is asked for does not
+    if most is None:  # a default is reduced to what the limit leaves; a requested length is not
         return [(prompt, min(default, limit - prompt)) for prompt in found if 0 < prompt < limit]
     return [(prompt, most) for prompt in found if prompt > 0 and most > 0 and prompt + most <= limit]
 
 
 def _asked(body: Mapping[str, Any]) -> Any:
-    """The limit that a body sets; None: none."""
+    """The limit that a body sets; None if it sets none."""
     return body.get("max_completion_tokens") or body.get("max_tokens") or None
 
 
 def _roughly(body: Mapping[str, Any]) -> int:
-    """Larger where a request is likely to be longer, in letters."""
+    """A rough length in characters, to find the longest requests."""
     asked = _asked(body)
     return len(str(body)) + (4 * asked if isinstance(asked, int) else 0)
 
 
 def _mean(counts: Sequence[int]) -> int:
-    """Upwards: a pass with room for the mean of all of them has room for all of them."""
+    """The mean, rounded up: a pass with room for the mean of all requests has room for all of them."""
     return math.ceil(sum(counts) / len(counts))
 
 
 def _prompts(prompt: Any) -> list[Any]:
-    """One text or list of token ids, or several."""
+    """One prompt, text or token ids, or several, as a list."""
     several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     return list(prompt) if several else [prompt]
 
@@ -115,6 +117,6 @@ def _tokens(prompt: Any, tokenizer: Tokenizer) -> int:
 
 
 def _answers(body: Mapping[str, Any]) -> int:
-    """To each prompt."""
+    """Number of answers to each prompt."""
     wanted = body.get("n")
     return wanted if isinstance(wanted, int) and wanted > 0 else 1

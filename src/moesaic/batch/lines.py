@@ -1,4 +1,4 @@
-"""Batch lines: what is asked, and what is answered. Pure but for reading the input."""
+"""Batch lines: parsing requests and writing results. Pure functions, except for reading the input."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ URLS = ("/v1/chat/completions", "/v1/completions")
 ID_PREFIX = "batch_req_"
 
 MAX_LINE_BYTES = 64 * 2**20
-"""A longer line is reported and skipped; it is never held whole in memory."""
+"""A longer line is reported and skipped. It is never held in memory completely."""
 
 Key = str | int
-"""What makes a result that of one line: its custom_id, or its number where it has none of its own."""
+"""Identifies the line of a result: its custom_id, or its number if it has no unique custom_id."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A line that asks for something."""
+    """A line with a valid request."""
 
     line: int
-    """1 is the first."""
+    """Line number, from 1."""
     custom_id: str
     url: str
     body: dict[str, Any]
@@ -39,13 +39,13 @@ class Job:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that cannot be run."""
+    """A line without a valid request."""
 
     line: int
     code: str
     reason: str
     custom_id: str | None = None
-    """None where there is none, or where another line has it."""
+    """None if the line has no custom_id, or another line has the same."""
 
     @property
     def key(self) -> Key:
@@ -53,9 +53,9 @@ class BadLine:
 
 
 def read(path: Path) -> Iterator[Job | BadLine]:
-    """Every line of the input, one at a time; blank ones are left out.
+    """Every line of the input, one at a time. Blank lines are left out.
 
-    Memory: the ids seen, to find one that is given twice.
+    The ids seen so far stay in memory, to find duplicates.
     """
     seen: dict[str, int] = {}
     try:
@@ -75,10 +75,10 @@ def read(path: Path) -> Iterator[Job | BadLine]:
 
 
 def parse(number: int, raw: bytes | None) -> Job | BadLine:
-    """One line. None stands for one that is too long.
+    """Parse one line. None stands for a line that is too long.
 
-    Example: b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}' at line 3
-    -> Job(3, "a", "/v1/completions", {})
+    Example: b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}' at line 3 ->
+    Job(3, "a", "/v1/completions", {})
     """
     if raw is None:
         return BadLine(number, "line_too_long", f"longer than {MAX_LINE_BYTES} bytes")
@@ -95,7 +95,7 @@ def parse(number: int, raw: bytes | None) -> Job | BadLine:
 
 
 def _job(number: int, custom_id: str, value: dict[str, Any]) -> Job | BadLine:
-    """A line that has its id."""
+    """Parse a line whose id is known."""
 
     def bad(code: str, reason: str) -> BadLine:
         return BadLine(number, code, reason, custom_id)
@@ -113,20 +113,20 @@ def _job(number: int, custom_id: str, value: dict[str, Any]) -> Job | BadLine:
 
 
 def result_of(job: Job, reply: Reply, result_id: str) -> dict[str, Any]:
-    """The output line of a job that was answered, be it with an error."""
+    """The output line of an answered job; the answer may be an error."""
     response = {"status_code": reply.status, "request_id": reply.request_id, "body": reply.body}
     error = None if reply.status == 200 else _error(job.line, *_blame(reply))
     return {"id": result_id, "custom_id": job.custom_id, "response": response, "error": error}
 
 
 def result_of_bad(bad: BadLine, result_id: str) -> dict[str, Any]:
-    """The output line of a line that could not be run."""
+    """The output line of a line without a valid request."""
     error = _error(bad.line, bad.code, bad.reason)
     return {"id": result_id, "custom_id": bad.custom_id, "response": None, "error": error}
 
 
 def error_code(reply: Reply) -> str | None:
-    """`error.code` of an answer in OpenAI's shape."""
+    """`error.code` of an answer in OpenAI's format."""
     error = reply.body.get("error") if isinstance(reply.body, dict) else None
     code = error.get("code") if isinstance(error, dict) else None
     return code if isinstance(code, str) else None
@@ -138,7 +138,7 @@ def encode(result: dict[str, Any]) -> bytes:
 
 
 def _raw_lines(file: Any) -> Iterator[tuple[int, bytes | None]]:
-    """(number, line), None for one that is too long."""
+    """(number, line) of each line; None for a line that is too long."""
     number = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -152,7 +152,7 @@ def _raw_lines(file: Any) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _blame(reply: Reply) -> tuple[str, str]:
-    """(code, reason) of an answer that is no success."""
+    """(code, reason) of an unsuccessful answer."""
     error = reply.body.get("error") if isinstance(reply.body, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
     return error_code(reply) or f"http_{reply.status}", str(message or f"HTTP {reply.status}")
@@ -168,7 +168,7 @@ def _field(name: str, value: dict[str, Any], allowed: str) -> str:
 
 
 def _is_id(value: str) -> bool:
-    """A text that can be written as UTF-8."""
+    """True for a text that can be written as UTF-8."""
     return value != "" and not any("\ud800" <= c <= "\udfff" for c in value)
 
 

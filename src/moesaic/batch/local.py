@@ -21,14 +21,14 @@ from moesaic.server.service import Service
 
 @dataclass(frozen=True)
 class Served:
-    """A model that takes requests."""
+    """A model that accepts requests."""
 
     app: Callable[..., Any]
-    """An ASGI application."""
+    """The ASGI application."""
     info: WorkerInfo | None = None
-    """What its worker loaded, where it has one of ours."""
+    """What the worker loaded; None if the worker is not one of moesaic's."""
     stats: Callable[[], WorkerStats] = WorkerStats
-    """What that worker did so far."""
+    """Statistics of that worker so far."""
 
 
 @asynccontextmanager
@@ -39,7 +39,7 @@ async def serving(
     chat_template: Path | None = None,
     seed: int | None = None,
 ) -> AsyncIterator[Served]:
-    """`config`'s model under the name `model_name`, until the end of the block.
+    """Serve `config`'s model under the name `model_name` until the end of the block.
 
     seed: of the seeds that requests get.
     """
@@ -52,7 +52,7 @@ async def serving(
 
 
 async def _loaded(engine: AsyncEngine, how_it_ended: Callable[[], str]) -> WorkerInfo:
-    """What was loaded; ConfigError when a setting or the checkpoint is to blame."""
+    """Wait until the model is loaded. Raises ConfigError for a wrong setting or checkpoint."""
     try:
         await engine.wait_ready()
     except EngineDeadError as error:

@@ -1,4 +1,4 @@
-"""The settings of `moesaic run-batch`; the command line is generated from here."""
+"""The settings of `moesaic run-batch`, from which its command line is generated."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from moesaic.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class RunBatch:
-    """Answer a file of OpenAI batch lines. Run again after a crash, it goes on where it stopped."""
+    """Answer a file of OpenAI batch lines. After a crash the same command continues."""
 
     input_file: Path
-    """Batch lines: {"custom_id", "method": "POST", "url": "/v1/chat/completions" or "/v1/completions",
-    "body": what the endpoint takes}."""
+    """File of batch lines: {"custom_id", "method": "POST", "url": "/v1/chat/completions" or
+    "/v1/completions", "body": the endpoint's request}."""
     output_file: Path
-    """Results, one line each, in the order in which they finish. An existing one is continued."""
+    """File for results, one line each, in the order in which requests finish. An existing file is
+    continued."""
     served_model_name: str | None = None
-    """Name that the lines' bodies give as their model; None: MODEL as given."""
+    """Model name that the bodies of the lines use. None: MODEL as given."""
     chat_template: Path | None = None
-    """File with a Jinja chat template to use in place of the checkpoint's own."""
+    """File with a Jinja chat template, used in place of the checkpoint's own."""
     max_in_flight: int | None = None
-    """Most requests handed to the engine at a time; None: twice --max-num-seqs."""
+    """Maximum number of requests submitted to the engine at a time. None: twice --max-num-seqs."""
     seed: int | None = None
-    """Of the seeds of requests that bring none. Which request gets which depends on their order."""
+    """Seed from which requests without a seed get theirs, in the order in which they start."""
 
     def __post_init__(self) -> None:
         if self.max_in_flight is not None and self.max_in_flight < 1:

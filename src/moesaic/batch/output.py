@@ -1,8 +1,8 @@
-"""The output file: a journal that is whole up to its last line at every moment.
+"""The output file: a journal that is complete up to its last line at every moment.
 
-A line is appended with one write. If that fails half way the piece is cut off again; if the process
-dies half way the next one cuts it off. Lines reach the page cache at once, so that they survive the
-death of the process, and the disk every few seconds, which is what a power cut can cost.
+A line is appended with one write. If the write fails half way, the partial line is cut off at once; if the
+process dies half way, the next run cuts it off. A line reaches the page cache at once, so it survives the
+death of the process. It reaches the disk every few seconds, which is what a power failure can lose.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ SYNC_SECONDS = 5.0
 
 _FLAG = "--output-file"
 _START = b'{"id": "' + ID_PREFIX.encode()
-"""How every line begins: what is torn off is deleted only if it looks like ours."""
+"""The beginning of every line. A partial line is deleted only if it begins like this."""
 
 
 class OutputError(MoesaicError):
-    """Results cannot be written any more; those written so far are whole."""
+    """Results can no longer be written. Those written so far are complete."""
 
 
 @dataclass
 class Done:
-    """What an output file already holds."""
+    """The results that an output file holds already."""
 
     keys: set[Key] = field(default_factory=set)
     failed: int = 0
-    """How many of them are errors."""
+    """Number of results that are errors."""
     models: set[str] = field(default_factory=set)
-    """Who answered."""
+    """Models that answered."""
 
 
 class Output:
-    """`path`, opened and locked until the end of the `with` block. clock: seconds, for the syncs.
+    """The file at `path`, opened and locked until the end of the `with` block. clock: seconds, for the
+    syncs.
 
-    Raises ConfigError when it is no regular file, when another process writes it, or when it cannot
-    be opened.
+    Raises ConfigError if it is not a regular file, if another process writes it, or if it cannot be opened.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float], sync_seconds: float = SYNC_SECONDS) -> None:
@@ -73,7 +73,8 @@ class Output:
             os.close(self._fd)
 
     def recover(self) -> Done:
-        """Read what is there and cut off a torn last line. ConfigError when it is not ours."""
+        """Read the existing results and cut off a partial last line. Raises ConfigError for another kind of
+        file."""
         done = Done()
         whole = 0
         for number, raw in enumerate(self._read(), start=1):
@@ -86,7 +87,7 @@ class Output:
         return done
 
     def append(self, line: bytes) -> None:
-        """Write one line, whole or not at all. OutputError when the disk is full or broken."""
+        """Write one line, completely or not at all. Raises OutputError if the disk is full or fails."""
         try:
             self._write(line)
         except OSError as error:
@@ -97,7 +98,7 @@ class Output:
             self.sync()
 
     def sync(self) -> None:
-        """Onto the disk itself."""
+        """Write everything to the disk."""
         try:
             os.fsync(self._fd)
         except OSError as error:
@@ -105,7 +106,7 @@ class Output:
         self._synced = self._clock()
 
     def _write(self, line: bytes) -> None:
-        """All of it; a full disk takes a piece first and says so at the next one."""
+        """Write the whole line. A full disk accepts a part first and reports the error at the next write."""
         left = memoryview(line)
         while left:
             left = left[os.write(self._fd, left) :]
@@ -114,7 +115,7 @@ class Output:
         try:
             os.ftruncate(self._fd, self._size)
         except OSError:
-            pass  # the disk is broken; the next run cuts the piece off
+            pass  # the disk fails; the next run cuts the partial line off
 
     def _read(self) -> Iterator[bytes]:
         os.lseek(self._fd, 0, os.SEEK_SET)
@@ -132,7 +133,7 @@ class Output:
 
 
 def answered(path: Path) -> set[Key]:
-    """The lines that an output file has results of, whatever else is in it: a glance that changes nothing."""
+    """The lines that an output file has results of, without changing the file. Other content is ignored."""
     try:
         raw = path.read_bytes() if path.is_file() else b""
     except OSError:
@@ -167,7 +168,7 @@ def _lock(fd: int, path: Path) -> None:
 
 
 def _sync_directory(path: Path) -> None:
-    """Make a new file's name as lasting as its content."""
+    """Make the name of a new file as durable as its content."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -176,7 +177,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def _take(done: Done, raw: bytes, place: str) -> None:
-    """One whole line of an earlier run."""
+    """Count one complete line of an earlier run."""
     result = _parsed(raw)
     key = None if result is None else _key(result)
     if result is None or key is None:

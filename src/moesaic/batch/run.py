@@ -1,4 +1,4 @@
-"""One run of `moesaic run-batch`: look at both files, then do what is missing."""
+"""One run of `moesaic run-batch`: compares the two files, then answers what is missing."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from moesaic.core.errors import ConfigError, EngineDeadError
 from moesaic.core.metrics import PassStats
 
 IDLE_SECONDS, IDLE_LOOKS = 0.01, 50
-"""Between two looks whether the worker is idle, and how many there are at most."""
+"""Seconds between two checks whether the worker is idle, and the maximum number of checks."""
 Service = AbstractAsyncContextManager[Served]
-"""What answers; entered only when something is missing."""
+"""The service that answers. It is entered only if a result is missing."""
 
 
 def run(options: RunBatch, worker: WorkerConfig, console: Console | None = None) -> Summary:
-    """Do what is missing of the output and say how it went; progress goes to `console` (stderr).
+    """Answer the lines without results and return a summary. Progress goes to `console` (stderr).
 
-    Raises ConfigError for bad settings and files, OutputError when results cannot be written and
-    EngineDeadError when the worker dies. The output is whole in every case.
+    Raises ConfigError for bad settings and files, OutputError if results cannot be written, and
+    EngineDeadError if the worker dies. The output file is complete in every case.
     """
     name = options.served_model_name or worker.model.model
     service = serving(worker, name, chat_template=options.chat_template, seed=options.seed)
@@ -44,7 +44,7 @@ def run(options: RunBatch, worker: WorkerConfig, console: Console | None = None)
 def run_with(
     service: Service, model_name: str, options: RunBatch, window: int, console: Console | None = None
 ) -> Summary:
-    """`run` with a service of the caller's. window: requests in flight unless the options say."""
+    """`run` with a given service. window: requests in flight, unless the options say."""
     shown = console or Console(stderr=True)
     with Output(options.output_file, time.monotonic) as output:
         done = output.recover()
@@ -72,7 +72,7 @@ def run_with(
 
 
 def _survey(options: RunBatch, model_name: str, done: Done) -> int:
-    """The number of lines; ConfigError when the output belongs to other lines or another model."""
+    """The number of lines. Raises ConfigError if the output belongs to other lines or another model."""
     total, known = 0, set[Key]()
     for item in read(options.input_file):
         total += 1
@@ -91,7 +91,7 @@ def _survey(options: RunBatch, model_name: str, done: Done) -> int:
 
 @dataclass
 class _Errand:
-    """The lines that have no result yet, on their way."""
+    """Sends the lines that have no result yet."""
 
     options: RunBatch
     output: Output
@@ -103,7 +103,10 @@ class _Errand:
     passes: tuple[PassStats, ...] = ()
 
     async def until_signal(self, service: Service, window: int) -> tuple[float, int | None]:
-        """(seconds of work, the signal that stopped it). What is in flight at a signal is dropped."""
+        """Run until all is done or a signal arrives. Requests in flight at a signal are dropped.
+
+        Returns the seconds of work, and the signal that stopped it or None.
+        """
         with _caught_signals() as caught:
             try:
                 await self._work(service, window)
@@ -146,7 +149,7 @@ class _Errand:
 
 
 async def _idle(served: Served) -> None:
-    """Until a worker of ours has told of its last step, which it does after that step's tokens."""
+    """Wait until the worker has reported its last step, which it does after that step's tokens."""
     for _ in range(IDLE_LOOKS if served.info is not None else 0):
         stats = served.stats()
         if stats.steps and not stats.running and not stats.waiting:
@@ -156,10 +159,10 @@ async def _idle(served: Served) -> None:
 
 @contextmanager
 def _caught_signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM cancel the running task and are listed, first one first."""
+    """SIGINT and SIGTERM cancel the running task and are listed in order of arrival."""
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield caught  # signals are the main thread's business
+        yield caught  # only the main thread can handle signals
         return
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
 

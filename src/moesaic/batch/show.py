@@ -1,4 +1,4 @@
-"""What a person sees while a batch runs, and at its end."""
+"""Progress while a batch runs, and its summary."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from moesaic.batch.window import Tally
 from moesaic.core.metrics import PassStats
 
 _LOG_SECONDS = 30.0
-"""Between two lines of progress where the error stream is no terminal."""
+"""Seconds between two lines of progress if stderr is not a terminal."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended. total = done_before + completed + failed + unfinished."""
+    """The result of a run. total = done_before + completed + failed + unfinished."""
 
     output: str
     total: int
-    """Lines of the input."""
+    """Number of input lines."""
     done_before: int
-    """Results, errors included, that earlier runs left."""
+    """Results of earlier runs, errors included."""
     failed_before: int
-    """How many of those are errors."""
+    """Number of those that are errors."""
     completed: int
     failed: int
     """Lines that this run answered with an error."""
     unfinished: int
-    """Lines without a result; the same command goes on with them."""
+    """Lines without a result. The same command continues with them."""
     prompt_tokens: int
     completion_tokens: int
     seconds: float
-    """From the first request to the last answer."""
+    """Seconds from the first request to the last answer."""
     interrupted_by: int | None = None
     """The signal that stopped the run."""
     passes: tuple[PassStats, ...] = ()
-    """Over a model that is larger than its memory."""
+    """Statistics of the passes, if the model is larger than its memory."""
 
     @property
     def output_throughput(self) -> float:
@@ -65,7 +65,7 @@ class Summary:
 
 
 def print_summary(summary: Summary, console: Console) -> None:
-    """One line, and what to do about what is missing."""
+    """Print one line, and what to do about missing results."""
     earlier = f", {summary.done_before} were done before" if summary.done_before else ""
     console.print(
         f"{summary.output}: {summary.completed} completed, {summary.failed} failed{earlier}; "
@@ -89,7 +89,8 @@ def print_summary(summary: Summary, console: Console) -> None:
 def progress(
     console: Console, path: Path, total: int, done: int, clock: Callable[[], float]
 ) -> Iterator[Callable[[Tally], None]]:
-    """A bar on a terminal, else a line now and then. Yields what to call after each result."""
+    """A bar on a terminal; otherwise a line every `_LOG_SECONDS`. Yields the function to call after each
+    result."""
     if not console.is_terminal:
         yield _log(console, path, total, done, clock)
         return

@@ -1,4 +1,4 @@
-"""Many requests in flight, but never more than the window: the input is read as answers come."""
+"""Keeps a limited number of requests in flight. The input is read as answers arrive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_WAIT = 30.0
 
 
 class GaveUp(MoesaicError):
-    """The server stayed busy; what is unfinished is for the next run."""
+    """The server stayed busy. Unfinished lines are left for the next run."""
 
 
 @dataclass
@@ -33,9 +33,10 @@ class Tally:
 
 @dataclass
 class Window:
-    """Takes jobs to `client` and results to `output`.
+    """Passes jobs to `client` and results to `output`.
 
-    sleep: waits for seconds. new_id: makes the ids of results. on_result: called after each one.
+    sleep: waits for a number of seconds. new_id: makes the ids of results. on_result: called after each
+    result.
     """
 
     client: Client
@@ -46,7 +47,8 @@ class Window:
     tally: Tally = field(default_factory=Tally)
 
     async def run(self, items: Iterator[Job | BadLine], size: int) -> None:
-        """All of `items`, `size` at a time. The first error that is not a job's own ends it."""
+        """Run all `items`, `size` at a time. The first error that is not the error of one job ends the
+        run."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(size):
@@ -55,7 +57,7 @@ class Window:
             raise _first(errors) from errors
 
     async def _lane(self, items: Iterator[Job | BadLine]) -> None:
-        """One job after the other; the lanes share the iterator."""
+        """Run one job after another. All lanes share the iterator."""
         for item in items:
             if isinstance(item, BadLine):
                 self.output.append(encode(result_of_bad(item, self.new_id())))
@@ -65,7 +67,7 @@ class Window:
             self.on_result(self.tally)
 
     async def _answer(self, job: Job) -> Reply:
-        """The answer that counts: a busy server is asked again, a dead one ends the run."""
+        """The final answer of a job. A busy server is asked again; a dead server ends the run."""
         for attempt in range(_MAX_ATTEMPTS):
             reply = await self.client.post(job.url, job.body)
             if reply.status not in _BUSY:
@@ -89,15 +91,17 @@ class Window:
 
 
 def seconds_to_wait(attempt: int, asked: float | None) -> float:
-    """Before attempt + 1: what the server asks for, at least 0.1 s doubled each time, at most 30 s.
+    """Seconds to wait before attempt + 1: what the server asks for; at least 0.1 s, doubled with each
+    attempt, at most 30 s.
 
-    Example: attempts 0, 1, 2 without a wish -> 0.1, 0.2, 0.4; with a wish of 1 s -> 1, 1, 1.
+    Example: attempts 0, 1, 2 without a request of the server -> 0.1, 0.2, 0.4; with 1 s requested -> 1, 1,
+    1.
     """
     return min(_MAX_WAIT, max(0.1 * 2.0**attempt, asked or 0.0))
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that ended the group; those after it are its echo."""
+    """The error that ended the group. The later ones are its consequences."""
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,4 +1,4 @@
-"""Load and its measurement: arrivals and lengths -> load -> measure -> report.
+"""Load tests and their measurement: make requests, send them, measure the answers, report.
 
-`serve` loads any OpenAI-compatible server, `throughput` the `LLM` class in this process.
+`serve` loads any OpenAI-compatible server. `throughput` runs the `LLM` class in this process.
 """

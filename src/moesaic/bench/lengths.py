@@ -1,4 +1,4 @@
-"""How long prompts and answers are. Pure but for reading the trace."""
+"""The lengths of prompts and answers. Pure functions, except for reading the trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Range:
-    """Whole numbers from low to high, both included, equally likely."""
+    """Integers from low to high, both included, with equal probability."""
 
     low: int
     high: int
@@ -34,11 +34,11 @@ MIXES: dict[Mix, tuple[Range, Range]] = {
     "medium": (Range(50, 150), Range(50, 250)),
     "reasonable": (Range(100, 300), Range(100, 500)),
 }
-"""Lengths of prompts and of answers in the evaluation of asynchronous expert parallelism."""
+"""Lengths of prompts and answers in the evaluation of asynchronous expert parallelism."""
 
 
 def around(length: int, ratio: float) -> Range:
-    """`length` give or take the share `ratio` of it, at least 1. Example: (100, 0.5) -> 50 to 150."""
+    """`length` plus or minus its share `ratio`, at least 1. Example: (100, 0.5) -> 50 to 150."""
     return Range(max(1, round(length * (1 - ratio))), max(1, round(length * (1 + ratio))))
 
 
@@ -55,9 +55,10 @@ COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
 
 
 def read_trace(path: Path, limit: int, scale: float = 1.0, length_scale: float = 1.0) -> list[TraceRow]:
-    """The first `limit` requests; arrivals `scale` times as fast, lengths `length_scale` times as long.
+    """The first `limit` requests of a trace, with arrivals `scale` times as fast and lengths `length_scale`
+    times as long.
 
-    Times count from the first row. ConfigError when a column or a number is missing.
+    Times count from the first row. Raises ConfigError if a column or a number is missing.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:

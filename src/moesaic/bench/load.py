@@ -1,4 +1,4 @@
-"""Sending requests at their times and noting what comes back."""
+"""Sends requests at their times and records the answers."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from moesaic.core.errors import MoesaicError
 Clock = Callable[[], float]
 Sleep = Callable[[float], Awaitable[None]]
 Body = Callable[[Item], dict[str, object]]
-"""What is posted for an item."""
+"""Makes the body that is posted for an item."""
 
 
 @dataclass
 class Outcome:
-    """What became of one request. Times are seconds."""
+    """The result of one request. Times are in seconds."""
 
     started: float = 0.0
-    """When it was sent, on the clock."""
+    """Time at which it was sent, on the clock."""
     ttft: float = 0.0
-    """To the first text."""
+    """Time to the first text."""
     latency: float = 0.0
-    """To the last event that brought text or the end."""
+    """Time to the last event that brought text or the end."""
     gaps: list[float] = field(default_factory=list)
-    """Between one event with text and the next."""
+    """Times between two events with text."""
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str | None = None
-    """One line when it failed; then only `started` counts beside it."""
+    """One line, if the request failed; then only `started` is valid besides."""
 
     @property
     def tpot(self) -> float:
-        """Seconds per output token after the first; 0 when there is no second."""
+        """Seconds per output token after the first; 0 if there is no second token."""
         return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
 async def send(client: Client, path: str, body: dict[str, object], clock: Clock) -> Outcome:
-    """One streamed request. Its errors are part of the outcome."""
+    """Send one streamed request. Its errors are part of the outcome."""
     outcome = Outcome(started=clock())
     recorder = _LatencyRecorder(outcome)
     try:
@@ -54,12 +54,12 @@ async def send(client: Client, path: str, body: dict[str, object], clock: Clock)
 
 
 class _LatencyRecorder:
-    """Turns chunks into an outcome."""
+    """Turns the chunks of an answer into an outcome."""
 
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
         self._last: float | None = None
-        """When text last came."""
+        """Time of the last text."""
         self._texts = 0
         self._usage = False
         self._ended = False
@@ -82,20 +82,20 @@ class _LatencyRecorder:
             outcome.output_tokens = chunk.usage.completion_tokens
 
     def finish(self) -> None:
-        """The stream ended without an error; it may still be cut short."""
+        """The stream ended without an error. The answer may still be incomplete."""
         if not self._ended and self._last is None:
             self._outcome.error = "the stream ended without an answer"
         elif not self._usage:
             self._outcome.error = "the server tells no token counts (stream_options.include_usage)"
-        elif self._last is None:  # tokens without text, such as a lone end-of-sequence
+        elif self._last is None:  # tokens without text, such as a lone end-of-sequence token
             self._outcome.ttft = self._outcome.latency
 
 
 @dataclass
 class Load:
-    """Sends items; watches how many are in flight.
+    """Sends items and counts the requests in flight.
 
-    on_outcome: called after each one, with all that is done so far.
+    on_outcome: called after each request with all outcomes so far.
     """
 
     client: Client
@@ -105,11 +105,11 @@ class Load:
     sleep: Sleep
     on_outcome: Callable[[Outcome], None] = lambda outcome: None
     peak: int = 0
-    """Most requests in flight at once."""
+    """Maximum number of requests in flight at once."""
     _flying: int = 0
 
     async def run(self, items: Sequence[Item], max_concurrency: int | None = None) -> list[Outcome]:
-        """Outcomes in the order of the items, which is that of their arrivals."""
+        """Send all items. Returns their outcomes in the order of the items, which is that of arrival."""
         limit = asyncio.Semaphore(max_concurrency or max(1, len(items)))
         begun = self.clock()
         tasks: list[asyncio.Task[Outcome]] = []

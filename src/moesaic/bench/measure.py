@@ -1,4 +1,4 @@
-"""From outcomes to numbers. Pure. Names of metrics are vLLM's."""
+"""Turns outcomes into figures. Pure functions. Metrics have vLLM's names."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Spread:
-    """A metric over all requests, in milliseconds. All 0 when there is no value."""
+    """A metric over all requests, in milliseconds. All values are 0 if there is no request."""
 
     count: int
-    """Values: requests, for itl gaps."""
+    """Number of values: requests, or gaps for itl."""
     mean: float
     median: float
     std: float
@@ -35,7 +35,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a load did to a server."""
+    """The figures of a load."""
 
     duration: float
     """Seconds from the first request to the last answer."""
@@ -46,7 +46,7 @@ class Summary:
     total_output: int
     """Generated tokens of the completed requests."""
     good: int | None
-    """Completed requests within every objective; None where there is no objective."""
+    """Completed requests that met every objective; None without objectives."""
     spreads: dict[str, Spread] = field(default_factory=dict)
 
     @property
@@ -80,7 +80,7 @@ def summarise(
     percentiles: Sequence[float] = (50.0, 90.0, 99.0),
     objectives: Mapping[str, float] | None = None,
 ) -> Summary:
-    """objectives: metric -> most milliseconds a good request takes."""
+    """The figures of `outcomes`. objectives: metric -> maximum milliseconds of a good request."""
     done = [outcome for outcome in outcomes if outcome.error is None]
     goals = objectives or {}
     return Summary(
@@ -95,7 +95,7 @@ def summarise(
 
 
 def samples(metric: str, outcomes: Sequence[Outcome]) -> list[float]:
-    """The metric's values in milliseconds: one a request, for itl one a gap."""
+    """The metric's values in milliseconds: one for each request, or one for each gap for itl."""
     match metric:
         case "ttft":
             values = [outcome.ttft for outcome in outcomes]
@@ -109,7 +109,7 @@ def samples(metric: str, outcomes: Sequence[Outcome]) -> list[float]:
 
 
 def spread(values: Sequence[float], percentiles: Sequence[float]) -> Spread:
-    """The values summed up."""
+    """Mean, deviation and percentiles of the values."""
     numbers = np.asarray(values or [0.0])
     at = np.percentile(numbers, percentiles) if percentiles else []
     return Spread(
@@ -122,7 +122,7 @@ def spread(values: Sequence[float], percentiles: Sequence[float]) -> Spread:
 
 
 def is_good(outcome: Outcome, objectives: Mapping[str, float]) -> bool:
-    """Within every objective. A request of one token has no tpot to miss."""
+    """True if the request met every objective. A request of one token has no tpot and cannot miss it."""
     own = {"ttft": outcome.ttft, "tpot": outcome.tpot, "e2el": outcome.latency}
     return all(own[name] * 1000 <= most for name, most in objectives.items())
 
@@ -163,7 +163,7 @@ def parse_goodput(entries: Sequence[str]) -> dict[str, float]:
 
 
 def parse_slo(text: str) -> float:
-    """'5x-light' -> 5.0: objectives are that many times the latency at light load."""
+    """'5x-light' -> 5.0: each objective is that multiple of the latency at light load."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)x-light", text)
     if match is None or float(match[1]) <= 0:
         raise ConfigError.field("--slo", text, "a factor of the light load's latency, such as 5x-light")

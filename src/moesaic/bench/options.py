@@ -1,4 +1,4 @@
-"""The settings of `moesaic bench`; the command line is generated from here. Names are vLLM's."""
+"""The settings of `moesaic bench`, from which its command line is generated. Names are vLLM's."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class ServeBench:
     """Load an OpenAI-compatible server and measure it."""
 
     base_url: str = "http://127.0.0.1:8000"
-    """Where the server is."""
+    """URL of the server."""
     model: str | None = None
-    """Name of the model in the API; None: the first that the server lists."""
+    """Name of the model in the API. None: the first model that the server lists."""
     api_key: str | None = None
-    """Sent as `Authorization: Bearer KEY`."""
+    """Key that is sent as `Authorization: Bearer KEY`."""
     endpoint: Endpoint = "/v1/completions"
-    """What to call. Random prompts are token ids, which only /v1/completions takes."""
+    """Endpoint that is called. Random prompts are token ids, which only /v1/completions takes."""
     num_prompts: int = 100
-    """Requests that are measured; a trace gives its first ones."""
+    """Number of requests that are measured. A trace gives its first ones."""
     request_rate: float = math.inf
     """Requests per second; inf sends all at once."""
     arrivals: Arrivals = "poisson"
@@ -35,13 +35,13 @@ class ServeBench:
     burstiness: float = 1.0
     """Shape of the gamma distribution of the gaps: 1 is Poisson, less is burstier."""
     max_concurrency: int | None = None
-    """Most requests in flight; those whose time has come wait."""
+    """Maximum number of requests in flight; further requests wait."""
     random_input_len: int = 128
     """Tokens of a random prompt."""
     random_output_len: int = 128
-    """Tokens asked for with a random prompt."""
+    """Tokens requested for a random prompt."""
     random_range_ratio: float = 0.0
-    """Draw both lengths evenly from the length -/+ this share of it, 0 to 1."""
+    """Draw both lengths uniformly from the length plus or minus this share of it, 0 to 1."""
     mix: Mix | None = None
     """Draw both lengths as the papers do: short 30-70 in and 70-130 out, medium 50-150 and 50-250,
     reasonable 100-300 and 100-500."""
@@ -52,43 +52,44 @@ class ServeBench:
     trace_length_scale: float = 1.0
     """Multiply the lengths of the trace."""
     dataset_path: Path | None = None
-    """JSONL of prompts: the field prompt, question, text or turns; output_tokens where it is there."""
+    """JSONL file of prompts. The prompt is the field prompt, question, text or turns; output_tokens is
+    optional."""
     custom_output_len: int = 128
-    """Tokens asked for with a prompt of --dataset-path that does not say."""
+    """Tokens requested for a prompt of --dataset-path without output_tokens."""
     vocab_size: int | None = None
-    """Draw random tokens from all ids below; None: from those that the server's /tokenize makes of a
-    text of many words."""
+    """Draw random tokens from all ids below this number. None: from the ids that the server's /tokenize
+    returns for a text of many words."""
     num_warmups: int = 1
-    """Requests before the measurement, one at a time. The first that fails ends the benchmark."""
+    """Number of requests before the measurement, one at a time. A failure ends the benchmark."""
     ignore_eos: bool = False
-    """Ask for answers of exactly the wanted length (an extension that vLLM and moesaic have)."""
+    """Request answers of exactly the wanted length (an extension of vLLM and moesaic)."""
     temperature: float | None = None
-    """None: the server's default."""
+    """Sampling temperature. None: the server's default."""
     extra_body: str | None = None
-    """JSON object of further fields for every request."""
+    """JSON object with further fields for every request."""
     goodput: tuple[str, ...] = ()
     """Objectives in milliseconds, such as ttft:500 tpot:50, for the share of good requests."""
     slo: str | None = None
-    """Objectives for ttft and tpot as a multiple of what a few requests, one at a time, measure
-    first: 5x-light is what the papers use."""
+    """Objectives for ttft and tpot as a multiple of the latency at light load, which is measured first. The
+    papers use 5x-light."""
     light_requests: int = 8
-    """Requests of that light load."""
+    """Number of requests of the light load."""
     percentile_metrics: str = "ttft,tpot,itl,e2el"
     """Metrics to report."""
     metric_percentiles: str = "50,90,99"
     """Percentiles to report."""
     request_timeout: float | None = None
-    """A request fails when nothing comes for this many seconds; None: never."""
+    """Seconds without any data after which a request fails. None: never."""
     save_result: bool = False
-    """Write the JSON report into a file too."""
+    """Write the JSON report into a file as well."""
     save_detailed: bool = False
     """Put the measurements of every request into the JSON report."""
     result_dir: Path = Path()
-    """Where that file goes."""
+    """Folder of that file."""
     result_filename: str | None = None
-    """Its name; None: bench-serve-MODEL-TIME.json."""
+    """Name of that file. None: bench-serve-MODEL-TIME.json."""
     seed: int = 0
-    """Of prompts, lengths and arrivals."""
+    """Seed of prompts, lengths and arrivals."""
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "random_input_len", "random_output_len", "custom_output_len"):
@@ -127,20 +128,20 @@ class ServeBench:
 
 @dataclass(frozen=True)
 class ThroughputBench:
-    """Continue random prompts in this process, all handed in at once, and measure."""
+    """Complete random prompts in this process, all submitted at once, and measure."""
 
     num_prompts: int = 64
-    """Requests that are measured."""
+    """Number of requests that are measured."""
     input_len: int = 128
     """Tokens of a prompt."""
     output_len: int = 64
-    """Tokens generated for each."""
+    """Tokens generated for each prompt."""
     random_range_ratio: float = 0.0
-    """Draw both lengths evenly from the length -/+ this share of it, 0 to 1."""
+    """Draw both lengths uniformly from the length plus or minus this share of it, 0 to 1."""
     mix: Mix | None = None
     """Draw both lengths as the papers do: short, medium or reasonable."""
     seed: int = 0
-    """Of prompts and lengths."""
+    """Seed of prompts and lengths."""
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "input_len", "output_len"):

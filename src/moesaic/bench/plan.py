@@ -1,4 +1,4 @@
-"""From options to the requests of a benchmark. Pure but for reading the files that they name."""
+"""Makes the requests of a benchmark from its options. Pure functions, except for reading the named files."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from moesaic.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be sent."""
+    """The requests of a benchmark."""
 
     warmup: list[Item]
     light: list[Item]
-    """For the objectives; like the others, but other prompts."""
+    """Requests of the light load, from which objectives are derived. They have prompts of their own."""
     load: list[Item]
-    """What is measured, in order of arrival."""
+    """Requests that are measured, in order of arrival."""
 
 
 def plan_serve(options: ServeBench, pool: Sequence[int] | range) -> Plan:
-    """pool: the token ids of random prompts."""
+    """The requests for `options`. pool: the token ids that random prompts are drawn from."""
     rng = np.random.default_rng(options.seed)
     light = options.light_requests if options.slo is not None else 0
     spare = options.num_warmups + light
@@ -41,7 +41,7 @@ def plan_serve(options: ServeBench, pool: Sequence[int] | range) -> Plan:
 
 
 def check_lengths(items: Sequence[Item], max_model_len: int) -> None:
-    """ConfigError when a prompt of token ids and its answer exceed what the server takes."""
+    """Raises ConfigError if a prompt of token ids and its answer exceed the server's limit."""
     sizes = [(len(item.prompt), item.output_len) for item in items if isinstance(item.prompt, list)]
     longest = max(sizes, key=sum, default=(0, 0))
     if sum(longest) > max_model_len:
@@ -90,7 +90,7 @@ def random_items(
     rng: np.random.Generator,
     token_rng: np.random.Generator | None = None,
 ) -> list[Item]:
-    """Random prompts with lengths from `given`, answers with lengths from `wanted`.
+    """Random prompts with lengths from `given`, and answers with lengths from `wanted`.
 
     token_rng: draws the tokens in place of `rng`, so that other tokens can have the same lengths.
     """

@@ -1,4 +1,4 @@
-"""The report of a benchmark: a table for people, vLLM's field names for machines."""
+"""The report of a benchmark: tables for people, vLLM's field names for machines."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from moesaic.bench.measure import TITLES, Spread, Summary
 
 @dataclass(frozen=True)
 class Report:
-    """What `moesaic bench serve` found out."""
+    """The result of `moesaic bench serve`."""
 
     model: str
     base_url: str
     endpoint: str
     date: str
-    """When it ended."""
+    """When the benchmark ended."""
     num_prompts: int
     request_rate: float
     burstiness: float
@@ -32,15 +32,15 @@ class Report:
     seed: int
     summary: Summary
     max_concurrent_requests: int
-    """Most requests in flight at once."""
+    """Maximum number of requests in flight at once."""
     objectives: Mapping[str, float]
-    """Metric -> most milliseconds of a good request."""
+    """Metric -> maximum milliseconds of a good request."""
     light: Summary | None
-    """The light load that the objectives were taken from."""
+    """The light load from which the objectives were derived."""
     outcomes: Sequence[Outcome]
 
     def to_dict(self, detailed: bool = False) -> dict[str, Any]:
-        """vLLM's names; detailed: with the measurements of each request."""
+        """The report with vLLM's names. detailed: include the measurements of each request."""
         summary = self.summary
         found: dict[str, Any] = {
             "date": self.date,
@@ -74,12 +74,12 @@ class Report:
         return json.dumps(self.to_dict(detailed))
 
     def errors(self) -> list[tuple[str, int]]:
-        """The commonest errors and how often each happened."""
+        """The most frequent errors, each with its count."""
         found = Counter(outcome.error for outcome in self.outcomes if outcome.error is not None)
         return [(message, count) for message, count in found.most_common(5)]
 
     def _details(self) -> dict[str, Any]:
-        """Parallel lists, one entry a request in order of arrival; times in seconds."""
+        """Parallel lists with one entry for each request in order of arrival; times in seconds."""
         return {
             "start_times": [outcome.started for outcome in self.outcomes],
             "input_lens": [outcome.prompt_tokens for outcome in self.outcomes],
@@ -92,7 +92,7 @@ class Report:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Two tables: what was done, and how long it took."""
+    """Print two tables: counts and throughput, then latencies."""
     console.print(_totals(report))
     console.print(_latencies(report.summary.spreads))
     for message, count in report.errors():
@@ -100,7 +100,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def describe_light(light: Summary, objectives: Mapping[str, float]) -> str:
-    """One line: what the light load measured, and the objectives made of it."""
+    """One line: the latencies at light load and the objectives derived from them."""
     measured = ", ".join(f"{name} {light.spreads[name].mean:.2f} ms" for name in objectives)
     wanted = ", ".join(f"{name} <= {most:.2f} ms" for name, most in objectives.items())
     return f"light load, {light.completed} requests one at a time: mean {measured}; good is {wanted}"

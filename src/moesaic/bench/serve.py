@@ -1,4 +1,4 @@
-"""`moesaic bench serve`: plan the requests, send them, sum up."""
+"""`moesaic bench serve`: makes the requests, sends them, and reports."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from moesaic.client import Client
 from moesaic.core.errors import ConfigError, MoesaicError
 
 LIGHT_METRICS = ("ttft", "tpot")
-"""What a multiple of the light load's latency bounds."""
+"""Metrics that a multiple of the light load's latency bounds."""
 
 _SHOWN = 200
-"""Characters of an unexpected answer that an error repeats."""
+"""Maximum number of characters of an unexpected answer that an error repeats."""
 
 
 class BenchError(MoesaicError):
-    """The benchmark cannot be measured."""
+    """The benchmark cannot measure this server."""
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The options that are texts, understood before anything is sent."""
+    """The options that are texts, parsed before anything is sent."""
 
     metrics: tuple[str, ...]
     percentiles: tuple[float, ...]
@@ -55,10 +55,10 @@ class _Wanted:
 
 
 def run(options: ServeBench, console: Console | None = None, clock: Clock = time.perf_counter) -> Report:
-    """Measure the server; progress goes to `console` (stderr). Saves the report where asked to.
+    """Measure the server. Progress goes to `console` (stderr). Saves the report if the options say so.
 
-    Raises ConfigError for bad options, ConnectionLost, ApiError or BenchError when the server does
-    not answer.
+    Raises ConfigError for bad options; ConnectionLost, ApiError or BenchError if the server does not
+    answer.
     """
     report = asyncio.run(_run(options, console or Console(stderr=True), clock))
     if options.save_result or options.result_filename is not None:
@@ -84,7 +84,7 @@ async def _run(options: ServeBench, console: Console, clock: Clock) -> Report:
 
 @dataclass
 class _Bench:
-    """The phases of a run."""
+    """The phases of a benchmark."""
 
     options: ServeBench
     client: Client
@@ -98,7 +98,7 @@ class _Bench:
         _require_success("warm-up", outcomes)
 
     async def objectives(self, items: Sequence[Item]) -> tuple[Summary | None, dict[str, float]]:
-        """(the light load, objectives in milliseconds)"""
+        """The light load's figures, and the objectives in milliseconds."""
         if self.wanted.slo is None:
             return None, self.wanted.goodput
         begun = self.clock()
@@ -106,7 +106,7 @@ class _Bench:
         _require_success("light load", outcomes)
         light = summarise(outcomes, self.clock() - begun, METRICS, self.wanted.percentiles)
         goals = {name: self.wanted.slo * light.spreads[name].mean for name in LIGHT_METRICS}
-        # Answers of one token have no tpot, and then nothing bounds it.
+        # answers of one token have no tpot, so it gets no objective
         goals = {name: most for name, most in goals.items() if most > 0}
         self._say(describe_light(light, goals))
         return light, goals
@@ -165,7 +165,7 @@ def _json_object(flag: str, text: str | None) -> dict[str, object]:
 
 
 async def _served(client: Client, name: str | None) -> tuple[str, int | None]:
-    """(model, the most tokens of a request, where the server tells it)"""
+    """The model, and the maximum length of a request if the server states one."""
     cards = {str(card.get("id")): card for card in await client.models()}
     if name is None and not cards:
         raise BenchError(f"{client.base_url} serves no model")
@@ -193,7 +193,7 @@ async def _alphabet(client: Client, model: str, options: ServeBench) -> Sequence
 def _body_of(
     options: ServeBench, model: str, extra: dict[str, object]
 ) -> Callable[[Item], dict[str, object]]:
-    """What to post for an item. Fields that not every server knows are sent only when asked for."""
+    """Makes the body of an item. Fields that not every server knows are sent only if they were asked for."""
     fixed: dict[str, object] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     if options.temperature is not None:
         fixed["temperature"] = options.temperature

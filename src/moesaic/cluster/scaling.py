@@ -4,7 +4,7 @@ A change is a generator. It does what it can, yields while it has to wait, and i
 after each event. What can fail comes before any client routes by the new placement. So a change either
 happens or leaves everything as it was:
 
-    the new server loads its share; the others load what they get more    (a failure here: all of it is dropped)
+    the new server loads its share; the others load what they get more    (on failure all is dropped)
     the new placement is published
     once no call under way was routed by the old one: servers drop what they no longer need
 """
