@@ -1,1 +1,1 @@
-"""The nouns: plain records that every other room speaks in. numpy and the standard library only."""
+"""The nouns: plain records that all other rooms share. They need numpy and the standard library only."""

@@ -1,4 +1,4 @@
-"""A cluster as people, admin endpoints and metrics see it: frozen snapshots."""
+"""The status of a cluster for people, admin endpoints and metrics: frozen snapshots."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from moesaic.core.tokens import IntArray
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """One place in the cluster and the process that has it."""
+    """One process of the cluster."""
 
     name: str
     """Role and number, such as "expert server 0"."""
     role: str
     """"attention worker" or "expert server"."""
     number: int
-    """Never used for another one of that role."""
+    """Number within the role. It is never reused."""
     stage: str
     """starting, serving, draining, waiting to be restarted, or stopped."""
     pid: int | None
-    """None: there is none now, or it is on another machine."""
+    """Process id. None: no process runs now, or it runs on another machine."""
     incarnation: int
-    """Counts its processes."""
+    """Number of processes that have had this role and number so far."""
     deaths: int
     last_failure: str | None
     silent_seconds: float
-    """Since its last sign of life."""
+    """Seconds since the last sign of life."""
     address: str = ""
-    """Of an expert server: where clients find it."""
+    """Of an expert server: the address where clients find it."""
     layers: int = 0
-    """Of which it holds experts."""
+    """Number of layers of which it holds experts."""
     experts: int = 0
-    """(layer, expert) copies that it holds."""
+    """Number of (layer, expert) copies that it holds."""
     held: dict[int, str] = field(default_factory=dict)
     """Layer -> the experts that it holds, such as "0-11, 20"."""
     kernels: str = ""
     threads: int = 0
     capacity: float = 0.0
-    """Of an expert server: weight of its share of experts and of load, beside the others'."""
+    """Of an expert server: capacity weight, which sets its share of experts and load."""
     stats: ExpertServerStats = field(default_factory=ExpertServerStats)
 
 
@@ -51,95 +51,95 @@ class LayerReplicas:
 
     layer: int
     least: int
-    """Copies of the expert with the fewest."""
+    """Copies of the expert that has the fewest."""
     most: int
     single: list[int]
-    """Experts with one copy: they wait when its server dies."""
+    """Experts with one copy. Their requests wait if its server dies."""
     missing: list[int]
-    """Experts without any: they wait now."""
+    """Experts without a copy. Their requests wait now."""
     copies: dict[int, str] = field(default_factory=dict)
-    """Number of copies -> the experts that have so many, such as "0-9, 12-23"; of every expert."""
+    """Number of copies -> the experts that have this number, such as "0-9, 12-23"."""
 
 
 @dataclass(frozen=True)
 class LayerLocality:
-    """What attention workers beside an expert server asked it for."""
+    """How many pairs attention workers sent to the expert servers of their own rank."""
 
     layer: int
     pairs: int
-    """(row, expert) pairs that they sent so far, those sent again included."""
+    """(row, expert) pairs sent so far, including pairs that were sent again."""
     local_pairs: int
-    """Of those, pairs for the server of the worker's own rank."""
+    """Those of the pairs that went to the server of the worker's own rank."""
     local_activation_rate: float
-    """local_pairs / pairs; 0 while there are none."""
+    """local_pairs / pairs; 0 without pairs."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A process that ended, or a change that was taken back."""
+    """A process that ended, or a change that was undone."""
 
     time: float
     """Seconds since 1970."""
     what: str
-    """One line for a person."""
+    """One line for people."""
 
 
 @dataclass(frozen=True)
 class ClusterCounters:
-    """Only grow."""
+    """Counters; they never decrease."""
 
     process_deaths: int = 0
     failovers: int = 0
-    """Servers that clients lost or gave up with rows outstanding."""
+    """Servers that clients lost or gave up while rows were outstanding."""
     silent_failovers: int = 0
-    """Of those, servers given up for their silence; the others' connections broke."""
+    """Those of them that did not answer in time; the connections of the others broke."""
     false_failovers: int = 0
-    """Of those, servers that came back: they had not died."""
+    """Those of them that had not died: they answered later."""
     resent_pairs: int = 0
     """(row, expert) pairs that were sent again."""
     moved_requests: int = 0
-    """Requests that went on with another attention worker."""
+    """Requests that another attention worker continued."""
     rebalances: int = 0
-    """Changes of the placement for the sake of balance."""
+    """Placement changes made for balance."""
     missed_ttft: int = 0
     """Requests whose first token came later than --slo-ttft."""
     missed_itl: int = 0
-    """Tokens that came later than --slo-itl after the one before."""
+    """Tokens that came later than --slo-itl after the previous token."""
 
 
 @dataclass(frozen=True)
 class ClusterStatus:
-    """All of it at one moment."""
+    """The whole cluster at one moment."""
 
     directory_version: int
     placement_version: int | None
-    """None while there is no placement."""
+    """None: there is no placement yet."""
     change: str | None
-    """What is being changed now, for a person."""
+    """Description of the change under way, for people."""
     processes: list[ProcessStatus]
     replicas: list[LayerReplicas]
     failures: list[Failure]
-    """The last ones, oldest first."""
+    """The most recent failures, oldest first."""
     counters: ClusterCounters
     join_address: str | None = None
-    """Where expert servers of other machines may join."""
+    """Address where expert servers of other machines may join; None: none may."""
     transport: str | None = None
-    """To the expert servers of this host: shm or socket. None: there are none."""
+    """Transport to the expert servers of this host: shm or socket. None: there are no such servers."""
     dispatch: str = "least-loaded"
-    """How requests find their attention worker."""
+    """Name of the dispatch rule."""
     locality: list[LayerLocality] = field(default_factory=list)
-    """Of each layer with routed experts; empty where workers have no server beside them."""
+    """Locality of each layer with routed experts; empty if workers have no server of their own rank."""
     watched: bool = True
-    """False once the supervisor itself has failed: requests go on, but what dies stays dead, and what
-    processes report of themselves is as old as that."""
+    """False once the supervisor has failed. Requests go on, but dead processes are not restarted, and what
+    processes report of themselves is as old as the failure."""
 
 
 @dataclass(frozen=True)
 class ClusterLoad:
-    """What the experts did."""
+    """The load of the experts."""
 
     layers: tuple[int, ...]
     pairs: IntArray
     """[L, E] (row, expert) pairs computed so far."""
     balancedness: np.ndarray
-    """[L] mean / max over the servers' pairs of late: 1 is perfect."""
+    """[L] mean / max of the servers' recent pairs; 1 is perfect balance."""

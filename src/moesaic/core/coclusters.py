@@ -1,7 +1,7 @@
-"""Tokens and experts that belong together, rank by rank: what a solver finds in a profile.
+"""Tokens and experts that belong together: what a solver finds in a profile.
 
-A rank is a locality domain: an attention worker and the expert server beside it. Layers are counted from 0
-over those with routed experts, as in a profile.
+Each of them belongs to a rank, a locality domain: an attention worker and the expert server beside it.
+Layers are counted from 0 over those with routed experts, as in a profile.
 """
 
 from __future__ import annotations
@@ -17,20 +17,24 @@ from moesaic.core.profile import SmallArray
 
 @dataclass(frozen=True)
 class Coclusters:
-    """A solver's answer. Numbers of ranks mean the same in every layer, since a request stays on its rank."""
+    """A solver's result. A rank is the same one in every layer, since a request stays on its rank."""
 
     ranks: int
     experts: SmallArray
-    """[layers, E] the rank of each logical expert; of each layer every rank has as many, give or take one."""
+    """[layers, E] the rank of each logical expert. In each layer the ranks' numbers of experts differ by at
+    most one."""
     tokens: SmallArray
-    """[layers, V] the rank on which a token of that id is best off in that layer."""
+    """[layers, V] the rank that has most of the experts which a token of this id is expected to choose."""
     confidence: npt.NDArray[np.float32]
-    """[layers, V] 0 to 1: how sure that is; 0 for tokens that the profile never saw."""
+    """[layers, V] confidence of that rank, 0 to 1; 0 for tokens that the profile has never seen."""
     notes: tuple[str, ...] = ()
-    """What its user should be told of how it was found, a line each: a limit that was hit, say."""
+    """Notes for the user, one line each; for example that a limit was reached."""
 
     def placement(self, layers: tuple[int, ...], model: str, tables: str = "") -> Placement:
-        """Where the experts live, as a file has it. layers: their numbers in the model. tables: beside it."""
+        """The placement to be written to a file.
+
+        layers: numbers of the layers in the model. tables: name of the file with the tables.
+        """
         held = {
             layer: {rank: np.flatnonzero(row == rank).tolist() for rank in range(self.ranks)}
             for layer, row in zip(layers, self.experts, strict=True)

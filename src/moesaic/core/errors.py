@@ -1,23 +1,23 @@
 """Every error that moesaic raises on purpose.
 
     MoesaicError
-    ├── ConfigError         a flag, a field or a file is wrong: name it, its value, what is allowed
-    │   └── CheckpointError a checkpoint is not understood: the key or the tensor is named
+    ├── ConfigError         a flag, a field or a file is wrong: it names the value and what is allowed
+    │   └── CheckpointError a checkpoint is not supported: it names the key or the tensor
     ├── RequestError        one request is wrong (HTTP 400)
     ├── OverloadedError     the queue is full, try again later (HTTP 429)
-    ├── ScalingError        the cluster could not be changed and is as it was (HTTP 409 or 503)
+    ├── ScalingError        the cluster could not be changed and is as before (HTTP 409 or 503)
     ├── ConnectionLost      the peer of a transport is gone
-    │   └── DamagedMessage  it is dropped: what it sent is no message
+    │   └── DamagedMessage  the peer sent something that is not a message, and is disconnected
     └── EngineDeadError     the worker died: nothing can be served any more (HTTP 503)
 
-Anything else that escapes is a bug of ours and keeps its traceback.
+Any other exception that escapes is a bug of moesaic and keeps its traceback.
 """
 
 from __future__ import annotations
 
 
 class MoesaicError(Exception):
-    """Base of all errors whose message is meant for a person: one clear line."""
+    """Base of all errors with a message for people: one clear line."""
 
 
 class ConfigError(MoesaicError):
@@ -25,16 +25,16 @@ class ConfigError(MoesaicError):
 
     @classmethod
     def field(cls, name: str, value: object, allowed: str) -> ConfigError:
-        """The one-line form: which field, which value, what is allowed."""
+        """An error of one line that names the field, the value and what is allowed."""
         return cls(f"{name}: got {value!r}; allowed: {allowed}")
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint holds a key or a tensor that is not understood, or lacks one."""
+    """A checkpoint holds a key or a tensor that moesaic does not support, or lacks one that it needs."""
 
 
 class RequestError(MoesaicError):
-    """One request is wrong; `field` is the parameter to blame, as the client spelled it."""
+    """One request is wrong. `field` is the name of the wrong parameter, as the client wrote it."""
 
     def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class OverloadedError(MoesaicError):
 
 
 class ScalingError(MoesaicError):
-    """The cluster could not be changed and is as it was. `conflict`: what was asked contradicts its state."""
+    """The cluster could not be changed and is as before. `conflict`: the request contradicts its state."""
 
     def __init__(self, message: str, conflict: bool = False) -> None:
         super().__init__(message)
@@ -59,16 +59,17 @@ class ScalingError(MoesaicError):
 
 
 class ConnectionLost(MoesaicError):
-    """The other end of a transport closed, died or sent what is no message."""
+    """The other end of a transport closed, died or sent something that is not a message."""
 
     def again(self) -> ConnectionLost:
-        """Its like, to raise. The traceback of an error that is kept would keep all who saw it raised."""
+        """A copy of the error, to be raised. A stored error that is raised again would keep its tracebacks
+        alive."""
         return type(self)(*self.args)
 
 
 class DamagedMessage(ConnectionLost):
-    """The other end sent what is no message: none of ours, or not to be trusted any more."""
+    """The other end sent something that is not a message, or that cannot be trusted."""
 
 
 class EngineDeadError(MoesaicError):
-    """The worker is gone; requests in flight cannot be finished."""
+    """The worker is gone. Requests in flight cannot be finished."""

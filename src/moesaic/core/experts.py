@@ -1,4 +1,4 @@
-"""Routed experts as nouns: how a checkpoint spells them, and who serves them now."""
+"""Routed experts: how a checkpoint names them, and which servers serve them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from moesaic.core.stored import row_bytes
 
 
 def model_name(layers: Sequence[int], num_experts: int, hidden: int, width: int) -> str:
-    """What files about a model's experts say they are for: placements and profiles; see `fingerprint`."""
+    """The name by which placements and profiles identify a model's experts; see `fingerprint`."""
     return fingerprint("moe", layers, num_experts, hidden, width)
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """Where the routed experts of a checkpoint lie: all that an expert server needs to find its weights."""
+    """Where the routed experts of a checkpoint are: all that an expert server needs to find its weights."""
 
     prefixes: dict[int, str]
-    """MoE layer -> prefix of its tensors, which go on with `.E.WORD.weight` for expert E."""
+    """MoE layer -> prefix of its tensor names, which continue with `.E.WORD.weight` for expert E."""
     gate: str
     up: str
     down: str
-    """The three words."""
+    """The words for the gate, up and down projections."""
     hidden: int
     width: int
     num_experts: int
     top_k: int
     dtype: str
-    """What the weights are computed from: "float32", "bfloat16", "compressed", or with torch "float16";
-    another stored type is converted."""
+    """Dtype that is computed from: "float32", "bfloat16", "compressed", or with torch "float16". Other
+    stored dtypes are converted."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -39,28 +39,28 @@ class ExpertLayout:
 
     @property
     def fingerprint(self) -> str:
-        """What placements and profiles of these experts say they are for."""
+        """Identifies the model that a placement or a profile was made for."""
         return model_name(self.layers, self.num_experts, self.hidden, self.width)
 
     @property
     def parameters(self) -> int:
-        """Numbers in all routed experts."""
+        """Number of parameters of all routed experts."""
         return len(self.prefixes) * self.num_experts * 3 * self.hidden * self.width
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert."""
+        """Bytes of one expert."""
         return sum(self.matrix_bytes)
 
     @property
     def matrix_bytes(self) -> tuple[int, int, int]:
-        """Of one expert's gate, up and down."""
+        """Bytes of one expert's gate, up and down matrices."""
         inner = self.width * row_bytes(self.dtype, self.hidden)
         return inner, inner, self.hidden * row_bytes(self.dtype, self.width)
 
     @property
     def num_bytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all routed experts."""
         return len(self.prefixes) * self.num_experts * self.expert_bytes
 
     def tensors(self, layer: int, expert: int) -> tuple[tuple[str, int, int], ...]:
@@ -75,19 +75,20 @@ class ExpertLayout:
 
 @dataclass(frozen=True)
 class ServerEntry:
-    """An expert server that can be asked."""
+    """An expert server that accepts calls."""
 
     server: int
-    """Its id: for ever, whatever process has it."""
+    """Id of the server. It stays the same when the process is restarted."""
     incarnation: int
-    """Counts the processes that had this id: a client that knew the one before connects anew."""
+    """Number of processes that have had this id. Clients reconnect when it changes."""
     address: str
     """unix:PATH, unix:@NAME or tcp:HOST:PORT."""
 
 
 @dataclass(frozen=True)
 class Directory:
-    """Who serves which experts now. A new one replaces the old one whole; versions only grow."""
+    """Which servers serve which experts. A new directory replaces the old one completely; versions only
+    grow."""
 
     version: int
     servers: list[ServerEntry]

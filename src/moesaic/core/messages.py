@@ -1,7 +1,7 @@
-"""What the engine and a worker say to each other. They meet nowhere else.
+"""The messages between the engine and a worker, and between a cluster's processes.
 
-Every message is a frozen record of plain values, so that any transport can carry it. A message is
-about many requests at once: there is one a step, not one a token.
+Every message is a frozen record of plain values, so that any transport can carry it. A message is about
+many requests at once: there is one for each step, not one for each token.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ class Submit:
 
     requests: list[Request]
     generated: list[list[int]] = field(default_factory=list)
-    """Tokens that each got from a worker that died; empty when none did."""
+    """Tokens that each request got from a worker that died; empty if there are none."""
 
 
 @dataclass(frozen=True)
 class Cancel:
-    """Forget these requests and free what they hold. Unknown ids are ignored: they just ended."""
+    """Forget these requests and free their memory. Unknown ids are ignored: they have just ended."""
 
     request_ids: list[int]
 
 
 @dataclass(frozen=True)
 class Shutdown:
-    """Stop now. Draining is the engine's business: it stops sending and waits."""
+    """Stop now. For a graceful stop, the engine first waits until all requests have ended."""
 
 
 @dataclass(frozen=True)
 class Serving:
-    """Who serves the routed experts from now on, and the cluster's secret that they ask for."""
+    """The servers of the routed experts from now on, and the cluster's secret, which the servers ask for."""
 
     directory: Directory
     secret: bytes
@@ -49,7 +49,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Loading:
-    """How far reading the checkpoint is, for a progress line."""
+    """Progress of reading the checkpoint."""
 
     done: int
     """Bytes read."""
@@ -59,7 +59,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What a worker loaded and chose."""
+    """What a worker has loaded and chosen."""
 
     model_type: str
     device: str
@@ -67,15 +67,15 @@ class WorkerInfo:
     dtype: str
     threads: int
     num_parameters: int
-    """Of a group of processes: what its first rank holds."""
+    """Number of parameters. For a group of processes: those of its first rank."""
     weight_bytes: int
-    """The same."""
+    """Bytes of weights. For a group of processes: those of its first rank."""
     num_layers: int
     num_experts: int
     top_k: int
     vocab_size: int
     max_model_len: int
-    """Most tokens, prompt and answer together, of one request."""
+    """Maximum number of tokens of one request, prompt and answer together."""
     block_size: int
     num_blocks: int
     kv_bytes: int
@@ -83,9 +83,9 @@ class WorkerInfo:
     max_num_seqs: int
     max_num_batched_tokens: int
     ranks: int = 1
-    """Processes that are this worker together."""
+    """Number of processes that form this worker."""
     collectives: str = ""
-    """How they meet between attention and experts."""
+    """Collectives of these processes between attention and experts."""
 
     @property
     def kv_tokens(self) -> int:
@@ -118,7 +118,7 @@ class Tokens:
     token_ids: list[int]
     finish: list[FinishReason | None]
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
-    """Empty when no request of the step asked for them."""
+    """Empty if no request of the step asked for them."""
 
 
 @dataclass(frozen=True)
@@ -132,35 +132,36 @@ class PromptLogprobs:
 
 @dataclass(frozen=True)
 class Stats:
-    """A snapshot, sent after each step and when the worker falls idle."""
+    """Statistics, sent after each step and when the worker becomes idle."""
 
     stats: WorkerStats
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The worker cannot go on: one line for a person. The process ends after it."""
+    """The worker cannot continue, with one line for people. Its process ends after this message."""
 
     error: str
     user_error: bool
-    """True when a setting or the checkpoint is to blame, not moesaic."""
+    """True if a setting or the checkpoint is the cause, not a bug of moesaic."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A worker's first word when its experts are elsewhere: where in the checkpoint they lie."""
+    """A worker's first message if its experts are on servers: where the experts are in the checkpoint."""
 
     layout: ExpertLayout
 
 
 @dataclass(frozen=True)
 class Alive:
-    """Sent several times a second from outside the computing loop. Silence means a frozen process."""
+    """Sent several times a second by a thread that does not compute. Silence means a frozen process."""
 
 
 @dataclass(frozen=True)
 class Settled:
-    """Nothing under way was routed by a directory older than `version`: what only older ones name may go."""
+    """No call under way was routed by a directory older than `version`. What only older ones name may be
+    dropped."""
 
     version: int
 
@@ -170,19 +171,19 @@ class Settled:
 
 @dataclass(frozen=True)
 class Enlist:
-    """The first word of a server that joins by hand."""
+    """The first message of a server that joins from outside."""
 
     capacity: float
-    """Its capacity weight: share of experts and of load, beside those of the other servers."""
+    """Capacity weight, which sets its share of experts and load."""
 
 
 @dataclass(frozen=True)
 class Enlisted:
-    """To a server that joined by hand: what it is to serve."""
+    """The answer to a server that joined: what it will serve."""
 
     layout: ExpertLayout
     model: str
-    """The directory of the checkpoint on the supervisor's machine."""
+    """Directory of the checkpoint on the supervisor's machine."""
     kernels: str
     mmap: bool
     schedule: str
@@ -196,17 +197,17 @@ class Enlisted:
 
 @dataclass(frozen=True)
 class Hold:
-    """Hold exactly these experts, layer -> ids. The first one carries the cluster's secret."""
+    """Hold exactly these experts, layer -> ids. The first such message carries the cluster's secret."""
 
     version: int
-    """Counts these messages; the answer repeats it."""
+    """Number of this message; the answer repeats it."""
     experts: dict[int, list[int]]
     secret: bytes = b""
 
 
 @dataclass(frozen=True)
 class Holds:
-    """The server's answer: it holds what that Hold asked for, clients can ask for it."""
+    """The server's answer: it holds these experts, and clients may ask for them."""
 
     version: int
     address: str
@@ -216,11 +217,11 @@ class Holds:
 
 @dataclass(frozen=True)
 class ServerReport:
-    """What an expert server did so far; a sign of life as well."""
+    """What an expert server has done so far. It is a sign of life as well."""
 
     stats: ExpertServerStats
     load: list[list[int]]
-    """Pairs of each layer and expert so far; empty when nothing changed."""
+    """Pairs of each layer and expert so far; empty if nothing has changed."""
 
 
 ToWorker = Submit | Cancel | Shutdown | Serving

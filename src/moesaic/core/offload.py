@@ -1,4 +1,4 @@
-"""How a worker runs a model that is larger than its fast memory: a planned policy, as settings."""
+"""How a worker computes a model that is larger than its fast memory: a planned policy, as settings."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Offload:
-    """A policy of `policy.offloading.policies` and the levels that it is carried out on.
+    """A policy of `policy.offloading.policies` and the memory levels that it uses.
 
-    On a GPU the fast level is its memory, over RAM and the CPU. On a CPU without a link the fast level is
-    memory of this process and the slow one the checkpoint's disk. With one both are memory of this machine:
-    one core is the fast processor, another the slow one, and what goes between them is copied at the link's
-    speed.
+    On a GPU the fast level is its memory; the slow level is RAM with the CPU. On a CPU without a link the
+    fast level is memory of this process, and the slow level is the checkpoint's disk. With a link both
+    levels are memory of this machine: one core is the fast processor, another core is the slow one, and
+    copies between the levels run at the link's speed.
     """
 
     fast_memory: int
-    """Bytes of weights, cache and rows on the fast level, at most."""
+    """Maximum bytes of weights, cache and activations on the fast level."""
     schedule: str
     micro_batch: int
-    """Requests."""
+    """Requests in a micro-batch."""
     micro_batches: int
     prefill_rows: int
-    """Rows of a micro-batch in a pass with prompts, at most."""
+    """Maximum number of rows of a micro-batch in a pass with prompts."""
     static_experts: int = 0
-    """Of each layer, always on the fast level."""
+    """Experts of each layer that are always on the fast level."""
     likely_experts: int = 0
-    """on-demand: of each layer, that come before its gates have spoken, at most."""
+    """on-demand: maximum number of each layer's experts that are loaded before its gate has chosen."""
     slow_attention: bool = False
     slow_cache: float = 0.0
     """Share of the cache on the slow level."""
     fast_residual: bool = True
-    """Rows stay on the fast level between the layers of a pass with prompts."""
+    """True: rows stay on the fast level between the layers of a pass with prompts."""
     padded: int | None = None
-    """Tokens that each prompt is padded to; None: nothing is."""
+    """Length that each prompt is padded to; None: no padding."""
     logit_rows: int | None = None
-    """Rows whose logits are in memory at one time, at most; None: all of a step's."""
+    """Maximum number of rows whose logits are in memory at one time; None: all rows of a step."""
     link: float | None = None
-    """Bytes/s in each direction."""
+    """Speed of the link in each direction, in bytes/s; None: there is no link."""
 
     @property
     def batch(self) -> int:
-        """Requests."""
+        """Requests in a batch."""
         return self.micro_batch * self.micro_batches

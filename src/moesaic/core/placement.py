@@ -1,15 +1,15 @@
-"""Who holds which expert: the map from (layer, expert) to servers, and its file.
+"""Placements: which servers hold which expert of which layer, and the file for it.
 
-Experts are logical: the gate never learns where they live. Servers are ids that are never used for another
-server, so they need not be 0 to n - 1: servers join and leave. Each may hold another number of experts
-(Expert-as-a-Service, section 4.5), and none at all of some layers.
+Experts are logical: the gate does not know which server holds them. Ids of servers are never reused, so
+they need not be 0 to n - 1: servers join and leave. Servers may hold different numbers of experts
+(Expert-as-a-Service, section 4.5), and none of some layers.
 
 The file is JSON:
 
     {"schema": 1, "model": "moe-6b1f0c2d9a3e", "version": 4, "num_experts": 4, "tables": "tables.npz",
      "layers": {"0": {"0": [0, 1, 2], "7": [2, 3]}, "1": {"0": [0, 1], "7": [2, 3]}}}
 
-where expert 2 of layer 0 has a copy on server 0 and another one on server 7.
+In this example servers 0 and 7 have a copy of expert 2 of layer 0 each.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from moesaic.core.tokens import IntArray
 SCHEMA = 1
 FLAG = "--placement"
 NOBODY = -1
-"""Fills the rows of a table of holders."""
+"""Marks unused entries in a table of servers."""
 
 _FIELDS = {"schema", "model", "version", "num_experts", "layers"}
 _MOST_EXPERTS = 2**20
 _MOST = 2**53
-"""Whole numbers above it are not exact in every JSON reader."""
+"""Larger integers are not exact in every JSON reader."""
 
 
 def fingerprint(model_type: str, layers: Sequence[int], num_experts: int, hidden: int, width: int) -> str:
-    """Short name of a model's expert layout: the same for all checkpoints of the same sizes.
+    """Short name of a model's expert layout. All checkpoints of the same sizes have the same name.
 
     layers: its MoE layers. hidden: size of a row. width: size of an expert's intermediate row.
 
@@ -56,18 +56,19 @@ class Placement:
     """Which server holds which experts. Immutable: a change is another placement with a higher version."""
 
     version: int
-    """0 or more; of two placements the higher one is the later one."""
+    """0 or more. The placement with the higher version is the later one."""
     num_experts: int
-    """Logical experts of each layer."""
+    """Number of logical experts in each layer."""
     held: Mapping[int, Mapping[int, Sequence[int]]] = field(hash=False)
-    """Layer -> server -> its experts, all in ascending order; who holds nothing of a layer is not named."""
+    """Layer -> server -> its experts, all in ascending order. Servers without experts of a layer are left
+    out."""
     model: str = ""
     """Fingerprint of the model it was made for."""
     tables: str = ""
-    """File of the Tables made with it, beside its own; empty: there are none."""
+    """Name of the file with the tables made for it, in the same folder; empty: there are no tables."""
 
     def __post_init__(self) -> None:
-        """Sorts `held`. Raises ConfigError for what is out of range or there twice."""
+        """Sorts `held`. Raises ConfigError for values that are out of range or duplicate."""
         _whole("version", self.version, 0)
         _whole("num_experts", self.num_experts, 1, _MOST_EXPERTS)
         held = {
@@ -97,14 +98,15 @@ class Placement:
     def staged(
         cls, layers: Sequence[int], num_experts: int, groups: Sequence[Sequence[int]], model: str = ""
     ) -> Placement:
-        """Blocks split into stages: group i of servers holds the i-th share of the layers and nothing else.
+        """Layers split into stages: group i of servers holds the i-th part of the layers and nothing else.
 
-        Inside a group the experts are cut into consecutive ranges. Shares differ by at most one, the larger
-        ones first. One group is plain expert parallelism; many are the pipeline placement of Asynchronous
-        Expert Parallelism. Raises ConfigError for a group without a layer or a server in two groups.
+        Within a group the experts are cut into consecutive ranges. Parts differ by at most one, the larger
+        ones first. One group is plain expert parallelism; several groups are the pipeline placement of
+        Asynchronous Expert Parallelism. Raises ConfigError for a group without a layer, or a server in two
+        groups.
 
-        Example: layers 0, 1, 2, 4 experts, groups (0, 1) and (2,): servers 0 and 1 hold experts 0, 1 and
-        2, 3 of layers 0 and 1; server 2 holds all of layer 2.
+        Example: layers 0, 1, 2, 4 experts, groups (0, 1) and (2,): servers 0 and 1 hold experts 0, 1 and 2,
+        3 of layers 0 and 1; server 2 holds all of layer 2.
         """
         servers = [server for group in groups for server in group]
         if not 1 <= len(groups) <= len(layers) or not all(groups):
@@ -120,7 +122,10 @@ class Placement:
 
     @classmethod
     def read(cls, file: str, servers: int) -> Placement:
-        """From a file, for servers 0 to `servers` - 1, none without experts. Raises ConfigError: one line."""
+        """Read the placement of servers 0 to `servers` - 1 from a file.
+
+        Raises ConfigError, one line, for a file that is not a placement, and for other servers.
+        """
         try:
             placement = cls.from_json(Path(file).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
@@ -139,7 +144,7 @@ class Placement:
 
     @cached_property
     def servers(self) -> tuple[int, ...]:
-        """Who holds at least one expert, ascending."""
+        """Servers with at least one expert, ascending."""
         return tuple(sorted({server for by_server in self.held.values() for server in by_server}))
 
     @cached_property
@@ -147,7 +152,7 @@ class Placement:
         return {layer: _table(by_server, self.num_experts) for layer, by_server in self.held.items()}
 
     def table(self, layer: int) -> IntArray:
-        """[E, most] each expert's holders, ascending, NOBODY behind the last. Read-only; most >= 1."""
+        """[E, most] the servers of each expert, ascending, then NOBODY. Read-only; most >= 1."""
         return self._tables[layer]
 
     def holders(self, layer: int, expert: int) -> tuple[int, ...]:
@@ -156,11 +161,11 @@ class Placement:
         return tuple(row[row != NOBODY].tolist())
 
     def experts_of(self, server: int, layer: int) -> tuple[int, ...]:
-        """What a server holds of a layer, ascending."""
+        """The experts of a layer that a server holds, ascending."""
         return tuple(self.held[layer].get(server, ()))
 
     def of(self, server: int) -> dict[int, tuple[int, ...]]:
-        """Layer -> the experts that a server holds; without the layers of which it holds none."""
+        """Layer -> the experts that a server holds. Layers without such experts are left out."""
         return {
             layer: tuple(by_server[server]) for layer, by_server in self.held.items() if server in by_server
         }
@@ -171,7 +176,7 @@ class Placement:
         return copies
 
     def orphans(self, without: Collection[int] = ()) -> list[tuple[int, int]]:
-        """(layer, expert) pairs that nobody holds once the servers `without` are gone, ascending."""
+        """(layer, expert) pairs that no server holds once the servers `without` are gone, ascending."""
         found = []
         for layer, by_server in self.held.items():
             left = {e for server, experts in by_server.items() if server not in without for e in experts}
@@ -180,7 +185,7 @@ class Placement:
 
     @property
     def complete(self) -> bool:
-        """Whether every expert of every layer has a holder."""
+        """True if every expert of every layer has a server."""
         return not self.orphans()
 
     def check(self, fingerprint: str, layers: Sequence[int], num_experts: int) -> None:
@@ -198,7 +203,7 @@ class Placement:
     # ---- the file
 
     def to_json(self) -> str:
-        """The file's text: one line a layer, so that versions can be compared with diff."""
+        """The text of the file: one line for each layer, so that diff can compare versions."""
         head: dict[str, Any] = {"schema": SCHEMA, "model": self.model, "version": self.version}
         head |= {"tables": self.tables} if self.tables else {}
         fields = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
@@ -208,9 +213,9 @@ class Placement:
 
     @classmethod
     def from_json(cls, text: str) -> Placement:
-        """Reads what `to_json` wrote or a person edited. Raises ConfigError: one line naming the place.
+        """Parse what `to_json` wrote or a person edited. Raises ConfigError: one line that names the entry.
 
-        The model that it is for is compared by `check`.
+        `check` compares the model that it was made for.
         """
         try:
             data = json.loads(text, object_pairs_hook=_once)
@@ -249,13 +254,13 @@ def _table(by_server: Mapping[int, Sequence[int]], num_experts: int) -> IntArray
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Numbers, at least one, in short. Example: (0, 1, 2, 5, 7, 8) -> "0-2, 5, 7-8"."""
+    """A short text for at least one number. Example: (0, 1, 2, 5, 7, 8) -> "0-2, 5, 7-8"."""
     runs = np.split(np.array(sorted(numbers)), np.flatnonzero(np.diff(sorted(numbers)) != 1) + 1)
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object without a name given twice."""
+    """A JSON object. Raises ConfigError if a name appears twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -271,7 +276,7 @@ def _object(place: str, value: Any) -> dict[str, Any]:
 
 
 def _servers(place: str, value: Any) -> dict[int, list[int]]:
-    """A layer of the file: server -> experts."""
+    """Parse a layer of the file: server -> experts."""
     by_server = {}
     for name, experts in _object(place, value).items():
         odd = (

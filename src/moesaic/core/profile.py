@@ -1,10 +1,10 @@
-"""What is known of a model's routing: which experts which tokens chose, and its file.
+"""Profiles: which tokens chose which experts of a model, and the file for it.
 
-A profile counts over all tokens that were looked at, and keeps the routes of whole requests as a sample, as
-many as its maker had memory for: what a count cannot say (several layers of one token, the tokens of one
-request) is read from those.
+A profile counts over all tokens that were seen. It also keeps the routes of some whole requests, as many as
+there was memory for. They serve questions that counts cannot answer, about several layers of one token or
+the tokens of one request.
 
-The file is a NumPy archive (`.npz`) without pickled objects; arrays of layer i have names that end in i.
+The file is a NumPy archive (`.npz`) without pickled objects. The names of layer i's arrays end in i.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ TokenArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Counts:
-    """How often each token id chose each expert of one layer: a sparse [V, E] matrix, row after row."""
+    """How often each token id chose each expert of one layer: a sparse [V, E] matrix, row by row."""
 
     starts: IntArray
     """[V + 1] the entries of token id v are starts[v] : starts[v + 1]."""
     experts: SmallArray
-    """[m] ascending inside a row."""
+    """[m] ascending within a row."""
     counts: TokenArray
-    """[m] 1 or more."""
+    """[m] at least 1."""
 
     @classmethod
     def of(cls, tokens: npt.NDArray[Any], experts: npt.NDArray[Any], vocab_size: int, size: int) -> Counts:
-        """Count pairs: tokens [t] and their experts [t, k] of one layer, which has `size` experts.
+        """Count the pairs of tokens [t] and their experts [t, k] in one layer, which has `size` experts.
 
         Example: tokens [5, 5], experts [[1, 0], [1, 2]] -> token 5 has experts 0, 1, 2 with counts 1, 2, 1.
         """
@@ -53,7 +53,7 @@ class Counts:
         return cls(starts.astype(np.int64), (found % size).astype(np.int16), counts.astype(np.int32))
 
     def __add__(self, other: Counts) -> Counts:
-        """Both together. They have the same V; experts that only one knows are fine."""
+        """The sum of both. V must be the same; the experts may differ."""
         size = 1 + max((int(part.experts.max()) for part in (self, other) if len(part.experts)), default=0)
         keys = np.concatenate([part.tokens * size + part.experts for part in (self, other)])
         found, places = np.unique(keys, return_inverse=True)
@@ -79,16 +79,16 @@ class Counts:
 
 @dataclass(frozen=True)
 class Routes:
-    """The experts of every token of some requests, request after request."""
+    """The experts of every token of some requests, one request after another."""
 
     tokens: TokenArray
     """[t] token ids."""
     starts: IntArray
     """[r + 1] request i has tokens starts[i] : starts[i + 1]."""
     prompts: IntArray
-    """[r] how many of those are its prompt's; the others were generated."""
+    """[r] number of those tokens that are the prompt; the others were generated."""
     topics: SmallArray
-    """[r] index into the profile's topics; NO_TOPIC: not said."""
+    """[r] index into the profile's topics; NO_TOPIC: unknown."""
     experts: SmallArray
     """[t, layers, k] logical ids, best first."""
 
@@ -102,7 +102,7 @@ class Routes:
         return np.repeat(np.arange(self.requests, dtype=np.int64), np.diff(self.starts))
 
     def of(self, requests: Sequence[int] | IntArray) -> Routes:
-        """Some requests of these, in the order given."""
+        """Some of these requests, in the given order."""
         chosen = np.asarray(requests, dtype=np.int64)
         lengths = np.diff(self.starts)[chosen]
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -112,7 +112,8 @@ class Routes:
         )
 
     def split(self, share: float, seed: int) -> tuple[Routes, Routes]:
-        """A random `share` of the requests (one at least, rounded), and all others, each in their order."""
+        """A random `share` of the requests (rounded, at least one) and all others, both in their original
+        order."""
         rng = np.random.default_rng(seed)
         order = rng.permutation(self.requests)
         cut = max(1, round(share * self.requests))
@@ -129,20 +130,20 @@ class Profile:
     num_experts: int
     top_k: int
     layers: tuple[int, ...]
-    """Numbers of the layers with routed experts, ascending; arrays below count them from 0."""
+    """Numbers of the layers with routed experts, ascending. The arrays below count them from 0."""
     counts: tuple[Counts, ...]
     """One for each of these layers."""
     transitions: IntArray
     """[layers - 1, E, E] tokens that chose expert e in layer i and expert f in layer i + 1."""
     routes: Routes
-    """A sample; without requests where none was kept."""
+    """Routes of a sample of the requests; may be empty."""
     topics: tuple[str, ...] = ()
     """Names of the requests' topics."""
     nearest: TokenArray | None = None
-    """[V] the token id in whose place each one is looked up: itself, or for tokens that the profile never saw
-    the nearest known one in embedding space (cosine). None: not computed."""
+    """[V] the token id that each id is looked up as: itself, or, for tokens that the profile has never
+    seen, the nearest known token in embedding space (cosine). None: not computed."""
     hidden: int = 0
-    """Numbers of a row that an expert takes in and gives back; 0: not known."""
+    """Size of a row that an expert reads and returns; 0: unknown."""
 
     @classmethod
     def of_routes(
@@ -155,7 +156,7 @@ class Profile:
         topics: Sequence[str] = (),
         nearest: TokenArray | None = None,
     ) -> Profile:
-        """Count what `routes` say, and keep them all."""
+        """Count `routes` and keep all of them."""
         experts = routes.experts
         counts = tuple(
             Counts.of(routes.tokens, experts[:, i], vocab_size, num_experts) for i in range(len(layers))
@@ -180,11 +181,11 @@ class Profile:
 
     @property
     def tokens(self) -> int:
-        """Tokens that were looked at."""
+        """Number of tokens that were seen."""
         return int(self.loads[0].sum()) // self.top_k if self.counts else 0
 
     def of(self, routes: Routes) -> Profile:
-        """The same model's profile made of these routes alone: one half of a split, say."""
+        """The profile of these routes alone, for example of one half of a split."""
         made = Profile.of_routes(
             self.model, self.vocab_size, self.num_experts, self.layers, routes, self.topics
         )
@@ -198,7 +199,7 @@ class Profile:
     # ---- the file
 
     def save(self, path: Path, compress: bool = True) -> None:
-        """Write it, whole or not at all. compress: to a fifth or so, at some 20 MB/s."""
+        """Write the file, completely or not at all. compress: to about a fifth, at some 20 MB/s."""
         arrays: dict[str, Any] = {
             "schema": SCHEMA,
             "model": self.model,
@@ -222,7 +223,7 @@ class Profile:
 
     @classmethod
     def _of_arrays(cls, found: Arrays) -> Profile:
-        """Raises KeyError and ValueError for what is not such a file."""
+        """Raises KeyError and ValueError for arrays that are not a profile."""
         if int(found["schema"]) != SCHEMA:
             raise ValueError(f"schema {found['schema']}, this version reads {SCHEMA}")
         for name in sorted(found.keys() - {"model", "topics"}):
@@ -250,7 +251,7 @@ class Profile:
 
 
 def transitions(experts: SmallArray, num_experts: int) -> IntArray:
-    """[t, layers, k] experts -> [layers - 1, E, E] pairs of choices in adjacent layers."""
+    """[t, layers, k] experts -> [layers - 1, E, E] pairs of experts chosen in adjacent layers."""
     layers = experts.shape[1]
     found = np.zeros((max(0, layers - 1), num_experts, num_experts), dtype=np.int64)
     for layer in range(layers - 1):
@@ -261,7 +262,7 @@ def transitions(experts: SmallArray, num_experts: int) -> IntArray:
 
 
 def _check_numbers(name: str, array: npt.NDArray[Any]) -> None:
-    """Raises ValueError where an array of the file holds fractions, or numbers that are too low."""
+    """Raises ValueError if an array of the file holds fractions, or numbers that are too low."""
     least = 1 if name.startswith("counts_") else NO_TOPIC if name == "routes_topics" else 0
     whole = array.dtype.kind in "iu"
     if array.size and (not whole or array.min() < least):
@@ -270,7 +271,7 @@ def _check_numbers(name: str, array: npt.NDArray[Any]) -> None:
 
 
 def _check(profile: Profile) -> None:
-    """Raises ValueError where arrays do not fit each other: what reads them need not look again."""
+    """Raises ValueError if the arrays do not fit each other, so that readers need not check again."""
     size, routes = profile.num_experts, profile.routes
     tokens, layers, k = routes.experts.shape
     fits = (

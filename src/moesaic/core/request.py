@@ -1,4 +1,4 @@
-"""A request, how it is sampled, and what comes out of it."""
+"""Requests, sampling parameters and outputs."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Completions for the one prompt, each with its own seed."""
+    """Number of completions for the prompt, each with its own seed."""
     max_tokens: int | None = 16
-    """Most tokens to generate. None: as many as the context length leaves."""
+    """Maximum number of tokens to generate. None: as many as the context length allows."""
     min_tokens: int = 0
     """No end-of-sequence or stop token before this many generated tokens."""
     temperature: float = 1.0
-    """0 is greedy: the most likely token, ties to the lowest id."""
+    """0 is greedy: the most likely token; a tie goes to the lowest id."""
     top_p: float = 1.0
     """Keep the most likely tokens whose probabilities reach this sum, (0, 1]."""
     top_k: int = 0
@@ -56,22 +56,23 @@ class SamplingParams:
     seed: int | None = None
     """Fixes the sampling noise; None lets the engine draw one at arrival."""
     stop: Sequence[str] = ()
-    """Texts that end the answer; they are not part of it."""
+    """Texts that end the answer. They are not part of the answer."""
     stop_token_ids: Sequence[int] = ()
     """Token ids that end the answer, beside the model's own end-of-sequence ids."""
     include_stop_str_in_output: bool = False
     """Keep the stop string at the end of the text."""
     ignore_eos: bool = False
-    """Go on after the model's end-of-sequence tokens."""
+    """Continue after the model's end-of-sequence tokens."""
     logprobs: int | None = None
     """Return the log-probability of each token and of this many most likely ones, 0 to 20."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens; such a request reuses no cached prefix."""
+    """The same for the prompt's tokens. Such a request reuses no cached prefix."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
 
     def __post_init__(self) -> None:
-        # Lists are welcome, and None for nothing; kept are tuples, so that equal parameters compare equal.
+        # Lists are accepted, and None for none. They are stored as tuples, so that equal parameters compare
+        # equal.
         stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
@@ -106,12 +107,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True when no noise is drawn: below this temperature the most likely token has it all."""
+        """True if no noise is drawn. Below this temperature the most likely token has all the probability."""
         return self.temperature < 1e-5
 
     @property
     def penalised(self) -> bool:
-        """True when past tokens change the logits."""
+        """True if past tokens change the logits."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     def fan_out(self, seed: int) -> list[SamplingParams]:
@@ -120,14 +121,14 @@ class SamplingParams:
 
 
 def _tuple(name: str, values: Any) -> tuple[Any, ...]:
-    """None is nothing."""
+    """A tuple of the values; None gives an empty one."""
     if not isinstance(values or (), Iterable):
         raise RequestError(f"{name}: got {values!r}; allowed: a list", name)
     return tuple(values or ())
 
 
 def _mapping(name: str, values: Any) -> Mapping[Any, Any]:
-    """None is nothing."""
+    """The mapping; None gives an empty one."""
     if not isinstance(values or {}, Mapping):
         raise RequestError(f"{name}: got {values!r}; allowed: numbers by token id", name)
     return values or {}
@@ -139,7 +140,8 @@ def _wrap(seed: int) -> int:
 
 
 def _integer(name: str, value: object, low: int, high: int | None) -> None:
-    """Refuses what is no integer within the limits; without `high`, what 64 bits do not hold."""
+    """Raises RequestError for a value that is not an integer within the limits. Without `high` the limit is
+    that of 64 bits."""
     good = isinstance(value, int) and not isinstance(value, bool)
     most = SEED_LIMIT - 1 if high is None else high
     if not good or not low <= value <= most:  # type: ignore[operator]
@@ -149,7 +151,7 @@ def _integer(name: str, value: object, low: int, high: int | None) -> None:
 
 def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool)
-    # Written so that NaN, which compares false with everything, is refused.
+    # written so that NaN, which compares false with everything, is refused
     inside = good and (low < value if open_low else low <= value) and value <= high  # type: ignore[operator]
     if not inside:
         above = "above" if open_low else "at least"
@@ -160,7 +162,7 @@ def _number(name: str, value: object, low: float, high: float, open_low: bool = 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to be continued once. The engine owns it from arrival to the end."""
+    """One prompt with one answer. The engine owns it from arrival to the end."""
 
     request_id: int
     """Unique within one engine, in order of arrival."""
@@ -192,19 +194,19 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What one request produced since the last output (a stream) or in all (a result)."""
+    """The new output of a request since the last output (a stream), or all of it (a result)."""
 
     request_id: int
     index: int = 0
-    """Which of the prompt's n completions."""
+    """Index among the prompt's n completions."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """One per prompt token, None for the first; only on the output that carries them."""
+    """One entry for each prompt token, None for the first. Only one output of a request has them."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    """The stop string or stop token id that ended it, if one did."""
+    """The stop string or stop token id that ended the request, if one did."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was reused from the prefix cache."""

@@ -1,7 +1,8 @@
-"""Routing as it is computed: rows of many requests, until they are whole requests.
+"""Routing records: the experts that rows chose, assembled into whole requests.
 
-A row is one token of one request and the experts it chose in every layer. Rows come step after step, those of
-a request in any order and some twice (computed again after a preemption); `Assembly` puts them together.
+A row is one token of one request with the experts that it chose in every layer. Rows arrive step by step.
+The rows of a request arrive in any order, and some twice (computed again after a preemption). `Assembly`
+puts them together.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from moesaic.core.profile import NO_TOPIC, Routes
 from moesaic.core.tokens import IntArray
 
 ENDED = -1
-"""Position of a record that says: this request ended, its prompt had `token` tokens."""
+"""Position of a record which says that the request has ended; its prompt had `token` tokens."""
 
 Rows = npt.NDArray[np.void]
 """[n] records of RoutedModel.row."""
 RowSink = Callable[[Rows], None]
-"""Takes rows as they are computed."""
+"""Receives rows as they are computed."""
 
 
 @dataclass(frozen=True)
 class RoutedModel:
-    """Of what model rows speak: the sizes that a profile has too."""
+    """The model that rows belong to: the sizes that a profile has too."""
 
     model: str
     """Its fingerprint, as in a placement."""
@@ -38,20 +39,20 @@ class RoutedModel:
     layers: tuple[int, ...]
     """Numbers of the layers with routed experts, ascending."""
     hidden: int = 0
-    """Numbers of a row between layers; 0: not known."""
+    """Size of a row between layers; 0: unknown."""
 
     @cached_property
     def row(self) -> np.dtype[np.void]:
         """A record: experts [layers, k] best first, token id, position from 0, request.
 
-        `request` is its id + 1, so that memory full of zeros holds no rows; it is written last.
+        `request` is the id + 1, so that memory full of zeros holds no records. It is written last.
         """
         experts = ("experts", "<i2", (len(self.layers), self.top_k))
         return np.dtype([experts, ("token", "<i4"), ("position", "<i4"), ("request", "<i8")])
 
 
 def draw(number: int, seed: int) -> float:
-    """A fraction below 1 that is scattered evenly over numbers: the same for the same arguments (SplitMix64).
+    """A fraction below 1, distributed evenly over numbers; the same for the same arguments (SplitMix64).
 
     Example: of the numbers 0 to 9999, 513 get less than 0.05 with seed 0.
     """
@@ -63,38 +64,38 @@ def draw(number: int, seed: int) -> float:
 
 
 def ending(model: RoutedModel, request: int, prompt: int) -> Rows:
-    """The record that request `request`, with a prompt of `prompt` tokens, has no more rows."""
+    """The record which says that request `request`, with a prompt of `prompt` tokens, has ended."""
     row = np.zeros(1, model.row)
     row["request"], row["position"], row["token"] = request + 1, ENDED, prompt
     return row
 
 
 class Assembly:
-    """Rows of requests under way, and of those that ended since the last `take`."""
+    """The rows of requests under way, and of those that ended since the last `take`."""
 
     def __init__(self, model: RoutedModel, most_bytes: int) -> None:
-        """most_bytes: of rows held. Requests that need more are given up, the longest first."""
+        """most_bytes: memory for rows. Requests that need more are given up, the longest first."""
         self._model = model
         self._most = max(1, most_bytes // model.row.itemsize)
         self._rows: list[Rows] = []
         self._held = 0
         self._left_out: set[int] = set()
-        """Given up, and not ended."""
+        """Requests that were given up and have not ended."""
         self.given_up = 0
-        """Requests, in all."""
+        """Number of requests given up so far."""
 
     def add(self, rows: Rows) -> None:
-        """In the order in which they were computed. The array is kept."""
+        """Add rows in the order in which they were computed. The array is kept."""
         self._rows.append(rows)
         self._held += len(rows)
 
     @property
     def full(self) -> bool:
-        """Whether it holds more than it should: time to `take`."""
+        """True if it holds more than it should: `take` is due."""
         return self._held > self._most
 
     def take(self) -> tuple[IntArray, Routes]:
-        """Ids of the requests that ended, ascending, and their routes; rows that lack are left out.
+        """The ids of the requests that have ended, ascending, and their routes. Missing rows are left out.
 
         Example: rows of request 3 at positions 0, 1, 1 and its end, one row of request 4 -> ids [3], two
         tokens; request 4 stays.
@@ -114,7 +115,7 @@ class Assembly:
         return _routes(rows[over & ~again & (rows["position"] != ENDED)], ends)
 
     def _keep(self, rows: Rows) -> None:
-        """These, or as many of them as half of the memory holds."""
+        """Keep these rows, or as many of them as half of the memory holds."""
         requests, counts = np.unique(rows["request"], return_counts=True)
         if len(rows) > self._most:
             order = np.argsort(counts, kind="stable")
@@ -126,7 +127,8 @@ class Assembly:
 
 
 def _routes(rows: Rows, ends: Rows) -> tuple[IntArray, Routes]:
-    """rows: of ended requests, by request and position, none twice. ends: the records of their ends."""
+    """The routes of ended requests. rows: sorted by request and position, without duplicates. ends: the
+    records of their ends."""
     requests, starts, counts = np.unique(rows["request"], return_index=True, return_counts=True)
     last = dict(zip(ends["request"].tolist(), ends["token"].tolist(), strict=True))
     lengths = np.array([last[request] for request in requests.tolist()], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Types that weights are stored in, and what a row of them takes."""
+"""The dtypes that weights are stored in, and the bytes of a row."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Any
 
 NUMBER_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 COMPRESSED = "compressed"
-"""bf16 in 12 bits a number, without loss: see `row_bytes`."""
+"""bf16 in 12 bits a number, without loss; see `row_bytes`."""
 QUANT_METHOD = "moesaic-compressed"
-"""What config.json calls a checkpoint whose routed experts are so."""
+"""The quant_method in the config.json of a checkpoint with compressed experts."""
 OF_EXPERTS = ("bfloat16", "float32", COMPRESSED)
-"""Types that native kernels compute experts from, in the order of table.h's `Stored`."""
+"""Dtypes that the native kernels compute experts from, in the order of `Stored` in table.h."""
 
 BLOCK = 1024
-"""Numbers of a compressed row that have a head in common; the last block of a row may be shorter."""
+"""Numbers of a compressed row that share a head. The last block of a row may be shorter."""
 HEAD = 64
-"""Bytes of it."""
+"""Bytes of a head."""
 GROUP = 64
-"""Numbers whose bytes stand together: whole groups, the last one filled up."""
+"""Numbers whose bytes are stored together. A row has whole groups; the last one is padded."""
 GROUP_BYTES = GROUP + GROUP // 2
 
 
 def unquantized(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json speaks of no quantization, or of compression alone, which loses nothing."""
+    """True if a config.json has no quantization, or only compression, which loses nothing."""
     told = config.get("quantization_config")
     return told is None or (isinstance(told, dict) and told.get("quant_method") == QUANT_METHOD)
 
 
 def row_bytes(dtype: str, numbers: int) -> int:
-    """Bytes of so many numbers that are a matrix's row.
+    """Bytes of a matrix row with this many numbers.
 
     >>> row_bytes("bfloat16", 1024), row_bytes("compressed", 1024), row_bytes("compressed", 1025)
     (2048, 1600, 1760)

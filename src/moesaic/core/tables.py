@@ -1,10 +1,11 @@
-"""What serving needs beside a placement: tables that say where a token belongs, from its id or its past.
+"""The tables beside a placement. They predict from a token's id, or from its past ranks, which rank suits
+it.
 
-Speculative MoE and Sem-MoE look these up and compute nothing else. Two bytes an entry keep them in megabytes:
-102,400 token ids and 60 layers are 12 MB of ranks and as much of confidence.
+Speculative MoE and Sem-MoE look these up and compute nothing else. An entry has two bytes, so tables take
+megabytes: 102,400 token ids and 60 layers are 12 MB of ranks and as much of confidence.
 
-Layers are counted from 0 over those with routed experts. The file is a NumPy archive (`.npz`) without pickled
-objects.
+Layers are counted from 0 over those with routed experts. The file is a NumPy archive (`.npz`) without
+pickled objects.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ ScoreArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Tables:
-    """Made of one profile for one placement. A confidence is the share, 0 to 1, of a token's experts that are
-    expected on the rank beside it, so confidences of both tables can be compared."""
+    """Tables made from one profile for one placement. A confidence is the share, 0 to 1, of a token's
+    experts that are expected on the given rank. So the confidences of both tables can be compared."""
 
     model: str
     """Its fingerprint, as in a placement."""
@@ -41,17 +42,19 @@ class Tables:
     experts: SmallArray
     """[layers, E] the rank of each logical expert."""
     scores: ScoreArray
-    """[V, ranks] (token, expert) pairs of one token that are expected on each rank, over all layers: what
-    Algorithm 2 of Sem-MoE sums over a prompt. A row sums to layers * k, to more where experts have copies."""
+    """[V, ranks] expected number of (token, expert) pairs of one token on each rank, over all layers.
+    Algorithm 2 of Sem-MoE sums them over a prompt. A row sums to layers * k, or to more if experts have
+    copies."""
     labels: SmallArray
-    """[V, layers] table T: the rank of each token id."""
+    """[V, layers] table T: the rank for each token id."""
     confidence: HalfArray
-    """[V, layers]"""
+    """[V, layers] confidence of `labels`."""
     after: SmallArray
-    """[layers, ranks * ranks] table A: the rank of a token that was on rank i two layers ago and on rank j
+    """[layers, ranks * ranks] table A: the rank for a token that was on rank i two layers ago and on rank j
     one layer ago, at i * ranks + j."""
     after_confidence: HalfArray
-    """[layers, ranks * ranks]; 0 in the first two layers, where no token has such a past."""
+    """[layers, ranks * ranks] confidence of `after`; 0 in the first two layers, where no token has such a
+    past."""
 
     @property
     def ranks(self) -> int:
@@ -63,22 +66,22 @@ class Tables:
 
     @property
     def nbytes(self) -> int:
-        """Of all tables in memory."""
+        """Bytes of all tables in memory."""
         return sum(getattr(self, name).nbytes for name in _ARRAYS)
 
     def request_scores(self, prompt: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         """[ranks] expected local pairs of a whole prompt on each rank (Sem-MoE, Algorithm 2, line 3).
 
-        Ids beyond the tables' vocabulary count nothing.
+        Ids beyond the tables' vocabulary are ignored.
         """
         ids = np.asarray(prompt, dtype=np.int64)
         found: npt.NDArray[np.float64] = self.scores[ids[ids < self.vocab_size]].sum(axis=0, dtype=np.float64)
         return found
 
     def check(self, placement: Placement, file: str) -> None:
-        """Raises ConfigError if it was made for another model, or for experts that live elsewhere.
+        """Raises ConfigError if the tables were made for another model or another placement of the experts.
 
-        Copies of an expert on other ranks do no harm.
+        Copies of an expert on other ranks are allowed.
         """
         if self.model != placement.model:
             raise ConfigError.field(f"{file}: model", self.model, f"the placement's, {placement.model!r}")
@@ -112,7 +115,7 @@ class Tables:
         return tables
 
     def save(self, path: Path) -> None:
-        """Write it, whole or not at all."""
+        """Write the file, completely or not at all."""
         arrays: dict[str, Any] = {name: getattr(self, name) for name in _ARRAYS}
         archive.save(path, {"schema": SCHEMA, "model": self.model, "layers": self.layers, **arrays})
 
@@ -123,7 +126,7 @@ class Tables:
 
     @classmethod
     def _of_arrays(cls, found: Arrays) -> Tables:
-        """Raises KeyError and ValueError for what is not such a file."""
+        """Raises KeyError and ValueError for arrays that are not tables."""
         if int(found["schema"]) != SCHEMA:
             raise ValueError(f"schema {found['schema']}, this version reads {SCHEMA}")
         tables = cls(
@@ -139,7 +142,7 @@ _ARRAYS = [field.name for field in fields(Tables) if field.name not in ("model",
 
 
 def _check(tables: Tables) -> None:
-    """Raises ValueError where arrays do not fit each other: what reads them need not look again."""
+    """Raises ValueError if the arrays do not fit each other, so that readers need not check again."""
     vocab_size, ranks = tables.scores.shape
     layers = len(tables.layers)
     fits = (

@@ -1,4 +1,4 @@
-"""A profile in the making: counts over all requests that come, and the routes of as many as fit."""
+"""Builds a profile request by request: counts of all requests, and the routes of as many as fit."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from moesaic.core.profile import Counts, Profile, Routes, TokenArray, transition
 from moesaic.core.routing import RoutedModel, draw, joined
 
 COUNTED_AT_ONCE = 8192
-"""Tokens that are collected before they are counted, at least: merging counts costs as much as they are
-long, so there are more once the counts are longer than that."""
+"""Minimum number of tokens that are collected before they are counted. Merging costs time in proportion to
+the counts, so the number grows with the counts."""
 
 
 class Tally:
-    """Counts every request; of their routes it keeps a uniform sample.
+    """Counts every request and keeps a uniform sample of their routes.
 
-    Each request draws a number, and those with the lowest ones stay. Routes make room for the counts. Once
-    the counts alone need all of the memory nothing more is counted.
+    Each request draws a number, and the routes with the lowest numbers are kept. Counts displace routes.
+    Once the counts alone fill the memory, nothing more is counted.
     """
 
     def __init__(self, model: RoutedModel, most_bytes: int, seed: int = 0) -> None:
-        """most_bytes: of counts and routes together."""
+        """most_bytes: memory for counts and routes together."""
         self._model = model
         self._most = most_bytes
         self._seed = seed
@@ -36,19 +36,19 @@ class Tally:
         """A heap of (minus its draw, number of the request, its routes)."""
         self._sample_bytes = self._waiting = 0
         self._limit = 1.0
-        """Higher draws are not kept."""
+        """Routes with higher draws are not kept."""
         self.requests = self.tokens = 0
-        """That were counted."""
+        """Requests and tokens counted so far."""
         self.left_out = 0
-        """Requests that came when the memory was full."""
+        """Requests that arrived when the memory was full."""
 
     @property
     def full(self) -> bool:
-        """Whether nothing more is counted."""
+        """True if nothing more is counted."""
         return self._count_bytes > self._most
 
     def add(self, routes: Routes) -> None:
-        """More requests."""
+        """Add requests."""
         if self.full:
             self.left_out += routes.requests
             return
@@ -64,7 +64,7 @@ class Tally:
         self._fit()
 
     def profile(self, topics: Sequence[str] = (), nearest: TokenArray | None = None) -> Profile:
-        """Of all that came so far. topics, nearest: as in Profile."""
+        """The profile so far. topics, nearest: as in Profile."""
         self._count()
         self._fit()
         model = self._model
@@ -85,7 +85,7 @@ class Tally:
 
     @property
     def known(self) -> TokenArray:
-        """Token ids that were seen, ascending."""
+        """Token ids seen so far, ascending."""
         self._count()
         return self._counts[0].known.astype(np.int32)
 
@@ -102,7 +102,7 @@ class Tally:
             self._sample_bytes += _bytes(one)
 
     def _fit(self) -> None:
-        """Drop routes until all is inside the memory."""
+        """Drop routes until all fits the memory."""
         room = self._most - self._count_bytes - sum(map(_bytes, self._pending))
         while self._kept and self._sample_bytes > room:
             drawn, _, one = heapq.heappop(self._kept)
@@ -126,5 +126,5 @@ class Tally:
 
 
 def _bytes(arrays: Counts | Routes) -> int:
-    """Of all its arrays."""
+    """Bytes of all arrays."""
     return sum(int(getattr(arrays, field.name).nbytes) for field in fields(arrays))
