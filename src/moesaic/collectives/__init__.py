@@ -1,1 +1,1 @@
-"""Moving token sets among the ranks of a group, every payload byte counted."""
+"""Collectives that move rows among the ranks of a group. Every payload byte is counted."""

@@ -1,8 +1,8 @@
-"""The collectives of attention under tensor parallelism: what a rank's end of a group can do.
+"""The collectives of tensor-parallel attention, as one rank of a group calls them.
 
-All ranks make the same calls in the same order. Payload that one of G ranks sends for B rows of S bytes, in
-equal shards: reduce-scatter or all-gather (G - 1) B S / G, all-reduce 2 (G - 1) B S / G (Speculative MoE,
-section 3.2); an all-to-all-v S for each row and other rank that has experts of it.
+All ranks make the same calls in the same order. Of B rows of S bytes in equal shards, one of G ranks sends
+this payload: reduce-scatter or all-gather (G - 1) B S / G, all-reduce 2 (G - 1) B S / G (Speculative MoE,
+section 3.2). An all-to-all-v sends S for each row and each other rank that has experts of it.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ class Traffic:
     reduce_scatter: int = 0
     all_gather: int = 0
     all_to_all: int = 0
-    """Activations there, and answers back."""
+    """Activations to experts, and their answers."""
     metadata: int = 0
-    """What goes with the activations of an all-to-all, and notes."""
+    """Metadata of an all-to-all's activations, and notes."""
     messages: int = 0
-    """What the first rank said to the others."""
+    """Messages of the first rank to the others."""
 
     @property
     def payload(self) -> int:
-        """All but metadata and messages."""
+        """All bytes except metadata and messages."""
         return self.all_reduce + self.reduce_scatter + self.all_gather + self.all_to_all
 
 
 class Group(Protocol):
-    """One rank's end, used by one thread.
+    """One rank of a group, used by one thread.
 
-    Sums are taken in the order of the ranks: all ranks, and all runs, get the same bits. Arrays that come
-    back are the caller's, but for those of `all_to_all_v` and `answer`: they may be other ranks' memory, and
-    hold until the next call. Every call raises ConnectionLost as soon as a rank it waits for is gone or
-    has sent what does not fit, and ConfigError for more than the transport's round can hold.
+    Sums are computed in the order of the ranks, so all ranks and all runs get the same bits. Returned
+    arrays belong to the caller, except those of `all_to_all_v` and `answer`: they may be memory of other
+    ranks and are valid until the next call. Every call raises ConnectionLost as soon as a rank that it
+    waits for is gone or has sent something that does not fit. It raises ConfigError for more data than the
+    transport's round can hold.
     """
 
     @property
@@ -52,11 +53,11 @@ class Group(Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        """So far."""
+        """Bytes sent so far."""
         ...
 
     def all_reduce(self, rows: FloatArray) -> FloatArray:
-        """Each rank's addend, of one shape -> their sum, on every rank."""
+        """The sum of each rank's addend, on every rank. All addends have the same shape."""
         ...
 
     def reduce_scatter(
@@ -64,21 +65,23 @@ class Group(Protocol):
     ) -> FloatArray:
         """Each rank's addend [n, h] -> [sizes[rank], h] of the sum.
 
-        The places of rows[order] are dealt out, sizes[r] of them to rank after rank; rows are permuted on
+        Consecutive parts of rows[order] go to the ranks: sizes[r] rows to rank r. Rows are permuted on
         their way into the transport. None: `equal_sizes(n, ranks)`, and the batch's own order.
         """
         ...
 
     def all_gather(self, rows: FloatArray, order: IntArray | None = None) -> FloatArray:
-        """Each rank's [sizes[r], h] -> [n, h] on every rank. The same `order` undoes reduce_scatter's."""
+        """Each rank's [sizes[r], h] -> [n, h] on every rank. The same `order` as in reduce_scatter restores
+        the batch's order."""
         ...
 
     def all_to_all_v(self, outgoing: Sequence[Outgoing]) -> list[Packet]:
-        """[ranks] what goes to each, the own rank among them -> [ranks] what came from each."""
+        """[ranks] rows for each rank, including this one -> [ranks] rows from each rank."""
         ...
 
     def answer(self, parts: Sequence[FloatArray], counts: Sequence[int]) -> list[FloatArray]:
-        """The way back: parts[r] [m, h] go to rank r, [counts[r], h] come from it. No metadata."""
+        """The answers of an all-to-all: parts[r] [m, h] go to rank r, [counts[r], h] come from it. No
+        metadata."""
         ...
 
     def gather_notes(self, notes: IntArray, order: IntArray) -> IntArray:
@@ -86,16 +89,16 @@ class Group(Protocol):
         ...
 
     def announce(self, message: bytes) -> bytes:
-        """Rank 0's message, on every rank; what the others say is left unread."""
+        """Send rank 0's message to every rank. Messages of the other ranks are ignored."""
         ...
 
     def close(self) -> None:
-        """Let the others see the end. Calling it again does nothing."""
+        """Leave the group; the other ranks notice. A second call does nothing."""
         ...
 
 
 def equal_sizes(count: int, ranks: int) -> list[int]:
-    """`count` in shares that differ by at most one, the larger ones first.
+    """`count` in parts that differ by at most one, the larger ones first.
 
     >>> equal_sizes(7, 3)
     [3, 2, 2]

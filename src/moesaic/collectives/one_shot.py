@@ -1,7 +1,7 @@
-"""The collectives over rounds in which everybody sends to everybody: one round each, two for an all-reduce.
+"""Collectives in which every rank sends to every other: one round each, two rounds for an all-reduce.
 
-That moves the same bytes as a ring and waits once instead of ranks - 1 times, which is what counts on one
-host with few ranks and few rows.
+They move the same bytes as a ring and wait once instead of ranks - 1 times. On one host with few ranks and
+few rows the number of waits decides.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moesaic.core.tokens import IntArray
 from moesaic.transport.peers import Peers, local_peers
 
 FLOAT = 4
-"""Bytes of a number."""
+"""Bytes of a float32 number."""
 
 
 class OneShotGroup:
@@ -135,7 +135,7 @@ class OneShotGroup:
         self._peers.close()
 
     def _open(self, counts: Sequence[int]) -> list[tuple[int, FloatArray]]:
-        """Memory for as many numbers to each other rank."""
+        """Begin a round: memory for this many numbers to each other rank."""
         sizes = [0 if rank == self.rank else FLOAT * count for rank, count in enumerate(counts)]
         views = self._peers.open(sizes)
         return [(rank, _floats(view)) for rank, view in enumerate(views) if rank != self.rank]
@@ -144,7 +144,7 @@ class OneShotGroup:
         return self._peers.exchange()
 
     def _sum(self, own: FloatArray) -> FloatArray:
-        """The round, and everybody's addend with the own one, in the order of the ranks."""
+        """End the round: the sum of all ranks' addends, in the order of the ranks."""
         total = np.empty_like(own)
         for rank, received in enumerate(self._exchange()):
             part = own if rank == self.rank else self._fitting(received, own.size)
@@ -155,7 +155,7 @@ class OneShotGroup:
         return total
 
     def _fitting(self, part: memoryview, count: int) -> FloatArray:
-        """`part` as `count` numbers."""
+        """`part` as `count` numbers. Raises ConnectionLost if it has another size."""
         if len(part) != FLOAT * count:
             raise self._broken(f"a rank sent {len(part)} bytes where {FLOAT * count} were expected")
         return _floats(part)
@@ -171,7 +171,7 @@ class OneShotGroup:
         return ConnectionLost(why)
 
     def _count(self, kind: str, metadata: int = 0) -> None:
-        """What the transport sent since the last count was of this kind."""
+        """Count the bytes that the transport has sent since the last count as this kind."""
         payload = self._peers.sent - self._counted - metadata
         self._counted = self._peers.sent
         for name, count in ((kind, payload), ("metadata", metadata)):
@@ -179,7 +179,7 @@ class OneShotGroup:
 
 
 def local_group(size: int) -> list[OneShotGroup]:
-    """The ends of a group whose ranks are threads of this process."""
+    """The ranks of a group whose ranks are threads of this process."""
     return [OneShotGroup(peers) for peers in local_peers(size)]
 
 
@@ -188,7 +188,7 @@ def _floats(memory: memoryview) -> FloatArray:
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:
-    """[ranks + 1] where each rank's places begin."""
+    """[ranks + 1] where each rank's part begins."""
     return [0, *itertools.accumulate(map(int, sizes))]
 
 
@@ -197,7 +197,7 @@ def _spans(starts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _pick(rows: FloatArray, order: IntArray | None, start: int, stop: int, into: FloatArray) -> None:
-    """Places start to stop of rows[order]."""
+    """Copy rows start to stop of rows[order]."""
     out = into.reshape(-1, rows.shape[1])
     if order is None:
         out[...] = rows[start:stop]

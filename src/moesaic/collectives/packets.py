@@ -1,11 +1,11 @@
-"""An all-to-all-v in one packet: the rows for one rank with what that rank needs to know about them.
+"""The packets of an all-to-all-v: the rows for one rank with what that rank needs to know about them.
 
     rows, width of the metadata, width of a row     3 int64
     row numbers at the sender                       int32 [m]
     logical experts, and their gate weights         int32 [m, k], float32 [m, k]
     activations, from the next multiple of 64       float32 [m, h]
 
-A row goes once to a rank, however many of its experts are there (Speculative MoE, section 4.3).
+A row is sent to a rank once, however many of its experts are there (Speculative MoE, section 4.3).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FloatArray = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
 
 NONE = -1
-"""In place of an expert that is not at the receiver."""
+"""Stands for an expert that is not at the receiver."""
 _HEADER, _ALIGN = 24, 64
 
 
@@ -33,16 +33,16 @@ class Outgoing:
     hidden: FloatArray
     """[n, h] the whole batch."""
     rows: IntArray
-    """[m] which rows go."""
+    """[m] the rows that are sent."""
     experts: Int32Array
-    """[m, k] logical ids, NONE where the expert is elsewhere."""
+    """[m, k] logical ids; NONE for experts that are elsewhere."""
     weights: FloatArray
-    """[m, k] of the gate."""
+    """[m, k] weights of the gate."""
 
 
 @dataclass(frozen=True)
 class Packet:
-    """The same where it arrives."""
+    """Rows that arrived from one rank."""
 
     hidden: FloatArray
     """[m, h]"""
@@ -55,31 +55,31 @@ class Packet:
 
     @property
     def pairs(self) -> tuple[IntArray, Int32Array]:
-        """[p] row of `hidden` and [p] expert of each (row, expert) pair that is here, row after row."""
+        """[p] row of `hidden` and [p] expert of each (row, expert) pair that is here, row by row."""
         row, rank = np.nonzero(self.experts != NONE)
         return row, self.experts[row, rank]
 
 
 def local_packet(outgoing: Outgoing) -> Packet:
-    """What a rank sends to itself."""
+    """The packet that a rank sends to itself."""
     rows = outgoing.rows
     return Packet(outgoing.hidden[rows], rows.astype(np.int32), outgoing.experts, outgoing.weights)
 
 
 def metadata_bytes(rows: int, top_k: int) -> int:
-    """Of a packet, all but the activations."""
+    """Bytes of a packet without the activations."""
     return -(-(_HEADER + 4 * rows + 8 * rows * top_k) // _ALIGN) * _ALIGN
 
 
 def packet_bytes(outgoing: Outgoing) -> int:
-    """All of it."""
+    """Bytes of the whole packet."""
     rows, top_k = outgoing.experts.shape
     activations: int = 4 * rows * outgoing.hidden.shape[1]
     return metadata_bytes(rows, top_k) + activations
 
 
 def write_packet(outgoing: Outgoing, into: memoryview) -> None:
-    """`into` has `packet_bytes`."""
+    """Write the packet. `into` has `packet_bytes` bytes."""
     rows, top_k = outgoing.experts.shape
     width = outgoing.hidden.shape[1]
     np.frombuffer(into, np.int64, 3)[:] = rows, top_k, width
@@ -91,7 +91,7 @@ def write_packet(outgoing: Outgoing, into: memoryview) -> None:
 
 
 def read_packet(received: memoryview) -> Packet:
-    """Views of what arrived. Raises ConnectionLost if it is no packet."""
+    """Views of what arrived. Raises ConnectionLost if it is not a packet."""
     if len(received) < _HEADER:
         raise ConnectionLost(f"a rank sent {len(received)} bytes, which is no packet")
     rows, top_k, width = np.frombuffer(received, np.int64, 3).tolist()

@@ -1,4 +1,4 @@
-"""A batch's way to the ranks of its experts and back, over a Group's all-to-all-v."""
+"""Sends the rows of a batch to the ranks of their experts and back, through a Group's all-to-all-v."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from moesaic.core.tokens import IntArray
 
 @dataclass(frozen=True)
 class Route:
-    """Where the (row, expert) pairs of n rows go.
+    """The ranks that the (row, expert) pairs of n rows go to.
 
-    Two rows, two experts each: row 0 to rank 1 with both, row 1 to ranks 0 and 1. Rank 1 gets either row
+    Two rows, two experts each: row 0 goes to rank 1 with both, row 1 to ranks 0 and 1. Rank 1 gets each row
     once:
 
     >>> route = Route(np.array([[4, 6], [1, 7]]), np.array([[1, 1], [0, 1]]))
@@ -26,28 +26,30 @@ class Route:
     """
 
     expert_ids: IntArray
-    """[n, k] logical."""
+    """[n, k] logical ids."""
     owners: IntArray
-    """[n, k] rank of the expert, or of the copy of it that was chosen."""
+    """[n, k] rank of the expert, or of the chosen copy."""
 
     def rows(self, rank: int) -> IntArray:
-        """[m] rows with an expert there, ascending."""
+        """[m] rows with an expert on that rank, ascending."""
         return np.flatnonzero((self.owners == rank).any(axis=1))
 
     def pairs(self, rank: int) -> tuple[IntArray, IntArray]:
-        """[p] row and [p] top-k rank of each pair that goes there, row after row: as in `Packet.pairs`."""
+        """[p] row and [p] top-k index of each pair that goes to that rank, row by row, as in
+        `Packet.pairs`."""
         row, chosen = np.nonzero(self.owners == rank)
         return row, chosen
 
     def experts(self, rank: int) -> npt.NDArray[np.int32]:
-        """[m, k] what those rows ask for there."""
+        """[m, k] the experts that those rows need there."""
         rows = self.rows(rank)
         there = self.owners[rows] == rank
         return np.where(there, self.expert_ids[rows], NONE).astype(np.int32)
 
 
 def dispatch(group: Group, route: Route, hidden: FloatArray, weights: FloatArray) -> list[Packet]:
-    """hidden [n, h] and gate weights [n, k] to the ranks of their experts: [ranks] what came from each."""
+    """Send hidden [n, h] and gate weights [n, k] to the ranks of their experts. Returns [ranks] the packets
+    from each rank."""
     outgoing = []
     for rank in range(group.size):
         rows = route.rows(rank)
@@ -56,7 +58,8 @@ def dispatch(group: Group, route: Route, hidden: FloatArray, weights: FloatArray
 
 
 def combine_pairs(group: Group, route: Route, answers: Sequence[FloatArray]) -> FloatArray:
-    """Unweighted expert rows, one per pair: answers[r] [p, h] for `Packet.pairs` of rank r -> [n, k, h].
+    """Unweighted expert rows, one for each pair: answers[r] [p, h] for `Packet.pairs` of rank r -> [n, k,
+    h].
 
     A merge in top-k order then gives the bits of one process, whatever the placement.
     """
@@ -68,9 +71,10 @@ def combine_pairs(group: Group, route: Route, answers: Sequence[FloatArray]) -> 
 
 
 def combine_sums(group: Group, route: Route, answers: Sequence[FloatArray]) -> FloatArray:
-    """One weighted sum per row and rank: answers[r] [m, h] for the rows of rank r's packet -> [n, h].
+    """One weighted sum for each row and rank: answers[r] [m, h] for the rows of rank r's packet -> [n, h].
 
-    Fewer bytes than pairs; added up in the order of the ranks, so equal to one process up to rounding.
+    This is fewer bytes than pairs. Sums are added in the order of the ranks, so they equal one process up
+    to rounding.
     """
     rows = [route.rows(rank) for rank in range(group.size)]
     out = np.zeros((len(route.owners), answers[0].shape[1]), np.float32)

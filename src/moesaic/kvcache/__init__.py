@@ -1,1 +1,1 @@
-"""The tensors behind policy/kvblocks."""
+"""The tensors of the KV cache, whose blocks policy/scheduling/kvblocks.py manages."""

@@ -1,4 +1,5 @@
-"""A paged KV cache: one tensor of blocks per layer; which block is whose is policy's business."""
+"""A paged KV cache: one tensor of blocks for each layer. The scheduler decides which request has which
+block."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ from moesaic.kernels.table import Kernels
 from moesaic.models.spec import KVLayout
 
 HUGE_PAGE = 1 << 21
-"""Bytes."""
+"""Bytes of a huge page."""
 
 
 class PagedKV:
     """Keys and values of every layer in blocks of `block_size` tokens.
 
-    layout: what one token of one layer stores. With `value_in_key` (MLA's latent) values are the
-    first `value_width` numbers of the keys and take no memory of their own. dtype: a float type, or int8
-    with a scale behind each row (`kernels.cache`).
+    layout: what one token of one layer stores. With `value_in_key` (MLA's latent) the values are the first
+    `value_width` numbers of the keys and take no memory of their own. dtype: a float type, or int8 with a
+    scale for each row (`kernels.cache`).
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class PagedKV:
         kernels: Kernels,
         at_once: bool = False,
     ) -> None:
-        """at_once: all of its memory is taken now, not as blocks are first written."""
+        """at_once: take all memory now, not when blocks are first written."""
         self._store = kernels.store
         self.device = device
         shape = (num_layers, num_blocks, block_size, layout.kv_heads)
@@ -49,8 +50,8 @@ class PagedKV:
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor) -> None:
         """Store rows.
 
-        key: [n, kv_heads, key_width]; value: [n, kv_heads, value_width], or None when it is in the
-        key; slots: [n] block * block_size + offset.
+        key: [n, kv_heads, key_width]. value: [n, kv_heads, value_width], or None if it is part of the key.
+        slots: [n] block * block_size + offset.
         """
         self._store(self._keys[layer], key, slots)
         if value is not None:
@@ -68,9 +69,9 @@ class PagedKV:
 def _zeros(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, at_once: bool
 ) -> tuple[torch.Tensor, ...]:
-    """A tensor per layer. On a CPU, memory that the system hands out page by page, when a block is first
-    written: huge pages, which numpy asks for. A layer begins with one, so that only the last page that its
-    blocks reach, which are given out from the first on, is used in part."""
+    """One tensor for each layer. On a CPU, the system provides the memory page by page, when a block is
+    first written, in huge pages, which numpy requests. A layer begins at a huge page. Blocks are given
+    out from the first on, so only the last used page is partly used."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device).unbind()
     size = math.prod(shape[1:]) * dtype.itemsize
@@ -84,6 +85,6 @@ def _zeros(
 
 
 def bytes_per_token(layout: KVLayout, num_layers: int, dtype: torch.dtype) -> int:
-    """Bytes that one token takes over all layers, scales among them."""
+    """Bytes that one token takes over all layers, including scales."""
     elements = layout.kv_heads * sum(stored_width(width, dtype) for width in layout.widths)
     return num_layers * elements * dtype.itemsize

@@ -1,1 +1,2 @@
-"""`moesaic profile`: prompts through the engine in this process, and what their tokens chose as a file."""
+"""`moesaic profile`: runs prompts through the engine in this process and records the experts of their
+tokens."""

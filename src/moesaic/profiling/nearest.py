@@ -1,4 +1,4 @@
-"""The nearest known tokens of a profile that was recorded where no checkpoint was open."""
+"""Finds the nearest known tokens for a profile that was recorded without the checkpoint."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def with_nearest(
 ) -> Profile:
     """The same profile with `nearest`, from the embedding of `model`: a directory, a hub id, or demo.
 
-    file: of the profile, for messages. show: is told tokens done and in all. Raises ConfigError for a model
-    that the profile is not of.
+    file: of the profile, for messages. show: called with tokens done and tokens in all. Raises ConfigError
+    if the profile was made for another model.
     """
     path = files.resolve(model)
     profile.check(read_spec(path).routed.model, str(file))

@@ -1,4 +1,4 @@
-"""The settings of `moesaic profile`; the command line is generated from here."""
+"""The settings of `moesaic profile`, from which its command line is generated."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class ProfileOptions:
     """Record which experts the tokens of prompts choose."""
 
     prompts: list[Path]
-    """Files of prompts. In *.jsonl each line is an object with "prompt" (text or token ids), "question",
-    "text" or "turns" (the first one counts), and its topic in "topic", "category" or "domain"; without that,
-    or where there are several files, the file's name is the topic. In other files each line is a prompt."""
+    """Files of prompts. In *.jsonl each line is an object. Its prompt is "prompt" (text or token ids),
+    "question", "text" or "turns" (the first turn); its topic is "topic", "category" or "domain". Without
+    a topic, or with several files, the file's name is the topic. In other files each line is a prompt."""
     output_file: Path
-    """Where the profile is written (.npz)."""
+    """File for the profile (.npz)."""
     max_prompts: int | None = None
-    """Most prompts of each file, the first ones; None: all."""
+    """Maximum number of prompts of each file, the first ones. None: all."""
     max_tokens: int = 0
-    """Tokens that are generated for each prompt and recorded, too; 0: prompts only."""
+    """Number of tokens that are generated for each prompt and recorded as well; 0: prompts only."""
     max_memory: str = "1GiB"
-    """Most memory that counts and routes take; past it requests are counted and their routes dropped.
+    """Maximum memory for counts and routes. Beyond it, requests are counted and their routes dropped.
     `moesaic place` needs the routes of two or more."""
     seed: int = 0
-    """Of what is generated, and of which routes are dropped."""
+    """Seed of the generated tokens, and of which routes are dropped."""
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -45,5 +45,5 @@ class ProfileOptions:
 
     @property
     def most_bytes(self) -> int:
-        """Of counts and routes."""
+        """Maximum bytes for counts and routes."""
         return parse_bytes("--max-memory", self.max_memory)

@@ -1,4 +1,4 @@
-"""Prompts and their topics, from files of many shapes."""
+"""Prompts and their topics, from files of several formats."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 from moesaic.core.errors import ConfigError
 
 TEXTS = ("prompt", "question", "text", "turns")
-"""Fields that hold a prompt; the first one that is there counts."""
+"""Fields that may hold a prompt, in order of preference."""
 TOPICS = ("topic", "category", "domain")
 
 
 @dataclass(frozen=True)
 class Prompt:
     text: str | list[int]
-    """Or its token ids."""
+    """The text, or its token ids."""
     topic: str
     where: str = field(default="", compare=False)
-    """Its file and line, for messages."""
+    """File and line, for messages."""
 
 
 def read(files: Sequence[Path], most: int | None = None) -> list[Prompt]:
-    """The first `most` prompts of each file. Raises ConfigError naming the line that is none.
+    """The first `most` prompts of each file. Raises ConfigError naming a line that is not a prompt.
 
     Example: a.jsonl with {"question": "1 + 1?"} -> Prompt("1 + 1?", "a").
     """

@@ -1,4 +1,4 @@
-"""Prompts through the engine in this process; the experts of their rows become a profile."""
+"""Runs prompts through the engine in this process and makes a profile of their rows' experts."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from moesaic.profiling.prompts import Prompt, read
 from moesaic.tokenizer import Tokenizer
 
 AT_ONCE = 256
-"""Prompts handed to the engine together."""
+"""Number of prompts submitted to the engine together."""
 OPEN_SHARE = 0.25
-"""Of the memory: rows of prompts that are not through."""
+"""Share of the memory for rows of prompts that have not ended."""
 
 Show = Callable[[str, int, int], None]
-"""What is being done, tokens done, tokens in all."""
+"""Called with the activity, tokens done, and tokens in all."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """How `moesaic profile` ended."""
+    """The result of `moesaic profile`."""
 
     model: str
     output: str
@@ -44,16 +44,16 @@ class Report:
     num_experts: int
     top_k: int
     prompt_tokens: int
-    """That were recorded."""
+    """Prompt tokens that were recorded."""
     generated_tokens: int
     seconds: float
-    """Of the engine."""
+    """Seconds that the engine ran."""
     shortened: int
-    """Prompts that were longer than the model's context."""
+    """Prompts that were cut to the model's context length."""
     routes_kept: int
     """Prompts whose routes are in the file."""
     not_counted: int
-    """Prompts that --max-memory had no room for, not even for their counts."""
+    """Prompts that were not counted because --max-memory was full."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -69,7 +69,10 @@ class Gatherer:
     def __init__(
         self, model: RoutedModel, options: ProfileOptions, topics: Sequence[int], show: Callable[[int], None]
     ) -> None:
-        """topics: of each prompt. show: is told the rows so far. Raises ConfigError for too little memory."""
+        """topics: of each prompt. show: called with the number of rows so far.
+
+        Raises ConfigError for too little memory.
+        """
         waiting = int(OPEN_SHARE * options.most_bytes)
         self.tally = Tally(model, options.most_bytes - waiting, options.seed)
         if self.tally.full:
@@ -89,7 +92,7 @@ class Gatherer:
             self.fold()
 
     def fold(self) -> None:
-        """Count what ended."""
+        """Count the requests that have ended."""
         prompts, routes = self.assembly.take()
         self.prompt_tokens += int(routes.prompts.sum())
         self.tally.add(replace(routes, topics=self._topics[prompts]))
@@ -147,7 +150,8 @@ def run(
 
 
 def _encoded(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Its token ids. Raises ConfigError, which names its file and line, for what the engine would refuse."""
+    """The token ids of a prompt. Raises ConfigError, with file and line, for a prompt that the engine would
+    refuse."""
     try:
         tokens = tokenizer.encode(prompt.text) if isinstance(prompt.text, str) else prompt.text
     except RequestError as error:
@@ -161,7 +165,7 @@ def _encoded(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]
 
 
 def _cut(prompts: list[list[int]], max_tokens: int, max_model_len: int) -> tuple[list[list[int]], int]:
-    """The prompts' tokens as far as the context holds them, and how many prompts were cut."""
+    """The prompts' tokens, cut to the context length, and the number of prompts that were cut."""
     most = max_model_len - max_tokens - 1
     if most < 1:
         raise ConfigError.field("--max-tokens", max_tokens, f"at most {max_model_len - 2}")
@@ -169,15 +173,18 @@ def _cut(prompts: list[list[int]], max_tokens: int, max_model_len: int) -> tuple
 
 
 def _feed(llm: LLM, tokens: list[list[int]], max_tokens: int, gatherer: Gatherer) -> None:
-    """All prompts through the engine."""
-    params = replace(llm.default_sampling, max_tokens=max_tokens + 1)  # the last one is not computed
+    """Run all prompts through the engine."""
+    params = replace(
+        llm.default_sampling, max_tokens=max_tokens + 1
+    )  # the last generated token is not computed
     for start in range(0, len(tokens), AT_ONCE):
         llm.generate(tokens[start : start + AT_ONCE], params)
         gatherer.fold()
 
 
 def _settings(model: ModelConfig) -> dict[str, Any]:
-    """As keyword arguments of `LLM`. What the prefix cache spares would not be recorded."""
+    """Keyword arguments for `LLM`. Without a prefix cache, since tokens from the cache would not be
+    recorded."""
     chosen = {name: value for name, value in asdict(model).items() if name != "model"}
     return chosen | {"enable_prefix_caching": False}
 

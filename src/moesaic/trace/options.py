@@ -1,4 +1,4 @@
-"""The settings of `serve --record-routing`; the command line is generated from here."""
+"""The settings of `serve --record-routing`, from which its flags are generated."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from moesaic.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class RecordConfig:
-    """Which experts tokens choose while they are served, as a profile."""
+    """Recording of the experts that tokens choose while they are served."""
 
     record_routing: str | None = None
-    """File for a profile of what is served, brought up to date every minute and at the end: counts, and
-    routes of whole requests, which hold their token ids. Rows that the prefix cache spares are not in it."""
+    """File for a profile of what is served: counts, and routes of whole requests with their token ids. It
+    is updated every minute and at the end. Tokens that the prefix cache provides are not recorded."""
     record_routing_share: float = 0.05
-    """Of the requests, how many are recorded: above 0, at most 1."""
+    """Share of the requests that are recorded: above 0, at most 1."""
     record_routing_memory: str = "256MiB"
-    """Most memory that the counts and routes take, in the process of the API; routes make room for counts.
-    `moesaic place` needs the routes of two requests or more."""
+    """Maximum memory for the counts and routes, in the process of the API. Counts displace routes. `moesaic
+    place` needs the routes of two requests or more."""
 
     def __post_init__(self) -> None:
         if not 0 < self.record_routing_share <= 1:
@@ -35,5 +35,5 @@ class RecordConfig:
 
     @property
     def most_bytes(self) -> int:
-        """Of counts and routes."""
+        """Maximum bytes for counts and routes."""
         return parse_bytes("--record-routing-memory", self.record_routing_memory)

@@ -1,6 +1,6 @@
-"""Where each process writes its part of a trace, and how the parts become one file.
+"""The files that each process writes its part of a trace into, and how they are joined.
 
-While the run lasts FILE.parts holds a file for each process; each of them opens in Perfetto too.
+During the run, the folder FILE.parts holds a file for each process. Each of them opens in Perfetto too.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from moesaic.core.errors import ConfigError
 
 LOG = logging.getLogger(__name__)
 PARTS = ".parts"
-"""What the folder's name ends in."""
+"""Suffix of the folder's name."""
 ROLES = ("attention worker", "expert server")
-"""Their rows come in this order."""
+"""Roles, in the order of their rows."""
 MOST = 1 << 16
-"""Processes of a role that keep it."""
+"""Maximum number of processes of a role whose rows are kept in order."""
 
 
 def part_of(trace: str | None, process: str, incarnation: int = 1) -> str | None:
-    """Where a process writes its part of the trace `trace`; None: there is no trace.
+    """The file that a process writes its part of the trace `trace` into; None: there is no trace.
 
     Example: "t.json", "expert server 0", 2 -> "t.json.parts/expert-server-0.2.json"
     """
@@ -32,32 +32,32 @@ def part_of(trace: str | None, process: str, incarnation: int = 1) -> str | None
 
 
 def whole_of(part: str | None) -> str | None:
-    """The trace whose part this is, as typed. Example: t.json.parts/expert-server-0.2.json -> t.json"""
+    """The trace that a part belongs to, as typed. Example: t.json.parts/expert-server-0.2.json -> t.json"""
     return None if part is None else str(Path(part).parent).removesuffix(PARTS)
 
 
 def process_of(part: Path) -> str:
-    """Whose part this is. Example: t.json.parts/expert-server-0.2.json -> "expert server 0"."""
+    """The process that wrote a part. Example: t.json.parts/expert-server-0.2.json -> "expert server 0"."""
     return part.name.partition(".")[0].replace("-", " ")
 
 
 def order_of(process: str) -> int:
-    """Where its row stands: by role, then by number. Example: "attention worker 1" -> 1."""
+    """Position of a process's row: by role, then by number. Example: "attention worker 1" -> 1."""
     role, _, number = process.rpartition(" ")
     return MOST * ROLES.index(role) + int(number)
 
 
 def folder_of(file: Path) -> Path:
-    """Of the parts of the trace `file`."""
+    """Folder of the parts of the trace `file`."""
     return file.with_name(f"{file.name}{PARTS}")
 
 
 @contextmanager
 def collecting(trace: str | None) -> Iterator[None]:
-    """The processes of the block write parts of `trace`; when it and they have ended, that file has them all.
+    """Join the parts that the block's processes write, once the block and they have ended.
 
-    A run that began nothing leaves no file behind. None: there is no trace. Raises ConfigError, before the
-    block, when the file cannot be written.
+    A run that wrote nothing leaves no file. None: there is no trace. Raises ConfigError, before the block,
+    if the file cannot be written.
     """
     if trace is None:
         yield
@@ -77,9 +77,9 @@ def collecting(trace: str | None) -> Iterator[None]:
 
 
 def join(file: Path) -> None:
-    """All parts of the trace `file` in it, as one JSON object; then the parts are removed.
+    """Join all parts of the trace `file` into it as one JSON object, then remove them.
 
-    Where no process came to write one, the file is left as it was.
+    If no process wrote a part, the file stays as it is.
     """
     parts = sorted(folder_of(file).glob("*.json"))
     if parts:
@@ -90,7 +90,7 @@ def join(file: Path) -> None:
 
 
 def events(part: Path) -> Iterator[str]:
-    """The events of a part, each as JSON. A last one that was not written to its end is left out."""
+    """The events of a part, each as JSON. An incomplete last event is left out."""
     with part.open(encoding="utf-8") as lines:
         for line in lines:
             if line.endswith("},\n"):
@@ -109,7 +109,7 @@ def _write(file: Path, parts: list[Path]) -> None:
 
 
 def _prepare(trace: str, file: Path) -> None:
-    """An empty folder for parts; what a run that was killed left there is removed."""
+    """Make an empty folder for the parts. Parts of a killed run are removed."""
     try:
         file.open("a").close()
         folder = folder_of(file)

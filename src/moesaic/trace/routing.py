@@ -1,13 +1,13 @@
-"""Where attention workers write what their tokens chose, and how that becomes a profile while they serve.
+"""Recording of routing while requests are served: files of attention workers, collected into a profile.
 
 For a profile FILE, each worker writes into the folder FILE.parts
 
-    memory                              what --record-routing-memory says, for workers whose model needs more
-    attention-worker-0.1.json           its model
+    memory                              the value of --record-routing-memory, for workers whose model needs
+    more attention-worker-0.1.json           its model
     attention-worker-0.1.000000.rows    records of `core.routing`, then .000001.rows and so on
 
-and the process that started the workers collects: a file of rows that was read to its end is removed. Rows
-lie in memory that the file is mapped to: a worker that is killed leaves all that it wrote.
+and the process that started the workers collects them. It removes a file of rows once it has read all of
+it. The files are memory-mapped, so a killed worker leaves all that it has written.
 """
 
 from __future__ import annotations
@@ -32,23 +32,25 @@ from moesaic.trace.parts import folder_of, whole_of
 
 LOG = logging.getLogger(__name__)
 MEMORY = "memory"
-"""The file's name."""
+"""Name of the file."""
 WINDOW = 1 << 22
 """Bytes of a file of rows."""
 INTERVAL = 60.0
-"""Seconds between two versions of the profile."""
+"""Seconds between two updates of the profile."""
 OPEN_SHARE = 0.25
-"""Of the memory: rows of requests that did not end yet."""
+"""Share of the memory for rows of requests that have not ended."""
 PARTS = 40
-"""Bits of a request's id; above them is the number of the part that it comes from."""
+"""Bits of a request's id. The bits above hold the number of the part that it comes from."""
 
 
 class RowFile:
     """A RowSink: the files of one worker. A full disk ends the recording, not the worker."""
 
     def __init__(self, part: Path, model: RoutedModel) -> None:
-        """part: the .json, see `parts.part_of`, in a folder made by `prepare`. Raises ConfigError when it
-        cannot be written, or too little memory is set aside for the model's counts."""
+        """part: the .json file, see `parts.part_of`, in a folder made by `prepare`.
+
+        Raises ConfigError if it cannot be written, or if the memory is too small for the model's counts.
+        """
         self._part = part
         self._kind = model.row
         self._capacity = _capacity(model)
@@ -70,7 +72,7 @@ class RowFile:
         while len(rows) and self._window is not None:
             fitting = rows[: self._capacity - self._at]
             into = self._window[self._at : self._at + len(fitting)]
-            for name in self._kind.names or ():  # the request last: with it a record is whole
+            for name in self._kind.names or ():  # the request last: it marks the record as complete
                 into[name] = fitting[name]
             self._at += len(fitting)
             rows = rows[len(fitting) :]
@@ -85,7 +87,7 @@ class RowFile:
             LOG.warning("%s: %s; this worker's routing ends here", self._part, error.strerror)
 
     def _turn(self) -> None:
-        """The next file. Written before it is mapped: memory that the disk lacks would kill the process."""
+        """Open the next file. It is written before it is mapped: a full disk would else kill the process."""
         self._number, self._at, self._window = self._number + 1, 0, None
         path = _rows_of(self._part, self._number)
         blank = memoryview(bytes(self._capacity * self._kind.itemsize))
@@ -97,22 +99,22 @@ class RowFile:
         finally:
             os.close(file)
         mapped = np.memmap(path, self._kind, mode="r+", shape=(self._capacity,))
-        self._window = np.asarray(mapped)  # each look at a memmap itself costs microseconds
+        self._window = np.asarray(mapped)  # each access to a memmap itself costs microseconds
 
 
 @dataclass
 class _Part:
-    """How far a worker's files were read."""
+    """How far a worker's files have been read."""
 
     path: Path
     number: int
-    """Of the part, from 0."""
+    """Number of the part, from 0."""
     file: int = 0
     at: int = 0
 
 
 class Collector:
-    """Reads what workers write and makes a profile of it. Used by one thread at a time."""
+    """Reads what the workers write and makes a profile of it. For one thread at a time."""
 
     def __init__(self, file: Path, most_bytes: int) -> None:
         self._file = file
@@ -124,7 +126,7 @@ class Collector:
         self._saved = 0
 
     def collect(self) -> None:
-        """All that was written so far."""
+        """Read everything written so far."""
         for path in sorted(folder_of(self._file).glob("*.json")):
             part = self._parts.setdefault(path, _Part(path, len(self._parts)))
             model = self._model = self._model or _read_model(path)
@@ -146,7 +148,7 @@ class Collector:
             self._saved = tally.requests
 
     def sum_up(self, share: float) -> None:
-        """Say what the profile lacks, where a worker wrote at all. share: as of --record-routing-share."""
+        """Log what the profile lacks, if a worker wrote anything. share: of --record-routing-share."""
         if self._tally is None or self._assembly is None:
             return
         left_out = self._tally.left_out + self._assembly.given_up
@@ -160,9 +162,10 @@ class Collector:
 
 @contextmanager
 def recording(config: RecordConfig, interval: float = INTERVAL) -> Iterator[None]:
-    """The workers of the block write rows; a thread brings the profile up to date, and so does the end.
+    """Record the routing of the block's workers. A thread updates the profile; the end of the block does
+    too.
 
-    interval: seconds. Raises ConfigError, before the block, when the file cannot be written.
+    interval: seconds between updates. Raises ConfigError, before the block, if the file cannot be written.
     """
     if config.record_routing is None:
         yield
@@ -199,19 +202,19 @@ def _keep_up(collector: Collector, over: threading.Event, interval: float) -> No
 
 
 def _check_memory(model: RoutedModel, memory: str) -> None:
-    """Raises ConfigError where it is too little to count anything."""
+    """Raises ConfigError if the memory is too small to count anything."""
     if _tally(model, parse_bytes("--record-routing-memory", memory)).full:
         allowed = "more: the empty counts of this model need it"
         raise ConfigError.field("--record-routing-memory", memory, allowed)
 
 
 def _tally(model: RoutedModel, most_bytes: int) -> Tally:
-    """Of all the memory but what requests under way may have."""
+    """A tally with the memory that rows of open requests leave."""
     return Tally(model, most_bytes - int(OPEN_SHARE * most_bytes))
 
 
 def _capacity(model: RoutedModel) -> int:
-    """Records of a file."""
+    """Records in a file."""
     return max(1, WINDOW // model.row.itemsize)
 
 
@@ -226,7 +229,7 @@ def _read_model(part: Path) -> RoutedModel:
 
 
 def _unread(part: _Part, model: RoutedModel) -> Iterator[Rows]:
-    """New rows of a part, file after file."""
+    """New rows of a part, file by file."""
     path = _rows_of(part.path, part.file)
     while path.is_file():
         rows = np.fromfile(path, model.row, offset=part.at * model.row.itemsize)
@@ -234,7 +237,7 @@ def _unread(part: _Part, model: RoutedModel) -> Iterator[Rows]:
         rows = rows[: blank[0] if len(blank) else None]
         part.at += len(rows)
         yield rows
-        if part.at < _capacity(model):  # the worker has not gone on to the next one
+        if part.at < _capacity(model):  # the worker has not begun the next file
             return
         path.unlink()
         part.file, part.at = part.file + 1, 0
@@ -242,9 +245,9 @@ def _unread(part: _Part, model: RoutedModel) -> Iterator[Rows]:
 
 
 def prepare(file: Path, memory: str) -> None:
-    """An empty folder for parts of the profile `file`; what a run that was killed left there is removed.
+    """Make an empty folder for the parts of the profile `file`. Parts of a killed run are removed.
 
-    memory: as of --record-routing-memory. Raises ConfigError when it cannot be made.
+    memory: of --record-routing-memory. Raises ConfigError if the folder cannot be made.
     """
     try:
         file.open("ab").close()

@@ -1,7 +1,7 @@
-"""One process's part of a trace: a row of spans, in a file that outlives the process.
+"""One process's part of a trace: rows of spans, in a file that outlives the process.
 
-Events are lines of Chrome's trace event format. They are written into mapped memory of the file, and so are
-in it whatever becomes of the process: there is no buffer to flush, and SIGKILL costs the line that it cuts.
+Events are lines of Chrome's trace event format. They are written into mapped memory of the file, so they
+survive the process. There is no buffer to flush; SIGKILL loses at most the line that it interrupts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ WINDOW = 1 << 20
 
 
 MOST_IDS = 1 << 22
-"""More than a process's id on Linux: further rows have numbers above it."""
+"""More than any process id on Linux. Further rows get numbers above it."""
 
 
 class Row:
-    """A row beside a process's first one, for the same thread to write."""
+    """Another row of a process, for the same thread."""
 
     def __init__(self, write: Callable[..., None]) -> None:
         self._write = write
@@ -39,14 +39,16 @@ class Row:
 
 
 class Track:
-    """A row of the trace. Used by one thread; spans may lie in each other, the outer one written first.
+    """A row of the trace, used by one thread. Spans may be nested; the outer one is written first.
 
     A full disk ends the row, not the process.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         """path: from `parts.part_of`. clock: seconds, monotonic, the same for all processes of a host.
-        Raises ConfigError when the file cannot be written."""
+
+        Raises ConfigError if the file cannot be written.
+        """
         self.now = clock
         self._path = path
         self._process = process_of(path)
@@ -63,15 +65,15 @@ class Track:
         self._name_row()
 
     def span(self, name: str, begin: float, end: float, **arguments: object) -> None:
-        """Something took from `begin` to `end`, seconds.
+        """Write a span from `begin` to `end`, in seconds.
 
-        Whole microseconds, both rounded down: spans that lie in each other or one after another still do.
-        Example: span("layer 3", 1.0000019, 1.0000051, rows=8) is at 1000001, of length 4.
+        Both are rounded down to whole microseconds, so nested and adjacent spans stay so. Example:
+        span("layer 3", 1.0000019, 1.0000051, rows=8) is at 1000001, with length 4.
         """
         self._event("X", name, args=arguments, **_microseconds(begin, end))
 
     def row(self, name: str, number: int) -> Row:
-        """Another row of this process, `number` places (from 1) below the first.
+        """Another row of this process, `number` (from 1) rows below the first.
 
         Example: row("link down", 3) of expert server 0 -> "expert server 0: link down"
         """
@@ -80,21 +82,22 @@ class Track:
         return Row(partial(self._event, ids=ids))
 
     def count(self, what: str, value: int) -> None:
-        """There are so many of something from now on; a row of its own below the others.
+        """Write the new value of a counter, which has a row of its own below the others.
 
-        Perfetto puts the argument's name behind the event's: "expert server 0: pairs waiting".
+        Perfetto shows the argument's name behind the event's: "expert server 0: pairs waiting".
         """
         self._event("C", f"{self._process}:", ts=int(self.now() * 1e6), args={what: value})
 
     def close(self) -> None:
-        """Give the file back; nothing more is written. A process that ends needs no close."""
+        """Close the file; nothing more is written. A process that ends need not close it."""
         if self._window is not None:
             self._window.close()
             self._window = None
         os.close(self._file)
 
     def _name_row(self) -> None:
-        """For the viewer the launcher is a process and the others are its threads: rows below each other."""
+        """The viewer shows the starting process as a process and the others as its threads, in rows below
+        it."""
         self._event("M", "process_name", args={"name": "moesaic"})
         self._name(self._process)
 
@@ -103,7 +106,7 @@ class Track:
         self._event("M", "thread_sort_index", ids, args={"sort_index": order_of(self._process)})
 
     def _event(self, kind: str, name: str, ids: Mapping[str, int] | None = None, **fields: object) -> None:
-        """ids: of the row, where it is not the first."""
+        """Write an event. ids: of the row, if it is not the first."""
         if self._window is None:
             return
         event = {"ph": kind, "name": name, **(ids or self._ids), **fields}
@@ -116,11 +119,11 @@ class Track:
         if window is not None:
             end = self._at + len(line)
             window[self._at : end - 1] = line[:-1]
-            window[end - 1] = line[-1]  # a line with its end is whole
+            window[end - 1] = line[-1]  # the end of the line marks it as complete
             self._at = end
 
     def _turn(self) -> None:
-        """Go on in the next window."""
+        """Continue in the next window."""
         old, self._window = self._window, None
         if old is not None:
             old.close()
@@ -130,7 +133,7 @@ class Track:
             LOG.warning("%s: %s; the trace of this process ends here", self._path, error.strerror)
 
     def _next_window(self) -> mmap.mmap:
-        """Written before it is mapped: memory that the disk has no room for would kill the process."""
+        """Map the next window. It is written before it is mapped: a full disk would else kill the process."""
         blank = memoryview(b" " * WINDOW)
         written = 0
         while written < WINDOW:
@@ -142,6 +145,6 @@ class Track:
 
 
 def _microseconds(begin: float, end: float) -> dict[str, Any]:
-    """Both rounded down. Example: 1.0000019 to 1.0000051 -> at 1000001, of length 4."""
+    """Begin and length, both rounded down. Example: 1.0000019 to 1.0000051 -> at 1000001, with length 4."""
     start = int(begin * 1e6)
     return {"ts": start, "dur": int(end * 1e6) - start}
