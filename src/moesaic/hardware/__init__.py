@@ -1,1 +1,2 @@
-"""This machine, measured by microbenchmarks that never run the pipeline: memory, disk, link and products."""
+"""Measurements of this machine by microbenchmarks: memory, disk, link and products. The pipeline itself
+never runs."""

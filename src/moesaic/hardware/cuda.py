@@ -1,4 +1,4 @@
-"""A CUDA device and the link to it. Nothing here has run on a GPU yet; its tests put the CPU in its place."""
+"""A CUDA device and the link to it. No real GPU has run this code yet; its tests run it on the CPU."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ Way = Literal["down", "up", "staging"]
 
 
 class Device(Protocol):
-    """What computes on memory of its own."""
+    """A processor with memory of its own."""
 
     @property
     def name(self) -> str:
-        """As torch spells it."""
+        """The device's name in torch."""
         ...
 
     @property
     def title(self) -> str:
-        """For people."""
+        """The device's name for people."""
         ...
 
     def free(self) -> int:
-        """Bytes of its memory that nobody uses."""
+        """Free bytes of its memory."""
         ...
 
     def pinned(self, size: int) -> torch.Tensor:
-        """[size] uint8 of the host's memory that the device reads by itself."""
+        """[size] uint8 of host memory that the device reads by itself."""
         ...
 
     def wait(self) -> None:
-        """Until it has done what it was told."""
+        """Wait until it has finished all its work."""
         ...
 
     def release(self) -> None:
-        """Gives back the memory that nobody uses and torch keeps: a worker may be the next to want it."""
+        """Give back the memory that torch keeps and nothing uses: a worker may need it next."""
         ...
 
 
@@ -73,18 +73,18 @@ def find() -> Device | None:
 
 @dataclass(frozen=True)
 class Copy:
-    """A way for bytes to go."""
+    """One way of copying between host and device."""
 
     way: Way
     """"down" to the device, "up" from it, "staging" from memory to pinned memory."""
     pinned: bool
-    """Whether the memory on the host's side is."""
+    """True if the host's memory is pinned."""
     bandwidth: float
     """Bytes/s."""
 
 
 def copies(device: Device, size: int, stopwatch: Stopwatch, show: Show) -> tuple[Copy, ...]:
-    """All of them, of `size` bytes at a time. Staging is done by as many threads as torch has here."""
+    """All ways of copying, `size` bytes at a time. Staging uses as many threads as torch has here."""
     there = torch.ones(size, dtype=torch.uint8, device=device.name)
     here, pinned = torch.ones(size, dtype=torch.uint8), device.pinned(size)
     pinned.fill_(1)

@@ -1,7 +1,7 @@
-"""How fast a disk is read past the page cache, by the bytes of a read and the threads that read.
+"""How fast a disk is read without the page cache, by the size of a read and the number of reading threads.
 
-A hypervisor's or a disk's own cache may serve a second read faster than the first. Checkpoints are read again
-and again, so the repeated reads count; the first is told beside them.
+A cache of the hypervisor or the disk may serve a second read faster than the first. Checkpoints are read
+again and again, so the repeated reads count. The first read is reported besides.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from moesaic.offload.arena import Arena
 from moesaic.offload.reading import ALIGNMENT, DirectFile
 
 LANDING = 64 << 20
-"""Bytes that reads of one thread go to in turn, so that they do not stay in a processor's cache.
+"""Bytes that the reads of one thread go to in turn, so that they do not stay in a processor's cache.
 
-They are an arena's, as weights' are: a disk fills huge pages faster than small ones.
+They are memory of an arena, as for weights: a disk fills huge pages faster than small ones.
 """
 READERS = (1, 2)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of files and of reads, in bytes."""
+    """Sizes of files and of reads, in bytes."""
 
     file: int = 1 << 30
-    """Of the file that is written where there is none to read."""
+    """Size of the file that is written if there is none to read."""
     least: int = 64 << 20
-    """Of a file that is read."""
+    """Minimum size of a file that is read."""
     blocks: tuple[int, ...] = (128 << 10, 1 << 20, 8 << 20)
-    """Of one read."""
+    """Sizes of one read."""
 
 
 @dataclass(frozen=True)
@@ -49,37 +49,37 @@ class Read:
     block: int
     """Bytes of one read."""
     readers: int
-    """Threads, each with every so manieth block."""
+    """Number of threads. Each reads every `readers`-th block."""
     bandwidth: float
     """Bytes/s."""
 
 
 @dataclass(frozen=True)
 class Disk:
-    """What was found."""
+    """The measured disk."""
 
     file: str
-    """For people: what was read."""
+    """The file that was read, for people."""
     memory: int
     """Bytes of the file system."""
     direct: bool
-    """Whether reads passed the page cache; else what they left there was dropped."""
+    """True if reads bypassed the page cache. Else the cached pages were dropped before."""
     reads: tuple[Read, ...]
     write: float | None
-    """Bytes/s, until they were on the disk; None where nothing was written."""
+    """Bytes/s of writing to the disk itself; None if nothing was written."""
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s of the best repeated read by one thread, as weights are read."""
+        """Bytes/s of the best repeated read by one thread, which is how weights are read."""
         return max(one.bandwidth for one in self.reads if one.repeated and one.readers == 1)
 
 
 def measure(path: Path, sizes: Sizes, limit: float, clock: Clock, show: Show) -> Disk:
-    """Reads the file at `path`, or the largest *.safetensors of that directory, or, where neither is of
-    sizes.least bytes, a file that is written there and deleted.
+    """Measure reading a file: that at `path`, or the largest *.safetensors of that directory.
 
-    limit: seconds for each figure; four times as many for the first read and for writing. Raises ConfigError
-    for a path that is not there, that cannot be read or written, and for a disk that is full.
+    If neither has sizes.least bytes, a file is written there and deleted. limit: seconds for each figure;
+    four times as many for the first read and for writing. Raises ConfigError for a path that does not
+    exist, that cannot be read or written, and for a full disk.
     """
     try:
         found = _to_read(path, sizes.least)
@@ -105,7 +105,7 @@ def _to_read(path: Path, least: int) -> Path | None:
 def _written(
     folder: Path, sizes: Sizes, limit: float, clock: Clock, show: Show
 ) -> Iterator[tuple[Path, float]]:
-    """A file of random bytes, and the bytes/s at which it was written; deleted at the end."""
+    """A file of random bytes, and the bytes/s at which it was written. It is deleted at the end."""
     size = min(sizes.file, shutil.disk_usage(folder).free // 2) // ALIGNMENT * ALIGNMENT
     if size < sizes.least:
         raise ConfigError.field("--path", str(folder), f"a disk with {2 * sizes.least} bytes left")
@@ -116,7 +116,7 @@ def _written(
 
 
 def _fill(file: IO[bytes], size: int, piece: int, end: float, clock: Clock, show: Show) -> int:
-    """Piece after piece, each on the disk before the next, until `end`. Returns the bytes."""
+    """Write piece after piece, each to the disk itself, until `end`. Returns the bytes."""
     random, done = os.urandom(piece), 0
     while done < size and (not done or clock() < end):
         show("writing the file to read", done, size)
@@ -148,7 +148,7 @@ def _measured(
 
 
 def _drop(file: Path) -> None:
-    """Forget what the page cache has of it."""
+    """Drop the file's pages from the page cache."""
     descriptor = os.open(file, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -163,7 +163,7 @@ class _Reader:
     threads: ThreadPoolExecutor
 
     def together(self, span: int, block: int, readers: int, limit: float) -> float:
-        """Bytes/s of `readers` threads, each over every so manieth block of the first `span` bytes."""
+        """Bytes/s of `readers` threads. Each reads every `readers`-th block of the first `span` bytes."""
         running = [
             self.threads.submit(self.read, reader * block, span, block, limit, readers, again=True)
             for reader in range(readers)
@@ -174,9 +174,10 @@ class _Reader:
     def read(
         self, first: int, span: int, block: int, limit: float, step: int = 1, again: bool = False
     ) -> tuple[int, float]:
-        """Blocks first, first + step * block, ... of the first `span` bytes, for `limit` seconds at most.
+        """Read blocks first, first + step * block, ... of the first `span` bytes, for at most `limit`
+        seconds.
 
-        again: from the beginning once the end is reached, else that is the end. Bytes read, and seconds.
+        again: start over at the end. Returns the bytes read and the seconds.
         """
         slots = max(1, min(LANDING, span) // block)
         memory = Arena(slots * block).take(slots * block).numpy().data

@@ -12,14 +12,14 @@ from moesaic.cost.hardware import Hardware
 
 
 def check(path: Path) -> None:
-    """Before a minute is spent on what it will hold. Raises ConfigError where it cannot be such a file."""
+    """Raises ConfigError for a path that cannot become such a file, before a minute is spent on measuring."""
     if path.suffix != ".toml" or path.is_dir() or not path.absolute().parent.is_dir():
         allowed = "a file that ends in .toml, in an existing directory"
         raise ConfigError.field("--output-file", str(path), allowed)
 
 
 def save(hardware: Hardware, path: Path) -> None:
-    """All of it or nothing. Raises ConfigError where it cannot be written."""
+    """Write the file, completely or not at all. Raises ConfigError if it cannot be written."""
     unfinished = path.with_name(f"{path.name}.new")
     try:
         unfinished.write_text(as_toml(hardware.to_tables()), encoding="utf-8")
@@ -32,12 +32,11 @@ def save(hardware: Hardware, path: Path) -> None:
 
 
 def as_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """Tables of numbers, texts and lists of tables, a line each; numbers with six digits.
+    """TOML of tables with numbers, texts and lists of tables, one line each. Numbers have six digits.
 
     >>> print(as_toml({"disk": {"gib": 1.25, "reads": [{"readers": 2}]}}), end="")
     [disk]
-    gib = 1.25
-    reads = [
+    gib = 1.25 reads = [
         { readers = 2 },
     ]
     """

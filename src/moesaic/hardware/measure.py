@@ -1,4 +1,4 @@
-"""A machine from what was measured on it: GPU memory over RAM, or RAM over a disk."""
+"""Makes a machine description from measurements: GPU memory over RAM, or RAM over a disk."""
 
 from __future__ import annotations
 
@@ -21,52 +21,53 @@ from moesaic.kernels.table import Kernels, pick
 from moesaic.runtime.machine import available_memory, cores
 
 DTYPES = (torch.bfloat16, torch.float32)
-"""Of weights. Plans get the figures of the first that the kernels keep as it is: checkpoints are bf16."""
+"""Dtypes of weights. Plans use the first one that the kernels keep as it is: checkpoints are bf16."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long, and how much at a time."""
+    """How long is measured, and how much at a time."""
 
     seconds: float = 0.5
-    """For each figure."""
+    """Seconds for each figure."""
     read: int = 512 << 20
-    """Bytes of memory that are read, at least."""
+    """Minimum bytes of memory that are read."""
     copied: int = 256 << 20
-    """Bytes of a copy to or from a GPU."""
+    """Bytes of one copy to or from a GPU."""
     disk: disk.Sizes = field(default_factory=disk.Sizes)
     products: products.Sizes = field(default_factory=products.Sizes)
 
 
 FULL = Effort()
-"""Well under a minute."""
+"""A measurement of well under a minute."""
 SHORT = Effort(
     seconds=0.15,
     read=256 << 20,
     disk=disk.Sizes(file=256 << 20, blocks=(1 << 20, 8 << 20)),
     products=products.Sizes(matrices=16, rows=(1, 4, 16, 512), most_rows=1024),
 )
-"""About ten seconds."""
+"""A measurement of about ten seconds."""
 
 
 @dataclass(frozen=True)
 class Processing:
-    """A memory and what computes beside it."""
+    """A memory and the processor beside it."""
 
     name: str
     kernels: str
     memory: int
-    """Bytes that were free."""
+    """Free bytes."""
     readings: tuple[Reading, ...]
     rates: tuple[Rate, ...]
 
     @property
     def dtype(self) -> str:
-        """Type of the weights that `level` speaks of."""
+        """Dtype of the weights that `level` describes."""
         return self.readings[0].dtype
 
     def level(self, usable: float = 0.9) -> Level:
-        """Bandwidth with all threads, peak and share of it in long products, for weights of `dtype`."""
+        """The level: bandwidth with all threads, peak flops/s, and the share of the peak in long products,
+        for weights of `dtype`."""
         bandwidth = [one.bandwidth for one in self.readings if one.dtype == self.dtype][-1]
         efficiency = products.prefill_efficiency(self.rates, self.dtype)
         overlap = products.overlap(self.rates, self.dtype, bandwidth)
@@ -83,11 +84,12 @@ class Measuring:
     effort: Effort
     show: Show
     threads: int | None = None
-    """That compute; None: one per core."""
+    """Number of compute threads; None: one for each core."""
     clock: Clock = time.perf_counter
 
     def ram_over_disk(self, path: Path, name: str) -> Hardware:
-        """Fast: RAM with the CPU. Slow: the disk of `path`, which computes nothing. Raises ConfigError."""
+        """Fast level: RAM with the CPU. Slow level: the disk of `path`, which computes nothing. Raises
+        ConfigError."""
         begun = self.clock()
         found = disk.measure(path, self.effort.disk, self.effort.seconds, self.clock, self.show)
         processing = self._cpu()
@@ -97,7 +99,7 @@ class Measuring:
         return self._told(hardware, begun, processing, {**_processing("", processing), **_disk(found)})
 
     def gpu_over_ram(self, device: Device, name: str) -> Hardware:
-        """Fast: the device's memory. Slow: RAM with the CPU, through pinned memory."""
+        """Fast level: the device's memory. Slow level: RAM with the CPU, reached through pinned memory."""
         begun = self.clock()
         cpu, gpu = self._cpu(), self._device(device)
         moved = cuda.copies(device, self.effort.copied, self._watch(device), self.show)
@@ -153,7 +155,7 @@ def _kept(kernels: Kernels) -> list[torch.dtype]:
 
 
 def _processing(prefix: str, found: Processing) -> dict[str, Any]:
-    """For the file, in GiB/s and Gflops/s."""
+    """The figures for the file, in GiB/s and Gflops/s."""
     return {
         f"{prefix}memory": [
             {"threads": one.threads, "dtype": one.dtype, "gib": one.bandwidth / GIB} for one in found.readings

@@ -1,6 +1,6 @@
-"""How fast weights are read from memory: one row times a matrix that no cache holds.
+"""How fast weights are read from memory: one row times a matrix that is larger than any cache.
 
-A decode step of one request reads every weight like this, by the same kernel.
+A decode step of one request reads every weight in this way, with the same kernel.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from moesaic.hardware.timing import Stopwatch
 from moesaic.kernels.table import Kernels
 
 COLUMNS = 4096
-"""Of the matrix: a hidden size."""
+"""Columns of the matrix: a hidden size."""
 TIMES_THE_CACHES = 8
 _CACHES = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A memory, read."""
+    """A measurement of reading memory."""
 
     threads: int
     dtype: str
-    """Of the matrix."""
+    """Dtype of the matrix."""
     bandwidth: float
     """Bytes/s."""
 
 
 def read(kernels: Kernels, dtype: torch.dtype, size: int, stopwatch: Stopwatch, device: str = "cpu") -> float:
-    """Bytes/s at which a matrix of about `size` bytes is read, by as many threads as the kernels have."""
+    """Bytes/s at which a matrix of about `size` bytes is read, with as many threads as the kernels have."""
     rows = max(1, size // (COLUMNS * dtype.itemsize))
     matrix = torch.full(
         (rows, COLUMNS), 0.01, dtype=dtype, device=device
-    )  # written, or zeros would be one page
+    )  # written, since zeros would share one page
     row = torch.full((1, COLUMNS), 0.01, device=device)
     return matrix.nbytes / stopwatch.seconds(lambda: kernels.linear(row, matrix))
 
 
 def enough(least: int, available: int, caches: Path = _CACHES) -> int:
-    """Bytes to read: `least`, more where caches are large, at most an eighth of what is available.
+    """Bytes to read: `least`, or more if caches are large, but at most an eighth of what is available.
 
     Example: 12 last-level caches of 32 MiB: 8 * 12 * 32 MiB = 3 GiB, where 24 GiB are available.
     """
@@ -49,7 +49,7 @@ def enough(least: int, available: int, caches: Path = _CACHES) -> int:
 
 
 def beyond_caches(available: int, caches: Path = _CACHES) -> int:
-    """Bytes of matrices that few rows find in no cache, at most a 32nd of what is available.
+    """Bytes of matrices that few rows do not find in a cache, at most a 32nd of what is available.
 
     Example: a last-level cache of 260 MiB: 520 MiB, where 24 GiB are available.
     """
@@ -57,7 +57,7 @@ def beyond_caches(available: int, caches: Path = _CACHES) -> int:
 
 
 def _cache_bytes(root: Path) -> int:
-    """Of all last-level caches together; 0 where the kernel does not tell."""
+    """Bytes of all last-level caches together; 0 if the kernel does not say."""
     found: dict[str, int] = {}
     for processor in root.glob("cpu[0-9]*"):
         levels = sorted(processor.glob("cache/index[0-9]*"))

@@ -1,7 +1,8 @@
-"""How many flops/s the engine's own products reach, by type of the weights and rows a matrix.
+"""The flops/s of the engine's own products, by dtype of the weights and by rows for each matrix.
 
-Two shapes: the routed experts of a layer, grouped, each with as many rows, and each row with several of them;
-and projections, one matrix after another. There are so many matrices that few rows find none in a cache.
+Two shapes are measured. Routed experts of a layer are grouped: each has the same number of rows, and each
+row has several experts. Projections are single matrices, one after another. There are so many matrices that
+few rows do not find them in a cache.
 """
 
 from __future__ import annotations
@@ -24,37 +25,38 @@ Shape = Literal["experts", "dense"]
 WEIGHTS = 16 * 3 * 2048 * 768
 """Numbers of all experts together."""
 FEWEST, MOST = 2, 64
-"""Matrices, however large or small they are."""
+"""Minimum and maximum number of matrices, whatever their size."""
 SHAPES: tuple[Shape, ...] = ("experts", "dense")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is multiplied."""
+    """The sizes that are multiplied."""
 
     hidden: int = 2048
     width: int = 768
-    """Of an expert."""
+    """Width of an expert."""
     matrices: int = 16
-    """Experts, and projections."""
+    """Number of experts, and of projections."""
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 64, 512, 2048)
-    """A matrix."""
+    """Rows for each matrix."""
     most_rows: int = 2048
-    """Of a pass: with many rows each, fewer matrices are used."""
+    """Maximum rows of a pass. With many rows for each, fewer matrices are used."""
     top_k: int = 8
-    """Experts of a row, whose answers lie apart: with many rows that is more memory than caches have."""
+    """Experts of a row. Their answers are stored separately: with many rows that is more memory than caches
+    have."""
     compressed: bool = False
-    """bf16 experts are compressed where the kernels compute from that."""
+    """True: bf16 experts are compressed if the kernels compute from that."""
 
     def of_experts(self, hidden: int, width: int, top_k: int, compressed: bool = False) -> Sizes:
-        """The same on a model's own experts, so many that no cache holds them."""
+        """The same with a model's own experts, in such a number that no cache holds them."""
         matrices = min(max(math.ceil(WEIGHTS / (3 * hidden * width)), FEWEST), MOST)
         return replace(
             self, hidden=hidden, width=width, top_k=top_k, matrices=matrices, compressed=compressed
         )
 
     def beyond(self, size: int, number: int) -> Sizes:
-        """The same with so many matrices, of so many bytes a number, that either shape takes `size` bytes.
+        """The same with so many matrices, of `number` bytes a number, that each shape takes `size` bytes.
 
         Example: 16 of 2048 x 2048 in bf16 are 128 MiB: 64 of them are beyond 512 MiB.
         """
@@ -62,7 +64,7 @@ class Sizes:
         return replace(self, matrices=max(self.matrices, math.ceil(size / least)))
 
     def used(self, shape: Shape, rows: int) -> int:
-        """Matrices that are multiplied with `rows` each.
+        """Number of matrices that are multiplied with `rows` rows each.
 
         Example: 16 projections of 64 rows, 4 of 512, one of 2048; 16 experts of 512 rows, 8 of 2048.
         """
@@ -72,13 +74,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Rate:
-    """One of the products."""
+    """The speed of one product."""
 
     shape: Shape
     dtype: str
-    """Of the weights; rows are float32."""
+    """Dtype of the weights; rows are float32."""
     rows: int
-    """That each matrix is multiplied with."""
+    """Rows that each matrix is multiplied with."""
     flops: float
     """Flops/s."""
 
@@ -92,7 +94,7 @@ def rates(
     device: str = "cpu",
     beyond: int = 0,
 ) -> tuple[Rate, ...]:
-    """Every combination of type, shape and rows. beyond: bytes that the matrices of a shape take at least."""
+    """Measure every combination of dtype, shape and rows. beyond: minimum bytes of a shape's matrices."""
     found: list[Rate] = []
     total = len(dtypes) * len(SHAPES) * len(sizes.rows)
     for dtype in dtypes:
@@ -109,15 +111,16 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def peak(found: Sequence[Rate], dtype: str) -> float:
-    """Flops/s of the fastest product with weights of that type."""
+    """Flops/s of the fastest product with weights of that dtype."""
     return max(one.flops for one in found if one.dtype == dtype)
 
 
 def prefill_efficiency(found: Sequence[Rate], dtype: str) -> float:
-    """Share of the peak that long products reach: those with the most rows, as many flops of both shapes.
+    """Share of the peak that long products reach: the products with the most rows, as many flops of each
+    shape.
 
-    Example: experts at 75 Gflops/s and projections at 100 with 2048 rows: 85.7 together; 100 is the most of
-    all: 0.857.
+    Example: experts at 75 Gflops/s and projections at 100 with 2048 rows: 85.7 together. The peak is 100:
+    0.857.
     """
     longest = max(one.rows for one in found)
     rates = [one.flops for one in found if one.rows == longest and one.dtype == dtype]
@@ -125,18 +128,19 @@ def prefill_efficiency(found: Sequence[Rate], dtype: str) -> float:
 
 
 def by_rows(found: Sequence[Rate], dtype: str) -> tuple[tuple[float, float], ...]:
-    """(rows an expert, flops/s) of the routed experts with weights of that type, fewest rows first."""
+    """(rows for each expert, flops/s) of the routed experts with weights of that dtype, fewest rows first."""
     mine = [one for one in found if one.shape == "experts" and one.dtype == dtype]
     return tuple(sorted((float(one.rows), one.flops) for one in mine))
 
 
 def overlap(found: Sequence[Rate], dtype: str, bandwidth: float) -> float:
-    """Share of the shorter one of reading weights and computing that is done during the longer, 0 to 1.
+    """How much reading weights and computing overlap, 0 to 1: the share of the shorter one that is done
+    during the longer one.
 
-    The one with which products of few rows take what they took; bandwidth: bytes/s at which weights are read.
+    It is derived from the times of products with few rows. bandwidth: bytes/s at which weights are read.
 
-    Example: weights of 2 bytes at 1 byte/s, a peak of 2 flops/s: with 2 rows reading a weight takes 2 s and
-    so does computing. 4 s in all are an overlap of 0, 3 s are 0.5.
+    Example: weights of 2 bytes at 1 byte/s, a peak of 2 flops/s. With 2 rows reading a weight takes 2 s,
+    and so does computing. 4 s in all are an overlap of 0, 3 s are 0.5.
     """
     top, size = peak(found, dtype), getattr(torch, dtype).itemsize
     beyond = shorter = 0.0
@@ -149,7 +153,7 @@ def overlap(found: Sequence[Rate], dtype: str, bandwidth: float) -> float:
 
 
 Job = tuple[Shape, int, float, Callable[[], object]]
-"""Shape, rows, flops, and what computes it."""
+"""Shape, rows, flops, and the function that computes it."""
 
 
 def _jobs(kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str) -> Iterator[Job]:
@@ -174,9 +178,10 @@ def _jobs(kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str) -> It
 
 
 def _ids(experts: int, rows: int, top_k: int) -> torch.Tensor:
-    """[n, k] of rows with `top_k` experts each, as far as there are, so that each expert has `rows` of them.
+    """[n, k] expert ids of rows with `top_k` experts each, so that each expert has `rows` rows.
 
-    Where that cannot be, some have one more. Example: 4 experts of 3 rows, 2 of each row: 0 1, 2 3, 0 1 ..
+    If that is not possible, some experts have one more. Example: 4 experts of 3 rows, 2 of each row: 0 1, 2
+    3, 0 1 ..
     """
     each = min(top_k, experts)
     pairs = math.ceil(experts * rows / each) * each
@@ -207,5 +212,5 @@ def _compressed(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Not constants: GPUs draw less power on those, and run faster."""
+    """Random numbers, not constants: GPUs draw less power on constants and run faster."""
     return torch.empty(shape, dtype=dtype, device=device).uniform_(-0.05, 0.05)

@@ -1,4 +1,4 @@
-"""How long something takes that can be run again."""
+"""Times functions that can be run again."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from dataclasses import dataclass
 
 Clock = Callable[[], float]
 Show = Callable[[str, int, int], None]
-"""What is measured, figures so far, figures in all."""
+"""Called with what is measured, the figures so far, and the figures in all."""
 
 SHORTEST = 0.01
-"""Seconds of one timing: what is over sooner is run several times in it."""
+"""Minimum seconds of one timing. Faster functions are run several times in it."""
 
 
 def _at_once() -> None:
-    """A CPU is done when the call returns."""
+    """Nothing to wait for: a CPU has finished when the call returns."""
 
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Times one thing after another."""
+    """Times one function after another."""
 
     limit: float
     """Seconds for each figure."""
     clock: Clock = time.perf_counter
     wait: Callable[[], None] = _at_once
-    """Until the device has done what it was told."""
+    """Waits until the device has finished all its work."""
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Of one run: the median of the timings that fit into `limit`, after a first run that is not counted.
+        """Seconds of one run: the median of the timings that fit into `limit`, after a first run that does
+        not count.
 
         A first run that takes longer than `limit` is the only one, and counts.
         """
