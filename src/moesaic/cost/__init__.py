@@ -1,1 +1,1 @@
-"""The prices: flops and bytes of each operation, machines, and the hierarchical roofline that joins them."""
+"""Prices: flops and bytes of each operation, machines, and the hierarchical roofline that joins them."""

@@ -1,7 +1,7 @@
-"""Machines as data: levels of memory, the processors beside them, and the links between them.
+"""Machines as data: levels of memory, their processors, and the links between levels.
 
-A level may be GPU memory, RAM or a disk; a level without a processor only stores. GPU memory over RAM and RAM
-over a disk are the same kind of record, and so the same plans.
+A level may be GPU memory, RAM or a disk. A level without a processor only stores. GPU memory over RAM and
+RAM over a disk are records of the same kind, so the same plans apply to both.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ GIB = 2.0**30
 
 @dataclass(frozen=True)
 class Processor:
-    """What computes beside a level."""
+    """The processor of a level."""
 
     flops: float
-    """Peak, flops/s of dense products in the model's own type."""
+    """Peak flops/s of dense products in the model's own dtype."""
     prefill: float = 1.0
     """Share of the peak that long products reach."""
     attention: float = 1.0
-    """Share of what its roofline says that attention to cached tokens reaches, one row a request."""
+    """Share of its roofline that attention to cached tokens reaches, with one row for each request."""
     overlap: float = 1.0
-    """Share of the shorter one of reading and computing that is done during the longer: 1 is the roofline of
-    MoE-Lightning, 0 a processor that does one after the other."""
+    """How much reading and computing overlap, 0 to 1: the share of the shorter one that is done during the
+    longer one. 1 is the roofline of MoE-Lightning; with 0 the processor does one after the other."""
     experts: tuple[tuple[float, float], ...] = ()
-    """(rows an expert, flops/s) of routed experts read from the memory beside it, as measured, fewest rows
-    first. Without any the roofline prices them."""
+    """(rows for each expert, flops/s) of routed experts read from the level's memory, as measured, fewest
+    rows first. Empty: the roofline prices them."""
     launch: float = 0.0
-    """Seconds of a task beside what it computes."""
+    """Seconds of a task besides what it computes."""
 
     def experts_flops(self, rows: float) -> float:
-        """Flops/s of routed experts with so many rows each in the mean; `experts` has some.
+        """Flops/s of routed experts with this mean number of rows each. `experts` must not be empty.
 
-        Between two measured counts of rows an expert's seconds are on the line that joins theirs; with fewer
-        rows than the fewest it takes as long as with those.
+        Between two measured numbers of rows, an expert's seconds are interpolated linearly. With fewer rows
+        than the fewest measured, it takes as long as with those.
 
-        Example: 10 with 1 row and 20 with 4: an expert takes 0.1 s and 0.2 s per flop of a row; 2.5 rows take
-        0.15, so 16.7.
+        Example: 10 with 1 row and 20 with 4: an expert takes 0.1 s and 0.2 s per flop of a row; 2.5 rows
+        take 0.15, so 16.7.
         """
         place = bisect_right(self.experts, rows, key=lambda one: one[0])
         if place == len(self.experts):
@@ -53,7 +53,7 @@ class Processor:
         return rows / ((1 - part) * fewer / before + part * more / after)
 
     def times(self, factor: float) -> Processor:
-        """So many times as fast."""
+        """A processor that is `factor` times as fast."""
         experts = tuple((rows, factor * flops) for rows, flops in self.experts)
         return replace(self, flops=factor * self.flops, experts=experts)
 
@@ -66,7 +66,7 @@ class Level:
     memory: float
     """Bytes."""
     bandwidth: float
-    """Bytes/s at which the processor beside it reads it; for a disk, at which it is read."""
+    """Bytes/s at which its processor reads it; for a disk, bytes/s at which it is read."""
     processor: Processor | None
     usable: float = 0.9
     """Share of the memory that a plan may fill."""
@@ -79,18 +79,18 @@ class Level:
 
 @dataclass(frozen=True)
 class Link:
-    """Joins a level to the next faster one. Both directions work at once."""
+    """The link from a level to the next faster one. Both directions work at the same time."""
 
     down: float
     """Bytes/s from the slower level to the faster one."""
     up: float
-    """Bytes/s back."""
+    """Bytes/s from the faster level to the slower one."""
     staging: float | None = None
-    """Bytes/s of the copy into pinned memory that comes before a transfer down; None: no such copy."""
+    """Bytes/s of the copy into pinned memory before a transfer down; None: there is no such copy."""
     latency: float = 0.0
-    """Seconds of each transfer beside its bytes."""
+    """Seconds of each transfer besides its bytes."""
     handover: float = 0.0
-    """Seconds from the end of a task until one of another lane begins that waited for it."""
+    """Seconds between the end of a task and the start of a task of another lane that waited for it."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Hardware:
     """What `moesaic hardware measure` found, in full. Plans do not read it."""
 
     def parallel(self, ranks: int) -> Hardware:
-        """`ranks` fast levels used as one: memory, bandwidth and flops add up, link and slow level do not.
+        """`ranks` fast levels used as one: memory, bandwidth and flops add up; link and slow level stay.
 
         MoE-Lightning, section 4.3. Raises ConfigError for fewer than 1.
         """
@@ -119,7 +119,7 @@ class Hardware:
         return replace(self, name=self.name if ranks == 1 else f"{ranks} x {self.name}", fast=fast)
 
     def with_slow(self, memory: float | None = None, bandwidth: float | None = None) -> Hardware:
-        """Another slow level: bytes, and bytes/s. None keeps what is there."""
+        """The machine with another slow level, in bytes and bytes/s. None keeps the present value."""
         slow = replace(
             self.slow,
             memory=self.slow.memory if memory is None else memory,
@@ -128,13 +128,14 @@ class Hardware:
         return replace(self, slow=slow)
 
     def with_link(self, down: float) -> Hardware:
-        """The slow level sends so many bytes/s, with all that a transfer takes beside; a disk is read so."""
+        """The machine with another link speed, in bytes/s, which includes the overhead of transfers. A disk
+        is read at it."""
         link = replace(self.link, down=down, latency=0.0)
         slow = self.slow if self.slow.processor is not None else replace(self.slow, bandwidth=down)
         return replace(self, link=link, slow=slow)
 
     def to_tables(self) -> dict[str, dict[str, Any]]:
-        """What a hardware file holds: `from_tables` reads it back."""
+        """The tables of a hardware file, which `from_tables` reads."""
         tables: dict[str, dict[str, Any]] = {"machine": {"name": self.name, "source": self.source}}
         for key, level in (("fast", self.fast), ("slow", self.slow)):
             tables[key] = {
@@ -200,7 +201,7 @@ _LEVEL_KEYS = (
 
 
 def _told(processor: Processor) -> dict[str, Any]:
-    """Of a level's table."""
+    """The entries of a processor in its level's table."""
     told: dict[str, Any] = {
         "tflops": processor.flops / 1e12,
         "prefill_efficiency": processor.prefill,
@@ -266,7 +267,7 @@ def _number(
     most: float = float("inf"),
     zero: bool = False,
 ) -> float:
-    """zero: it may be 0."""
+    """A number of a table. zero: 0 is allowed."""
     value = table.get(key, default)
     if value is None:
         raise ConfigError(f"hardware file: {where}.{key} is missing")

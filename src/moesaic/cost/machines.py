@@ -1,8 +1,8 @@
 """Known machines: peak numbers of data sheets, and the hosts of MoE-Lightning's evaluation.
 
-GPU figures: bf16 (T4: fp16) tensor flops without sparsity, and memory bandwidth, of NVIDIA's data sheets;
-T4 and L4 as MoE-Lightning's artifact has them. A data sheet's 10^9 bytes are taken as they are; the papers'
-"GB" are 2^30 bytes. Peaks are not reached: measure a machine to predict it.
+GPU figures are bf16 (T4: fp16) tensor flops without sparsity and memory bandwidth, from NVIDIA's data
+sheets; T4 and L4 are as in MoE-Lightning's artifact. A data sheet's 10^9 bytes are taken as they are; the
+papers' "GB" are 2^30 bytes. Real machines do not reach these peaks: measure a machine to predict it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SHEETS = "data sheets: peaks"
 
 
 def _papers_host(cores: int, gib: float, tflops: float) -> Level:
-    """A Google Cloud host. Its free memory, and 100 GiB/s, as MoE-Lightning's scripts have them."""
+    """A Google Cloud host with the free memory and the 100 GiB/s of MoE-Lightning's scripts."""
     return Level(f"RAM, {cores} cores", gib * GIB, 100 * GIB, Processor(tflops * 1e12), 0.8)
 
 
@@ -33,7 +33,7 @@ def _papers_gpu(gib: float, gibs: float, tflops: float, prefill: float = 1.0) ->
 
 
 def _pcie(gbs: float) -> Link:
-    """PCIe, and a copy into pinned memory by one thread."""
+    """PCIe, with a copy into pinned memory by one thread."""
     return Link(gbs * 1e9, gbs * 1e9, None)
 
 
@@ -59,11 +59,11 @@ MACHINES = {
         Hardware("h200", _gpu(141, 4800, 989), _host(2048, 300, 6.0), _pcie(50), SHEETS),
     )
 }
-"""By the names of `moesaic plan --hardware`."""
+"""The machines, by their names for `moesaic plan --hardware`."""
 
 
 def machine(name: str) -> Hardware:
-    """A known machine. Raises ConfigError naming those there are."""
+    """A known machine. Raises ConfigError that lists the known names."""
     if name not in MACHINES:
         raise ConfigError.field("--hardware", name, ", ".join((*MACHINES, "a .toml file")))
     return MACHINES[name]

@@ -1,7 +1,7 @@
 """Flops and bytes of each operation of a layer, for rows that are computed together.
 
-Bytes are kept apart by what is moved, since each kind may live on another level: weights, cached keys and
-values, activations. Where they live, and over which links they come, is a policy's choice.
+Bytes are counted by kind, since each kind may be on another level: weights, cached keys and values,
+activations. A policy decides on which level they are and over which links they move.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from moesaic.cost.sizes import ModelSizes
 
 @dataclass(frozen=True)
 class Work:
-    """What one operation does, once."""
+    """The work of one operation."""
 
     flops: float = 0.0
     weights: float = 0.0
@@ -29,7 +29,7 @@ class Work:
 
     @property
     def intensity(self) -> float:
-        """Flops for each byte: the operational intensity where all of it is on one level."""
+        """Flops for each byte: the operational intensity if everything is on one level."""
         return self.flops / self.bytes if self.bytes else 0.0
 
     def __add__(self, other: Work) -> Work:
@@ -45,7 +45,7 @@ class Work:
 
 
 def touched(experts: int, top_k: float, rows: float) -> float:
-    """How many experts of a layer `rows` tokens are expected to choose among them, each equally likely.
+    """Expected number of experts of a layer that `rows` tokens choose together, if all are equally likely.
 
     Example: 8 experts, 2 a token: 1 row -> 2, 2 rows -> 3.5, 36 rows -> 8.0.
     """
@@ -53,9 +53,9 @@ def touched(experts: int, top_k: float, rows: float) -> float:
 
 
 def distinct(model: ModelSizes, rows: float) -> float:
-    """How many routed experts of a layer `rows` tokens are expected to choose among them.
+    """Expected number of routed experts of a layer that `rows` tokens choose together.
 
-    By the model's routing where it is known, else as in `touched`.
+    It uses the model's routing if it is known, else `touched`.
     """
     if model.routing is None:
         return touched(model.experts, model.top_k, rows)
@@ -63,12 +63,12 @@ def distinct(model: ModelSizes, rows: float) -> float:
 
 
 def rows_each(model: ModelSizes, rows: float) -> float:
-    """Of the experts that `rows` tokens choose: rows that each has in the mean."""
+    """Mean number of rows of each expert that `rows` tokens choose."""
     return rows * model.top_k / max(distinct(model, rows), 1e-9)
 
 
 def _product(model: ModelSizes, rows: float, before: float, after: float, parameters: float) -> Work:
-    """Rows of `before` numbers times matrices into rows of `after` numbers."""
+    """The product of rows of `before` numbers with matrices that gives rows of `after` numbers."""
     moved = rows * (before + after) * model.row_number
     return Work(2 * rows * parameters, parameters * model.number, 0.0, moved)
 
@@ -81,14 +81,16 @@ def query_key_value(model: ModelSizes, rows: float) -> Work:
 
 
 def attention(model: ModelSizes, rows: float, context: float, number: float) -> Work:
-    """Decode: each row reads its own `context` cached tokens of `number` bytes a number."""
+    """Attention in decode: each row reads its own `context` cached tokens; a cached number has `number`
+    bytes."""
     flops = rows * context * model.attention.pair_flops
     wide = rows * (model.attention.query + model.attention.output) * model.row_number
     return Work(flops, 0.0, model.cache(rows * context, number), wide)
 
 
 def causal_attention(model: ModelSizes, requests: float, prompt: float, number: float) -> Work:
-    """Prefill: each row of a prompt sees those before it; keys and values are read and written once."""
+    """Attention in prefill: each row of a prompt attends to those before it. Keys and values are read and
+    written once."""
     rows = requests * prompt
     flops = rows * (prompt + 1) / 2 * model.attention.pair_flops
     wide = rows * (model.attention.query + model.attention.output) * model.row_number
@@ -105,7 +107,7 @@ def gate(model: ModelSizes, rows: float) -> Work:
 
 
 def routed(model: ModelSizes, rows: float, share: float = 1.0) -> Work:
-    """The routed experts, or a `share` of them and of the rows' choices; only those touched are read.
+    """The routed experts, or a `share` of them and of the rows' choices. Only chosen experts are read.
 
     Each row passes top_k experts: 6 * top_k * hidden * width flops.
     """
@@ -116,7 +118,7 @@ def routed(model: ModelSizes, rows: float, share: float = 1.0) -> Work:
 
 
 def shared(model: ModelSizes, rows: float) -> Work:
-    """What each token of a layer with experts passes beside them."""
+    """The shared experts, which each token of a layer with routed experts passes."""
     return _gated(model, rows, model.shared_width)
 
 
@@ -132,20 +134,21 @@ def _gated(model: ModelSizes, rows: float, width: int) -> Work:
 
 
 def feed_forward(model: ModelSizes, rows: float, share: float = 1.0) -> Work:
-    """Gate, shared experts and a share of the routed ones."""
+    """The gate, shared experts and a share of the routed experts."""
     return gate(model, rows) + shared(model, rows) + routed(model, rows, share)
 
 
 def between(model: ModelSizes, rows: float, answers: float) -> Work:
-    """What lies between the products of a layer: two norms, rotations, residuals, the sum of the answers.
+    """The work between the products of a layer: two norms, rotations, residuals, the sum of the experts'
+    answers.
 
-    Rows are read and written, each with so many `answers` of experts; there are next to no flops. It counts
-    where rows are more than caches hold: in prefill.
+    Rows are read and written, each with this number of `answers` of experts; there are hardly any flops. It
+    matters if the rows exceed the caches, in prefill.
     """
     numbers = (8 + 2 * answers) * model.hidden + 2 * (model.attention.query + model.attention.cached)
     return Work(activations=rows * numbers * model.row_number)
 
 
 def head(model: ModelSizes, rows: float) -> Work:
-    """Logits of the rows that are sampled."""
+    """The logits of the sampled rows."""
     return _product(model, rows, model.hidden, model.vocab, model.hidden * model.vocab)

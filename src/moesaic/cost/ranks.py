@@ -1,8 +1,8 @@
 """One rank's part of a model, and of a machine whose processors, memory and link all ranks share.
 
-What a rank reads and computes in a layer is what a model of its own heads and experts would, on its part of
-the machine; each row then chooses so many of these experts in the mean. What every rank has whole (gates,
-shared experts, dense layers, embeddings, rows) is counted whole. For GPUs that are priced as one see
+In a layer, a rank reads and computes what a model with its heads and experts would, on its part of the
+machine. Each row then chooses a mean number of these experts. What every rank has whole (gates, shared
+experts, dense layers, embeddings, rows) is counted whole. For GPUs that are priced as one, see
 Hardware.parallel.
 """
 
@@ -16,7 +16,7 @@ from moesaic.cost.sizes import Attention, GroupedQuery, Latent, ModelSizes
 
 
 def model_of_rank(model: ModelSizes, ranks: int, experts: int) -> ModelSizes:
-    """experts: that the rank has of each layer.
+    """The model of one rank. experts: the rank's experts in each layer.
 
     Example: 8 heads over 2 key-value heads, 2 of 8 experts a token, 4 ranks: 2 heads over 1, 0.5 of 2.
     """
@@ -25,7 +25,8 @@ def model_of_rank(model: ModelSizes, ranks: int, experts: int) -> ModelSizes:
 
 
 def _heads(attention: Attention, ranks: int) -> Attention:
-    """Key-value heads are held by several ranks where there are fewer of them; a latent is whole on each."""
+    """The attention of one rank. If there are fewer key-value heads than ranks, several ranks hold the
+    same; a latent is whole on each rank."""
     if isinstance(attention, GroupedQuery):
         kept = max(1, attention.kv_heads // ranks)
         return replace(attention, heads=attention.heads // ranks, kv_heads=kept)
@@ -34,10 +35,11 @@ def _heads(attention: Attention, ranks: int) -> Attention:
 
 
 def share_of_rank(hardware: Hardware, ranks: int, gpus: int = 0) -> Hardware:
-    """An equal part of what ranks of a host have together.
+    """An equal part of what the ranks of a host share.
 
-    gpus: 0: cores with the bandwidth of RAM, and the disk; memory stays as it is. Else so many fast levels,
-    each of a rank or of several; the link and the RAM, with its processor, are all ranks'.
+    gpus: 0: the ranks share cores, the bandwidth of RAM, and the disk; memory stays as it is. Else the
+    number of fast levels, each of one rank or several; the ranks share the link and the RAM with its
+    processor.
     """
     fast, slow, link = hardware.fast, hardware.slow, hardware.link
     staging = None if link.staging is None else link.staging / ranks

@@ -1,4 +1,5 @@
-"""config.json -> the sizes that cost something. Wider than models/: what cannot be served can be planned."""
+"""Reads the sizes that cost something from a config.json. It knows more models than models/: a model that
+cannot be served can still be planned."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from moesaic.cost.sizes import BYTES, GroupedQuery, Latent, ModelSizes
 Raw = Mapping[str, Any]
 _REQUIRED = object()
 LAYERS, MOST = 10_000, 2**31 - 1
-"""The largest number of layers, and of anything else, that is read."""
+"""Maximum number of layers, and maximum value of all other numbers."""
 
 
 def read(raw: Raw, name: str) -> ModelSizes:
-    """The sizes in a config.json, as it was parsed; `name` is what reports call the model.
+    """The sizes in a parsed config.json. `name` is what reports call the model.
 
-    Raises CheckpointError, naming the key, for a model_type without routed experts that we know, a missing
-    or wrong number, numbers that contradict each other, and quantized weights.
+    Raises CheckpointError, naming the key, for an unknown model_type, a missing or wrong number,
+    contradicting numbers, and quantized weights.
     """
     kind = str(raw.get("model_type"))
     if kind not in _READERS:
@@ -131,7 +132,7 @@ def _grouped(raw: Raw) -> GroupedQuery:
 
 
 def _key_heads(raw: Raw, name: str, heads: int, default: Any = _REQUIRED) -> int:
-    """As many query heads read each of them."""
+    """Number of key-value heads, each shared by the same number of query heads."""
     found = _integer(raw, name, default)
     if heads % found:
         raise _refuse(name, found, f"a divisor of {heads} attention heads")
@@ -139,7 +140,7 @@ def _key_heads(raw: Raw, name: str, heads: int, default: Any = _REQUIRED) -> int
 
 
 def _dense_layers(raw: Raw, layers: int) -> set[int]:
-    """Of a model in which other layers have routed experts."""
+    """The dense layers of a model whose other layers have routed experts."""
     found = raw.get("mlp_only_layers") or []
     if not isinstance(found, list) or any(layer not in range(layers) for layer in found):
         raise _refuse("mlp_only_layers", found, f"a list of layers, 0 to {layers - 1}")

@@ -1,7 +1,9 @@
-"""The hierarchical roofline model: what an operation can reach where it runs, and where the data comes from.
+"""The hierarchical roofline model: the speed of an operation by where it runs and where its data comes
+from.
 
-MoE-Lightning, section 3.2, Equations 4 to 11. Level i computes; level j, slower, holds data that operation x
-needs. I_i and I_j are x's flops for each byte that is read at level i, and fetched from level j.
+MoE-Lightning, section 3.2, Equations 4 to 11. Level i computes; the slower level j holds data that
+operation x needs. I_i and I_j are x's flops for each byte that is read at level i, and fetched from level
+j.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from moesaic.cost.ops import Work
 
 
 def seconds(work: Work, level: Level, efficiency: float = 1.0) -> float:
-    """Of an operation whose data is on the level that computes (Equation 8): its slower roof.
+    """Seconds of an operation whose data is on the level that computes (Equation 8): the slower of its
+    roofs.
 
-    Where the processor does not overlap the two, a part of the faster roof too. efficiency: share of the
-    processor's peak that it reaches. Raises ValueError where nothing computes.
+    If the processor does not overlap both, a part of the faster roof is added. efficiency: share of the
+    processor's peak that the operation reaches. Raises ValueError if nothing computes.
 
-    Example: 4 flops and 6 bytes at 1 flop/s and 2 bytes/s: 4 s of computing, 3 s of reading; 4 s in all, and
-    with an overlap of 0.5 5.5 s.
+    Example: 4 flops and 6 bytes at 1 flop/s and 2 bytes/s: 4 s of computing, 3 s of reading; 4 s in all,
+    and with an overlap of 0.5 5.5 s.
     """
     if level.processor is None:
         raise ValueError(f"nothing computes beside {level.name}")
@@ -30,9 +33,9 @@ def seconds(work: Work, level: Level, efficiency: float = 1.0) -> float:
 def seconds_with_experts(
     beside: Work, routed: Work, rows: float, level: Level, efficiency: float = 1.0
 ) -> float:
-    """Of routed experts with `rows` rows each in the mean, and of what is computed beside them.
+    """Seconds of routed experts with a mean of `rows` rows each, and of the work `beside` them.
 
-    Where the experts' rate was measured that is theirs, and `efficiency` that of the rest.
+    If the experts' rate was measured, it is used for them, and `efficiency` for the rest.
     """
     if level.processor is None or not level.processor.experts or not routed.flops:
         return seconds(beside + routed, level, efficiency)
@@ -40,7 +43,7 @@ def seconds_with_experts(
 
 
 def attention_seconds(work: Work, level: Level) -> float:
-    """Of attention to cached tokens on the same level, one row a request."""
+    """Seconds of attention to cached tokens on the same level, with one row for each request."""
     return seconds(work, level) / (level.processor.attention if level.processor else 1.0)
 
 
@@ -56,7 +59,8 @@ class Roofs:
 
     @classmethod
     def of(cls, hardware: Hardware) -> Roofs:
-        """Raises ValueError where the fast level has no processor; a slow level without one has peak 0."""
+        """The roofs of a machine. Raises ValueError if the fast level has no processor. A slow level
+        without one has peak 0."""
         fast, slow = hardware.fast, hardware.slow
         if fast.processor is None:
             raise ValueError(f"nothing computes beside {fast.name}")
@@ -76,14 +80,14 @@ class Roofs:
         return min(self.at_i(intensity_i), self.link * intensity_j)
 
     def fetch_pays(self, intensity_j: float) -> bool:
-        """Whether computing on i can beat computing on j, for an operation whose data is on j."""
+        """True if computing on i can be faster than computing on j, for an operation whose data is on j."""
         return self.link * intensity_j > self.at_j(intensity_j)
 
     @property
     def p1(self) -> float:
-        """I_j below which fetching never pays (Equation 9): the link's roof crosses level j's own.
+        """I_j below which fetching never pays (Equation 9): the link's roof crosses level j's own roof.
 
-        0 where the link is at least as fast as level j's memory, or nothing computes on j.
+        0 if the link is at least as fast as level j's memory, or if nothing computes on j.
         """
         if self.link >= self.bandwidth_j:
             return 0.0
@@ -96,7 +100,7 @@ class Roofs:
     def balance(self, intensity_i: float) -> float:
         """I_j at which level i's memory and the link take equally long (Equation 11).
 
-        Beyond it a larger batch alone is of no use: I_i has to grow as well. Where level i computes at its
-        peak it is beyond P2.
+        Beyond it a larger batch alone does not help: I_i has to grow as well. If level i computes at its
+        peak, it is beyond P2.
         """
         return self.bandwidth_i * intensity_i / self.link

@@ -1,4 +1,5 @@
-"""How few experts rows choose together where they choose alike, from rows that were seen."""
+"""How many different experts rows choose together, estimated from recorded rows. Similar rows choose
+fewer."""
 
 from __future__ import annotations
 
@@ -12,28 +13,28 @@ from moesaic.core.profile import Profile
 
 FloatArray = npt.NDArray[np.float64]
 LAST = 16
-"""Tokens of a request that are looked at: a decode step computes rows behind all of its context."""
+"""Number of last tokens of a request that are used: decode steps compute rows with all of their context."""
 REQUESTS = 128
-"""Most requests that are looked at."""
+"""Maximum number of requests that are used."""
 BEYOND = (2, 4, 8, 16, 32, 64)
-"""Times as many rows as requests that were seen."""
+"""Multiples of the recorded requests for which the curve is extrapolated."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """A curve: the share of a layer's experts that rows of different requests choose among them."""
+    """A curve: the share of a layer's experts that rows of different requests choose together."""
 
     rows: tuple[float, ...]
-    """From 1 on, ascending."""
+    """Numbers of rows, from 1, ascending."""
     shares: tuple[float, ...]
-    """In the mean of all layers."""
+    """Shares for these numbers, averaged over the layers."""
 
     @classmethod
     def of(cls, profile: Profile, experts: int, top_k: float) -> Routing:
-        """By the last tokens of a profile's requests.
+        """The routing by the last tokens of a profile's requests.
 
-        experts, top_k: of the model's layers. Raises ConfigError for a profile of another model, or one that
-        kept no routes.
+        experts, top_k: of the model's layers. Raises ConfigError for a profile of another model, or without
+        routes.
         """
         routes = profile.routes
         if (profile.num_experts, profile.top_k) != (experts, top_k) or not len(routes.tokens):
@@ -49,7 +50,7 @@ class Routing:
 
     @classmethod
     def seen(cls, requests: list[npt.NDArray[np.integer]], experts: int) -> Routing:
-        """requests: of each some rows' ids [t, layers, k], in a model with so many experts."""
+        """The routing by recorded rows. requests: expert ids [t, layers, k] of each request's rows."""
         left = _left(np.stack([_missed(rows, experts) for rows in requests]))
         count = len(requests)
         more = [left[-1] ** times for times in BEYOND]
@@ -58,10 +59,10 @@ class Routing:
         return cls(tuple(map(float, rows)), tuple(shares))
 
     def share(self, rows: float) -> float:
-        """Of a layer's experts, those that so many rows choose among them.
+        """The share of a layer's experts that this number of rows chooses together.
 
-        Between two points of the curve on the line over the logarithm of rows. Fewer than one row choose a
-        part of what one does.
+        Between two points of the curve it is linear in the logarithm of rows. Less than one row chooses a
+        part of what one row does.
         """
         if rows < 1:
             return rows * self.shares[0]
@@ -76,9 +77,11 @@ def _missed(rows: npt.NDArray[np.integer], experts: int) -> FloatArray:
 
 
 def _left(missed: FloatArray) -> FloatArray:
-    """[r, ...] probability of each request's row to miss something -> [r + 1, ...] that n rows all do.
+    """[r, ...] probability that each request's row misses something -> [r + 1, ...] that n rows all miss
+    it.
 
-    They are of n different requests, since those of one are alike: the mean of the products over all sets.
+    The rows are of n different requests, since those of one request are alike: the mean of the products
+    over all sets.
 
     Example: 0.5 and 0: none 1, one 0.25, both 0.
     """

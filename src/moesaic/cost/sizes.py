@@ -9,9 +9,9 @@ from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, row_bytes
 from moesaic.cost.routing import Routing
 
 BYTES = {dtype: float(size) for dtype, size in NUMBER_BYTES.items()}
-"""Of a weight."""
+"""Bytes of a weight."""
 CACHE_BYTES = {**BYTES, "int8": 1.0, "int4": 0.5}
-"""Of a cached number. Those of integers are multiples of their row's scale."""
+"""Bytes of a cached number. Integers are multiples of their row's scale."""
 SCALE_BYTES = 4.0
 
 
@@ -24,7 +24,7 @@ class Attention(Protocol):
 
     @property
     def rows(self) -> int:
-        """Rows that they are in: keys and values of heads, or one latent."""
+        """Number of rows that they form: keys and values of heads, or one latent."""
 
     @property
     def query(self) -> int:
@@ -49,7 +49,7 @@ class GroupedQuery:
     heads: int
     kv_heads: int
     width: int
-    """Numbers of a head."""
+    """Width of a head."""
 
     @property
     def cached(self) -> int:
@@ -77,22 +77,23 @@ class GroupedQuery:
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention in its absorbed form: a token caches one latent and one turned key.
+    """Multi-head latent attention in its absorbed form: a token caches one latent and one rotated key.
 
-    DeepSeek-AI, DeepSeek-V2, section 2.1. Absorbed, key and value are the same latent: a pair costs
-    heads * (2 * (rank + turned) + 2 * rank) flops, and the matrices that unfold it act on rows instead.
+    DeepSeek-AI, DeepSeek-V2, section 2.1. In the absorbed form key and value are the same latent: a pair
+    costs heads * (2 * (rank + turned) + 2 * rank) flops, and the matrices that expand the latent act on
+    rows instead.
     """
 
     heads: int
     rank: int
     turned: int
-    """Numbers of a key that carry the position."""
+    """Width of a key's part with rotary position embedding."""
     straight: int
-    """Numbers of a head's key that do not."""
+    """Width of a head's key without it."""
     value: int
-    """Numbers of a head's value."""
+    """Width of a head's value."""
     query_rank: int | None = None
-    """Inner width of the query's projection; None: one matrix."""
+    """Inner width of the query's projection; None: a single matrix."""
 
     @property
     def cached(self) -> int:
@@ -125,7 +126,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a forward pass reads and computes. Widths in numbers, `number` in bytes."""
+    """What a forward pass reads and computes. Widths are in numbers, `number` is in bytes."""
 
     name: str
     layers: int
@@ -133,18 +134,18 @@ class ModelSizes:
     vocab: int
     attention: Attention
     moe_layers: int
-    """Layers with routed experts; the others are dense."""
+    """Number of layers with routed experts; the others are dense."""
     experts: int
-    """Routed experts of such a layer."""
+    """Routed experts of each such layer."""
     top_k: float
-    """Of them that a token chooses; a rank's part need not be whole."""
+    """Number of them that a token chooses. For a rank's part it need not be whole."""
     expert_width: int
     shared_width: int = 0
-    """Inner width of what every token passes beside its experts, in layers that have them."""
+    """Inner width of the shared experts, in layers that have routed experts."""
     dense_width: int = 0
     """Inner width of a dense layer."""
     tied: bool = False
-    """The head is the embedding."""
+    """True if the head's weights are those of the embedding."""
     number: float = 2.0
     """Bytes of one stored number: 2 for bf16 and fp16."""
     compressed: bool = False

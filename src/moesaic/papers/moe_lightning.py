@@ -1,15 +1,16 @@
-"""MoE-Lightning's own policy search, as its published policies come from.
+"""MoE-Lightning's own policy search, which produced its published policies.
 
-The paper calls it a mixed-integer program. It is an enumeration of micro-batches mu and of their number; with
-both fixed only w, the share of expert weights that stays on the GPU, is free: a closed form. Attention runs
-on the CPU, all else on the GPU, prefill is not in the objective. Its simplifications are kept as they are:
+The paper calls it a mixed-integer program. It enumerates micro-batch sizes mu and their number. With both
+fixed, only w is free, the share of expert weights that stays on the GPU, and it has a closed form.
+Attention runs on the CPU and everything else on the GPU; prefill is not part of the objective. The paper's
+simplifications are kept:
 
-- Hidden states and the projections around attention cost nothing; a micro-batch reads all experts.
-- The CPU's attention counts the scores' flops and not the weighted sum's, at the full context s + n.
-- Tensor parallelism multiplies memory, bandwidth and flops of the GPU, not the link.
-- w is a real number; the engine keeps int(experts * w) whole experts, for Mixtral none below 1/8.
+- Hidden states and the projections around attention cost nothing; a micro-batch reads all experts. - The
+CPU's attention counts the flops of scores, not those of the weighted sum, at the full context s + n. -
+Tensor parallelism multiplies memory, bandwidth and flops of the GPU, not the link. - w is a real number;
+the engine keeps int(experts * w) whole experts, for Mixtral none below 1/8.
 
-"GB" is 2^30 bytes and numbers are fp16. `planner` is what this project plans with.
+"GB" is 2^30 bytes and numbers are fp16. moesaic itself plans with `policy.offloading.planner`.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from moesaic.cost.hardware import GIB, Hardware
 from moesaic.cost.sizes import GroupedQuery, ModelSizes
 
 GPU_SHARE, CPU_SHARE, WORKSPACE = 0.86, 0.8, 1.2
-"""Shares of both memories that are filled, and what workspaces are multiplied by."""
+"""Usable shares of GPU and CPU memory, and the factor for workspaces."""
 EQUAL = 1 - 1e-9
-"""Throughputs as close as this are equal."""
+"""Throughputs whose ratio is above this count as equal."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a policy is searched for. The GPU of `hardware` is one of `gpus`."""
+    """The input of a search. The GPU of `hardware` is one of `gpus`."""
 
     model: ModelSizes
     hardware: Hardware
@@ -43,7 +44,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Priced:
-    """A policy and what the published model says of it. Seconds are of one layer, bytes are peaks."""
+    """A policy with the published model's prediction. Seconds are those of one layer, bytes are peaks."""
 
     micro_batch: int
     micro_batches: int
@@ -55,7 +56,7 @@ class Priced:
     gpu_bytes: float
     cpu_bytes: float
     throughput: float
-    """Decoded tokens/s, prefill left out."""
+    """Decoded tokens/s, without prefill."""
     fits: bool
 
     @property
@@ -73,7 +74,8 @@ class Priced:
 
 
 def price(setting: Setting, mu: int, count: int) -> Priced:
-    """`count` micro-batches of `mu` requests with the best w; w is cut to 0 .. 1 where nothing fits.
+    """The prediction for `count` micro-batches of `mu` requests with the best w. If nothing fits, w is cut
+    to 0 .. 1.
 
     Example: Mixtral 8x7B on the L4, s = 77, n = 32, 324 x 14: w 0.0559, 0.1549 s a layer, 944.66 tokens/s.
     """
@@ -102,16 +104,17 @@ def price(setting: Setting, mu: int, count: int) -> Priced:
 
 
 def grid() -> Iterator[int]:
-    """The micro-batches that are searched: 1, 2, 3, 4, then 36, 68, 100, ..."""
+    """The micro-batch sizes of the search: 1, 2, 3, 4, then 36, 68, 100, ..."""
     yield from range(1, 4)
     yield from itertools.count(4, 32)
 
 
 def search(setting: Setting) -> Priced:
-    """Each micro-batch of the grid with 1, 2, ... of them, until nothing fits or the throughput falls.
+    """The best policy. For each size of the grid the number of micro-batches grows until nothing fits or
+    the throughput falls.
 
-    Of equal ones the first wins. (In the published code the last does, but where the GPU is the limit equal
-    ones differ by rounding errors, so its result there is any of a `plateau`.) Raises ConfigError where
+    Of equal policies the first wins. In the published code the last wins. There, if the GPU is the limit,
+    equal policies differ by rounding errors, so its result is any of a `plateau`. Raises ConfigError if
     nothing fits.
     """
     best: Priced | None = None
@@ -135,7 +138,7 @@ def search(setting: Setting) -> Priced:
 
 
 def plateau(setting: Setting, found: Priced) -> int:
-    """The most micro-batches that fit and are predicted the same throughput."""
+    """The largest number of micro-batches that fits and has the same predicted throughput."""
     count = found.micro_batches
     while True:
         more = price(setting, found.micro_batch, count + 1)
@@ -145,10 +148,11 @@ def plateau(setting: Setting, found: Priced) -> int:
 
 
 def prefill_seconds(setting: Setting, batch: int) -> float:
-    """Of the whole batch, by the same simplifications; the published search leaves prefill out.
+    """Seconds of prefill for the whole batch, by the same simplifications. The published search leaves
+    prefill out.
 
-    Weights come over the link once a layer, while each token passes top_k experts on the GPU, which reaches
-    its `prefill` share of the peak. Example: Mixtral 8x7B on the T4, 504 prompts of 418: 73 s.
+    Weights cross the link once a layer, and each token passes top_k experts on the GPU, which reaches its
+    `prefill` share of the peak. Example: Mixtral 8x7B on the T4, 504 prompts of 418: 73 s.
     """
     model, processor = setting.model, setting.hardware.fast.processor
     assert processor is not None
@@ -158,7 +162,7 @@ def prefill_seconds(setting: Setting, batch: int) -> float:
 
 
 def with_prefill(setting: Setting, found: Priced) -> float:
-    """Tokens/s over prefill and decode, which is what was measured."""
+    """Tokens/s over prefill and decode, which is what the paper measured."""
     tokens = found.batch * setting.generate
     return tokens / (prefill_seconds(setting, found.batch) + tokens / found.throughput)
 
@@ -169,7 +173,7 @@ def _experts(model: ModelSizes) -> float:
 
 
 def _gpu_fixed(setting: Setting, mu: int, batch: int) -> float:
-    """Bytes on the GPU beside experts: projections, the larger phase's rows, the workspace of prefill."""
+    """Bytes on the GPU besides experts: projections, the larger phase's rows, the workspace of prefill."""
     model, gpus, s = setting.model, setting.gpus, setting.prompt
     attention, hidden = _grouped(model), model.hidden
     other = 2.0 * model.layers * sum(attention.projected(hidden))
@@ -185,14 +189,15 @@ def _gpu_fixed(setting: Setting, mu: int, batch: int) -> float:
 
 
 def _cpu_kept(setting: Setting, batch: int) -> float:
-    """Bytes in RAM beside experts: the cache, and the hidden states of all prompts."""
+    """Bytes in RAM besides experts: the cache, and the hidden states of all prompts."""
     s, cached = setting.prompt, _grouped(setting.model).cached
     cache = 2.0 * cached * (s + setting.generate) * batch * setting.model.layers
     return cache + 2.0 * setting.model.hidden * batch * s * setting.gpus
 
 
 def _gpu_seconds(setting: Setting, mu: int) -> float:
-    """A micro-batch's experts in one layer. Output rows count the inner width, as in the published code."""
+    """Seconds of a micro-batch's experts in one layer. Output rows count the inner width, as in the
+    published code."""
     model, level = setting.model, setting.hardware.fast
     assert level.processor is not None
     flops = 2.0 * mu * model.top_k * model.expert
@@ -201,7 +206,7 @@ def _gpu_seconds(setting: Setting, mu: int) -> float:
 
 
 def _cpu_seconds(setting: Setting, mu: int) -> float:
-    """A micro-batch's attention in one layer."""
+    """Seconds of a micro-batch's attention in one layer."""
     attention, level = _grouped(setting.model), setting.hardware.slow
     assert level.processor is not None
     context = setting.prompt + setting.generate

@@ -1,9 +1,9 @@
 """What MoE-Lightning evaluated: inputs, published policies and published throughputs.
 
-Policies and throughputs: the paper's Figures 7 and 8, Tables 4 and 5, and its artifact's README. Inputs that
-the paper leaves out are stated: m_c, the RAM that was free when a search began, b_c, the RAM's bandwidth on
-the command line, and the variant of the GPU's memory. A T4 counts as 15 GiB, an L4 as 24 GiB, the link as
-16 GiB/s.
+Policies and throughputs are from the paper's Figures 7 and 8, its Tables 4 and 5, and its artifact's
+README. Inputs that the paper leaves out are stated here: m_c, the RAM that was free when a search began;
+b_c, the RAM's bandwidth on the command line; and the variant of the GPU's memory. A T4 counts as 15 GiB, an
+L4 as 24 GiB, the link as 16 GiB/s.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from moesaic.policy.offloading.flexgen import search as flexgen_search
 from moesaic.policy.offloading.policies import Workload
 
 SMALL, LARGE = 184.29, 405.0
-"""m_c in GiB: of the 192 GB hosts as in the README's example; of the 416 GB hosts an assumption."""
+"""m_c in GiB: for the 192 GB hosts as in the README's example; for the 416 GB hosts an assumption."""
 LENGTHS = (32, 64, 128, 256)
 """Generated tokens in MTBench."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """One setting. What was not published is None."""
+    """One setting. None: not published."""
 
     name: str
     setting: Setting
@@ -41,7 +41,7 @@ class Published:
 
     @property
     def inputs(self) -> str:
-        """Every input of the search, in a line."""
+        """Every input of the search, in one line."""
         given, slow = self.setting, self.setting.hardware.slow
         residual = "residual off-loaded" if given.residual_offloaded else "residual on GPU"
         return (
@@ -60,13 +60,13 @@ def setting(
     bandwidth: float = 100,
     residual_offloaded: bool = False,
 ) -> Setting:
-    """free, bandwidth: of the host's RAM, in GiB and GiB/s."""
+    """A setting. free, bandwidth: of the host's RAM, in GiB and GiB/s."""
     hardware = machine(gpu).with_slow(free * GIB, bandwidth * GIB)
     return Setting(KNOWN[model], hardware, prompt, generate, gpus, residual_offloaded)
 
 
 def settings() -> Iterator[Published]:
-    """All of them, in the paper's order: 32 of MTBench, 4 of HELM."""
+    """All settings in the paper's order: 32 of MTBench, 4 of HELM."""
     yield from _padded()
     yield from _unpadded()
     yield from _tensor_parallel()
@@ -149,7 +149,7 @@ class FlexGenPublished:
     predicted: float
 
     def search(self, walk: bool = False) -> FlexGenFound:
-        """The same search, here."""
+        """Repeat the search."""
         model = KNOWN["mixtral-8x7b"]
         return flexgen_search(model, FITTED[self.gpu], Workload(self.prompt, self.generate), walk)
 
@@ -171,4 +171,4 @@ FLEXGEN = tuple(
         ("l4", 1984, 64, 8, 36, 1.25),
     )
 )
-"""What MoE-Lightning's artifact ran FlexGen with."""
+"""The settings with which MoE-Lightning's artifact ran FlexGen."""

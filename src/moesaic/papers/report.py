@@ -1,4 +1,5 @@
-"""`moesaic plan --paper`: published policies found anew, with every input and what was then measured."""
+"""`moesaic plan --paper`: repeats the published searches, and shows every input and the measured
+throughput."""
 
 from __future__ import annotations
 
@@ -20,20 +21,21 @@ from moesaic.policy.offloading.pricing import Price, Pricing
 
 @dataclass(frozen=True)
 class Row:
-    """A setting: what was published, what the same search finds, what our planner would do."""
+    """A setting: what was published, what the same search finds, and what moesaic's planner chooses."""
 
     setting: Published
     found: moe_lightning.Priced
     last: int
-    """The most micro-batches that are predicted the same."""
+    """The largest number of micro-batches with the same predicted throughput."""
     whole: float
-    """Tokens/s that the published model predicts with prefill, of the published policy where it is known."""
+    """Tokens/s that the published model predicts including prefill, for the published policy if it is
+    known."""
     ours: Price | None
-    """The planner's own policy on the same numbers; None where it finds none that fits."""
+    """The planner's own policy on the same numbers; None if it finds none that fits."""
 
     @property
     def verdict(self) -> str:
-        """How the published policy relates to the one that is found."""
+        """How the published policy relates to the policy that the search finds."""
         wanted, found = self.setting, self.found
         if wanted.batch is None:
             return "not known"
@@ -66,7 +68,7 @@ class Cross:
     micro_batch: int
     batch: int
     peaks: float
-    """Tokens/s by the T4's peaks."""
+    """Tokens/s with the T4's peak numbers."""
     fitted: float
     """Tokens/s with the link and the prefill that the paper's results imply."""
     measured: float | None
@@ -80,7 +82,7 @@ class Paper:
 
 
 def reproduce() -> Paper:
-    """Every search anew."""
+    """Repeat every search."""
     rows = [_row(one) for one in settings()]
     flexgen = []
     for wanted in FLEXGEN:
@@ -119,7 +121,7 @@ TABLE_5: tuple[tuple[str, int, int, float, float | None], ...] = (
     ("MoE-Lightning's", 36, 14, 16.816, 30.12),
     ("MoE-Lightning's, larger N", 36, 31, 20.654, None),
 )
-"""Policy, micro-batch and their number, tokens/s measured with S4 and with CGOPipe: MTBench, T4, n = 128."""
+"""Policy, micro-batch size and number, tokens/s measured with S4 and with CGOPipe: MTBench, T4, n = 128."""
 
 
 def _cross() -> Iterator[Cross]:
@@ -145,7 +147,7 @@ HEADER = (
 
 
 def as_text(paper: Paper) -> str:
-    """Three tables; below each setting its inputs."""
+    """Three tables; the inputs stand below each setting."""
     lines = [
         "MoE-Lightning's own search (GiB, GiB/s; tokens/s). decode: predicted of the policy that is found;",
         "+prefill: predicted of the published policy with prefill, as was measured; ratio: of both.",

@@ -1,6 +1,6 @@
-"""From a job and a machine to the settings of a worker whose model is larger than its fast memory.
+"""Plans a worker whose model is larger than its fast memory: from a job and a machine to its settings.
 
-And back: what the passes that it made should have taken, beside what they took.
+After the run it also predicts what the passes should have taken, to compare with what they took.
 """
 
 from __future__ import annotations
@@ -29,38 +29,40 @@ from moesaic.policy.offloading.planner import SearchLimits
 from moesaic.policy.offloading.pricing import Price, Pricing
 
 ROW_BYTES = 4.0
-"""Rows are float32; a CPU caches in it, too, unless told otherwise."""
+"""Bytes of a number in a row: rows are float32. A CPU caches float32 as well, unless told otherwise."""
 SAMPLING = 14
-"""Copies of a row's logits that are in memory while a token is drawn from it, at most."""
+"""Maximum number of copies of a row's logits in memory while its token is sampled."""
 NEAR = 0.01
-"""Where the disk is the limit many policies are as fast as each other."""
+"""Policies whose speeds differ by less than this share count as equal. If the disk is the limit, many are."""
 OVER_DISK: tuple[Schedule, ...] = ("cgopipe", "on-demand")
-"""Schedules that a disk can feed, as they are searched."""
+"""Schedules that work with a disk as slow level, in the order of the search."""
 OVER_RAM: tuple[Schedule, ...] = ("cgopipe", "in-place", "on-demand")
-"""Of a GPU, beside whose slow level the CPU computes."""
+"""Schedules of a GPU over RAM, where the CPU can compute."""
 COMPUTED_BESIDE: tuple[Schedule, ...] = ("in-place", "s2", "s3")
-"""They need that."""
+"""Schedules in which the CPU computes."""
 GATED_FIRST: tuple[Schedule, ...] = ("on-demand", "in-place")
-"""They have the gates of a layer before any of its experts."""
+"""Schedules that compute a layer's gates before they load any of its experts."""
 OF_A_GROUP: tuple[Schedule, ...] = ("cgopipe",)
-"""The same of a group of processes, which meets between gate and experts: these are one task then."""
+"""Schedules of a group of processes. Its ranks exchange rows between gate and experts, so these are one
+task."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A policy and what it was chosen for. Of a group of processes: of each of its ranks."""
+    """A policy and what it was chosen for. For a group of processes: those of each rank."""
 
     model: ModelSizes
     hardware: Hardware
-    """With the fast level cut to what it may take."""
+    """The machine, with the fast level reduced to the memory that it may take."""
     price: Price
     worker: WorkerConfig
-    """That carries it out."""
+    """Settings of the worker that carries out the policy."""
 
     def predicted(self, done: PassStats, link: float | None = None) -> float:
-        """Seconds that these passes should have taken, by the roofline of what was in them: no logits are.
+        """Seconds that these passes should have taken, by the roofline of their rows. Logits are not
+        included.
 
-        link: bytes/s that the slow level sent, where it is known; None: as the plan had it.
+        link: bytes/s that the slow level reached, if known; None: the plan's.
         """
         hardware = self.hardware if link is None else self.hardware.with_link(link)
         sequences = done.passes * done.sequences
@@ -80,16 +82,18 @@ class Planned:
 def plan(
     worker: WorkerConfig, options: OffloadConfig, job: Job, hardware: Hardware, gpus: int = 0
 ) -> Planned:
-    """The policy for RAM over the disk of the checkpoint, or for a GPU over RAM, and a worker's settings.
+    """Plan a worker: RAM over the checkpoint's disk, or a GPU over RAM.
 
-    gpus: that there are for its ranks; 0: the fast level is RAM.
-    Raises ConfigError for a cap that is too small, with the smallest that is not, for flags that the plan
-    sets or that leave nothing to choose from, and for a machine of the other kind.
+    gpus: number of GPUs for the ranks; 0: the fast level is RAM. Raises ConfigError for a fast memory that
+    is too small, naming the smallest that is enough; for flags that the plan sets or that leave no choice;
+    and for a machine of the other kind.
     """
     gpu, ranks = gpus > 0, worker.parallel.tensor_parallel_size
     _refuse_planned(worker, options, gpu)
     _refuse_machine(hardware, options, gpu)
-    if gpu and hardware.link.staging is None:  # pages go through pinned memory: read and written by the CPU
+    if (
+        gpu and hardware.link.staging is None
+    ):  # pages go through pinned memory, which the CPU reads and writes
         hardware = replace(hardware, link=replace(hardware.link, staging=hardware.slow.bandwidth / 2))
     model, limits = _sizes(worker, options.profile), _limits(options, job, ranks, gpu)
     if ranks > 1:
@@ -110,9 +114,9 @@ def plan(
 
 
 def _experts_of_rank(worker: WorkerConfig, model: ModelSizes) -> int:
-    """The most experts of a layer that a rank has.
+    """The most experts of a layer that one rank has.
 
-    Raises ConfigError for heads that cannot be dealt out, and for a placement of another model's experts.
+    Raises ConfigError if the heads cannot be divided, and for a placement of another model's experts.
     """
     parallel, path = worker.parallel, files.resolve(worker.model.model, worker.model.revision)
     routed = registry.read_spec(path, Shard(0, parallel.tensor_parallel_size)).routed
@@ -124,7 +128,7 @@ def _experts_of_rank(worker: WorkerConfig, model: ModelSizes) -> int:
 
 
 def _refuse_machine(hardware: Hardware, options: OffloadConfig, gpu: bool) -> None:
-    """A disk computes nothing, and is no memory for a GPU."""
+    """Raises ConfigError for a disk that should compute, or that should be a GPU's slow memory."""
     if gpu == (hardware.slow.processor is not None):
         return
     levels = "GPU memory over RAM" if gpu else "RAM over a disk, which computes nothing"
@@ -134,7 +138,7 @@ def _refuse_machine(hardware: Hardware, options: OffloadConfig, gpu: bool) -> No
 
 
 def _cap(options: OffloadConfig, hardware: Hardware, gpu: bool) -> int:
-    """Bytes."""
+    """The fast memory in bytes."""
     assert options.fast_memory is not None
     if options.fast_memory == "auto":
         if not gpu:
@@ -148,7 +152,8 @@ def _cap(options: OffloadConfig, hardware: Hardware, gpu: bool) -> int:
 
 
 def _refuse_planned(worker: WorkerConfig, options: OffloadConfig, gpu: bool) -> None:
-    """Flags that are the plan's to set, and schedules that a group of processes or a disk does not have."""
+    """Raises ConfigError for flags that the plan sets, and for schedules that this machine or group does
+    not have."""
     if options.offload_schedule in COMPUTED_BESIDE and not gpu:
         allowed = "auto, cgopipe, on-demand, s4, serial over a disk, which computes nothing"
         raise ConfigError.field("--offload-schedule", options.offload_schedule, allowed)
@@ -174,7 +179,7 @@ def _refuse_planned(worker: WorkerConfig, options: OffloadConfig, gpu: bool) -> 
 
 
 def longest_request(worker: WorkerConfig) -> int:
-    """Tokens that one request may have, prompt and answer, by the settings and by the model.
+    """Maximum number of tokens of one request, prompt and answer, by the settings and by the model.
 
     Raises ConfigError for a --max-model-len that the model does not have.
     """
@@ -200,7 +205,7 @@ def _limits(options: OffloadConfig, job: Job, ranks: int, gpu: bool) -> SearchLi
 
 
 def _settings(worker: WorkerConfig, pricing: Pricing, price: Price, tokens: int) -> WorkerConfig:
-    """tokens: of the cache."""
+    """The planned settings. tokens: capacity of the cache."""
     policy, workload = price.policy, pricing.workload
     token = pricing.model.layers * pricing.model.cache(1, workload.cache_number)
     block = worker.cache.block_size
@@ -230,7 +235,7 @@ def _settings(worker: WorkerConfig, pricing: Pricing, price: Price, tokens: int)
 
 
 def _padded(worker: WorkerConfig, longest: int | None) -> WorkerConfig:
-    """Prompts are computed whole then, none from another's prefix."""
+    """The settings with padding. Prompts are then computed completely, without a shared prefix."""
     if longest is None:
         return worker
     assert worker.offload is not None
@@ -239,7 +244,8 @@ def _padded(worker: WorkerConfig, longest: int | None) -> WorkerConfig:
 
 
 def _sizes(worker: WorkerConfig, profile: str | None) -> ModelSizes:
-    """profile: file of its routing. Raises ConfigError for one of another model."""
+    """The model's sizes. profile: file with its routing. Raises ConfigError for a profile of another
+    model."""
     path = files.resolve(worker.model.model, worker.model.revision)
     raw: dict[str, Any] = files.read_json(path / "config.json")
     model = replace(read(raw, worker.model.model), computed=ROW_BYTES, tied=registry.is_tied(path))

@@ -1,4 +1,4 @@
-"""The best policy of a job on a machine under a cap, with a cache that holds the longest request."""
+"""Searches the best policy of a job on a machine under a memory cap, with a cache for the longest request."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from moesaic.policy.offloading.pricing import Price, Pricing
 
 MIB = 1 << 20
 USABLE = 0.95
-"""Of --fast-memory. The rest is what malloc loses between its pieces."""
+"""Usable share of --fast-memory. The rest is lost between the allocator's pieces."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Requests, in tokens."""
+    """The requests of a job. Lengths are in tokens."""
 
     requests: float
-    """How many there are; math.inf: more come."""
+    """Number of requests; math.inf: more will come."""
     prompt: int
-    """Of a request, in the mean."""
+    """Mean length of a prompt."""
     generate: int
     longest: int
-    """The most that one request has in the end."""
+    """Maximum final length of a request, prompt and answer."""
     padded: int | None = None
-    """What each prompt is padded to; None: nothing is."""
+    """Length that each prompt is padded to; None: no padding."""
 
     @property
     def computed(self) -> int:
-        """Of a prompt with its padding."""
+        """Computed tokens of a prompt, with padding."""
         return self.prompt if self.padded is None else self.padded
 
 
 class JobSearch:
-    """For one job, under one cap or another."""
+    """The search for one job, under any cap."""
 
     def __init__(
         self, model: ModelSizes, hardware: Hardware, job: Job, cache_number: float, limits: SearchLimits
@@ -52,13 +52,14 @@ class JobSearch:
         self._token = model.layers * model.cache(1, cache_number)
         comes = hardware.slow.processor is not None
         self._beside = 2 * self._longest * self._token / model.layers if comes else 0.0
-        """Bytes of the longest request's cache in one layer, twice, where it may come for attention: a policy
-        counts requests that are all as long as the mean one."""
+        """Bytes of the longest request's cache in one layer, twice, if it is loaded for attention. A policy
+        assumes that all requests have the mean length."""
 
     def within(self, cap: int) -> tuple[Pricing, Price, int] | None:
-        """The best policy, and the tokens that its cache holds: at least the longest request's.
+        """The best policy under `cap`, and the tokens that its cache holds: at least those of the longest
+        request.
 
-        Where that one is longer than a whole batch of mean ones, room is set aside for it.
+        If the longest request has more tokens than a batch of mean requests, memory is reserved for it.
         """
         for aside in (0.0, self._longest * self._token):
             pricing = self._pricing(cap, aside + self._beside)
@@ -72,8 +73,8 @@ class JobSearch:
         return None
 
     def least(self, cap: int) -> int | None:
-        """The smallest cap, in MiB, under which something fits; None where it is not what is missing: the
-        slow level is too small, or all experts would fit and the schedule wants some that do not."""
+        """The smallest cap, in MiB, under which a policy fits. None if the cap is not the cause: the slow
+        level is too small, or all experts would fit and the schedule needs some that do not."""
         low, high = 0, self._enough()
         if not self._fits(high):
             return None
@@ -83,23 +84,23 @@ class JobSearch:
         return None if high * MIB <= cap else high
 
     def why_not(self, cap: int) -> str:
-        """That nothing fits, and why."""
+        """A message which says that no policy fits, and why."""
         said = why_not(self.model, self._pricing(cap).hardware, self._workload)
         return f"--offload-schedule {' or '.join(self._limits.schedules)}: {said}"
 
     def _enough(self) -> int:
-        """MiB in which every policy has room."""
+        """MiB in which every policy fits."""
         requests = min(self._limits.largest_batch, planner.LARGEST * planner.COUNTS[-1])
         token = self._token + 4 * self.model.hidden * self.model.row_number
         return 1024 + math.ceil(2 * (self.model.weights + requests * self._longest * token) / MIB)
 
     def _fits(self, mebibytes: int) -> bool:
-        """Whether some policy fits even with the longest request's cache set aside."""
+        """True if some policy fits while memory for the longest request's cache is reserved."""
         pricing = self._pricing(mebibytes * MIB, self._beside + self._longest * self._token)
         return any(True for _ in planner.candidates(pricing, self._limits))
 
     def _pricing(self, cap: float, aside: float = 0.0) -> Pricing:
-        """aside: bytes of the cap that no policy gets."""
+        """The pricing under a cap. aside: reserved bytes of the cap."""
         memory = max(cap - aside / USABLE, 0.0)
         fast = replace(self._hardware.fast, name="--fast-memory", memory=memory, usable=USABLE)
         return Pricing(self.model, replace(self._hardware, fast=fast), self._workload)
