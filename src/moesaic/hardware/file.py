@@ -36,7 +36,8 @@ def as_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
 
     >>> print(as_toml({"disk": {"gib": 1.25, "reads": [{"readers": 2}]}}), end="")
     [disk]
-    gib = 1.25 reads = [
+    gib = 1.25
+    reads = [
         { readers = 2 },
     ]
     """
