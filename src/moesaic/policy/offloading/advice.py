@@ -1,4 +1,4 @@
-"""What a plan says beside its policy: what would help most, and when not to move weights at all."""
+"""What a plan says besides its policy: which improvement would help most, and whether moving weights pays."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from moesaic.policy.offloading.policies import Workload
 from moesaic.policy.offloading.pricing import Price, Pricing
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-"""Of the crossing between moving weights and leaving them."""
+"""Batch sizes at which streaming weights is compared with leaving them in place."""
 
 
 @dataclass(frozen=True)
 class Help:
-    """One thing of the machine twice as large or fast."""
+    """The effect of making one part of the machine twice as large or as fast."""
 
     name: str
     gain: float
-    """The throughput then, of the throughput now; the policy is searched anew."""
+    """New throughput / present throughput. The policy is searched again."""
 
 
 def helps(model: ModelSizes, hardware: Hardware, workload: Workload, now: Price) -> list[Help]:
-    """What doubling each part of the machine would bring, the most helpful first.
+    """The effect of doubling each part of the machine, the most helpful first.
 
-    Rates that were measured of both processor and memory tell nothing of either: experts are priced by the
-    roofline here.
+    A measured rate of experts depends on both processor and memory and says nothing of either, so here the
+    roofline prices experts.
     """
     bare, base = _by_roofline(hardware), now.throughput
     if bare != hardware:
@@ -68,17 +68,18 @@ def _faster(processor: Processor) -> Processor:
 
 @dataclass(frozen=True)
 class Batch:
-    """The best that at most so many requests at once can do, in tokens/s; None where nothing fits."""
+    """The best throughput, in tokens/s, with at most this number of requests at once; None if nothing
+    fits."""
 
     requests: int
     streamed: float | None
-    """Whole layers of experts come over the link."""
+    """Whole layers of experts are streamed over the link."""
     left: float | None
-    """Weights stay: experts are computed where they are, or only chosen ones are fetched."""
+    """Weights stay: experts are computed where they are, or only chosen ones are loaded."""
 
 
 def by_batch(model: ModelSizes, hardware: Hardware, workload: Workload, most: int) -> list[Batch]:
-    """For batches of 1, 2, 4, ... up to `most`."""
+    """The comparison for batches of 1, 2, 4, ... up to `most`."""
     pricing = Pricing(model, hardware, workload)
     streamed = PolicySearch(pricing, SearchLimits(("cgopipe",), most))
     left = PolicySearch(pricing, SearchLimits(("in-place", "on-demand"), most))
@@ -95,9 +96,9 @@ def by_batch(model: ModelSizes, hardware: Hardware, workload: Workload, most: in
 
 
 def pays_from(batches: list[Batch]) -> int | None:
-    """The batch from which streaming layers is faster than leaving weights where they are, to the end.
+    """The batch from which on streaming layers is always faster than leaving weights in place. None: never.
 
-    Example: streamed 1, 4, 9 and left 3, 3, 3 tokens/s at 1, 2, 4 requests -> 2. None: never.
+    Example: streamed 1, 4, 9 and left 3, 3, 3 tokens/s at 1, 2, 4 requests -> 2.
     """
     first = None
     for one in batches:
@@ -107,5 +108,5 @@ def pays_from(batches: list[Batch]) -> int | None:
 
 
 def without_offloading(model: ModelSizes, hardware: Hardware, workload: Workload) -> Price | None:
-    """The best with everything on the fast level; None where that does not fit."""
+    """The best price with everything on the fast level; None if that does not fit."""
     return PolicySearch(Pricing(model, hardware, workload), SearchLimits(("cgopipe",), fast_only=True)).best()

@@ -1,12 +1,12 @@
 """FlexGen's policy search: a linear program for each micro-batch size and number of micro-batches.
 
-Sheng et al., FlexGen, section 4.3, as its public code has it, without the disk. The Mixtral variant is that
-which MoE-Lightning compares with: a layer's weights count all experts, its flops one. A step loads, then
-computes, one after the other: Tgen = load + max(store, compute).
+Sheng et al., FlexGen, section 4.3, as in its public code, without the disk. The Mixtral variant is that of
+MoE-Lightning's comparison: a layer's weights count all experts, its flops one. A step loads, then computes,
+one after the other: Tgen = load + max(store, compute).
 
-Constants fitted to a machine are known to three digits, and the loss of small micro-batches to one, 0.7 % of
-the flops for each halving below 64. Two of the twelve published settings hold policies that differ by 0.01 %
-under it: 0.69 % puts all twelve in their published order, 0.70 % and 0.68 % eleven.
+The constants fitted to a machine are known to three digits. The loss of small micro-batches, 0.7 % of the
+flops for each halving below 64, is known to one. Under it, two of the twelve published settings hold
+policies that differ by 0.01 %: 0.69 % puts all twelve in their published order, 0.70 % and 0.68 % eleven.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from moesaic.cost.sizes import GroupedQuery, ModelSizes
 from moesaic.policy.offloading.policies import Workload
 
 SHARE = 0.8
-"""Of each memory that is filled."""
+"""Usable share of each memory."""
 HALVING = 0.0069
-"""Flops lost for each halving of a micro-batch below 64."""
+"""Share of flops lost for each halving of a micro-batch below 64."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What FlexGen fits to a machine: bytes, bytes/s, flops/s."""
+    """The constants that FlexGen fits to a machine: bytes, bytes/s, flops/s."""
 
     gpu_memory: float
     cpu_memory: float
     load: float
-    """RAM to GPU."""
+    """Bytes/s from RAM to GPU."""
     store: float
-    """GPU to RAM."""
+    """Bytes/s from GPU to RAM."""
     prefill: float
-    """Products in prefill, on the GPU."""
+    """Flops/s of products in prefill, on the GPU."""
     decode: float
     prefill_attention: float
     decode_attention: float
@@ -49,9 +49,10 @@ class Constants:
 
     @classmethod
     def of(cls, hardware: Hardware, flops_per_byte: float) -> Constants:
-        """From a machine's peaks. Attention reads its cache: flops_per_byte of it.
+        """The constants by a machine's peaks. flops_per_byte: flops of attention for each byte of cache
+        that it reads.
 
-        Raises ConfigError where nothing computes beside the slow level.
+        Raises ConfigError if nothing computes beside the slow level.
         """
         fast, slow = hardware.fast, hardware.slow
         if fast.processor is None or slow.processor is None:
@@ -79,12 +80,13 @@ FITTED = {
     "t4": _fitted(16, 5.43, 3.51, 1.48, 1.34, 0.93, 4.50),
     "l4": _fitted(24, 5.44, 0.651, 0.603, 0.633, 0.563, 3.79),
 }
-"""What MoE-Lightning's authors fitted; FlexGen then measured 1 to 10 times off these predictions."""
+"""The constants that MoE-Lightning's authors fitted. FlexGen's measured throughput was 1 to 10 times off
+these predictions."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A policy. Shares are on the GPU, the rest is in RAM. Seconds are of one layer."""
+    """A policy. Shares are those on the GPU; the rest is in RAM. Seconds are those of one layer."""
 
     micro_batch: int
     micro_batches: int
@@ -94,7 +96,7 @@ class Found:
     prefill_seconds: float
     decode_seconds: float
     throughput: float
-    """Tokens/s, prefill included."""
+    """Tokens/s, including prefill."""
 
     @property
     def batch(self) -> int:
@@ -102,7 +104,7 @@ class Found:
 
 
 def price(model: ModelSizes, machine: Constants, workload: Workload, mu: int, count: int) -> Found | None:
-    """The best shares for `count` micro-batches of `mu` requests; None where nothing fits.
+    """The best shares for `count` micro-batches of `mu` requests; None if nothing fits.
 
     Example: Mixtral 8x7B on the T4 as fitted, 418 and 32 tokens, 40 of 32: 13.3 tokens/s, weights 0.07.
     """
@@ -120,10 +122,11 @@ def price(model: ModelSizes, machine: Constants, workload: Workload, mu: int, co
 
 
 def search(model: ModelSizes, machine: Constants, workload: Workload, walk: bool = False) -> Found:
-    """Micro-batches of 1, 2, 3, 4, 8, 16, ..., each as many times as is best; of equal ones the first wins.
+    """The best policy with micro-batches of 1, 2, 3, 4, 8, 16, ... requests, in the best number of each. Of
+    equal policies the first wins.
 
-    walk: more micro-batches one by one until the throughput falls, as FlexGen does it; else that point is
-    found by bisection, since the throughput rises to it. Raises ConfigError where nothing fits.
+    walk: increase the number one by one until the throughput falls, as FlexGen does. Else bisection finds
+    that point, since the throughput rises up to it. Raises ConfigError if nothing fits.
     """
     best: Found | None = None
     for mu in _grid():
@@ -157,7 +160,7 @@ def _walk(priced: Callable[[int], Found | None]) -> Found | None:
 
 
 def _climb(priced: Callable[[int], Found | None]) -> Found | None:
-    """The last count that is no worse than the one before it."""
+    """The last count whose price is no worse than that of the count before it."""
     best = priced(1)
     if best is None:
         return None
@@ -175,7 +178,7 @@ def _climb(priced: Callable[[int], Found | None]) -> Found | None:
 
 
 def _better(priced: Callable[[int], Found | None], count: int) -> Found | None:
-    """The price of `count`, if it fits and is no worse than one less."""
+    """The price of `count`, if it fits and is no worse than that of one less."""
     found, before = priced(count), priced(count - 1)
     good = found is not None and before is not None and found.throughput >= before.throughput
     return found if good else None
@@ -185,7 +188,7 @@ def _better(priced: Callable[[int], Found | None], count: int) -> Found | None:
 
 
 class _Job:
-    """One layer's bytes and flops."""
+    """The bytes and flops of one layer."""
 
     def __init__(self, model: ModelSizes, workload: Workload, mu: int, batch: int) -> None:
         if not isinstance(model.attention, GroupedQuery):
@@ -211,7 +214,8 @@ Row = tuple[float, float, float, float, float, float]
 
 
 def _times(job: _Job, machine: Constants) -> Iterator[Row]:
-    """Tpre is no less than load, store and compute; Tgen no less than load + store and load + compute."""
+    """Constraints on time: Tpre is at least load, store and compute; Tgen at least load + store and load +
+    compute."""
     weights, prompts = job.weights, job.row * job.prompt * job.batch
     cache, rows = job.cached * (job.prompt + 1) * job.batch, job.row * job.batch
     load, store = machine.load, machine.store
@@ -229,7 +233,7 @@ def _times(job: _Job, machine: Constants) -> Iterator[Row]:
 
 
 def _memory(job: _Job, machine: Constants) -> Iterator[Row]:
-    """What both memories hold at most, in prefill; and the RAM in decode."""
+    """Constraints on memory: the peak of both memories in prefill, and RAM in decode."""
     model, mu, s, n, layers = job.model, job.mu, job.prompt, job.generate, job.model.layers
     weights, one = job.weights, job.row * s * mu
     prompts, rows = job.row * s * job.batch, job.row * job.batch

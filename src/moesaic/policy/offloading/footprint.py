@@ -1,4 +1,4 @@
-"""What a policy keeps in the memory of both levels."""
+"""The bytes that a policy keeps in the memory of both levels."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from moesaic.cost.sizes import ModelSizes
 from moesaic.policy.offloading.policies import PREFILL_SHARES, Policy, Workload
 
 PREFILL_ROWS = 8192
-"""Rows of a micro-batch in prefill, at most, unless one prompt is longer: enough to be limited by compute."""
+"""Maximum number of rows of a micro-batch in prefill, unless one prompt is longer: enough to be limited by
+compute."""
 
 
 class Footprint:
-    """Bytes, for one model, machine and workload."""
+    """The bytes for one model, machine and workload."""
 
     def __init__(self, model: ModelSizes, hardware: Hardware, workload: Workload) -> None:
         self.model, self.hardware, self.workload = model, hardware, workload
@@ -23,11 +24,11 @@ class Footprint:
         routed, kept = _routed(model)
         after = max(routed, 2 * model.shared_width, 2 * model.dense_width)
         self._row = (attention + after + kept) * model.row_number
-        """Bytes of one row between the operations of a layer, at the most: what attention took is kept for
-        the next layer's."""
+        """Maximum bytes of one row between the operations of a layer. Memory of attention is kept for the
+        next layer."""
 
     def fast(self, policy: Policy) -> dict[str, float]:
-        """What the fast level holds at most, in prefill or in decode."""
+        """Maximum bytes on the fast level in prefill or decode, by content."""
         model, away = self.model, self.model.experts - policy.static_experts
         requests = self.prefill_requests(policy)
         cache = self.workload.held * self._token * (1 - policy.slow_cache)
@@ -45,7 +46,7 @@ class Footprint:
         }
 
     def slow(self, policy: Policy) -> dict[str, float]:
-        """What the slow level holds."""
+        """Maximum bytes on the slow level, by content."""
         model, away = self.model, (self.model.experts - policy.static_experts) * self._expert
         cache = self.workload.held * self._token * policy.slow_cache
         rows = 0 if policy.fast_residual else policy.batch * self.workload.prompt
@@ -61,14 +62,15 @@ class Footprint:
         return sum(self.fast(policy).values()) <= fast and sum(self.slow(policy).values()) <= slow
 
     def prefill_requests(self, policy: Policy) -> int:
-        """Requests of one micro-batch in prefill, at most; one may take more than its share."""
+        """Maximum number of requests of one micro-batch in prefill. A single one may take more than its
+        share."""
         rows = min(PREFILL_ROWS, self._prefill_rows(policy.prefill_share))
         return max(1, min(policy.batch, int(rows // self.workload.prompt)))
 
     @property
     def prefill_shares(self) -> tuple[float, ...]:
-        """Those of PREFILL_SHARES worth a search: the first alone where it has room for PREFILL_ROWS, and
-        none that takes as many prompts at once as another."""
+        """The PREFILL_SHARES that are worth a search: only the first if it has room for PREFILL_ROWS, and
+        none that allows as many prompts at once as another."""
         if self._prefill_rows(PREFILL_SHARES[0]) >= PREFILL_ROWS:
             return PREFILL_SHARES[:1]
         sizes = {
@@ -80,17 +82,17 @@ class Footprint:
         return share * self.hardware.fast.room / self._row
 
     def _workspace(self, policy: Policy) -> float:
-        """Rows between the operations of the larger micro-batch, and logits."""
+        """Bytes of the larger micro-batch's rows between operations, and of logits."""
         requests = self.prefill_requests(policy)
         rows = max(requests * self.workload.prompt, policy.micro_batch)
         return rows * self._row + max(requests, policy.micro_batch) * self.model.vocab * 4
 
 
 def _routed(model: ModelSizes) -> tuple[float, float]:
-    """Numbers of one row inside its experts, and beside them, at the most.
+    """Maximum numbers of one row inside its experts, and besides them.
 
-    A rank of a group may have the experts of all pairs, and has what was asked and what is answered for each;
-    beside them the answers to its own rows, which may be all of them, and sums.
+    A rank of a group may have the experts of all pairs, with the input and the answer of each. Besides, it
+    has the answers to its own rows, which may be all rows, and sums.
     """
     if model.ranks == 1:
         return model.top_k * (model.hidden + 2 * model.expert_width), 2 * model.hidden
@@ -99,12 +101,12 @@ def _routed(model: ModelSizes) -> tuple[float, float]:
 
 
 def pinned(size: float) -> float:
-    """Bytes that so many of pinned memory take: torch rounds them up to a power of two."""
+    """Bytes that pinned memory of this size takes: torch rounds up to a power of two."""
     return 2.0 ** math.ceil(math.log2(size)) if size > 0 else 0.0
 
 
 def why_not(model: ModelSizes, hardware: Hardware, workload: Workload) -> str:
-    """The smallest policy, and which level it is too much for."""
+    """A message that names the smallest policy and the level that it does not fit."""
     slow = hardware.slow.processor is not None
     policy = Policy("cgopipe", 1, 1, slow, slow_cache=float(slow), fast_residual=not slow)
     footprint = Footprint(model, hardware, workload)

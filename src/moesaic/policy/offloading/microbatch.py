@@ -1,7 +1,8 @@
-"""Requests of different lengths into micro-batches of about equal work.
+"""Divides requests of different lengths into micro-batches of about equal work.
 
-MoE-Lightning, Algorithm 2, with two corrections. As printed it loses partitions that never fill, and aborts
-what does not fit: here every partition becomes a micro-batch, and what does not fit is queued again.
+MoE-Lightning, Algorithm 2, with two corrections. The printed algorithm loses partitions that never fill,
+and aborts requests that do not fit. Here every partition becomes a micro-batch, and requests that do not
+fit are queued again.
 """
 
 from __future__ import annotations
@@ -12,27 +13,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Divided:
-    """Places in the list of requests, each in one micro-batch or left over."""
+    """Indices of requests, each in one micro-batch or left over."""
 
     micro_batches: list[list[int]]
-    """Those with requests; within each the longest prompt comes first."""
+    """The micro-batches with requests. In each, the longest prompt comes first."""
     left: list[int]
-    """What did not fit, in its old order: for the next batch."""
+    """Requests that did not fit, in their old order, for the next batch."""
 
 
 def divide(
     prompts: Sequence[int], generate: Sequence[int], micro_batches: int, largest: int, cache: int
 ) -> Divided:
-    """The longest prompt first, each into the open micro-batch with the fewest prompt tokens that has room.
+    """Divide the requests: the longest prompt first, each into the open micro-batch with room that has the
+    fewest prompt tokens.
 
-    prompts, generate: [n] tokens that each request has, and may generate. largest: requests of a micro-batch.
-    cache: tokens that a micro-batch's cache holds in the end; a longer request is always left. Of equal
-    prompts the earlier comes first, of equal micro-batches the lower.
+    prompts, generate: [n] tokens that each request has, and may generate. largest: maximum requests of a
+    micro-batch. cache: tokens that a micro-batch's cache can hold at the end; a longer request is always
+    left over. Of equal prompts the earlier comes first, of equal micro-batches the lower one is chosen.
 
-    The printed algorithm asks only the emptiest one, and turns away what another would have taken.
+    The printed algorithm tries only the emptiest micro-batch and refuses requests that another one could
+    take.
 
-    Example: prompts 5, 9, 3, 8, 4 that generate 2 each, 2 micro-batches of at most 2, cache 17: 9 and 8 open
-    one each, 5 joins 8 (10 + 7 tokens), 4 joins 9 (11 + 6), and 3 is left: [[1, 4], [3, 0]], left [2].
+    Example: prompts 5, 9, 3, 8, 4 that generate 2 each, 2 micro-batches of at most 2, cache 17: 9 and 8
+    open one each, 5 joins 8 (10 + 7 tokens), 4 joins 9 (11 + 6), and 3 is left: [[1, 4], [3, 0]], left [2].
     """
     room = [cache] * micro_batches
     tokens = [0] * micro_batches

@@ -1,25 +1,25 @@
-"""Schedules of a pass over a model larger than the fast memory, as lists of tasks.
+"""The schedules of a pass over a model larger than the fast memory, as lists of tasks.
 
-A task stands on a lane. A lane does its tasks in the order of the list, one at a time, and a task begins when
-those it needs have ended: what streams and threads do. The planner prices a list and the executor runs the
-same one. MoE-Lightning, section 4.1, Algorithm 1 and Figure 6:
+Each task belongs to a lane. A lane runs its tasks in the order of the list, one at a time. A task begins
+when the tasks that it needs have ended, as with CUDA streams and threads. The planner prices a list, and
+the executor runs the same list. MoE-Lightning, section 4.1, Algorithm 1 and Figure 6:
 
-- cgopipe: attention on the slow processor, two micro-batches ahead of the experts; the next layer's weights
-  come in pages, one with each micro-batch, between the rows that the fast processor waits for. With
-  attention on the fast processor the cache of the next micro-batches comes between the pages.
-- s2 (FastDecode): the same, but the next layer's weights come whole, before the layer's first rows.
-- s3 (FlexGen, attention on the slow processor): micro-batch after micro-batch in lock-step, weights whole.
-- s4 (FlexGen): lock-step, attention on the fast processor; the next micro-batch's cache comes meanwhile.
-- serial: one task after the other. What overlap is worth is measured against it.
+- cgopipe: attention on the slow processor, two micro-batches ahead of the experts. The next layer's weights
+are loaded in pages, one with each micro-batch, between the rows that the fast processor waits for. If
+attention is on the fast processor, the cache of the next micro-batches is loaded between the pages. - s2
+(FastDecode): the same, but the next layer's weights are loaded whole, before the layer's first rows. - s3
+(FlexGen, attention on the slow processor): one micro-batch after another in lock-step, weights whole. - s4
+(FlexGen): lock-step, attention on the fast processor; meanwhile the next micro-batch's cache is loaded. -
+serial: one task after another, as a baseline without overlap.
 
-Two more compute where the data is, or fetch only what was chosen:
+Two more schedules compute where the data is, or load only what was chosen:
 
-- in-place: routed experts on the processor of the level that holds them; no weights move. What the paper
-  advises below P1 (section 3.3).
-- on-demand: all gates of a layer first, then the union of the experts that were chosen, then the experts.
-  While these are computed, and the next layer's gates, experts come that were chosen there lately.
+- in-place: each routed expert is computed by the processor of the level that holds it; no weights move. The
+paper advises it below P1 (section 3.3). - on-demand: first all gates of a layer, then the union of the
+chosen experts is loaded, then experts are computed. During that time and the next layer's gates, experts
+are loaded that were chosen there in recent steps.
 
-Tasks of layer `layers` load the first layer of the next step; a step finds its own first layer loaded.
+Tasks of layer `layers` load the first layer of the next step. A step finds its own first layer loaded.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from moesaic.policy.offloading.tasks import Key, Kind, Lane, Shape, Task, TaskLi
 Schedule = Literal["cgopipe", "s2", "s3", "s4", "serial", "in-place", "on-demand"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 FORCED: dict[Schedule, bool] = {"s2": True, "s3": True, "s4": False}
-"""Schedules whose attention is on the slow processor, or is not, whatever else is asked."""
+"""Schedules that fix where attention runs: True on the slow processor, False on the fast one."""
 AHEAD = 2
-"""Micro-batches whose attention is launched before the experts of the current one."""
+"""Number of micro-batches whose attention is started before the experts of the current one."""
 
 
 def decode(schedule: Schedule, shape: Shape) -> list[Task]:
-    """One decode step: one row of each request.
+    """The tasks of one decode step: one row of each request.
 
     s2 and s3 have attention on the slow processor, s4 on the fast one, whatever `shape` says.
 
-    Example, cgopipe, 1 layer, 1 micro-batch, 1 page: pre-attention, save qkv, attention; load rows, load page
-    (of the next step), post-attention, head.
+    Example, cgopipe, 1 layer, 1 micro-batch, 1 page: pre-attention, save qkv, attention; load rows, load
+    page (of the next step), post-attention, head.
     """
     builders = {
         "cgopipe": _cgopipe,
@@ -61,11 +61,13 @@ def decode(schedule: Schedule, shape: Shape) -> list[Task]:
 
 
 def prefill(shape: Shape, rows_move: bool = False) -> list[Task]:
-    """All prompts, layer after layer, on the fast processor. MoE-Lightning, section 4.
+    """The tasks of prefill: all prompts, one layer after another, on the fast processor. MoE-Lightning,
+    section 4.
 
-    shape: micro-batches and pages of prefill; with slow_attention or cache_moves keys and values go up.
-    rows_move: the residual lives on the slow level; each micro-batch's comes down and goes back. Of both the
-    fast level has room for two micro-batches: the last but one must have gone up.
+    shape: micro-batches and pages of prefill; with slow_attention or cache_moves keys and values are copied
+    to the slow level. rows_move: the residual is on the slow level; each micro-batch's part is loaded and
+    stored again. The fast level has room for two micro-batches of both, so the last but one must have been
+    stored.
     """
     parts = _Parts(shape)
     for layer, part in parts.each():
@@ -88,7 +90,7 @@ def prefill(shape: Shape, rows_move: bool = False) -> list[Task]:
 
 
 def first_layer(shape: Shape) -> list[Task]:
-    """The first layer's weights, where no step before has brought them."""
+    """The tasks that load the first layer's weights, if no step before has loaded them."""
     parts = _Parts(shape)
     for page in range(shape.pages_of(0)):
         parts.stage(0, page)
@@ -97,7 +99,7 @@ def first_layer(shape: Shape) -> list[Task]:
 
 
 class _Parts:
-    """What schedules put in order."""
+    """The building blocks of schedules."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -111,24 +113,26 @@ class _Parts:
                 yield layer, part
 
     def later(self, layer: int, part: int, by: int) -> tuple[int, int]:
-        """The micro-batch that is `by` places further on, perhaps of the next layer."""
+        """(layer, micro-batch) that comes `by` micro-batches later, possibly in the next layer."""
         more, part = divmod(part + by, self.count)
         return layer + more, part
 
     # ---- weights
 
     def pages_of(self, part: int) -> range:
-        """Pages that come with a micro-batch: its share of them."""
+        """The pages that are loaded with a micro-batch."""
         pages, count = self.shape.pages, self.count
         return range(part * pages // count, (part + 1) * pages // count)
 
     def stage(self, layer: int, page: int) -> None:
-        """W_CtoPin: pinned memory has room for one layer, so the last layer's page must have left it."""
+        """W_CtoPin: copy a page into pinned memory. There is room for one layer, so the last layer's page
+        must have been copied on."""
         if self.shape.staged and layer <= self.layers and self.shape.pages_of(layer):
             self.list.add(Kind.STAGE_PAGE, layer, page, [name(Kind.LOAD_PAGE, layer - 1, page)])
 
     def page(self, layer: int, page: int) -> None:
-        """W_PinToG: two layers have room, so the last but one must have been computed."""
+        """W_PinToG: load a page. There is room for two layers, so the last but one must have been
+        computed."""
         if not self.shape.pages_of(layer):
             return
         last = self.count - 1
@@ -142,7 +146,7 @@ class _Parts:
             self.page(layer, page)
 
     def whole(self, layer: int) -> None:
-        """A layer's weights as one page."""
+        """Load a layer's weights as one page."""
         for page in range(self.shape.pages):
             self.stage(layer, page)
             self.page(layer, page)
@@ -153,7 +157,7 @@ class _Parts:
     # ---- a micro-batch
 
     def attend(self, layer: int, part: int) -> None:
-        """From the rows to what attention is computed from or to; nothing beyond the last layer."""
+        """Everything from the rows to attention's result on its level; nothing beyond the last layer."""
         if layer >= self.layers:
             return
         ended = (Kind.POST, Kind.EXPERTS, Kind.LOAD_ANSWERS)
@@ -174,7 +178,7 @@ class _Parts:
         self.list.add(Kind.LOAD_CACHE, layer, part, [name(Kind.ATTENTION, layer + fewer, before)])
 
     def rows(self, layer: int, part: int) -> list[Key]:
-        """The rows after attention, on the fast level."""
+        """Load the rows after attention to the fast level."""
         if not self.shape.slow_attention:
             return [name(Kind.ATTENTION, layer, part)]
         slow = name(Kind.ATTENTION, layer, part, Lane.SLOW)
@@ -193,7 +197,7 @@ class _Parts:
 
 
 def _cgopipe(parts: _Parts) -> list[Task]:
-    """Algorithm 1."""
+    """Algorithm 1 of the paper."""
     first = [parts.later(0, 0, by) for by in range(parts.ahead)]
     for layer, part in first:
         parts.cache(layer, part)
@@ -291,7 +295,9 @@ def _on_demand(parts: _Parts) -> list[Task]:
         ]
         chosen = parts.list.add(Kind.LOAD_CHOSEN, layer, 0, gates)
         if parts.shape.guesses and (layer + 1) % parts.layers not in parts.shape.dense:
-            parts.list.add(Kind.LOAD_LIKELY, layer + 1, 0)  # its slot is free: gates came after its experts
+            parts.list.add(
+                Kind.LOAD_LIKELY, layer + 1, 0
+            )  # its slot is free, since gates come after the layer's experts
         for part in range(parts.count):
             done = parts.list.add(Kind.EXPERTS, layer, part, [gates[part], chosen])
             parts.head(layer, part, [done])

@@ -1,10 +1,10 @@
-"""Which policy does a job fastest on a machine.
+"""Searches the fastest policy for a job on a machine.
 
-All of MoE-Lightning's variables are searched (section 4.2): batch and micro-batch, attention and experts on
-the fast or the slow processor, shares of weights and cache on the fast level; and with them schedules that
-stream layers, fetch chosen experts, or compute experts where they are. A policy is priced as the executor
-would run it, rounded to whole experts, pages and blocks, prefill included; its task list is priced only while
-an order of the tasks could be faster than the best one found.
+The search covers all variables of MoE-Lightning (section 4.2): batch and micro-batch, attention and experts
+on the fast or slow processor, and the shares of weights and cache on the fast level. It also covers the
+schedules that stream layers, load chosen experts, or compute experts in place. A policy is priced as the
+executor would run it: rounded to whole experts, pages and blocks, including prefill. Its task list is
+priced only if some order of the tasks could be faster than the best policy so far.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from moesaic.policy.offloading.policies import Policy, Workload, slow_share
 from moesaic.policy.offloading.pricing import Price, Pricing
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Micro-batches of a batch, beside the most that fit."""
+"""Numbers of micro-batches that are searched, besides the largest that fits."""
 LARGEST = 4096
-"""Micro-batch."""
+"""Largest micro-batch that is searched."""
 SEARCHED: tuple[Schedule, ...] = ("cgopipe", "in-place", "on-demand")
 
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """What a search is held to."""
+    """Constraints of a search."""
 
     schedules: tuple[Schedule, ...] = SEARCHED
     largest_batch: float = math.inf
-    """Requests that there are."""
+    """Number of requests."""
     fast_only: bool = False
-    """Nothing is on the slow level."""
+    """True: nothing may be on the slow level."""
     micro_batch: int | None = None
-    """Requests; None: searched, and so below."""
+    """Requests in a micro-batch; None: searched. The next fields likewise."""
     micro_batches: int | None = None
     requests: float = math.inf
-    """Of the whole job: the last batch takes as long when it is not full."""
+    """Requests of the whole job. A last batch that is not full takes as long as a full one."""
     whole_cache: bool = False
-    """All of the cache is on one level: what is carried out."""
+    """True: all of the cache is on one level, which is what the executor can run."""
     near: float = 0.0
-    """Of policies within this share of the best, the one that keeps its resources least busy."""
+    """Among policies within this share of the best, the one that uses its resources least is taken."""
 
 
 def search(
@@ -55,7 +55,7 @@ def search(
 ) -> Price:
     """The policy with the highest throughput over prefill and decode; of equal ones the first in the grid.
 
-    Raises ConfigError, with what is missing, where no policy fits.
+    Raises ConfigError, naming what is missing, if no policy fits.
     """
     best = PolicySearch(Pricing(model, hardware, workload), limits or SearchLimits()).best()
     if best is None:
@@ -64,7 +64,7 @@ def search(
 
 
 class PolicySearch:
-    """Every policy of a grid, the most promising first. Asked again, it prices nothing twice."""
+    """All policies of a grid, the most promising first. Repeated questions price nothing twice."""
 
     def __init__(self, pricing: Pricing, limits: SearchLimits) -> None:
         self._pricing = pricing
@@ -74,7 +74,7 @@ class PolicySearch:
         self._priced: dict[Policy, Price] = {}
 
     def best(self, largest_batch: float = math.inf) -> Price | None:
-        """Of policies with at most so many requests; None where none fits."""
+        """The best policy with at most this number of requests; None if none fits."""
         found: list[tuple[float, Price]] = []
         most, near = 0.0, 1 - self._limits.near
         for bound, policy in self._bounded:
@@ -93,7 +93,8 @@ class PolicySearch:
         return min(good, key=_busy, default=None)
 
     def _filled(self, policy: Policy) -> float:
-        """Share of all batches' seats that requests sit on. Example: 64 requests, 60 at a time: 64 / 120."""
+        """Share of the slots of all batches that requests fill. Example: 64 requests, 60 at a time: 64 /
+        120."""
         requests = self._limits.requests
         if requests == math.inf:
             return 1.0
@@ -101,14 +102,14 @@ class PolicySearch:
 
 
 def _busy(price: Price) -> float:
-    """Seconds of all resources, for a generated token."""
+    """Busy seconds of all resources for one generated token."""
     steps = price.workload.generate - 1
     seconds = sum(price.prefill.busy.values()) + steps * sum(price.step.busy.values())
     return seconds / price.policy.batch
 
 
 def candidates(pricing: Pricing, limits: SearchLimits) -> Iterator[Policy]:
-    """Every policy of the grid that fits, with as much on the fast level as there is room for."""
+    """Every policy of the grid that fits, with as much on the fast level as fits."""
     slow = [True, False] if pricing.hardware.slow.processor is not None else [False]
     for schedule in limits.schedules:
         if schedule == "in-place" and not slow[0]:
@@ -120,7 +121,7 @@ def candidates(pricing: Pricing, limits: SearchLimits) -> Iterator[Policy]:
 
 
 def _sizes(limits: SearchLimits) -> list[int]:
-    """Of a micro-batch."""
+    """Sizes of a micro-batch."""
     if limits.micro_batch is not None:
         return [limits.micro_batch]
     powers = (2**power for power in range(LARGEST.bit_length()))
@@ -128,7 +129,8 @@ def _sizes(limits: SearchLimits) -> list[int]:
 
 
 def _counted(pricing: Pricing, policy: Policy, limits: SearchLimits) -> Iterator[Policy]:
-    """One micro-batch size, with the counts of the grid and the largest that fits."""
+    """The policies of one micro-batch size: with the counts of the grid, and with the largest count that
+    fits."""
     residuals = (True, False) if _stores(pricing) else (True,)
     for fast_residual, share in itertools.product(residuals, _footprint(pricing).prefill_shares):
         first = replace(policy, fast_residual=fast_residual, prefill_share=share)
@@ -144,26 +146,28 @@ def _counted(pricing: Pricing, policy: Policy, limits: SearchLimits) -> Iterator
 
 
 def _guessing(pricing: Pricing, policy: Policy) -> Policy:
-    """With the experts that can come while the link has nothing else to do."""
+    """The policy with the experts that can be prefetched while the link would be idle."""
     if policy.schedule != "on-demand":
         return policy
     return replace(policy, likely_experts=pricing.durations.likely_experts(policy))
 
 
 def _stores(pricing: Pricing) -> bool:
-    """Whether the slow level takes rows and cache. One without a processor is the disk."""
+    """True if the slow level can hold rows and cache. A level without a processor is the disk, which
+    cannot."""
     return pricing.hardware.slow.processor is not None
 
 
 def _allowed(pricing: Pricing, policy: Policy) -> Iterator[Policy]:
-    """Those of `filled` that keep nothing where nothing can be kept."""
+    """The policies of `filled` that keep nothing on a level that cannot hold it."""
     for one in filled(pricing, policy):
         if one.slow_cache == 0 or _stores(pricing):
             yield one
 
 
 def _most(pricing: Pricing, policy: Policy) -> int:
-    """Micro-batches that fit somehow, up to the last of COUNTS; 0 where none does."""
+    """The largest number of micro-batches, up to the last of COUNTS, that fits in some way; 0 if none
+    does."""
     low, high = 0, COUNTS[-1] + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -175,9 +179,9 @@ def _most(pricing: Pricing, policy: Policy) -> int:
 
 
 def filled(pricing: Pricing, policy: Policy) -> Iterator[Policy]:
-    """The policy with the fast level filled: with experts, and where attention is there with cache.
+    """The policy with the fast level filled: with experts, and with cache if attention is there.
 
-    Experts first, cache first, or half the room for each.
+    Three ways: experts first, cache first, or half the room for each.
     """
     for fitting in _filled(_footprint(pricing), replace(policy, schedule=SEARCHED[0])):
         one = replace(fitting, schedule=policy.schedule)
@@ -186,7 +190,7 @@ def filled(pricing: Pricing, policy: Policy) -> Iterator[Policy]:
 
 
 def _memories(hardware: Hardware) -> Hardware:
-    """All that a footprint asks about a machine, which is the same of a slower and of a faster one."""
+    """What a footprint reads of a machine. It is the same for slower and faster machines."""
     fast, slow = (
         replace(one, name="", bandwidth=1.0, processor=None) for one in (hardware.fast, hardware.slow)
     )
@@ -195,7 +199,7 @@ def _memories(hardware: Hardware) -> Hardware:
 
 @lru_cache(maxsize=16)
 def _footprint(pricing: Pricing) -> Footprint:
-    """One object for all machines with the same memories: what fits there is found once."""
+    """One object for all machines with the same memories, so that what fits is computed once."""
     return _shared(pricing.model, _memories(pricing.hardware), pricing.workload)
 
 
@@ -204,14 +208,15 @@ _shared = lru_cache(maxsize=16)(Footprint)
 
 @lru_cache(maxsize=1 << 14)
 def _filled(footprint: Footprint, policy: Policy) -> tuple[Policy, ...]:
-    """Of each way to fill the fast level, where the result fits. It is the same under every schedule."""
+    """The results of each way to fill the fast level, where they fit. They are the same under every
+    schedule."""
     shares = (0.0,) if policy.slow_attention else (0.0, 0.5, 1.0)
     found = dict.fromkeys(_fill(footprint, policy, share) for share in shares)
     return tuple(one for one in found if footprint.fits(one))
 
 
 def _fill(footprint: Footprint, policy: Policy, for_cache: float) -> Policy:
-    """Room is first given to the cache, up to its share, then to experts, then again to the cache."""
+    """Fill the room with cache up to its share, then with experts, then with cache again."""
     if not policy.slow_attention:
         policy = _with_cache(footprint, policy, for_cache)
     model = footprint.model
@@ -226,7 +231,8 @@ def _fill(footprint: Footprint, policy: Policy, for_cache: float) -> Policy:
 
 
 def _with_cache(footprint: Footprint, policy: Policy, share: float) -> Policy:
-    """With as many blocks of each request's cache on the fast level as fit in a share of its room."""
+    """The policy with as many blocks of each request's cache on the fast level as fit in a share of its
+    room."""
     nothing, all_of_it = (_held(footprint, replace(policy, slow_cache=slow)) for slow in (1.0, 0.0))
     room = footprint.hardware.fast.room - nothing
     fitting = min(max(share * room, 0.0) / (all_of_it - nothing), 1.0) if all_of_it > nothing else 1.0
@@ -234,26 +240,28 @@ def _with_cache(footprint: Footprint, policy: Policy, share: float) -> Policy:
 
 
 def _room(footprint: Footprint, policy: Policy) -> float:
-    """Bytes that are free on the fast level; below 0 where too much is there."""
+    """Free bytes on the fast level; negative if it is overfull."""
     return footprint.hardware.fast.room - _held(footprint, replace(policy, static_experts=0))
 
 
 def _held(footprint: Footprint, policy: Policy) -> float:
-    """Bytes on the fast level."""
+    """Bytes used on the fast level."""
     return sum(footprint.fast(policy).values())
 
 
 def is_fast_only(model: ModelSizes, policy: Policy) -> bool:
-    """Whether nothing is on the slow level."""
+    """True if nothing is on the slow level."""
     cached = policy.slow_cache == 0 and not policy.slow_attention
     return cached and policy.fast_residual and policy.static_experts == model.experts
 
 
 def by_flexgen(model: ModelSizes, hardware: Hardware, workload: Workload) -> tuple[Price, float]:
-    """FlexGen's policy, rounded and priced as the list of its schedule; and the throughput that it predicts.
+    """FlexGen's policy, rounded and priced as the list of its schedule, and FlexGen's own predicted
+    throughput.
 
-    Its constants are the machine's peaks: nothing is fitted. It fits by FlexGen's own count of memory, which
-    leaves things out; by ours (`Price.fast`, `Price.slow`) it may not. Raises ConfigError where nothing fits.
+    Its constants are the machine's peaks; nothing is fitted. The policy fits by FlexGen's own count of
+    memory, which leaves things out; by ours (`Price.fast`, `Price.slow`) it may not fit. Raises ConfigError
+    if nothing fits.
     """
     from moesaic.policy.offloading import flexgen
 

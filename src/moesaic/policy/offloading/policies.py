@@ -1,4 +1,4 @@
-"""What is to be done, and a policy for it: who computes what, and what stays where.
+"""The job to be done, and a policy for it: which processor computes what, and which level holds what.
 
 A policy holds whole experts, whole pages and whole blocks of the cache only, so what is priced can be run.
 """
@@ -13,10 +13,10 @@ from moesaic.policy.offloading.pipeline import Schedule
 from moesaic.policy.offloading.tasks import Shape
 
 PREFILL_SHARES = (1 / 8, 1 / 32)
-"""Of the fast level, what rows of a micro-batch in prefill take at most, unless one prompt takes more. Less
-of it leaves more for cache and experts, more of it makes products longer."""
+"""Shares of the fast level that rows of a micro-batch in prefill may take, unless one prompt needs more. A
+smaller share leaves more for cache and experts; a larger one makes products longer."""
 BLOCK = 16
-"""Tokens of a block of the cache: it is on one level or on the other."""
+"""Tokens of a block of the cache. A block is on one level."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Workload:
     """Requests of one kind."""
 
     prompt: int
-    """Tokens."""
+    """Tokens of a prompt."""
     generate: int
     cache_number: float = 2.0
     """Bytes of one cached number: 2 for bf16, a little over 1 for int8, over 0.5 for int4 (their scales)."""
     unfilled: int = 0
-    """Tokens that a request's last block of the cache has room for and does not hold, in the mean."""
+    """Mean number of unused tokens in a request's last cache block."""
 
     def __post_init__(self) -> None:
         for name in ("prompt", "generate"):
@@ -38,17 +38,17 @@ class Workload:
 
     @property
     def context(self) -> int:
-        """Tokens of a request in the end."""
+        """Final length of a request in tokens."""
         return self.prompt + self.generate
 
     @property
     def held(self) -> int:
-        """Tokens of cache that a request takes in the end."""
+        """Tokens of cache that a request takes at the end."""
         return self.context + self.unfilled
 
     @property
     def blocks(self) -> int:
-        """Of a request's cache in the end."""
+        """Blocks of a request's cache at the end."""
         return math.ceil(self.context / BLOCK)
 
 
@@ -58,41 +58,41 @@ class Policy:
 
     schedule: Schedule
     micro_batch: int
-    """Requests: mu."""
+    """Requests in a micro-batch: mu."""
     micro_batches: int
     slow_attention: bool
-    """Attention runs beside the slow level, where all of the cache then is: A_g = 0."""
+    """True: attention runs on the slow level's processor, and all of the cache is there: A_g = 0."""
     static_experts: int = 0
-    """Of each layer, always on the fast level: r_w in whole experts."""
+    """Experts of each layer that are always on the fast level: r_w in whole experts."""
     slow_cache: float = 1.0
     """Share of each request's cache on the slow level, in whole blocks: 1 - r_c."""
     fast_residual: bool = True
-    """The rows of all prompts stay on the fast level between the layers of prefill."""
+    """True: the rows of all prompts stay on the fast level between the layers of prefill."""
     likely_experts: int = 0
-    """on-demand: of each layer, that come before its gates have spoken, at most."""
+    """on-demand: maximum number of each layer's experts that are loaded before its gate has chosen."""
     prefill_share: float = PREFILL_SHARES[0]
     """One of PREFILL_SHARES."""
 
     @property
     def batch(self) -> int:
-        """Requests: N."""
+        """Requests in a batch: N."""
         return self.micro_batch * self.micro_batches
 
     @property
     def in_place(self) -> bool:
-        """Experts on the slow level are computed there, in decode: F_g = 0."""
+        """True if experts on the slow level are computed there in decode: F_g = 0."""
         return self.schedule == "in-place"
 
     @property
     def pages(self) -> int:
-        """A layer's streamed weights come in as many: CGOPipe's with each micro-batch, others' whole."""
+        """Pages of a layer's streamed weights: one for each micro-batch with CGOPipe, else a single one."""
         return self.micro_batches if self.schedule == "cgopipe" else 1
 
 
 def shape_of(policy: Policy, experts: int, layers: int, count: int, prompts: bool = False) -> Shape:
-    """What a pass of `count` micro-batches has to schedule, where every layer has `experts` routed experts.
+    """What a pass of `count` micro-batches has to schedule, if every layer has `experts` routed experts.
 
-    What the planner prices and what is carried out. prompts: a page comes with each micro-batch.
+    Both the planner and the executor use it. prompts: one page is loaded with each micro-batch.
     """
     away = experts - policy.static_experts
     streams = away > 0 and (prompts or policy.schedule not in ("in-place", "on-demand"))
@@ -110,7 +110,8 @@ def shape_of(policy: Policy, experts: int, layers: int, count: int, prompts: boo
 
 
 def slow_share(workload: Workload, fast: float) -> float:
-    """The share of the cache that stays on the slow level when a share `fast` fits beside: whole blocks.
+    """The share of the cache that stays on the slow level if a share `fast` fits on the fast one, in whole
+    blocks.
 
     Example: 104 tokens, half fits: 3 of 7 blocks, 48 tokens, so 0.538 stay.
     """

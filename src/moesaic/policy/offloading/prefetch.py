@@ -1,7 +1,8 @@
-"""Which experts come to the fast level before their layer's gates have spoken: those that were chosen lately.
+"""Chooses the experts that are loaded to the fast level before their layer's gate has chosen: recent
+choices.
 
-Rows of a decode step are the next tokens of the same requests, and some experts are chosen more than others.
-A wrong guess costs what its bytes take on a link that had nothing else to do, and never changes an answer.
+Rows of a decode step are the next tokens of the same requests, and some experts are chosen more often than
+others. A wrong guess costs the transfer of its bytes on a link that was idle. It never changes an answer.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import numpy.typing as npt
 from moesaic.core.tokens import IntArray
 
 FADES = 0.5
-"""What a choice counts a step later."""
+"""Weight of a choice one step later."""
 
 
 class ExpertPrefetch:
-    """Of every layer, how often each expert was chosen, the last steps most.
+    """Counts for each layer how often each expert was chosen; recent steps count most.
 
-    >>> likely = Likely(4)
-    >>> likely.learn(0, np.array([1, 3, 3]))
-    >>> likely.experts(0, 2, without={1}), likely.experts(1, 2, without=())
+    >>> prefetch = ExpertPrefetch(4)
+    >>> prefetch.learn(0, np.array([1, 3, 3]))
+    >>> prefetch.experts(0, 2, without={1}), prefetch.experts(1, 2, without=())
     ([3], [])
     """
 
@@ -31,12 +32,12 @@ class ExpertPrefetch:
         self._counts: dict[int, npt.NDArray[np.float64]] = {}
 
     def learn(self, layer: int, chosen: IntArray) -> None:
-        """chosen: [p] experts that a step's rows chose."""
+        """Count a step's choices. chosen: [p] experts."""
         counts = np.bincount(chosen, minlength=self._num_experts)
         self._counts[layer] = counts + FADES * self._counts.get(layer, np.zeros(self._num_experts))
 
     def experts(self, layer: int, most: int, without: Collection[int]) -> list[int]:
-        """At most so many, the likeliest, of those that were ever chosen there and are not in `without`."""
+        """The most likely experts, at most `most`, among those ever chosen there and not in `without`."""
         counts = self._counts.get(layer, np.zeros(0))
         order = np.argsort(-counts, kind="stable")
         known = (int(one) for one in order if counts[one] > 0 and int(one) not in without)

@@ -1,4 +1,4 @@
-"""What a policy costs in time: the price of the very lists of tasks that would be run."""
+"""The price of a policy in time: that of the very lists of tasks that would be run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from moesaic.policy.offloading.tasks import Kind, Lane, Shape, Task
 from moesaic.policy.offloading.timeline import run
 
 NEAR, FAR = 4, 6
-"""Layers of two lists; their difference is the price of two more."""
+"""Numbers of layers of two short lists. The difference of their prices is the price of two more layers."""
 LONG = 256
-"""Micro-batches above which a pass is priced as its busiest resource: a pipeline's ends no longer show."""
+"""Number of micro-batches above which a pass is priced by its busiest resource: the pipeline's ends no
+longer matter."""
 SLOW_MEMORY = "slow memory"
-"""A resource beside the lanes, which some of them share."""
+"""A resource besides the lanes, which some lanes share."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Phase:
 
     seconds: float
     busy: dict[str, float]
-    """Seconds of each resource: the lanes, and the slow level's memory, which lanes share."""
+    """Busy seconds of each resource: the lanes, and the slow level's memory, which lanes share."""
 
     @property
     def bottleneck(self) -> str:
@@ -41,12 +42,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class Price:
-    """What is predicted of a policy."""
+    """The prediction for a policy."""
 
     policy: Policy
     workload: Workload
     fast: dict[str, float]
-    """Bytes on the fast level at most, by what they are."""
+    """Maximum bytes on the fast level, by content."""
     slow: dict[str, float]
     prefill: Phase
     step: Phase
@@ -54,7 +55,7 @@ class Price:
 
     @property
     def decode_seconds(self) -> float:
-        """Of all steps; prefill gives the first token."""
+        """Seconds of all decode steps; prefill produces the first token."""
         return (self.workload.generate - 1) * self.step.seconds
 
     @property
@@ -69,7 +70,7 @@ class Price:
 
     @property
     def decode_throughput(self) -> float:
-        """Tokens/s while decoding."""
+        """Tokens/s in decode."""
         return self.policy.batch / self.step.seconds
 
 
@@ -82,7 +83,7 @@ class Pricing:
         self.durations = Durations(model, hardware, workload)
 
     def price(self, policy: Policy) -> Price:
-        """Prices the lists of tasks of prefill and of one decode step."""
+        """The price of the task lists of prefill and of one decode step."""
         return Price(
             policy,
             self.workload,
@@ -93,25 +94,26 @@ class Pricing:
         )
 
     def step(self, policy: Policy) -> Phase:
-        """One decode step, by the list of its tasks."""
+        """The price of one decode step, by its task list."""
         return self._step(policy, listed=True)
 
     def prefill(self, policy: Policy, micro_batches: int | None = None) -> Phase:
-        """All prompts, by the list of its tasks. micro_batches: None as many as the footprint says."""
+        """The price of all prompts, by their task list. micro_batches: None: as the footprint says."""
         return self._prefill(policy, listed=True, count=micro_batches)
 
     def bound(self, policy: Policy) -> float:
-        """A throughput that no order of tasks exceeds: each pass takes as long as its busiest resource."""
+        """A throughput that no order of the tasks exceeds: each pass takes as long as its busiest
+        resource."""
         steps = (self.workload.generate - 1) * self._step(policy, listed=False).seconds
         total = self._prefill(policy, listed=False).seconds + steps
         return policy.batch * self.workload.generate / total
 
     def shape(self, policy: Policy, layers: int | None = None) -> Shape:
-        """What there is to schedule in a decode step, of all layers with routed experts or of fewer."""
+        """What a decode step has to schedule, for all layers with routed experts or for fewer."""
         return self._shape(policy, layers, policy.micro_batches)
 
     def prefill_shape(self, policy: Policy, layers: int | None = None, count: int | None = None) -> Shape:
-        """What there is to schedule in prefill; a page comes with each of `count` micro-batches."""
+        """What prefill has to schedule; a page is loaded with each of `count` micro-batches."""
         count = count or math.ceil(policy.batch / self.footprint.prefill_requests(policy))
         return self._shape(policy, layers, count, prompts=True)
 
@@ -133,13 +135,14 @@ class Pricing:
 
     @property
     def _kinds(self) -> tuple[bool, ...]:
-        """Of layers: with routed experts, and dense ones where there are any."""
+        """The kinds of layers: with routed experts, and dense ones if there are any."""
         return (False, True) if self.model.layers > self.model.moe_layers else (False,)
 
     def _phase(
         self, policy: Policy, order: Order, shape: Shape, tables: Sequence[Table], listed: bool
     ) -> Phase:
-        """tables: of each kind of layer. Dense ones are priced as their busiest resource."""
+        """The price of a pass. tables: durations for each kind of layer. Dense layers are priced by their
+        busiest resource."""
         busy = self._busy(policy, order, shape, tables[0], shape.layers)
         busy[Lane.FAST.value] += shape.micro_batches * tables[0][Kind.HEAD, Lane.FAST]
         seconds = max(busy.values())
@@ -162,7 +165,7 @@ class Pricing:
         layers: int,
         without: Sequence[Kind] = (),
     ) -> dict[str, float]:
-        """Seconds of each resource in so many layers."""
+        """Busy seconds of each resource in this number of layers."""
         lanes = dict.fromkeys(Lane, 0.0)
         for (kind, lane), count in _counts(order, replace(shape, layers=1)).items():
             if kind not in without:
@@ -174,18 +177,19 @@ class Pricing:
 
 Order = Schedule | Literal["prefill", "prefill, rows move"]
 ROUTED = (Kind.LOAD_PAGE, Kind.STAGE_PAGE, Kind.LOAD_CHOSEN, Kind.LOAD_LIKELY, Kind.EXPERTS)
-"""What a dense layer does not have."""
+"""Kinds of tasks that a dense layer does not have."""
 
 
 def tasks_of(order: Order, shape: Shape) -> list[Task]:
-    """The list of a decode step or of prefill."""
+    """The task list of a decode step or of prefill."""
     if order == "prefill" or order == "prefill, rows move":
         return prefill(shape, rows_move=order != "prefill")
     return decode(order, shape)
 
 
 def _listed(order: Order, shape: Shape, table: Table, handover: float) -> float:
-    """Seconds of the list over all layers: exact for few, else a further layer costs what the last two do."""
+    """Seconds of the list over all layers: exact for few layers; each further layer costs what the last two
+    do."""
     if shape.layers <= FAR:
         return _makespan(order, shape, table, handover)
     near, far = (_makespan(order, replace(shape, layers=layers), table, handover) for layers in (NEAR, FAR))
@@ -204,7 +208,8 @@ def _cached(order: Order, shape: Shape) -> Sequence[Task]:
 
 @lru_cache(maxsize=4096)
 def _counts(order: Order, shape: Shape) -> dict[tuple[Kind, Lane], int]:
-    """Tasks of one layer. They are as many for each micro-batch, and some for each layer: two lists tell."""
+    """Number of tasks of one layer by kind and lane. They grow linearly with the micro-batches, so two
+    lists determine them."""
     paged = shape.pages > 0, order == "cgopipe" or order.startswith("prefill")
     two, three = (
         _small(order, replace(shape, layers=1, micro_batches=2, pages=0), count, *paged) for count in (2, 3)
@@ -214,7 +219,7 @@ def _counts(order: Order, shape: Shape) -> dict[tuple[Kind, Lane], int]:
 
 @lru_cache(maxsize=1024)
 def _small(order: Order, shape: Shape, count: int, streams: bool, paged: bool) -> Counter[tuple[Kind, Lane]]:
-    """The third layer's tasks, with `count` micro-batches."""
+    """The third layer's tasks with `count` micro-batches."""
     pages = (count if paged else 1) if streams else 0
     shape = replace(shape, micro_batches=count, pages=pages)
     longer, shorter = (

@@ -1,4 +1,4 @@
-"""Tasks on lanes: what a schedule is made of, what the planner prices and the executor runs."""
+"""Tasks on lanes: the parts of a schedule, which the planner prices and the executor runs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from enum import Enum
 
 
 class Lane(Enum):
-    """What works on its own."""
+    """A unit that works independently of the others."""
 
-    __hash__ = object.__hash__  # of the member itself: Enum's hashes the name, in Python, at each look-up
+    __hash__ = (
+        object.__hash__
+    )  # the hash of the member itself; Enum hashes the name, in Python, at each look-up
 
     FAST = "fast compute"
     SLOW = "slow compute"
@@ -20,41 +22,42 @@ class Lane(Enum):
 
 
 class Kind(Enum):
-    """What a task does for one micro-batch of one layer; a page's number takes the micro-batch's place."""
+    """What a task does for one micro-batch of one layer. Tasks on pages have the page's number as
+    micro-batch."""
 
     __hash__ = object.__hash__
 
     PRE = "pre-attention"
-    """Norm, query, key, value."""
+    """Norm, and the projections of query, key and value."""
     SAVE_QKV = "save qkv"
-    """To the attention there."""
+    """Copy query, key and value to the slow processor's attention."""
     ATTENTION = "attention"
     LOAD_ROWS = "load rows"
-    """What that attention answered."""
+    """Load the results of that attention."""
     POST = "post-attention"
     """Output projection, gate, shared and routed experts."""
     GATE = "gate"
     """POST without the routed experts."""
     EXPERTS = "experts"
-    """The routed experts alone: on each processor those that its level holds."""
+    """The routed experts alone: each processor computes those that its level holds."""
     SAVE_ROWS = "save rows"
-    """Rows for experts there; in prefill, the residual."""
+    """Copy rows to experts on the slow level; in prefill, the residual."""
     LOAD_ANSWERS = "load answers"
-    """What those experts answered; in prefill, the residual."""
+    """Load the answers of those experts; in prefill, the residual."""
     STAGE_PAGE = "stage page"
     LOAD_PAGE = "load page"
     LOAD_CHOSEN = "load chosen experts"
     LOAD_LIKELY = "load likely experts"
-    """Before the layer's gates have spoken."""
+    """Load experts before the layer's gate has chosen."""
     LOAD_CACHE = "load cache"
     SAVE_CACHE = "save cache"
-    """The rows' new keys and values."""
+    """Copy the rows' new keys and values."""
     PROMPT = "prompt"
-    """A layer over whole prompts."""
+    """One layer over whole prompts."""
     HEAD = "head"
     """Logits and the next token."""
     SYNC = "sync"
-    """Lock-step: no later task begins before all earlier ones ended. It takes no time."""
+    """Lock-step: no later task begins before all earlier ones have ended. It takes no time."""
 
 
 LANES = {
@@ -63,35 +66,36 @@ LANES = {
     **dict.fromkeys((Kind.LOAD_CHOSEN, Kind.LOAD_LIKELY, Kind.LOAD_CACHE), Lane.DOWN),
     Kind.STAGE_PAGE: Lane.STAGING,
 }
-"""Of kinds that are not computed by the fast processor; attention and experts may run on the slow one."""
+"""Lanes of the kinds that the fast processor does not run. Attention and experts may run on the slow one."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How much there is to schedule. What is false or 0 makes no tasks."""
+    """What there is to schedule. Fields that are false or 0 make no tasks."""
 
     layers: int
     micro_batches: int
     pages: int
-    """Of a layer's streamed weights; schedules without pages move them as one. 0: all weights stay fast."""
+    """Pages of a layer's streamed weights. Schedules without pages move them as one. 0: all weights stay on
+    the fast level."""
     staged: bool = False
-    """Pages are copied into pinned memory before they come down."""
+    """True: pages are copied into pinned memory before they are loaded."""
     slow_attention: bool = True
     cache_moves: bool = False
-    """The fast processor's attention reads a cache on the slow level."""
+    """True: the fast processor's attention reads a cache on the slow level."""
     slow_experts: bool = False
     """in-place: some routed experts are on the slow level."""
     fast_experts: bool = True
-    """in-place: some are on the fast one."""
+    """in-place: some routed experts are on the fast level."""
     cut: bool = False
-    """In prefill a micro-batch may go on with the last one's prompt, whose cache it attends to."""
+    """True: in prefill a micro-batch may continue the last one's prompt, whose cache it attends to."""
     guesses: bool = False
-    """on-demand: some experts come before their gates have spoken."""
+    """on-demand: some experts are loaded before their gate has chosen."""
     dense: frozenset[int] = frozenset()
-    """Layers without routed experts: nothing of theirs is streamed."""
+    """Layers without routed experts. Nothing of theirs is streamed."""
 
     def pages_of(self, layer: int) -> int:
-        """Pages of a layer, perhaps of the next step."""
+        """Pages of a layer, possibly of the next step."""
         return 0 if layer % self.layers in self.dense else self.pages
 
 
@@ -101,7 +105,7 @@ class Task:
     lane: Lane
     layer: int
     micro_batch: int
-    """Or page."""
+    """Number of the micro-batch, or of the page."""
     needs: tuple[int, ...]
     """Places of earlier tasks in the list."""
 

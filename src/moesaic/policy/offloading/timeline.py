@@ -15,7 +15,7 @@ class Timeline:
     starts: Sequence[float]
     ends: Sequence[float]
     busy: dict[Lane, float]
-    """Of every lane, 0 where nothing stands on it."""
+    """Busy seconds of every lane; 0 for a lane without tasks."""
 
     @property
     def makespan(self) -> float:
@@ -28,13 +28,8 @@ class Timeline:
 
 
 def run(tasks: Sequence[Task], seconds: Sequence[float], handover: float = 0.0) -> Timeline:
-    """Each lane does its tasks in order; a task begins when its lane is free and what it needs has ended.
-
-    seconds: of each task. handover: seconds until another lane knows that something has ended.
-
-    Example: two lanes, tasks a (fast, 2 s), b (down, 3 s), c (fast, 1 s, needs b): c begins at 3; busy
-    fast 3, down 3, makespan 4. With a handover of 0.5 s c begins at 3.5.
-    """
+    """Run the list: each lane runs its tasks in order; a task begins when its lane is free and the tasks
+    that it needs have ended."""
     free = dict.fromkeys(Lane, 0.0)
     busy = dict.fromkeys(Lane, 0.0)
     starts, ends = [0.0] * len(tasks), [0.0] * len(tasks)
