@@ -114,7 +114,8 @@ Key = tuple[Kind, Lane, int, int]
 
 
 class TaskList:
-    """A list that grows. Tasks are needed by what they do; what is not in the list was done before it."""
+    """A growing list of tasks. Tasks are identified by what they do. A needed task that is not in the list
+    was done before."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
@@ -124,7 +125,7 @@ class TaskList:
     def add(
         self, kind: Kind, layer: int, part: int, needs: Iterable[Key] = (), lane: Lane | None = None
     ) -> Key:
-        """lane: where it is not the kind's own."""
+        """Add a task. lane: if it is not the kind's own."""
         found = {self._places[key] for key in needs if key in self._places}
         if self._barrier is not None:
             found.add(self._barrier)
@@ -134,7 +135,7 @@ class TaskList:
         return key
 
     def sync(self, layer: int, part: int) -> None:
-        """What comes next waits for every task so far."""
+        """Make all later tasks wait for every task so far."""
         since, place = self._barrier or 0, len(self.tasks)
         self.tasks.append(Task(Kind.SYNC, Lane.FAST, layer, part, tuple(range(since, place))))
         self._barrier = place

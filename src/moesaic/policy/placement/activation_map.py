@@ -1,8 +1,9 @@
-"""The activation map of one layer, as a picture has it: token ids down, experts across, both rank by rank.
+"""The data of an activation map: a picture with the token ids as rows and the experts as columns, sorted by
+rank.
 
-Speculative MoE (figure 8a) and Sem-MoE (figure 6b) draw how often each token id chooses each expert. Where
-tokens and experts that belong together stand together, what is chosen gathers in blocks on the diagonal:
-those are the choices that stay on a rank.
+Speculative MoE (figure 8a) and Sem-MoE (figure 6b) draw how often each token id chooses each expert. If
+tokens and experts that belong together are sorted together, the choices form blocks on the diagonal. These
+choices stay on a rank.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ class ActivationMap:
     """Some token ids and all experts of a layer."""
 
     tokens: tuple[int, ...]
-    """[n] ids, those of rank 0 first; of one rank those with the largest local share first."""
+    """[n] ids, those of rank 0 first; within a rank those with the largest local share first."""
     experts: tuple[int, ...]
     """[E] logical ids, those of rank 0 first."""
     tokens_of: tuple[int, ...]
-    """[R] how many of the ids are on each rank."""
+    """[R] number of ids on each rank."""
     experts_of: tuple[int, ...]
-    """[R] how many of the experts are."""
+    """[R] number of experts on each rank."""
     shares: tuple[tuple[float, ...], ...]
     """[n, E] share of an id's tokens that chose the expert, 0 to 1."""
     local: float
@@ -38,9 +39,9 @@ class ActivationMap:
 
 
 def commonest(profile: Profile, index: int, most: int) -> IntArray:
-    """The token ids, `most` at most, that were seen most often in layer `index`, ascending.
+    """The `most` token ids that were seen most often in layer `index`, ascending.
 
-    Of equally common ones the lower is taken.
+    Of equally frequent ones the lower is taken.
     """
     counts = profile.counts[index]
     seen = _pairs(counts)
@@ -48,11 +49,11 @@ def commonest(profile: Profile, index: int, most: int) -> IntArray:
 
 
 def activation_map(profile: Profile, clusters: Coclusters, index: int, tokens: IntArray) -> ActivationMap:
-    """Of layer `index`, counted from 0, for token ids [n] that the profile knows.
+    """The map of layer `index`, counted from 0, for token ids [n] that the profile knows.
 
-    Example: k = 1, token 5 chose expert 2 four times, token 6 expert 0 three times and expert 2 once; expert
-    2 and token 5 are on rank 0, the others on rank 1: rows 5, 6, columns 2, 0, 1, shares (1, 0, 0) and
-    (0.25, 0.75, 0), local 7/8.
+    Example: k = 1, token 5 chose expert 2 four times, token 6 expert 0 three times and expert 2 once;
+    expert 2 and token 5 are on rank 0, the others on rank 1: rows 5, 6, columns 2, 0, 1, shares (1, 0, 0)
+    and (0.25, 0.75, 0), local 7/8.
     """
     homes, own = clusters.experts[index], clusters.tokens[index][tokens]
     pairs = _rows(profile.counts[index], tokens, profile.num_experts)
@@ -72,7 +73,7 @@ def activation_map(profile: Profile, clusters: Coclusters, index: int, tokens: I
 
 
 def dealt(clusters: Coclusters, tokens: IntArray) -> Coclusters:
-    """The same experts, and `tokens` [n] in equal consecutive parts on the ranks, whatever they choose.
+    """The same experts, with `tokens` [n] in equal consecutive parts on the ranks, whatever they choose.
 
     Example: tokens 5, 6, 7, 8 on two ranks: 5 and 6 on rank 0, 7 and 8 on rank 1.
     """

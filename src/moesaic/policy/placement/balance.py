@@ -1,19 +1,19 @@
-"""Where experts live: how many copies of each, and which server holds which.
+"""Balances experts over servers: how many copies each expert has, and which server holds which copy.
 
-Expert-as-a-Service (section 4.5) names three means of balance: unequal numbers of experts on the servers,
-more copies of hot experts, servers of unequal capacity. It gives no rule. Ours, for every layer alone:
+Expert-as-a-Service (section 4.5) names three means of balance: servers with different numbers of experts,
+more copies of hot experts, and servers of different capacity. It gives no rule. This module has one, for
+every layer alone:
 
- 1. *Rooms.* The layer's slots are shared out by capacity weight. What a whole number cannot share evenly goes
-    round over the layers, so that the servers' totals are fair too.
- 2. *Copies.* Every expert gets `min_replicas` first, then each further slot goes to the expert with the
-    largest load per copy, as in DeepSeek EPLB, which leaves cold experts with a single copy.
- 3. *Packing.* Experts by load per copy, heaviest first, each to the servers whose load / capacity it raises
-    least, never two copies on one server; then copies are exchanged as long as that lowers the largest
-    load / capacity, the layer's *peak*.
- 4. *Few moves.* What servers hold stays, and just so much is exchanged that the peak is at most `slack` above
-    the one of a placement from scratch.
+1. *Slots.* The layer's slots are divided by capacity weight. The remainder goes to different servers in
+different layers, so that the servers' totals are fair too. 2. *Copies.* Every expert first gets
+`min_replicas`. Each further slot goes to the expert with the largest load per copy, as in DeepSeek EPLB,
+which leaves cold experts with a single copy. 3. *Packing.* Experts are placed by load per copy, heaviest
+first, each on the servers whose load / capacity it raises least, never twice on one server. Then copies are
+exchanged as long as that lowers the largest load / capacity, the layer's *peak*. 4. *Few moves.* Copies
+stay where they are. Just so many are exchanged that the peak is at most `slack` above that of a placement
+from scratch.
 
-A layer without any load counts as evenly loaded. Load is split evenly over the copies of an expert.
+A layer without any load counts as evenly loaded. Load is divided evenly among the copies of an expert.
 """
 
 from __future__ import annotations
@@ -52,22 +52,23 @@ def place(
     slack: float = 0.05,
     model: str = "",
 ) -> Placement:
-    """The placement to serve with; `previous` itself where it is good enough.
+    """The placement to serve with; `previous` itself if it is good enough.
 
     load: [L, E] tokens of each expert, finite, not negative. layers: [L] their ids. servers: id -> capacity
-    weight, a server's share of slots and of load. slack: how much worse than the best found, relatively, a
-    layer's largest load may be to save moves. Without `previous` consecutive ranges of experts take its
-    place, with slack 0. model: fingerprint, by default the previous one's.
+    weight, a server's share of slots and of load. slack: how much larger, relatively, a layer's peak may be
+    than the best found, to save moves. Without `previous`, consecutive ranges of experts replace it, with
+    slack 0. model: fingerprint, by default the previous one's.
 
-    A layer has max(E + redundant, E * min_replicas) slots: `--min-replicas 2` alone is enough for two copies
-    of everything, and redundant slots beyond that follow load. E * servers slots are the most that can be
-    used; the rest stays empty, since redundant slots are a budget and min_replicas is a promise.
+    A layer has max(E + redundant, E * min_replicas) slots: `--min-replicas 2` alone is enough for two
+    copies of everything, and redundant slots beyond that follow load. At most E * servers slots can be
+    used. The rest stays empty, since redundant slots are a budget and min_replicas is a promise.
 
-    Raises ConfigError for fewer servers than min_replicas, and for what is no load, count or weight.
+    Raises ConfigError for fewer servers than min_replicas, and for invalid loads, counts or weights.
 
     Example: load [[8, 4, 2, 2]], servers {0: 1, 1: 1}, redundant 2: six slots, three a server. The fifth is
-    for expert 0, whose load per copy, 8, is the largest; the sixth for expert 1 (4, as expert 0, which cannot
-    have a third copy on two servers). Both hold experts 0 and 1 and one of the others: loads 8 and 8.
+    for expert 0, whose load per copy, 8, is the largest; the sixth for expert 1 (4, as expert 0, which
+    cannot have a third copy on two servers). Both hold experts 0 and 1 and one of the others: loads 8 and
+    8.
     """
     ids = sorted(servers)
     capacity = np.array([servers[server] for server in ids], dtype=np.float64)
@@ -119,7 +120,7 @@ def _check(
 
 
 def _held(placement: Placement | None, layer: int, ids: Sequence[int], experts: int) -> BoolArray:
-    """[E, N] who of `ids` holds what."""
+    """[E, N] which of the servers `ids` hold which experts."""
     held = np.zeros((experts, len(ids)), dtype=np.bool_)
     by_server = placement.held.get(layer, {}) if placement else {}
     for column, server in enumerate(ids):
@@ -128,7 +129,7 @@ def _held(placement: Placement | None, layer: int, ids: Sequence[int], experts: 
 
 
 def _ranges(experts: int, room: IntArray) -> BoolArray:
-    """[E, N] one copy of each, in consecutive ranges as long as the servers' shares of the slots."""
+    """[E, N] one copy of each expert, in consecutive ranges as long as the servers' slots."""
     ends = np.cumsum(room) * experts // room.sum()
     owner = np.searchsorted(ends, np.arange(experts), side="right")
     ranges: BoolArray = owner[:, None] == np.arange(len(room))
@@ -138,7 +139,8 @@ def _ranges(experts: int, room: IntArray) -> BoolArray:
 def _place_layer(
     load: FloatArray, room: IntArray, capacity: FloatArray, min_replicas: int, before: BoolArray, slack: float
 ) -> BoolArray:
-    """[E, N] who holds what: of what was tried the first, fewest moves first, whose peak is good enough."""
+    """[E, N] which server holds what: of the candidates, in order of moves, the first whose peak is good
+    enough."""
     count = copies(load, room, min_replicas)
     layer = Layer(load / count, count, room, capacity)
     fresh = swap(layer, pack(layer, np.zeros_like(before)), 0.0)
@@ -164,7 +166,7 @@ def _peak(load: FloatArray, held: BoolArray, capacity: FloatArray) -> float:
 
 @dataclass(frozen=True)
 class Move:
-    """A copy to be loaded: `server` takes `expert` of `layer`."""
+    """A copy to be loaded: `server` gets `expert` of `layer`."""
 
     layer: int
     expert: int
@@ -183,9 +185,9 @@ def moves(old: Placement | None, new: Placement) -> list[Move]:
 
 
 def server_loads(load: Load, placement: Placement, servers: Sequence[int]) -> FloatArray:
-    """[L, N] load of each of `servers`, load [L, E] split evenly over the copies that they hold.
+    """[L, N] load of each of `servers`; load [L, E] is divided evenly among the copies that they hold.
 
-    The rows are placement.layers. What none of them holds is nobody's load.
+    The rows are placement.layers. Load of experts that none of them holds is dropped.
     """
     loads = np.empty((len(placement.layers), len(servers)))
     for row, layer in enumerate(placement.layers):
@@ -195,18 +197,18 @@ def server_loads(load: Load, placement: Placement, servers: Sequence[int]) -> Fl
 
 
 def critical_load(load: Load, placement: Placement, servers: Mapping[int, float]) -> float:
-    """Sum over the layers of the largest load / capacity of a server: what steps in lockstep wait for.
+    """Sum over the layers of the largest load / capacity of a server, which steps in lockstep wait for.
 
-    servers: id -> capacity weight of those that are alive.
+    servers: id -> capacity weight of the servers that are alive.
     """
     capacity = np.array(list(servers.values()))
     return float((server_loads(load, placement, list(servers)) / capacity).max(axis=1).sum())
 
 
 def gain(load: Load, old: Placement, new: Placement, servers: Mapping[int, float]) -> float:
-    """By which share `new` lowers the critical load of load [L, E]; below 0 when it raises it.
+    """Share by which `new` lowers the critical load of load [L, E]; negative if it raises it.
 
-    1 where `old` has lost all copies of an expert: requests would wait for ever.
+    1 if `old` has lost all copies of an expert: requests would wait for ever.
 
     Example: critical loads 20 before and 15 after: 0.25.
     """
@@ -217,7 +219,7 @@ def gain(load: Load, old: Placement, new: Placement, servers: Mapping[int, float
 
 
 def gain_seconds(gain: float, busy: float, horizon: float) -> float:
-    """Seconds saved over `horizon` seconds of which the share `busy` is spent waiting for experts.
+    """Seconds saved over `horizon` seconds, of which the share `busy` is spent waiting for experts.
 
     Example: gain 0.25, experts 40 % of the time, load steady for 300 s: 0.25 * 0.4 * 300 = 30 s.
     """
@@ -225,11 +227,11 @@ def gain_seconds(gain: float, busy: float, horizon: float) -> float:
 
 
 def worth_moving(gain_seconds: float, move_bytes: int, bandwidth: float, margin: float = 2.0) -> bool:
-    """Whether gain_seconds > margin * move_bytes / bandwidth.
+    """True if gain_seconds > margin * move_bytes / bandwidth.
 
-    move_bytes: what the server with the most to load has to load, as servers load side by side. bandwidth:
-    its bytes/s. The time is priced as if nothing were served meanwhile; margin is for the forecast, which
-    takes the load to stay what it was.
+    move_bytes: what the server with the most to load has to load, as servers load at the same time.
+    bandwidth: its bytes/s. The time is priced as if nothing were served meanwhile. margin: for the
+    forecast, which assumes that the load stays the same.
 
     Example: 8 GiB at 1 GiB/s cost 2 * 8 = 16 s: worth a gain of 30 s.
     """
@@ -237,7 +239,7 @@ def worth_moving(gain_seconds: float, move_bytes: int, bandwidth: float, margin:
 
 
 def busiest_bytes(moves: Iterable[Move], expert_bytes: int) -> int:
-    """Bytes of the server with the most to load."""
+    """Bytes that the server with the most to load has to load."""
     return expert_bytes * max(Counter(move.server for move in moves).values(), default=0)
 
 
@@ -245,7 +247,7 @@ def busiest_bytes(moves: Iterable[Move], expert_bytes: int) -> int:
 
 
 def balancedness(load: Load) -> FloatArray:
-    """[L] mean / max of each row of load [L, servers]: 1 is perfect, and so is no load."""
+    """[L] mean / max of each row of load [L, servers]. 1 is perfect; no load counts as 1."""
     most = load.max(axis=1)
     even = np.ones(len(load))
     np.divide(load.mean(axis=1), most, out=even, where=most > 0)
@@ -253,7 +255,7 @@ def balancedness(load: Load) -> FloatArray:
 
 
 def max_over_median(load: Load) -> FloatArray:
-    """[L] max / median of each row of load [L, servers], the papers' measure; 1 where nothing is loaded."""
+    """[L] max / median of each row of load [L, servers], the papers' measure; 1 without load."""
     most, median = load.max(axis=1), np.median(load, axis=1)
     uneven: FloatArray = np.where(most > 0, np.inf, 1.0)
     np.divide(most, median, out=uneven, where=median > 0)
@@ -261,7 +263,7 @@ def max_over_median(load: Load) -> FloatArray:
 
 
 class LoadWindow:
-    """Tokens of each expert over the last intervals; what is older no longer counts."""
+    """Tokens of each expert over the last intervals. Older tokens no longer count."""
 
     def __init__(self, num_layers: int, num_experts: int, intervals: int) -> None:
         if intervals < 1:
@@ -272,11 +274,11 @@ class LoadWindow:
         """[L, E] sum over the window."""
 
     def __len__(self) -> int:
-        """Intervals in the window."""
+        """Number of intervals in the window."""
         return min(self._next, len(self._counts))
 
     def add(self, counts: IntArray) -> None:
-        """One interval's tokens [L, E]."""
+        """Add one interval's tokens [L, E]."""
         slot = self._counts[self._next % len(self._counts)]
         self.totals = self.totals + counts - slot
         slot[:] = counts

@@ -1,4 +1,4 @@
-"""Request -> attention worker: where it stays for life, its KV cache with it."""
+"""Chooses the attention worker of a request. The request stays there with its KV cache until it ends."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from moesaic.core.tables import Tables
 
 @dataclass(frozen=True)
 class WorkerLoad:
-    """What dispatch knows of a worker."""
+    """The load of a worker."""
 
     total_blocks: int
     used_blocks: int
-    """By the requests that were given to it and have not ended, their prompts and generated tokens."""
+    """Blocks of its open requests, for their prompts and generated tokens."""
     requests: int
     rank: int | None = None
-    """Whose experts are beside it; None: those of the rank with the worker's id."""
+    """The rank whose experts are beside it; None: the rank with the worker's id."""
 
     @property
     def free_blocks(self) -> int:
@@ -29,28 +29,30 @@ class WorkerLoad:
 
 
 class Dispatch(Protocol):
-    """Chooses a worker. It may remember what it chose before, and it sees every request once.
+    """Chooses a worker. It may remember earlier choices; it sees every request once.
 
-    workers: id -> load of those that take requests; they may be others at every call. prompt: token ids.
-    Raises ValueError when there is no worker.
+    workers: id -> load of those that take requests; they may change between calls. prompt: token ids.
+    Raises ValueError if there is no worker.
     """
 
     def __call__(self, workers: Mapping[int, WorkerLoad], prompt: Sequence[int] = ()) -> int: ...
 
 
 def least_loaded(workers: Mapping[int, WorkerLoad], prompt: Sequence[int] = ()) -> int:
-    """The worker with the most free KV blocks; of equal ones the one with fewer requests, then the lower id.
+    """The worker with the most free KV blocks; of equal ones the one with fewer requests, then the lower
+    id.
 
-    The rule of the code behind Asynchronous Expert Parallelism, without its need to know output lengths.
-    Raises ValueError when there is no worker.
+    This is the rule of the code behind Asynchronous Expert Parallelism, without its need to know output
+    lengths. Raises ValueError if there is no worker.
     """
     return min(workers, key=lambda worker: (-workers[worker].free_blocks, workers[worker].requests, worker))
 
 
 class RoundRobin:
-    """One worker after the other, in the order of their ids.
+    """One worker after another, in the order of their ids.
 
-    Example: workers 0, 3, 5 get requests 0, 3, 5, 0, ...; when 3 left after its first one: 0, 3, 5, 0, 5, ...
+    Example: workers 0, 3, 5 get requests 0, 3, 5, 0, ...; when 3 left after its first one: 0, 3, 5, 0, 5,
+    ...
     """
 
     def __init__(self) -> None:
@@ -62,27 +64,29 @@ class RoundRobin:
 
 
 EXACT = 1e-9
-"""Shares that differ by less tie."""
+"""Shares that differ by less count as equal."""
 AHEAD = 8
-"""Requests that a worker may have more than another one, so that prompts go where they belong."""
+"""Number of requests that a worker may have more than another one, so that prompts go to their best rank."""
 
 
 class Affinity:
-    """The worker beside more of the experts that a prompt is expected to use than other prompts are.
+    """Chooses the worker beside the experts that the prompt should use more than other prompts do.
 
-    A prompt's score of a rank is its share of the expected pairs there (Sem-MoE, Algorithm 2), less the mean
-    share of the prompts so far: a rank with many popular experts is everybody's favourite, and what counts is
-    who gains most by it. A worker that is AHEAD of the one with the fewest requests gets none. Equal ones go
-    by `least_loaded`. A worker whose rank the tables do not know has score 0.
+    A prompt's score for a rank is its share of the expected pairs there (Sem-MoE, Algorithm 2), minus the
+    mean share of the prompts so far. A rank with many popular experts is good for every prompt; the score
+    shows which prompt gains most by it. A worker that is AHEAD of the one with the fewest requests gets no
+    further request. Ties are decided by `least_loaded`. A worker whose rank is not in the tables has score
+    0.
 
-    Example: two ranks, prompts with 90 %, 60 % and 70 % of their pairs on rank 0, whose mean begins at 50 %:
-    +40 % goes to rank 0; the mean is then 70 %, so -10 % goes to rank 1, and 70 % is +3 % above 67 %: rank 0.
+    Example: two ranks, prompts with 90 %, 60 % and 70 % of their pairs on rank 0, whose mean begins at 50
+    %: +40 % goes to rank 0; the mean is then 70 %, so -10 % goes to rank 1, and 70 % is +3 % above 67 %:
+    rank 0.
     """
 
     def __init__(self, tables: Tables, ahead: int = AHEAD) -> None:
         self._tables, self._ahead = tables, ahead
         self._shares: npt.NDArray[np.float64] = np.full(tables.ranks, 1 / tables.ranks)
-        """Sum over the prompts so far, and one of an even prompt."""
+        """Sum of the shares of the prompts so far, and of one even prompt."""
         self._prompts = 1
 
     def __call__(self, workers: Mapping[int, WorkerLoad], prompt: Sequence[int] = ()) -> int:
@@ -93,7 +97,7 @@ class Affinity:
         return least_loaded({worker: open_ones[worker] for worker in scores if scores[worker] >= best})
 
     def _score(self, prompt: Sequence[int]) -> npt.NDArray[np.float64]:
-        """[ranks]"""
+        """[ranks] score of the prompt on each rank."""
         found = self._tables.request_scores(prompt)
         if not found.any():
             return found
@@ -104,11 +108,11 @@ class Affinity:
 
 
 class Rounds:
-    """The worker beside most of the experts that a prompt is expected to use: Sem-MoE's Algorithm 2 itself.
+    """Chooses the worker beside most of the experts that a prompt should use: Sem-MoE's Algorithm 2 itself.
 
-    Who got a request gets no other one until each worker got one: rounds keep the counts even. (The printed
-    mask is inverted: it leaves those that got one.) Equal scores go by `least_loaded`. A worker whose rank
-    the tables do not know has score 0.
+    A worker that got a request gets no other one until each worker has one, so rounds keep the counts even.
+    (The mask in the paper is inverted: it keeps the workers that have one.) Ties are decided by
+    `least_loaded`. A worker whose rank is not in the tables has score 0.
 
     Example: two workers, three prompts that score highest on rank 1: workers 1, 0, 1.
     """

@@ -1,4 +1,4 @@
-"""What a placement is worth on requests that its solver did not see.
+"""Measures a placement on requests that its solver did not see.
 
 Speculative MoE and Sem-MoE profile 20 % of the requests and test on the other 80 %.
 """
@@ -18,7 +18,7 @@ from moesaic.policy.placement.locality import Locality, homes_in, measure, reque
 
 @dataclass(frozen=True)
 class Measured:
-    """A placement on held-out requests."""
+    """The measures of a placement on held-out requests."""
 
     token: Locality
     """Attention-TP: each layer sends a token to the rank of its id."""
@@ -27,11 +27,11 @@ class Measured:
 
 
 def split(profile: Profile, share: float, seed: int) -> tuple[Profile, Routes]:
-    """A profile made of a random `share` of the recorded requests alone, and the routes of the others.
+    """A profile made of a random `share` of the recorded requests, and the routes of the others.
 
-    Those come in random order: recorded topic after topic, the requests of a round would all be alike. An id
-    that only they have is looked up as itself: which of fewer known ones is nearest to it is not known here.
-    Raises ConfigError where nothing is left on a side.
+    The others come in random order: if they were recorded topic by topic, the requests of a round would all
+    be alike. An id that only they have is looked up as itself, since the nearest one among fewer known ids
+    is not known here. Raises ConfigError if one side is empty.
     """
     routes = profile.routes
     if routes.requests < 2:
@@ -52,7 +52,8 @@ def unseen(learned: Profile, held_out: Routes) -> float:
 
 
 def measured(learned: Profile, clusters: Coclusters, placement: Placement, held_out: Routes) -> Measured:
-    """learned: what `clusters` were made from. placement: theirs, perhaps with more copies."""
+    """The measures. learned: the profile that `clusters` were made from. placement: that of the clusters,
+    possibly with more copies."""
     homes, ranks = homes_in(placement, learned.layers), clusters.ranks
     own = token_ranks(clusters, held_out.tokens, learned.nearest)
     return Measured(

@@ -1,7 +1,8 @@
-"""How local a placement is: which rank computes each (token, expert) pair, and what crosses between ranks.
+"""Measures how local a placement is: which rank computes each (token, expert) pair, and what crosses
+between ranks.
 
-A pair is computed on the token's own rank where that holds the expert, else elsewhere. `hosts` says where;
-all measures are read off it. Layers are counted from 0 over those with routed experts.
+A pair is computed on the token's own rank if that rank holds the expert, else on another one. `hosts` says
+where, and all measures are derived from it. Layers are counted from 0 over those with routed experts.
 
     token level      attention-TP: each layer sends a token to its own best rank (`token_ranks`)
     request level    attention-DP: a request has one rank for all layers and all its tokens (`request_ranks`)
@@ -35,7 +36,7 @@ def homes_of(clusters: Coclusters) -> SmallArray:
 
 
 def homes_in(placement: Placement, layers: Sequence[int]) -> SmallArray:
-    """[layers, E, copies] the ranks of each expert, -1 behind the last. layers: as the model numbers them."""
+    """[layers, E, copies] the ranks of each expert, then -1. layers: numbers in the model."""
     tables = [placement.table(layer) for layer in layers]
     most = max(table.shape[1] for table in tables)
     padded = [np.pad(t, ((0, 0), (0, most - t.shape[1])), constant_values=-1) for t in tables]
@@ -43,11 +44,10 @@ def homes_in(placement: Placement, layers: Sequence[int]) -> SmallArray:
 
 
 def hosts(experts: SmallArray, homes: SmallArray, own: SmallArray) -> SmallArray:
-    """[t, layers, k] the rank that computes each pair: the token's own where it holds a copy.
+    """[t, layers, k] the rank that computes each pair: the token's own rank if it holds a copy.
 
-    Otherwise token i takes copy i modulo their number, which shares them out evenly.
-
-    experts: [t, layers, k]. homes: [layers, E, copies], one copy of each at least. own: [t, layers].
+    Otherwise token i uses copy i modulo their number, which divides tokens evenly. experts: [t, layers, k].
+    homes: [layers, E, copies], at least one copy of each. own: [t, layers].
     """
     found = np.empty(experts.shape, dtype=np.int16)
     turns = np.arange(len(experts))[:, None]
@@ -69,9 +69,9 @@ def hosts(experts: SmallArray, homes: SmallArray, own: SmallArray) -> SmallArray
 def token_ranks(clusters: Coclusters, tokens: TokenArray, nearest: TokenArray | None = None) -> SmallArray:
     """[t, layers] the rank of each token in each layer: the label of its id.
 
-    Ids that the clusters' profile never saw (confidence 0) take the label of the id in their place
-    (`nearest`, as in a profile); without `nearest`, or where that one was not seen either, what the solver
-    gave them.
+    An id that the clusters' profile has never seen (confidence 0) takes the label of its nearest known id
+    (`nearest`, as in a profile). Without `nearest`, or if that id was not seen either, it takes the
+    solver's label.
     """
     labels = clusters.tokens
     if nearest is not None:
@@ -84,8 +84,8 @@ def token_ranks(clusters: Coclusters, tokens: TokenArray, nearest: TokenArray | 
 def token_scores(profile: Profile, homes: SmallArray, ranks: int) -> FloatArray:
     """[V, ranks] share of each token id's choices that each rank holds, summed over layers.
 
-    This is the table T of Semantic Parallelism's Algorithm 2. Ids that the profile never saw have the scores
-    of their nearest known one, without such 0.
+    This is table T of Semantic Parallelism's Algorithm 2. Ids that the profile has never seen have the
+    scores of their nearest known id, or 0 without one.
     """
     size = profile.vocab_size
     found = np.zeros((size, ranks))
@@ -104,7 +104,7 @@ def token_scores(profile: Profile, homes: SmallArray, ranks: int) -> FloatArray:
 
 
 def request_scores(scores: FloatArray, routes: Routes) -> FloatArray:
-    """[r, ranks] sums of `scores` [V, ranks] over each request's prompt: its answer is not known yet."""
+    """[r, ranks] sums of `scores` [V, ranks] over each request's prompt; its answer is not known yet."""
     places = np.arange(len(routes.tokens)) - routes.starts[routes.owners]
     prompt = places < routes.prompts[routes.owners]
     owners, tokens = routes.owners[prompt], routes.tokens[prompt]
@@ -118,12 +118,12 @@ Rule = Literal["affinity", "rounds", "best"]
 def request_ranks(scores: FloatArray, lengths: IntArray, rule: Rule = "affinity") -> SmallArray:
     """[r] one rank for each request, in order of arrival, by scores [r, ranks].
 
-    `affinity` and `rounds` are those of policy/placement/dispatch.py, where no request ends before the last
-    one came; `best` takes the rank with the best score, balanced or not. Ties go to the rank with fewer
-    tokens so far. lengths: [r] tokens.
+    `affinity` and `rounds` are the rules of policy/placement/dispatch.py, where no request ends before the
+    last one arrives. `best` takes the rank with the best score, without balance. Ties go to the rank with
+    fewer tokens so far. lengths: [r] tokens.
 
-    Example: two ranks, scores 9 1, 8 2, 7 3, 1 5 -> with rounds 0, 1 (0 had its turn), 0, 1; `best` is
-    0, 0, 0, 1; `affinity` 0, 0, 1 (70 % are less than 73 %, the mean of 50, 90 and 80 %), 1.
+    Example: two ranks, scores 9 1, 8 2, 7 3, 1 5 -> with rounds 0, 1 (0 had its turn), 0, 1; `best` is 0,
+    0, 0, 1; `affinity` 0, 0, 1 (70 % are less than 73 %, the mean of 50, 90 and 80 %), 1.
     """
     ranks = scores.shape[1]
     counts, tokens = np.zeros(ranks, dtype=np.int64), np.zeros(ranks)
@@ -141,7 +141,8 @@ def request_ranks(scores: FloatArray, lengths: IntArray, rule: Rule = "affinity"
 
 
 def centred(scores: FloatArray) -> FloatArray:
-    """[r, ranks] each request's shares less the mean of those before and of an even one; 0 without scores."""
+    """[r, ranks] each request's shares minus the mean of those before and of an even one; 0 without
+    scores."""
     total, ranks = scores.sum(axis=1, keepdims=True), scores.shape[1]
     shares = np.divide(scores, total, out=np.zeros(scores.shape), where=total > 0)
     sums = np.cumsum(shares, axis=0) - shares + 1 / ranks
@@ -154,10 +155,10 @@ def centred(scores: FloatArray) -> FloatArray:
 
 
 def local_activation_rate(hosts: SmallArray, own: SmallArray) -> FloatArray:
-    """[layers] share of (token, expert) pairs whose expert sits on the token's own rank.
+    """[layers] share of (token, expert) pairs whose expert is on the token's own rank.
 
-    All layers have as many pairs, so the mean is the rate overall. hosts: [t, layers, k]. own: [t, layers].
-    Raises ConfigError without tokens.
+    All layers have the same number of pairs, so the mean is the overall rate. hosts: [t, layers, k]. own:
+    [t, layers]. Raises ConfigError without tokens.
 
     Example: one token on rank 1, its experts on ranks 1 1 0 0 -> 0.5.
     """
@@ -174,7 +175,7 @@ def rank_loads(hosts: SmallArray, ranks: int) -> IntArray:
 
 
 def remote_ranks(hosts: SmallArray, own: SmallArray) -> FloatArray:
-    """[layers] ranks other than its own that a token's experts are on, each counted once, mean over tokens.
+    """[layers] number of other ranks with a token's experts, each counted once, averaged over tokens.
 
     Example: one token on rank 1, its experts on ranks 1 0 0 2 -> 2.
     """
@@ -192,7 +193,7 @@ def balancedness(loads: IntArray) -> FloatArray:
 
 
 def max_over_median(loads: IntArray) -> FloatArray:
-    """[layers] the papers' imbalance of loads [layers, ranks]: 1 is perfect, infinite where the median is 0.
+    """[layers] the papers' imbalance of loads [layers, ranks]: 1 is perfect; infinite if the median is 0.
 
     Example: 6 2 1 -> 3.
     """
@@ -204,16 +205,17 @@ def max_over_median(loads: IntArray) -> FloatArray:
 
 @dataclass(frozen=True)
 class Locality:
-    """The measures of one placement at one level, layer by layer; `rate` and the like are means of layers."""
+    """The measures of one placement at one level, layer by layer; `rate` and the like are means over
+    layers."""
 
     activation: FloatArray
     """[layers] local activation rate."""
     loads: IntArray
     """[layers, ranks] pairs that each rank computes."""
     tokens: IntArray
-    """[layers, ranks] tokens that live on each rank."""
+    """[layers, ranks] tokens on each rank."""
     distinct: FloatArray
-    """[layers] remote ranks that a token reaches, each once."""
+    """[layers] mean number of other ranks that a token is sent to."""
     top_k: int
 
     @property
@@ -232,9 +234,9 @@ class Locality:
     def remote_bytes(
         self, hidden_size: int, number_bytes: int, deduplicate: bool = False, partial: bool = False
     ) -> float:
-        """Bytes that a token sends to other ranks and gets back, all layers together, payload only.
+        """Bytes that a token sends to other ranks and receives from them, over all layers, payload only.
 
-        number_bytes: of one number. deduplicate: a token goes once to each rank, not once for each pair.
+        number_bytes: of one number. deduplicate: a token is sent once to each rank, not once for each pair.
         partial: each rank answers with one sum, not with a row for each pair.
 
         Example: 2 layers, each with 3 remote pairs on 2 ranks, rows of 8 bytes -> 96; deduplicated 80.
@@ -245,7 +247,7 @@ class Locality:
 
 
 def measure(experts: SmallArray, homes: SmallArray, own: SmallArray, ranks: int) -> Locality:
-    """All measures of tokens with `experts` [t, layers, k] that live on ranks `own` [t, layers] or [t].
+    """All measures of tokens with `experts` [t, layers, k] on ranks `own` [t, layers] or [t].
 
     homes: [layers, E, copies]. Raises ConfigError without tokens.
     """
@@ -270,7 +272,7 @@ def token_level(clusters: Coclusters, routes: Routes, nearest: TokenArray | None
 def request_level(
     profile: Profile, homes: SmallArray, ranks: int, routes: Routes, rule: Rule = "affinity"
 ) -> Locality:
-    """Attention-DP: `profile` scores the prompts, homes [layers, E, copies] are those to be judged."""
+    """Attention-DP: `profile` scores the prompts; homes [layers, E, copies] are measured."""
     scores = request_scores(token_scores(profile, homes, ranks), routes)
     own = request_ranks(scores, np.diff(routes.starts), rule)
     return measure(routes.experts, homes, own[routes.owners], ranks)

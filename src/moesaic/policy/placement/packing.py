@@ -1,9 +1,9 @@
-"""One layer's copies and where they go: rooms of servers, copies of experts, packing.
+"""Packs one layer's copies: slots of servers, copies of experts, and which server gets which copy.
 
-Rooms can always be filled, no expert twice on a server. Copies c of the experts match rooms n of the servers
-exactly when both have the same sum and any k servers have at most sum(min(c, k)) room (Gale and Ryser), which
-`pack` sees to. Copies can be increased until they match exactly when any k experts have at most
-sum(min(n, k)) copies, which `copies` sees to.
+Slots can always be filled without an expert twice on a server. Copies c of the experts match slots n of the
+servers exactly if both have the same sum and any k servers have at most sum(min(c, k)) slots (Gale and
+Ryser); `pack` ensures this. Copies can be increased until they match exactly if any k experts have at most
+sum(min(n, k)) copies; `copies` ensures this.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 EXACT = 1e-9
-"""Numbers that differ by less, relatively, tie."""
+"""Numbers that differ by less, relatively, count as equal."""
 
 
 # ---- rooms
@@ -28,8 +28,8 @@ EXACT = 1e-9
 def rooms(slots: int, experts: int, capacity: FloatArray, before: IntArray) -> IntArray:
     """[L, N] slots of each server: its share rounded down or up, fair over the layers before.
 
-    before: [L, N] what they hold now; who holds most above its rounded share gets the odd slot where nothing
-    else decides.
+    before: [L, N] what they hold now. Ties for a remaining slot go to the server that holds most above its
+    rounded share.
 
     Example: 8 slots, 3 equal servers -> 3 3 2, then 3 2 3, then 2 3 3.
     """
@@ -48,7 +48,7 @@ def rooms(slots: int, experts: int, capacity: FloatArray, before: IntArray) -> I
 
 
 def _shares(slots: int, most: int, capacity: FloatArray) -> FloatArray:
-    """[N] slots in proportion to capacity, at most `most` each: what is above goes to the others.
+    """[N] slots in proportion to capacity, at most `most` each; the excess goes to the others.
 
     Example: 12 slots, at most 8, capacities 8, 1, 1 -> 8, 2, 2.
     """
@@ -94,7 +94,7 @@ def copies(load: FloatArray, room: IntArray, min_replicas: int) -> IntArray:
 
 @dataclass(frozen=True)
 class Layer:
-    """What is to be packed: c copies of load `each` of E experts into N rooms."""
+    """One layer to be packed: c copies of load `each` of E experts into N servers."""
 
     each: FloatArray
     """[E] load of one copy."""
@@ -107,7 +107,7 @@ class Layer:
 
     @property
     def order(self) -> list[int]:
-        """Experts, the heaviest copy first."""
+        """Experts by the load of a copy, heaviest first."""
         order: list[int] = np.argsort(-self.each, kind="stable").tolist()
         return order
 
@@ -115,8 +115,8 @@ class Layer:
 def kept(layer: Layer, before: BoolArray, limit: float) -> BoolArray:
     """[E, N] the copies of `before` that stay, as many as count, room and load / capacity <= limit allow.
 
-    Surplus copies go from the servers of the largest load / capacity. A server that is over its room or over
-    the limit gives up the lightest copy that is enough, else its heaviest, and so on.
+    Surplus copies are removed from the servers with the largest load / capacity. A server beyond its room
+    or the limit gives up the lightest copy that is enough, or else its heaviest, and so on.
 
     Example: copies of load 6 3 1 on a server with room for 3 and limit 7: 3 goes, 6 and 1 stay.
     """
@@ -138,7 +138,7 @@ def kept(layer: Layer, before: BoolArray, limit: float) -> BoolArray:
 
 
 def pack(layer: Layer, kept: BoolArray) -> BoolArray:
-    """[E, N] who holds what: `kept` wherever possible, the rest by load / capacity."""
+    """[E, N] which server holds what: `kept` wherever possible, the rest by load / capacity."""
     held = np.zeros_like(kept)
     left = layer.room.copy()
     free = left - kept.sum(axis=0)
@@ -159,9 +159,10 @@ def pack(layer: Layer, kept: BoolArray) -> BoolArray:
 
 
 def _matched(chosen: list[int], left: IntArray, demand: IntArray) -> list[int]:
-    """`chosen`, its least roomy replaced by the roomiest others until all copies yet to come find a server.
+    """`chosen`, its least roomy servers replaced by the roomiest others until all remaining copies find a
+    server.
 
-    left: [N] room before this expert is placed. demand: [N] element k counts the experts yet to come with
+    left: [N] room before this expert is placed. demand: [N] element k counts the remaining experts with
     more than k copies. Taking just the roomiest servers is always possible.
 
     Example: left 2 1, and one expert with 2 copies to come (demand 1 1): [1] becomes [0].
@@ -183,8 +184,8 @@ def _fits(chosen: list[int], left: IntArray, demand: IntArray) -> bool:
 def swap(layer: Layer, held: BoolArray, limit: float) -> BoolArray:
     """Exchange copies with the server of the largest load / capacity until that is at most `limit`.
 
-    Each time it is the exchange after which the larger of both servers' load / capacity is the least; none is
-    made that doesn't lower it.
+    Each step makes the exchange that leaves the smallest peak of both servers. It makes none that does not
+    lower the peak.
 
     Example: loads 5 4 and 3 2 on two equal servers -> 3 4 and 5 2.
     """
@@ -208,7 +209,7 @@ def swap(layer: Layer, held: BoolArray, limit: float) -> BoolArray:
 def _exchange(
     layer: Layer, held: BoolArray, carried: FloatArray, top: int, other: int
 ) -> tuple[float, int, int, int]:
-    """The best (peak of both after it, expert that `top` gives, expert that it takes, other)."""
+    """The best exchange: (peak of both afterwards, expert that `top` gives, expert that it gets, other)."""
     gives = np.flatnonzero(held[:, top] & ~held[:, other])
     takes = np.flatnonzero(held[:, other] & ~held[:, top])
     if not len(gives) or not len(takes):

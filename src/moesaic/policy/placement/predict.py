@@ -1,11 +1,12 @@
-"""Where a token belongs before the gate has spoken: from its id, or from where it was one and two layers ago.
+"""Predicts the rank of a token before the gate has chosen: from its id, or from its ranks in the last two
+layers.
 
-Speculative MoE (section 3.3) and Sem-MoE (section 3.2): table T maps a token id to a rank, table A the ranks
-of the last two layers (a device 2-gram); the one with the higher confidence is believed.
+Speculative MoE (section 3.3) and Sem-MoE (section 3.2): table T maps a token id to a rank; table A maps the
+ranks of the last two layers (a device 2-gram) to a rank. The prediction with the higher confidence is used.
 
-Both confidences are one quantity, the share of a token's experts that is expected on the rank: counted pairs
-over all pairs of the token id or of the past, and of those never seen the average. Adding average tokens to
-every row, so that ids seen once are less sure, did not improve predictions of the demo's routing.
+Both confidences are the same quantity, the share of a token's experts that is expected on the rank: counted
+pairs over all pairs of the token id or of the past; for those never seen the average. Adding average tokens
+to every row, so that ids seen once are less certain, did not improve predictions of the demo's routing.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ AnyIntArray = npt.NDArray[Any]
 def build(profile: Profile, clusters: Coclusters) -> Tables:
     """The tables for experts placed as `clusters` says.
 
-    T has the labels of `clusters`, which keep loads even, with the confidence that the profile gives them. A
-    token that the profile never saw is looked up at its nearest known one; where that was not computed it has
-    its own label and the confidence of an average token. A is counted over the profile's routes.
+    T has the labels of `clusters`, which keep loads even, with the confidence that the profile gives them.
+    A token that the profile has never seen is looked up at its nearest known one. If that was not computed,
+    it has its own label and the confidence of an average token. A is counted over the profile's routes.
 
     Example: one layer, k = 1, experts 0 and 1 on ranks 0 and 1. Token 0 chose expert 0 three times and
     expert 1 once; token 2 was never seen. Token 0 labelled 0 has the confidence 3/4 and scores 3/4, 1/4;
@@ -70,7 +71,7 @@ def shares(counts: Counts, owners: AnyIntArray, ranks: int) -> FloatArray:
 
 
 def device(experts: AnyIntArray, owners: AnyIntArray, ranks: int) -> IntArray:
-    """[n] where each row was: the rank that holds most of its experts; of equal ones the better expert's.
+    """[n] the rank that holds most of each row's experts; of equal ranks that of the better expert.
 
     experts: [n, k] of one layer, best first. owners: [E] the rank of each expert.
 
@@ -91,9 +92,9 @@ def predict(
 ) -> tuple[IntArray, npt.NDArray[np.float32]]:
     """[n] the rank of each row in this layer, and [n] the confidence.
 
-    layer: counted from 0 over the tables' layers. tokens: [n] ids. history: [n, 2] what `device` said of the
-    rows two layers ago and one layer ago; None where there were no two: T alone. Of equal confidences T's
-    answer is taken.
+    layer: counted from 0 over the tables' layers. tokens: [n] ids. history: [n, 2] what `device` returned
+    for the rows two layers ago and one layer ago. None: there are no two layers before, and only T is used.
+    Of equal confidences T's answer is taken.
 
     Speculative MoE, Algorithm 2; Sem-MoE, Algorithm 3, line 2.
     """
@@ -126,7 +127,7 @@ def _two_grams(profile: Profile, clusters: Coclusters) -> tuple[IntArray, FloatA
 
 
 def _normalised(pairs: npt.NDArray[Any]) -> FloatArray:
-    """[n, ranks] counted pairs -> shares that sum to 1; of an empty row those of all rows together."""
+    """[n, ranks] counted pairs -> shares that sum to 1; an empty row has the shares of all rows together."""
     average = pairs.sum(axis=0) if pairs.any() else np.ones(pairs.shape[1])
     rows = np.where(pairs.any(axis=1, keepdims=True), pairs, average)
     found: FloatArray = rows / rows.sum(axis=1, keepdims=True)

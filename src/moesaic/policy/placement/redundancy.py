@@ -1,12 +1,12 @@
-"""More copies of experts, on the ranks that ask for them most.
+"""Adds copies of experts on the ranks whose tokens choose them most.
 
-`policy.placement.balance` knows loads, and adds copies for balance alone. Here it is known who asks: tokens
-have ranks, and a copy beside them makes their choices local. Each further copy of a layer is the one with
-the largest
+`policy.placement.balance` knows loads and adds copies for balance alone. This module knows the ranks of the
+tokens, and a copy on their rank makes their choices local. Each further copy of a layer is the one with the
+largest
 
     choices that become local  +  choices that the layer's busiest rank has less
 
-so locality and balance have one price. A token's choice is computed on its own rank where that holds a copy,
+so locality and balance have one price. A token's choice is computed on its own rank if that holds a copy,
 else the copies share it evenly. No rank gets more than its share of the copies, rounded up.
 """
 
@@ -27,9 +27,10 @@ from moesaic.policy.placement.packing import BoolArray
 
 
 def place(profile: Profile, clusters: Coclusters, redundant: int = 0, tables: str = "") -> Placement:
-    """The clusters' placement with `redundant` more copies in each layer. tables: file beside its own.
+    """The clusters' placement with `redundant` more copies in each layer. tables: name of the file with the
+    tables.
 
-    Raises ConfigError for more copies than ranks without them.
+    Raises ConfigError for more copies than there are ranks without one.
     """
     made = clusters.placement(profile.layers, profile.model, tables)
     most = profile.num_experts * (clusters.ranks - 1)
@@ -46,7 +47,7 @@ def place(profile: Profile, clusters: Coclusters, redundant: int = 0, tables: st
 
 
 def tables_of(profile: Profile, clusters: Coclusters, placement: Placement) -> Tables:
-    """The tables that go with `placement`: the experts of `clusters`, and perhaps copies of them."""
+    """The tables for `placement`, which has the experts of `clusters` and possibly copies of them."""
     tables = predict.build(profile, clusters)
     homes = homes_in(placement, profile.layers)
     if homes.shape[2] == 1:
@@ -64,7 +65,8 @@ def demand(profile: Profile, clusters: Coclusters, layer: int) -> FloatArray:
 
 
 def copied(wanted: FloatArray, home: BoolArray, redundant: int) -> BoolArray:
-    """[E, N] who holds what with `redundant` more copies. wanted: `demand` [E, N]. home: [E, N], as it is.
+    """[E, N] which rank holds what with `redundant` more copies. wanted: `demand` [E, N]. home: [E, N], as
+    it is.
 
     Example: experts 0 1 on rank 0, 2 3 on rank 1; wanted 5 4, 5 0, 0 1, 0 5. Loads are 14 and 6. A copy of
     expert 0 on rank 1 makes 4 choices local and takes 4 from rank 0: worth 8, more than any other.
@@ -79,7 +81,7 @@ def copied(wanted: FloatArray, home: BoolArray, redundant: int) -> BoolArray:
 
 
 def _worth(wanted: FloatArray, held: BoolArray, free: BoolArray) -> FloatArray:
-    """[E, N] of one more copy of each expert on each rank; minus infinity where it cannot be."""
+    """[E, N] value of one more copy of each expert on each rank; minus infinity if it is not possible."""
     carried = _carried(wanted, held)
     loads = carried.sum(axis=0)
     worth = np.full(held.shape, -np.inf)

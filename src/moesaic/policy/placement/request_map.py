@@ -1,6 +1,7 @@
-"""Requests in a plane, near each other where they use the same experts (Sem-MoE, appendix A.1).
+"""A map of requests in a plane: requests that use the same experts are near each other (Sem-MoE, appendix
+A.1).
 
-The paper draws one layer by t-SNE; this takes all layers and principal components, which need no seed.
+The paper draws one layer by t-SNE. This map uses all layers and principal components, which need no seed.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RequestMap:
-    """Requests in a plane, near each other where their experts are."""
+    """Points in a plane, near each other if their requests use the same experts."""
 
     points: tuple[tuple[float, float], ...]
     """First two principal components of how often each expert of each layer was chosen."""
     topics: tuple[int, ...]
-    """Of each point; NO_TOPIC: not said."""
+    """Topic of each point; NO_TOPIC: unknown."""
     neighbours: float | None
-    """Share of requests whose nearest other one (cosine, in all dimensions) has the same topic; None: fewer
-    than two topics."""
+    """Share of requests whose nearest other request (cosine, in all dimensions) has the same topic; None:
+    fewer than two topics."""
     neighbours_by_chance: float | None
 
 
 def map_requests(routes: Routes, num_experts: int, most: int = 1000) -> RequestMap | None:
-    """Of at most so many requests, taken evenly, those without tokens left out."""
+    """The map of at most this number of requests, taken evenly. Requests without tokens are left out."""
     filled = np.flatnonzero(np.diff(routes.starts))
     if not len(filled):
         return None
@@ -60,7 +61,7 @@ def _chosen(routes: Routes, num_experts: int) -> FloatArray:
 
 
 def _neighbours(chosen: FloatArray, topics: npt.NDArray[Any]) -> tuple[float | None, float | None]:
-    """How often a request's nearest one has its topic, and how often any other one has."""
+    """How often a request's nearest request has its topic, and how often any other request has."""
     said = topics != NO_TOPIC
     rows, topics = chosen[said], topics[said].astype(np.int64)
     sizes = np.bincount(topics)

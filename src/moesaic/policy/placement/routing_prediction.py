@@ -1,8 +1,9 @@
-"""How well routing is predicted on requests that the prediction never saw.
+"""Measures how well routing is predicted on requests that the prediction has never seen.
 
-Three kinds, each learned on one part of a profile's requests and asked about the others: a static choice of
-experts per token id and the experts of earlier layers (Sem-MoE, appendix A.2), and the rank of a token from
-its id, from the ranks of the last two layers, and from both (Speculative MoE, section 3.3).
+There are three predictions, each learned on one part of a profile's requests and tested on the others: a
+static choice of experts for each token id or for the experts of earlier layers (Sem-MoE, appendix A.2); and
+the rank of a token from its id, from the ranks of the last two layers, and from both (Speculative MoE,
+section 3.3).
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ LAYERS_BACK = 5
 
 @dataclass(frozen=True)
 class Static:
-    """The k experts that a token id chose most often before, in all of its later appearances."""
+    """Predicts the k experts that a token id chose most often before, for all its later tokens."""
 
     precision: float
-    """Share of those k that were chosen at least once; the mean over token ids that both parts know."""
+    """Share of those k that were chosen at least once; mean over token ids that both parts know."""
     f1: float
-    """Of those k against all experts that were chosen at least once."""
+    """F1 of those k against all experts that were chosen at least once."""
     hits: float
-    """Share of a token's experts that are among those k; the mean over tokens, also of unknown ids (0)."""
+    """Share of a token's experts that are among those k; mean over tokens, 0 for unknown ids."""
 
 
 @dataclass(frozen=True)
 class RankPrediction:
     """Share of a token's (token, expert) pairs on the predicted rank: the local activation rate of a token
-    that is where it is predicted, with nobody in its way."""
+    that is on its predicted rank."""
 
     guess: float
-    """The busiest rank for every token."""
+    """Prediction: the busiest rank for every token."""
     token: float
-    """Table T."""
+    """Prediction by table T."""
     two_gram: float
-    """Table A; T in the first two layers."""
+    """Prediction by table A; by T in the first two layers."""
     both: float
-    """The one with the higher confidence."""
+    """Prediction by the table with the higher confidence."""
     most: float
     """The rank with most of the token's experts: no prediction can do better."""
 
@@ -53,11 +54,11 @@ class RankPrediction:
 @dataclass(frozen=True)
 class LayerPrediction:
     layer: int
-    """Its number in the model."""
+    """Number of the layer in the model."""
     static: Static
     look_back: tuple[float, ...]
-    """Share of a token's experts that are among the k commonest after the best experts of the last 0, 1, 2,
-    ... layers, at most LAYERS_BACK; of as many layers as there are before this one."""
+    """Share of a token's experts that are among the k most frequent ones after the best experts of the last
+    0, 1, 2, ... layers, at most LAYERS_BACK; one value for each number of layers that exist."""
     ranks: RankPrediction
 
 
@@ -66,14 +67,15 @@ class Prediction:
     learned_requests: int
     asked_requests: int
     ranks: int
-    """With consecutive ranges of experts."""
+    """Number of ranks, with experts in consecutive ranges."""
     layers: tuple[LayerPrediction, ...]
 
 
 def examine(profile: Profile, routes: Routes, share: float, ranks: int, seed: int) -> Prediction | None:
-    """Learn from a random `share` of the requests of `routes`, ask about the others. None: too few requests.
+    """Learn from a random `share` of the requests of `routes` and test on the others. None: too few
+    requests.
 
-    ranks: of a vanilla placement. Raises ConfigError where there are more of them than experts.
+    ranks: of a vanilla placement. Raises ConfigError if there are more ranks than experts.
     """
     if routes.requests < 2:
         return None
@@ -97,10 +99,11 @@ def examine(profile: Profile, routes: Routes, share: float, ranks: int, seed: in
 def static_top(
     counts: Counts, tokens: npt.NDArray[np.int32], experts: SmallArray, num_experts: int
 ) -> Static:
-    """counts: what was learned in one layer. tokens: [t] and experts: [t, k] what was chosen later.
+    """The static prediction in one layer. counts: what was learned. tokens: [t] and experts: [t, k] chosen
+    later.
 
-    Where prediction and choice have k experts each, precision and F1 are one number, and it is `hits`. The
-    papers print two (96.3 % and 78.8 %): they ask of an id whether its k experts are ever chosen.
+    If prediction and choice have k experts each, precision and F1 are the same number, `hits`. The papers
+    print two numbers (96.3 % and 78.8 %): they ask whether an id's k experts are ever chosen.
 
     Example: k = 2, token 7 chose experts 0 and 1 before, then 0, 2 and 0, 3: precision 1/2 (0, not 1), of
     three experts 0, 2, 3 one was predicted: F1 = 2 * 1/2 * 1/3 / (1/2 + 1/3) = 0.4; hits 1/2.
@@ -120,7 +123,7 @@ def static_top(
 def look_back(learned: SmallArray, asked: SmallArray, layer: int, num_experts: int) -> tuple[float, ...]:
     """Accuracies of layer `layer` (from 0). learned, asked: [t, layers, k] experts of two sets of tokens.
 
-    A past that was never seen is cut by its earliest layer until it was.
+    A past that was never seen is shortened by its earliest layer until it was seen.
     """
     k = learned.shape[2]
     now, past = learned[:, layer], np.zeros(len(learned), dtype=np.int64)
@@ -141,7 +144,8 @@ def look_back(learned: SmallArray, asked: SmallArray, layer: int, num_experts: i
 
 
 def predict_ranks(known: Profile, asked: Routes, ranks: int) -> list[RankPrediction]:
-    """Of each layer, with experts in consecutive ranges and each token id where most of its choices are."""
+    """The predictions for each layer, with experts in consecutive ranges and each token id on the rank with
+    most of its choices."""
     clusters = vanilla.solve(known, ranks)
     tables = build(known, clusters)
     blind = replace(tables, confidence=np.zeros_like(tables.confidence))

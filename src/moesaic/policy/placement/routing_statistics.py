@@ -1,8 +1,8 @@
-"""What a profile says about a model's routing: how skewed it is, and what goes together.
+"""Statistics of a model's routing from a profile: how skewed it is, and what is chosen together.
 
-Per layer: load of the experts, the concentration of single tokens (Sem-MoE, Table 1 and appendix A.2),
-experts chosen together, tokens that follow each other. Requests and their topics are in `request_map`, and
-how well routing can be predicted in `routing_prediction`.
+For each layer: load of the experts, the concentration of single tokens (Sem-MoE, Table 1 and appendix A.2),
+experts chosen together, and tokens that follow each other. Requests and their topics are in `request_map`,
+and how well routing can be predicted in `routing_prediction`.
 
 Statistics are plain numbers and tuples, which a program can print or write as JSON.
 """
@@ -22,7 +22,7 @@ from moesaic.policy.placement.request_map import RequestMap, map_requests
 FloatArray = npt.NDArray[np.float64]
 
 DISTANCES = (1, 2, 4, 8, 16, 32)
-"""Tokens between two of a request whose experts are compared."""
+"""Distances, in tokens of a request, at which experts are compared."""
 
 
 @dataclass(frozen=True)
@@ -34,55 +34,55 @@ class Quartiles:
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """One layer."""
+    """The statistics of one layer."""
 
     layer: int
-    """Its number in the model."""
+    """Number of the layer in the model."""
     loads: tuple[float, ...]
-    """Load of the experts over the mean, the busiest first."""
+    """Load of each expert over the mean load, largest first."""
     max_over_median: float
-    """Of the experts' loads; infinite where half of them have none."""
+    """Max / median of the experts' loads; infinite if half of them have none."""
     f1: Quartiles
     """Over the routes' tokens: share of their experts among the k that their id chose most often."""
     top_hotness: Quartiles
     """Over token ids: share of their choices that fell on those k."""
     rest_hotness: Quartiles
-    """Over token ids: share of their choices that fell on the most chosen expert beside those k."""
+    """Over token ids: share of their choices that fell on the most chosen expert besides those k."""
     kurtosis: Quartiles
-    """Over token ids, of their counts of all experts (Pearson's: 3 for a normal distribution). k of E experts
-    chosen equally often: (1 - 3 p (1 - p)) / (p (1 - p)) with p = k / E, 8.8 for 6 of 64."""
+    """Over token ids: kurtosis of their counts of all experts (Pearson's: 3 for a normal distribution). k
+    of E experts chosen equally often: (1 - 3 p (1 - p)) / (p (1 - p)) with p = k / E, 8.8 for 6 of 64."""
     partners: float
-    """Of the experts chosen together with one, the share of its k - 1 commonest partners; the mean over
-    experts, weighted by load."""
+    """Share of an expert's partners (experts chosen together with it) that are its k - 1 most frequent
+    ones; mean over experts, weighted by load."""
     partners_by_chance: float
-    """The same if experts were chosen independently, as often as they are."""
+    """The same if experts were chosen independently with the same loads."""
     repeated: tuple[float, ...]
-    """Share of a token's experts that the token DISTANCES earlier in its request chose, too; of as many
-    distances as there are in the requests."""
+    """Share of a token's experts that the token DISTANCES earlier in its request chose as well; one value
+    for each distance that occurs."""
     repeated_by_chance: float
-    """The same for two tokens of the profile picked at random."""
+    """The same for two random tokens of the profile."""
 
 
 @dataclass(frozen=True)
 class Statistics:
     model: str
     tokens: int
-    """That were counted."""
+    """Tokens that were counted."""
     token_ids: int
-    """That occurred."""
+    """Token ids that occurred."""
     requests: int
-    """That the routes hold."""
+    """Requests in the routes."""
     vocab_size: int
     num_experts: int
     top_k: int
     topics: tuple[str, ...]
     layers: tuple[LayerStatistics, ...]
     requests_map: RequestMap | None
-    """None without routes."""
+    """None: there are no routes."""
 
 
 def describe(profile: Profile, routes: Routes) -> Statistics:
-    """routes: the profile's own, or some of them where there are many."""
+    """The statistics. routes: the profile's own, or a part of them if there are many."""
     layers = tuple(_layer(profile, routes, index) for index in range(len(profile.layers)))
     known = np.unique(np.concatenate([counts.known for counts in profile.counts]))
     return Statistics(
@@ -100,7 +100,7 @@ def describe(profile: Profile, routes: Routes) -> Statistics:
 
 
 def sample(routes: Routes, tokens: int, seed: int) -> Routes:
-    """Whole requests at random, as many as fit into so many tokens, one at least; in their order."""
+    """Random whole requests with at most this number of tokens, at least one request, in their order."""
     rng = np.random.default_rng(seed)
     order = rng.permutation(routes.requests)
     ends = np.cumsum(np.diff(routes.starts)[order])
@@ -137,9 +137,10 @@ def _quartiles(values: FloatArray) -> Quartiles:
 
 
 def hottest(counts: Counts, k: int) -> SmallArray:
-    """[V, k] the experts that each token id chose most often, the hottest first; of equal ones the lower.
+    """[V, k] the experts that each token id chose most often, the most frequent first; of equal ones the
+    lower.
 
-    -1 where it chose fewer than k.
+    -1 if it chose fewer than k.
     """
     order, place = _hottest_first(counts)
     found = np.full((len(counts.starts) - 1, k), -1, dtype=np.int16)
@@ -149,14 +150,15 @@ def hottest(counts: Counts, k: int) -> SmallArray:
 
 
 def _hottest_first(counts: Counts) -> tuple[IntArray, IntArray]:
-    """[m] the entries, those of each token id by falling count, and [m] the place of each one among these."""
+    """[m] the entries, sorted by falling count within each token id, and [m] the position of each entry
+    within its id."""
     most = int(counts.counts.max(initial=0))
     order = np.argsort(counts.tokens * (most + 1) + most - counts.counts, kind="stable")
     return order, np.arange(len(order)) - counts.starts[counts.tokens]
 
 
 def hits(predicted: SmallArray, experts: SmallArray) -> FloatArray:
-    """[n] share of each row's experts [n, k] that are among those predicted [n, m]."""
+    """[n] share of each row's experts [n, k] that are among the predicted ones [n, m]."""
     right = np.zeros(experts.shape, dtype=np.bool_)
     for column in predicted.T:
         right |= experts == column[:, None]
@@ -165,7 +167,8 @@ def hits(predicted: SmallArray, experts: SmallArray) -> FloatArray:
 
 
 def hotness(counts: Counts, k: int) -> tuple[FloatArray, FloatArray]:
-    """Of each known token id the share of its choices on its k hottest experts, and on the next one.
+    """For each known token id: the share of its choices on its k most frequent experts, and on the next
+    one.
 
     Example: counts 5, 3, 2 and k = 2: 0.8 and 0.2.
     """
@@ -181,7 +184,7 @@ def hotness(counts: Counts, k: int) -> tuple[FloatArray, FloatArray]:
 
 
 def kurtosis(counts: Counts, num_experts: int) -> FloatArray:
-    """Of each known token id: m4 / m2^2 of its num_experts counts; 0 where all are equal."""
+    """For each known token id: m4 / m2^2 of its num_experts counts; 0 if all are equal."""
     tokens, size = counts.tokens, len(counts.starts) - 1
     total = np.bincount(tokens, counts.counts, minlength=size)
     mean = (total / num_experts)[tokens]
@@ -202,7 +205,7 @@ def kurtosis(counts: Counts, num_experts: int) -> FloatArray:
 
 
 def together(experts: SmallArray, num_experts: int) -> IntArray:
-    """[E, E] tokens that chose both, in one layer; 0 on the diagonal. experts: [t, k]."""
+    """[E, E] tokens that chose both experts in one layer; 0 on the diagonal. experts: [t, k]."""
     chosen = experts.astype(np.int64)
     keys = (chosen[:, :, None] * num_experts + chosen[:, None, :]).ravel()
     found = np.bincount(keys, minlength=num_experts**2).reshape(num_experts, num_experts)
@@ -211,7 +214,7 @@ def together(experts: SmallArray, num_experts: int) -> IntArray:
 
 
 def map_together(routes: Routes, index: int, num_experts: int) -> tuple[tuple[float, ...], ...]:
-    """[E, E] `together` in layer `index`, of each expert's tokens, 0 to 1: for a picture."""
+    """[E, E] `together` in layer `index` as a share of each expert's tokens, 0 to 1, for a picture."""
     experts = routes.experts[:, index]
     tokens = np.bincount(experts.ravel(), minlength=num_experts)
     found = together(experts, num_experts) / np.maximum(tokens, 1)[:, None]
@@ -219,7 +222,7 @@ def map_together(routes: Routes, index: int, num_experts: int) -> tuple[tuple[fl
 
 
 def co_activation(pairs: IntArray, loads: IntArray, k: int) -> tuple[float, float]:
-    """The share of the k - 1 commonest partners, as found and by chance; 0 and 0 without pairs.
+    """Share of the k - 1 most frequent partners, as measured and by chance; 0 and 0 without pairs.
 
     Example: k = 2, experts 0 and 1 are always chosen together, and so are 2 and 3: 1 and, with even loads,
     1/3.

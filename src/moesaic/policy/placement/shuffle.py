@@ -1,13 +1,13 @@
 """Token shuffling under tensor-parallel attention: which row of a batch goes to which rank, in which order.
 
-Every rank holds a partial sum of every row. A reduce-scatter whose rows are permuted first leaves each row
-on the rank where its experts are expected, and an all-gather with the inverse permutation puts the batch
-together again (Speculative MoE, Algorithm 2; Sem-MoE, Algorithm 3). Residual and norm follow the permuted
-order between the two. All ranks compute the same plan from the same tables.
+Every rank holds a partial sum of every row. A reduce-scatter with permuted rows leaves each row on the rank
+with its predicted experts. An all-gather with the inverse permutation restores the batch (Speculative MoE,
+Algorithm 2; Sem-MoE, Algorithm 3). Residual and norm use the permuted order between the two. All ranks
+compute the same plan from the same tables.
 
-The papers align the groups of a permutation without saying how. A reduce-scatter of equal shards wants at
-most ceil(rows / ranks) rows on a rank: the least sure rows of a fuller one move. With shards of any size
-nobody does.
+The papers align the groups of a permutation without saying how. A reduce-scatter of equal shards allows at
+most ceil(rows / ranks) rows on a rank: the least certain rows of a fuller rank move. With shards of any
+size no row moves.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ import numpy.typing as npt
 from moesaic.core.tokens import IntArray
 
 Align = Literal["move", "variable", "none"]
-"""move: equal shards, the least sure rows give way. variable: every row where it was predicted, shards of any
-size. none: the batch in its order, cut into equal shards; a reduce-scatter without prediction."""
+"""move: equal shards; the least certain rows move. variable: every row on its predicted rank, shards of any
+size. none: the batch in its order, cut into equal shards: a reduce-scatter without prediction."""
 
 
 @dataclass(frozen=True)
 class Shuffle:
-    """n rows over some ranks."""
+    """The order and the shards of n rows on some ranks."""
 
     order: IntArray
-    """[n] row order[i] of the batch stands at place i: shuffled = batch[order]."""
+    """[n] row order[i] of the batch is at index i: shuffled = batch[order]."""
     sizes: IntArray
-    """[ranks] rows of each rank, rank after rank along the places."""
+    """[ranks] number of rows of each rank, which are consecutive."""
     kept: int
-    """Rows on their predicted rank."""
+    """Number of rows on their predicted rank."""
 
     @cached_property
     def inverse(self) -> IntArray:
-        """[n] row i of the batch stands at place inverse[i]: batch = shuffled[inverse]."""
+        """[n] row i of the batch is at index inverse[i]: batch = shuffled[inverse]."""
         inverse = np.empty_like(self.order)
         inverse[self.order] = np.arange(len(self.order))
         return inverse
@@ -53,16 +53,17 @@ class Shuffle:
 
     @property
     def starts(self) -> IntArray:
-        """[ranks + 1] rank i has places starts[i] : starts[i + 1]."""
+        """[ranks + 1] rank i has indices starts[i] : starts[i + 1]."""
         return np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
 
     @property
     def kept_share(self) -> float:
-        """Of the rows, those on their predicted rank; 1 without rows. What `move` costs in locality."""
+        """Share of the rows on their predicted rank; 1 without rows. The rest is what `move` costs in
+        locality."""
         return self.kept / len(self.order) if len(self.order) else 1.0
 
     def local_pairs(self, experts: npt.NDArray[Any], owners: npt.NDArray[Any]) -> int:
-        """How many (row, expert) pairs stayed on the row's rank, once the gate has spoken.
+        """Number of (row, expert) pairs that are on the row's rank, once the gate has chosen.
 
         experts: [n, k] of the batch in its own order. owners: [E] the rank of each expert.
         """
@@ -72,12 +73,13 @@ class Shuffle:
 def plan(predicted: IntArray, confidence: npt.NDArray[Any], ranks: int, align: Align) -> Shuffle:
     """The permutation and the sizes of the shards. Rows of one rank keep the batch's order.
 
-    predicted, confidence: [n] as `predict.predict` says. Of equally sure rows the later one moves. Rows that
-    move go, in the batch's order, to the rank with the fewest rows at that moment, of equal ones the lower.
+    predicted, confidence: [n] from `predict.predict`. Of equally certain rows the later one moves. Rows
+    that move go, in the batch's order, to the rank with the fewest rows at that moment, of equal ones the
+    lower.
 
     Example: predicted [1, 1, 0, 1, 1], confidence [.9, .2, .5, .8, .7], 2 ranks. Rank 1 may have 3 rows and
-    row 1 is the least sure: order [1, 2, 0, 3, 4], sizes [2, 3], 4 of 5 rows kept. With `variable` the order
-    is [2, 0, 1, 3, 4], sizes [1, 4]; with `none` [0, 1, 2, 3, 4], sizes [3, 2], 3 rows kept.
+    row 1 is the least certain: order [1, 2, 0, 3, 4], sizes [2, 3], 4 of 5 rows kept. With `variable` the
+    order is [2, 0, 1, 3, 4], sizes [1, 4]; with `none` [0, 1, 2, 3, 4], sizes [3, 2], 3 rows kept.
     """
     rows = len(predicted)
     if align == "none":
@@ -101,7 +103,7 @@ def _moved(predicted: IntArray, confidence: npt.NDArray[Any], ranks: int) -> Int
     surest = np.lexsort((-confidence, predicted))  # stable: of equal ones the earlier row comes first
     place = np.arange(rows) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     movers = np.sort(surest[place >= capacity])
-    room = np.arange(capacity)[:, None] >= sizes  # [capacity, ranks] the emptiest rank's places come first
+    room = np.arange(capacity)[:, None] >= sizes  # [capacity, ranks] free indices, the emptiest rank's first
     target = predicted.copy()
     target[movers] = np.nonzero(room)[1][: len(movers)]
     return target
