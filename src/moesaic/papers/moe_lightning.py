@@ -5,10 +5,10 @@ fixed, only w is free, the share of expert weights that stays on the GPU, and it
 Attention runs on the CPU and everything else on the GPU; prefill is not part of the objective. The paper's
 simplifications are kept:
 
-- Hidden states and the projections around attention cost nothing; a micro-batch reads all experts. - The
-CPU's attention counts the flops of scores, not those of the weighted sum, at the full context s + n. -
-Tensor parallelism multiplies memory, bandwidth and flops of the GPU, not the link. - w is a real number;
-the engine keeps int(experts * w) whole experts, for Mixtral none below 1/8.
+- Hidden states and the projections around attention cost nothing; a micro-batch reads all experts.
+- The CPU's attention counts the flops of scores, not those of the weighted sum, at the full context s + n.
+- Tensor parallelism multiplies memory, bandwidth and flops of the GPU, not the link.
+- w is a real number; the engine keeps int(experts * w) whole experts, for Mixtral none below 1/8.
 
 "GB" is 2^30 bytes and numbers are fp16. moesaic itself plans with `policy.offloading.planner`.
 """

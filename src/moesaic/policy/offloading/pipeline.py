@@ -5,19 +5,21 @@ when the tasks that it needs have ended, as with CUDA streams and threads. The p
 the executor runs the same list. MoE-Lightning, section 4.1, Algorithm 1 and Figure 6:
 
 - cgopipe: attention on the slow processor, two micro-batches ahead of the experts. The next layer's weights
-are loaded in pages, one with each micro-batch, between the rows that the fast processor waits for. If
-attention is on the fast processor, the cache of the next micro-batches is loaded between the pages. - s2
-(FastDecode): the same, but the next layer's weights are loaded whole, before the layer's first rows. - s3
-(FlexGen, attention on the slow processor): one micro-batch after another in lock-step, weights whole. - s4
-(FlexGen): lock-step, attention on the fast processor; meanwhile the next micro-batch's cache is loaded. -
-serial: one task after another, as a baseline without overlap.
+  are loaded in pages, one with each micro-batch, between the rows that the fast processor waits for. If
+  attention is on the fast processor, the cache of the next micro-batches is loaded between the pages.
+- s2 (FastDecode): the same, but the next layer's weights are loaded whole, before the layer's first rows.
+- s3 (FlexGen, attention on the slow processor): one micro-batch after another in lock-step, weights whole.
+- s4 (FlexGen): lock-step, attention on the fast processor; meanwhile the next micro-batch's cache is
+  loaded.
+- serial: one task after another, as a baseline without overlap.
 
 Two more schedules compute where the data is, or load only what was chosen:
 
 - in-place: each routed expert is computed by the processor of the level that holds it; no weights move. The
-paper advises it below P1 (section 3.3). - on-demand: first all gates of a layer, then the union of the
-chosen experts is loaded, then experts are computed. During that time and the next layer's gates, experts
-are loaded that were chosen there in recent steps.
+  paper advises it below P1 (section 3.3).
+- on-demand: first all gates of a layer, then the union of the chosen experts is loaded, then experts are
+  computed. During that time and the next layer's gates, experts are loaded that were chosen there in recent
+  steps.
 
 Tasks of layer `layers` load the first layer of the next step. A step finds its own first layer loaded.
 """

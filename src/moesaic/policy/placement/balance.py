@@ -4,14 +4,15 @@ Expert-as-a-Service (section 4.5) names three means of balance: servers with dif
 more copies of hot experts, and servers of different capacity. It gives no rule. This module has one, for
 every layer alone:
 
-1. *Slots.* The layer's slots are divided by capacity weight. The remainder goes to different servers in
-different layers, so that the servers' totals are fair too. 2. *Copies.* Every expert first gets
-`min_replicas`. Each further slot goes to the expert with the largest load per copy, as in DeepSeek EPLB,
-which leaves cold experts with a single copy. 3. *Packing.* Experts are placed by load per copy, heaviest
-first, each on the servers whose load / capacity it raises least, never twice on one server. Then copies are
-exchanged as long as that lowers the largest load / capacity, the layer's *peak*. 4. *Few moves.* Copies
-stay where they are. Just so many are exchanged that the peak is at most `slack` above that of a placement
-from scratch.
+ 1. *Slots.* The layer's slots are divided by capacity weight. The remainder goes to different servers in
+    different layers, so that the servers' totals are fair too.
+ 2. *Copies.* Every expert first gets `min_replicas`. Each further slot goes to the expert with the largest
+    load per copy, as in DeepSeek EPLB, which leaves cold experts with a single copy.
+ 3. *Packing.* Experts are placed by load per copy, heaviest first, each on the servers whose load /
+    capacity it raises least, never twice on one server. Then copies are exchanged as long as that lowers
+    the largest load / capacity, the layer's *peak*.
+ 4. *Few moves.* Copies stay where they are. Just so many are exchanged that the peak is at most `slack`
+    above that of a placement from scratch.
 
 A layer without any load counts as evenly loaded. Load is divided evenly among the copies of an expert.
 """
