@@ -1,4 +1,4 @@
-"""Tokens and experts that belong together: one solver a file, one signature."""
+"""Solvers that find which tokens and experts belong together: one solver per file, all with one signature."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ SOLVERS: dict[str, Solver] = {
     "sem-moe": sem_moe.solve,
     "ours": annealing.solve,
 }
-"""Name on the command line -> solver."""
+"""Solvers, by their names on the command line."""

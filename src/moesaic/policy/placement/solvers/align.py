@@ -1,15 +1,18 @@
-"""Number the clusters of all layers alike: a request lives on one rank, so rank 3 has to mean one topic.
+"""Numbers the clusters of all layers alike. A request stays on one rank, so a rank has to mean the same in
+all layers.
 
-A solver finds the clusters of each layer alone, and their numbers there mean nothing. With attention-DP the
-papers' request scheduler (Semantic Parallelism, Algorithm 2) gives a request one rank for all layers, so what
-counts is the sum over layers of its choices on that rank; the text does not say how numbers come to agree.
+A solver finds the clusters of each layer alone, so their numbers mean nothing across layers. With
+attention-DP the papers' request scheduler (Semantic Parallelism, Algorithm 2) gives a request one rank for
+all layers. What counts is then the sum over layers of its choices on that rank. The paper does not say how
+the numbers of different layers are made to agree.
 
-Here layer i gives every request (without sampled requests every token id) the shares x_i [R] of its choices
-by cluster, minus their mean over all requests. Two clusters of two layers overlap by the covariance of
-their shares, weighted by choices. Without the mean, hot clusters would only find each other, which balanced
-dispatch gains nothing from. The sum of all layers' overlaps is raised layer after layer, each time by the
-best one-to-one numbering given the others' (the Hungarian method), until a sweep over all layers changes
-nothing. That is a local optimum, so it starts from several layers and keeps the best.
+Here, layer i gives every request (or every token id, without sampled requests) the shares x_i [R] of its
+choices by cluster, minus their mean over all requests. The overlap of two clusters of two layers is the
+covariance of their shares, weighted by choices. Without subtracting the mean, hot clusters would only match
+each other, which balanced dispatch cannot use. The sum of all layers' overlaps is increased layer by layer,
+each time by the best one-to-one numbering given those of the other layers (the Hungarian method), until a
+sweep over all layers changes nothing. That is a local optimum, so the search starts from several layers and
+keeps the best result.
 """
 
 from __future__ import annotations
@@ -24,22 +27,23 @@ from moesaic.core.tokens import IntArray
 FloatArray = npt.NDArray[np.float64]
 
 STARTS = 8
-"""Layers to start from, evenly spread."""
+"""Number of layers to start from, evenly spread."""
 REQUESTS_PER_RANK = 4
-"""With fewer sampled requests than this a rank, token ids say more."""
+"""Minimum number of sampled requests for each rank. With fewer, token ids are used instead."""
 MOST = 16384
-"""Requests, or the most frequent token ids, that are looked at: bounds memory."""
+"""Maximum number of requests, or of the most frequent token ids, that are used. It bounds memory."""
 EXACT = 1e-9
-"""A gain of less, relatively, is rounding."""
+"""A smaller relative gain is rounding."""
 
 
 def align(profile: Profile, experts_per_layer: npt.NDArray[np.integer], ranks: int) -> SmallArray:
     """The same clusters, numbered so that a number means the same in all layers: ranks [layers, E].
 
-    experts_per_layer: [layers, E] ranks from 0. Layer 0 keeps its numbers. Never worse than what is given.
+    experts_per_layer: [layers, E] ranks from 0. Layer 0 keeps its numbers. The result is never worse than
+    the input.
 
-    Example: two layers with experts 0, 1 | 2, 3, where every request that chooses 0 and 1 in layer 0 chooses
-    2 and 3 in layer 1: [[0, 0, 1, 1], [0, 0, 1, 1]] -> [[0, 0, 1, 1], [1, 1, 0, 0]].
+    Example: two layers with experts 0, 1 | 2, 3, where every request that chooses 0 and 1 in layer 0
+    chooses 2 and 3 in layer 1: [[0, 0, 1, 1], [0, 0, 1, 1]] -> [[0, 0, 1, 1], [1, 1, 0, 0]].
     """
     given = np.asarray(experts_per_layer, dtype=np.int64)
     layers = len(given)

@@ -1,29 +1,30 @@
-"""Our own co-clustering: exact exchanges of experts, annealed and crossed, with a cap on a rank's load.
+"""Co-clustering by annealing: exact exchanges of experts, annealed and recombined, with a cap on a rank's
+load.
 
-The objective of a layer is what a user measures: every token id goes to the rank where most of its choices
-are, and the sum over token ids of the choices there is as large as can be. Other solvers maximise a stand-in
-(pairs of experts that are chosen together, distances to a centre) or take turns between tokens and experts,
-which ends where no side alone gains. Here two experts of two ranks are exchanged, and the gain is that of the
-objective itself, tokens choosing anew:
+The objective of a layer is what a user measures. Every token id goes to the rank with most of its choices,
+and the sum of these choices over all token ids is to be as large as possible. Other solvers maximise a
+substitute (pairs of experts that are chosen together, distances to a centre), or alternate between tokens
+and experts, which ends where neither side alone gains. Here two experts of two ranks are exchanged, and the
+gain is that of the objective itself, with tokens choosing their ranks again:
 
- 1. *Frequent token ids count each for itself*; of the rarer ones a sample stands for all, each by its weight
-    over its likelihood of being drawn, so that no assignment is favoured.
- 2. *Annealing* (Kirkpatrick et al. 1983) from random assignments: an expert, another rank and a few of its
-    experts are drawn, and one of these exchanges, or none, is taken by the heat bath. Runs end up 2 % apart.
- 3. *Offspring*: the best run and mixtures of two are annealed again, warm and briefly. The placement of
-    speculative.py is one of those that are mixed.
- 4. *Polishing* of the best one on more token ids: expert after expert takes its best exchange that gains,
-    until there is none.
+ 1. *Frequent token ids count individually.* A sample stands for the rarer ones, each weighted by its weight
+    over its probability of being drawn, so that no assignment is favoured.
+ 2. *Annealing* (Kirkpatrick et al. 1983) from random assignments. An expert, another rank and a few of its
+    experts are drawn; the heat bath takes one of these exchanges, or none. Runs end up to 2 % apart.
+ 3. *Offspring*: the best run and mixtures of two runs are annealed again, shortly and at a low temperature.
+    The placement of speculative.py is one of the runs that are mixed.
+ 4. *Polishing* of the best assignment on more token ids: one expert after another takes its best exchange
+    that gains, until there is none.
 
-*Balance* is a cap, not a weight: what a rank carries above its fair share and `spare` of the layer's choices
-costs `price` choices each. A cap means the same in every model, a weight (theta in Speculative MoE, never
-given) does not. How much balance the best places cost differs from model to model; so the cap also keeps
-below what cross-entropy comes to (`evener`), the most local of the others. To compare with a solver of
-imbalance m (max over mean) on R ranks, give spare (m - 1) / R and no `evener`.
+*Balance* is a cap, not a weight. A rank's load above its fair share plus `spare` of the layer's choices
+costs `price` choices for each choice. A cap means the same in every model; a weight (theta in Speculative
+MoE, whose value is not given) does not. How much balance the best placements cost differs between models.
+So the cap is also kept below the result of cross-entropy (`evener`), the most local of the other solvers.
+To compare with a solver of imbalance m (max over mean) on R ranks, give spare (m - 1) / R and no `evener`.
 
-*Not kept*, since held-out tokens were no more local with them: counting a token id that was seen n times
-n / (n + prior) of its choices; the posterior mean of a token id's choices in place of its counts, in the
-objective or as labels (linear empirical Bayes over the experts of the layer, or of all layers).
+*Tried and dropped*, since held-out tokens were no more local with it: counting a token id that was seen n
+times n / (n + prior) of its choices; and the posterior mean of a token id's choices in place of its counts,
+in the objective or as labels (linear empirical Bayes over the experts of the layer, or of all layers).
 """
 
 from __future__ import annotations
@@ -47,41 +48,41 @@ FloatArray = npt.NDArray[np.float64]
 RowArray = npt.NDArray[np.float32]
 
 EXACT = 1e-6
-"""A gain of less, relative to all choices, is rounding."""
+"""A smaller gain, relative to all choices, is rounding."""
 
 
 @dataclass(frozen=True)
 class AnnealingSearch:
-    """Settings."""
+    """The settings of the search."""
 
     spare: float = 0.025
-    """Share of a layer's choices that a rank may carry beyond its fair one, in the profile: 0.025 is 1.05
-    times the mean on 2 ranks and 1.2 times on 8. More is more local."""
+    """Share of a layer's choices that a rank may carry beyond its fair share, in the profile: 0.025 is 1.05
+    times the mean on 2 ranks and 1.2 times on 8. A larger share gives more local placements."""
     evener: float | None = 0.9
-    """... and at most this share of what the busiest rank of cross-entropy's placement carries; None: `spare`
-    alone."""
+    """The cap is also at most this multiple of the busiest rank's load in cross-entropy's placement; None:
+    only `spare` counts."""
     price: float = 2.0
-    """Choices that one choice above that costs."""
+    """Choices that each choice above the cap costs."""
     heads: int = 2048
-    """Most frequent token ids that count each for itself while annealing."""
+    """Number of the most frequent token ids, which count individually during annealing."""
     sample: int = 1024
-    """Rarer ones that stand for the rest."""
+    """Number of rarer token ids that stand for the rest."""
     runs: int = 4
     steps: int = 24_000
-    """Of one run."""
+    """Steps of one run."""
     offspring: int = 8
-    """Shorter runs, from what was found."""
+    """Number of short runs that start from earlier results."""
     brief: int = 10_000
     """Steps of such a run."""
     warm: float = 1e-3
-    """Its first temperature."""
+    """First temperature of a short run."""
     width: int = 4
-    """Exchanges that a step looks at."""
+    """Number of exchanges that a step compares."""
     hot: float = 3e-3
     cold: float = 1e-4
-    """First and last temperature, in shares of all choices."""
+    """First and last temperature, as shares of all choices."""
     polish: int = 8192
-    """Token ids, heads and sample together, that the last exchanges are judged by."""
+    """Number of token ids, frequent ones and sample together, by which the last exchanges are judged."""
 
 
 def solve(
@@ -120,7 +121,7 @@ def place(
 
 
 def overload(labels: IntArray, loads: FloatArray, ranks: int) -> float:
-    """Share of loads that the busiest rank carries beyond its fair one. Example: 5 and 3 -> 0.125."""
+    """Share of the load that the busiest rank carries beyond its fair share. Example: 5 and 3 -> 0.125."""
     return float(np.bincount(labels, loads, ranks).max() / loads.sum() - 1 / ranks)
 
 
@@ -129,7 +130,7 @@ def crossed(
 ) -> IntArray:
     """The best assignment [E] of `runs` and their offspring: short runs, each of which replaces the worst.
 
-    By turns they start from the best one and from a mixture of two. Worse ones are dropped.
+    They start alternately from the best run and from a mixture of two. Worse results are dropped.
     """
     brief = replace(search, hot=search.warm, steps=search.brief)
     values = [layer.value(run) for run in runs]
@@ -144,10 +145,11 @@ def crossed(
 
 
 def mixed(layer: _Layer, one: IntArray, other: IntArray, rng: np.random.Generator) -> IntArray:
-    """[E] `one`, with the experts that `other` has elsewhere exchanged at random.
+    """[E] `one`, with a random part of the experts that `other` has on other ranks exchanged.
 
-    Ranks mean nothing by themselves: those of `other` are numbered so that most load agrees with `one`.
-    Example: 0 0 0 1 1 1 and 1 1 0 0 0 1, which agree but for experts 2 and 5: these change places, or don't.
+    Ranks of different runs are matched first: those of `other` are numbered so that most load agrees with
+    `one`. Example: 0 0 0 1 1 1 and 1 1 0 0 0 1, which agree except for experts 2 and 5: these are
+    exchanged, or not.
     """
     shared = np.zeros((layer.ranks, layer.ranks))
     np.add.at(shared, (other, one), layer.loads)
@@ -171,7 +173,7 @@ def dense(counts: Counts, num_experts: int) -> RowArray:
 def chosen(rows: RowArray, heads: int, sample: int, rng: np.random.Generator) -> RowArray:
     """[E, m] the heaviest `heads` rows and a sample of the others, each as heavy as all that it stands for.
 
-    The sample is systematic: a row of weight w is drawn w / step times on average, and weighs `step` then.
+    The sample is systematic: a row of weight w is drawn w / step times on average, and then weighs `step`.
     """
     size = rows.sum(axis=1, dtype=np.float64)
     order = np.argsort(-size, kind="stable")
@@ -195,7 +197,7 @@ class _Layer:
     loads: FloatArray
     """[E] all choices of the layer, scaled to the sum of `rows`."""
     cap: float
-    """Load of a rank above which it pays."""
+    """Load of a rank above which it has to pay."""
     ranks: int
     price: float
 
@@ -206,18 +208,18 @@ class _Layer:
         return cls(rows, loads * (total / loads.sum()), cap, ranks, search.price)
 
     def value(self, labels: IntArray) -> float:
-        """Choices on the tokens' best ranks, minus what overloaded ranks pay."""
+        """Choices on the tokens' best ranks, minus the price of overloaded ranks."""
         state = _State(self, labels)
         return state.local - self.price * float(np.maximum(state.carried - self.cap, 0.0).sum())
 
 
 class _State:
-    """An assignment under exchanges."""
+    """An assignment that is changed by exchanges."""
 
     def __init__(self, layer: _Layer, labels: IntArray) -> None:
         self.layer = layer
         self.labels = labels.copy()
-        """[E]"""
+        """[E] the rank of each expert."""
         self.choices = np.stack([layer.rows[labels == rank].sum(axis=0) for rank in range(layer.ranks)])
         """[R, m] choices of each token on each rank."""
         self.carried = np.bincount(labels, weights=layer.loads, minlength=layer.ranks)
@@ -226,7 +228,7 @@ class _State:
         self.local = self._local()
         every = range(layer.ranks)
         self._rest = [[[r for r in every if r not in (here, there)] for there in every] for here in every]
-        """The ranks beside two."""
+        """The ranks other than two given ones."""
 
     def _local(self) -> float:
         return float(self.choices.max(axis=0).sum(dtype=np.float64))
@@ -264,7 +266,7 @@ class _State:
 
 
 def anneal(layer: _Layer, labels: IntArray, rng: np.random.Generator, search: AnnealingSearch) -> IntArray:
-    """The best assignment [E] that a run from `labels` came through."""
+    """The best assignment [E] on the path of a run from `labels`."""
     state, value = _State(layer, labels), layer.value(labels)
     best, best_value = state.labels.copy(), value
     total, last = float(layer.loads.sum()), max(1, search.steps - 1)
@@ -285,7 +287,7 @@ def anneal(layer: _Layer, labels: IntArray, rng: np.random.Generator, search: An
 
 
 def polish(layer: _Layer, labels: IntArray) -> IntArray:
-    """`labels` [E] after exchanges that each gain, until none does."""
+    """`labels` [E] after exchanges that each gain, until none gains."""
     state = _State(layer, labels)
     least = EXACT * float(layer.loads.sum())
     idle, expert = 0, 0

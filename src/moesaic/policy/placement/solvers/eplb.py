@@ -1,7 +1,8 @@
-"""Packing by load alone, as DeepSeek EPLB does without redundant experts: a baseline that knows no affinity.
+"""Packs experts by load alone, as DeepSeek EPLB does without redundant experts: a baseline without
+affinity.
 
-The heaviest expert goes first, each to the lightest rank with room. A rank's number means nothing across
-layers.
+The heaviest expert is placed first, each on the lightest rank with room. A rank's number means nothing
+across layers.
 """
 
 from __future__ import annotations

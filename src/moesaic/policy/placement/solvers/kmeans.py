@@ -23,7 +23,7 @@ from moesaic.policy.placement.solvers.tokens import labelled
 
 STARTS = 16
 ROUNDS = 100
-"""At most, from each start; a few are enough."""
+"""Maximum number of rounds from each start; a few are enough."""
 
 
 def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Coclusters:
@@ -39,7 +39,7 @@ def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None
 
 
 def unit(products: FloatArray) -> FloatArray:
-    """[E, E] products of vectors -> of the same vectors at length 1; a vector of length 0 stays."""
+    """[E, E] products of vectors -> products of the same vectors at length 1; a vector of length 0 stays."""
     length = np.sqrt(np.diag(products))
     length = np.where(length > 0, length, 1.0)
     scaled: FloatArray = products / (length[:, None] * length)
@@ -73,10 +73,10 @@ def _spread(products: FloatArray, ranks: int, rng: np.random.Generator) -> list[
 
 
 def _settled(products: FloatArray, room: IntArray, centres: list[int]) -> SmallArray:
-    """Assign and take the means until nothing changes.
+    """Alternate between assignment and means until nothing changes.
 
-    Sizes are given, so lengths of vectors and centres add up to the same in all assignments: products are
-    enough.
+    Sizes are fixed, so the lengths of vectors and centres add up to the same in all assignments, and
+    products are enough.
     """
     slots = np.repeat(np.arange(len(room)), room)
     similar = products[:, centres]

@@ -1,4 +1,5 @@
-"""Solvers that look at each layer alone: one loop, seeds that differ by layer, one numbering in the end."""
+"""The common loop of solvers that look at each layer alone: different seeds, then one numbering for all
+layers."""
 
 from __future__ import annotations
 

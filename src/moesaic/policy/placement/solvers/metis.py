@@ -26,13 +26,13 @@ from moesaic.policy.placement.solvers.solver import Progress, rooms
 from moesaic.policy.placement.solvers.tokens import labelled
 
 HEAVIEST = 10_000
-"""The largest weight of an edge; METIS takes whole numbers and adds them up in 32 bits."""
+"""Maximum weight of an edge. METIS uses integers and adds them up in 32 bits."""
 IMBALANCE = 1
-"""Allowed in the sizes, in thousandths."""
+"""Allowed imbalance of the sizes, in thousandths."""
 
 
 def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Coclusters:
-    """Raises ConfigError where pymetis is not installed."""
+    """Raises ConfigError if pymetis is not installed."""
     if pymetis is None:
         raise ConfigError.field("--solver", "metis", "the others, or pip install 'moesaic[metis]' first")
     room = rooms(profile.num_experts, ranks)

@@ -1,23 +1,26 @@
-"""MoETuner (arXiv 2502.06643): balance each layer's experts by load, then map clusters to ranks by traffic.
+"""MoETuner (arXiv 2502.06643): balances each layer's experts by load, then maps clusters to ranks by
+traffic.
 
-Two integer programs, the first one solved by HiGHS in place of Gurobi:
+There are two integer programs. The first one is solved by HiGHS in place of Gurobi:
 
- 1. Each layer alone: every expert in one cluster, all clusters of equal size, the least sum over the clusters
-    of |load - mean|. The printed form forgets the size. It knows no affinity between experts.
- 2. Each layer's clusters one to one onto ranks: the least maximum, over pairs of different ranks and adjacent
-    layers, of the choices that move between them. Links are taken to be alike.
+ 1. For each layer alone: every expert in one cluster, all clusters of equal size, the least sum over the
+    clusters of |load - mean|. The printed form omits the size. It uses no affinity between experts.
+ 2. Each layer's clusters are mapped one to one onto ranks, with the least maximum, over pairs of different
+    ranks and adjacent layers, of the choices that move between them. All links count as equal.
 
-Gaps are relative to the objective, and a deviation's lower bound is 0 or close to it: program 1 therefore
-counts the layer's load in, so that a gap of 2.5 % (the paper's) is one of 2.5 % of the load. Its ranks are
-alike, which is said to the solver: the heaviest expert is on rank 0, the next one on 0 or 1, and so on.
+Gaps are relative to the objective, and the lower bound of a deviation is 0 or close to it. Program 1
+therefore adds the layer's load to the objective, so that a gap of 2.5 % (the paper's) is 2.5 % of the load.
+All ranks are alike. The solver is told so by a constraint: the heaviest expert is on rank 0, the next one
+on 0 or 1, and so on.
 
-In the second, links being alike, what moves between two layers depends only on how the one is numbered
-relative to the other: layer after layer is best for all. Each is a bottleneck assignment, which bisection and
-the Hungarian method solve exactly; among equals the one with the fewest moves between ranks in all is taken.
+In program 2 all links are alike, so what moves between two layers depends only on their relative numbering.
+Solving one layer after another is therefore optimal for all. Each is a bottleneck assignment, which
+bisection and the Hungarian method solve exactly. Among equal solutions the one with the fewest moves
+between ranks is taken.
 
-A search ends after a number of nodes, which is the same on every machine; a limit in seconds stands behind.
-Where that leaves no answer, or a worse one than packing by load finds, packing's is taken; `notes` names the
-layers whose loads were not shown to be within the gap.
+A search ends after a number of nodes, which is the same on every machine; a limit in seconds is the last
+resort. If that leaves no answer, or a worse one than packing by load finds, packing's is taken. `notes`
+names the layers whose loads were not proved to be within the gap.
 """
 
 from __future__ import annotations
@@ -41,14 +44,15 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SolverLimits:
-    """When a search for one program ends."""
+    """The limits of a search for one program."""
 
     gap: float = 0.025
-    """Relative to the best possible, the paper's."""
+    """Gap relative to the best possible value; the paper's."""
     nodes: int = 2000
-    """Of the branch-and-bound tree."""
+    """Nodes of the branch-and-bound tree."""
     seconds: float = 30.0
-    """The re-implementation's; only a machine that is very slow for its layers gets there."""
+    """Seconds, this re-implementation's choice. Only a machine that is very slow for its layers reaches it.
+    Seconds, this re-implementation's choice. Only a machine that is very slow for its layers reaches it."""
 
 
 def solve(
@@ -58,7 +62,7 @@ def solve(
     progress: Progress | None = None,
     limits: SolverLimits | None = None,
 ) -> Coclusters:
-    """Raises ConfigError where `ranks` is not in 1 .. experts. Nothing is random: `seed` is unused."""
+    """Raises ConfigError if `ranks` is not in 1 .. experts. Nothing is random: `seed` is unused."""
     room = rooms(profile.num_experts, ranks)
     layers = len(profile.layers)
     limits = limits or SolverLimits()
@@ -88,9 +92,10 @@ def _notes(layers: list[int], limits: SolverLimits) -> tuple[str, ...]:
 
 
 def balanced(load: IntArray, room: IntArray, limits: SolverLimits) -> tuple[IntArray, bool]:
-    """Clusters [E] of the least deviation from the mean load, and whether they are shown to be within gap.
+    """Clusters [E] with the least deviation from the mean load, and whether they are proved to be within
+    the gap.
 
-    HiGHS's answer, or packing by load where that is better: HiGHS stops at the gap, and may find nothing
+    HiGHS's answer, or packing by load if that is better: HiGHS stops at the gap, and may find nothing
     within its limits. load: [E]. room: [R] experts of each cluster.
 
     Example: loads 5 4 3 2 into two clusters of two -> 5 and 2, 4 and 3.
@@ -121,7 +126,8 @@ def deviation(load: IntArray, clusters: IntArray, ranks: int) -> float:
 
 
 def _bounds(share: FloatArray, ranks: int, alike: bool) -> Bounds:
-    """Of x [E, R], the deviations [R] and the constant 1: the i-th heaviest expert is on ranks 0 to i."""
+    """Bounds of x [E, R], the deviations [R] and the constant 1: the i-th heaviest expert is on ranks 0 to
+    i."""
     most = np.ones((len(share), ranks))
     if alike:
         order = np.argsort(-share, kind="stable")[:ranks]

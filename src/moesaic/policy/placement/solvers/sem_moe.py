@@ -1,17 +1,19 @@
-"""Semantic Parallelism's co-scheduling (Algorithm 1): experts and requests take turns, each placed greedily.
+"""Semantic Parallelism's co-scheduling (Algorithm 1): experts and requests are placed greedily in turns.
 
  1. Requests are clustered by the experts they choose.
- 2. Experts of each layer, heaviest first, go to the rank with the best score that has room: experts there
-    that the same tokens choose, requests there that choose it, minus the rank's load. Then pairs swap.
- 3. Requests, longest first, go to the rank with the best score that has room: requests there that are alike,
+ 2. Experts of each layer, heaviest first, go to the rank with room that has the best score: experts there
+    that the same tokens choose, requests there that choose it, minus the rank's load. Then pairs are
+    swapped.
+ 3. Requests, longest first, go to the rank with room that has the best score: similar requests there,
     experts there that it chooses, over all layers.
- 4. 2 and 3 are repeated; the round with the least load of the fullest rank plus remote choices is kept.
+ 4. Steps 2 and 3 are repeated. The round with the least sum of the fullest rank's load and the remote
+    choices is kept.
 
-Where the text is silent: a request has one rank for all layers, so its scores are summed over layers. That
-makes a rank's number mean the same in all of them; `align` is asked for better numbers all the same. Every
-term is a share (of all pairs of choices, of all choices, of a rank's fair load), so that the weights below
-compare them. Token labels are those of `tokens.labelled`: the paper's (line 54) cover only tokens of the
-sampled requests.
+The paper leaves some things open. A request has one rank for all layers, so its scores are summed over
+layers. That makes a rank's number mean the same in all of them; `align` still looks for better numbers.
+Every term is a share (of all pairs of choices, of all choices, of a rank's fair load), so that the weights
+below are comparable. Token labels are those of `tokens.labelled`: the paper's (line 54) cover only tokens
+of the sampled requests.
 
 A profile without enough sampled requests is solved with its most frequent token ids in place of requests.
 """
@@ -38,7 +40,7 @@ RowArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights and step counts, none of which the paper gives."""
+    """Weights and numbers of steps. The paper gives none of them."""
 
     experts: float = 1.0
     """alpha_e: tokens that choose an expert and others of the rank."""
@@ -55,12 +57,12 @@ class Weights:
     swaps: int = 2000
     """ft_steps, exchanges of two experts of a layer at most."""
     most: int = 4096
-    """Requests that are looked at."""
+    """Maximum number of requests that are used."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What is to be placed."""
+    """The input of the placement."""
 
     rows: RowArray
     """[r, layers, E] choices of each request, longest request first."""
@@ -113,7 +115,7 @@ def alternated(
 
 
 def made(profile: Profile, room: IntArray, weights: Weights) -> Scene:
-    """A profile's shares."""
+    """The input from a profile."""
     size = profile.num_experts
     pairs = np.stack([coactivation(counts, size, profile.top_k) for counts in profile.counts])
     pairs[:, np.arange(size), np.arange(size)] = 0.0
@@ -210,7 +212,8 @@ def _unit(scene: Scene) -> RowArray:
 
 
 def _filled(score: RowArray, ranks: int) -> IntArray:
-    """Ranks [r] by score [r, R], those first to whom the choice matters most, equally many each."""
+    """Ranks [r] by score [r, R], equally many each. Requests with the largest differences between ranks
+    choose first."""
     top = np.sort(score, axis=1)
     matters = top[:, -1] - top[:, -2] if ranks > 1 else top[:, -1]
     left = rooms_of_requests(len(score), ranks)

@@ -1,4 +1,4 @@
-"""What all solvers have alike: their signature, and how many experts each rank has room for."""
+"""What all solvers share: their signature, and how many experts each rank holds."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class Solver(Protocol):
     def __call__(
         self, profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None
     ) -> Coclusters:
-        """Raises ConfigError where `ranks` is not in 1 .. experts."""
+        """Raises ConfigError if `ranks` is not in 1 .. experts."""
 
 
 def rooms(num_experts: int, ranks: int) -> IntArray:
-    """[ranks] experts of a layer on each rank: the first ones hold one more where they don't divide.
+    """[ranks] experts of a layer on each rank. If they cannot be divided evenly, the first ranks hold one
+    more.
 
     Raises ConfigError unless ranks is 1 to num_experts. Example: 8 experts, 3 ranks -> 3 3 2.
     """

@@ -1,25 +1,27 @@
-"""Speculative MoE's co-clustering (Algorithm 1): the cross-entropy method over labels of experts and tokens.
+"""Speculative MoE's co-clustering (Algorithm 1): the cross-entropy method over labels of experts and
+tokens.
 
-A matrix p [E, R] says how likely each expert is on each rank. Every step draws K assignments, scores each by
-the choices that stay on their token's rank, and moves p towards the best 20 %. In a draw
+A matrix p [E, R] holds the probability of each expert on each rank. Every step draws K assignments, scores
+each by the choices that stay on their token's rank, and moves p towards the best 20 %. In a draw
 
- 1. experts come one after the other, in random order, each by its p over the ranks that have room left;
- 2. tokens come by frequency, heaviest first; a rank that carries 1.1 times the mean load is closed to others.
+ 1. experts are placed one after another, in random order, each by its p over the ranks that have room left;
+ 2. tokens are placed by frequency, heaviest first; a rank that carries 1.1 times the mean load takes no
+    more.
 
-Where the text is silent or doesn't carry:
+Where the paper is silent or does not work as printed:
 
- - *Tokens follow the experts of their draw.* As printed each token has a p of its own and is drawn apart from
-   the experts. 100,000 labels that say nothing about each other drown what one expert's move is worth: the
-   elite are the luckiest, and p of the tokens drifts. Here p of a token is the share of its choices on each
-   rank, which sums up p of the experts it chooses; in a draw it goes to the open rank with most of its
-   choices. Its label is where that share is largest, its confidence is the share.
- - *It starts from a good point.* A uniform p, as printed, is the same under any renumbering of the ranks, so
-   draws first have to agree on numbers, and it settles too early. We start from experts that the same tokens
-   choose, exchanged in pairs until none gains, and let p stray from there.
+ - *Tokens follow the experts of their draw.* As printed, each token has a p of its own and is drawn
+   independently of the experts. 100,000 labels that say nothing about each other hide what one expert's
+   move is worth: the elite are the luckiest draws, and p of the tokens drifts. Here p of a token is the
+   share of its choices on each rank, which sums up p of the experts it chooses. In a draw it goes to the
+   open rank with most of its choices. Its label is the rank with the largest share, and its confidence is
+   that share.
+ - *It starts from a good point.* A uniform p, as printed, is the same under any renumbering of the ranks.
+   Draws first have to agree on numbers, and p settles too early. Here the start is a placement of experts
+   that the same tokens choose, exchanged in pairs until none gains, from which p may stray.
  - *The best draw so far is always among the elite*, so the answer is the best that was drawn.
- - K, the number of steps and the smoothing of p are not given; ours are in `CrossEntropySearch`. It ends
- early once p is
-   settled.
+ - K, the number of steps and the smoothing of p are not given; ours are in `CrossEntropySearch`. The search
+   ends early once p is settled.
 """
 
 from __future__ import annotations
@@ -53,19 +55,20 @@ class CrossEntropySearch:
     slack: float = 1.1
     """f, the load over the mean at which a rank takes no more tokens (the paper's)."""
     smoothing: float = 0.5
-    """How far p moves in a step: 1 forgets what it was."""
+    """How far p moves in a step; with 1 it forgets its old value."""
     stray: float = 0.1
-    """Probability that is spread over all ranks in the start."""
+    """Probability that the start spreads over all ranks."""
     restarts: int = 16
-    """Random starts of the exchanges, of which the best one is the start."""
+    """Number of random starts of the exchanges. The best result is the start."""
     balance: float = 0.5
-    """What the mean square of the ranks' loads costs there; pairs on one rank are worth 0 to 1."""
+    """Price of the mean square of the ranks' loads in the start; pairs on one rank are worth 0 to 1."""
     settled: float = 0.95
-    """Likelihood of every expert's likeliest rank at which it ends."""
+    """Probability of every expert's most likely rank at which the search ends."""
     heads: int = 2048
-    """Token ids that count each for itself; rarer ones with the same favourite expert count together."""
+    """Number of token ids that count individually. Rarer ones with the same favourite expert count
+    together."""
     blocks: int = 20
-    """How often a rank's load is looked at while it fills."""
+    """Number of checks of a rank's load while it fills."""
 
 
 def solve(
@@ -75,7 +78,8 @@ def solve(
     progress: Progress | None = None,
     search: CrossEntropySearch | None = None,
 ) -> Coclusters:
-    """Each layer alone, then numbered alike. Raises ConfigError where `ranks` is not in 1 .. experts."""
+    """Solve each layer alone, then number all layers alike. Raises ConfigError if `ranks` is not in 1 ..
+    experts."""
     chosen, size = search or CrossEntropySearch(), profile.num_experts
     return each_alone(
         profile,
@@ -177,7 +181,8 @@ def _heads(rows: RowArray, most: int) -> RowArray:
 def _start(
     tokens: RowArray, room: IntArray, rng: np.random.Generator, settings: CrossEntropySearch
 ) -> IntArray:
-    """Ranks [E]: experts that the same tokens choose, apart where their rank's load grows too large."""
+    """Ranks [E] of the start: experts that the same tokens choose are together, unless their rank's load
+    grows too large."""
     size = tokens.sum(axis=1, keepdims=True)
     pairs = (tokens / np.maximum(size, 1)).T.astype(np.float64) @ tokens
     loads = tokens.sum(axis=0, dtype=np.float64) / max(1.0, float(size.sum()))

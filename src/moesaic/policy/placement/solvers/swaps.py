@@ -1,8 +1,8 @@
-"""Exchange pairs of experts between ranks while that gains: the fine-tuning of Sem-MoE's Algorithm 1.
+"""Exchanges pairs of experts between ranks while that gains: the fine-tuning of Sem-MoE's Algorithm 1.
 
-The paper picks two clusters and one expert of each at random and swaps them if that raises the affinity. Here
-the gains of all pairs are known, a random one of those that gain is taken, and it ends when there is none:
-what the paper's loop would come to with enough steps.
+The paper picks two clusters and one expert of each at random and swaps them if that raises the affinity.
+Here the gains of all pairs are known, and a random one of those that gain is taken until there is none. The
+paper's loop would end there with enough steps.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from moesaic.core.tokens import IntArray
 FloatArray = npt.NDArray[np.float64]
 
 EXACT = 1e-9
-"""A gain of less is rounding."""
+"""A smaller gain is rounding."""
 
 
 @dataclass(frozen=True)
 class Affinity:
-    """What one layer's labels [E] are worth; see `value`."""
+    """The value of one layer's labels [E]; see `value`."""
 
     pairs: FloatArray
-    """[E, E] symmetric: worth of two experts on one rank."""
+    """[E, E] symmetric: value of two experts on one rank."""
     ranks: FloatArray
-    """[E, R] worth of an expert on a rank."""
+    """[E, R] value of an expert on a rank."""
     loads: FloatArray
     """[E] load of an expert; a rank's load costs its square."""
 
     def value(self, labels: IntArray) -> float:
-        """Pairs on one rank, plus each expert's worth on its rank, minus squares of the ranks' loads."""
+        """Value of pairs on one rank, plus each expert's value on its rank, minus squares of the ranks'
+        loads."""
         same = labels[:, None] == labels
         pairs = (self.pairs * same).sum() - np.diagonal(self.pairs).sum()
         carried = np.bincount(labels, weights=self.loads, minlength=self.ranks.shape[1])
@@ -56,7 +57,7 @@ class Affinity:
 def swapped(affinity: Affinity, labels: IntArray, rng: np.random.Generator, steps: int) -> IntArray:
     """`labels` [E] after at most `steps` exchanges that each gain.
 
-    Example: experts 0, 1 and 2, 3 go together but are placed 0, 2 | 1, 3: one exchange puts that right.
+    Example: experts 0, 1 and 2, 3 belong together but are placed 0, 2 | 1, 3: one exchange corrects that.
     """
     labels = labels.copy()
     for _ in range(steps):

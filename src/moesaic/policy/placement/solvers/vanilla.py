@@ -1,6 +1,7 @@
 """No solver: experts in consecutive ranges, as engines place them without a placement file.
 
-Tokens go to the rank with most of their choices, so that only the experts' placement differs from the others.
+Tokens go to the rank with most of their choices, so that only the experts' placement differs from other
+solvers.
 """
 
 from __future__ import annotations
