@@ -1,1 +1,1 @@
-"""Moving messages between processes. A transport never learns what a message means."""
+"""Transports move messages between processes. They do not know what a message means."""

@@ -1,4 +1,4 @@
-"""Accepting peers in the background: each has its own thread and deadline, and none holds up another."""
+"""Accepts peers in the background. Each peer has its own thread and deadline, so none delays another."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from moesaic.transport import address as addresses
 _log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
-"""Between two attempts to accept, where there is no descriptor or no thread for a peer."""
+"""Seconds between two attempts to accept, if there was no descriptor or no thread for a peer."""
 
 Passed = TypeVar("Passed")
 
 
 class Acceptor(Generic[Passed]):
-    """Accepts on `listening`, which it owns from now on; `address` is its name in the log.
+    """Accepts connections on `listening`, which it then owns. `address` is its name in the log.
 
-    handshake: called in a thread of the peer's with its socket. Raises OSError, ConnectionLost or ConfigError
-    for a peer that is to be dropped: one line in the log names it. welcome: called there with what was
-    returned. most: handshakes at the same time; who comes then takes the place of the one that came first.
+    handshake: called in a thread of the peer with its socket. It raises OSError, ConnectionLost or
+    ConfigError for a peer that is to be dropped, which is logged in one line. welcome: called in that
+    thread with the handshake's result. most: maximum number of handshakes at the same time; a further peer
+    replaces the oldest one.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Acceptor(Generic[Passed]):
         self._handshake, self._welcome = handshake, welcome
         self._lock = threading.Lock()
         self._pending: dict[socket.socket, str] = {}
-        """Handshakes under way, oldest first: who is there."""
+        """Handshakes under way, oldest first, with the names of the peers."""
         self._greeting: set[threading.Thread] = set()
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._socket.setblocking(False)
@@ -51,7 +52,8 @@ class Acceptor(Generic[Passed]):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening and drop the handshakes; nobody is welcomed afterwards. Again: nothing."""
+        """Stop listening and drop the handshakes. No peer is welcomed afterwards. A second call does
+        nothing."""
         if self.closed:
             return
         self.closed = True
@@ -78,13 +80,16 @@ class Acceptor(Generic[Passed]):
                 self._begin(*self._socket.accept())
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 continue
-            except (OSError, RuntimeError) as error:  # no descriptor or no thread: others may free some
+            except (
+                OSError,
+                RuntimeError,
+            ) as error:  # there is no descriptor or no thread; others may free one
                 reason = error.strerror if isinstance(error, OSError) else error
                 _log.warning("cannot accept at %s: %s", self._address, reason)
                 select.select([self._stop], [], [], RETRY_SECONDS)
 
     def _begin(self, sock: socket.socket, name: object) -> None:
-        """A thread for one handshake, in place of the oldest if there are too many."""
+        """Start a thread for one handshake, in place of the oldest if there are too many."""
         thread = threading.Thread(target=self._greet, args=(sock,), name="moesaic-handshake", daemon=True)
         with self._lock, contextlib.ExitStack() as undo:
             undo.callback(sock.close)
@@ -99,7 +104,7 @@ class Acceptor(Generic[Passed]):
             self._greeting.add(thread)
 
     def _greet(self, sock: socket.socket) -> None:
-        """One handshake: a welcome, or one line in the log."""
+        """Run one handshake: welcome the peer, or log why not."""
         try:
             addresses.tune(sock)
             passed = self._handshake(sock)
@@ -109,7 +114,7 @@ class Acceptor(Generic[Passed]):
             ConfigError,
             RuntimeError,
             MemoryError,
-        ) as error:  # no thread, no room
+        ) as error:  # no thread, or no room
             with self._lock:
                 peer = self._pending.pop(sock, None)
                 if peer is not None:  # else it was dropped before
@@ -128,6 +133,6 @@ class Acceptor(Generic[Passed]):
 
 
 def _shut(sock: socket.socket) -> None:
-    """Wakes the thread that reads from it."""
+    """Wake the thread that reads from the socket."""
     with contextlib.suppress(OSError):  # the peer closed first
         sock.shutdown(socket.SHUT_RDWR)

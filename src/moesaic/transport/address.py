@@ -1,6 +1,6 @@
-"""Where a server listens: "unix:/path", "unix:@name" or "tcp:host:port".
+"""Addresses of servers: "unix:/path", "unix:@name" or "tcp:host:port".
 
-A name is no file (Linux's abstract sockets): nothing is left of it, however its process ends.
+A name is not a file (Linux's abstract sockets): nothing is left of it, however its process ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from moesaic.core.errors import ConfigError
 
 _PATH_BYTES = 107
-"""The longest path of a Unix socket."""
+"""Maximum length of a Unix socket's path."""
 _ALLOWED = (
     f"unix:/path or unix:@name of at most {_PATH_BYTES} bytes, "
     "or tcp:host:port with an IPv6 host in [brackets]"
@@ -24,16 +24,16 @@ _ALLOWED = (
 _NAMED = "@"
 
 IDLE_SECONDS, PROBE_SECONDS, PROBES = 10, 5, 3
-"""A host that vanished is found out after 25 s of silence, also while nothing is sent."""
+"""A vanished host is noticed after 25 s of silence, even if nothing is sent."""
 UNACKNOWLEDGED_SECONDS = 30
-"""Bytes sent over TCP that nobody takes for so long end the connection."""
+"""Seconds after which a TCP connection ends if sent bytes are not acknowledged."""
 
 UNIX_BUFFER_BYTES = 1 << 20
-"""Of a Unix socket; the kernel may grant less. TCP sizes its own."""
+"""Buffer size of a Unix socket; the kernel may grant less. TCP chooses its own."""
 
 
 class Address(NamedTuple):
-    """`path` for a Unix socket (@name; @ alone: any free one), or `host` and `port` (0: any free one)."""
+    """`path` for a Unix socket (@name; @ alone: any free name), or `host` and `port` (0: any free port)."""
 
     path: str = ""
     host: str = ""
@@ -41,7 +41,7 @@ class Address(NamedTuple):
 
     @property
     def file(self) -> str | None:
-        """That is there as long as somebody listens."""
+        """Path of the file that exists while a server listens; None for a name or TCP."""
         return self.path if self.path and not self.path.startswith(_NAMED) else None
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Address(NamedTuple):
 
 
 def parse(text: str) -> Address:
-    """Raises ConfigError.
+    """Parse an address. Raises ConfigError.
 
     >>> parse("tcp:[::1]:8000")
     Address(path='', host='::1', port=8000)
@@ -66,9 +66,9 @@ def parse(text: str) -> Address:
 
 
 def bind(address: Address) -> tuple[socket.socket, Address]:
-    """A listening socket, and where it really is. Raises ConfigError if that is not possible.
+    """A listening socket, and its real address. Raises ConfigError if that is not possible.
 
-    Whoever knows it can connect to a name: see `foreign`.
+    Anyone who knows a name can connect to it: see `foreign`.
     """
     if address.path == _NAMED:
         address = Address(path=f"{_NAMED}moesaic-{secrets.token_hex(8)}")
@@ -104,7 +104,8 @@ def dial(address: Address, timeout: float) -> socket.socket:
 
 
 def _connected(sock: socket.socket, path: str) -> bool:
-    """False while the listener's queue is full, which a Unix socket with a timeout does not wait for."""
+    """Try to connect. Returns False while the listener's queue is full: a Unix socket with a timeout does
+    not wait for that."""
     sock.setblocking(False)
     try:
         sock.connect(_kernel_name(path))
@@ -114,7 +115,7 @@ def _connected(sock: socket.socket, path: str) -> bool:
 
 
 def tune(sock: socket.socket) -> None:
-    """Small frames leave at once, large ones with few wake-ups, and a host that vanished is found out."""
+    """Send small frames at once, receive large ones with few wake-ups, and notice a vanished host."""
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
         return
@@ -127,12 +128,12 @@ def tune(sock: socket.socket) -> None:
 
 
 def foreign(sock: socket.socket) -> bool:
-    """Whether another user's process is at the other end of a connected Unix socket."""
+    """True if the other end of a connected Unix socket belongs to another user."""
     return sock.family == socket.AF_UNIX and _peer_process(sock)[1] != os.geteuid()
 
 
 def peer(sock: socket.socket, name: Any) -> str:
-    """For a person, who is at the other end of `sock`. name: its address, as `accept` told it.
+    """The peer at the other end of `sock`, for people. name: its address from `accept`.
 
     Example: "tcp:127.0.0.1:50123", or "process 4711" at a Unix socket, where callers have no address.
     """
@@ -157,14 +158,14 @@ def _kernel_name(path: str) -> str:
 
 
 def _bind_unix(address: Address) -> socket.socket:
-    """To a file only this user can connect. What a dead process left at the path is replaced."""
+    """Listen on a file that only this user can connect to. A file left by a dead process is replaced."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if address.file and _left_behind(address.file):
             Path(address.file).unlink()
         sock.bind(_kernel_name(address.path))
         if address.file:
-            Path(address.file).chmod(0o600)  # before anybody can connect: it does not listen yet
+            Path(address.file).chmod(0o600)  # before a client can connect: the socket does not listen yet
         sock.listen(128)
     except OSError:
         sock.close()
@@ -173,7 +174,7 @@ def _bind_unix(address: Address) -> socket.socket:
 
 
 def _left_behind(path: str) -> bool:
-    """Whether there is a socket at the path that nobody listens on."""
+    """True if there is a socket at the path and no process listens on it."""
     if not Path(path).is_socket():
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

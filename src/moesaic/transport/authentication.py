@@ -4,9 +4,9 @@
     client: terms, HMAC(secret, "client" a b terms)
                                                  server: HMAC(secret, "server" a b terms)
 
-HMAC-SHA256, compared in constant time. The two labels differ, so that no side's proof can be sent back to it;
-a and b are fresh, so that no proof serves twice. Every message has a fixed length: there is nothing to parse
-before the peer is known. What follows is not encrypted.
+Proofs are HMAC-SHA256, compared in constant time. The two labels differ, so a side's proof cannot be sent
+back to it. a and b are random, so a proof is valid only once. Every message has a fixed length: nothing is
+parsed before the peer is known. What follows the handshake is not encrypted.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ KINDS = ("shm", "stream")
 
 
 class Terms(NamedTuple):
-    """What the client asks for: one of KINDS, and how many bytes its open calls may take."""
+    """What the client asks for: one of KINDS, and the maximum bytes of its open calls."""
 
     kind: str
     heap_bytes: int
 
 
 def check_secret(secret: bytes) -> None:
-    """ConfigError unless it is long enough to be one."""
+    """Raises ConfigError for a secret that is too short."""
     if len(secret) < 16:
         raise ConfigError.field("secret", f"{len(secret)} bytes", "at least 16 bytes")
 
 
 def check_terms(terms: Terms) -> None:
-    """ConfigError unless they can be kept."""
+    """Raises ConfigError for terms that are not possible."""
     if terms.kind not in KINDS:
         raise ConfigError.field("kind", terms.kind, " or ".join(KINDS))
     if not MIN_HEAP <= terms.heap_bytes <= MAX_HEAP:
@@ -50,17 +50,17 @@ def check_terms(terms: Terms) -> None:
 
 
 class Refused(ConnectionLost):
-    """The other end does not take our secret: asking again changes nothing."""
+    """The other end does not accept our secret. Trying again changes nothing."""
 
 
 class Deadline:
-    """The moment by which a handshake has to be done, whatever its steps take."""
+    """The time by which a handshake has to be done, including all its steps."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
     def apply(self, sock: socket.socket) -> None:
-        """Let the next call on `sock` take what is left. Raises TimeoutError if nothing is."""
+        """Give the next call on `sock` the remaining time. Raises TimeoutError if none remains."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeoutError("timed out")
@@ -68,7 +68,8 @@ class Deadline:
 
 
 def prove_as_client(sock: socket.socket, secret: bytes, terms: Terms, deadline: Deadline) -> None:
-    """The client's side. Raises Refused where the secrets differ, else ConnectionLost or OSError."""
+    """The client's side. Raises Refused if the secrets differ; ConnectionLost or OSError for other
+    failures."""
     mine = secrets.token_bytes(NONCE)
     _send(sock, MAGIC + mine, deadline)
     nonces = mine + _nonce(sock, deadline)

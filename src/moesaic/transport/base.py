@@ -1,4 +1,4 @@
-"""The one interface of every transport."""
+"""The interface of every transport."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moesaic.core.messages import Message
 
 
 class Connection(Protocol):
-    """Two ends, messages in order, each delivered once or the connection is lost.
+    """One end of a connection. Messages arrive in order, each exactly once, or the connection is lost.
 
     `send` may be called from any thread; `receive` from one thread at a time.
     """
@@ -18,12 +18,12 @@ class Connection(Protocol):
         ...
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """The next message; None when `timeout` seconds passed (0 polls, None waits for ever).
+        """The next message; None after `timeout` seconds (0 polls, None waits for ever).
 
-        Raises ConnectionLost once the peer is gone and everything it sent was received.
+        Raises ConnectionLost once the peer is gone and everything that it sent has been received.
         """
         ...
 
     def close(self) -> None:
-        """Let the peer see the end. Calling it again does nothing."""
+        """Close the connection; the peer notices. A second call does nothing."""
         ...

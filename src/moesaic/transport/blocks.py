@@ -1,4 +1,4 @@
-"""Memory that is used again: a page that was touched before costs nothing, a fresh one costs a fault."""
+"""Reuses memory: a page that was touched before costs nothing, a fresh one costs a page fault."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Block = npt.NDArray[np.uint8]
 
 
 class Blocks:
-    """Blocks of powers of two, at most `keep_bytes` of them idle.
+    """Blocks whose sizes are powers of two; at most `keep_bytes` of idle blocks are kept.
 
     >>> blocks = Blocks(1 << 20)
     >>> first = blocks.take(5000)
@@ -29,7 +29,7 @@ class Blocks:
         self._idle_bytes = 0
 
     def take(self, count: int) -> Block:
-        """At least `count` bytes, whatever they hold."""
+        """At least `count` bytes with undefined content."""
         size = 1 << max(_SMALLEST, (count - 1).bit_length())
         idle = self._idle.get(size)
         if not idle:
@@ -38,7 +38,7 @@ class Blocks:
         return idle.pop()
 
     def give_back(self, block: Block) -> None:
-        """It may be handed out again, to be overwritten."""
+        """Return a block. It may be reused and overwritten."""
         if self._idle_bytes + len(block) > self._keep_bytes:
             self._idle.clear()
             self._idle_bytes = 0

@@ -1,9 +1,9 @@
 """Calls: the bulk half of a transport, between attention workers (clients) and expert servers.
 
-A client opens a call, writes the request into the transport's own memory, and posts it. The server answers
-row by row, in any order, as the rows get done. The shape is that of Expert-as-a-Service (section 3.2): a
-buffer per (client, server) in which one side writes requests, the other answers, and a state word tells
-the turn; here a buffer holds many calls, and the state is a count of rows.
+A client opens a call, writes the request into the transport's memory, and posts it. The server answers row
+by row, in any order, as rows are computed. The design is that of Expert-as-a-Service (section 3.2): a
+buffer for each (client, server) in which one side writes requests and the other answers, and a state word
+that tells whose turn it is. Here a buffer holds many calls, and the state is a count of rows.
 
     call = caller.open(request_bytes=8, rows=2, row_bytes=4)      None while there is no room
     call.request[:] = b"question"
@@ -14,9 +14,9 @@ the turn; here a buffer holds many calls, and the state is a count of rows.
     [(call, rows)] = caller.poll()      rows == [1]: call.answer[4:8] may be read
     caller.release(call)                once all rows were read, or to give the call up
 
-One thread uses an end at a time. Memory handed out stays mapped while something refers to it, also after
-`close`, but a call that is over has no claim on what lies in it: other calls use it. What a peer wrote is
-the peer's word and has to be checked like any input.
+One thread at a time uses an end. Memory stays mapped while something refers to it, even after `close`. But
+the content of a released call's memory is undefined, since other calls use it. What a peer has written must
+be checked like any input.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.tokens import IntArray
 
 MAX_CALLS = 256
-"""Calls of one connection between open and release."""
+"""Maximum number of calls of one connection between open and release."""
 MAX_ROWS = 1 << 20
-"""Rows of one call."""
+"""Maximum number of rows of one call."""
 HEAP_BYTES = 256 << 20
-"""Default of what the open calls of one connection may take together."""
+"""Default of the bytes that the open calls of one connection may take together."""
 MIN_HEAP, MAX_HEAP = 4096, 1 << 38
 
 
@@ -43,7 +43,7 @@ class Call(Protocol):
 
     @property
     def number(self) -> int:
-        """From 1, once per connection."""
+        """Number of the call within its connection, from 1."""
         ...
 
     @property
@@ -54,17 +54,17 @@ class Call(Protocol):
 
     @property
     def request(self) -> memoryview:
-        """[request_bytes] to be written before post."""
+        """[request_bytes] memory to be written before post."""
         ...
 
     @property
     def answer(self) -> memoryview:
-        """[rows * row_bytes] row i may be read from the moment `poll` reported i until release."""
+        """[rows * row_bytes] row i may be read after `poll` has reported it and until release."""
         ...
 
 
 class Incoming(Protocol):
-    """A call as the server sees it."""
+    """A call on the server's side."""
 
     @property
     def number(self) -> int: ...
@@ -77,26 +77,27 @@ class Incoming(Protocol):
 
     @property
     def request(self) -> memoryview:
-        """[request_bytes] read-only, until the last row is published. Check a copy of what must not change
-        in between: a hostile client can write here."""
+        """[request_bytes] read-only, valid until the last row is published. Check a copy of what must not
+        change in between: a hostile client can write here."""
         ...
 
     @property
     def answer(self) -> memoryview:
-        """[rows * row_bytes] to be written, row i before `publish` names it and not after."""
+        """[rows * row_bytes] memory for the answer. Row i is written before `publish` names it and not
+        after."""
         ...
 
     def publish(self, indices: IntArray) -> None:
-        """[n] rows of `answer` that the client may read. Each row once, in any order and any portions.
+        """Let the client read rows [n] of `answer`. Each row once, in any order and any portions.
 
-        Does nothing when the client is gone: `Answerer.poll` tells. Raises ValueError for a row that is
-        none or was published before; nothing is published then.
+        Does nothing if the client is gone: `Answerer.poll` reports that. Raises ValueError, and publishes
+        nothing, for a row that does not exist or was published before.
         """
         ...
 
 
 class End(Protocol):
-    """What `waiting.wait` needs of both ends."""
+    """The part of both ends that `waiting.wait` needs."""
 
     def fileno(self) -> int:
         """The connection's socket, to be watched for `events`."""
@@ -104,23 +105,24 @@ class End(Protocol):
 
     @property
     def events(self) -> int:
-        """select.POLLIN, and POLLOUT while there is output that the socket did not take."""
+        """select.POLLIN, and POLLOUT while there is output that the socket has not accepted."""
         ...
 
     def ready(self) -> bool:
-        """Whether `poll` has something to tell that the socket does not show. Costs no system call."""
+        """True if `poll` has news that the socket does not show. Costs no system call."""
         ...
 
     def arm(self) -> bool:
-        """Have the peer ring the socket at its next news. True if there are some already: don't sleep."""
+        """Ask the peer to write to the socket at its next news. True if there is news already: do not
+        sleep."""
         ...
 
     def disarm(self) -> None:
-        """The peer need not ring any more."""
+        """The peer need not write to the socket any more."""
         ...
 
     def close(self) -> None:
-        """Let the peer see the end, give up what is open. Calling it again does nothing."""
+        """Close the connection and give up open calls; the peer notices. A second call does nothing."""
         ...
 
 
@@ -135,7 +137,8 @@ class Caller(End, Protocol):
         ...
 
     def post(self, call: Call) -> None:
-        """The request is complete. Once per call. Raises ConnectionLost if the server is known to be gone."""
+        """Send a complete request, once for each call. Raises ConnectionLost if the server is known to be
+        gone."""
         ...
 
     def poll(self) -> list[tuple[Call, IntArray]]:
@@ -146,9 +149,9 @@ class Caller(End, Protocol):
         ...
 
     def release(self, call: Call) -> None:
-        """The call is over: its memory may be used again, its rows are not reported any more.
+        """End the call: its memory may be reused, and its rows are no longer reported.
 
-        A call that is given up before all rows came takes its room until the server is done with it.
+        A call that is released before all rows came keeps its room until the server is done with it.
         """
         ...
 
@@ -159,13 +162,13 @@ class Answerer(End, Protocol):
     def poll(self) -> list[Incoming]:
         """The calls posted since the last poll, in the order of posting. Never blocks.
 
-        Raises ConnectionLost when the client is gone or sent what is no call.
+        Raises ConnectionLost if the client is gone or sent something that is not a call.
         """
         ...
 
 
 class Outstanding:
-    """Which rows of a call are still to come.
+    """The rows of a call that are still missing.
 
     >>> rows = Outstanding(3)
     >>> rows.take(np.array([2, 0]))
@@ -178,7 +181,8 @@ class Outstanding:
         self.count = rows
 
     def take(self, indices: npt.NDArray[np.integer]) -> None:
-        """These rows are out. Raises ValueError, and takes none, if one is no row or is out already."""
+        """These rows are no longer missing. Raises ValueError, and takes none, for a row that does not
+        exist or is not missing."""
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self._missing):
             raise ValueError("a row was published that is none of the call's")
         after = self._missing.copy()
@@ -190,7 +194,7 @@ class Outstanding:
 
 
 def refuse(request_bytes: int, rows: int, row_bytes: int, heap_bytes: int) -> ConfigError:
-    """Why such a call can never be opened."""
+    """The error for a call that can never be opened."""
     if not 1 <= rows <= MAX_ROWS:
         return ConfigError.field("rows", rows, f"1 to {MAX_ROWS}")
     if request_bytes < 0 or row_bytes < 0:

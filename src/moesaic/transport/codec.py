@@ -1,4 +1,4 @@
-"""Messages as bytes: one byte for the type, then MessagePack. No pickle, nothing is executed."""
+"""Messages as bytes: one byte for the type, then MessagePack. No pickle; nothing is executed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(payload: bytes | memoryview) -> Message:
-    """The message in a payload. Raises ConnectionLost if it is none: the peer is not one of ours."""
+    """The message in a payload. Raises ConnectionLost for other bytes: the peer is not a part of moesaic."""
     code = payload[0] if len(payload) else len(_TYPES)
     if code >= len(_TYPES):
         raise ConnectionLost(f"the peer sent an unknown message type {code}")

@@ -1,7 +1,8 @@
-"""Bytes in and out of one connected stream socket that never blocks and has no thread.
+"""Reads and writes one connected stream socket without blocking and without a thread.
 
-What is read is told by a generator: it yields the memory to be filled next and is resumed once that is full,
-so a frame that comes in pieces is a generator that waits, and bulk bytes land where they are to stay.
+A generator says what is read: it yields the memory to be filled next and is resumed once that is full. A
+frame that arrives in pieces is then a generator that waits, and bulk bytes are received where they will
+stay.
 """
 
 from __future__ import annotations
@@ -15,32 +16,32 @@ from collections.abc import Iterator, Sequence
 from moesaic.core.errors import ConnectionLost
 
 HEADER = struct.Struct("<IIQQQ")
-"""kind, rows, call number, bytes of a row, bytes of the request; 32 bytes."""
+"""kind, rows, call number, bytes of a row, bytes of the request: 32 bytes in all."""
 REQUEST, ROWS = 1, 2
-"""Kinds. REQUEST: the request follows. ROWS: `rows` indices (u32) follow, then as many rows."""
+"""Kinds of frames. REQUEST: the request follows. ROWS: `rows` indices (u32) follow, then the rows."""
 
 READS = 64
-"""System calls of one `pump` at most, so that a peer which never stops sending holds nobody up."""
+"""Maximum number of system calls of one `pump`, so that a peer which never stops sending delays nobody."""
 PIECES = 64
-"""Pieces of memory in one system call."""
+"""Maximum number of pieces of memory in one system call."""
 
 Wanted = Iterator[list[memoryview]]
 
 
 class Frames:
-    """One socket, which it owns. wanted: yields what is to be filled next; it may raise ConnectionLost."""
+    """One socket, which it owns. wanted: yields the memory to be filled next; it may raise ConnectionLost."""
 
     def __init__(self, sock: socket.socket, wanted: Wanted) -> None:
         sock.setblocking(False)
         self.lost: ConnectionLost | None = None
-        """Why nothing comes any more."""
+        """Why nothing more will arrive; None while the connection works."""
         self.unsent = 0
-        """Bytes that the socket did not take yet."""
+        """Bytes that the socket has not accepted yet."""
         self.pushed = 0
-        """Bytes that were ever pushed."""
+        """Bytes pushed so far."""
         self._socket = sock
         self._deaf = False
-        """The peer takes no more bytes. What it sent before may still be there to be read."""
+        """True if the peer accepts no more bytes. What it sent before may still be read."""
         self._wanted = wanted
         self._into: list[memoryview] = []
         self._outbox: deque[memoryview] = deque()
@@ -54,9 +55,10 @@ class Frames:
         return select.POLLIN | select.POLLOUT if self._outbox else select.POLLIN
 
     def push(self, pieces: Sequence[memoryview]) -> bool:
-        """Send these after what waits already; what the socket does not take stays, unchanged and uncopied.
+        """Send these pieces after what is waiting. What the socket does not accept is kept, not copied, and
+        must not change.
 
-        False if the peer takes nothing any more.
+        False if the peer accepts nothing more.
         """
         for piece in pieces:
             if len(piece):
@@ -67,7 +69,7 @@ class Frames:
         return not self._deaf
 
     def flush(self) -> None:
-        """Send as much as the socket takes."""
+        """Send as much as the socket accepts."""
         while self._outbox and not self._deaf:
             try:
                 sent = self._socket.sendmsg([self._outbox[i] for i in range(min(PIECES, len(self._outbox)))])
@@ -84,7 +86,7 @@ class Frames:
                 self._outbox[0] = self._outbox[0][sent:]
 
     def pump(self) -> None:
-        """Send and receive what is possible now; the end of the stream or a damaged frame sets `lost`."""
+        """Send and receive what is possible now. The end of the stream or a damaged frame sets `lost`."""
         if self._outbox:
             self.flush()
         if self.lost is not None:
@@ -104,7 +106,7 @@ class Frames:
         self._socket.close()
 
     def _read(self) -> bool:
-        """One system call. False if there was nothing to read."""
+        """Make one system call. False if there was nothing to read."""
         try:
             count = self._socket.recvmsg_into(self._into[:PIECES])[0]
         except (BlockingIOError, InterruptedError):
@@ -117,7 +119,7 @@ class Frames:
         return True
 
     def _advance(self, count: int) -> None:
-        """`count` bytes arrived. Ask for what comes next if that was all."""
+        """`count` bytes have arrived. If the memory is full, ask for the next."""
         done = 0
         while done < len(self._into) and count >= len(self._into[done]):
             count -= len(self._into[done])

@@ -1,4 +1,4 @@
-"""How the processes of a group find each other: rank 0 listens on a Unix socket, the others join it.
+"""How the processes of a group connect: rank 0 listens on a Unix socket, and the other ranks connect to it.
 
     a rank -> rank 0: the handshake of authentication.py, then rank and size
     rank 0 -> a rank, once all are there: one byte, with the descriptors of the memory and of a socket to
@@ -36,7 +36,7 @@ from moesaic.transport.shm import make_segment
 _log = logging.getLogger(__name__)
 
 GATHER_SECONDS = 60.0
-"""For all of a group to be there."""
+"""Seconds until all ranks of a group must have connected."""
 HANDSHAKE_SECONDS = 10.0
 _PLACE = struct.Struct("<II")
 _OK = b"+"
@@ -51,10 +51,11 @@ def gather(
     capacity: int = HALF_BYTES,
     seconds: float = GATHER_SECONDS,
 ) -> SharedPeers:
-    """This rank's end of a group of `size` processes, once all of them have called this.
+    """Connect this rank to a group of `size` processes; returns once all of them have called this.
 
-    path: of rank 0's Unix socket. capacity: bytes that a rank can send in one round; the same for all.
-    Raises ConfigError for what can never work, ConnectionLost if not all are there after `seconds`.
+    path: of rank 0's Unix socket. capacity: bytes that a rank can send in one round; the same for all
+    ranks. Raises ConfigError for settings that can never work, and ConnectionLost if not all ranks are
+    there after `seconds`.
     """
     if not 1 <= size <= MAX_PEERS:
         raise ConfigError.field("size", size, f"1 to {MAX_PEERS} ranks on one host")
@@ -75,7 +76,7 @@ def _host(path: str, secret: bytes, place: tuple[int, int], terms: Terms, deadli
     sockets: dict[int, socket.socket] = {}
     listening, _ = addresses.bind(addresses.Address(path=path))
     try:
-        peers = _shm.Peers(mapping, 0, size)  # writes the header before the others look
+        peers = _shm.Peers(mapping, 0, size)  # writes the header before the others read it
         while len(sockets) < size - 1:
             deadline.apply(listening)
             sock, _ = listening.accept()
@@ -98,7 +99,7 @@ def _host(path: str, secret: bytes, place: tuple[int, int], terms: Terms, deadli
 def _welcome(
     sock: socket.socket, secret: bytes, size: int, terms: Terms, taken: Collection[int]
 ) -> int | None:
-    """The rank of who connected; None, and one line in the log, for somebody else."""
+    """The rank that has connected; None, and one line in the log, for any other peer."""
     deadline = Deadline(HANDSHAKE_SECONDS)
     try:
         found = prove_as_server(sock, secret, deadline)
@@ -115,7 +116,7 @@ def _welcome(
 
 
 def _hand_out(sockets: dict[int, socket.socket], memory: int) -> None:
-    """To each rank the memory and its sockets to the others."""
+    """Send each rank the memory and its sockets to the other ranks."""
     ends: dict[int, dict[int, socket.socket]] = {rank: {} for rank in sockets}
     try:
         for low in sorted(sockets):
@@ -157,7 +158,7 @@ def _join(path: str, secret: bytes, place: tuple[int, int], terms: Terms, deadli
 
 
 def _dial(path: str, deadline: Deadline) -> socket.socket:
-    """A connection to rank 0, which may listen a little later."""
+    """Connect to rank 0, which may start to listen a little later."""
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

@@ -1,4 +1,4 @@
-"""Connecting and listening: from an address and a secret to a Caller and an Answerer."""
+"""Connecting and listening: makes a Caller or an Answerer from an address and a secret."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ except ImportError:  # installed without a compiler, or not on Linux
 
 HANDSHAKE_SECONDS = 10.0
 MAX_PENDING = 256
-"""Handshakes at the same time."""
+"""Maximum number of handshakes at the same time."""
 _OK = b"+"
 
 
@@ -41,11 +41,12 @@ def connect(
     heap_bytes: int = HEAP_BYTES,
     timeout: float = HANDSHAKE_SECONDS,
 ) -> Caller:
-    """A connection to the Listener at `address`.
+    """Connect to the Listener at `address`.
 
-    kind: "shm" shares memory and needs a Unix address, "stream" copies through the socket. heap_bytes: what
-    the open calls of this connection may take together. timeout: seconds for all of it. Raises ConfigError
-    for what can never work, ConnectionLost if the server is not there, is slow, or refuses.
+    kind: "shm" shares memory and needs a Unix address; "stream" copies through the socket. heap_bytes:
+    maximum bytes of the open calls of this connection. timeout: seconds for the whole connection. Raises
+    ConfigError for settings that can never work, and ConnectionLost if the server is absent, slow, or
+    refuses.
     """
     where, terms = addresses.parse(address), Terms(kind, heap_bytes)
     check_secret(secret)
@@ -68,10 +69,10 @@ def connect(
 
 
 def _share(sock: socket.socket, heap_bytes: int, deadline: Deadline) -> Caller:
-    """Make the segment, hand it over, and wait until the server has it."""
+    """Make the segment, send it, and wait until the server has it."""
     mapping, descriptor = shm.make_segment(heap_bytes)
     try:
-        caller = shm.ShmCaller(sock, mapping)  # writes the header before the server looks
+        caller = shm.ShmCaller(sock, mapping)  # writes the header before the server reads it
         deadline.apply(sock)
         socket.send_fds(sock, [_OK], [descriptor])
         read_exactly(sock, len(_OK), deadline)
@@ -82,10 +83,10 @@ def _share(sock: socket.socket, heap_bytes: int, deadline: Deadline) -> Caller:
 
 
 class Listener:
-    """Accepts and authenticates in the background; `accepted` hands over who passed.
+    """Accepts and authenticates clients in the background; `accepted` returns those that passed.
 
-    A peer that stalls, talks nonsense or does not know the secret is dropped with one line in the log, and
-    holds up nobody else. Raises ConfigError if it cannot listen at `address`.
+    A peer that stalls, sends something else or does not know the secret is dropped with one line in the
+    log. It delays no other peer. Raises ConfigError if it cannot listen at `address`.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Listener:
         self._secret, self._seconds, self._max_heap = secret, handshake_seconds, max_heap_bytes
         listening, where = addresses.bind(addresses.parse(address))
         self.address = str(where)
-        """With the real port."""
+        """Address with the real port."""
         self._file = where.file
         self._lock = threading.Lock()
         self._done: deque[Answerer] = deque()
@@ -107,7 +108,7 @@ class Listener:
         self._acceptor = Acceptor(listening, self.address, self._handshake, self._welcome, MAX_PENDING)
 
     def fileno(self) -> int:
-        """Can be read while `accepted` has something."""
+        """A file descriptor that is readable while `accepted` has something."""
         return self._wakeup
 
     def accepted(self) -> list[Answerer]:
@@ -120,7 +121,8 @@ class Listener:
         return done
 
     def close(self) -> None:
-        """Stop listening and drop the handshakes; what `accepted` gave out stays. Again: nothing."""
+        """Stop listening and drop the handshakes. Connections from `accepted` stay. A second call does
+        nothing."""
         if self._acceptor.closed:
             return
         self._acceptor.close()
@@ -150,7 +152,7 @@ class Listener:
         )
 
     def _mapped(self, sock: socket.socket, terms: Terms, deadline: Deadline) -> Answerer:
-        """The end on the memory that the client sends."""
+        """The server's end, on the memory that the client sends."""
         if shm is None:
             raise ConnectionLost("a client asked for shared memory, and moesaic.transport._shm is missing")
         deadline.apply(sock)

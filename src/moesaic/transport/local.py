@@ -1,4 +1,4 @@
-"""Both ends in one process: messages are handed over, not copied."""
+"""A connection within one process: messages are passed on, not copied."""
 
 from __future__ import annotations
 

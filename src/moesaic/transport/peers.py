@@ -1,11 +1,11 @@
-"""Rounds among peers: the symmetric half of a transport, in which each of a group sends to each.
+"""Rounds among peers: the symmetric half of a transport, in which each rank of a group sends to each other.
 
     out = peers.open([0, 8])          memory for what goes to rank 0 and to rank 1
     out[1][:] = b"question"
     parts = peers.exchange()          what each rank sent to this one, once all of them have
     bytes(parts[1])
 
-All ranks take part in every round, also when they send nothing. One thread uses an end at a time.
+All ranks take part in every round, even when they send nothing. One thread at a time uses an end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 from moesaic.core.errors import ConfigError, ConnectionLost
 
 HALF_BYTES = 64 << 20
-"""Default of what a rank can send in a round. Memory is taken when it is first written."""
+"""Default of the bytes that a rank can send in a round. Memory is used when it is first written."""
 
 
 class Peers(Protocol):
@@ -33,46 +33,46 @@ class Peers(Protocol):
 
     @property
     def sent(self) -> int:
-        """Bytes that went to other ranks, ever: a part that all read counts once for each of them."""
+        """Bytes sent to other ranks so far. A part that all ranks read counts once for each of them."""
         ...
 
     def open(self, sizes: Sequence[int]) -> list[memoryview]:
-        """[size] memory to be written before `exchange`: sizes[r] bytes for rank r, the own rank among them.
+        """[size] memory to be written before `exchange`: sizes[r] bytes for rank r, including this rank.
 
         Raises ConfigError for more than fits, and ConnectionLost if the group is known to be broken.
         """
         ...
 
     def open_for_all(self, count: int) -> memoryview:
-        """The same for one part of `count` bytes that goes to every rank."""
+        """Memory for one part of `count` bytes that goes to every rank."""
         ...
 
     def exchange(self) -> list[memoryview]:
-        """[size] what each rank sent to this one, read-only, until the next `exchange` begins.
+        """[size] what each rank sent to this one, read-only, valid until the next `exchange` begins.
 
-        Waits for every rank. Raises ConnectionLost as soon as one is gone that had not sent its part; the
-        group is over then, for all of them.
+        Waits for every rank. Raises ConnectionLost as soon as a rank is gone that had not sent its part.
+        The group is then over for all ranks.
         """
         ...
 
     def close(self) -> None:
-        """Let the others see the end. Calling it again does nothing."""
+        """Leave the group; the other ranks notice. A second call does nothing."""
         ...
 
 
 def refuse(total: int, capacity: int) -> ConfigError:
-    """Why such a round can never be opened."""
+    """The error for a round that can never be opened."""
     return ConfigError.field("bytes of a round", total, f"what fits into {capacity} bytes")
 
 
 class _Room:
-    """What the threads of a group share."""
+    """The memory that the threads of a group share."""
 
     def __init__(self, size: int) -> None:
         self.changed = threading.Condition()
         self.posted = [0] * size
         self.parts: list[list[list[memoryview]]] = [[[] for _ in range(size)] for _ in range(2)]
-        """By the round's parity and the sender: the part of each receiver."""
+        """By the round's parity and the sender: the part for each receiver."""
         self.gone: set[int] = set()
 
 

@@ -10,7 +10,7 @@ from moesaic.core.errors import ConfigError
 
 
 def create_secret(file: Path) -> bytes:
-    """The cluster's secret; a file that is not there is made, for this user's eyes only."""
+    """The cluster's secret. If the file does not exist it is made, readable only for this user."""
     with contextlib.suppress(FileExistsError, FileNotFoundError), file.open("x") as fresh:
         file.chmod(0o600)
         fresh.write(secrets.token_hex(32) + "\n")
@@ -18,7 +18,8 @@ def create_secret(file: Path) -> bytes:
 
 
 def read_secret(file: Path, flag: str) -> bytes:
-    """The cluster's secret. Raises ConfigError for a file that is missing, too short, or open to others."""
+    """The cluster's secret. Raises ConfigError for a file that is missing, too short, or readable by
+    others."""
     try:
         text, mode = file.read_bytes().strip(), file.stat().st_mode & 0o777
     except OSError as error:

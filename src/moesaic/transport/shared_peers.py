@@ -1,8 +1,8 @@
 """Rounds among the processes of one host, through memory that all of them map. csrc/peers.h has the layout.
 
-A round costs no system call while everybody is awake. Who waits looks for a moment, then sleeps on its
-sockets: there is one between any two ranks, whose end tells a death, and on which the rank that completes a
-round sends one byte to each that sleeps.
+A round costs no system call while all ranks are awake. A waiting rank looks for a moment, then sleeps on
+its sockets. There is a socket between any two ranks. Its end reports a death, and the rank that completes a
+round writes one byte to each sleeping rank.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ MAX_PEERS = _shm.PEERS
 
 
 class SharedPeers:
-    """A Peers on `mapping`, made by rank 0's side with `shm.make_segment`.
+    """A Peers on `mapping`, which rank 0 made with `shm.make_segment`.
 
     sockets: rank -> the socket to it; owned from now on. spin: seconds to look before sleeping. Raises
-    ConnectionLost if the memory is not this group's.
+    ConnectionLost if the memory is not that of this group.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SharedPeers:
             return self._core.take()
         except _shm.Broken as error:
             raise ConnectionLost(self._end(str(error))) from None
-        except BaseException:  # a round that one rank breaks off is over for all
+        except BaseException:  # if one rank breaks off a round, it is over for all
             self._end("a round was broken off")
             raise
 
@@ -87,7 +87,7 @@ class SharedPeers:
             sock.close()
 
     def _sleep(self) -> None:
-        """Until the round is complete or somebody is gone. May end too early."""
+        """Sleep until the round is complete or a rank is gone. It may end too early."""
         self._look_for_death()
         try:
             if not self._core.arm():
@@ -97,7 +97,7 @@ class SharedPeers:
             self._core.disarm()
 
     def _hear(self, descriptor: int) -> None:
-        """Take the rings from a socket, or see that it has ended."""
+        """Read the wake-up bytes from a socket, or notice that it has ended."""
         rank = self._ranks[descriptor]
         try:
             if self._sockets[rank].recv(4096):
@@ -105,12 +105,12 @@ class SharedPeers:
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            pass  # reset: as gone as closed
+            pass  # a reset connection is closed as well
         self._gone.add(rank)
         self._poller.unregister(descriptor)
 
     def _look_for_death(self) -> None:
-        """Raises ConnectionLost if a rank is gone that has not posted. What was posted by then counts."""
+        """Raises ConnectionLost if a rank is gone that has not posted. What it has posted counts."""
         gone = self._gone.intersection(self._core.missing())
         if gone:
             raise ConnectionLost(self._end(f"rank {min(gone)} of the group is gone"))
@@ -119,10 +119,10 @@ class SharedPeers:
         try:
             self._sockets[rank].send(b"!", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError:
-            pass  # full of rings: it wakes anyway; closed: whoever reads that socket finds out
+            pass  # full: the peer wakes anyway; closed: whoever reads that socket notices
 
     def _end(self, why: str) -> str:
-        """The group is over, for this reason or for the first one."""
+        """The reason why the group is over: this one, or the first one."""
         self._lost = self._lost or why
         self.close()
         return self._lost

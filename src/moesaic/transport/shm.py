@@ -1,9 +1,10 @@
 """Calls through memory that both processes map: no copies, and no system calls while both are awake.
 
-The client makes the memory (a memfd, sealed against shrinking) and hands it over the authenticated Unix
-socket. That socket stays: its end tells the death of the peer, and a byte on it wakes a peer that sleeps.
-A byte sent with MSG_DONTWAIT cannot block, whatever the peer does to its side; an eventfd's flags are shared
-with the peer. One segment belongs to one connection, and is dropped with it. csrc/segment.h has the layout.
+The client makes the memory (a memfd, sealed against shrinking) and sends it over the authenticated Unix
+socket. That socket stays: its end reports the death of the peer, and a byte on it wakes a sleeping peer. A
+byte sent with MSG_DONTWAIT cannot block, whatever the peer does to its side. An eventfd could, since its
+flags are shared with the peer. One segment belongs to one connection, and is dropped with it.
+csrc/segment.h has the layout.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from moesaic.transport import _shm
 from moesaic.transport.calls import Call, Incoming, refuse
 
 LOOK_SECONDS = 1e-3
-"""An end that is polled and finds nothing looks this often whether the peer still lives."""
+"""Seconds between two checks, by an end that is polled and finds nothing, whether the peer is alive."""
 _GONE = "the other end closed the connection"
 
 
@@ -48,7 +49,7 @@ class _ShmEnd:
     def disarm(self) -> None:
         if self._lost is None:
             self._end.disarm()
-            self._look()  # a ring that is heard is not heard again
+            self._look()  # a wake-up byte is reported once only
 
     def close(self) -> None:
         self._lost = self._lost or ConnectionLost("this end is closed")
@@ -56,7 +57,7 @@ class _ShmEnd:
         self._socket.close()
 
     def _idle(self) -> None:
-        """Nothing was found. Raises ConnectionLost if nothing will be."""
+        """Nothing was found. Raises ConnectionLost if nothing can come any more."""
         if self._lost is None:
             now = time.monotonic()
             if now < self._next_look:
@@ -67,7 +68,7 @@ class _ShmEnd:
             raise self._lost.again()
 
     def _look(self) -> None:
-        """Take the rings from the socket, and see whether it has ended."""
+        """Read the wake-up bytes from the socket, and notice whether it has ended."""
         try:
             if not self._socket.recv(4096):
                 self._lost = ConnectionLost(_GONE)
@@ -118,7 +119,7 @@ class ShmCaller(_ShmEnd):
 
 
 class ShmAnswerer(_ShmEnd):
-    """An Answerer on a segment that came with `descriptor`, a file descriptor that it leaves to its owner.
+    """An Answerer on a segment that came with `descriptor`, a file descriptor that stays with its owner.
 
     Raises ConnectionLost if the memory cannot be trusted. It owns the socket from now on.
     """
@@ -145,7 +146,7 @@ class ShmAnswerer(_ShmEnd):
 def make_segment(heap_bytes: int) -> tuple[_shm.Mapping, int]:
     """Memory for the calls of one connection, and its file descriptor, which the caller closes.
 
-    Pages are taken when they are first touched.
+    Pages are used when they are first touched.
     """
     descriptor = os.memfd_create("moesaic-calls", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

@@ -1,7 +1,7 @@
-"""Calls over a stream socket (Unix or TCP): the request travels once, the rows in the portions published.
+"""Calls over a stream socket (Unix or TCP): the request is sent once, the rows in the portions published.
 
-Frames are described in frames.py. The client never has more than `heap_bytes` in calls, and the server holds
-it to that, so neither end's memory grows without bound whatever the other does.
+frames.py describes the frames. The client never has more than `heap_bytes` in calls, and the server
+enforces that. So neither end's memory grows without bound, whatever the other does.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from moesaic.transport.calls import MAX_CALLS, MAX_ROWS, Call, Incoming, Outstan
 from moesaic.transport.frames import HEADER, REQUEST, ROWS, Frames
 
 _PER_ROW = HEADER.size + 4
-"""Bytes around a row that is published alone."""
+"""Bytes besides a row that is published alone."""
 
 
 def room(request_bytes: int, rows: int, row_bytes: int) -> int:
-    """What a call takes of heap_bytes, wherever its bytes are at the moment.
+    """The part of heap_bytes that a call takes, wherever its bytes are at the moment.
 
     >>> room(request_bytes=100, rows=2, row_bytes=10)
     192
@@ -32,7 +32,7 @@ def room(request_bytes: int, rows: int, row_bytes: int) -> int:
 
 
 def pieces(answer: memoryview, indices: IntArray, row_bytes: int) -> list[memoryview]:
-    """The rows' memory in order, neighbours in one piece.
+    """The rows' memory in order; adjacent rows form one piece.
 
     >>> [bytes(piece) for piece in pieces(memoryview(b"aabbccdd"), np.array([2, 3, 0]), row_bytes=2)]
     [b'ccdd', b'aa']
@@ -54,7 +54,8 @@ class StreamCall:
         self._outstanding = Outstanding(rows)
         """Rows that no frame has named."""
         self._left = rows
-        """Rows that are not here: those of the frame that is being read are named and not here."""
+        """Rows that have not arrived. Those of the frame that is being read are named and have not arrived.
+        Rows that have not arrived. Those of the frame that is being read are named and have not arrived."""
         self._state = "open"
 
 
@@ -62,10 +63,10 @@ class _StreamEnd:
     """The socket, and what both ends do with it."""
 
     def __init__(self, sock: socket.socket, heap_bytes: int, wanted: Iterator[list[memoryview]]) -> None:
-        """wanted: where the next bytes that arrive belong."""
+        """wanted: yields the memory for the next bytes that arrive."""
         self._heap_bytes = heap_bytes
         self._used = 0
-        """Bytes of heap_bytes in calls whose rows are not all out."""
+        """Bytes of heap_bytes in calls with missing rows."""
         self.blocks = Blocks(heap_bytes)
         self._header = memoryview(bytearray(HEADER.size))
         self._frames = Frames(sock, wanted)
@@ -137,7 +138,7 @@ class StreamCaller(_StreamEnd):
     def release(self, call: Call) -> None:
         mine = self._mine(call)
         if mine._state == "posted" and mine._left:
-            mine._state = "released"  # its rows are on their way
+            mine._state = "released"  # its rows are being sent
         else:
             self._end(mine)
 
@@ -154,7 +155,7 @@ class StreamCaller(_StreamEnd):
             self.blocks.give_back(block)
 
     def _wanted(self) -> Iterator[list[memoryview]]:
-        """ROWS frames, their rows straight into the answers."""
+        """Read ROWS frames, with their rows directly into the answers."""
         while True:
             yield [self._header]
             kind, count, number, _, _ = HEADER.unpack(self._header)
@@ -206,7 +207,7 @@ class StreamAnswerer(_StreamEnd):
     def __init__(self, sock: socket.socket, heap_bytes: int) -> None:
         self._open: set[int] = set()
         self._retired: deque[tuple[int, tuple[Block, Block]]] = deque()
-        """Calls that are done: once so many bytes have left the outbox, their memory is free."""
+        """Calls that are done. Their memory is free once this number of bytes has left the outbox."""
         self._news: list[Incoming] = []
         super().__init__(sock, heap_bytes, self._wanted())
 
@@ -220,7 +221,7 @@ class StreamAnswerer(_StreamEnd):
         return news
 
     def send(self, call: StreamIncoming, indices: IntArray) -> None:
-        """Rows of a call, for `StreamIncoming.publish`."""
+        """Send rows of a call, for `StreamIncoming.publish`."""
         if self._frames.lost is None:
             header = memoryview(HEADER.pack(ROWS, len(indices), call.number, 0, 0))
             named = indices.astype("<u4").data.cast("B")
@@ -231,7 +232,7 @@ class StreamAnswerer(_StreamEnd):
             self._retired.append((self._frames.pushed, call._blocks))
 
     def _wanted(self) -> Iterator[list[memoryview]]:
-        """REQUEST frames."""
+        """Read REQUEST frames."""
         while True:
             yield [self._header]
             kind, rows, number, row_bytes, request_bytes = HEADER.unpack(self._header)
@@ -250,7 +251,7 @@ class StreamAnswerer(_StreamEnd):
             self._news.append(StreamIncoming(self, number, (request, request_bytes), rows, row_bytes))
 
     def _reuse(self) -> None:
-        """The memory of calls whose answers the socket has taken."""
+        """Reuse the memory of calls whose answers the socket has accepted."""
         while self._retired and self._retired[0][0] <= self._frames.pushed - self._frames.unsent:
             for block in self._retired.popleft()[1]:
                 self.blocks.give_back(block)

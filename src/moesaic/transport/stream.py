@@ -1,10 +1,10 @@
 """Length-prefixed frames over a connected stream socket (Unix or TCP).
 
-A thread drains the socket into an inbox as bytes arrive, so a sender never waits for a peer that
-is busy with a step. The end of the stream is seen at once, also while nobody calls `receive`.
+A thread reads the socket into an inbox as bytes arrive, so a sender never waits for a peer that is busy
+with a step. The end of the stream is noticed at once, even if nobody calls `receive`.
 
-A peer that is frozen drains nothing. What the socket does not take then waits in an outbox, which a second
-thread empties and which is there only as long as there is something in it: `send` never blocks.
+A frozen peer reads nothing. What the socket does not accept then waits in an outbox. A second thread
+empties it and exists only as long as it is not empty, so `send` never blocks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from moesaic.transport import codec
 
 _LENGTH = struct.Struct("<Q")
 MAX_FRAME = 1 << 30
-"""Bytes. A longer frame is no message of ours."""
+"""Maximum bytes of a frame. A longer frame is not a message of moesaic."""
 MAX_UNSENT = 1 << 28
-"""Bytes in the outbox with which a peer that takes nothing counts as gone."""
+"""Bytes in the outbox at which a peer that reads nothing counts as gone."""
 
 
 class StreamConnection:
@@ -46,18 +46,19 @@ class StreamConnection:
         self._inbox: queue.SimpleQueue[Message | ConnectionLost] = queue.SimpleQueue()
         self._lost: ConnectionLost | None = None
         self._sending = threading.Lock()
-        """Of all below."""
+        """Lock for all fields below."""
         self._outbox: deque[memoryview] = deque()
         self._unsent = 0
         """Bytes in the outbox."""
         self._deaf: str | None = None
-        """Why the peer takes nothing any more."""
+        """Why the peer accepts nothing any more; None while it does."""
         sock.setblocking(True)
         self._reader = threading.Thread(target=self._read, name="moesaic-transport", daemon=True)
         self._reader.start()
 
     def send(self, message: Message) -> None:
-        """What the peer does not take at once goes out behind this call's back, also if the process ends."""
+        """Send a message. What the peer does not accept at once is sent in the background, even if the
+        process ends."""
         payload = codec.encode(message)
         frame = memoryview(_LENGTH.pack(len(payload)) + payload)
         with self._sending:
@@ -74,7 +75,7 @@ class StreamConnection:
             self._outbox.append(frame)
             self._unsent += len(frame)
             if len(self._outbox) == 1:
-                # No daemon: what was sent is with the peer, or the peer is gone, before this process ends.
+                # Not a daemon: this process ends only after the peer has everything, or is gone.
                 threading.Thread(
                     target=self._write, args=(frame,), name="moesaic-outbox", daemon=False
                 ).start()
@@ -91,24 +92,24 @@ class StreamConnection:
         raise self._lost.again()
 
     def ended(self, timeout: float) -> bool:
-        """Whether the peer says nothing more, waiting at most `timeout` seconds for that."""
+        """True if the peer has ended the stream, after waiting for that at most `timeout` seconds."""
         self._reader.join(timeout)
         return not self._reader.is_alive()
 
     def close(self) -> None:
-        """Drops what is in the outbox: that of a frozen peer would never be empty."""
+        """Close the connection. The outbox is dropped: a frozen peer would never empty it."""
         self._shut()
         self._socket.close()
 
     def _shut(self) -> None:
-        """Wakes both threads."""
+        """Wake both threads."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # the peer closed first
 
     def _try(self, frame: memoryview) -> int:
-        """How many of these bytes the socket takes without waiting. Raises ConnectionLost."""
+        """Number of these bytes that the socket accepts without waiting. Raises ConnectionLost."""
         try:
             return self._socket.send(frame, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -118,7 +119,7 @@ class StreamConnection:
             raise ConnectionLost(self._deaf) from error
 
     def _write(self, frame: memoryview) -> None:
-        """`frame`, the first in the outbox, and those behind it, waiting for the peer."""
+        """Send `frame`, the first in the outbox, and those behind it, waiting for the peer."""
         while True:
             try:
                 self._socket.sendall(frame)
@@ -135,13 +136,13 @@ class StreamConnection:
                 frame = self._outbox[0]
 
     def _end(self, why: str) -> None:
-        """The peer takes nothing any more. What it said before may still be read."""
+        """The peer accepts nothing any more. What it sent before may still be read."""
         self._deaf = self._deaf or why
         self._outbox.clear()
         self._unsent = 0
 
     def _read(self) -> None:
-        """Frames into the inbox until the stream ends, for whatever reason."""
+        """Read frames into the inbox until the stream ends, for whatever reason."""
         try:
             while True:
                 (length,) = _LENGTH.unpack(self._read_exactly(_LENGTH.size))
@@ -152,7 +153,7 @@ class StreamConnection:
             self._put(lost.again())
         except OSError as error:
             self._put(ConnectionLost(f"the other end is gone: {error.strerror or error}"))
-        except Exception as error:  # a bug of ours: whoever receives must not wait for ever
+        except Exception as error:  # a bug of moesaic: the receiver must not wait for ever
             self._put(ConnectionLost(f"reading failed: {error!r}"))
             raise
         if self._on_lost is not None:
@@ -175,5 +176,5 @@ class StreamConnection:
 
 
 def stream_pair() -> tuple[socket.socket, socket.socket]:
-    """A connected pair of Unix sockets: keep one, hand the other to a child process."""
+    """A connected pair of Unix sockets: one for this process, one for a child process."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

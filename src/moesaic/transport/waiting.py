@@ -1,7 +1,7 @@
-"""Waiting for many ends at once: spin for a moment, then ring-me flags up, look once more, sleep.
+"""Waits for several ends at once: look for a moment, set the wake-up flags, look once more, sleep.
 
-A peer that answers within the moment costs no system call on either side. A peer that does not finds the
-flag up and rings. The death of a process ends its socket, which wakes the sleeper as a ring does.
+A peer that answers within that moment costs no system call on either side. A later peer sees the flag and
+writes to the socket. The death of a process ends its socket, which wakes the sleeper as well.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from moesaic.transport.calls import End
 
 SPIN_SECONDS = 50e-6
-"""How long to look before sleeping: a few times what it takes to wake a process."""
+"""Seconds to look before sleeping: a few times what it takes to wake a process."""
 
 
 def wait(
@@ -22,8 +22,9 @@ def wait(
 ) -> bool:
     """True as soon as some end's `poll` has to be called or one of `fds` can be read.
 
-    timeout: seconds; None waits for ever, 0 only looks. spin: seconds; 0 sleeps at once, which is right
-    when other processes need the core more. False when the time is over. A True may come too early.
+    timeout: seconds; None waits for ever, 0 only looks. spin: seconds to look before sleeping; 0 sleeps at
+    once, which is right if other processes need the core more. False after the timeout. A True may come too
+    early.
     """
     if any(end.ready() for end in ends):
         return True
@@ -45,14 +46,14 @@ def wait(
 
 
 def give_way() -> None:
-    """Call this once peers were told what they wait for, before anything that nobody waits for: where cores
-    are few a peer may be runnable, and wait for this very core. Else it costs next to nothing."""
+    """Give the core to another process. Call it after a message to a peer, before work that nobody waits
+    for: with few cores the peer may be waiting for this core. Otherwise it costs next to nothing."""
     os.sched_yield()
 
 
 def _sleep(ends: Sequence[End], poller: select.poll, seconds: float | None) -> bool:
-    """Sleep until the socket of some end says something. True if there is news."""
-    armed = [end.arm() for end in ends]  # all of them, also after one that has news
+    """Sleep until the socket of some end has news. True if there is news."""
+    armed = [end.arm() for end in ends]  # all of them, even after one that has news
     try:
         if any(armed):
             return True

@@ -17,21 +17,22 @@ class Wakeup:
         os.set_blocking(self._reading, False)
         os.set_blocking(self._writing, False)
         self.rung = False
-        """Whether it was rung since `clear`: what `fileno` shows, without a system call."""
+        """True if `ring` was called since `clear`: what `fileno` shows, without a system call."""
 
     def fileno(self) -> int:
         return self._reading
 
     def ring(self) -> None:
-        """From any thread. Nothing happens after `close`: the descriptor may be somebody else's by then."""
-        with self._closing, contextlib.suppress(BlockingIOError):  # full: it rings already
+        """Wake the loop, from any thread. After `close` it does nothing: the descriptor may belong to
+        something else."""
+        with self._closing, contextlib.suppress(BlockingIOError):  # a full pipe has woken the loop already
             if not self._closed:
                 os.write(self._writing, b"\0")
-        # Last: if `clear` comes before the byte and takes `rung` with it, nobody would ever read that byte.
+        # last: if `clear` came before the byte and reset `rung`, nobody would ever read that byte
         self.rung = True
 
     def clear(self) -> None:
-        """Before looking at what it rang for."""
+        """Reset, before looking at what the wake-up was for."""
         if not self.rung:
             return
         self.rung = False
