@@ -1,1 +1,2 @@
-"""The arithmetic under the models: reference (torch, the truth) and one table that picks."""
+"""The arithmetic of the models: the torch reference, native CPU kernels, and the table that picks one of
+them."""

@@ -1,4 +1,4 @@
-"""What attention needs to know about the rows of one step, computed once and used by every layer."""
+"""What attention needs to know about the rows of one step. It is computed once and used by every layer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 from moesaic.core.tokens import IntArray, TokenBatch
 
 GROUP_TOKENS = 1 << 11
-"""Most padded cache rows that one decode group gathers: more would fall out of the caches between the
-gather and the product, and cost page faults."""
+"""Maximum number of padded cache rows that one decode group gathers. More rows would leave the caches
+between the gather and the product, and cost page faults."""
 GROUP_SPREAD = 1.5
-"""Longest over shortest sequence of a decode group, in blocks: bounds the padding."""
+"""Maximum ratio of the longest to the shortest sequence of a decode group, in blocks. It bounds the
+padding."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class DecodeGroup:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of one sequence, its last tokens: a piece of its prompt, or the one row of a decode step."""
+    """Consecutive rows of one sequence, its last tokens: a part of its prompt, or the one row of a decode
+    step."""
 
     start: int
     stop: int
@@ -40,7 +42,7 @@ class Chunk:
     blocks: torch.Tensor
     """[w] KV blocks."""
     length: int
-    """Tokens in the cache, these rows among them."""
+    """Tokens in the cache, including these rows."""
 
     @property
     def first(self) -> int:
@@ -50,13 +52,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """The step's rows, as kernels see them."""
+    """The rows of a step as kernels use them."""
 
     batch: TokenBatch
     block_size: int
     device: str | torch.device
     slots: torch.Tensor
-    """[n] where each row's key and value go: block * block_size + offset."""
+    """[n] cache slot of each row's key and value: block * block_size + offset."""
 
     @classmethod
     def build(cls, batch: TokenBatch, block_size: int, device: str | torch.device = "cpu") -> AttentionBatch:
@@ -66,7 +68,8 @@ class AttentionBatch:
 
     @classmethod
     def of_decode(cls, batch: TokenBatch, block_size: int, max_blocks: int) -> AttentionBatch:
-        """A copy of a step with one row a sequence whose arrays can hold any other such step of that size."""
+        """A copy of a step with one row for each sequence. Its arrays can hold any other such step of the
+        same size."""
         tables = np.zeros((batch.num_sequences, max_blocks), dtype=np.int64)
         tables[:, : batch.block_tables.shape[1]] = batch.block_tables
         names = ("token_ids", "positions", "query_starts", "context_lens", "logit_rows")
@@ -74,7 +77,8 @@ class AttentionBatch:
         return cls.build(TokenBatch(block_tables=tables, **copies), block_size)
 
     def fill_slots(self) -> None:
-        """After the arrays of `batch`, which has one row a sequence, changed."""
+        """Recompute the slots after the arrays of `batch`, which has one row for each sequence, have
+        changed."""
         rows = self.batch
         block, offset = np.divmod(rows.positions, self.block_size)
         held = rows.block_tables[rows.query_starts[:-1], block]
@@ -82,13 +86,14 @@ class AttentionBatch:
 
     @cached_property
     def decode(self) -> tuple[DecodeGroup, ...]:
-        """Sequences with one row, grouped by length; one that shares its length with no other is a chunk."""
+        """Sequences with one row, grouped by length. A sequence without others of similar length is a
+        chunk."""
         groups = (group for group in self._groups if len(group) > 1)
         return tuple(_group(self.batch, group, self.block_size, self.device) for group in groups)
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        """Sequences with several rows, and those left alone by `decode`: a chunk pads nothing."""
+        """Sequences with several rows, and those that `decode` leaves out. A chunk needs no padding."""
         several = np.flatnonzero(np.diff(self.batch.query_starts) > 1).tolist()
         alone = [int(group[0]) for group in self._groups if len(group) == 1]
         return tuple(_chunk(self.batch, index, self.block_size, self.device) for index in several + alone)
@@ -100,13 +105,13 @@ class AttentionBatch:
 
     @cached_property
     def addresses(self) -> tuple[int, int, int]:
-        """Of query_starts, context_lens and block_tables, dense int64, to be read in place."""
+        """Addresses of query_starts, context_lens and block_tables, dense int64, to be read in place."""
         first, second, third = self._dense
         return first.ctypes.data, second.ctypes.data, third.ctypes.data
 
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
-        """Sequences, width of the block tables, tokens in a block."""
+        """Number of sequences, width of the block tables, tokens in a block."""
         return self.batch.num_sequences, self.batch.block_tables.shape[1], self.block_size
 
     @cached_property
@@ -130,7 +135,8 @@ def _slots(batch: TokenBatch, counts: IntArray, block_size: int) -> IntArray:
 
 
 def _split(batch: TokenBatch, single: IntArray, block_size: int) -> Iterator[IntArray]:
-    """Sequences with one row, in groups of similar length: one long context pads no short ones."""
+    """Sequences with one row in groups of similar length, so that one long context does not pad short
+    ones."""
     widths = -(-batch.context_lens[single] // block_size)
     order = np.argsort(widths, kind="stable")
     start = 0

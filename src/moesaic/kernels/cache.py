@@ -1,9 +1,9 @@
 """How a KV cache stores a row: the key or the value of one token and head, or the latent of all heads.
 
-In a float type a row is its numbers. In int8 it is `width` integers and behind them the four bytes of a
-float32, their scale: each number is its integer times the scale. One scale a token is the grouping that
-ZeroQuant (Yao et al. 2022) has for activations; here each head has its own. Integers and scales are one
-tensor, so whatever copies blocks copies both.
+In a float type a row is its numbers. In int8 it is `width` integers followed by the four bytes of a float32
+scale: each number is its integer times the scale. ZeroQuant (Yao et al. 2022) has one scale for each
+token's activations; here each head has its own. Integers and scales are one tensor, so code that copies
+blocks copies both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SCALE_BYTES = 4
 LEVELS = 127
 """Integers are -LEVELS to LEVELS: scale = largest magnitude / LEVELS."""
 LEAST_PEAK = LEVELS * 2.0**-126
-"""A row whose largest magnitude is below is stored as zeros, its scale 0. Other scales are normal numbers."""
+"""A row with a smaller largest magnitude is stored as zeros with scale 0. Other scales are normal numbers."""
 
 
 def stored_width(width: int, dtype: torch.dtype) -> int:

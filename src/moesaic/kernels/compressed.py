@@ -1,9 +1,10 @@
-"""bf16 matrices in 12 bits a number, without loss; `csrc/compressed.h` says how they lie and reads them.
+"""bf16 matrices in 12 bits a number, without loss. `csrc/compressed.h` describes the layout and reads it.
 
-Exponents of neighbouring weights are close together: four bits tell which of fourteen, counted down from
-one that a block of 1024 numbers has in common, or that it is 0. What has another exponent, at most 15 numbers
-of a block, stands in the block's head. That exponents of trained weights carry few bits is the observation of
-DFloat11 (Zhang et al. 2025), whose codes have lengths by frequency; those of one length need no table.
+Exponents of neighbouring weights are close together. Four bits give one of fourteen exponents, counted down
+from one that a block of 1024 numbers shares, or say that the exponent is 0. Numbers with another exponent,
+at most 15 in a block, are stored completely in the block's head. DFloat11 (Zhang et al. 2025) observed that
+exponents of trained weights carry few bits. Its codes have lengths by frequency; codes of equal length need
+no table.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ import numpy.typing as npt
 from moesaic.core.stored import BLOCK, COMPRESSED, GROUP, GROUP_BYTES, HEAD, row_bytes
 
 WINDOW = 14
-"""Codes below it: how much the exponent is below the head's."""
+"""Codes below this tell how far the exponent is below the head's exponent."""
 ZERO, STRANGE = 14, 15
-"""Codes of exponent 0, and of a number that the head gives whole."""
+"""Codes of exponent 0, and of a number that is stored completely in the head."""
 MOST_STRANGE = 15
-"""Of a block."""
+"""Maximum number of such numbers in a block."""
 
 Bits = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]
 
 _byte = np.arange(GROUP)
 ORDER = _byte // 16 * 8 + _byte % 8 + _byte % 16 // 8 * 32
-"""Number of a group that each of its bytes belongs to."""
+"""Index within a group of the number that each of its bytes belongs to."""
 
 
 class Incompressible(ValueError):
-    """A block has more than MOST_STRANGE numbers that its codes have no exponent for."""
+    """A block has more than MOST_STRANGE numbers whose exponents have no code."""
 
 
 def compress(matrix: Bits) -> Bytes:
@@ -46,7 +47,7 @@ def compress(matrix: Bits) -> Bytes:
 
 
 def decompress(stored: Bytes, columns: int) -> Bits:
-    """What `compress` was given. Numbers of a damaged block are any."""
+    """The input of `compress`. The numbers of a damaged block are undefined."""
     out = np.empty((len(stored), columns), dtype=np.uint16)
     at = 0
     for begin in range(0, columns, BLOCK):
@@ -80,11 +81,11 @@ def _compress_blocks(block: Bits, out: Bytes) -> None:
 
 
 def _most_common(exponents: Bytes) -> Bytes:
-    """Of each row the exponent that, with the thirteen below it, most of its numbers have."""
+    """For each row the exponent which, with the thirteen below it, covers most of its numbers."""
     rows = len(exponents)
     places = exponents.astype(np.intp) + 256 * np.arange(rows)[:, None]
     counts = np.bincount(places.ravel(), minlength=256 * rows).reshape(rows, 256)
-    counts[:, 0] = 0  # has a code of its own
+    counts[:, 0] = 0  # exponent 0 has a code of its own
     sums = np.cumsum(counts, axis=1)
     windows = sums[:, WINDOW:] - sums[:, :-WINDOW]
     largest: Bytes = (np.argmax(windows, axis=1) + WINDOW).astype(np.uint8)
@@ -107,7 +108,7 @@ def _put_strange(block: Bits, strange: npt.NDArray[np.bool_], out: Bytes) -> Non
 
 
 def _decompress_blocks(stored: Bytes) -> Bits:
-    """One block of every row, filled up to whole groups."""
+    """Decompress one block of every row, filled up to whole groups."""
     rows = len(stored)
     groups = stored[:, HEAD:].reshape(rows, -1, GROUP_BYTES)
     pairs = groups[:, :, GROUP:]

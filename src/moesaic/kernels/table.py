@@ -1,4 +1,4 @@
-"""The operations a model needs, and which implementation carries them out."""
+"""The operations that a model needs, and the table that picks their implementation."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ Result_co = TypeVar("Result_co", covariant=True)
 
 
 class Recording(Protocol[Result_co]):
-    """A step that was run once and can be run again on what then lies in its inputs."""
+    """A step that was run once and can be run again on the present content of its inputs."""
 
     @property
     def result(self) -> Result_co: ...
@@ -94,7 +94,7 @@ class Recording(Protocol[Result_co]):
 
 class OperationRecorder(Protocol):
     def __call__(self, step: Callable[[], Result], given: torch.Tensor | None = None) -> Recording[Result]:
-        """Runs a step and records it. given: experts' rows that it merges, which `run` gets anew."""
+        """Run a step and record it. given: experts' rows that it merges; `run` gets new ones."""
         ...
 
 
@@ -104,16 +104,17 @@ Biases = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Kernels:
-    """One implementation of every operation. Shapes stand at the reference of each."""
+    """One implementation of every operation. The reference of each operation states its shapes."""
 
     name: str
-    """For people: what was picked."""
+    """Name for people."""
     stored: frozenset[torch.dtype]
-    """Types in which a CPU's weights are best left as the checkpoint has them; others are widened at load."""
+    """Dtypes in which a CPU's weights stay as the checkpoint has them. Others are widened when they are
+    loaded."""
     allowed: frozenset[torch.dtype]
-    """Types that weights may be stored in."""
+    """Dtypes that weights may be stored in."""
     cached: frozenset[torch.dtype]
-    """Types that KV caches may be stored in."""
+    """Dtypes that KV caches may be stored in."""
     embed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     linear: Linear
     linears: Callable[[torch.Tensor, Sequence[torch.Tensor], Biases], tuple[torch.Tensor, ...]]
@@ -132,15 +133,16 @@ class Kernels:
     ]
     put: Put
     set_threads: Callable[[int, bool], None]
-    """Threads that compute, and whether each is pinned to a core."""
+    """Sets the number of compute threads, and whether each is pinned to a core."""
     recorder: Callable[[], OperationRecorder] | None = None
-    """Makes a recorder of steps that consist of these operations alone; None: they cannot be recorded."""
+    """Makes a recorder of steps that use these operations only; None: steps cannot be recorded."""
     one_core: Callable[[int], AbstractContextManager[None]] | None = None
-    """Within it the calling thread computes by itself, on this core, while others do; None: it cannot."""
+    """A context in which the calling thread computes alone on this core, while other threads compute; None:
+    not possible."""
     compressed: bool = False
-    """Whether experts may be compressed: 12 bits a number."""
+    """True if experts may be compressed to 12 bits a number."""
     reusing: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Within it results of the calling thread may take the memory of those that ended."""
+    """A context in which the calling thread's results may reuse the memory of freed results."""
 
 
 def _torch_threads(threads: int, pin: bool) -> None:
@@ -176,13 +178,14 @@ REFERENCE = Kernels(
 
 
 ROUNDING = frozenset({"avx512_bf16", "amx_bf16"})
-"""Instruction sets that round rows which meet bf16 weights to bf16: only their name picks them."""
+"""Instruction sets that round rows which meet bf16 weights to bf16. They are picked by name only."""
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Of the native kernels, those that this CPU can run; empty when they were not built.
+    """The instruction sets of the native kernels that this CPU can run; empty if they were not built.
 
-    The fastest in float32 first. Behind portable, which every CPU runs: ROUNDING.
+    The fastest in float32 comes first. The last are portable, which every CPU runs, and then those of
+    ROUNDING.
     """
     return () if _native is None else tuple(_native.instruction_sets())
 
@@ -205,7 +208,7 @@ def pick(device: str, wanted: str = "auto") -> Kernels:
 
 
 def _natively(name: str) -> Kernels:
-    """The native kernels of one instruction set. One is in use at a time, in the whole process."""
+    """The native kernels of one instruction set. The whole process uses one at a time."""
     assert _native is not None
     try:
         _native.use(name)
@@ -234,13 +237,13 @@ def _natively(name: str) -> Kernels:
         set_threads=_native_threads,
         recorder=_recorder,
         one_core=_one_core,
-        compressed=name != "amx_bf16",  # whose tiles are loaded from rows of bf16
+        compressed=name != "amx_bf16",  # its tiles are loaded from bf16 rows
         reusing=memory.reusing,
     )
 
 
 def _native_threads(threads: int, pin: bool) -> None:
-    torch.set_num_threads(1)  # what is left to torch is too small to share
+    torch.set_num_threads(1)  # the operations left to torch are too small for several threads
     plain.set_threads(threads, pin)
 
 

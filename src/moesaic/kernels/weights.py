@@ -1,4 +1,4 @@
-"""Expert weights as kernels see them: a table of pointers, one row per logical expert."""
+"""Expert weights for kernels: a table of pointers with one row for each logical expert."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.uint8: COMP
 
 @dataclass(frozen=True)
 class PointerTable:
-    """Where the experts of one layer lie, for kernels that read them in place."""
+    """The addresses of one layer's experts, for kernels that read them in place."""
 
     memory: torch.Tensor
-    """[3, E] int64 addresses of gate, up and down; 0 where an expert is not held."""
+    """[3, E] int64 addresses of gate, up and down; 0 for an expert that is not held."""
     hidden: int
     width: int
     stored: int
-    """Which of OF_EXPERTS they are stored as."""
+    """Index into OF_EXPERTS of their dtype."""
 
     @property
     def addresses(self) -> tuple[int, int, int]:
-        """Of the three lines of `memory`."""
+        """Addresses of the three lines of `memory`."""
         first, line = self.memory.data_ptr(), self.memory.stride(0) * 8
         return first, first + line, first + 2 * line
 
@@ -34,9 +34,8 @@ class PointerTable:
 class ExpertWeights:
     """The routed experts of one layer that this process holds.
 
-    Indexed by logical expert id; None stands where another process holds the expert. Each tensor
-    may be a view of the memory-mapped checkpoint. Compressed ones are uint8, with the bytes of a row in
-    place of its numbers.
+    Indexed by logical expert id; None if another process holds the expert. Each tensor may be a view of the
+    memory-mapped checkpoint. Compressed experts are uint8: a row holds its bytes instead of its numbers.
     """
 
     gate: tuple[torch.Tensor | None, ...]
@@ -57,7 +56,7 @@ class ExpertWeights:
         return tuple(index for index, tensor in enumerate(self.gate) if tensor is not None)
 
     def of(self, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gate, up and down of one expert. Raises KeyError when it is not held here."""
+        """Gate, up and down of one expert. Raises KeyError if it is not held here."""
         gate, up, down = self.gate[expert], self.up[expert], self.down[expert]
         if gate is None or up is None or down is None:
             raise KeyError(f"expert {expert} is not held here")
@@ -65,13 +64,14 @@ class ExpertWeights:
 
     @property
     def compressed_numbers(self) -> int:
-        """How many numbers are held compressed."""
+        """Number of compressed numbers held here."""
         held = (self.of(expert) for expert in self.held)
         return sum(3 * len(gate) * len(down) for gate, _, down in held if gate.dtype is torch.uint8)
 
     @cached_property
     def table(self) -> PointerTable:
-        """Made once. Raises TypeError when the experts differ in shape or type, or are not dense."""
+        """The table of pointers, made once. Raises TypeError if the experts differ in shape or dtype, or
+        are not dense."""
         lines = [[0 if one is None else one.data_ptr() for one in part] for part in self._parts]
         held = [self.of(expert) for expert in self.held]
         if not held:
@@ -88,7 +88,7 @@ class ExpertWeights:
 
     @staticmethod
     def _row(dtype: torch.dtype, numbers: int) -> int:
-        """The second axis of a matrix with so many columns."""
+        """Size of a row with this number of columns."""
         return row_bytes(COMPRESSED, numbers) if dtype is torch.uint8 else numbers
 
     @property

@@ -1,13 +1,13 @@
-"""What operations ask of their tensors, before an address is passed on: type, shape, density."""
+"""Checks of tensors before their addresses are passed on: dtype, shape, density."""
 
 from __future__ import annotations
 
 import torch
 
 STORED = frozenset({torch.float32, torch.bfloat16})
-"""Types that weights may be stored in. Sums are float32."""
+"""Dtypes that weights may be stored in. Sums are float32."""
 CACHED = STORED | {torch.int8}
-"""Types that a KV cache may be stored in."""
+"""Dtypes that a KV cache may be stored in."""
 
 
 def shape(tensor: torch.Tensor, *wanted: int) -> None:
@@ -30,7 +30,7 @@ def is_float(tensor: torch.Tensor) -> None:
 
 
 def rows(tensor: torch.Tensor, *wanted: int) -> torch.Tensor:
-    """float32 of a shape (of any, if none is given), made dense."""
+    """A dense float32 tensor of a shape (any, if none is given). It is copied if it is not dense."""
     is_float(tensor)
     if wanted:
         shape(tensor, *wanted)
@@ -38,7 +38,7 @@ def rows(tensor: torch.Tensor, *wanted: int) -> torch.Tensor:
 
 
 def heads(tensor: torch.Tensor) -> torch.Tensor:
-    """float32 [n, H, d] whose heads are dense; rows and heads may lie apart."""
+    """A float32 tensor [n, H, d] with dense heads; rows and heads may be apart."""
     is_float(tensor)
     axes(tensor, 3)
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
@@ -55,7 +55,8 @@ def exact(tensor: torch.Tensor | None, *wanted: int, dtype: torch.dtype = torch.
 
 
 def wide(stored: torch.Tensor, *wanted: int) -> bool:
-    """Whether `stored` is float32, else bf16. Raises TypeError for another type or one that is not dense."""
+    """True if `stored` is float32, False if bf16. Raises TypeError for another dtype or a tensor that is
+    not dense."""
     if wanted:
         shape(stored, *wanted)
     if stored.dtype not in STORED:
@@ -66,7 +67,7 @@ def wide(stored: torch.Tensor, *wanted: int) -> bool:
 
 
 def cache(stored: torch.Tensor, *wanted: int) -> int:
-    """Bytes of a number in a KV cache of this shape (of any, if none is given). Raises as `wide` does."""
+    """Bytes of a number in a KV cache of this shape (any, if none is given). Raises as `wide` does."""
     if wanted:
         shape(stored, *wanted)
     if stored.dtype not in CACHED:

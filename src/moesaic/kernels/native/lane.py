@@ -1,6 +1,7 @@
-"""Pools of single threads: two lanes of a schedule compute at once, each with its own threads and memory.
+"""Thread pools for lanes: two lanes of a schedule compute at once, each with its own threads and memory.
 
-Without one, operations of all threads take turns on the process's shared pool. Bits are the same either way.
+Without such a pool, operations of all threads take turns on the process's shared pool. Bits are the same
+either way.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from moesaic.kernels.native import _native
 
 
 def own_pool(threads: int, cpus: Sequence[int] = ()) -> None:
-    """Gives the calling thread a pool of `threads`, itself among them, until `shared_pool()` or its end.
+    """Give the calling thread a pool of `threads`, including itself, until `shared_pool()` or its end.
 
-    cpus: where they are pinned, one after the other, this thread first; none: nowhere. A recording computes
-    on the pool of the thread that runs it. Raises ConfigError for no threads and for a CPU that this thread
-    may not use; RuntimeError where the system has no more threads: then this one is on the shared pool.
+    cpus: CPUs that they are pinned to, this thread first; empty: not pinned. A recording computes on the
+    pool of the thread that runs it. Raises ConfigError for no threads and for a CPU that this thread may
+    not use. Raises RuntimeError if the system has no more threads; this thread is then on the shared pool.
     """
     if threads < 1:
         raise ConfigError.field("threads", threads, "1 or more")
@@ -28,5 +29,5 @@ def own_pool(threads: int, cpus: Sequence[int] = ()) -> None:
 
 
 def shared_pool() -> None:
-    """Returns the calling thread to the process's pool, and to the CPUs that it had before it was pinned."""
+    """Return the calling thread to the process's pool, and to the CPUs that it had before it was pinned."""
     _native.shared_pool()

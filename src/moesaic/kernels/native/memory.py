@@ -1,4 +1,4 @@
-"""Where results of native operations lie: fresh memory, or, while a step is recorded, memory that stays."""
+"""Memory for the results of native operations: fresh memory, or lasting memory while a step is recorded."""
 
 from __future__ import annotations
 
@@ -16,41 +16,40 @@ import torch
 Bytes = npt.NDArray[np.uint8]
 ALIGNMENT = 64
 LARGE = 1 << 20
-"""Bytes from which on results do not come from torch: it calls glibc's aligned allocation, which does not
-find the room that a result of the same size left, so that a prefill took 170 MB more than it needs."""
+"""Bytes from which on results do not come from torch. Torch uses glibc's aligned allocation, which does not
+reuse the room of an equally large freed result. A prefill took 170 MB more than it needs."""
 
 
 class Arena:
-    """Memory that recorded steps share. What a step no longer needs is used again by its later operations,
-    in the same order at every replay; two steps never run at once.
-    """
+    """Memory that recorded steps share. Later operations of a step reuse what it no longer needs, in the
+    same order at every replay. Two steps never run at once."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Bytes]] = defaultdict(list)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised. It is free again when no tensor looks at it any more."""
+        """Uninitialised memory. It is free again when no tensor uses it any more."""
         size = max(1, math.prod(shape) * dtype.itemsize)
         size = 1 << (size - 1).bit_length()
         memory = self._free[size].pop() if self._free[size] else _aligned(size)
         view = memory[: math.prod(shape) * dtype.itemsize]
-        # The tensor's storage owns `view`, so it ends with the last tensor over it.
+        # The tensor's storage owns `view`, so it ends with the last tensor that uses it.
         weakref.finalize(view, self._free[size].append, memory)
         return _over(view, shape, dtype)
 
 
 class Memory(threading.local):
-    """Hands out memory for results. Each thread records for itself."""
+    """Provides memory for results. Each thread records for itself."""
 
     def __init__(self) -> None:
         self.arena: Arena | None = None
-        """Set while a step is recorded."""
+        """The arena, while a step is recorded."""
         self.kept: list[torch.Tensor] = []
         self.ended: list[Bytes] | None = None
-        """Of large results that ended, to be used again; None: the system gets it back, see `reusing`."""
+        """Memory of large freed results, to be reused; None: it goes back to the system, see `reusing`."""
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Uninitialised, on the CPU."""
+        """Uninitialised memory on the CPU."""
         if self.arena is not None:
             return self.arena.empty(shape, dtype)
         size = math.prod(shape) * dtype.itemsize
@@ -59,7 +58,7 @@ class Memory(threading.local):
         return _over(_aligned(size) if self.ended is None else _again(size, self.ended), shape, dtype)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the caller's that a recording will write again must live as long as the recording."""
+        """Keep a tensor of the caller that a recording will write again as long as the recording."""
         if self.arena is not None:
             self.kept.append(tensor)
         return tensor
@@ -70,10 +69,10 @@ MEMORY = Memory()
 
 @contextmanager
 def reusing() -> Generator[None]:
-    """Within it large results of the calling thread take the memory of those that ended: where the C library
-    gives each back to the system, its pages come anew at each layer: norms and rotations of an offloaded
-    prefill took 4 to 6 times as long. Nothing is held when it ends but what results still take.
-    """
+    """A context in which large results of the calling thread reuse memory of freed results. Where the C
+    library gives freed memory back to the system, its pages are faulted in again in each layer: norms
+    and rotations of an offloaded prefill took 4 to 6 times as long. At the end only memory of live
+    results is kept."""
     ended: list[Bytes] = []
     before, MEMORY.ended = MEMORY.ended, ended
     try:
@@ -84,8 +83,8 @@ def reusing() -> Generator[None]:
 
 
 def _again(size: int, ended: list[Bytes]) -> Bytes:
-    """The smallest that is large enough, though not twice as large, else new memory; back in `ended` when no
-    tensor looks at it."""
+    """The smallest freed memory that is large enough but not twice as large, else new memory. It returns to
+    `ended` when no tensor uses it any more."""
     enough = [place for place, memory in enumerate(ended) if size <= len(memory) < 2 * size]
     best = min(enough, key=lambda place: len(ended[place]), default=None)
     memory = _aligned(size) if best is None else ended.pop(best)

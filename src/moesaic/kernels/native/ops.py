@@ -1,7 +1,7 @@
-"""The operations of `kernels.table` on the compiled module: checks what it is given, then passes addresses.
+"""The operations of `kernels.table` on the compiled module: checks the arguments, then passes addresses.
 
-Bits of a row depend on nothing but the row, its weights and the instruction set: neither on the rows that
-share its batch, nor on the chunking of its prefill, nor on the number of threads.
+The bits of a row depend only on the row, its weights and the instruction set. They do not depend on the
+other rows of its batch, on the chunks of its prefill, or on the number of threads.
 """
 
 from __future__ import annotations

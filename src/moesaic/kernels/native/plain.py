@@ -11,7 +11,8 @@ from moesaic.kernels.native import _native
 
 
 def use(name: str | None = None) -> str:
-    """Picks an instruction set, None for auto's. Returns its name; ValueError if this CPU has it not."""
+    """Pick an instruction set; None: the one that auto takes. Returns its name. Raises ValueError if this
+    CPU lacks it."""
     sets = _native.instruction_sets()
     name = sets[0] if name is None else name
     if name not in sets:
@@ -21,7 +22,8 @@ def use(name: str | None = None) -> str:
 
 
 def set_threads(threads: int, pin: bool) -> None:
-    """Of the process's one pool. Raises ConfigError, and changes nothing, where there are not as many."""
+    """Set the threads of the process's pool. Raises ConfigError, and changes nothing, if the system lacks
+    threads."""
     try:
         _native.set_threads(threads, pin)
     except (OSError, MemoryError) as error:
@@ -31,7 +33,7 @@ def set_threads(threads: int, pin: bool) -> None:
 
 Addresses = npt.NDArray[np.uint64]
 Part = tuple[FloatRows, IntArray, IntArray, FloatRows, IntArray]
-"""Rows [m, h], of each pair its row and its expert [p], answers [q, h], of each pair its line there [p]."""
+"""Rows [m, h]; row and expert of each pair [p]; answers [q, h]; line of each pair's answer [p]."""
 
 
 def experts(table: Addresses, size: tuple[int, int], stored: int, parts: list[Part]) -> None:
@@ -47,7 +49,7 @@ def experts(table: Addresses, size: tuple[int, int], stored: int, parts: list[Pa
 def put(out: FloatRows, lines: IntArray, rows: FloatRows, places: IntArray) -> None:
     """out[lines] = rows[places], by all threads.
 
-    out [n, h], rows [m, h] dense; lines, places [p]. Raises ValueError for arrays that do not fit, and for
-    lines or places that are none; nothing is written then.
+    out [n, h], rows [m, h] dense; lines, places [p]. Raises ValueError, and writes nothing, for arrays that
+    do not fit and for lines or places that do not exist.
     """
     _native.put(out, lines, rows, places)

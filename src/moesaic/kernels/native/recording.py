@@ -1,7 +1,7 @@
-"""Records the native operations of a step and runs them again in one call, as a CUDA graph does on a GPU.
+"""Records the native operations of a step and runs them again in one call, like a CUDA graph on a GPU.
 
-Between two operations a step in Python costs as much as several of them compute for one token. A recording
-has no Python between them: the inputs lie in the same memory each time, and so do all results.
+Between two operations, Python takes as long as several operations compute for one token. A recording has no
+Python between them: inputs and results are in the same memory each time.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from moesaic.kernels.native.memory import MEMORY, Arena
 
 
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Torch's own arithmetic would be missing from a recording, so it is an error."""
+    """Makes torch's own arithmetic an error, since it would be missing from a recording."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: to keep its compiler out, torch would load it: more than a second, and 70 MB."""
+        """False: to exclude its compiler, torch would load it, which takes more than a second and 70 MB."""
         return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,8 +50,10 @@ class Recording(Generic[Result]):
     """One recorded step."""
 
     def __init__(self, step: Callable[[], Result], arena: Arena, given: torch.Tensor | None = None) -> None:
-        """Runs `step` once; its result is then in `result`. given: rows of experts that `step` merges, dense.
-        Raises RuntimeError if it computes with torch."""
+        """Run `step` once; its result is then in `result`. given: dense rows of experts that `step` merges.
+
+        Raises RuntimeError if it computes with torch.
+        """
         self._tape = _native.Tape()
         MEMORY.arena, MEMORY.kept = arena, []
         _native.record(self._tape, _address(given))
@@ -64,8 +66,8 @@ class Recording(Generic[Result]):
             MEMORY.arena, MEMORY.kept = None, []
 
     def run(self, given: torch.Tensor | None = None) -> Result:
-        """The result for what lies in the step's inputs now. It holds until the next run. given: in place of
-        those of the recording, of the same shape; they may lie anywhere."""
+        """The result for the present content of the step's inputs. It is valid until the next run. given:
+        rows of experts in place of those of the recording, of the same shape; they may be anywhere."""
         absent = self._tape.run(_address(given))
         if absent != _native.ALL_HELD:
             raise KeyError("a routed expert is not held here")

@@ -1,1 +1,1 @@
-"""Torch kernels: the truth that faster ones are tested against."""
+"""Kernels in torch: the reference that faster ones are tested against."""

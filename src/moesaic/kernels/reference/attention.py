@@ -15,9 +15,9 @@ from moesaic.kernels.cache import width_of
 from moesaic.kernels.reference.cache import decode
 
 SCORE_NUMBERS = 1 << 22
-"""Most scores (or mask entries) that a chunk holds at once: 16 MiB in float32."""
+"""Maximum number of scores (or mask entries) that a chunk holds at once: 16 MiB in float32."""
 STEP_ROWS = 128
-"""Rows of a chunk that are computed at once: each step looks no further than its last row."""
+"""Rows of a chunk that are computed at once. Each step attends up to its last row."""
 
 
 def paged_attention(
@@ -101,7 +101,7 @@ def _chunk(
     window: int | None,
     out: torch.Tensor,
 ) -> None:
-    """One chunk's rows into `out`, some rows at a time so that memory stays bounded."""
+    """Compute one chunk's rows into `out`, some rows at a time so that memory stays bounded."""
     block_size = keys.shape[1]
     begin = 0 if window is None else max(0, chunk.first - window + 1)
     skipped = begin // block_size
@@ -138,7 +138,7 @@ def attention_plain(
     sliding_window: int | None = None,
     value_width: int | None = None,
 ) -> torch.Tensor:
-    """The same, row after row and head after head: slow, obvious, the test of the fast form."""
+    """The same, row by row and head by head: slow and obvious, the test of the fast form."""
     width = value_width if value_width is not None else width_of(keys if values is None else values)
     out = torch.empty(query.shape[0], query.shape[1], width)
     flat = [

@@ -16,14 +16,14 @@ def gate(
     groups: int = 1,
     groups_kept: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over all experts, then the k most likely: ids [n, k] int64, best first, weights [n, k].
+    """Softmax over all experts, then the k most likely: ids [n, k] int64, best first, and weights [n, k].
 
-    Of equally likely experts, and groups, the first is taken. (transformers takes what torch.topk gives, in
-    an order that is not promised: on exact ties its tokens may be others.)
+    Of equally likely experts, and groups, the first is taken. (transformers uses torch.topk, whose order on
+    ties is not defined: on exact ties its tokens may differ.)
 
     rows [n, h], weight [E, h] float32. normalise: divide the k weights by their sum; then all are
-    multiplied by `scale`. With groups_kept < groups only experts of the groups whose best expert is
-    likeliest can be chosen (device-limited routing, DeepSeek-V2, section 2.2.2).
+    multiplied by `scale`. With groups_kept < groups, only experts of the groups with the most likely best
+    expert can be chosen (device-limited routing, DeepSeek-V2, section 2.2.2).
     """
     scores = linear(rows, weight).softmax(-1)
     if groups_kept < groups:
@@ -35,7 +35,7 @@ def gate(
 
 
 def _best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row [n, m] the largest numbers and their places, both [n, count]; of equal ones the first."""
+    """The largest numbers of each row [n, m] and their indices, both [n, count]; of equal ones the first."""
     places = scores.argsort(dim=-1, descending=True, stable=True)[:, :count].contiguous()
     return scores.gather(-1, places), places
 

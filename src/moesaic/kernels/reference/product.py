@@ -1,4 +1,4 @@
-"""One matrix product, in whichever of two forms the CPU's library does faster."""
+"""A matrix product in the faster of two forms."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import torch
 from torch.nn import functional
 
 FEW_ROWS = 5
-"""Up to so many rows (but not one), large weights are read faster as the left operand: MKL packs the
-right one. Measured on AVX2 with float32: 1.3 to 3 times faster at 2 to 5 rows, slower from 8 on."""
+"""Maximum number of rows (above one) for which large weights are read faster as the left operand, since MKL
+packs the right one. Measured on AVX2 with float32: 1.3 to 3 times faster at 2 to 5 rows, slower from 8
+on."""
 LARGE_WEIGHT = 1 << 16
-"""Numbers of a weight that no longer sits in the nearest caches."""
+"""Number of elements of a weight that no longer fits the nearest caches."""
 
 
 def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
