@@ -1,6 +1,6 @@
-"""moesaic: Mixture-of-Experts language models served with the experts as services.
+"""moesaic: serves Mixture-of-Experts language models, with the experts as services.
 
-Public names are loaded on first use, so that importing the package costs nothing.
+Each public name is loaded on first use, so importing the package is fast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = ["LLM", "MoesaicError", "RequestOutput", "SamplingParams", "__version__"]
 
-_HOMES = {
+_MODULES = {
     "LLM": "moesaic.llm",
     "MoesaicError": "moesaic.core.errors",
     "RequestOutput": "moesaic.core.request",
@@ -25,9 +25,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'moesaic' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,10 +1,10 @@
-"""The `moesaic` command, and `python -m moesaic`: Ctrl-C ends it quietly from the first import on."""
+"""The `moesaic` command and `python -m moesaic`. Ctrl-C ends it without a traceback, even during imports."""
 
 from __future__ import annotations
 
 
 def main() -> int:
-    """Run the command line of this process; returns the exit code."""
+    """Run this process's command line. Returns the exit code."""
     try:
         from moesaic import cli
 

@@ -1,6 +1,7 @@
-"""An asynchronous client of any OpenAI-compatible server. The one home of HTTP for cli, bench and batch.
+"""An asynchronous client of any OpenAI-compatible server. cli, bench and batch send all requests with it.
 
-It reads no environment: no proxies, no keys. A server in this process is called without a socket.
+It reads no environment variables: no proxies, no keys. It can call a server in this process without a
+socket.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import httpx
 from moesaic.core.errors import ConnectionLost, MoesaicError
 
 _IN_PROCESS = "http://moesaic.invalid"
-"""Stands in an address's place where none is needed."""
+"""The address of a server in this process. Nothing connects to it."""
 
 _SHOWN = 300
-"""Characters of an answer that is no JSON which an error repeats."""
+"""Maximum number of characters of an answer that an error message repeats."""
 
 
 class ApiError(MoesaicError):
-    """The server refused a request. `retry_after` is in seconds, when it said so."""
+    """The server refused a request. `retry_after`: seconds to wait, None if the server does not say."""
 
     def __init__(self, status: int, message: str, retry_after: float | None = None) -> None:
         super().__init__(f"HTTP {status}: {message}")
@@ -35,7 +36,7 @@ class ApiError(MoesaicError):
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of one request, as the server tells them."""
+    """Token counts of one request, as the server reports them."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -46,28 +47,28 @@ class Chunk:
     """One event of a stream."""
 
     at: float
-    """When it came, in seconds on the client's clock."""
+    """Time of arrival, in seconds on the client's clock."""
     text: str
-    """What is new in the answer; may be empty."""
+    """New text of the answer; may be empty."""
     finish_reason: str | None = None
     usage: Usage | None = None
-    """Token counts so far, on the events that carry them."""
+    """Token counts so far; None if the event has none."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A whole answer, whatever its status."""
+    """A complete answer with any status."""
 
     status: int
     body: Any
-    """Parsed JSON; the plain text when it is none."""
+    """The parsed JSON, or the text if it is not JSON."""
     request_id: str | None
     """The header X-Request-Id."""
     retry_after: float | None
-    """Seconds, when the server asks to wait."""
+    """Seconds that the server asks to wait; None if it does not."""
 
     def require_success(self) -> Any:
-        """The body; ApiError unless the status is 2xx."""
+        """The body. Raises ApiError unless the status is 2xx."""
         if not 200 <= self.status < 300:
             raise ApiError(self.status, _message(self.body), self.retry_after)
         return self.body
@@ -76,9 +77,10 @@ class Reply:
 class Client:
     """Use it as `async with Client(url) as client`.
 
-    base_url: http://host:port, a trailing /v1 is dropped. app: an ASGI application to call in place
-    of an address. clock: seconds, stamps the chunks. timeout: seconds between two pieces of an
-    answer, None waits for ever. Every method raises ConnectionLost when there is no server (any more).
+    base_url: http://host:port; a trailing /v1 is dropped. app: an ASGI application that is called in place
+    of an address. clock: returns seconds, for the arrival times of chunks. timeout: maximum seconds between
+    two pieces of an answer; None means no limit. Every method raises ConnectionLost if the server cannot be
+    reached or the connection breaks.
     """
 
     def __init__(
@@ -117,11 +119,11 @@ class Client:
         return await self._request("GET", path)
 
     async def post(self, path: str, body: object) -> Reply:
-        """POST `body` as JSON and wait for the whole answer."""
+        """POST `body` as JSON and wait for the complete answer."""
         return await self._request("POST", path, body)
 
     async def models(self) -> list[dict[str, Any]]:
-        """The served models; servers of our kind add max_model_len."""
+        """The served models. moesaic and vLLM add max_model_len to each."""
         body = (await self.get("/v1/models")).require_success()
         data = body.get("data") if isinstance(body, dict) else None
         if not isinstance(data, list):
@@ -129,9 +131,9 @@ class Client:
         return data
 
     async def stream(self, path: str, body: object) -> AsyncGenerator[Chunk, None]:
-        """POST `body`, whose "stream" is true, and yield the events as they come.
+        """POST `body`, whose "stream" must be true, and yield the events as they arrive.
 
-        Raises ApiError when the server refuses, also in the middle of the stream.
+        Raises ApiError if the server reports an error, at the start or during the stream.
         """
         request = self._build("POST", path, body)
         try:
@@ -153,7 +155,7 @@ class Client:
             raise self._lost(error) from error
 
     def _build(self, method: str, path: str, body: object = None) -> httpx.Request:
-        # ASCII escapes: a lone surrogate must reach the server, which refuses it with a reason.
+        # json.dumps escapes non-ASCII: a lone surrogate must reach the server, which explains its refusal.
         content = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
         try:
@@ -168,7 +170,7 @@ class Client:
 def _transport(app: Callable[..., Any] | None, limits: httpx.Limits) -> httpx.AsyncBaseTransport:
     if app is None:
         return httpx.AsyncHTTPTransport(limits=limits, trust_env=False)
-    # A bug in the application is its 500 here too, as it is behind a socket.
+    # A bug in the application must give status 500 here too, as it does over a socket.
     return httpx.ASGITransport(app, raise_app_exceptions=False)
 
 
@@ -187,7 +189,7 @@ def _reply(response: httpx.Response) -> Reply:
 
 
 async def _events(response: httpx.Response) -> AsyncGenerator[str, None]:
-    """The data of server-sent events up to [DONE]. Lines end at newlines only: JSON may hold U+2028."""
+    """The data of server-sent events up to [DONE]. Splits only at newlines: JSON may contain U+2028."""
     buffer = b""
     async for piece in response.aiter_bytes():
         *lines, buffer = (buffer + piece).split(b"\n")
@@ -200,7 +202,7 @@ async def _events(response: httpx.Response) -> AsyncGenerator[str, None]:
 
 
 def _chunk(data: str, now: float) -> Chunk:
-    """An event of either endpoint; ApiError when it tells an error."""
+    """Parse one event of either endpoint. Raises ApiError if it reports an error."""
     try:
         event = json.loads(data)
     except ValueError as error:
@@ -221,7 +223,7 @@ def _usage(event: dict[str, Any]) -> Usage | None:
 
 
 def _message(body: Any) -> str:
-    """What an error's body says, in OpenAI's shape or any other."""
+    """The message in an error's body, which may have OpenAI's format or another."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message") if isinstance(error, dict) else error
     text = message if isinstance(message, str) else json.dumps(body)

@@ -1,4 +1,4 @@
-"""Token ids, as they come, into text."""
+"""Decodes token ids into text while they are generated."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from moesaic.tokenizer import REPLACEMENT, Tokenizer
 
 
 class IncrementalDecoder:
-    """Turns a growing list of token ids into text pieces, never splitting a character.
+    """Decodes a growing list of token ids into pieces of text. It never splits a character.
 
-    A token's text depends on its neighbours (leading spaces, bytes of one character), so a short
-    window of tokens is decoded again and again, and only what further tokens cannot change is
-    handed out. The window always begins with tokens whose text was handed out before, at first with the
-    last ones of `before`, whose text the answer goes on with.
+    A token's text depends on its neighbours: it may lose a leading space, or be a part of a character. So
+    each push decodes a short window of tokens again, and returns only text that further tokens cannot change.
+    The window begins with tokens whose text was returned earlier. At first these are the last tokens of
+    `before`, the prompt that the answer continues.
     """
 
     _LONGEST = 32
-    """Tokens. A window that never settles holds bytes that are no text: hand it out as it is."""
+    """Maximum number of new tokens in the window. A longer window holds bytes that are not text.
+
+    Its text is returned as it is.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, before: Sequence[int] = ()
@@ -27,15 +30,15 @@ class IncrementalDecoder:
         self._window = self._end_of(before)
         text = tokenizer.decode(self._window, self._skip)
         self._given = len(text.rstrip(REPLACEMENT))
-        """Characters of the window's text that were handed out."""
+        """Number of characters of the window's text that were returned already."""
         self._old_tokens = len(self._window) if self._given == len(text) else 0
-        """Tokens at the start of the window that were settled by an earlier push."""
+        """Number of tokens at the start of the window whose text an earlier push returned completely."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that became certain with these tokens."""
+        """Add tokens. Returns the new text that further tokens cannot change."""
         self._window.extend(token_ids)
         text = self._tokenizer.decode(self._window, self._skip)
-        # An unfinished character shows as U+FFFD, with some decoders all bytes before it too.
+        # An unfinished character decodes to U+FFFD. Some decoders also replace all bytes before it.
         certain = len(text.rstrip(REPLACEMENT))
         settled = certain == len(text)
         full = len(self._window) - self._old_tokens > self._LONGEST
@@ -43,21 +46,22 @@ class IncrementalDecoder:
             certain, settled = len(text), True
         piece = text[self._given : certain]
         self._given = max(self._given, certain)
-        if settled and (piece or full):  # a run of special tokens has no text, and must not grow for ever
+        # `full`: special tokens have no text, and the window must not grow without a limit.
+        if settled and (piece or full):
             self._window = self._window[self._old_tokens :]
             self._old_tokens = len(self._window)
             self._given = len(self._tokenizer.decode(self._window, self._skip))
         return piece
 
     def finish(self) -> str:
-        """What is left: an incomplete character comes out as U+FFFD."""
+        """The remaining text. An incomplete character becomes U+FFFD."""
         text = self._tokenizer.decode(self._window, self._skip)
         piece = text[self._given :]
         self._given = max(self._given, len(text))
         return piece
 
     def _end_of(self, tokens: Sequence[int]) -> list[int]:
-        """The last token that is text by itself, and what follows it."""
+        """The last token that has a text of its own, and all tokens after it."""
         for start in range(len(tokens) - 1, max(len(tokens) - 1 - self._LONGEST, -1), -1):
             text = self._tokenizer.decode([tokens[start]], self._skip)
             if text and REPLACEMENT not in text:

@@ -1,7 +1,7 @@
-"""The engine: owns every request from arrival to its last token, and turns tokens into text.
+"""The engine: tracks every request from its arrival to its last token, and turns tokens into text.
 
-It knows a worker only through messages, keeps no thread and reads no clock but the one it was
-given, so the HTTP server and the `LLM` class drive the very same object.
+It talks to a worker only through messages. It has no thread, and the caller passes its clock in, so the
+HTTP server and the `LLM` class use the same object.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from moesaic.transport.base import Connection
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What the engine knows of itself and last heard of its worker."""
+    """Statistics of the engine, and the last ones that its worker sent."""
 
     unfinished: int
-    """Requests in the table, each of the n completions counted."""
+    """Unfinished completions. A request with n completions counts n times."""
     worker: WorkerStats
 
 
 @dataclass
 class _Stream:
-    """One completion on its way."""
+    """One unfinished completion."""
 
     request: Request
     group: int
-    """The id that the caller knows."""
+    """The id that `submit` returned, which all completions of the request share."""
     index: int
     decoder: IncrementalDecoder
-    held: str = ""
-    """Text that may be the beginning of a stop string."""
+    pending: str = ""
+    """Text not yet returned, since it may be the beginning of a stop string."""
     tokens: list[int] = field(default_factory=list)
-    """Generated so far."""
+    """Tokens generated so far."""
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
 
 class Engine:
-    """The request table in front of one worker.
+    """The requests of one worker.
 
-    connection: where the worker listens. clock: seconds, shared with the worker. rng: draws seeds of
-    requests without one. eos_token_ids: the model's end-of-sequence tokens. max_waiting: requests
-    allowed beyond the worker's own max_num_seqs, None for any number.
+    connection: leads to the worker. clock: returns seconds; the worker uses the same one. rng: draws the
+    seeds of requests without one. eos_token_ids: the model's end-of-sequence tokens. max_waiting: completions
+    allowed beyond the worker's max_num_seqs; None means any number.
     """
 
     def __init__(
@@ -86,12 +86,15 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
-        """Completions that still run or wait."""
+        """Completions that are running or waiting."""
         return len(self._streams)
 
     @property
     def limit(self) -> int | None:
-        """Completions that may run or wait at once, once the worker is known; None for any number."""
+        """Maximum number of completions that run or wait at once.
+
+        None means any number. It is also None until the worker is ready.
+        """
         if self.info is None or self._max_waiting is None:
             return None
         return self.info.max_num_seqs + self._max_waiting
@@ -102,8 +105,8 @@ class Engine:
     def submit(self, prompt_token_ids: list[int], params: SamplingParams, *, own_text: bool = False) -> int:
         """Send a prompt to the worker. Returns the id that its outputs carry.
 
-        own_text: the answer is no continuation of the prompt's text but one of its own, as in a chat.
-        Raises RequestError, OverloadedError or EngineDeadError; then nothing was sent.
+        own_text: the answer is a text of its own, as in a chat, and does not continue the prompt's text.
+        Raises RequestError, OverloadedError or EngineDeadError. In these cases nothing was sent.
         """
         info = self._require_worker()
         params = _fit(prompt_token_ids, params, info)
@@ -132,7 +135,7 @@ class Engine:
         return group
 
     def cancel(self, group: int) -> None:
-        """Drop what is left of a request; no output of it follows. Unknown ids are ignored."""
+        """Cancel the unfinished completions of a request. No output of it follows. Ignores unknown ids."""
         left = sorted(self._groups.pop(group, ()))
         for request_id in left:
             del self._streams[request_id]
@@ -140,7 +143,7 @@ class Engine:
             self._send(messages.Cancel(left))
 
     def receive(self, message: messages.ToEngine) -> list[RequestOutput]:
-        """Take in one message of the worker; returns what became certain for the callers."""
+        """Handle one message of the worker. Returns the new outputs for the callers."""
         match message:
             case messages.Tokens():
                 return self._take_tokens(message)
@@ -161,7 +164,7 @@ class Engine:
         return []
 
     def mark_dead(self, reason: str) -> None:
-        """The worker is gone: nothing that was submitted will be answered."""
+        """Record that the worker is gone, and drop all requests: none of them will be answered."""
         if self.dead is None:
             self.dead = reason
         self._streams.clear()
@@ -190,7 +193,7 @@ class Engine:
         ):
             stream = self._streams.get(request_id)
             if stream is None:
-                continue  # cancelled while its token was on the way
+                continue  # cancelled while the worker was sending its token
             output = _advance(stream, token, finish, logprob)
             if output.finished:
                 self._drop(stream)
@@ -206,7 +209,7 @@ class Engine:
         if stream is None:
             return
         known = stream.prompt_logprobs or [None]
-        # A step that failed is run again: the same numbers at the same places.
+        # The worker repeats a failed step: it then sends the same entries for the same positions again.
         stream.prompt_logprobs = known[: message.start] + list(message.entries)
 
     def _drop(self, stream: _Stream) -> None:
@@ -218,7 +221,11 @@ class Engine:
 
 
 def _fit(prompt: list[int], params: SamplingParams, info: messages.WorkerInfo) -> SamplingParams:
-    """`params` with max_tokens filled in and cut to the context. RequestError if it cannot be served."""
+    """`params` with max_tokens set: as requested, or else the rest of the context.
+
+    Raises RequestError if the prompt is empty, a token id is not in the vocabulary, or the prompt and
+    max_tokens exceed the context.
+    """
     if not prompt:
         raise RequestError("prompt: it is empty; at least one token is needed", "prompt")
     bad = next((token for token in prompt if not 0 <= token < info.vocab_size), None)
@@ -245,7 +252,7 @@ def _fit(prompt: list[int], params: SamplingParams, info: messages.WorkerInfo) -
 def _advance(
     stream: _Stream, token: int, finish: FinishReason | None, logprob: TokenLogprob | None
 ) -> RequestOutput:
-    """One more token of `stream`: decoded, checked for stop strings, held back where they may begin."""
+    """Add one token to `stream`. Its text stops at a stop string and excludes a possible beginning of one."""
     params = stream.request.params
     stream.tokens.append(token)
     by_token = finish is FinishReason.STOP
@@ -254,8 +261,8 @@ def _advance(
     if finish is not None:
         fresh += stream.decoder.finish()
     stops = params.stop if len(stream.tokens) >= params.min_tokens else ()
-    text, stream.held, stop = _split_at_stop(
-        stream.held + fresh, stops, params.include_stop_str_in_output, final=finish is not None
+    text, stream.pending, stop = _split_at_stop(
+        stream.pending + fresh, stops, params.include_stop_str_in_output, final=finish is not None
     )
     reason: str | int | None = stop
     if stop is not None:
@@ -278,14 +285,14 @@ def _advance(
 
 
 def _split_at_stop(text: str, stops: Sequence[str], keep: bool, final: bool) -> tuple[str, str, str | None]:
-    """(text to hand out, text to hold back, the stop string that was found).
+    """(text to return now, text to keep for later, the stop string that was found).
 
-    Held back is the longest end of `text` that a stop string begins with.
+    The text to keep is the longest end of `text` with which a stop string begins.
     Example: "one\\nQ" with stop "\\nQuestion" -> ("one", "\\nQ", None).
     """
     found = [(text.find(stop), stop) for stop in stops if stop in text]
     if found:
-        # The one that ends first wins, so that the answer does not depend on how text is cut into tokens.
+        # Take the one that ends first: then the answer does not depend on how the text is split into tokens.
         at, stop = min(found, key=lambda pair: (pair[0] + len(pair[1]), pair[0]))
         return text[: at + len(stop) if keep else at], "", stop
     if final or not stops:

@@ -1,4 +1,4 @@
-"""An engine in this process and its worker in another: what the server and the batch runner start with."""
+"""Starts worker processes and an engine in this process. The server and the batch runner use it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from moesaic.transport.base import Connection
 
 @dataclass(frozen=True)
 class Launched:
-    """Workers that are loading, and the engine in front of them."""
+    """The engine, and its workers, which are loading."""
 
     engine: Engine
     connection: Connection
-    """To the worker, or to all of them."""
+    """The connection to the worker, or to all workers."""
     how_it_ended: Callable[[], str]
-    """For a person, once the connection is lost."""
+    """Returns one line that says how the worker ended. Call it once the connection is lost."""
     supervisor: Supervisor | None
-    """Of several processes; None: there is one worker that does everything."""
+    """The supervisor of several processes. None if one worker process does everything."""
     default_sampling: dict[str, Any]
-    """The checkpoint's own, by the names of SamplingParams."""
+    """The sampling defaults of the checkpoint, by the names of SamplingParams."""
 
 
 @contextmanager
@@ -49,11 +49,11 @@ def launch(
     seed: int | None = None,
     record: RecordConfig = RecordConfig(),
 ) -> Iterator[Launched]:
-    """Start `config`'s worker, or the processes of `cluster`; they end with the block.
+    """Start `config`'s worker, or the processes of `cluster`. They end with the block.
 
-    chat_template, max_waiting: see Tokenizer and Engine. seed: of the seeds that requests get, None for
-    another one each time. A trace, if `config` asks for one, is whole after the block, and so is the profile
-    of `record`. Raises ConfigError for what shows before the weights are read.
+    chat_template, max_waiting: see Tokenizer and Engine. seed: determines the seeds of requests without one;
+    None draws other seeds in each run. After the block the trace of `config` and the routing profile of
+    `record` are complete. Raises ConfigError for errors that are found before the weights are read.
     """
     cluster = cluster and cluster.resolved()
     path = _checked(config, cluster)
@@ -93,13 +93,13 @@ def launch(
 
 
 def _first_of_one(config: WorkerConfig) -> WorkerConfig:
-    """`config` for the only worker: it writes its own parts of the trace and of the recorded routing."""
+    """`config` for a single worker, which writes its own parts of the trace and of the recorded routing."""
     trace, rows = (part_of(file, "attention worker 0") for file in (config.trace, config.record))
     return replace(config, trace=trace, record=rows)
 
 
 def _checked(config: WorkerConfig, cluster: ClusterConfig | None) -> Path:
-    """Where the checkpoint is. Raises ConfigError for settings that do not go together."""
+    """The directory of the checkpoint. Raises ConfigError for settings that contradict each other."""
     if config.queues.expert_batch_pairs is not None and (cluster is None or cluster.expert_servers == 0):
         raise ConfigError.field("--expert-servers", 0, "at least 1 with --expert-batch-pairs")
     return files.resolve(config.model.model, config.model.revision)

@@ -1,4 +1,4 @@
-"""`LLM`: the engine and its worker in this process, for scripts and notebooks."""
+"""`LLM`: an engine and its worker in this process, for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from moesaic.tokenizer import Tokenizer
 from moesaic.transport.local import local_pair
 
 Prompt = str | list[int] | Mapping[str, Any]
-"""Text, or token ids; also as {"prompt": text} or {"prompt_token_ids": ids}."""
+"""A text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
 Message = Mapping[str, Any]
-"""{"role": ..., "content": ...}"""
+"""A chat message: {"role": ..., "content": ...}."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Completion:
 
     prompt_token_ids: list[int]
     outputs: list[RequestOutput]
-    """The n completions, each whole."""
+    """The n completions. Each holds the whole text."""
 
     @property
     def text(self) -> str:
@@ -45,22 +45,22 @@ class Completion:
 
 @dataclass
 class _Batch:
-    """The prompts of one call while they run."""
+    """The unfinished prompts of one call."""
 
     prompts: dict[int, list[int]] = field(default_factory=dict)
-    """Request id -> token ids, in the order they were given."""
+    """Request id -> token ids, in the order of the call."""
     unfinished: int = 0
-    """Completions that still run."""
+    """Number of unfinished completions."""
     arrived: deque[RequestOutput] = field(default_factory=deque)
-    """Outputs that nobody took yet: another call's iterator may have made them."""
+    """Outputs that the caller has not read yet. Another call's iterator may have produced them."""
 
 
 class LLM:
     """A model in this process.
 
-    model: a Hugging Face directory, a hub id, or `demo`. seed: of the seeds that requests get.
+    model: a Hugging Face directory, a hub id, or `demo`. seed: determines the seeds of requests without one.
     settings: the flags of `moesaic serve` in Python's spelling, such as max_model_len=2048 or
-    max_num_seqs=8. Raises ConfigError when something does not fit.
+    max_num_seqs=8. Raises ConfigError for an unknown setting or a value that is not allowed.
 
         >>> from moesaic import LLM, SamplingParams
         >>> LLM("demo").generate(["def add(a, b):"], SamplingParams(max_tokens=8))[0].text  # doctest: +SKIP
@@ -76,7 +76,8 @@ class LLM:
         trace: str | None = None,
         **settings: Any,
     ) -> None:
-        """routing: takes the experts of all rows, see `core.routing`. trace: from `trace.parts.part_of`."""
+        """routing: receives the chosen experts of all rows, see `core.routing`. trace: a path from
+        `trace.parts.part_of`."""
         config = _worker_config(model, settings)
         config = config if trace is None else replace(config, trace=trace)
         path = files.resolve(model, config.model.revision)
@@ -103,11 +104,11 @@ class LLM:
 
     @property
     def default_sampling(self) -> SamplingParams:
-        """The checkpoint's own sampling settings; the rest as SamplingParams has it."""
+        """The sampling defaults of the checkpoint's generation_config.json, then those of SamplingParams."""
         return SamplingParams(**self._defaults.sampling)
 
     def stats(self) -> WorkerStats:
-        """A snapshot of the worker."""
+        """The worker's statistics at this moment."""
         return self._worker.stats()
 
     def generate(
@@ -115,15 +116,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Continue every prompt; results in the order of the prompts.
+        """Complete every prompt. Returns the results in the order of the prompts.
 
-        params: one for all, one each, or None for the checkpoint's own defaults. Raises
-        RequestError when a prompt cannot be served; then none is.
+        params: one for all prompts, one for each, or None for `default_sampling`. Raises RequestError if a
+        prompt cannot be served; then none of them runs.
         """
         return self._complete(self._submit(_as_list(prompts), params))
 
     def _complete(self, batch: _Batch) -> list[Completion]:
-        """Every prompt of `batch`, continued to its end."""
+        """Run `batch` until every completion has finished."""
         parts: dict[int, dict[int, RequestOutput]] = {request_id: {} for request_id in batch.prompts}
         for output in self._outputs(batch):
             mine = parts[output.request_id]
@@ -138,14 +139,14 @@ class LLM:
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | None = None,
     ) -> list[Completion]:
-        """Answer one conversation or several, in the checkpoint's own chat format."""
+        """Answer one conversation or several, with the checkpoint's chat template."""
         several = conversations if not conversations or _nested(conversations) else [conversations]
         prompts: list[Prompt] = [self.tokenizer.chat(one) for one in several]  # type: ignore[arg-type]
         chosen = replace(self.default_sampling, max_tokens=None) if params is None else params
         return self._complete(self._submit(prompts, chosen, own_text=True))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Pieces of the answer as they come. Closing the iterator cancels the request."""
+        """Yield the answer in pieces while it is generated. Closing the iterator cancels the request."""
         yield from self._outputs(self._submit([prompt], params))
 
     def _submit(
@@ -170,7 +171,7 @@ class LLM:
         return batch
 
     def _outputs(self, batch: _Batch) -> Iterator[RequestOutput]:
-        """Work until all of `batch` ended, yielding its outputs as they come."""
+        """Run the worker until `batch` is finished, and yield its outputs as they arrive."""
         try:
             while batch.unfinished:
                 while batch.arrived:
@@ -178,16 +179,16 @@ class LLM:
                     batch.unfinished -= output.finished
                     yield output
                 if batch.unfinished:
-                    self._turn()
+                    self._run_worker_once()
         finally:
             self._end(batch)
 
-    def _turn(self) -> None:
-        """One event of the worker; its outputs go to the calls that they belong to."""
+    def _run_worker_once(self) -> None:
+        """Let the worker do one piece of work, and pass each output to the batch that it belongs to."""
         worked = self._worker.turn(timeout=0.0)
         message = self._connection.receive(0.0)
         if not worked and message is None:
-            raise EngineDeadError("the worker has nothing to do although requests are open")
+            raise EngineDeadError("the worker has nothing to do although requests are unfinished")
         while message is not None:
             for output in self._engine.receive(message):  # type: ignore[arg-type]
                 self._batches[output.request_id].arrived.append(output)
@@ -200,7 +201,7 @@ class LLM:
 
 
 def _worker_config(model: str, settings: Mapping[str, Any]) -> WorkerConfig:
-    """`settings` sorted into the records that have fields of these names."""
+    """The worker's configs. Each setting goes to the config that has a field of its name."""
 
     def names(kind: type) -> set[str]:
         return {field.name for field in fields(kind)}
@@ -224,7 +225,7 @@ def _worker_config(model: str, settings: Mapping[str, Any]) -> WorkerConfig:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, as text or token ids, is a list of one."""
+    """The prompts as a list. A single text, dictionary or list of token ids is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     items = list(getattr(prompts, "tolist", lambda: prompts)())
@@ -234,7 +235,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _plain(prompt: Prompt) -> object:
-    """Text or token ids, out of vLLM's dictionaries too."""
+    """The text or the token ids of a prompt, which may be a dictionary as in vLLM."""
     if not isinstance(prompt, Mapping):
         return prompt
     if len(prompt) == 1 and isinstance(prompt.get("prompt"), str):
@@ -245,7 +246,7 @@ def _plain(prompt: Prompt) -> object:
 
 
 def _token_ids(prompt: object) -> list[int]:
-    """Plain integers of integers of any library."""
+    """Token ids as Python integers. The prompt may be a list, an array or a tensor."""
     listed: Any = getattr(prompt, "tolist", lambda: prompt)()
     tokens: list[Any] = list(listed) if isinstance(listed, Iterable) else [listed]
     wrong = [token for token in tokens if not isinstance(token, Integral)]
@@ -274,7 +275,7 @@ def _nested(conversations: Sequence[Any]) -> bool:
 
 
 def _joined(before: RequestOutput | None, piece: RequestOutput) -> RequestOutput:
-    """The completion so far and its next piece."""
+    """The completion so far together with its next piece."""
     if before is None:
         return piece
     logprobs = None if piece.logprobs is None else (before.logprobs or []) + piece.logprobs

@@ -1,4 +1,4 @@
-"""For tests of moesaic and of what is built on it: tiny tokenizers, no model needed."""
+"""A tiny tokenizer without a model, for tests of moesaic and of programs that use it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moesaic.tokenizer import byte_level_alphabet
 
 
 def byte_tokenizer(path: Path, special: Sequence[str] = (), **config: object) -> None:
-    """Write a tokenizer with one token per byte, then the `special` ones, into directory `path`.
+    """Write a tokenizer into directory `path`. It has one token per byte, followed by the `special` tokens.
 
     config: entries of tokenizer_config.json, such as chat_template.
     """

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the checkpoint's own tokenizer and chat template. No torch."""
+"""Encodes and decodes text with the checkpoint's tokenizer and chat template. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from moesaic.core.errors import CheckpointError, ConfigError, RequestError
 
 REPLACEMENT = "\ufffd"
 MARK = "\ue000"
-"""A character of private use: stands where a continued message ends while its template is rendered."""
+"""A private-use character. It marks the end of a continued message while the template is rendered."""
 TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What Python's own operators raise inside a chat template that meets messages it was not written for."""
+"""Errors that Python's operators raise in a chat template, for messages that the template cannot handle."""
 
 
 class Tokenizer:
     """The tokenizer of the checkpoint in directory `path`.
 
-    Raises CheckpointError when tokenizer.json is missing or damaged.
+    chat_template: a file with a Jinja template, used in place of the checkpoint's own.
+    Raises CheckpointError if tokenizer.json is missing or damaged.
     """
 
     def __init__(self, path: Path, chat_template: Path | None = None) -> None:
@@ -37,7 +38,7 @@ class Tokenizer:
             raise CheckpointError(f"{path}: no tokenizer.json (only fast tokenizers are read)")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception for every damage
+        except Exception as error:  # the library raises a plain Exception for every defect
             raise CheckpointError(f"{file}: not a tokenizer: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -52,32 +53,33 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters that one token stands for at most: of a text as it is after normalisation."""
+        """Maximum number of characters that one token stands for, in normalised text."""
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`; RequestError when it cannot be encoded as UTF-8."""
+        """The token ids of `text`. Raises RequestError if it cannot be encoded as UTF-8."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"prompt: not valid Unicode text: {error.reason}", "prompt") from error
-        # A batch of one: unlike `encode` it lets other threads run, and a long text takes seconds.
+        # A long text takes seconds. `encode` would block other threads meanwhile; a batch of one does not.
         ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return [*self._bos, *ids] if add_special_tokens else list(ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+        """The text of `token_ids`. Bytes that are not valid UTF-8 become U+FFFD."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def token(self, token_id: int) -> str:
-        """One token as it stands within a text, special tokens included.
+        """The text of one token inside a longer text; special tokens have text too.
 
-        At the beginning of a text SentencePiece's decoders drop a space, so another token goes before.
+        SentencePiece's decoders drop a space at the beginning of a text. So another token is decoded before
+        this one, and its text is removed.
         """
         return self.decode([*self._anchor, token_id], False).removeprefix(self._anchor_text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for, also when they are part of a character."""
+        """The bytes that one token stands for. They may be a part of a character."""
         text = self.token(token_id)
         if REPLACEMENT not in text:
             return text.encode()
@@ -100,9 +102,11 @@ class Tokenizer:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> list[int]:
-        """Token ids of a conversation in the checkpoint's own format.
+        """The token ids of a conversation, formatted by the checkpoint's chat template.
 
-        Raises RequestError when there is no template or the template refuses the messages.
+        add_generation_prompt: end with the header of the answer. continue_final_message: end with the text of
+        the last message, which the model then continues. variables: further variables of the template.
+        Raises RequestError if there is no template or the template refuses the messages.
         """
         text = self.render(
             messages,
@@ -120,7 +124,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """The conversation as text. See `chat`."""
+        """The text of a conversation. Parameters and errors are those of `chat`."""
         if self._template is None:
             raise RequestError(
                 "messages: this model has no chat template; use /v1/completions or --chat-template",
@@ -137,7 +141,7 @@ class Tokenizer:
                 messages=_marked(plain) if continue_final_message else plain,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens(),
-                **{"tools": None, "documents": None, **variables},  # the names that transformers always sets
+                **{"tools": None, "documents": None, **variables},  # transformers always sets these names
             )
         except (jinja2.TemplateError, *TEMPLATE_ERRORS) as error:
             raise RequestError(f"messages: the chat template refuses them: {error}", "messages") from error
@@ -153,9 +157,9 @@ class Tokenizer:
         }
 
     def _missing_bos(self) -> list[int]:
-        """The BOS token that the settings want and tokenizer.json does not add, as it is with DeepSeek's.
+        """The BOS token, in a list, if the settings demand it and tokenizer.json does not add it.
 
-        There it is the Llama class of transformers 4 that puts it before a text.
+        DeepSeek's checkpoints are such a case. There the Llama class of transformers 4 adds it to a text.
         """
         name = self._special_tokens().get("bos_token")
         token = None if name is None else self._tokenizer.token_to_id(name)
@@ -165,7 +169,7 @@ class Tokenizer:
 
     def _find_template(self, path: Path, override: Path | None) -> jinja2.Template | None:
         source: Any = self._settings.get("chat_template")
-        if isinstance(source, list):  # several named templates: the one called default
+        if isinstance(source, list):  # several named templates: take the one called default
             named = (each for each in source if isinstance(each, dict))
             source = next((each.get("template") for each in named if each.get("name") == "default"), None)
         file = override or path / "chat_template.jinja"
@@ -182,9 +186,12 @@ class Tokenizer:
 
 
 class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %} marks what a model wrote, for training; the text stays."""
+    """Parses {% generation %} ... {% endgeneration %} and keeps the text between them.
 
-    tags = {"generation"}  # noqa: RUF012, the library's own form
+    Templates mark the model's own text with it, for training.
+    """
+
+    tags = {"generation"}  # noqa: RUF012, jinja expects a set here
 
     def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)
@@ -205,17 +212,20 @@ def _compile(source: str, where: Path) -> jinja2.Template:
 
 
 def _raise_exception(message: str) -> NoReturn:
-    """Chat templates call this to refuse a conversation."""
+    """Refuse a conversation. Chat templates call this function."""
     raise jinja2.TemplateError(message)
 
 
 def _to_json(value: object, ensure_ascii: bool = False, **form: Any) -> str:
-    """Plain JSON, as transformers has it (`form`: indent, separators, sort_keys): jinja escapes for HTML."""
+    """Plain JSON, as in transformers. Jinja's own filter escapes characters for HTML.
+
+    form: indent, separators, sort_keys.
+    """
     return json.dumps(value, ensure_ascii=ensure_ascii, **form)
 
 
 def _text_of(content: object) -> str:
-    """What a message says: a text, parts of text in lines of their own, or nothing."""
+    """The text of a message's content. Parts of text are joined by newlines; None is an empty text."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, Sequence) else [content]
@@ -228,7 +238,10 @@ def _text_of(content: object) -> str:
 
 
 def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """`messages`, the last one's content followed by MARK, and by a space that a trimming template eats."""
+    """`messages` with MARK and a space added to the last one's content.
+
+    The space shows whether the template trims contents: then it is gone.
+    """
     content = messages[-1].get("content") if messages else None
     if not isinstance(content, str) or not content.strip():
         raise RequestError("messages: the last message has no content to continue", "messages")
@@ -236,7 +249,7 @@ def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _cut_at_mark(text: str) -> str:
-    """`text` up to the end of the last message's content, so that the model goes on with it."""
+    """`text` up to the end of the last message's content, which the model then continues."""
     before, found, after = text.rpartition(MARK)
     if not found:
         raise RequestError("messages: the chat template leaves the last message out", "messages")
@@ -254,7 +267,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """Printable stand-in character -> byte, the alphabet of byte-level BPE (GPT-2)."""
+    """Character -> byte of byte-level BPE (GPT-2). Every byte has a printable character."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
