@@ -197,7 +197,7 @@ async def test_a_worker_that_dies_while_loading(tokenizer: Tokenizer) -> None:
 
 async def test_how_the_worker_ended_is_asked(tokenizer: Tokenizer) -> None:
     front, worker = engine_and_worker(tokenizer)
-    front = AsyncEngine(front.engine, front._connection, obituary=lambda: "killed by signal 9")
+    front = AsyncEngine(front.engine, front._connection, how_it_ended=lambda: "killed by signal 9")
     front.start()
     worker.connection.close()
     await asyncio.wait_for(front.ended.wait(), 5)

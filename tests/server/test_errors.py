@@ -221,7 +221,9 @@ def test_what_can_never_be_served_is_not_tokenized(launch: Launch, monkeypatch: 
     many = live.post("/v1/completions", prompt=["x"] * 4, n=2)
     assert "4 prompts, 8 completions in all; allowed in one call: at most 6" in many.text
     # 256 tokens, none of them longer than </s>.
-    says = "got 1025 characters; allowed: at most 1024, the context full of tokens of 4"
+    says = (
+        "got 1025 characters; allowed: at most 1024, which is the context length times the longest token, 4"
+    )
     for long in ("x" * 1025, ["x", "x" * 1025]):
         refused = error_of(live.post("/v1/completions", prompt=long))
         assert refused["message"] == f"prompt: {says}" and refused["code"] == "context_length_exceeded"

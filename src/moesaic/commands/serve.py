@@ -93,7 +93,7 @@ def _serve(launched: Launched, listener: socket, name: str, server: ServerConfig
     host, port = listener.getsockname()[:2]
     with Announcer(name, host, port, as_json, reported(launched)) as announcer:
         connection = Observed(launched.connection, announcer.observe)
-        engine = AsyncEngine(launched.engine, connection, obituary=launched.how_it_ended)
+        engine = AsyncEngine(launched.engine, connection, how_it_ended=launched.how_it_ended)
         service = Service(
             engine,
             name,

@@ -14,7 +14,7 @@ from moesaic.server.service import Service
 
 
 def create_app(service: Service, *, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> Api:
-    """The API of `service`. Nothing runs yet: whoever serves it calls `service.engine.start`."""
+    """The API of `service`. The caller must start `service.engine` before it serves the API."""
     app = Api(
         title="moesaic",
         version=service.version,

@@ -1,4 +1,4 @@
-"""The engine on an event loop: one thread receives, everything else happens in the loop.
+"""The engine on an event loop: one thread receives messages, and the loop does everything else.
 
 worker --messages--> reader thread --call_soon_threadsafe--> Engine.receive --> streams' queues
 """
@@ -22,18 +22,18 @@ from moesaic.server.metrics import Meter
 
 
 class Inbox(Protocol):
-    """The half of a connection that is read here; Engine has the other."""
+    """The receiving half of a connection. Engine uses the sending half."""
 
     def receive(self, timeout: float | None = None) -> messages.Message | None:
-        """The next message; ConnectionLost when the worker is gone."""
+        """The next message. Raises ConnectionLost if the worker is gone."""
         ...
 
 
 class Stream:
     """The outputs of one call, in order of arrival: an async iterator of (prompt number, output).
 
-    It ends when every completion has; it raises EngineDeadError when the worker dies first.
-    Closing it early cancels what still runs.
+    It ends after the last completion. It raises EngineDeadError if the worker dies first. Closing it early
+    cancels the unfinished completions.
     """
 
     def __init__(self, engine: AsyncEngine) -> None:
@@ -41,7 +41,7 @@ class Stream:
         self._items: asyncio.Queue[tuple[int, RequestOutput] | EngineDeadError] = asyncio.Queue()
         self._unfinished = 0
         self.groups: list[int] = []
-        """Request ids, one per prompt."""
+        """Request ids, one for each prompt."""
 
     def expect(self, group: int, completions: int) -> None:
         self.groups.append(group)
@@ -51,7 +51,7 @@ class Stream:
         self._items.put_nowait(item)
 
     def close(self) -> None:
-        """Cancel what is left. Closing again, or after the end, does nothing."""
+        """Cancel the unfinished completions. Closing again, or after the end, does nothing."""
         self._unfinished = 0
         self._engine.cancel(self.groups)
 
@@ -70,20 +70,20 @@ class Stream:
 
 @dataclass
 class _Route:
-    """Where the outputs of one request go."""
+    """The stream that receives the outputs of one request."""
 
     stream: Stream
     number: int
-    """Of the prompt within its call."""
+    """Number of the prompt in its call, from 0."""
     left: int
-    """Completions that still run."""
+    """Number of unfinished completions."""
 
 
 class AsyncEngine:
-    """`engine` and the `connection` to its worker, driven by the loop that calls `start`.
+    """`engine` and the `connection` to its worker, run by the event loop that calls `start`.
 
-    clock: seconds, for the latency histograms. obituary: how the worker ended, asked once its
-    connection is lost.
+    clock: returns seconds, for the latency histograms. how_it_ended: returns one line on how the worker
+    ended; it is called once the connection is lost.
     """
 
     def __init__(
@@ -92,31 +92,31 @@ class AsyncEngine:
         connection: Inbox,
         *,
         clock: Callable[[], float] = time.monotonic,
-        obituary: Callable[[], str] | None = None,
+        how_it_ended: Callable[[], str] | None = None,
     ) -> None:
         self.engine = engine
         self.meter = Meter()
         self.draining = False
         self.failure: messages.Failed | None = None
-        """The worker's last words, if it had time for any."""
+        """The error that the worker reported before it ended, if it reported one."""
         self.ready = asyncio.Event()
-        """Set once the worker is loaded."""
+        """Set once the model is loaded."""
         self.ended = asyncio.Event()
         """Set once the worker is gone."""
         self._connection = connection
         self._clock = clock
-        self._obituary = obituary
+        self._how_it_ended = how_it_ended
         self._routes: dict[int, _Route] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
     def start(self) -> None:
-        """Begin to receive, in the running loop."""
+        """Start to receive messages for the running event loop."""
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, args=(loop,), name="worker-reader", daemon=True).start()
 
     async def wait_ready(self) -> None:
-        """Return once the worker is loaded; EngineDeadError if it dies first."""
+        """Wait until the model is loaded. Raises EngineDeadError if the worker dies first."""
         waits = [asyncio.ensure_future(event.wait()) for event in (self.ready, self.ended)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -127,7 +127,7 @@ class AsyncEngine:
             raise EngineDeadError(f"the worker is gone: {self.engine.dead}")
 
     def require_serving(self) -> messages.WorkerInfo:
-        """What is served; NotServingError or EngineDeadError when nothing is."""
+        """The loaded model. Raises NotServingError or EngineDeadError if requests cannot be served now."""
         if self.engine.dead is not None:
             raise EngineDeadError(f"the worker is gone: {self.engine.dead}")
         if self.draining:
@@ -137,7 +137,7 @@ class AsyncEngine:
         return self.engine.info
 
     def open(self, jobs: Sequence[tuple[list[int], SamplingParams]], *, own_text: bool = False) -> Stream:
-        """Submit every (prompt, parameters) or, when one is refused, none. own_text: see Engine.submit."""
+        """Submit every (prompt, parameters) pair, or none if one is refused. own_text: see Engine.submit."""
         self.require_serving()
         self.require_room_ever(len(jobs), sum(params.n for _, params in jobs))
         stream = Stream(self)
@@ -150,20 +150,23 @@ class AsyncEngine:
         return stream
 
     def require_room_ever(self, prompts: int, completions: int) -> None:
-        """RequestError for many prompts that no queue, however empty, will take: a 429 would be a lie."""
+        """Raise RequestError for a call of several prompts that is too large even for an empty queue.
+
+        Status 429 would tell the client to try again, which could never succeed.
+        """
         limit = self.engine.limit
         if limit is not None and prompts > 1 and completions > limit:
             what = f"got {prompts} prompts, {completions} completions in all"
             raise RequestError(f"prompt: {what}; allowed in one call: at most {limit}", "prompt")
 
     async def generate(self, prompt: list[int], params: SamplingParams) -> AsyncIterator[RequestOutput]:
-        """The outputs of one prompt. Closing the iterator early cancels it."""
+        """Yield the outputs of one prompt. Closing the iterator early cancels the request."""
         with closing(self.open([(prompt, params)])) as stream:
             async for _, output in stream:
                 yield output
 
     def cancel(self, groups: Sequence[int]) -> None:
-        """Drop these requests and free what they hold; those that ended are skipped."""
+        """Cancel these requests and free their resources. Skips requests that have ended."""
         for group in groups:
             if self._routes.pop(group, None) is None:
                 continue
@@ -175,7 +178,7 @@ class AsyncEngine:
         self._note_idle()
 
     async def drain(self) -> None:
-        """Refuse new requests and return when the last one ended."""
+        """Refuse new requests, and wait until all others have ended."""
         self.draining = True
         await self._idle.wait()
 
@@ -193,21 +196,21 @@ class AsyncEngine:
         self.meter.arrived(group, params.n, self._clock())
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The reader thread: hand each message to the loop until either is gone."""
+        """Run the reader thread: pass each message to the loop until the worker or the loop is gone."""
         while not loop.is_closed():
             try:
                 message = self._connection.receive(None)
             except ConnectionLost as error:
-                _call(loop, self._die, self._obituary() if self._obituary else str(error))
+                _call(loop, self._die, self._how_it_ended() if self._how_it_ended else str(error))
                 return
             except Exception as error:
-                _call(loop, self._die, f"nobody reads its messages any more: {error!r}")
+                _call(loop, self._die, f"the thread that reads its messages failed: {error!r}")
                 raise
             if message is not None and not _call(loop, self._receive, message):
                 return
 
     def _receive(self, message: messages.ToEngine) -> None:
-        """One message, in the loop. Whatever goes wrong here ends every stream: none may hang."""
+        """Handle one message, in the loop. An error here ends every stream, so that none of them hangs."""
         if isinstance(message, messages.Failed):
             self.failure = message
         try:
@@ -238,7 +241,7 @@ class AsyncEngine:
             del self._routes[output.request_id]
 
     def _die(self, reason: str) -> None:
-        """End every stream. The first reason counts."""
+        """End every stream with an error. The first reason is kept."""
         if not self.ended.is_set():
             self.engine.mark_dead(reason)
             self.ended.set()
@@ -256,7 +259,7 @@ class AsyncEngine:
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], argument: object) -> bool:
-    """Schedule `function` in `loop` from another thread; False when the loop is closed."""
+    """Schedule `function` in `loop` from another thread. Returns False if the loop is closed."""
     try:
         loop.call_soon_threadsafe(function, argument)
     except RuntimeError:

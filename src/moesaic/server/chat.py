@@ -55,7 +55,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
 
 
 def _open(service: Service, prompt: list[int], params: SamplingParams, own_text: bool) -> Stream:
-    """Submit; errors name the fields of a chat, not the engine's."""
+    """Submit the prompt. Errors about the engine's field "prompt" name the chat's field "messages"."""
     try:
         return service.engine.open([(prompt, params)], own_text=own_text)
     except RequestError as error:
@@ -65,7 +65,7 @@ def _open(service: Service, prompt: list[int], params: SamplingParams, own_text:
 
 @dataclass
 class _Answer:
-    """What one choice said so far."""
+    """The outputs of one choice so far."""
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -83,7 +83,7 @@ class _Reply:
         self._tally = Tally([prompt_tokens])
 
     async def chunks(self, source: Stream) -> AsyncIterator[ChatChunk]:
-        """The stream: per choice its role, its text in pieces, its end; then the token counts."""
+        """The streamed answer: for each choice its role, its text in pieces and its end; then the usage."""
         begun: set[int] = set()
         async for number, output in source:
             self._tally.add(number, output)
@@ -99,7 +99,7 @@ class _Reply:
             yield self._envelope([], self._tally.usage())
 
     async def whole(self, source: Stream) -> ChatCompletion:
-        """All at once."""
+        """The complete answer."""
         answers: defaultdict[int, _Answer] = defaultdict(_Answer)
         async for number, output in source:
             self._tally.add(number, output)
@@ -148,7 +148,7 @@ class _Reply:
         return self._envelope([choice])
 
     def _envelope(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
-        """A stream with usage says `usage: null` until it knows, like OpenAI's."""
+        """One chunk. As in OpenAI's API, a stream with usage sends `usage: null` before the last chunk."""
         if usage is None and self._body.streams_running_usage:
             usage = self._tally.usage()
         chunk = ChatChunk(

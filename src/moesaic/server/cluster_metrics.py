@@ -1,4 +1,4 @@
-"""Prometheus metrics of the processes behind the engine, written at scrape time from snapshots."""
+"""Prometheus metrics of the cluster's processes. Each scrape takes a snapshot and formats it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from moesaic.core.cluster_status import ClusterLoad, ClusterStatus, LayerLocalit
 from moesaic.server.service import Cluster
 
 MOST_EXPERTS = 2048
-"""(layer, expert) pairs up to which each has a series of its own; of larger models each layer has one."""
+"""Maximum number of (layer, expert) pairs that get a series each. Larger models get one for each layer."""
 
 Series = Iterable[tuple[tuple[str, ...], float]]
-"""(label values, number)."""
+"""(label values, number) of each time series."""
 
 
 class ClusterCollector(Collector):
-    """Turns snapshots of `cluster` into metric families."""
+    """Makes metric families from snapshots of `cluster`."""
 
     def __init__(self, cluster: Cluster, model_name: str) -> None:
         self._cluster = cluster
@@ -38,43 +38,47 @@ class ClusterCollector(Collector):
         up = Counter({process.role: 0 for process in status.processes})
         up.update(process.role for process in status.processes if process.stage == "serving")
         counted = [((role,), float(number)) for role, number in up.items()]
-        yield self._gauge("processes_up", "Processes that serve.", counted, "role")
+        yield self._gauge("processes_up", "Processes that are serving.", counted, "role")
         waiting = [
             ((process.name,), float(process.stats.waiting_pairs))
             for process in status.processes
             if process.role == "expert server"
         ]
-        text = "(row, expert) pairs that came in and were not computed yet."
+        text = "(row, expert) pairs that have arrived and are not computed yet."
         yield self._gauge("expert_server_waiting_pairs", text, waiting, "server")
         if status.placement_version is not None:
             version: Series = [((), float(status.placement_version))]
-            yield self._gauge("placement_version", "Of who holds which experts.", version)
+            yield self._gauge("placement_version", "Version of the placement of experts.", version)
 
     def _counters(self, status: ClusterStatus) -> Iterator[CounterMetricFamily]:
         counters = status.counters
         for name, text, value in (
-            ("process_deaths", "Processes that ended unasked.", counters.process_deaths),
-            ("failovers", "Servers that clients lost or gave up with rows under way.", counters.failovers),
-            ("silent_failovers", "Of those, servers given up for silence.", counters.silent_failovers),
-            ("false_failovers", "Of those, servers that came back.", counters.false_failovers),
+            ("process_deaths", "Processes that ended unexpectedly.", counters.process_deaths),
+            ("failovers", "Times that a client gave up a server with rows in flight.", counters.failovers),
+            (
+                "silent_failovers",
+                "Failovers because a server did not answer in time.",
+                counters.silent_failovers,
+            ),
+            ("false_failovers", "Failovers from a server that answered later.", counters.false_failovers),
             ("resent_pairs", "(row, expert) pairs sent again.", counters.resent_pairs),
             (
                 "moved_requests",
-                "Requests that went on with another attention worker.",
+                "Requests that were moved to another attention worker.",
                 counters.moved_requests,
             ),
-            ("rebalances", "Changes of the placement for balance.", counters.rebalances),
+            ("rebalances", "Changes of the placement that balance the load.", counters.rebalances),
         ):
             yield self._counter(name, text, [((), value)])
         missed: Series = [(("ttft",), counters.missed_ttft), (("itl",), counters.missed_itl)]
-        text = "First tokens, and tokens, that came later than --slo-ttft and --slo-itl."
+        text = "First tokens later than --slo-ttft, and further tokens later than --slo-itl."
         yield self._counter("slo_violations", text, missed, "objective")
 
     def _locality(self, layers: Sequence[LayerLocality]) -> Iterator[CounterMetricFamily]:
-        """Local activation rate: the second over the first."""
+        """Pairs in all and local pairs. The local activation rate is the second over the first."""
         text = "(row, expert) pairs that attention workers sent."
         yield self._counter("sent_pairs", text, [((str(one.layer),), one.pairs) for one in layers], "layer")
-        text = "Of those, pairs for the expert server of the worker's own rank."
+        text = "(row, expert) pairs that attention workers sent to the expert server of their own rank."
         local: Series = [((str(one.layer),), one.local_pairs) for one in layers]
         yield self._counter("local_activation_pairs", text, local, "layer")
 
@@ -91,7 +95,7 @@ class ClusterCollector(Collector):
             totals = load.pairs.sum(axis=1).tolist()
             series = [((str(layer),), float(n)) for layer, n in zip(load.layers, totals, strict=True)]
             yield self._counter("expert_pairs", text, series, "layer")
-        text = "Mean over most of the servers' pairs of late, 0 to 1."
+        text = "Mean of the expert servers' recent pairs over their maximum, 0 to 1."
         evenness = zip(load.layers, load.balancedness.tolist(), strict=True)
         yield self._gauge("expert_balancedness", text, [((str(layer),), x) for layer, x in evenness], "layer")
 

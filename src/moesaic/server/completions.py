@@ -57,10 +57,10 @@ class _Reply:
         self._created = int(service.now())
         self._tally = Tally([len(prompt.token_ids) for prompt in prompts])
         self._writers: dict[int, CompletionLogprobsWriter] = {}
-        """One per choice that has begun."""
+        """Choice index -> its writer, once the choice has begun."""
 
     async def chunks(self, source: Stream) -> AsyncIterator[Completion]:
-        """The stream: a chunk per output that has something to show, then the token counts."""
+        """The streamed answer: a chunk for each output that is not empty, then the usage."""
         async for number, output in source:
             choice = self._piece(number, output)
             if choice.text or choice.logprobs or choice.finish_reason:
@@ -69,7 +69,7 @@ class _Reply:
             yield self._completion([], self._tally.usage())
 
     async def whole(self, source: Stream) -> Completion:
-        """All at once."""
+        """The complete answer."""
         pieces: defaultdict[int, list[CompletionChoice]] = defaultdict(list)
         async for number, output in source:
             piece = self._piece(number, output)
@@ -78,7 +78,7 @@ class _Reply:
         return self._completion(choices, self._tally.usage())
 
     def _piece(self, number: int, output: RequestOutput) -> CompletionChoice:
-        """What `output` adds to its choice; the first one brings the echoed prompt."""
+        """The piece that `output` adds to its choice. The first piece contains the echoed prompt."""
         if self._body.max_tokens == 0:
             output = replace(output, text="", token_ids=[], logprobs=None)
         self._tally.add(number, output)
@@ -115,7 +115,7 @@ class _Reply:
         if self._body.logprobs is None:
             return None
         echoed = [] if echo is None else echo.token_ids
-        # A prompt of one token has nothing to score, and the engine sends nothing.
+        # The engine sends no scores for a prompt of one token, since the first token has none.
         scores = (output.prompt_logprobs or [None] * len(echoed)) if echoed else []
         return writer.write([*echoed, *output.token_ids], [*scores, *(output.logprobs or [])])
 
@@ -123,7 +123,7 @@ class _Reply:
         return self._tally.usage() if self._body.streams_running_usage else None
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
-        """The envelope. A stream with usage says `usage: null` until it knows, like OpenAI's."""
+        """The answer or one chunk. As in OpenAI's API, a stream with usage sends `usage: null` at first."""
         completion = Completion(
             id=self._id,
             object="text_completion",
@@ -137,7 +137,7 @@ class _Reply:
 
 
 def _joined(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
-    """The pieces of one choice as one."""
+    """Join the pieces of one choice."""
     scores = [piece.logprobs for piece in pieces if piece.logprobs is not None]
     update = {"text": "".join(piece.text for piece in pieces), "logprobs": _joined_logprobs(scores)}
     return pieces[-1].model_copy(update=update)

@@ -1,4 +1,4 @@
-"""What the published schema says beside the models: which errors to expect, and what a stream is."""
+"""Parts of the OpenAPI schema that the models do not define: error answers and streams."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Responses = dict[int | str, dict[str, Any]]
 _REASONS = {
     400: "The request is wrong; `param` names the field.",
     401: "Wrong or missing API key.",
-    403: "Changes need an API key, or a server that listens on this machine only.",
-    404: "The model is not served, or what was asked for is not there.",
-    409: "What was asked for contradicts the state of the cluster.",
+    403: "Changes need an API key, or a server that listens only on a loopback address.",
+    404: "The model is not served, or the resource does not exist.",
+    409: "The request contradicts the state of the cluster.",
     413: "The body is too large.",
     429: "The queue is full; try again after `Retry-After` seconds.",
     503: "Not serving: loading, shutting down, or the worker is gone.",
@@ -25,7 +25,7 @@ _REASONS = {
 
 
 def errors(*statuses: int) -> Responses:
-    """These errors as FastAPI's `responses`."""
+    """The error answers with these statuses, for FastAPI's parameter `responses`."""
     return {status: {"model": ErrorResponse, "description": _REASONS[status]} for status in statuses}
 
 
@@ -34,7 +34,7 @@ GENERATION_ERRORS = BODY_ERRORS | errors(429)
 
 
 def streamed(chunk: type[Payload]) -> Responses:
-    """A success that is a stream of `chunk` when the request says `stream`."""
+    """The successful answer, which is a stream of `chunk` if the request sets `stream`."""
     about = f"With `stream`: events whose data is a {chunk.__name__}, then `[DONE]`."
     event = {
         "type": "object",
@@ -45,7 +45,7 @@ def streamed(chunk: type[Payload]) -> Responses:
 
 
 class Api(FastAPI):
-    """FastAPI whose schema leaves out the 422 answers that are never given."""
+    """FastAPI without the 422 answers in its schema, since this server never sends them."""
 
     def openapi(self) -> dict[str, Any]:
         schema = super().openapi()
@@ -58,4 +58,4 @@ class Api(FastAPI):
 
 
 bearer = HTTPBearer(auto_error=False, description="The server's --api-key.")
-"""Documents the key that the guard has already checked."""
+"""Documents the API key in the schema. The guard checks it."""

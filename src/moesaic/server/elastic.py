@@ -1,4 +1,4 @@
-"""The processes behind the API: how they are, and how many there should be."""
+"""Routes that report the state of the cluster's processes and change their number."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from moesaic.server.json_body import StrictJsonRoute
 from moesaic.server.requests import ScaleRequest
 from moesaic.server.service import Cluster, Service, Serving
 
-LOOK_SECONDS = 0.5
-"""Between two looks whether the server still serves: a change may take longer than its end."""
+POLL_SECONDS = 0.5
+"""Seconds between two checks whether the server still serves while a change runs."""
 
 router = APIRouter(route_class=StrictJsonRoute)
 
@@ -23,23 +23,23 @@ router = APIRouter(route_class=StrictJsonRoute)
 @router.get("/v1/fault_tolerance/status", responses=errors(401, 403, 404))
 async def status(service: Serving) -> ClusterStatus:
     """Every process, which experts each server holds, copies of each expert, and what failed."""
-    return _cluster(service, "it names processes and addresses").report()
+    return _cluster(service, "the status names processes and addresses").report()
 
 
 @router.post("/scale_elastic_ep", responses=errors(400, 401, 403, 404, 409, 413, 503))
 async def scale(body: ScaleRequest, service: Serving) -> ClusterStatus:
-    """Have another number of expert servers or attention workers; answered once that is so.
+    """Change the number of expert servers or attention workers. The answer comes once the change is done.
 
-    Requests go on meanwhile. When it fails, everything is as it was. When the server is told to end before,
-    the answer is a 503.
+    Requests are served meanwhile. If the change fails, the cluster stays as it was. If the server shuts down
+    before the change is done, the answer is a 503.
     """
-    cluster = _cluster(service, "changes are off")
+    cluster = _cluster(service, "changes are not allowed")
     if body.expert_servers is None and body.attention_workers is None:
         raise Problem(400, "the body: expert_servers or attention_workers is needed")
     service.engine.require_serving()
     change = asyncio.wrap_future(cluster.scale(body.expert_servers, body.attention_workers))
     try:
-        while not (await asyncio.wait([change], timeout=LOOK_SECONDS))[0]:
+        while not (await asyncio.wait([change], timeout=POLL_SECONDS))[0]:
             service.engine.require_serving()
         change.result()
     except ConfigError as error:
@@ -50,7 +50,7 @@ async def scale(body: ScaleRequest, service: Serving) -> ClusterStatus:
 
 
 def _cluster(service: Service, closed: str) -> Cluster:
-    """closed: why strangers get none."""
+    """The cluster. Raises Problem if there is none, or if clients may not see it. closed: the reason why."""
     if not service.may_change:
         raise Problem(
             403, f"{closed}: start the server with --api-key, or on a loopback --host", code="forbidden"
@@ -58,7 +58,7 @@ def _cluster(service: Service, closed: str) -> Cluster:
     if service.cluster is None:
         raise Problem(
             404,
-            "one process does everything here; see moesaic serve --attention-workers and --expert-servers",
+            "this server has one process; see moesaic serve --attention-workers and --expert-servers",
             code="no_cluster",
         )
     return service.cluster

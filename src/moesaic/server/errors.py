@@ -1,4 +1,4 @@
-"""What went wrong, in OpenAI's shape: one table from our errors to HTTP answers."""
+"""Maps exceptions to HTTP answers in OpenAI's error format."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from starlette.responses import Response
 from moesaic.core.errors import EngineDeadError, MoesaicError, OverloadedError, RequestError, ScalingError
 
 _SHOWN = 80
-"""Characters of an offending value that a message repeats."""
+"""Maximum number of characters of a wrong value that a message repeats."""
 
 _INVALID = "invalid_request_error"
 _UNAVAILABLE = "service_unavailable"
 
 
 class NotServingError(MoesaicError):
-    """Not yet or no longer serving (HTTP 503); `retry_after` is in seconds."""
+    """The server does not serve yet or any more (HTTP 503). `retry_after`: seconds to wait, or None."""
 
     def __init__(self, message: str, code: str, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class UnknownModelError(MoesaicError):
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong."""
+    """The description of an error."""
 
     message: str
     type: str
@@ -50,7 +50,7 @@ class ErrorResponse(BaseModel):
 
 
 class Problem(HTTPException):
-    """An error as it will be answered."""
+    """An error as it is sent to the client: HTTP status, headers and body."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Problem(HTTPException):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(status, message, None if headers is None else dict(headers))
-        # A lone surrogate in a client's field name must not break the answer that blames it.
+        # A client's field name may contain a lone surrogate, which the answer cannot repeat.
         clean = [None if text is None else text.encode(errors="replace").decode() for text in (param, code)]
         text = message.encode(errors="replace").decode()
         self.body = ErrorResponse(error=ErrorDetail(message=text, type=kind, param=clean[0], code=clean[1]))
@@ -76,7 +76,7 @@ class Problem(HTTPException):
 
 
 def problem_of(error: Exception) -> Problem:
-    """The answer to any exception; what we do not know is a bug of ours, 500 and no details."""
+    """The answer to an exception. An unknown exception is a bug in moesaic: status 500 without details."""
     match error:
         case Problem():
             return error
@@ -99,11 +99,11 @@ def problem_of(error: Exception) -> Problem:
             return _problem_of_validation(error.errors())
         case HTTPException():
             return Problem(error.status_code, str(error.detail), headers=error.headers)
-    return Problem(500, "internal error of the server; its log has the details", "server_error")
+    return Problem(500, "internal error of the server; see the server's log", "server_error")
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Let every error of `app` be answered in OpenAI's shape."""
+    """Make `app` answer every error in OpenAI's format."""
     for kind in (MoesaicError, Problem, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer)
 
@@ -117,10 +117,10 @@ def _retry(seconds: float | None) -> dict[str, str]:
 
 
 def _problem_of_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
-    """The first field that is wrong, and why.
+    """The answer that names the first wrong field and the reason.
 
-    A union reports an error for each of its members; the one that got deepest, and furthest, is the one
-    meant.
+    A union reports an error for each of its members. The client most likely meant the member whose error is
+    deepest, and furthest along in lists.
     """
     located = [(tuple(error["loc"])[1:], error) for error in errors]
     field = next((place[0] for place, _ in located if place), None)
@@ -157,12 +157,12 @@ def _whole_body(error: Mapping[str, Any]) -> str:
 
 
 def _reached(place: Sequence[object]) -> tuple[int, list[int]]:
-    """How deep an error lies, and at which item of each list."""
+    """The depth of an error in the body, and the list indices on its path."""
     return len(place), [step for step in place if isinstance(step, int)]
 
 
 def _path(place: Sequence[object]) -> str:
-    """('messages', 0, 'content', 'list[TextPart]', 1) -> 'messages[0].content[1]'."""
+    """The path of a field. ('messages', 0, 'content', 'list[TextPart]', 1) -> 'messages[0].content[1]'."""
     return "".join(_steps(place)).removeprefix(".")
 
 

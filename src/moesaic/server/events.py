@@ -1,4 +1,4 @@
-"""Sending: server-sent events, and work that ends when its client leaves."""
+"""Sends answers, also as server-sent events. Cancels the work if the client disconnects."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from moesaic.server.responses import Payload
 T = TypeVar("T")
 
 _CLIENT_GONE = 499
-"""Nobody reads this status; logs do."""
+"""The status of an answer whose client has disconnected. It appears in logs only."""
 
 
 class EventStream(Response):
-    """`chunks` as server-sent events; errors on the way are events too.
+    """Sends `chunks` as server-sent events. An error during the stream is sent as an event too.
 
-    `source` is closed at the end, whatever the end is: a client that leaves cancels its request.
+    Closes `source` in every case, so a client that disconnects cancels its request.
     """
 
     media_type = "text/event-stream"
@@ -51,7 +51,7 @@ class EventStream(Response):
 
 
 async def answer(receive: Receive, source: Stream, work: Coroutine[Any, Any, Payload]) -> Response:
-    """The result of `work`, which reads `source`; closes it when the client leaves."""
+    """The result of `work`, which reads `source`. Closes `source` at the end or if the client disconnects."""
     try:
         payload = await unless_disconnected(receive, work)
     finally:
@@ -60,7 +60,7 @@ async def answer(receive: Receive, source: Stream, work: Coroutine[Any, Any, Pay
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, or None, with `work` cancelled, once the client is gone."""
+    """The result of `work`. If the client disconnects first, cancels `work` and returns None."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(receive))
     try:

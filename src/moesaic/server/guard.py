@@ -1,4 +1,4 @@
-"""What happens before a request is looked at: its key, its size, its id."""
+"""Checks the API key and the size of every request, and gives it an id, before any route sees it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from moesaic.server.errors import Problem
 
 MAX_BODY_BYTES = 32 * 2**20
 OPEN_PATHS = frozenset({"/health", "/metrics", "/ping", "/version", "/openapi.json"})
-"""Paths that need no key; all others do, also those that do not exist."""
+"""Paths that need no key. All others need one, also those that do not exist."""
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
 
 
 class Guard:
-    """ASGI middleware. api_key: what clients must send, or None."""
+    """ASGI middleware. api_key: the key that clients must send; None means that no key is needed."""
 
     def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self._app = app
@@ -64,7 +64,7 @@ class Guard:
         )
 
     def _limited(self, receive: Receive) -> Receive:
-        """`receive` that raises once the body, whose length may not have been told, is too large."""
+        """`receive` that raises if the body is too large. It also works without a Content-Length header."""
         seen = 0
 
         async def limited() -> Message:
@@ -79,7 +79,7 @@ class Guard:
 
 
 def _with_request_id(send: Send, given: str) -> Send:
-    """`send` that answers with the client's X-Request-Id, or with a new one."""
+    """`send` that adds the header X-Request-Id: the client's id if it is valid, else a new one."""
     request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
     async def identified(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""JSON as the standard has it: no NaN, no Infinity, no half characters."""
+"""Parses bodies as standard JSON: NaN, Infinity and lone surrogates are errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse(body: bytes) -> Any:
-    """The value of a JSON text. Raises json.JSONDecodeError or Problem."""
+    """Parse a JSON text. Raises json.JSONDecodeError or Problem."""
     try:
         value = json.loads(body, parse_constant=_refuse)
         if _SURROGATE_ESCAPE.search(body):
@@ -34,7 +34,7 @@ def parse(body: bytes) -> Any:
 
 
 class StrictJsonRoute(APIRoute):
-    """A route whose body is read by `parse`."""
+    """A route that parses its body with `parse`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes."""
+"""Log-probabilities in OpenAI's two formats, of completions and of chats."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from moesaic.server.responses import ChatLogprob, ChatLogprobs, CompletionLogpro
 from moesaic.server.service import Tokenizer
 
 LOWEST = -9999.0
-"""JSON has no minus infinity."""
+"""Sent in place of minus infinity, which JSON cannot express."""
 
 
 class CompletionLogprobsWriter:
-    """The completions shape, piece by piece: it remembers how far into the text it is.
+    """Writes the format of completions piece by piece. It keeps the current offset in the text.
 
-    num_top: candidates to show. skip_special: special tokens are no part of the text. echoed: the prompt, if
-    the text begins with it; at its start SentencePiece's decoders drop a space.
+    num_top: number of candidates to show. skip_special: special tokens are not part of the text. echoed: the
+    prompt, if the text begins with it; SentencePiece's decoders drop a space at its start.
     """
 
     def __init__(
@@ -30,12 +30,12 @@ class CompletionLogprobsWriter:
         self._at_start = echoed is not None
         self._given = None if echoed is None else echoed.text
         self._of_prompt = 0 if echoed is None else len(echoed.token_ids)
-        """Tokens of it that are still to come."""
+        """Number of echoed prompt tokens that are not written yet."""
         self._offset = 0
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> CompletionLogprobs:
-        """The next tokens; an entry of None has no score: the first token of a prompt."""
+        """Write the next tokens. An entry is None for a token without a score: the first one of a prompt."""
         offsets = [self._advance(token) for token in token_ids]
         return CompletionLogprobs(
             text_offset=offsets,
@@ -45,7 +45,7 @@ class CompletionLogprobsWriter:
         )
 
     def _advance(self, token: int) -> int:
-        """Where in the text `token` begins; moves past it."""
+        """The offset at which `token` begins in the text, in characters. Moves on to the token's end."""
         start, raw = self._offset, self._tokenizer.token_bytes(token)
         given = self._given if self._of_prompt else None
         self._of_prompt -= self._of_prompt > 0
@@ -56,26 +56,30 @@ class CompletionLogprobsWriter:
         if self._at_start and raw == b" " + alone:
             raw = alone
         if given is not None and raw.startswith(b" ") and not given.startswith(" ", start):
-            raw = raw[1:]  # SentencePiece's, which it puts before a word
+            raw = raw[1:]  # the space that SentencePiece puts before a word
         self._at_start = False
         self._offset += len(self._characters.decode(raw))
         return start
 
     def _is_shown(self, special: bytes, given: str | None) -> bool:
-        """A prompt is echoed as it was sent: with the client's special tokens, not with the tokenizer's."""
+        """True if the text contains this special token.
+
+        The echoed text is what the client sent: it has the client's special tokens, but not those that the
+        tokenizer added.
+        """
         if given is None:
             return not self._skip_special
         return given.startswith(special.decode(errors="replace"), self._offset)
 
     def _candidates(self, entry: TokenLogprob) -> dict[str, float]:
-        """The best, best first, and the token that was taken."""
+        """Name -> log-probability of the best candidates, best first, and of the chosen token."""
         found: dict[str, float] = {}
         for token, logprob in [*entry.top[: self._num_top], (entry.token_id, entry.logprob)]:
             found.setdefault(self._name(token), _finite(logprob))
         return found
 
     def _name(self, token: int) -> str:
-        """Its text, or `bytes:\\xe2\\x82` when it is a part of a character."""
+        """The token's text, or for a part of a character its bytes: `bytes:\\xe2\\x82`."""
         raw = self._tokenizer.token_bytes(token)
         try:
             return raw.decode()
@@ -84,7 +88,7 @@ class CompletionLogprobsWriter:
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], num_top: int, tokenizer: Tokenizer) -> ChatLogprobs:
-    """The chat shape."""
+    """The log-probabilities in the format of chats. num_top: number of candidates to show."""
     content = []
     for entry in entries:
         taken = _candidate(entry.token_id, entry.logprob, tokenizer)

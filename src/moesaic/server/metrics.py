@@ -1,4 +1,4 @@
-"""Prometheus metrics: vLLM's names with `moesaic:` in front, written at scrape time from snapshots."""
+"""Prometheus metrics with vLLM's names and the prefix `moesaic:`. Each scrape formats a snapshot."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Metric = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 @dataclass
 class Distribution:
-    """A histogram: how many observations fell below each bound."""
+    """A histogram: the number of observations in each range between two bounds."""
 
     bounds: Sequence[float]
     total: float = 0.0
@@ -72,7 +72,7 @@ class Distribution:
         self.total += value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, observations up to it), the last bound infinite."""
+        """(upper bound, number of observations up to it) of each bound. The last bound is infinity."""
         pairs, below = [], 0
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
             below += count
@@ -82,7 +82,7 @@ class Distribution:
 
 @dataclass
 class _Times:
-    """One completion's moments, on the meter's clock."""
+    """Times of one completion, in seconds on the meter's clock."""
 
     arrival: float
     queued: float = 0.0
@@ -91,9 +91,9 @@ class _Times:
 
 
 class Meter:
-    """What requests went through. Told by the async engine, read by the collector.
+    """Counts tokens and measures latencies. The async engine updates it, and the collector reads it.
 
-    Completion i of the request with id g is known to the worker as g + i.
+    Completion i of the request with id g has the id g + i in the worker.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Meter:
         self._groups.update((group + index, group) for index in range(completions))
 
     def received(self, message: messages.ToEngine, outputs: Iterable[RequestOutput], now: float) -> None:
-        """A message of the worker and what the engine made of it."""
+        """Count a message of the worker, and the outputs that the engine made from it."""
         if isinstance(message, messages.Admitted):
             for request_id, seconds in zip(message.request_ids, message.queue_seconds, strict=True):
                 self._admitted(request_id, seconds)
@@ -124,7 +124,7 @@ class Meter:
                 self._produced(output, times, now)
 
     def aborted(self, group: int) -> None:
-        """What is left of a request will not be answered."""
+        """Count the unfinished completions of a request as aborted."""
         left = self._times.pop(group, {})
         self.finished[FinishReason.ABORT] += len(left)
         for index in left:
@@ -161,7 +161,7 @@ class Meter:
 
 
 class EngineCollector(Collector):
-    """Turns snapshots into metric families."""
+    """Makes metric families from snapshots of the engine and from the meter."""
 
     def __init__(self, stats: Callable[[], EngineStats], meter: Meter, model_name: str) -> None:
         self._stats = stats
@@ -178,7 +178,9 @@ class EngineCollector(Collector):
         queries, hits = worker.blocks.prefix_queries, worker.blocks.prefix_hits
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries)
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits)
-        yield self._counter("num_preemptions", "Requests put back to wait.", worker.preemptions)
+        yield self._counter(
+            "num_preemptions", "Requests preempted: moved back to waiting.", worker.preemptions
+        )
         yield self._counter("prompt_tokens", "Prompt tokens processed.", meter.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", meter.generation_tokens)
         yield self._successes()
@@ -200,7 +202,7 @@ class EngineCollector(Collector):
         return family
 
     def _group(self, group: GroupStats) -> Iterator[CounterMetricFamily]:
-        """Of a worker that is a group of processes; zeros elsewhere."""
+        """Metrics of a worker that is a group of ranks. They are 0 for other workers."""
         text = "Bytes that the first rank of a tensor-parallel worker sent to the others."
         family = CounterMetricFamily("moesaic:collective_bytes", text, labels=["model_name", "collective"])
         for kind in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "metadata"):
@@ -208,9 +210,12 @@ class EngineCollector(Collector):
         yield family
         for name, counted in (
             ("group_pairs", "(row, expert) pairs gated on the first rank of a tensor-parallel worker."),
-            ("group_local_pairs", "Of those, pairs whose expert, or a part of it, is on that rank."),
-            ("group_shuffled_rows", "Rows that were scattered to where their experts were expected."),
-            ("group_kept_rows", "Of those, rows that did not have to make room for others."),
+            ("group_local_pairs", "Pairs of group_pairs whose expert, or a part of it, is on that rank."),
+            (
+                "group_shuffled_rows",
+                "Rows that were scattered to the ranks where their experts are predicted.",
+            ),
+            ("group_kept_rows", "Rows of group_shuffled_rows that reached their predicted rank."),
         ):
             yield self._counter(name, counted, getattr(group, name.removeprefix("group_")))
 
@@ -240,7 +245,7 @@ class EngineCollector(Collector):
 
 
 def registry_of(collector: EngineCollector) -> CollectorRegistry:
-    """A registry with nothing else in it."""
+    """A registry that contains only `collector`."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     return registry

@@ -19,7 +19,7 @@ async def list_models(service: Serving) -> ModelList:
 
 @router.get("/v1/models/{model_id:path}", responses=errors(401, 404, 503))
 async def get_model(model_id: str, service: Serving) -> ModelCard:
-    """The served model, by name."""
+    """The served model, if `model_id` is its name."""
     card = _card(service)
     service.require_model(model_id)
     return card

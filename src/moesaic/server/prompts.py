@@ -1,4 +1,4 @@
-"""From what a client sent to token ids."""
+"""Turns the prompts and messages of a client into token ids."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from moesaic.server.service import Service, Tokenizer
 T = TypeVar("T")
 
 MAX_PROMPTS = 2048
-"""Prompts in one call, however many the queue takes."""
+"""Maximum number of prompts in one call, whatever the length of the queue."""
 
 _AT_ONCE = 1 << 14
-"""Characters or tokens that are tokenized in the loop; more goes to a thread."""
+"""Maximum number of characters or tokens that are processed in the event loop. More is done in a thread."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, as the engine wants it and as echo shows it."""
+    """One prompt: the token ids for the engine, and the text for `echo`."""
 
     token_ids: list[int]
     text: str | None
-    """None when the client sent token ids."""
+    """The text that the client sent; None if it sent token ids."""
 
 
 async def completion_prompts(body: CompletionRequest, service: Service) -> list[Prompt]:
-    """Every prompt of the call, in order. What can never be served is refused before it costs anything."""
+    """Every prompt of the call, in order. Refuses what can never be served before it tokenizes anything."""
     sent = body.prompt
     if not sent:
         raise RequestError("prompt: it is empty; at least one token is needed", "prompt")
@@ -48,7 +48,10 @@ async def completion_prompts(body: CompletionRequest, service: Service) -> list[
 async def chat_prompt(
     messages: Sequence[Message], options: TemplateOptions, service: Service, any_length: bool = False
 ) -> list[int]:
-    """The conversation in the checkpoint's own format. any_length: it is not to be answered."""
+    """The token ids of a conversation, formatted by the checkpoint's chat template.
+
+    any_length: accept more than the context holds, since no answer will be generated.
+    """
     tokenizer = service.tokenizer
     variables = options.chat_template_kwargs or {}
     taken = inspect.signature(type(tokenizer).chat).parameters
@@ -72,7 +75,7 @@ async def chat_prompt(
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """`work()`, in a thread when its input is so large that other requests would wait for it."""
+    """Run `work` and return its result. An input of large `size` runs in a thread, not to delay others."""
     return work() if size <= _AT_ONCE else await asyncio.to_thread(work)
 
 
@@ -83,17 +86,20 @@ def _prompt(sent: str | list[int], special: bool, tokenizer: Tokenizer) -> Promp
 
 
 def _require_short(characters: int, service: Service, field: str) -> None:
-    """RequestError for a text that no tokens of the context's number can be: to tokenize it takes seconds."""
+    """Raise RequestError for a text that surely has more tokens than the context.
+
+    To tokenize it would take seconds.
+    """
     longest = service.tokenizer.longest_token
     allowed = service.engine.require_serving().max_model_len * longest
     if characters > allowed:
-        what = f"at most {allowed}, the context full of tokens of {longest}"
+        what = f"at most {allowed}, which is the context length times the longest token, {longest}"
         error = f"{field}: got {characters} characters; allowed: {what}"
         raise RequestError(error, field, "context_length_exceeded")
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """What chat templates expect: text parts are joined by line ends."""
+    """The message as chat templates expect it. Joins parts of text by newlines."""
     content = message.content or ""
     text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     name = {} if message.name is None else {"name": message.name}

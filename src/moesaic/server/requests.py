@@ -1,8 +1,8 @@
-"""What a client may ask. Field for field OpenAI's, with vLLM's extensions.
+"""The bodies of requests: OpenAI's fields with vLLM's extensions.
 
-Values are not coerced, null equals absent, and a field that is not here is refused by name: a
-parameter that is silently ignored gives answers that nobody asked for. Ranges repeat those of
-SamplingParams so that the published schema is honest.
+Values are not coerced, and null equals absent. A field that is not defined here is refused by name, since a
+parameter that is silently ignored would give unexpected answers. The ranges repeat those of SamplingParams,
+so that the published schema contains them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Ignored = "Accepted and ignored."
 Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
 FIRST = Field(fail_fast=True)
-"""One wrong item is told; to note millions of them would hold up everybody else."""
+"""Report only the first wrong item of a list. A list of millions of errors would delay other requests."""
 TokenIds = Annotated[list[TokenId], FIRST]
 TokenKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -28,23 +28,23 @@ Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class Body(BaseModel):
-    """Strict: no coercion, no unknown fields, no NaN."""
+    """A body that is validated strictly: no coercion, no unknown fields, no NaN."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class StreamOptions(Body):
-    """What a stream carries beside the text."""
+    """Further contents of a stream."""
 
     include_usage: bool | None = None
     """Send a last chunk with the token counts."""
     continuous_usage_stats: bool | None = None
-    """Send the counts so far with each chunk too (vLLM)."""
+    """Also send the token counts so far with each chunk (vLLM)."""
     include_obfuscation: Literal[False] | None = None
 
 
 class GenerationRequest(Body):
-    """What completions and chat share."""
+    """Fields that completions and chats share."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -74,39 +74,39 @@ class GenerationRequest(Body):
 
     @property
     def streams_usage(self) -> bool:
-        """Ask for the last chunk with token counts."""
+        """True if the client wants a last chunk with the token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def streams_running_usage(self) -> bool:
-        """Ask for token counts with every chunk."""
+        """True if the client wants the token counts so far with every chunk."""
         return self.streams_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions"""
+    """The body of POST /v1/completions."""
 
     prompt: str | Annotated[list[str], FIRST] | TokenIds | Annotated[list[TokenIds], FIRST]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    """0 is allowed with echo: only the prompt is scored."""
+    """Maximum number of generated tokens. 0 is allowed with echo: then only the prompt is scored."""
     echo: bool | None = None
     logprobs: Logprobs | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
-    """Only equal to n."""
+    """Accepted only if it equals n."""
     add_special_tokens: bool | None = None
-    """Let the tokenizer put its own tokens, such as BOS, around a text; True when absent."""
+    """Let the tokenizer add its special tokens, such as BOS, to a text. True when absent."""
     suffix: Unsupported = None
 
 
 class TextPart(Body):
-    """A piece of a message."""
+    """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class ResponseFormat(Body):
-    """Free text is all there is."""
+    """The format of the answer. Only free text is supported."""
 
     type: Literal["text"]
 
@@ -125,23 +125,23 @@ class Message(Body):
 
 
 class TemplateOptions(Body):
-    """How messages become a prompt."""
+    """How the chat template turns messages into a prompt."""
 
     add_generation_prompt: bool | None = None
-    """True when absent; false leaves out the header of the answer."""
+    """End the prompt with the header of the answer. True when absent."""
     continue_final_message: bool | None = None
-    """Go on with the last message instead of answering it."""
+    """Continue the last message instead of answering it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the checkpoint's chat template, such as enable_thinking."""
 
 
 class ChatRequest(GenerationRequest, TemplateOptions):
-    """POST /v1/chat/completions"""
+    """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """The older spelling; max_completion_tokens wins."""
+    """The older name of max_completion_tokens, which takes precedence."""
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
     response_format: ResponseFormat | None = None
@@ -159,25 +159,25 @@ class ChatRequest(GenerationRequest, TemplateOptions):
 
 
 class TokenizeRequest(TemplateOptions):
-    """POST /tokenize: `prompt` or `messages`."""
+    """The body of POST /tokenize, with either `prompt` or `messages`."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
-    """For `prompt`; True when absent."""
+    """Let the tokenizer add its special tokens, such as BOS, to `prompt`. True when absent."""
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Body):
-    """POST /detokenize"""
+    """The body of POST /detokenize."""
 
     model: str | None = None
     tokens: TokenIds
 
 
 class ScaleRequest(Body):
-    """POST /scale_elastic_ep: what is absent stays what it is."""
+    """The body of POST /scale_elastic_ep. An absent number stays unchanged."""
 
     expert_servers: Annotated[int, Field(ge=1, le=1024)] | None = None
     attention_workers: Annotated[int, Field(ge=1, le=1024)] | None = None

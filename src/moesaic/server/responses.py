@@ -1,4 +1,4 @@
-"""What is answered, field for field OpenAI's. Fields left unset are not sent."""
+"""The bodies of answers, with OpenAI's fields. Fields that are not set are not sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FinishReasonName = Literal["stop", "length", "abort"]
 
 
 class Payload(BaseModel):
-    """Anything sent as JSON."""
+    """A body that is sent as JSON."""
 
     def json_text(self) -> str:
         return self.model_dump_json(exclude_unset=True)
@@ -21,7 +21,7 @@ class Payload(BaseModel):
 
 
 class PromptTokensDetails(BaseModel):
-    """Where the prompt's tokens came from."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int
 
@@ -36,7 +36,7 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Parallel lists, one entry a token."""
+    """Log-probabilities of a completion: parallel lists with one entry for each token."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -45,14 +45,14 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One completion, whole or a piece of it."""
+    """One completion, or a piece of it in a stream."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReasonName | None
     stop_reason: str | int | None
-    """The stop string or stop token id, if one ended it (vLLM)."""
+    """The stop string or stop token id that ended the completion, if one did (vLLM)."""
 
 
 class Completion(Payload):
@@ -67,7 +67,7 @@ class Completion(Payload):
 
 
 class TopLogprob(BaseModel):
-    """One candidate."""
+    """One candidate for a token."""
 
     token: str
     logprob: float
@@ -75,20 +75,20 @@ class TopLogprob(BaseModel):
 
 
 class ChatLogprob(TopLogprob):
-    """The token that was taken and its competitors."""
+    """The chosen token and the best candidates."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(BaseModel):
-    """Logprobs of an answer."""
+    """Log-probabilities of an answer."""
 
     content: list[ChatLogprob]
     refusal: None
 
 
 class ChatMessage(BaseModel):
-    """The answer."""
+    """The message of an answer."""
 
     role: Literal["assistant"]
     content: str
@@ -96,7 +96,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One answer."""
+    """One of the n answers."""
 
     index: int
     message: ChatMessage
@@ -117,7 +117,7 @@ class ChatCompletion(Payload):
 
 
 class ChatDelta(BaseModel):
-    """What is new in a message."""
+    """The new part of a message."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None

@@ -1,4 +1,4 @@
-"""The server's process: its socket, its signals, its end."""
+"""The server's process: opens the socket, handles signals and ends the server."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from starlette.types import ASGIApp
 
 from moesaic.core.errors import ConfigError, EngineDeadError
 
-if TYPE_CHECKING:  # `bind` is there before the slow imports
+if TYPE_CHECKING:  # `bind` must be usable before the slow imports
     from moesaic.server.async_engine import AsyncEngine
 
 _BACKLOG = 2048
-_LAST_WORDS_SECONDS = 10
-"""How long clients may take to read, or to send, the rest of a call when nothing is computed any more."""
+_GRACE_SECONDS = 10
+"""Seconds for clients to finish reading, or sending, once no request is computed any more."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. ConfigError when the address cannot be had.
+    """A listening socket. Port 0 takes a free one. Raises ConfigError if the address cannot be used.
 
-    Call it before anything slow: a taken port should not cost the loading of a model.
+    Call it before anything slow, so that a used port is reported before a model is loaded.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -56,12 +56,12 @@ def serve(
     log_level: str = "info",
     access_log: bool = True,
 ) -> int:
-    """Serve `app` until a signal ends it; returns the exit code.
+    """Serve `app` until a signal ends it. Returns the exit code.
 
-    The first SIGTERM or SIGINT refuses new requests (503), finishes those in flight and gives clients a
-    few seconds to read the rest: 0. The second stops at once: 128 + signal. When the worker dies, what
-    is in flight is answered, then EngineDeadError is raised, or ConfigError when a setting or the
-    checkpoint was to blame.
+    At the first SIGTERM or SIGINT the server refuses new requests (503), finishes those in flight and gives
+    clients a few seconds to read the rest; it returns 0. A second signal stops it at once; it returns
+    128 + signal. If the worker dies, requests in flight end with an error. Then it raises EngineDeadError, or
+    ConfigError if a setting or the checkpoint was the cause.
     """
     config = uvicorn.Config(app, lifespan="off", log_level=log_level, access_log=access_log)
     logging.getLogger("uvicorn.error").addFilter(_is_news)
@@ -71,22 +71,22 @@ def serve(
 
 async def _serve(config: uvicorn.Config, engine: AsyncEngine, listener: socket.socket) -> int:
     server = _Server(config)
-    ending = _Ending(engine, server)
-    watching = asyncio.create_task(ending.when_dead())
+    shutdown = _Shutdown(engine, server)
+    watching = asyncio.create_task(shutdown.when_dead())
     engine.start()
     try:
-        with _signals(ending.on_signal):
+        with _signals(shutdown.on_signal):
             await server.serve(sockets=[listener])
     finally:
         watching.cancel()
-    if ending.code == 0 and engine.ended.is_set():
+    if shutdown.code == 0 and engine.ended.is_set():
         _raise_cause(engine)
-    return ending.code
+    return shutdown.code
 
 
 @contextlib.contextmanager
 def _signals(handler: Callable[[int], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT go to `handler`, in the loop. Threads other than the main one get none."""
+    """Call `handler` in the event loop for SIGTERM and SIGINT. Only the main thread can handle signals."""
     main = threading.current_thread() is threading.main_thread()
     wanted = (signal.SIGTERM, signal.SIGINT) if main else ()
     loop = asyncio.get_running_loop()
@@ -100,7 +100,10 @@ def _signals(handler: Callable[[int], None]) -> Iterator[None]:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """False for the traceback of a call cut off on purpose: by a second signal, or as its client stalled."""
+    """False for the traceback of a call that was cancelled on purpose.
+
+    A second signal cancels all calls. The end of the server also cancels calls whose clients do not read.
+    """
     kind = record.exc_info[0] if record.exc_info else None
     return kind is None or not issubclass(kind, asyncio.CancelledError)
 
@@ -112,14 +115,14 @@ def _raise_cause(engine: AsyncEngine) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: `_Ending` has them."""
+    """uvicorn without its signal handlers, since `_Shutdown` handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-class _Ending:
+class _Shutdown:
     """Decides when the server stops, and with which exit code."""
 
     def __init__(self, engine: AsyncEngine, server: uvicorn.Server) -> None:
@@ -136,7 +139,7 @@ class _Ending:
             self._server.should_exit = self._server.force_exit = True
 
     async def when_dead(self) -> None:
-        """Once the worker is gone every stream has its error; let them be read, then stop."""
+        """Wait until the worker is gone. Every stream has its error by then, so stop the server."""
         await self._engine.ended.wait()
         self._exit()
 
@@ -145,6 +148,6 @@ class _Ending:
         self._exit()
 
     def _exit(self) -> None:
-        """Stop once the clients have their answers; one that never reads must not keep the server."""
-        self._server.config.timeout_graceful_shutdown = _LAST_WORDS_SECONDS
+        """Stop once the clients have their answers. A client that never reads must not keep the server up."""
+        self._server.config.timeout_graceful_shutdown = _GRACE_SECONDS
         self._server.should_exit = True

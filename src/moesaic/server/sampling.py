@@ -1,4 +1,4 @@
-"""From what a client asked to SamplingParams."""
+"""Turns the bodies of requests into SamplingParams."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SAME_NAME = (
 
 
 def completion_params(body: CompletionRequest, prompt_tokens: int, service: Service) -> SamplingParams:
-    """Parameters for a prompt of `prompt_tokens` tokens.
+    """The parameters of a completion for a prompt of `prompt_tokens` tokens.
 
-    The default length gives way to the context's end; an explicit one does not. max_tokens 0 with
-    echo scores the prompt: one token is generated and dropped.
+    The default length is reduced to what the context leaves; an explicit one is not. max_tokens 0 with echo
+    scores the prompt: one token is generated and dropped.
     """
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError(f"best_of: got {body.best_of}; allowed: the value of n", "best_of")
@@ -38,7 +38,7 @@ def completion_params(body: CompletionRequest, prompt_tokens: int, service: Serv
 
 
 def chat_params(body: ChatRequest, service: Service) -> SamplingParams:
-    """Parameters of a chat; without a limit the answer may fill the context."""
+    """The parameters of a chat. Without a limit the answer may fill the context."""
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs: allowed only with logprobs true", "top_logprobs")
     limit = body.max_completion_tokens or body.max_tokens

@@ -1,4 +1,4 @@
-"""What every route needs to know."""
+"""The served model, as every route sees it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moesaic.server.errors import UnknownModelError
 
 
 class Tokenizer(Protocol):
-    """What the server asks of the engine's tokenizer."""
+    """The methods of the engine's tokenizer that the server uses."""
 
     vocab_size: int
 
@@ -44,16 +44,19 @@ class Tokenizer(Protocol):
 
 
 class Cluster(Protocol):
-    """What the server asks of the supervisor of several processes. From any thread."""
+    """The methods of the supervisor that the server uses. Any thread may call them."""
 
     def report(self) -> ClusterStatus: ...
 
     def load(self) -> ClusterLoad | None:
-        """None where no expert server computes."""
+        """The load of the experts. None without expert servers."""
         ...
 
     def scale(self, expert_servers: int | None = None, attention_workers: int | None = None) -> Future[None]:
-        """Ends when there are so many; raises ConfigError or ScalingError when nothing was changed."""
+        """Change the number of processes. The future ends once the change is done.
+
+        The future raises ConfigError or ScalingError if nothing was changed.
+        """
         ...
 
 
@@ -63,19 +66,19 @@ class Service:
 
     engine: AsyncEngine
     model_name: str
-    """Its name in the API."""
+    """The model's name in the API."""
     default_sampling: Mapping[str, float] = field(default_factory=dict)
-    """The checkpoint's own defaults (temperature, top_p, top_k, min_p, repetition_penalty)."""
+    """The checkpoint's defaults (temperature, top_p, top_k, min_p, repetition_penalty)."""
     version: str = "unknown"
-    """moesaic's."""
+    """moesaic's version."""
     now: Callable[[], float] = time.time
-    """Wall clock, for `created`."""
+    """The wall clock, for the field `created`."""
     started: float = field(default_factory=time.time)
-    """When the model began to be served."""
+    """Time at which serving started, on the wall clock."""
     cluster: Cluster | None = None
-    """The processes behind the engine; None: there is one."""
+    """The supervisor of several processes. None if one worker process does everything."""
     may_change: bool = True
-    """Whether clients (with the key, where one is needed) may change the cluster, and see who is in it."""
+    """True if clients may see the cluster's processes and change their number."""
 
     def __post_init__(self) -> None:
         try:
@@ -88,7 +91,7 @@ class Service:
         return self.engine.engine.tokenizer
 
     def require_model(self, name: str | None) -> None:
-        """UnknownModelError unless `name` is the served model or left out."""
+        """Raise UnknownModelError unless `name` is the served model or None."""
         if name is not None and name != self.model_name:
             raise UnknownModelError(f"model: got {name!r}; this server serves {self.model_name!r}")
 
@@ -99,4 +102,4 @@ def _service_of(request: Request) -> Service:
 
 
 Serving = Annotated[Service, Depends(_service_of)]
-"""A route's parameter."""
+"""The type of a route's parameter that receives the service."""

@@ -1,4 +1,4 @@
-"""Routes that say how the server is, open to everybody: /health, /ping, /metrics, /version."""
+"""Routes that report the server's state and need no key: /health, /ping, /metrics, /version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ router = APIRouter()
 @router.get("/health", responses=errors(503))
 @router.get("/ping", responses=errors(503))
 async def health(service: Serving) -> Health:
-    """200 when requests are served; else 503 and why."""
+    """200 if requests are served, else 503 with the reason."""
     service.engine.require_serving()
     return Health(status="ok")
 
@@ -33,7 +33,7 @@ async def version(service: Serving) -> Version:
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format."""
+    """The metrics in Prometheus' text format."""
     return Response(
         generate_latest(request.app.state.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
     )

@@ -1,4 +1,4 @@
-"""Counting tokens of one call."""
+"""Counts the tokens of one call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesaic.server.responses import PromptTokensDetails, Usage
 
 
 class Tally:
-    """Grows with every output of a call whose prompts have these lengths."""
+    """Counts the tokens of a call. prompt_lengths: tokens of each prompt."""
 
     def __init__(self, prompt_lengths: Sequence[int]) -> None:
         self._prompt_tokens = sum(prompt_lengths)
@@ -17,7 +17,7 @@ class Tally:
         self._completion_tokens = 0
 
     def add(self, number: int, output: RequestOutput) -> None:
-        """One output of prompt `number`."""
+        """Count one output of prompt `number`."""
         self._completion_tokens += len(output.token_ids)
         self._cached[number] = max(self._cached[number], output.num_cached_tokens)
 
