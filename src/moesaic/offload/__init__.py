@@ -1,1 +1,1 @@
-"""Runs models larger than the fast memory: task lists on lanes."""
+"""Runs models that are larger than the fast memory: lists of tasks on parallel lanes."""

@@ -1,4 +1,4 @@
-"""What a block does after its attention: output projection, gate, shared and routed experts, merge."""
+"""The stages of a block after its attention: output projection, gate, shared and routed experts, merge."""
 
 from __future__ import annotations
 
@@ -22,37 +22,40 @@ Do = Callable[[Task, Part], None]
 
 
 class AfterAttention(Protocol):
-    """Carries out the tasks of these stages; `tasks` names their kinds, POST always among them."""
+    """Carries out the stages after attention. `tasks` has the task kinds it handles; POST is always one."""
 
     @property
     def tasks(self) -> Mapping[Kind, Do]: ...
 
     def begin(self, parts: Sequence[Part], turn: int, prefill: bool) -> None:
-        """The next pass. turn: of its first layer, counted over all passes."""
+        """Starts the next pass. turn: number of the pass's first layer, counted over all passes."""
         ...
 
     def merge(self, layer: int, part: Part) -> None:
-        """What is left of a layer whose experts have answered."""
+        """Adds the expert outputs to the hidden states, once a layer's experts have computed them."""
         ...
 
 
 class FastExperts(Protocol):
-    """The routed experts on the fast level; offload.weights has them."""
+    """Provides the routed experts on the fast level; implemented in offload.weights."""
 
     def experts(self, count: int, layer: int) -> ExpertWeights: ...
 
 
 @dataclass(frozen=True)
 class SlowExperts:
-    """Routed experts on the slow level, and the kernels of the processor there."""
+    """Routed experts on the slow level, and the kernels of the slow processor."""
 
     weights: Mapping[int, ExpertWeights]
-    """By layer."""
+    """Layer -> its experts."""
     kernels: Kernels
 
 
 class LocalAfterAttention:
-    """The stages in one process. Gate and experts may be tasks of their own, experts on both levels too."""
+    """The stages in one process.
+
+    Gate and experts may be separate tasks, and experts may be on both levels.
+    """
 
     def __init__(
         self,
@@ -63,8 +66,8 @@ class LocalAfterAttention:
         up: Link,
         slow: SlowExperts | None = None,
     ) -> None:
-        """static: layer -> experts that are always on the fast level. slow: those that the slow processor
-        computes; None: it has none."""
+        """static: layer -> experts that are always on the fast level. slow: experts that the slow processor
+        computes; None means that it computes none."""
         self._model = model
         self._experts = experts
         self._static = static
@@ -72,7 +75,7 @@ class LocalAfterAttention:
         self._slow = slow or SlowExperts({}, model.kernels)
         self._turn, self._prefill = 0, False
         self._memory, self._lent = torch.empty(0), False
-        """Of the answers of one micro-batch."""
+        """Memory for one micro-batch's expert outputs, and whether a micro-batch is using it."""
         self.tasks: Mapping[Kind, Do] = {
             Kind.POST: self._post,
             Kind.GATE: self._gate,
@@ -108,20 +111,22 @@ class LocalAfterAttention:
             part.answers = self._answers(part)
 
     def _answers(self, part: Part) -> torch.Tensor:
-        """[n, k, h] to be filled. It is the largest there is between a layer's operations: one serves all
-        micro-batches, unless several are between gate and merge at once."""
+        """Returns [n, k, h] memory for expert outputs, the largest tensor that lives between a layer's tasks.
+
+        All micro-batches share one such tensor, unless several are between gate and merge at the same time.
+        """
         assert part.gated is not None and part.gated.expert_ids is not None
         shape = (*part.gated.expert_ids.shape, part.hidden.shape[1])
         if self._lent:
             return part.hidden.new_empty(shape)
         self._lent, size = True, math.prod(shape)
         if len(self._memory) < size:
-            self._memory = torch.empty(0)  # before there is more
+            self._memory = torch.empty(0)  # free the old memory before allocating more
             self._memory = part.hidden.new_empty(size)
         return self._memory[:size].view(shape)
 
     def _all_experts(self, layer: int, part: Part) -> None:
-        """And what they make of the rows: the answers of one micro-batch alone are in memory."""
+        """Computes all experts and merges their outputs, so that only one micro-batch's outputs exist."""
         assert part.gated is not None
         if part.gated.expert_ids is not None:
             weights = self._experts.experts(self._turn + layer, layer)
@@ -133,7 +138,11 @@ class LocalAfterAttention:
     # ---- experts on both levels
 
     def _compute(self, task: Task, part: Part) -> None:
-        """The experts of one level: with in-place those that it holds, else all of them on the fast one."""
+        """Computes the experts of one level.
+
+        With in-place execution each level computes the experts that it stores. Otherwise the fast level
+        computes all of them.
+        """
         if part.away is None:
             if task.lane is Lane.FAST:
                 self._all_experts(task.layer, part)
@@ -165,7 +174,7 @@ class LocalAfterAttention:
 def _pairs(
     kernels: Kernels, weights: ExpertWeights, ids: torch.Tensor, rows: torch.Tensor, pairs: IntArray
 ) -> torch.Tensor:
-    """[p, h] answers to some pairs. A row's bits do not depend on what else is computed with it."""
+    """Returns [p, h] outputs of some (row, expert) pairs. A row's bits do not depend on the other pairs."""
     chosen = torch.from_numpy(pairs)
     rows = rows[chosen // ids.shape[1]]
     return kernels.experts(weights, rows, ids.view(-1)[chosen][:, None])[:, 0]

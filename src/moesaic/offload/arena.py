@@ -1,4 +1,4 @@
-"""The fast level's memory where it is this process's own: one mapping, handed out once, that never grows."""
+"""The fast level's memory if it is in this process: one mapping of fixed size that is handed out once."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from moesaic.offload.reading import ALIGNMENT
 
 
 class Arena:
-    """`size` bytes, rounded down to pages; the machine gives them when they are taken.
+    """Memory of `size` bytes, rounded down to pages. The system provides the pages when they are taken.
 
     >>> arena = Arena(3 * 4096)
     >>> first, second = arena.take(5000), arena.take(4096)
     >>> len(first), second.data_ptr() - first.data_ptr(), arena.used
     (5000, 8192, 12288)
 
-    Raises ConfigError for a size below one page or beyond what the machine can map.
+    Raises ConfigError for a size below one page or beyond what the system can map.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size // ALIGNMENT * ALIGNMENT
         self.used = 0
-        """Bytes handed out, each portion rounded up to pages."""
+        """Bytes handed out. Each portion is rounded up to pages."""
         if self.size <= 0:
             raise ConfigError.field("fast memory", size, f"at least {ALIGNMENT} bytes")
         try:
@@ -37,10 +37,10 @@ class Arena:
         return self.size - self.used
 
     def take(self, size: int) -> torch.Tensor:
-        """[size] uint8, at a multiple of ALIGNMENT, zeros at first. It keeps the arena's memory alive.
+        """Returns [size] uint8 zeros at a multiple of ALIGNMENT. They keep the arena's memory alive.
 
-        Each page is written once: the first pass would wait for them otherwise, half a second of 270 MiB.
-        Raises ConfigError when no more than `left` bytes are there, and hands out nothing then.
+        This writes to each page once, because the first pass would otherwise wait for page faults: half a
+        second for 270 MiB. Raises ConfigError and hands out nothing if fewer than `size` bytes are left.
         """
         begin, rounded = self.used, -(-size // ALIGNMENT) * ALIGNMENT
         if rounded > self.left:

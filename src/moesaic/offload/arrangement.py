@@ -1,4 +1,4 @@
-"""Where parts of files stand in memory when they are read in whole blocks."""
+"""Places parts of files in memory such that whole blocks can be read."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from moesaic.models.headers import Place
 from moesaic.offload.reading import ALIGNMENT
 
 Span = tuple[int, int]
-"""Begin and end, multiples of ALIGNMENT."""
+"""Begin and end in bytes, both multiples of ALIGNMENT."""
 
 
 @dataclass(slots=True)
 class Run:
-    """Neighbouring blocks of one file that stay neighbours in memory."""
+    """Consecutive blocks of one file that are also consecutive in memory."""
 
     file: Path
     offset: int
-    """Of the first block in the file."""
+    """Byte offset of the first block in the file."""
     at: int
-    """Of the first block in memory."""
+    """Byte offset of the first block in memory."""
     size: int
-    """Bytes, whole blocks."""
+    """Size in bytes, a multiple of the block size."""
     needed: int
-    """Bytes up to the end of the last tensor: the file may end there."""
+    """Bytes up to the end of the last tensor. The file may end there, before the block does."""
 
 
 class Arrangement:
-    """Tensors in memory as in their files, block by block: each block once, and none without a part of them.
+    """Memory layout of tensors, block by block as in their files. Blocks without tensors are left out.
 
-    A direct read brings whole blocks, so each tensor keeps its place within its block.
+    A direct read transfers whole blocks, so each tensor keeps its offset within its block.
 
     >>> file = Path("a")
     >>> places = [Place(file, 5000, 3000, "F32", ()), Place(file, 100, 4000, "F32", ())]
@@ -46,28 +46,28 @@ class Arrangement:
     def __init__(self, places: Iterable[Place]) -> None:
         self.runs: list[Run] = []
         self.at: dict[Place, int] = {}
-        """Of each tensor's first byte in memory."""
+        """Tensor -> byte offset of its first byte in memory."""
         for place in sorted(places, key=lambda place: (place.file, place.offset)):
             self._add(place)
         self._starts = [run.at for run in self.runs]
 
     @property
     def size(self) -> int:
-        """Bytes of memory, whole blocks."""
+        """Bytes of memory, a multiple of the block size."""
         return self.runs[-1].at + self.runs[-1].size if self.runs else 0
 
     def span(self, place: Place) -> Span:
-        """The blocks of memory that one tensor touches."""
+        """The blocks of memory that contain a part of one tensor."""
         at = self.at[place]
         return _down(at), _up(at + place.size)
 
     def page(self, page: int, pages: int) -> Span:
-        """The blocks of one of `pages` pages, which are equal but for a block."""
+        """The blocks of page number `page` of `pages`. Page sizes differ by at most one block."""
         blocks = self.size // ALIGNMENT
         return page * blocks // pages * ALIGNMENT, (page + 1) * blocks // pages * ALIGNMENT
 
     def pieces(self, span: Span) -> Iterator[tuple[Run, Span]]:
-        """The parts of `span` that are neighbours in a file too."""
+        """Splits `span` into parts that are contiguous in one file, each with the run that contains it."""
         at, end = span
         first = max(bisect_right(self._starts, at) - 1, 0)
         for run in self.runs[first:]:
@@ -78,7 +78,7 @@ class Arrangement:
             at = stop
 
     def _add(self, place: Place) -> None:
-        """`place` lies behind all earlier ones of its file."""
+        """Adds a tensor whose offset is not below those of its file that were added before."""
         begin, end = _down(place.offset), _up(place.offset + place.size)
         run = self.runs[-1] if self.runs else None
         if run is None or run.file != place.file or begin > run.offset + run.size:
@@ -90,7 +90,7 @@ class Arrangement:
 
 
 def merged(spans: Iterable[Span]) -> Iterator[Span]:
-    """Sorted spans, those that touch or overlap as one."""
+    """Joins sorted spans that touch or overlap."""
     begin = end = 0
     for first, last in spans:
         if first > end:

@@ -1,4 +1,4 @@
-"""Where the cache of keys and values lies, and what attention reads."""
+"""Where the KV cache is stored, and how attention reads it."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Cache(Protocol):
-    """What a pass asks of the cache. `load` and `save` stand on the link's lanes."""
+    """The KV cache as a pass uses it. `load` and `save` run on the lanes of the links."""
 
     def attention(self, batch: TokenBatch) -> AttentionBatch:
-        """What attention needs to know about a micro-batch's rows."""
+        """Returns the attention metadata of a micro-batch's rows."""
         ...
 
     def load(self, layer: int, part: Part) -> None:
-        """Bring what the micro-batch attends to."""
+        """Copies the cache blocks that the micro-batch attends to."""
         ...
 
     def attend(self, layer: int, block: Block, part: Part) -> None:
-        """Keep the rows' keys and values, and leave what attention makes of them."""
+        """Stores the rows' keys and values, and sets `part.attended` to the attention output."""
         ...
 
     def save(self, layer: int, part: Part) -> None:
-        """Bring the rows' keys and values to where the cache is."""
+        """Copies the rows' keys and values to the level that stores the cache."""
         ...
 
 
 class Attending:
-    """How rows attend to a layer of a cache that has them; offload.padding has another way."""
+    """Attention over a cache that holds the rows' keys and values. offload.padding overrides it."""
 
     def _over(
         self, block: Block, keys: torch.Tensor, values: torch.Tensor | None, part: Part
     ) -> torch.Tensor:
-        """[n, Hq * dv]"""
+        """Returns the attention output [n, Hq * dv]."""
         assert part.projected is not None
         return block.attention(part.projected.query, keys, values, part.attention)
 
 
 class Resident(Attending):
-    """The cache is on the level where attention is computed: nothing moves."""
+    """A cache on the level that computes attention, so nothing is copied."""
 
     def __init__(self, kv: PagedKV, block_size: int) -> None:
         self._kv = kv
@@ -64,7 +64,7 @@ class Resident(Attending):
         return AttentionBatch.build(batch, self._block_size, self._kv.device)
 
     def load(self, layer: int, part: Part) -> None:
-        """It is there."""
+        """Does nothing: the cache is already there."""
 
     def attend(self, layer: int, block: Block, part: Part) -> None:
         rows, kv = part.projected, self._kv
@@ -73,14 +73,15 @@ class Resident(Attending):
         part.attended = self._over(block, kv.keys(layer), kv.values(layer), part)
 
     def save(self, layer: int, part: Part) -> None:
-        """It stays there."""
+        """Does nothing: the cache is already there."""
 
 
 class Moving(Attending):
-    """The cache is on the slow level and attention on the fast one.
+    """A cache on the slow level, with attention on the fast level.
 
-    A micro-batch's blocks of one layer come down to blocks of its own, its rows' keys and values are written
-    there for attention, and go up by themselves. In prefill a chunk's earlier tokens come without a task.
+    `load` copies a micro-batch's blocks of one layer to blocks of its own on the fast level. Attention writes
+    the rows' keys and values there, and `save` copies only those to the slow level. In prefill no task loads
+    the earlier tokens of a chunked prompt: `attend` loads them.
     """
 
     def __init__(
@@ -93,14 +94,14 @@ class Moving(Attending):
         up: Link,
         device: torch.device = CPU,
     ) -> None:
-        """kv: of all layers, on the slow level. kernels, device: of the fast processor."""
+        """kv: cache of all layers, on the slow level. kernels, device: those of the fast processor."""
         self._kv = kv
         self._layout = layout
         self._block_size = block_size
         self._kernels, self._device = kernels, device
         self._down, self._up = down, up
         self._free: list[PagedKV] = []
-        """Blocks on the fast level that no micro-batch uses: the system would page fresh ones in anew."""
+        """Caches on the fast level that no micro-batch uses. Fresh ones would cause page faults again."""
 
     def attention(self, batch: TokenBatch) -> AttentionBatch:
         return AttentionBatch.build(self._here(batch), self._block_size, self._device)
@@ -123,7 +124,7 @@ class Moving(Attending):
         kv.write(0, rows.key, rows.value, part.attention.slots)
         part.attended = self._over(block, kv.keys(0), kv.values(0), part)
         part.written[layer] = rows.key, rows.value
-        self._down.finish()  # others may have these blocks now
+        self._down.finish()  # afterwards another micro-batch may use these blocks
         self.take_back(kv)
 
     def save(self, layer: int, part: Part) -> None:
@@ -133,11 +134,11 @@ class Moving(Attending):
         self._kv.write(layer, self._up.copy(key), above, slots)
 
     def take_back(self, kv: PagedKV) -> None:
-        """Blocks that `load` brought a part and that it needs no more."""
+        """Takes back blocks that `load` gave to a part, once the part does not need them."""
         self._free.append(kv)
 
     def _room(self, blocks: int) -> PagedKV:
-        """A cache of one layer, of at least so many blocks."""
+        """Returns a cache of one layer with at least `blocks` blocks."""
         while self._free:
             kv = self._free.pop()
             if len(kv.keys(0)) >= blocks:
@@ -146,7 +147,7 @@ class Moving(Attending):
         return PagedKV(self._layout, 1, blocks, size, dtype, self._device, self._kernels)
 
     def _here(self, batch: TokenBatch) -> TokenBatch:
-        """Over blocks of the micro-batch's own: first those that come down, then the new ones."""
+        """Renumbers the batch's blocks for a cache of its own: first the loaded blocks, then the new ones."""
         known, held = self._blocks(batch)
         tables, come = np.zeros_like(batch.block_tables), int(known.sum())
         tables[known] = np.arange(come)
@@ -154,7 +155,11 @@ class Moving(Attending):
         return replace(batch, block_tables=tables)
 
     def _blocks(self, batch: TokenBatch) -> tuple[BoolArray, BoolArray]:
-        """[s, b] of the tables: blocks with tokens before this step, which come down; these and its own."""
+        """Returns two masks [s, b] over the block tables.
+
+        The first marks blocks with tokens before this step, which are loaded. The second also marks the
+        blocks with this step's tokens.
+        """
         before = batch.context_lens - np.diff(batch.query_starts)
         place = self._block_size * np.arange(batch.block_tables.shape[1])
         return place < before[:, None], place < batch.context_lens[:, None]

@@ -1,8 +1,8 @@
 """A fast level that is a CUDA device's memory, over RAM. Nothing here has run on a GPU yet.
 
-Its tests put a stand-in for a GPU in its place. Each lane's thread tells the device what to do on a stream of
-its own, so copies go beside products; a task has ended when the device has done it (`DeviceLink.finish`), so
-what lanes know of each other is the same as where all levels are memory of one machine.
+The tests use a stand-in for a GPU. Each lane's thread submits work to a CUDA stream of its own, so copies run
+beside computation. A task ends when the device has done its work (`DeviceLink.finish`), so dependencies
+between lanes work as they do if all levels are memory of one machine.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from moesaic.offload.reading import ALIGNMENT
 from moesaic.offload.weights import Streamed
 
 PIECE = 64 << 20
-"""Bytes of pinned memory that the experts that stay go through, where no layer is streamed."""
+"""Bytes of pinned memory through which static experts are copied if no layer is streamed."""
 
 
 class DeviceMemory:
-    """Memory of the device, as `offload.arena.Arena` is of this process."""
+    """Memory of the device. `offload.arena.Arena` is the same for this process's memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def take(self, size: int) -> torch.Tensor:
-        """[size] uint8, whatever is in it."""
+        """Returns [size] uint8, uninitialized."""
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
 
 class DeviceLink(Link):
-    """One direction between a device's memory and RAM, through pinned memory."""
+    """One direction of the link between a device's memory and RAM, through pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
         self._computes = torch.cuda.current_stream(device)
-        """The stream of the thread that makes the link: the fast processor's."""
+        """The stream of the thread that creates the link, which is the fast processor's thread."""
 
     def down(self, source: torch.Tensor) -> torch.Tensor:
-        """The same numbers in memory of the device."""
+        """Returns a copy in the device's memory."""
         target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
         held = source if source.is_pinned() else _pinned(source.shape, source.dtype).copy_(source)
         self.send(target, held)
         return target
 
     def up(self, source: torch.Tensor) -> torch.Tensor:
-        """The same numbers in pinned memory; they are there when this returns."""
+        """Returns a copy in pinned memory. The copy is complete when this returns."""
         target = _pinned(source.shape, source.dtype)
         target.copy_(source, non_blocking=True)
         self.finish()
@@ -61,32 +61,34 @@ class DeviceLink(Link):
         return target
 
     def copy(self, source: torch.Tensor) -> torch.Tensor:
-        """To the other side of where it is, dense."""
+        """Returns a dense copy on the other side: on the device for CPU tensors, in RAM for others."""
         return self.down(source) if source.device.type == "cpu" else self.up(source)
 
     def gather(self, target: torch.Tensor, source: torch.Tensor, chosen: torch.Tensor) -> None:
-        """Copies source[chosen] [c, ...], in RAM, to target [c, ...] on the device."""
+        """Copies source[chosen] [c, ...] from RAM to target [c, ...] on the device."""
         held = _pinned(target.shape, target.dtype)
         self.send(target, torch.index_select(source, 0, chosen, out=held))
 
     def send(self, target: torch.Tensor, pinned: torch.Tensor) -> None:
-        """Tells the device to copy; `finish` waits for it."""
+        """Submits a copy to the device; `finish` waits for it."""
         target.copy_(pinned, non_blocking=True)
-        target.record_stream(self._computes)  # not given to others before what computes has read it
+        target.record_stream(self._computes)  # the memory is not reused before the fast processor has read it
         self.moved += target.nbytes
 
     def finish(self) -> None:
-        """Until the device has done all that this thread told it, without spinning: cores have work."""
+        """Waits until the device has done this thread's work. It sleeps, since other work needs the cores."""
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(self._device))
         done.synchronize()
 
 
 class Staged(Streamed):
-    """Routed experts on a device, over files in RAM: pages go through pinned memory, which has room for one
-    layer (MoE-Lightning, appendix A.1). `load_page` brings what `stage_page` put there.
+    """Routed experts on a device, over files in RAM.
 
-    Raises what Streamed raises.
+    Pages are copied through pinned memory with room for one layer (MoE-Lightning, appendix A.1). `stage_page`
+    copies a page to pinned memory, and `load_page` copies it from there to the device.
+
+    Raises the same errors as Streamed.
     """
 
     def __init__(
@@ -118,14 +120,17 @@ class Staged(Streamed):
         return self._send(count, [self._page(layer, page, pages)])
 
     def _page(self, layer: int, page: int, pages: int) -> Span:
-        """The same bytes of pinned memory in every layer, as long as it has them: a page may be staged once
-        that one of the layer before has come down, though not all of that layer has."""
+        """Returns the bytes of a page, which are the same bytes of pinned memory in every layer.
+
+        So a page can be staged when the same page of the layer before has been loaded, even though other
+        pages of that layer have not. A smaller layer has smaller last pages.
+        """
         blocks, size = self.memory.slot // ALIGNMENT, self._plan.streamed[layer].size
         begin, end = (min(place * blocks // pages * ALIGNMENT, size) for place in (page, page + 1))
         return begin, end
 
     def load_chosen(self, count: int, layer: int, experts: Iterable[int]) -> int:
-        """One range goes down while the next one is put into pinned memory."""
+        """Copies one range to the device while it reads the next one into pinned memory."""
         loaded, arranged = 0, self._plan.streamed[layer]
         for span in merged(self._spans(layer, experts)):
             self._read(arranged, [span], self._pinned)
@@ -141,14 +146,14 @@ class Staged(Streamed):
 
 
 def stream_of(device: torch.device) -> AbstractContextManager[object]:
-    """Within it what the calling thread tells the device is a stream of its own."""
+    """A context in which the calling thread submits work to a CUDA stream of its own."""
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     made: AbstractContextManager[object] = torch.cuda.stream(stream)
     return made
 
 
 def _pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Raises ConfigError where RAM has no more to pin."""
+    """Returns uninitialized pinned memory. Raises ConfigError if RAM cannot pin that much."""
     try:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
     except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""Carries out a list of tasks on lanes that work at once: a thread for each, and what they wait for.
+"""Runs a list of tasks on lanes in parallel, with one thread per lane.
 
-A lane does its tasks in the order of the list; a task begins when those it needs have ended. Nobody spins: a
-lane whose next task may not begin yet sleeps until the task that it waits for has ended.
+A lane runs its tasks in the order of the list. A task begins when the tasks that it needs have ended. A lane
+that has to wait sleeps; it does not spin.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Clock = Callable[[], float]
 class Lanes:
     """Use it as a context: `with Lanes(setup) as lanes: timeline = lanes.run(tasks, do)`.
 
-    The fast lane is the thread that enters the context and runs lists, one at a time. Each other lane gets a
-    thread when a list first uses it; it sleeps between lists and ends with the context.
+    The fast lane is the thread that enters the context and runs one list at a time. Each other lane gets a
+    thread when a list first uses it. That thread sleeps between lists and ends with the context.
     """
 
     def __init__(self, setup: Setup, clock: Clock = time.perf_counter) -> None:
-        """setup: called in each lane's own thread before its first task, and its answer entered there; left
-        when the context ends. clock: seconds.
+        """setup: called in each lane's own thread before its first task. The lane enters the returned context
+        and leaves it when the context of Lanes ends. clock: returns seconds.
         """
         self._setup, self._clock = setup, clock
         self._threads: dict[Lane, _LaneThread] = {}
@@ -50,16 +50,16 @@ class Lanes:
             self._threads.clear()
 
     def run(self, tasks: Sequence[Task], do: Do) -> Timeline:
-        """Carries out every task: `do(task)` is called in its lane's thread, for Kind.SYNC not at all.
+        """Runs every task: calls `do(task)` in its lane's thread, except for Kind.SYNC.
 
-        Answers when each began and ended, in seconds from the beginning of this run, and how busy each lane
-        was. After an error in any lane no further task begins; once all lanes are at rest the first error is
-        raised here, and the lanes can be used again. Ctrl-C is such an error, seen at the latest when the
-        task ends that the caller waits for; a second one does not wait for the lanes, the next run does.
-        Raises ConfigError for a task that needs itself or a later one.
+        Returns when each task began and ended, in seconds since this run began, and each lane's busy time.
+        After an error in any lane no further task begins. When all lanes have stopped, this raises the first
+        error, and the lanes can be used again. Ctrl-C is such an error. It is noticed at the latest when the
+        task ends that the caller waits for. A second Ctrl-C returns without waiting for the lanes, and the
+        next run waits for them instead. Raises ConfigError for a task that needs itself or a later task.
 
         Example: tasks a (fast), b (down, needs a), c (fast, needs b) with a clock that counts how often it is
-        read: they begin at 1, 3, 5 and end at 2, 4, 6; busy fast 2, down 1.
+        read. They begin at 1, 3, 5 and end at 2, 4, 6. Busy: fast 2, down 1.
         """
         self._settle()
         self._unsettled = run = _Run(tasks, do, self._clock)
@@ -79,7 +79,7 @@ class Lanes:
         return self._threads[lane]
 
     def _settle(self) -> None:
-        """Has the lanes come to rest after a run that broke off."""
+        """Stops the lanes after a run that was interrupted, and waits for them."""
         if self._unsettled is not None:
             self._unsettled.stop()
             self._wait()
@@ -91,7 +91,7 @@ class Lanes:
 
 
 class _LaneThread:
-    """A thread that does one lane's tasks of run after run."""
+    """A thread that does one lane's tasks for all runs."""
 
     def __init__(self, lane: Lane, setup: Setup) -> None:
         self._lane, self._setup = lane, setup
@@ -105,7 +105,7 @@ class _LaneThread:
         self._calls.put(partial(self._work, run))
 
     def wait(self) -> None:
-        """Until all is done that was posted."""
+        """Waits until the thread has done everything that was posted."""
         done = _taken()
         self._calls.put(done.release)
         done.acquire()
@@ -118,7 +118,7 @@ class _LaneThread:
         with self._stack:
             while (call := self._calls.get()) is not None:
                 call()
-                del call  # a run's memory is not held until the next one
+                del call  # do not keep the run's memory alive until the next run
 
     def _work(self, run: _Run) -> None:
         with run:
@@ -129,17 +129,17 @@ class _LaneThread:
 
 
 class _Run:
-    """A list being carried out. As a context it keeps the error of a lane, and stops all of them."""
+    """One run of a task list. As a context manager it records a lane's error and stops all lanes."""
 
     def __init__(self, tasks: Sequence[Task], do: Do, clock: Clock) -> None:
         self._tasks, self._do, self._clock = tasks, do, clock
         self.lanes = _places(tasks)
-        self._mutex = Lock()  # over what follows
+        self._mutex = Lock()  # guards the fields below
         self._ended = [False] * len(tasks)
         self._awaited: dict[int, list[Lane]] = {}
         """Task -> lanes that sleep until it has ended."""
         self._bells = {lane: _taken() for lane in self.lanes}
-        """Released to wake a lane."""
+        """Lane -> lock that is released to wake the lane."""
         self._stopped = False
         self._error: BaseException | None = None
         self._starts, self._ends = [0.0] * len(tasks), [0.0] * len(tasks)
@@ -154,7 +154,7 @@ class _Run:
         return True
 
     def stop(self, error: BaseException | None = None) -> None:
-        """No further task begins. Of several errors the first is kept."""
+        """Lets no further task begin. Only the first error is kept."""
         with self._mutex:
             self._stopped = True
             if self._error is None:
@@ -164,10 +164,10 @@ class _Run:
                     wakeup.release()
 
     def work(self, lane: Lane) -> None:
-        """The lane's tasks in order, until a lane has an error."""
+        """Runs the lane's tasks in order until any lane has an error."""
         for place in self.lanes.get(lane, ()):
             task = self._tasks[place]
-            for need in reversed(task.needs):  # the latest first: then the others have mostly ended
+            for need in reversed(task.needs):  # wait for the latest first: usually the others have ended then
                 if not self._ended[need]:
                     self._sleep_until(need, lane)
             if self._stopped:
@@ -189,18 +189,18 @@ class _Run:
         with self._mutex:
             self._ended[place] = True
             if self._stopped:
-                return  # all lanes are awake
+                return  # `stop` has already woken all lanes
             for lane in self._awaited.pop(place, ()):
                 self._bells[lane].release()
 
     def result(self) -> Timeline:
-        """Raises the error that stopped the run."""
+        """Returns the timeline, or raises the error that stopped the run."""
         error, self._error = self._error, None
         try:
             if error is not None:
                 raise error
         finally:
-            del error  # its traceback leads here: together they would not be freed
+            del error  # break the reference cycle with its traceback, so that both are freed
         busy = {
             lane: sum(self._ends[place] - self._starts[place] for place in self.lanes.get(lane, ()))
             for lane in Lane
@@ -209,7 +209,7 @@ class _Run:
 
 
 def _places(tasks: Sequence[Task]) -> dict[Lane, list[int]]:
-    """Of each lane's tasks, in order."""
+    """Returns lane -> indices of its tasks, in order."""
     found: dict[Lane, list[int]] = {}
     for place, task in enumerate(tasks):
         if task.needs and max(task.needs) >= place:

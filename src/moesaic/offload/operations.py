@@ -1,4 +1,4 @@
-"""What each kind of task does for a micro-batch: stages of a block, and moves between the levels."""
+"""What each kind of task does for a micro-batch: stages of a block, and copies between the levels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moesaic.policy.offloading.tasks import Kind, Lane, Task
 
 
 class Loads(Protocol):
-    """How the routed experts of all layers come to the fast level; offload.weights has one."""
+    """Loads routed experts to the fast level; implemented in offload.weights."""
 
     def stage_page(self, layer: int, page: int, pages: int) -> int: ...
 
@@ -32,10 +32,10 @@ NOTHING = -1, ()
 
 
 class Operations:
-    """Carries out tasks on the parts of the pass that `begin` was told of.
+    """Runs tasks on the micro-batches of the current pass, which `begin` sets.
 
-    Called from the threads of all lanes; tasks that touch the same part come one after the other, as their
-    list says. What `after` has no tasks for may not stand in a list.
+    The threads of all lanes call it. Tasks on the same micro-batch run one after the other, because the list
+    makes them depend on each other. A list must not contain a kind that `after` does not handle.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class Operations:
         beside: Sequence[Block] = (),
         likely: int = 0,
     ) -> None:
-        """static: layer -> experts that are always on the fast level. beside: the model's blocks, whose
-        attention the slow processor computes; none: as the fast one does. likely: experts of a layer that
-        come before its gates have spoken, at most."""
+        """static: layer -> experts that are always on the fast level. beside: the model's blocks with the
+        slow processor's kernels, for attention there; empty means the same blocks as the fast processor.
+        likely: maximum number of a layer's experts that are loaded before its gate has chosen."""
         self._model = model
         self._experts = experts
         self._static = static
@@ -62,11 +62,11 @@ class Operations:
         self._cache: Cache | None = None
         self._most_likely, self._likely = likely, ExpertPrefetch(model.spec.num_experts)
         self._came: tuple[int, Sequence[int]] = NOTHING
-        """The turn of a layer, and its experts that came before its gates had spoken."""
+        """The turn of a layer, and its experts that were loaded before its gate had chosen."""
         self._turn = 0
         self._pages = 0
         self.loaded = 0
-        """Bytes of weights so far."""
+        """Bytes of weights loaded so far."""
         self._do: dict[Kind, Do] = {
             **after.tasks,
             Kind.PRE: self._pre,
@@ -80,13 +80,15 @@ class Operations:
         }
         rows_move = {Kind.SAVE_ROWS: self._save_rows, Kind.LOAD_ANSWERS: self._load_rows_again}
         self._of_pass = {False: self._do, True: {**self._do, **rows_move}}
-        """With prompts the rows' residual moves where a decode step asks the slow processor's experts."""
+        """Prefill -> function of each kind. In a pass with prompts the two kinds above move the residual; in
+        a decode step they move rows and answers of experts on the slow level."""
 
     def begin(self, parts: Sequence[Part], cache: Cache, turn: int, pages: int, prefill: bool) -> None:
-        """The next pass. turn: of its first layer, counted over all passes; pages: of a layer."""
+        """Starts the next pass. turn: number of its first layer, counted over all passes. pages: pages per
+        layer."""
         self._parts, self._cache, self._turn, self._pages = parts, cache, turn, pages
         if prefill:
-            self._came = NOTHING  # its first layer comes to the same place
+            self._came = NOTHING  # the pass's first layer is loaded to the same slot
         self._do = self._of_pass[prefill]
         self._after.begin(parts, turn, prefill)
 
@@ -108,7 +110,7 @@ class Operations:
     # ---- weights
 
     def _load_page(self, layer: int, page: int) -> None:
-        """A layer beyond the last is the next pass's first."""
+        """Loads a page. A layer number beyond the last one means a layer of the next pass."""
         layers = len(self._model.blocks)
         self.loaded += self._experts.load_page(self._turn + layer, layer % layers, page, self._pages)
 
@@ -126,8 +128,8 @@ class Operations:
         self._likely.learn(layer, pairs)
 
     def _load_likely(self, layer: int) -> None:
-        """A layer beyond the last is the next pass's first."""
-        self._came = NOTHING  # until they have: a load that breaks off has written to the place already
+        """Loads likely experts. A layer number beyond the last one means a layer of the next pass."""
+        self._came = NOTHING  # until they are loaded: a load that fails has already overwritten the slot
         turn, layer = self._turn + layer, layer % len(self._model.blocks)
         likely = self._likely.experts(layer, self._most_likely, self._static[layer])
         self.loaded += self._experts.load_chosen(turn, layer, likely)
@@ -155,7 +157,7 @@ class Operations:
         self._do[Kind.POST](task, part)
 
     def _head(self, task: Task, part: Part) -> None:
-        """The rows are ready for the logits, which are computed for all of them together."""
+        """Finishes the last layer. The logits of all rows are computed together after the pass."""
         self._after.merge(task.layer - 1, part)
 
     # ---- moves

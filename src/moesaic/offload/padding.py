@@ -1,14 +1,16 @@
-"""Requests padded to the longest prompt, to measure what that costs: MoE-Lightning(p), section 5.
+"""Pads requests to the longest prompt, to measure what that costs: MoE-Lightning(p), section 5.
 
-Padding stands behind a request's tokens, where no token sees it: each row has the bits that it has without.
+Padding comes after a request's tokens, and no token attends to it. So each row has the same bits as without.
 
- * Cache: a request holds blocks for the longest prompt and its own answer so far (`PaddedBlocks`).
- * Prompts: where one ends, rows of padding follow it up to the longest one's length. They go through all
-   operations of every layer, are written to those blocks and attend to what is before them (`Padding`).
- * Decoding: a token stays one row. Its attention also goes over the blocks of padding behind its request's
-   tokens, in a call of its own whose result is dropped (`Padded`), and they move with the others.
+ * Cache: a request allocates blocks for the longest prompt plus its own output so far (`PaddedBlocks`).
+ * Prefill: rows of padding follow the end of each prompt, up to the longest prompt's length. They pass
+   through all operations of every layer. Their keys and values are written to the cache, and they attend to
+   the tokens before them (`Padding`).
+ * Decode: a token is one row. Attention also runs over the blocks of padding after its request's tokens, in a
+   separate call whose result is dropped (`Padded`). These blocks are copied with the others.
 
-Not padded: logits, sampling, answers that end early. A sliding window bounds tokens and padding apart.
+Not padded: logits, sampling, and answers that end early. A sliding window limits tokens and padding
+separately.
 """
 
 from __future__ import annotations
@@ -27,22 +29,22 @@ from moesaic.offload.parts import Part
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 
 TOKEN = 0
-"""What rows of padding embed."""
+"""Token id of padding rows."""
 
 
 class PaddedBlocks(KVBlocks):
-    """Each request also holds blocks for the tokens that its prompt lacks to the longest one.
+    """A block pool that also allocates blocks for each request's padding up to the longest prompt.
 
-    Padding that finds no block is left out before a request has to leave for it. A request that comes back
-    after it left has all tokens that it had as its prompt.
+    If there are no blocks for padding, the request gets none; padding never causes a preemption. After a
+    preemption, a request's prompt consists of all tokens that it had.
     """
 
     def __init__(self, num_blocks: int, block_size: int, prefix_reuse: bool, longest: int) -> None:
-        """longest: tokens of the longest prompt, for which the pool has to have blocks."""
+        """longest: tokens of the longest prompt. The pool must have enough blocks for it."""
         super().__init__(num_blocks, block_size, prefix_reuse)
         self._longest = longest
         self._lacking: dict[int, int] = {}
-        """Request -> tokens of padding."""
+        """Request -> number of padding tokens."""
 
     def capacity(self, request_id: int) -> int:
         return super().capacity(request_id) - self._lacking[request_id]
@@ -67,22 +69,26 @@ class PaddedBlocks(KVBlocks):
 
 
 def block_pool(num_blocks: int, block_size: int, prefix_reuse: bool, padded: int | None) -> KVBlocks:
-    """The pool of a worker. padded: tokens that each prompt is padded to; None: nothing is."""
+    """Returns a worker's block pool. padded: tokens that each prompt is padded to; None means no padding."""
     if padded is None:
         return KVBlocks(num_blocks, block_size, prefix_reuse)
     return PaddedBlocks(num_blocks, block_size, prefix_reuse, padded)
 
 
 def decoding(batch: TokenBatch) -> npt.NDArray[np.bool_]:
-    """[s] whose one row is not a sequence's first: prompts are not cut so small where they are padded."""
+    """Returns a mask [s] of the sequences that decode: one row, which is not the sequence's first.
+
+    A chunk of one row cannot be part of a prompt, since padded prompts are not cut into so small chunks.
+    """
     alone: npt.NDArray[np.bool_] = (np.diff(batch.query_starts) == 1) & (batch.context_lens > 1)
     return alone
 
 
 def behind(batch: TokenBatch, block_size: int) -> IntArray:
-    """[s] whole blocks of padding behind the tokens of sequences that decode; others have rows for theirs.
+    """Returns [s] whole blocks of padding after the tokens of each decoding sequence; 0 for the others.
 
-    A table ends with the last block that is not 0: padding in block 0 does not count there.
+    Sequences in prefill have rows for their padding. A block table ends with its last nonzero entry, so
+    padding in block 0 does not count there.
     """
     width = batch.block_tables.shape[1]
     held = ((batch.block_tables != 0) * np.arange(1, width + 1)).max(axis=1, initial=0)
@@ -93,7 +99,7 @@ def behind(batch: TokenBatch, block_size: int) -> IntArray:
 
 @dataclass(frozen=True)
 class Padding:
-    """The rows of a pass over requests of a `PaddedBlocks`; see `offload.parts.Rows`."""
+    """Adds padding rows to passes over requests of a `PaddedBlocks`; implements `offload.parts.Rows`."""
 
     longest: int
     """Tokens that each prompt is padded to."""
@@ -101,11 +107,11 @@ class Padding:
 
     @property
     def whole(self) -> bool:
-        """Its micro-batches are of requests, as in the paper."""
+        """True: micro-batches contain whole requests, as in the paper."""
         return True
 
     def of(self, batch: TokenBatch) -> TokenBatch:
-        """Behind each prompt that ends in this pass the rows that it lacks.
+        """Adds padding rows after each prompt that ends in this pass.
 
         Example: longest 4; a prompt of 2 tokens and one row at position 5 become rows at 0, 1, 2, 3 and 5.
         """
@@ -128,22 +134,22 @@ class Padding:
         )
 
     def contexts(self, batch: TokenBatch) -> IntArray:
-        """[s] tokens that attention goes over, of a batch that `of` returned."""
+        """Returns [s] tokens that attention reads, for a batch that `of` returned."""
         return batch.context_lens + behind(batch, self.block_size) * self.block_size
 
 
 @dataclass(frozen=True)
 class PaddedAttention(AttentionBatch):
-    """A micro-batch, and beside it what its rows that decode also attend to."""
+    """A micro-batch, together with the padding that its decoding rows attend to."""
 
     rows: torch.Tensor
-    """[d] of the micro-batch: those that decode with padding behind."""
+    """[d] row numbers of the decoding rows that have padding."""
     padding: AttentionBatch
-    """[d] sequences of one row over that padding."""
+    """[d] sequences of one row each over that padding."""
 
 
 class Padded(Attending):
-    """A cache with padding in it."""
+    """Attention over a cache that contains padding."""
 
     def _over(
         self, block: Block, keys: torch.Tensor, values: torch.Tensor | None, part: Part
@@ -156,7 +162,7 @@ class Padded(Attending):
 
 
 class PaddedResident(Padded, Resident):
-    """It stays."""
+    """A padded cache that is not copied."""
 
     def attention(self, batch: TokenBatch) -> AttentionBatch:
         size = self._block_size
@@ -164,7 +170,7 @@ class PaddedResident(Padded, Resident):
 
 
 class PaddedMoving(Padded, Moving):
-    """It comes down for attention, and so does the padding that is attended to."""
+    """A padded cache whose blocks are copied for attention, padding included."""
 
     def attention(self, batch: TokenBatch) -> AttentionBatch:
         size = self._block_size
@@ -178,15 +184,17 @@ class PaddedMoving(Padded, Moving):
 
 
 def _beside(real: AttentionBatch, padding: TokenBatch) -> PaddedAttention:
-    """padding: one row for each of `real`'s that decode, whose place it has as its token."""
+    """padding: one row for each decoding row of `real`; its token id is that row's number."""
     lines = torch.from_numpy(padding.token_ids).to(real.device)
     beside = AttentionBatch.build(padding, real.block_size, real.device)
     return PaddedAttention(real.batch, real.block_size, real.device, real.slots, lines, beside)
 
 
 def _behind(batch: TokenBatch, counts: IntArray, block_size: int) -> TokenBatch:
-    """One row for each sequence with padding, over its blocks of padding alone. counts: [s] how many. Tokens
-    are the places of the rows that decode."""
+    """Returns one row for each sequence with padding, over its padding blocks alone.
+
+    counts: [s] number of padding blocks. The token ids are the row numbers of the decoding rows.
+    """
     chosen = np.flatnonzero(counts)
     tables = np.zeros((len(chosen), counts.max(initial=0)), np.int64)
     for table, index in zip(tables, chosen.tolist(), strict=True):

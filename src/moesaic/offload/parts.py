@@ -19,57 +19,57 @@ from moesaic.policy.offloading.microbatch import divide
 
 @dataclass
 class Part:
-    """One micro-batch: its rows, and what the last of its operations left for the next."""
+    """One micro-batch: its rows, and the intermediate results that one task leaves for the next."""
 
     batch: TokenBatch
     origin: IntArray
-    """[n] where its rows stand in the pass."""
+    """[n] positions of its rows in the pass's batch."""
     attention: AttentionBatch
-    """Over the cache that its attention reads."""
+    """Attention metadata over the cache that its attention reads."""
     positions: torch.Tensor
-    """[n]"""
+    """[n] positions of the rows in their sequences."""
     hidden: torch.Tensor
-    """[n, h] after the last layer that is done; nothing before the first one is begun."""
+    """[n, h] hidden states after the last layer that was computed; empty before the first layer."""
     projected: Projected | None = None
     attended: torch.Tensor | None = None
-    """[n, Hq * dv]"""
+    """[n, Hq * dv] attention output."""
     gated: Gated | None = None
     dense: torch.Tensor | None = None
-    """[n, h] of the shared experts."""
+    """[n, h] output of the shared experts."""
     answers: torch.Tensor | None = None
-    """[n, k, h] of the routed experts, until they are merged."""
+    """[n, k, h] outputs of the routed experts, until they are merged."""
     chosen: torch.Tensor | None = None
-    """[n, k] ids of the experts, on the slow level, where its processor has some of them."""
+    """[n, k] expert ids on the slow level. Only set if the slow processor computes some experts."""
     away: IntArray | None = None
-    """[p] pairs (row * k + rank) whose experts the slow processor computes."""
+    """[p] pairs (row * k + rank among the row's experts) whose experts the slow processor computes."""
     sent: torch.Tensor | None = None
-    """[n, h] rows for it, on its level; then [p, h] what it answered."""
+    """[n, h] rows sent to the slow level, then [p, h] the experts' outputs there."""
     local: dict[int, PagedKV] = field(default_factory=dict)
-    """Layer -> the blocks that came down for its attention."""
+    """Layer -> the cache blocks that were loaded for its attention."""
     written: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
-    """Layer -> the rows' keys and values that have to go up."""
+    """Layer -> the rows' keys and values that must be saved to the slow level."""
 
 
 class Rows(Protocol):
-    """Which rows a pass over a step's batch computes; offload.padding has others."""
+    """Determines which rows a pass over a step's batch computes. offload.padding adds rows."""
 
     @property
     def whole(self) -> bool:
-        """No sequence is cut where a pass with prompts is divided."""
+        """True: a pass with prompts is not divided inside a sequence."""
         ...
 
     def of(self, batch: TokenBatch) -> TokenBatch:
-        """The step's rows, in their order, and what else there may be; the same logits are wanted."""
+        """Returns the step's rows in their order, possibly with others between. The logits stay the same."""
         ...
 
     def contexts(self, batch: TokenBatch) -> IntArray:
-        """[s] tokens that attention goes over, of a batch that `of` returned."""
+        """Returns [s] tokens that attention reads, for a batch that `of` returned."""
         ...
 
 
 @dataclass(frozen=True)
 class Unpadded:
-    """The step's own."""
+    """The step's own rows, without padding."""
 
     @property
     def whole(self) -> bool:
@@ -86,9 +86,10 @@ UNPADDED = Unpadded()
 
 
 def by_sequences(batch: TokenBatch, largest: int) -> list[tuple[TokenBatch, IntArray]]:
-    """Micro-batches of at most so many sequences with about as many cached tokens each, and their rows.
+    """Divides a batch into micro-batches of at most `largest` sequences with balanced cached tokens.
 
-    MoE-Lightning, Algorithm 2 as in policy/offloading/microbatch.py: nothing is padded.
+    Returns each micro-batch with the positions of its rows in `batch`. This is Algorithm 2 of MoE-Lightning
+    as implemented in policy/offloading/microbatch.py; nothing is padded.
     """
     lengths = batch.context_lens.tolist()
     count = -(-len(lengths) // largest)
@@ -97,10 +98,11 @@ def by_sequences(batch: TokenBatch, largest: int) -> list[tuple[TokenBatch, IntA
 
 
 def by_rows(batch: TokenBatch, largest: int, whole: bool) -> list[tuple[TokenBatch, IntArray]]:
-    """Micro-batches of at most so many consecutive rows, about equal, and their rows.
+    """Divides a batch into micro-batches of consecutive rows, at most `largest` each and similar in size.
 
-    whole: no sequence is cut, and one that is longer is alone. Where a sequence may be cut, its rows must be
-    computed in order, layer by layer: the later ones see the earlier ones' keys.
+    Returns each micro-batch with the positions of its rows in `batch`. whole: no sequence is cut, and a
+    sequence with more than `largest` rows is a micro-batch of its own. Otherwise sequences may be cut. Then
+    the micro-batches must be computed in order in each layer, because later rows attend to earlier ones.
     """
     if whole:
         return [_whole(batch, group) for group in _groups(np.diff(batch.query_starts).tolist(), largest)]
@@ -112,10 +114,11 @@ def by_rows(batch: TokenBatch, largest: int, whole: bool) -> list[tuple[TokenBat
 def by_context(
     batch: TokenBatch, contexts: IntArray, largest: int, whole: bool
 ) -> list[tuple[TokenBatch, IntArray]]:
-    """Micro-batches of consecutive rows whose sequences have at most so many tokens together, and their rows.
+    """Divides a batch into micro-batches of consecutive rows, at most `largest` tokens of context each.
 
-    contexts: [s] tokens of each, with the step's own. For a cache that comes with its micro-batch. A sequence
-    with more new rows is cut, unless `whole`; a piece with more tokens before it is alone.
+    It is for a cache that is loaded per micro-batch. Returns each micro-batch with the positions of its rows
+    in `batch`. contexts: [s] tokens of each sequence, with those of this step. A sequence with more than
+    `largest` new rows is cut, unless `whole`. A piece with a longer context is a micro-batch of its own.
     """
     cuts, held = [0], 0
     starts = batch.query_starts.tolist()
@@ -132,7 +135,7 @@ def by_context(
 
 
 def is_cut(batch: TokenBatch, divided: Sequence[tuple[TokenBatch, IntArray]]) -> bool:
-    """Whether a sequence has rows in two of the micro-batches."""
+    """Whether a sequence has rows in two micro-batches."""
     return not np.isin([origin[0] for _, origin in divided], batch.query_starts).all()
 
 
@@ -143,7 +146,7 @@ def _whole(batch: TokenBatch, chosen: Sequence[int]) -> tuple[TokenBatch, IntArr
 
 
 def _groups(rows: Sequence[int], largest: int) -> list[list[int]]:
-    """Neighbours with at most so many rows together."""
+    """Groups consecutive sequences. A group of several sequences has at most `largest` rows."""
     groups: list[list[int]] = []
     held = largest + 1
     for index, count in enumerate(rows):

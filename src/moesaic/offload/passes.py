@@ -1,4 +1,4 @@
-"""One step of the engine as one pass over the model: into micro-batches, onto lanes, and back into rows."""
+"""Runs one engine step as one pass over the model: micro-batches, their tasks on lanes, and their rows."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ from moesaic.policy.offloading.timeline import Timeline
 
 
 class Runs(Protocol):
-    """offload.lanes.Lanes, or one that also tells what it saw."""
+    """Runs a task list: offload.lanes.Lanes, or a wrapper that also records what it observes."""
 
     def run(self, tasks: Sequence[Task], do: Callable[[Task], None]) -> Timeline: ...
 
 
 NOTHING = Timeline((), (), dict.fromkeys(Lane, 0.0))
-"""Of no tasks."""
+"""Timeline of an empty list."""
 Observe = Callable[[Sequence[Task], Timeline], None]
-"""Is told the tasks of a pass that has just ended, and when each began and ended."""
+"""Called after a pass, with its tasks and when each began and ended."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How passes are made."""
+    """How passes are run."""
 
     policy: Policy
     prefill_rows: int
-    """Rows of a micro-batch in a pass with prompts."""
+    """Maximum rows of a micro-batch in a pass with prompts."""
     experts: int
-    """Routed experts of a layer that a process has, the most of all processes: they make the same lists."""
+    """Most routed experts of a layer in any one process, so that all processes use the same lists."""
     rows: Rows = UNPADDED
     staged: bool = False
-    """Pages are put into pinned memory before they come down."""
+    """True: pages are copied to pinned memory before they are loaded."""
 
 
 class Passes:
-    """Runs steps, one at a time. A pass with more rows than sequences is prefill, whoever else is in it."""
+    """Runs steps, one at a time. A pass with more rows than sequences is prefill, even if some sequences
+    decode."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Passes:
         decodes: Cache,
         observe: Observe | None = None,
     ) -> None:
-        """prompts, decodes: the cache as the attention of either kind of pass finds it."""
+        """prompts, decodes: the cache for prefill passes and for decode passes."""
         self.observe = observe
         self._model = model
         self._way = way
@@ -70,11 +71,14 @@ class Passes:
         self._caches = {True: prompts, False: decodes}
         self._turn = 0
         self._first: int | None = None
-        """The turn whose layer, a model's first, is loaded."""
+        """The turn (layer number over all passes) whose layer is loaded. It is the first layer of a pass."""
         self._stats: dict[tuple[bool, int, int], PassStats] = {}
 
     def run(self, batch: TokenBatch) -> torch.Tensor:
-        """Hidden states [m, h] of the logit_rows after the last block; the cache has all rows then."""
+        """Runs one step and writes the cache of all its rows.
+
+        Returns hidden states [m, h] of the logit_rows after the last block.
+        """
         with self._model.kernels.reusing():
             return self._run(batch)
 
@@ -89,7 +93,7 @@ class Passes:
         self._operations.begin(parts, cache, self._turn, shape.pages, prompts)
         before = self._operations.loaded
         first = self._load_first(shape)
-        self._first = None  # until all has come: a pass that breaks off leaves the slots as they are
+        self._first = None  # until the pass has ended: after an error the slots are in an unknown state
         tasks = _listed(self._way.policy, shape, prompts)
         timeline = self._lanes.run(tasks, self._operations)
         if self.observe is not None:
@@ -100,14 +104,14 @@ class Passes:
         return _rows_wanted(batch, parts, self._model.embedding.device)
 
     def shape(self, prompts: bool, count: int) -> Shape:
-        """What there is to schedule in a pass of `count` micro-batches."""
+        """Returns the input of the scheduler for a pass of `count` micro-batches."""
         spec = self._model.spec
         shape = shape_of(self._way.policy, self._way.experts, spec.num_layers, count, prompts)
         dense = frozenset(range(spec.num_layers)) - frozenset(spec.moe_layers)
         return replace(shape, dense=dense, staged=self._way.staged)
 
     def stats(self) -> tuple[PassStats, ...]:
-        """Passes so far, by what they were."""
+        """Statistics of the passes so far, by phase, number of micro-batches and number of sequences."""
         return tuple(self._stats.values())
 
     def _divide(self, batch: TokenBatch, prompts: bool) -> list[tuple[TokenBatch, IntArray]]:
@@ -130,7 +134,7 @@ class Passes:
         return Part(batch, origin, cache.attention(batch), positions, nothing)
 
     def _load_first(self, shape: Shape) -> Timeline:
-        """The first layer, where the pass before did not leave it."""
+        """Loads the first layer, unless the last pass loaded it."""
         if not shape.pages_of(0) or self._first == self._turn:
             return NOTHING
         return self._lanes.run(first_layer(shape), self._operations)
@@ -138,7 +142,8 @@ class Passes:
     def _count(
         self, asked: TokenBatch, batch: TokenBatch, parts: int, times: tuple[Timeline, Timeline], loaded: int
     ) -> None:
-        """asked: of the batch, what the step has. times: of the first layer's load, and of the list."""
+        """asked: the part of the batch that the step contains. times: of the first layer's load, and of the
+        task list."""
         key = batch.num_rows > batch.num_sequences, parts, batch.num_sequences
         context = int(asked.context_lens.sum())
         old = self._stats.get(key, PassStats(*key))
@@ -157,7 +162,7 @@ class Passes:
         )
 
 
-@lru_cache(maxsize=4)  # a list takes megabytes where layers and micro-batches are many
+@lru_cache(maxsize=4)  # a list takes megabytes if there are many layers and micro-batches
 def _listed(policy: Policy, shape: Shape, prompts: bool) -> Sequence[Task]:
     if prompts:
         return prefill(shape, rows_move=not policy.fast_residual)
@@ -165,7 +170,7 @@ def _listed(policy: Policy, shape: Shape, prompts: bool) -> Sequence[Task]:
 
 
 def _rows_wanted(batch: TokenBatch, parts: Sequence[Part], device: torch.device) -> torch.Tensor:
-    """For the head, there; rows that moved may be on the slow level."""
+    """Returns the hidden states for the LM head, on `device`. Parts may have them on the slow level."""
     out = torch.empty(len(batch.logit_rows), parts[0].hidden.shape[1], device=device)
     for part in parts:
         rows = part.batch.logit_rows

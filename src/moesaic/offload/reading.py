@@ -1,7 +1,7 @@
-"""Reading a file past the page cache: what is read twice comes from the disk twice and takes no other memory.
+"""Reads a file without the page cache: it takes no other memory, and every read comes from the disk.
 
-Where the file system has O_DIRECT, the disk writes straight to where the bytes are wanted. Elsewhere the
-kernel copies them through its cache, and what is cached is dropped: at the beginning, and after every piece.
+If the file system supports O_DIRECT, the disk writes directly to the target memory. Otherwise the kernel
+copies through its cache, and the cached pages are dropped: at the beginning, and after every read.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from pathlib import Path
 import numpy as np
 
 ALIGNMENT = 4096
-"""Of offsets, lengths and addresses, in bytes."""
+"""Offsets, lengths and addresses must be multiples of this many bytes."""
 PIECE = 8 << 20
-"""Bytes of one system call at most: enough for any disk to work in parallel."""
+"""Maximum bytes of one system call. It is enough for any disk to work in parallel."""
 
 
 class DirectFile:
-    """One file, open until `close` or the object's end. Several threads may read at once.
+    """One file, open until `close` is called or the object is deleted. Several threads may read at once.
 
-    direct: False reads through the cache even where O_DIRECT is there. Raises OSError like `open`.
+    direct: False reads through the page cache even if O_DIRECT is supported. Raises OSError as `open` does.
     """
 
     def __init__(self, path: Path, direct: bool = True) -> None:
         self.path = path
         found = _open_direct(path) if direct else None
         self.direct = found is not None
-        """Whether reads pass the page cache."""
+        """Whether reads bypass the page cache."""
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if found is None else found
         self._end = weakref.finalize(self, os.close, self._descriptor)
-        if found is None:  # what is cached goes, and no reading ahead brings what nobody asked for
+        if found is None:  # drop cached pages, and disable read-ahead
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     def read(self, offset: int, into: memoryview) -> int:
-        """The bytes from `offset` on to `into`, without the interpreter's lock. Returns how many.
+        """Reads the bytes from `offset` into `into`, without the GIL. Returns how many bytes were read.
 
-        At the end of the file they are fewer, and the rest of `into` stays as it is. ValueError for an
-        offset, a length or an address that is no multiple of ALIGNMENT; OSError when the disk fails.
+        At the end of the file they are fewer, and the rest of `into` stays as it is. Raises ValueError if
+        offset, length or address is not a multiple of ALIGNMENT, and OSError if the disk fails.
         """
         into = into.cast("B")
         address = np.frombuffer(into, np.uint8).ctypes.data if into else 0
         if offset < 0 or any(number % ALIGNMENT for number in (offset, len(into), address)):
             raise ValueError(
-                f"{len(into)} bytes at {offset} to address {address}: no multiples of {ALIGNMENT}"
+                f"{len(into)} bytes at {offset} to address {address}; allowed: multiples of {ALIGNMENT}"
             )
         got = 0
         while got < len(into):
@@ -59,7 +59,7 @@ class DirectFile:
         return got
 
     def _piece(self, offset: int, into: memoryview) -> int:
-        """One system call, two in the file's last block."""
+        """Reads with one system call, or two if the range contains the file's last block."""
         if not self.direct:
             count = os.preadv(self._descriptor, [into], offset)
             os.posix_fadvise(self._descriptor, offset, len(into), os.POSIX_FADV_DONTNEED)
@@ -67,13 +67,13 @@ class DirectFile:
         whole = os.lseek(self._descriptor, 0, os.SEEK_END) // ALIGNMENT * ALIGNMENT - offset
         if whole > 0:
             return os.preadv(self._descriptor, [into[:whole]], offset)
-        with mmap.mmap(-1, ALIGNMENT) as block:  # a direct read of it would write behind its end too
+        with mmap.mmap(-1, ALIGNMENT) as block:  # a direct read of the last block would write past its end
             count = os.preadv(self._descriptor, [block], offset)
             into[:count] = block[:count]
         return count
 
     def close(self) -> None:
-        """Reads fail from now on. May be called again."""
+        """Closes the file; later reads fail. May be called more than once."""
         self._end()
         self._descriptor = -1
 
@@ -85,9 +85,9 @@ class DirectFile:
 
 
 def _open_direct(path: Path) -> int | None:
-    """A descriptor that reads past the cache, None where the file system has none.
+    """Returns a descriptor for reads that bypass the page cache, or None if the file system has no O_DIRECT.
 
-    Some open the file and refuse the first read, so one block is tried.
+    Some file systems open the file but refuse the first read, so this tries to read one block.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)

@@ -1,8 +1,9 @@
 """Routed experts of a model larger than the fast memory: some stay there, the others come from the disk.
 
-Streamed experts lie in one of two slots, each with room for any one layer: while one is computed from, the
-other is filled, in pages that go between other transfers (MoE-Lightning, section 4.1 and appendix A.1). What
-is a page table there is the kernels' table of pointers here: a page is a range of bytes, read to its place.
+There are two slots for streamed experts, each with room for any one layer. While one slot is computed from,
+the other is filled in pages, which run between other transfers (MoE-Lightning, section 4.1 and appendix A.1).
+The kernels' table of pointers replaces the paper's page table: a page is a range of bytes that is read
+directly to its final place.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from moesaic.offload.link import Link, MappedFile
 from moesaic.offload.reading import DirectFile
 
 NOT_HERE = (None, None, None)
-"""In place of an expert's gate, up and down."""
+"""Stands for the gate, up and down matrices of an expert that this process does not have."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, COMPRESSED: torch.uint8}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the arena."""
+    """How many bytes of the arena the experts use."""
 
     static: int
-    """Experts that stay."""
+    """Bytes of the experts that stay on the fast level."""
     slot: int
-    """One of the two: as much as the largest layer needs."""
+    """Bytes of one of the two slots: enough for the largest layer."""
 
     @property
     def total(self) -> int:
@@ -44,26 +45,27 @@ class Memory:
 
 
 class Room(Protocol):
-    """Memory of the fast level; `offload.arena` has one."""
+    """Memory of the fast level; `offload.arena.Arena` is one."""
 
     def take(self, size: int) -> torch.Tensor:
-        """[size] uint8."""
+        """Returns [size] uint8."""
         ...
 
 
 class Streamed:
-    """The routed experts of every layer, as files give them: in the type that they are computed from.
+    """The routed experts of every layer, in the data type of the files, which the kernels compute from.
 
-    static: layer -> the experts that stay. owned: layer -> the experts of this process, others are no part of
-    it; None: all. What is owned and does not stay is streamed. `load_*` are for one thread; `experts` may be
-    asked by any. A layer's turn is `count`: pass * layers of the model + layer. It has slot count % 2, so the
-    next layer is loaded while this one is computed from.
+    static: layer -> the experts that stay on the fast level. owned: layer -> the experts of this process;
+    None means all. Owned experts that are not static are streamed. One thread may call `load_*`; any thread
+    may call `experts`. A layer's turn `count` is pass * layers of the model + layer. The layer uses slot
+    count % 2, so the next layer is loaded while this one is computed from.
 
-    arena: what they lie in. direct: False reads through the page cache (see DirectFile). link: the slow level
-    is memory of this machine, which holds the files, and this is the way from there.
+    arena: memory for the experts. direct: False reads through the page cache (see DirectFile). link: set if
+    the slow level is this machine's memory; the files are then in memory and copied over this link.
 
-    Raises CheckpointError for a tensor that is missing, damaged or of another type, and ConfigError when the
-    arena has no room or `static` names what does not exist; nothing is taken from the arena then.
+    Raises CheckpointError for a tensor that is missing, damaged or of another type. Raises ConfigError if the
+    arena is too small or `static` names an expert that does not exist. After an error nothing is taken from
+    the arena.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Streamed:
         self._plan = _Plan(path, layout, static, owned)
         self.memory = self._plan.memory
         self.bytes_read = 0
-        """By all loads so far, whole blocks."""
+        """Bytes read by all loads so far, in whole blocks."""
         self._files = {file: _open(file, direct, link) for file in self._plan.files}
         taken = arena.take(self.memory.total)
         kept, second = self.memory.static, self.memory.total - self.memory.slot
@@ -99,27 +101,30 @@ class Streamed:
         static: Mapping[int, Sequence[int]],
         owned: Mapping[int, Sequence[int]] | None = None,
     ) -> Memory:
-        """What a Streamed of these takes from its arena. Reads headers only; raises what Streamed raises."""
+        """Returns the memory that a Streamed with these arguments takes from its arena.
+
+        Reads only headers. Raises the same errors as Streamed.
+        """
         return _Plan(path, layout, static, owned).memory
 
     @property
     def direct(self) -> bool:
-        """Whether every file is read past the page cache."""
+        """Whether reads of every file bypass the page cache."""
         return all(file.direct for file in self._files.values())
 
     def load_static(self) -> int:
-        """Reads the experts that stay. Returns bytes read, as the other loads do."""
+        """Reads the experts that stay. Returns the number of bytes read, as the other loads do."""
         return self._read(self._plan.static, [(0, self.memory.static)], self._static)
 
     def stage_page(self, layer: int, page: int, pages: int) -> int:
-        """Puts a page where `load_page` takes it from. Here that is the file: there is nothing to do."""
+        """Copies a page to where `load_page` takes it from. Here that is the file, so nothing is done."""
         return 0
 
     def load_page(self, count: int, layer: int, page: int, pages: int) -> int:
-        """Reads one of `pages` equal pages of a layer's streamed experts to the slot of turn `count`.
+        """Reads one of `pages` equal pages of a layer's streamed experts into the slot of turn `count`.
 
-        Pages may come in any order; `experts` are whole when all have come. KeyError for a layer without
-        routed experts.
+        Pages may be loaded in any order; `experts` is complete when all are loaded. Raises KeyError for a
+        layer without routed experts.
         """
         if not 0 <= page < pages:
             raise ValueError(f"page {page} of {pages}")
@@ -127,28 +132,28 @@ class Streamed:
         return self._read(arranged, [arranged.page(page, pages)], self._slots[count % 2])
 
     def load_chosen(self, count: int, layer: int, experts: Iterable[int]) -> int:
-        """Reads these experts alone, those that stay left out, to their places in the slot of turn `count`.
+        """Reads only these experts, except static ones, into their places in the slot of turn `count`.
 
-        KeyError for an id that does not exist or is not owned.
+        Raises KeyError for an id that does not exist or is not owned.
         """
         spans = merged(self._spans(layer, experts))
         return self._read(self._plan.streamed[layer], spans, self._slots[count % 2])
 
     def experts(self, count: int, layer: int) -> ExpertWeights:
-        """The experts of a layer at its turn `count`: the same object whenever layer and slot are the same.
+        """The experts of a layer at its turn `count`. The object is the same for the same layer and slot.
 
-        It names every expert that is owned, whatever was loaded: one that was not has bytes of another layer,
-        so after `load_chosen` only those that were chosen, or stay, may be computed from.
+        It contains every owned expert, even if it was not loaded. An expert that was not loaded has bytes of
+        another layer. So after `load_chosen` only the chosen and the static experts may be computed from.
         """
         return self._experts[layer, count % 2]
 
     def close(self) -> None:
-        """Closes the files; what was loaded stays. May be called again."""
+        """Closes the files; loaded experts stay. May be called more than once."""
         for file in self._files.values():
             file.close()
 
     def _spans(self, layer: int, experts: Iterable[int]) -> list[Span]:
-        """Where the streamed ones of these experts lie, sorted. They may touch."""
+        """Returns the sorted spans of the streamed experts among these. Spans may touch."""
         arranged = self._plan.streamed[layer]
         parts = [part for expert in experts for part in self._plan.places[layer, int(expert)]]
         return sorted({arranged.span(part) for part in parts if part in arranged.at})
@@ -156,7 +161,7 @@ class Streamed:
     def _read(
         self, arranged: Arrangement, spans: Iterable[Span], memory: torch.Tensor, first: int = 0
     ) -> int:
-        """first: the byte of what is arranged that `memory` begins with."""
+        """Reads spans of the arranged bytes. first: which of these bytes is the first of `memory`."""
         into, total = memory.numpy().data, 0
         for run, (begin, end) in (piece for span in spans for piece in arranged.pieces(span)):
             offset, wanted = run.offset + begin - run.at, min(end, run.at + run.needed) - begin
@@ -172,7 +177,7 @@ class Streamed:
 
 
 class _Plan:
-    """What lies where, before there is memory."""
+    """The memory layout of all experts, computed before memory is allocated."""
 
     def __init__(
         self,
@@ -205,7 +210,7 @@ class _Plan:
 def _find(
     path: Path, layout: ExpertLayout, owned: Mapping[int, Sequence[int]] | None
 ) -> dict[tuple[int, int], tuple[Place, ...]]:
-    """(layer, expert) -> gate, up and down; of those that are owned."""
+    """Returns (layer, expert) -> places of gate, up and down, for the owned experts."""
     if layout.dtype not in STORED:
         raise ConfigError.field("--dtype", layout.dtype, f"{', '.join(STORED)} where experts are streamed")
     headers, stored = Headers(path), STORED[layout.dtype]
@@ -218,7 +223,7 @@ def _find(
 
 
 def _place(headers: Headers, name: str, *shape: int, stored: str) -> Place:
-    """Kernels read the file's own bytes: of the right type, and at a multiple of a number's size."""
+    """Finds a tensor. Kernels read the file's bytes as they are, so type and alignment must be right."""
     place = headers.find(name, *shape)
     if place.dtype != stored:
         allowed = f"{stored}: streamed experts are computed from as they are stored"
@@ -237,7 +242,7 @@ def _open(file: Path, direct: bool, link: Link | None) -> DirectFile | MappedFil
 
 
 def _views(arranged: Arrangement, memory: torch.Tensor, dtype: torch.dtype) -> dict[Place, torch.Tensor]:
-    """Each tensor in its place."""
+    """Returns a view of each tensor in `memory`."""
     return {
         place: memory[at : at + place.size].view(dtype).view(place.shape) for place, at in arranged.at.items()
     }
