@@ -32,7 +32,7 @@ def audit(pool: KVBlocks) -> None:
     """Each block is in one state, counts are right, known blocks form a forest, leaves are older."""
     tables = {request_id: table.blocks.array.tolist() for request_id, table in pool._tables.items()}
     holders = Counter(block for table in tables.values() for block in table)
-    assert [holders[block] for block in range(pool.num_blocks)] == pool._holders
+    assert [holders[block] for block in range(pool.num_blocks)] == pool._references
     free, cached, used = set(pool._free), set(pool._cached), set(holders)
     assert len(free) == len(pool._free)
     assert sorted([*free, *cached, *used]) == list(range(pool.num_blocks))
@@ -48,7 +48,7 @@ def audit(pool: KVBlocks) -> None:
     for block, (parent, _) in known.items():
         if parent != ROOT:
             before = by_identity[parent]  # a parent outlives its children
-            assert pool._holders[before] >= pool._holders[block]
+            assert pool._references[before] >= pool._references[block]
             assert before not in age or age[before] > age[block]
     for request_id, table in tables.items():
         first = pool._tables[request_id].num_committed

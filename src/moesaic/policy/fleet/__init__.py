@@ -1,1 +1,1 @@
-"""Which processes serve: which replica of an expert is asked, and how many servers there should be."""
+"""Decides which processes serve: which replica computes an expert, and how many expert servers run."""

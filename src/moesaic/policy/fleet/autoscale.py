@@ -1,15 +1,15 @@
-"""How many expert servers there should be: a target from queue, utilisation and missed objectives.
+"""Chooses how many expert servers run, from queue length, utilisation and missed latency objectives.
 
-Expert-as-a-Service adds and removes servers one at a time and names no trigger. Ours has two marks with a
+Expert-as-a-Service adds and removes servers one at a time and names no trigger. We use two thresholds with a
 gap between them, so that a load between the two changes nothing:
 
-- *High*: the servers are busier than `high`, more than `queue` requests wait for each, or requests miss their
-  objective. After `up_seconds` of it the target is at once what the load asks for, at most twice as many.
+- *High*: the servers are busier than `high`, more than `queue` requests wait per server, or requests miss
+  their objective. After `up_seconds` of this the target becomes what the load needs, at most twice as many.
 - *Low*: the servers are less busy than `low`, no more than `queue` requests wait in all, none misses its
-  objective, and one server less would stay below `high`. After `down_seconds` of it one server leaves.
+  objective, and one server less would stay below `high`. After `down_seconds` of this one server leaves.
 
-After a change nothing is decided for `cooldown` seconds, and what is measured in them does not count: the new
-server loads its experts.
+For `cooldown` seconds after a change nothing is decided, because the new server loads its experts. What is
+measured in that time does not count.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from moesaic.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class AutoscaleRule:
-    """Bounds and marks."""
+    """Bounds and thresholds of autoscaling."""
 
     least: int
-    """Fewest servers."""
+    """Minimum number of servers."""
     most: int
-    """Most servers."""
+    """Maximum number of servers."""
     high: float = 0.85
-    """Mean share of the time that servers are busy, from which on there are too few."""
+    """Servers are added when their mean busy share of the time is above this."""
     low: float = 0.4
-    """The share below which there are too many."""
+    """A server leaves when the mean busy share is below this."""
     queue: float = 4.0
-    """Requests waiting for each server, above which there are too few."""
+    """Servers are added when more than this many requests wait per server."""
     up_seconds: float = 5.0
-    """How long high lasts before servers are added."""
+    """Seconds that the load must be high before servers are added."""
     down_seconds: float = 120.0
-    """How long low lasts before a server leaves."""
+    """Seconds that the load must be low before a server leaves."""
     cooldown: float = 30.0
-    """Seconds after a change without another one."""
+    """Seconds after a change in which nothing changes again."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
@@ -54,9 +54,9 @@ class AutoscaleRule:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads "MIN:MAX", with the default marks. Raises ConfigError naming --autoscale.
+        """Parse "MIN:MAX", with default thresholds. Raises ConfigError naming --autoscale.
 
-        Example: "2:6" -> 2 to 6 servers.
+        Example: "2:6" means 2 to 6 servers.
         """
         match = re.fullmatch("([0-9]{1,6}):([0-9]{1,6})", text.strip())
         if match is None:
@@ -68,7 +68,10 @@ _ALLOWED = "MIN:MAX with 1 <= MIN <= MAX, such as 2:6"
 
 
 class Autoscaler:
-    """Remembers since when the load is high or low, and when it last changed something."""
+    """Chooses the number of servers.
+
+    It remembers how long the load has been high or low, and its last change.
+    """
 
     def __init__(self, rule: AutoscaleRule) -> None:
         self._rule = rule
@@ -79,14 +82,16 @@ class Autoscaler:
     def decide(
         self, now: float, queue_depth: int, utilisation: float, slo_violations: int, servers: int
     ) -> int:
-        """How many servers there should be, least to most.
+        """The number of servers that should run, from `least` to `most`.
 
-        now: seconds. queue_depth: requests that wait. utilisation: mean share of the time since the last call
-        in which the servers were busy, 0 to 1. slo_violations: first tokens, and tokens, that came later than
-        their objective since the last call. servers: how many serve or start; none that drains or died.
+        now: seconds.
+        queue_depth: requests that wait.
+        utilisation: mean share of the time since the last call in which the servers were busy, 0 to 1.
+        slo_violations: first tokens and later tokens that missed their latency objective since the last call.
+        servers: servers that serve or start, without those that drain or died.
 
-        Example, rule 1:4 and its default marks, 2 servers: utilisation 0.9 at second 0 -> 2, still at
-        second 5 -> 3; then, in the cool-down, 3 whatever comes until second 35.
+        Example with rule 1:4, default thresholds and 2 servers: utilisation 0.9 at second 0 gives 2. Still
+        0.9 at second 5 gives 3. Then the cooldown keeps 3 until second 35, whatever the load.
         """
         bounded = self._bounded(servers)
         if bounded != servers or now < self._quiet_until:
@@ -114,20 +119,22 @@ class Autoscaler:
         return utilisation > rule.high or queue_depth > rule.queue * servers or slo_violations > 0
 
     def _is_low(self, queue_depth: int, utilisation: float, servers: int) -> bool:
-        """Low, and what is left would not be high: the same work on one server less."""
+        """Whether the load is low and would not be high with one server less."""
         fewer = servers - 1
         fits = fewer > 0 and utilisation * servers / fewer < self._rule.high
         return utilisation < self._rule.low and queue_depth <= self._rule.queue and fits
 
     def _wanted(self, queue_depth: int, utilisation: float, servers: int) -> int:
-        """One more at least; enough to be below `high` and `queue`, at most twice as many."""
+        """Servers to add up to: enough to be below `high` and `queue`, at least one more, at most twice as
+        many.
+        """
         busy = math.ceil(servers * utilisation / self._rule.high)
         waiting = math.ceil(queue_depth / self._rule.queue) if self._rule.queue else 0
         return max(servers + 1, min(max(busy, waiting), 2 * servers))
 
 
 def _since(since: float | None, holds: bool, now: float) -> float | None:
-    """When a condition began to hold without a break; None while it does not."""
+    """When the condition began to hold without interruption. None while it does not hold."""
     if not holds:
         return None
     return now if since is None else since

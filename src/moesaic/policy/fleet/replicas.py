@@ -1,19 +1,21 @@
-"""Which replica serves an expert now, and when a server counts as gone: decided by each client alone.
+"""Chooses the replica that computes an expert, and when a server counts as gone. Each client decides for
+itself.
 
 Expert-as-a-Service (section 3): a client that waits too long masks the server in its own table and sends the
-same rows to another holder. Nothing is agreed with anybody, because servers keep nothing. What the paper
-leaves open is settled here:
+same rows to another server that holds the experts. No agreement is needed, because servers keep no state of
+requests. The paper leaves some points open. We decide them so:
 
-- Choice: the own rank's server first, then the one with the fewest pairs outstanding.
-- Patience: a server is late when it has shown no progress for `factor` times what its outstanding work should
-  take at the pace it showed so far, at least `floor` and at most `ceiling` seconds: a freeze is to cost less
-  than a second whatever is outstanding. A server whose pace nobody knows yet gets `unknown` seconds.
-- Progress: a server that honestly needs longer would be given up again and again, each time with its work
-  undone. So the ceiling is never below twice the longest silence that this server broke; one that ended in a
-  false failover counts too. It wears off with its quick answers.
-- A late server is masked only if others hold all that it holds: without a replica there is nothing to gain,
-  the rows wait for it or for its successor.
-- A masked server whose same process answers again was not dead: a false failover, counted.
+- Choice: the server of the client's own rank first, then the server with the fewest outstanding pairs.
+- Timeout: a server is late when it showed no progress for `factor` times the expected duration of its
+  outstanding work. The expectation uses the pace that it showed so far. The timeout is at least `floor` and
+  at most `ceiling` seconds, so that a frozen server costs less than a second. A server without a measured
+  pace gets `unknown` seconds.
+- Slow servers: a server that really needs longer must not be given up again and again, since each time its
+  work is lost. So the ceiling is never below twice the longest silence after which this server answered. The
+  silence of a false failover counts too. Quick answers let this value decay.
+- A late server is masked only if other servers hold all of its experts. Without a replica nothing is gained:
+  the rows wait for this server or for the one that replaces it.
+- If the same process of a masked server answers again, it had not died. That is counted as a false failover.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ import numpy.typing as npt
 from moesaic.core.tokens import IntArray
 
 NOBODY = -1
+"""The server id that stands for "no server"."""
+"""The server id that stands for "no server"."""
 
 
 @dataclass(frozen=True)
@@ -34,65 +38,67 @@ class ReplicaTimeout:
     """When a silent server is given up."""
 
     factor: float = 20.0
-    """Times the time that its work should take."""
+    """Timeout as a multiple of the expected duration of the outstanding work."""
     floor: float = 0.3
-    """Seconds, at least."""
+    """Minimum timeout in seconds."""
     ceiling: float = 0.6
-    """Seconds, at most, for a server that never broke a long silence."""
+    """Maximum timeout in seconds, for a server that never answered after a long silence."""
     unknown: float = 0.8
-    """Seconds, for a server that never answered: it may have to read its weights first."""
+    """Timeout in seconds of a server that never answered. It may have to read its weights first."""
     memory: float = 0.9
-    """What an answer leaves of the longest silence."""
+    """Factor by which each answer decays the longest known silence."""
 
 
 @dataclass(frozen=True)
 class ReplicaStats:
-    """Counters of one client; they only grow."""
+    """Counters of one client. They only grow."""
 
     failovers: int = 0
-    """Servers that were lost or given up with rows outstanding."""
+    """Servers that were lost or given up while pairs were outstanding."""
     silent_failovers: int = 0
-    """Of those, servers given up for their silence; the others' connections broke."""
+    """Failovers because of a timeout. The others were broken connections."""
     false_failovers: int = 0
-    """Of those, servers that came back: they had not died."""
+    """Servers that were given up because of a timeout and came back, so they had not died."""
     resent_pairs: int = 0
     """(row, expert) pairs that were sent again."""
 
 
 @dataclass
 class _Server:
-    """What a client knows of a server it is connected to."""
+    """The state of a connected server."""
 
     outstanding: int = 0
-    """Pairs sent and not answered."""
+    """Pairs that were sent and are not answered."""
     since: float = 0.0
-    """Last sign of progress, or when it was given work after having none."""
+    """Time of the last progress, or of the first request after it had no work."""
     pace: float | None = None
-    """Seconds a pair, smoothed; None before the first answer."""
+    """Smoothed seconds per pair. None before the first answer."""
 
 
 class Replicas:
-    """A client's table of servers. Pure: connections are made and dropped by its owner."""
+    """A client's table of servers. It does no I/O: its owner makes and closes the connections."""
 
     def __init__(self, patience: ReplicaTimeout | None = None, own: int | None = None) -> None:
         self._patience = patience or ReplicaTimeout()
         self.own = own
-        """The server of this client's own rank."""
+        """Id of the server of this client's own rank, or None."""
         self._servers: dict[int, _Server] = {}
         self._holders: dict[int, IntArray] = {}
         self._only: dict[int, int] = {}
-        """Layer -> the one server that holds all of it."""
+        """Layer -> server, for layers whose experts are all on one server."""
         self._masked: dict[int, float] = {}
-        """Servers given up for their silence -> seconds that they had."""
+        """Servers given up because of a timeout -> that timeout in seconds."""
         self._silence: dict[int, float] = {}
-        """Seconds, the longest that a server was silent for without being dead."""
+        """Server -> the longest silence in seconds that it survived, decayed with each answer."""
         self._spare: dict[int, bool] = {}
-        """Whether others hold all that a server holds, as far as it was asked; for this placement and these
-        connections."""
+        """Server -> whether other servers hold all of its experts.
+
+        It is a cache, valid for the current placement and connections.
+        """
         self.stats = ReplicaStats()
 
     def place(self, experts: Mapping[int, Mapping[int, Iterable[int]]], num_experts: int) -> None:
-        """A new placement: server -> layer -> experts."""
+        """Set a new placement: server -> layer -> experts."""
         found: dict[int, list[list[int]]] = {}
         for server in sorted(experts):
             for layer, ids in experts[server].items():
@@ -109,11 +115,11 @@ class Replicas:
 
     @property
     def connected(self) -> frozenset[int]:
-        """Servers that can be asked."""
+        """Ids of the servers that can be asked."""
         return frozenset(self._servers)
 
     def joined(self, server: int) -> None:
-        """A connection to `server` stands."""
+        """Record that a connection to `server` was made."""
         if server in self._masked:
             self._silence[server] = self._masked.pop(server)
             self._count(false_failovers=1)
@@ -121,13 +127,16 @@ class Replicas:
         self._spare.clear()
 
     def lost(self, server: int, pairs: int = 0) -> None:
-        """The connection to `server` broke with `pairs` outstanding: its process died, or the way to it."""
+        """Record that the connection to `server` broke with `pairs` outstanding.
+
+        Its process or the network failed.
+        """
         if self._servers.pop(server, None) is not None and pairs:
             self._count(failovers=1)
         self._spare.clear()
 
     def mask(self, server: int) -> None:
-        """`server` was given up for its silence, though its connection stood."""
+        """Give up `server` because of a timeout, although its connection is open."""
         state = self._servers.pop(server, None)
         if state is not None:
             self._masked[server] = self._allowed(server, state)
@@ -135,25 +144,29 @@ class Replicas:
         self._spare.clear()
 
     def replaced(self, server: int) -> None:
-        """Another process has this id now: the one that was masked is really gone."""
+        """Record that another process has this id now. So the process that was masked really died."""
         self._masked.pop(server, None)
         self._silence.pop(server, None)
 
     def shares(
         self, layer: int, experts: npt.NDArray[np.integer]
     ) -> list[tuple[int, npt.NDArray[np.bool_] | None]]:
-        """As `route`: each server, NOBODY among them, and which of the pairs [p] are its; None: all.
-        Of no pairs nobody has a share."""
+        """As `route`, but grouped: [(server, mask), ...], with NOBODY among the servers.
+
+        mask: [p] which pairs go to the server, or None for all of them. The list is empty when there are no
+        pairs.
+        """
         if layer in self._only:
             return [(self._only_one(layer), None)] if len(experts) else []
         servers = self.route(layer, experts)
         return [(server, servers == server) for server in set(servers.tolist())]
 
     def route(self, layer: int, experts: npt.NDArray[np.integer]) -> IntArray:
-        """The server for each of the pairs experts [p] of a layer, NOBODY where none of its holders is there.
+        """[p] the server for each pair of `experts` [p] of a layer, or NOBODY when no server that holds it is
+        connected.
 
-        All pairs of an expert go to one server, so that its weights are read once. Example: expert 3 is held
-        by servers 0 and 1, of which 0 has more pairs outstanding: every pair of expert 3 goes to 1.
+        All pairs of an expert go to one server, so that its weights are read once. Example: servers 0 and 1
+        hold expert 3, and server 0 has more pairs outstanding. Then every pair of expert 3 goes to server 1.
         """
         table = self._holders.get(layer)
         if table is None or layer in self._only:
@@ -173,16 +186,20 @@ class Replicas:
         return servers
 
     def _only_one(self, layer: int) -> int:
+        """The server that holds all experts of the layer if it is connected, otherwise NOBODY."""
         server = self._only.get(layer, NOBODY)
         return server if server in self._servers else NOBODY
 
     def _only_holder(self, servers: IntArray) -> IntArray:
-        """Without replicas there is nothing to choose."""
+        """Route without replicas: each expert has one server.
+
+        Servers that are not connected become NOBODY.
+        """
         absent = [server for server in set(servers.tolist()) if server not in self._servers]
         return np.where(np.isin(servers, absent), NOBODY, servers) if absent else servers
 
     def sent(self, server: int, pairs: int, now: float, again: bool = False) -> None:
-        """`pairs` went to `server`; again: they had been sent before."""
+        """Record that `pairs` were sent to `server`. again: they had been sent before."""
         state = self._servers[server]
         if not state.outstanding:
             state.since = now
@@ -191,20 +208,23 @@ class Replicas:
             self._count(resent_pairs=pairs)
 
     def answered(self, server: int, pairs: int, now: float) -> None:
-        """`pairs` came back from `server`."""
+        """Record that `server` answered `pairs`."""
         state = self._servers.get(server)
         if state is None or not pairs:
             return
         silence = now - state.since
         self._silence[server] = max(silence, self._patience.memory * self._silence.get(server, 0.0))
         pace = silence / pairs
-        # Quick to learn that a server is slow, slow to learn that it is quick: so patience is rather long.
+        # Adapt at once to a slower pace and slowly to a faster one, so that the timeout is rather too long.
         state.pace = pace if state.pace is None else max(pace, 0.9 * state.pace + 0.1 * pace)
         state.outstanding -= pairs
         state.since = now
 
     def late(self, now: float) -> list[int]:
-        """Servers that have been silent for too long; those not named could take the rows of all that are."""
+        """Servers that were silent for too long.
+
+        The servers that are not named hold all experts of the named ones.
+        """
         named: list[int] = []
         for server, state in self._servers.items():
             overdue = state.outstanding and now > state.since + self._allowed(server, state)
@@ -213,7 +233,7 @@ class Replicas:
         return named
 
     def next_deadline(self) -> float | None:
-        """When `late` may name the next one, in the clock's seconds; None: not before something happens."""
+        """The time at which `late` may name the next server. None until something else happens."""
         ends = [
             state.since + self._allowed(server, state)
             for server, state in self._servers.items()
@@ -222,21 +242,24 @@ class Replicas:
         return min(ends, default=None)
 
     def _allowed(self, server: int, state: _Server) -> float:
-        """Seconds of silence."""
-        rule, proven = self._patience, 2 * self._silence.get(server, 0.0)
+        """Timeout of the server in seconds."""
+        rule, survived = self._patience, 2 * self._silence.get(server, 0.0)
         if state.pace is None:
-            return max(rule.unknown, proven)
+            return max(rule.unknown, survived)
         wanted = rule.factor * state.pace * state.outstanding
-        return max(rule.floor, min(wanted, max(rule.ceiling, proven)))
+        return max(rule.floor, min(wanted, max(rule.ceiling, survived)))
 
     def _is_spare(self, server: int) -> bool:
-        """`_replaceable` by all others; asked before every wait, hence remembered."""
+        """Whether all other servers together could replace `server`.
+
+        Cached, because it is asked before every wait.
+        """
         if server not in self._spare:
             self._spare[server] = self._replaceable(server)
         return self._spare[server]
 
     def _replaceable(self, server: int, without: Collection[int] = ()) -> bool:
-        """True when every expert that `server` holds has another holder, connected and not in `without`."""
+        """Whether every expert of `server` is on another connected server that is not in `without`."""
         others = [other for other in self._servers if other != server and other not in without]
         for table in self._holders.values():
             mine = (table == server).any(axis=1)
@@ -250,8 +273,8 @@ class Replicas:
 
 
 def _padded(rows: list[list[int]]) -> IntArray:
-    """[E, most] holders of each expert, NOBODY behind the last."""
+    """[E, most] the servers that hold each expert, padded with NOBODY."""
     table = np.full((len(rows), max(1, max(map(len, rows)))), NOBODY, dtype=np.int64)
-    for line, servers in zip(table, rows, strict=True):
-        line[: len(servers)] = servers
+    for row, servers in zip(table, rows, strict=True):
+        row[: len(servers)] = servers
     return table

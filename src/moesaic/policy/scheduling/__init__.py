@@ -1,1 +1,1 @@
-"""Which rows run next: batches, KV blocks, queues, and the schedulers that combine them."""
+"""Decides which rows run next: batches, KV blocks, queues, and the schedulers that combine them."""

@@ -1,22 +1,24 @@
-"""Which rows the next step computes: continuous batching, chunked prefill, preemption.
+"""Chooses the rows of the next step: continuous batching, chunked prefill and preemption.
 
-A step is filled in this order, until seats, rows or blocks run out:
+A step is filled in this order, until requests, rows or KV blocks run out:
 
- 1. every running sequence that lacks one row (decode): nobody's next token waits for another's prompt;
- 2. the rest of the running sequences, as large a chunk as the step has rows for;
- 3. waiting requests, in order of arrival, none overtaking another.
+ 1. Every running sequence that lacks one row (decode). So no prompt delays another request's next token.
+ 2. The other running sequences. Each gets as large a chunk as the step has rows for.
+ 3. Waiting requests, in order of arrival. None overtakes another.
 
-Invariant: every running request arrived before every waiting one. Admission takes the first of the
-queue, preemption the last that runs, so it holds for ever, and the two queues need no sorting.
+Invariant: every running request arrived before every waiting one. Admission takes the first request of the
+queue and preemption the last running one, so the invariant is kept. The two queues need no sorting.
 
-Blocks: a request is admitted when *all* its known tokens find a block, so only decodes ask for more. If
-there is none, the running request that arrived last is preempted: it loses its blocks (the full ones
-stay cached while nobody needs them), keeps its tokens, and computes them again when it comes back.
-The oldest request is preempted by nobody and the pool holds a longest request, so it ends; then the
-next is the oldest. Hence no live-lock: every request ends.
+Blocks: a request is admitted only when *all* its known tokens fit into blocks. So only decodes ask for more
+blocks later. If there is none, the running request that arrived last is preempted. It loses its blocks and
+keeps its tokens, which are computed again when it is admitted again. Its full blocks stay cached until
+another request needs the memory.
 
-Thrashing: nothing is admitted in a step that preempted, and an admission leaves one block for
-each running request that may still grow, a block's worth of tokens before anybody has to leave.
+No live-lock: the oldest request is never preempted, and the pool can hold a request of the maximum length. So
+the oldest request ends, and then the next one is the oldest.
+
+Thrashing: a step that preempted admits nothing. An admission also leaves one free block for each running
+request that may still grow. So each can decode a block's worth of tokens before anyone is preempted.
 """
 
 from __future__ import annotations
@@ -31,21 +33,21 @@ from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.sequence import Sequence, Stage
 
 Chunk = tuple[Sequence, int]
-"""A sequence and how many rows of it, from num_computed on, a step computes."""
+"""A sequence, and how many of its rows, from num_computed on, a step computes."""
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """How large a step may get."""
+    """Maximum sizes of a step and of a request."""
 
     max_num_seqs: int
-    """Seats: most requests that run at once."""
+    """Maximum number of requests that run at once."""
     max_num_batched_tokens: int
-    """Most rows of a step; at least max_num_seqs, so that every decode finds a row."""
+    """Maximum rows of a step. At least max_num_seqs, so that every decode has a row."""
     max_model_len: int
-    """Most tokens, prompt and answer together, of one request."""
+    """Maximum tokens of one request, prompt and answer together."""
     max_prefill_chunk: int | None = None
-    """Most rows of one sequence in a step. None: as many as the step has."""
+    """Maximum rows of one sequence in a step. None means no limit below that of the step."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_prefill_chunk"):
@@ -62,18 +64,21 @@ class BatchLimits:
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """What one step does. Nothing of it when `chunks` is empty."""
+    """The rows of one step and the changes to the queues.
+
+    An empty `chunks` means that there is nothing to run.
+    """
 
     chunks: list[Chunk]
-    """Decodes first."""
+    """The rows to compute, decodes first."""
     admitted: list[Sequence]
-    """Left the queue; num_computed is what the prefix cache held of them."""
+    """Requests that left the queue. Their num_computed counts the tokens found in the prefix cache."""
     preempted: list[Sequence]
-    """Went back to the queue, last arrival first. Either this or `admitted` is empty."""
+    """Requests that went back to the queue, last arrival first. Either this or `admitted` is empty."""
 
 
 class ContinuousBatching:
-    """The two queues. It owns every sequence's stage; blocks follow the stage."""
+    """The queues of running and waiting requests. It owns the stage of every sequence."""
 
     def __init__(self, limits: BatchLimits, blocks: KVBlocks) -> None:
         if blocks.num_blocks * blocks.block_size < limits.max_model_len:
@@ -85,15 +90,17 @@ class ContinuousBatching:
         self.limits = limits
         self.blocks = blocks
         self.running: dict[int, Sequence] = {}
-        """In order of arrival."""
+        """Running sequences by request id, in order of arrival."""
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
-        """In order of arrival, all later than `running`."""
+        """Waiting sequences by request id, in order of arrival. All arrived later than the `running` ones."""
         self.preemptions = 0
 
     def add(self, request: Request, now: float, generated: Iterable[int] = ()) -> None:
-        """Queue a request. It must be later than all before; the engine checked its length.
+        """Queue a request. It must have arrived later than all requests before.
 
-        generated: what it got from a worker that died: computed again, like a preempted request's.
+        generated: tokens that a worker which died had generated for it. Their KV is computed again, as after
+        a preemption. Raises RequestError when the prompt is empty or leaves no room for an answer, although
+        the engine has checked that before.
         """
         if request.request_id in self.running or request.request_id in self.waiting:
             raise ValueError(f"request {request.request_id} arrived twice")
@@ -109,12 +116,12 @@ class ContinuousBatching:
         self.waiting[request.request_id] = sequence
 
     def add_all(self, requests: list[Request], generated: list[list[int]], now: float) -> None:
-        """In order of arrival; generated: see Arrived."""
+        """Queue requests in order of arrival. generated: as in the event Arrived."""
         for index, request in enumerate(requests):
             self.add(request, now, generated[index] if index < len(generated) else ())
 
     def remove(self, request_id: int) -> Sequence | None:
-        """Take a request out of the queues for ever. Its blocks stay held: see `free`."""
+        """Take a request out of the queues for good. It keeps its blocks until `free`."""
         sequence = self.running.pop(request_id, None) or self.waiting.pop(request_id, None)
         if sequence is not None:
             sequence.stage = Stage.FINISHED
@@ -122,20 +129,22 @@ class ContinuousBatching:
 
     @property
     def may_admit(self) -> bool:
-        """Somebody waits and there is a seat; whether there are blocks is for `schedule` to see."""
+        """Whether a request waits and fewer than max_num_seqs run. Only `schedule` checks the blocks."""
         return bool(self.waiting) and len(self.running) < self.limits.max_num_seqs
 
     def free(self, sequence: Sequence) -> None:
-        """Give back the blocks of a removed request that ran. No step may use them any more."""
+        """Free the blocks of a removed request that ran. No step may use them any more."""
         self.blocks.free(sequence.request_id)
 
     def schedule(
         self, now: float, busy: Collection[int] = frozenset(), most_rows: int | None = None
     ) -> ScheduledStep:
-        """The next rows. Counters are up to date of all running requests but the `busy` ones.
+        """Choose the rows of the next step.
 
-        busy: requests with rows under way: they get no others and keep their blocks. most_rows: in place of
-        max_num_batched_tokens, when rows under way leave room for fewer.
+        The counters of all running requests must be up to date, except those of `busy` requests.
+
+        busy: requests whose rows are being computed. They get no more rows and keep their blocks.
+        most_rows: replaces max_num_batched_tokens when rows that are being computed leave room for fewer.
         """
         rows = self.limits.max_num_batched_tokens if most_rows is None else most_rows
         preempted, stalled = self._make_room(now, busy)
@@ -152,16 +161,16 @@ class ContinuousBatching:
         return ScheduledStep(chunks, admitted, preempted)
 
     def _chunk(self, sequence: Sequence, rows: int) -> int:
-        """How many rows of the sequence a step with room for `rows` computes."""
+        """How many rows of the sequence a step computes that has room for `rows`."""
         most = self.limits.max_prefill_chunk
         most = rows if most is None else min(rows, most)
         return min(sequence.chunk_end - sequence.num_computed, most)
 
     def _make_room(self, now: float, busy: Collection[int]) -> tuple[list[Sequence], list[Sequence]]:
-        """A block for each running sequence's next token, oldest first.
+        """Allocate a block for each running sequence's next token, oldest sequence first.
 
-        Returns who was preempted for it, and who gets no rows now: nobody can be preempted for those but
-        themselves, while younger ones are busy; one of these will be there to be preempted next time.
+        Returns (preempted, stalled). A stalled sequence gets no rows in this step: only itself could be
+        preempted for it, while a younger request is busy. The next step can preempt the younger one.
         """
         preempted: list[Sequence] = []
         stalled: list[Sequence] = []
@@ -187,7 +196,7 @@ class ContinuousBatching:
         return sequence
 
     def _admit(self, chunks: list[Chunk], rows: int) -> list[Sequence]:
-        """Seat requests from the queue and add their first chunks."""
+        """Admit requests from the queue and add their first chunks."""
         admitted: list[Sequence] = []
         if len(self.running) == self.limits.max_num_seqs:
             return admitted
@@ -207,5 +216,5 @@ class ContinuousBatching:
         return admitted
 
     def _may_grow(self, sequence: Sequence) -> bool:
-        """True when it may need another block. Its last token's KV is never written."""
+        """Whether the sequence may need another block. The KV of its last token is never written."""
         return sequence.max_len - 1 > self.blocks.capacity(sequence.request_id)

@@ -1,4 +1,4 @@
-"""A growable array of integers: amortised O(1) append, and its contents as one numpy view."""
+"""A growable array of integers with amortised O(1) append and a numpy view of its contents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moesaic.core.tokens import IntArray
 
 
 class IntVector:
-    """[size] int64 values. A view taken from it is good until the next append or extend."""
+    """A vector of [size] int64 values. A view of it is valid until the next append or extend."""
 
     __slots__ = ("_data", "_size")
 
@@ -23,7 +23,7 @@ class IntVector:
 
     @property
     def array(self) -> IntArray:
-        """The values; writing to it writes to the vector."""
+        """[size] the values. It is a view: writing to it changes the vector."""
         return self._data[: self._size]
 
     def append(self, value: int) -> None:

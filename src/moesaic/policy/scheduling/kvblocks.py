@@ -1,28 +1,28 @@
-"""The pool of KV blocks: who holds which block, and which blocks hold a known prefix.
+"""The pool of KV blocks: which requests use a block, and which blocks hold a known prefix.
 
-A block is `block_size` consecutive positions of one sequence, in every layer. Each block is in
-exactly one of three states:
+A block is `block_size` consecutive positions of one sequence, in every layer. Each block is in exactly one of
+three states:
 
-    free      holds nothing of use
-    cached    full, known by its prefix, held by nobody: evicted when blocks run out
-    used      held by at least one request
+    free      its contents are not needed
+    cached    full, found by its prefix, used by no request: evicted when blocks run out
+    used      used by at least one request
 
-A block is *known* once the step that filled it is done (`commit`). Its key is exact: the identity of
-the known block before it, and its own tokens as bytes; identities are never used twice, so equal keys
-mean equal prefixes and no hash needs to be trusted. What keeps this sound:
+A block becomes *known* once the step that filled it is done (`commit`). Its key has two parts: the identity
+of the known block before it, and its own tokens as bytes. Identities are never used twice. So equal keys mean
+equal prefixes, and correctness does not depend on a hash. This is sound for three reasons:
 
  * Known blocks are full and never written again. A request writes only at positions from
-   `num_committed * block_size` on, and those blocks are held by it alone. So nothing is copied on write.
- * One key, one block. A request that computed what another one just committed gives its copy back and
-   holds the known block instead. So a request's committed blocks form a path from the root, and whoever
-   holds a block holds all blocks before it.
- * A request lets go of its last block first. With the point above, the oldest cached block never has a
-   cached block behind it: evicting in order of age evicts leaves first.
+   `num_committed * block_size` on, into blocks that no other request uses. So nothing is copied on write.
+ * There is one block for each key. When a request commits a block whose key is known already, it gives its
+   copy back and uses the known block. So the committed blocks of a request form a path from the root. A
+   request that uses a block also uses all blocks before it.
+ * A request releases its last block first. Together with the point above, no cached block follows the oldest
+   cached block. So evicting in order of age evicts leaves first.
 
-The ideas of a pool with reference counts and of sharing full blocks by what precedes them come from
-vLLM and nano-vllm; both key by a hash and keep duplicates.
+Reference counts, and sharing full blocks by the tokens before them, are ideas of vLLM and nano-vllm. Both of
+them use a hash as the key and keep duplicates.
 
-Every operation is O(1) a block touched.
+Every operation takes O(1) per block that it touches.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.intvector import IntVector
 
 ROOT = 0
-"""Identity of what precedes a first block."""
+"""The identity that a first block has as the block before it."""
 
 Key = tuple[int, bytes]
-"""(identity of the known block before, this block's tokens)"""
+"""(identity of the known block before, this block's tokens as bytes)"""
 
 
 class _Table:
@@ -51,11 +51,11 @@ class _Table:
     def __init__(self, known: list[int]) -> None:
         self.blocks = IntVector(known)
         self.num_committed = len(known)
-        """Blocks 0 : num_committed are known; 0 <= num_committed <= len(blocks)."""
+        """Blocks 0 : num_committed are known. 0 <= num_committed <= len(blocks)."""
 
 
 class KVBlocks:
-    """Blocks for requests. It never fails half way: what does not fit changes nothing."""
+    """Allocates blocks to requests. A call that cannot be satisfied changes nothing."""
 
     def __init__(self, num_blocks: int, block_size: int, prefix_reuse: bool = True) -> None:
         if num_blocks < 1:
@@ -67,8 +67,9 @@ class KVBlocks:
         self.prefix_reuse = prefix_reuse
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        """Known blocks that nobody holds, the one let go longest ago first."""
-        self._holders = [0] * num_blocks
+        """Known blocks that no request uses, least recently released first."""
+        self._references = [0] * num_blocks
+        """How many requests use each block."""
         self._keys: list[Key | None] = [None] * num_blocks
         self._identities = [ROOT] * num_blocks
         self._known: dict[Key, int] = {}
@@ -77,27 +78,33 @@ class KVBlocks:
         self._queries = 0
         self._hits = 0
 
-    # ---- questions
+    # ---- queries
 
     @property
     def available(self) -> int:
-        """Blocks that can be handed out now: free or cached."""
+        """Blocks that can be allocated now: free or cached."""
         return len(self._free) + len(self._cached)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that this many tokens fill, the last one perhaps in part."""
+        """Blocks that `num_tokens` tokens need. The last one may be partly filled."""
         return -(-num_tokens // self.block_size)
 
     def capacity(self, request_id: int) -> int:
-        """Tokens that the blocks of this request hold."""
+        """Tokens that fit into the blocks of this request."""
         return len(self._tables[request_id].blocks) * self.block_size
 
     def table(self, request_id: int) -> IntArray:
-        """[b] its block ids in order. A view: good until the next call that changes the pool."""
+        """[b] the request's block ids in order.
+
+        It is a view, valid until the next call that changes the pool.
+        """
         return self._tables[request_id].blocks.array
 
     def stats(self) -> BlockStats:
-        """total == free + cached + used. A re-admitted request counts as looked up again."""
+        """Counts of blocks and of prefix cache queries.
+
+        total == free + cached + used. A request that is admitted again counts as another query.
+        """
         free, cached = len(self._free), len(self._cached)
         used = self.num_blocks - free - cached
         return BlockStats(self.num_blocks, free, cached, used, self._queries, self._hits)
@@ -105,18 +112,19 @@ class KVBlocks:
     # ---- changes
 
     def allocate(self, request_id: int, token_ids: IntArray, reusable: int, spare: int = 0) -> int | None:
-        """Blocks for all of `token_ids`, leaving at least `spare` blocks available.
+        """Allocate blocks for all of `token_ids`, leaving at least `spare` blocks available.
 
-        Returns how many of the tokens are already in those blocks: a multiple of block_size, at most
-        `reusable` and less than all of them, since the last token's row must be computed to go on.
-        None when the blocks do not suffice. `reusable` 0 looks nothing up.
+        Returns how many of the tokens are already in those blocks, or None when there are too few blocks. The
+        number is a multiple of block_size and at most `reusable`. It is less than the number of tokens,
+        because the last token's row must be computed to sample the next one. With `reusable` 0 no prefix is
+        looked up.
         """
         if request_id in self._tables:
             raise ValueError(f"request {request_id} has blocks already")
-        if self.available <= spare:  # the last token's block is always a new one: spare the look-up
+        if self.available <= spare:  # the last token always needs a new block: skip the lookup
             return None
         known = self._find(token_ids, min(reusable, len(token_ids) - 1))
-        revived = sum(not self._holders[block] for block in known)
+        revived = sum(not self._references[block] for block in known)
         missing = self.blocks_for(len(token_ids)) - len(known)
         if missing + spare > self.available - revived:
             return None
@@ -130,7 +138,10 @@ class KVBlocks:
         return len(known) * self.block_size
 
     def extend(self, request_id: int, num_tokens: int) -> bool:
-        """Blocks for `num_tokens` tokens in all; False, and nothing taken, when there are too few."""
+        """Allocate blocks so that `num_tokens` tokens fit in all.
+
+        Returns False, and changes nothing, if it cannot.
+        """
         blocks = self._tables[request_id].blocks
         missing = self.blocks_for(num_tokens) - len(blocks)
         if missing <= 0:
@@ -141,10 +152,11 @@ class KVBlocks:
         return True
 
     def commit(self, request_id: int, token_ids: IntArray, num_computed: int) -> None:
-        """The first `num_computed` tokens are in every layer's KV: their full blocks become known.
+        """Make the full blocks of the first `num_computed` tokens known. Their KV must be written in every
+        layer.
 
-        A block that another request made known meanwhile is swapped for that one. So call this while
-        no step that reads or writes this request's table is under way.
+        If another request made an equal block known meanwhile, the request uses that block from now on. So
+        call this only while no running step reads or writes this request's blocks.
         """
         table = self._tables[request_id]
         first, last = table.num_committed, num_computed // self.block_size
@@ -153,27 +165,27 @@ class KVBlocks:
         blocks = table.blocks.array
         parent = self._identities[blocks[first - 1]] if first else ROOT
         for index, content in enumerate(self._contents(token_ids, first, last), start=first):
-            known = self._know(int(blocks[index]), (parent, content))
+            known = self._register(int(blocks[index]), (parent, content))
             blocks[index] = known
             parent = self._identities[known]
         table.num_committed = last
 
     def free(self, request_id: int) -> None:
-        """The request holds no block any more. Its known blocks stay cached, others become free."""
+        """Release all blocks of the request. Its known blocks stay cached, the others become free."""
         for block in reversed(self._tables.pop(request_id).blocks.array.tolist()):
-            self._let_go(block)
+            self._release(block)
 
     # ---- prefixes
 
     def _contents(self, token_ids: IntArray, first: int, last: int) -> list[bytes]:
-        """The tokens of blocks first : last, as bytes."""
+        """The tokens of blocks first : last, each block's as bytes."""
         size = self.block_size
         data = np.asarray(token_ids[first * size : last * size], dtype=np.int64).tobytes()
         width = 8 * size
         return [data[start : start + width] for start in range(0, len(data), width)]
 
     def _find(self, token_ids: IntArray, limit: int) -> list[int]:
-        """The longest run of known blocks that starts `token_ids`, of at most `limit` tokens."""
+        """The longest run of known blocks that begins `token_ids`, with at most `limit` tokens."""
         found: list[int] = []
         if not self.prefix_reuse or limit < self.block_size:
             return found
@@ -186,8 +198,11 @@ class KVBlocks:
             parent = self._identities[block]
         return found
 
-    def _know(self, block: int, key: Key) -> int:
-        """The one block of this key: `block` itself if it is the first, else `block` is given back."""
+    def _register(self, block: int, key: Key) -> int:
+        """Register `block` under `key` and return the one block of this key.
+
+        That is `block` if it is the first. Otherwise `block` is released and the known block is returned.
+        """
         known = self._known.setdefault(key, block)
         if known == block:
             self._last_identity += 1
@@ -195,10 +210,10 @@ class KVBlocks:
             self._identities[block] = self._last_identity
         else:
             self._hold(known)
-            self._let_go(block)
+            self._release(block)
         return known
 
-    def _forget(self, block: int) -> None:
+    def _unregister(self, block: int) -> None:
         key = self._keys[block]
         assert key is not None, "only known blocks are cached"
         del self._known[key]
@@ -208,23 +223,23 @@ class KVBlocks:
     # ---- single blocks
 
     def _take(self) -> int:
-        """A block for one holder to write: a free one, or else the one cached longest."""
+        """Take a block for one request to write: a free one, or else the least recently used cached one."""
         if self._free:
             block = self._free.pop()
         else:
             block, _ = self._cached.popitem(last=False)
-            self._forget(block)
-        self._holders[block] = 1
+            self._unregister(block)
+        self._references[block] = 1
         return block
 
     def _hold(self, block: int) -> None:
-        if not self._holders[block]:
+        if not self._references[block]:
             del self._cached[block]
-        self._holders[block] += 1
+        self._references[block] += 1
 
-    def _let_go(self, block: int) -> None:
-        self._holders[block] -= 1
-        if self._holders[block]:
+    def _release(self, block: int) -> None:
+        self._references[block] -= 1
+        if self._references[block]:
             return
         if self._keys[block] is None:
             self._free.append(block)

@@ -1,8 +1,8 @@
-"""Which micro-queue runs next: the schedulers of Asynchronous Expert Parallelism (section 3.4, Algorithm 1).
+"""Chooses which micro-queue runs next: Asynchronous Expert Parallelism (section 3.4, Algorithm 1).
 
-Queues stand in a grid of B layers by E experts. An attention worker has one queue a layer (E = 1) and the
-sampler as layer B - 1, so that the next layer after it is layer 0; an expert server has one queue for each
-expert of each layer. The rows of the chosen queue run as one batch.
+The queues form a grid of B layers by E experts. An attention worker has one queue per layer (E = 1). Its last
+queue, of layer B - 1, is the sampler, and the layer after that is layer 0. An expert server has one queue for
+each expert of each layer. The rows of the chosen queue run as one batch.
 
 Example: five layers, E = 1, with 1, 6, 0, 5 and 5 rows waiting. `flfs` takes layer 0, `mtfs` layer 1.
 `defrag` with lookahead 2 and decay 0.5 scores
@@ -10,11 +10,11 @@ Example: five layers, E = 1, with 1, 6, 0, 5 and 5 rows waiting. `flfs` takes la
     layer 0:  1 + 0.5 * 6 + 0.25 * 0 = 4          layer 3:  5 + 0.5 * 5 + 0.25 * 1 = 7.75
     layer 1:  6 + 0.5 * 0 + 0.25 * 5 = 7.25       layer 4:  5 + 0.5 * 1 + 0.25 * 6 = 7
 
-and takes layer 3: its rows catch up with the five of layer 4, and ten go on as one batch.
+and takes layer 3. Its rows then join the five of layer 4, and ten rows run as one batch.
 
-The paper gives no numbers for lookahead and decay and has neither urgency nor history; the defaults 7 and 0.8
-are those of its public code (DisagMoE), which also has urgency 0.1 on attention workers and history 10 on
-expert workers. `cap` is ours.
+The paper gives no values for lookahead and decay, and it has neither urgency nor history. The defaults 7 and
+0.8 come from its public code (DisagMoE). That code also uses urgency 0.1 on attention workers and history 10
+on expert workers. `cap` is our addition.
 """
 
 from __future__ import annotations
@@ -36,30 +36,33 @@ Queue = tuple[int, int]
 
 
 class QueuePolicy(Protocol):
-    """A rule of choice. One that remembers (DefragWithHistory) belongs to a single worker."""
+    """A rule that chooses a queue. A policy with state (DefragWithHistory) must belong to a single worker."""
 
     @property
     def remembers(self) -> bool:
-        """Whether a choice depends on those before. Else it need not be asked of one queue alone."""
+        """Whether a choice depends on earlier choices.
+
+        If not, callers may skip it when only one queue has rows.
+        """
         ...
 
     def choose(self, tokens: IntArray, waited: FloatArray) -> Queue | None:
-        """The queue to run next; None when all are empty. The first one wins a tie.
+        """The queue to run next, or None when all are empty. The first queue wins a tie.
 
-        tokens: [B, E] rows waiting. waited: [B, E] seconds that each queue's oldest row has been ready; what
-        it says of empty queues is ignored.
+        tokens: [B, E] rows waiting. waited: [B, E] seconds that the oldest row of each queue has waited.
+        Values of `waited` for empty queues are ignored.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Switches:
-    """What any policy may have beside its own rule; off by default."""
+class _CommonSettings:
+    """Settings that every policy accepts. Both are off by default."""
 
     urgency: float | None = None
-    """Seconds: once a queue waited longer, the one that waited longest runs, whatever the rule says."""
+    """Seconds. Once a queue has waited longer, the queue that waited longest runs, whatever the rule says."""
     cap: int | None = None
-    """Most rows that count of one queue, so that a large chunk of a prompt weighs no more than decodes."""
+    """Maximum rows that count for one queue, so that a large prompt chunk weighs no more than decodes."""
 
     @property
     def remembers(self) -> bool:
@@ -72,11 +75,11 @@ class _Switches:
             raise ConfigError.field("cap", self.cap, "at least 1")
 
     def counted(self, tokens: IntArray) -> IntArray:
-        """[B, E] the rows that count."""
+        """[B, E] the rows that count, at most `cap` for each queue."""
         return tokens if self.cap is None else np.minimum(tokens, self.cap)
 
     def urgent(self, tokens: IntArray, waited: FloatArray) -> Queue | None:
-        """The queue that waited longest, if that is longer than `urgency`."""
+        """The queue that waited longest, if it waited longer than `urgency`. Otherwise None."""
         if self.urgency is None:
             return None
         ages = np.where(tokens > 0, waited, -math.inf)
@@ -85,20 +88,20 @@ class _Switches:
 
 
 @dataclass(frozen=True)
-class Defrag(_Switches):
-    """Algorithm 1: the fullest queue, where rows that wait in the next layers count too.
+class Defrag(_CommonSettings):
+    """Algorithm 1: choose the fullest queue, and also count the rows that wait in the next layers.
 
     score(b, e) = own_weight * Q[b][e] + sum over k = 1..K of decay^k * mean over e' of Q[(b + k) mod B][e']
 
-    A layer in front of a dense wave is run first, so that its rows join the wave.
+    A layer just before layers with many waiting rows runs first, so that its rows join theirs.
     """
 
     lookahead: int = 7
-    """K: how many of the next layers count. From B on, they wrap around to the layer itself."""
+    """K, how many of the next layers count. From B on they wrap around to the layer itself."""
     decay: float = 0.8
-    """What a layer counts, relative to the one before it."""
+    """Weight of a layer, relative to the layer before it."""
     own_weight: float = 1.0
-    """What the queue's own rows count."""
+    """Weight of the queue's own rows."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,13 +113,13 @@ class Defrag(_Switches):
             raise ConfigError.field("own_weight", self.own_weight, "at least 0 and finite")
 
     def choose(self, tokens: IntArray, waited: FloatArray, past: FloatArray | None = None) -> Queue | None:
-        """As QueuePolicy. past: [B] rows to add to each layer's total in the lookahead."""
-        if np.count_nonzero(tokens) == 1:  # mostly so, and scores take a while
+        """As QueuePolicy.choose. past: [B] rows to add to each layer's total in the lookahead."""
+        if np.count_nonzero(tokens) == 1:  # the usual case, and scores are slow to compute
             return _best(tokens, tokens)
         return self.urgent(tokens, waited) or _best(tokens, self.scores(tokens, past))
 
     def scores(self, tokens: IntArray, past: FloatArray | None = None) -> FloatArray:
-        """[B, E], empty queues included; to the last bit the scores of `defrag_plain`."""
+        """[B, E] scores, also of empty queues. They equal those of `defrag_plain` bit for bit."""
         rows = self.counted(tokens)
         layers, experts = rows.shape
         totals = rows.sum(axis=1) if past is None else rows.sum(axis=1) + past
@@ -130,13 +133,13 @@ class Defrag(_Switches):
 
 
 class DefragWithHistory:
-    """Defrag in whose lookahead a layer counts for what lately waited there, beside what waits there now.
+    """Defrag whose lookahead also counts the rows that recently waited in a layer.
 
-    A layer's total grows by its mean total over the last `history` choices. Of the first choice there is no
-    past; calls that find every queue empty choose nothing and leave none.
+    A layer's total grows by its mean total over the last `history` choices. The first choice has no history.
+    A call that finds every queue empty chooses nothing and is not recorded.
 
-    Example: B = 3, lookahead 1, decay 0.5. Queues [4, 0, 5] run layer 2: 5 + 0.5 * 4 = 7, against 4. Had
-    [0, 8, 0] come before, it would be layer 0: 4 + 0.5 * (0 + 8) = 8, against 5 + 0.5 * (4 + 0) = 7.
+    Example: B = 3, lookahead 1, decay 0.5. Queues [4, 0, 5] run layer 2: 5 + 0.5 * 4 = 7, against 4. If the
+    choice before saw [0, 8, 0], layer 0 runs: 4 + 0.5 * (0 + 8) = 8, against 5 + 0.5 * (4 + 0) = 7.
     """
 
     def __init__(self, settings: Defrag, history: int) -> None:
@@ -144,7 +147,7 @@ class DefragWithHistory:
             raise ConfigError.field("history", history, "at least 1")
         self.settings = settings
         self._totals: deque[IntArray] = deque(maxlen=history)
-        """[B] each: the rows that counted in each layer, of the last choices."""
+        """[B] each: the rows that counted in each layer, for the last choices."""
 
     @property
     def remembers(self) -> bool:
@@ -159,15 +162,15 @@ class DefragWithHistory:
 
 
 @dataclass(frozen=True)
-class MostTokensFirst(_Switches):
-    """MTFS: the fullest queue. It leaves the last rows of a layer behind, layer after layer."""
+class MostTokensFirst(_CommonSettings):
+    """MTFS: the fullest queue. It tends to leave a few rows behind in each layer."""
 
     def choose(self, tokens: IntArray, waited: FloatArray) -> Queue | None:
         return self.urgent(tokens, waited) or _best(tokens, self.counted(tokens))
 
 
 @dataclass(frozen=True)
-class FirstLayerFirst(_Switches):
+class FirstLayerFirst(_CommonSettings):
     """FLFS: the lowest layer with rows, and in it the fullest queue. New requests interrupt all others."""
 
     def choose(self, tokens: IntArray, waited: FloatArray) -> Queue | None:
@@ -190,9 +193,10 @@ POLICIES: dict[str, type[Defrag] | type[MostTokensFirst] | type[FirstLayerFirst]
 def policy_named(
     name: str, urgency: float | None = None, cap: int | None = None, history: int = 0
 ) -> QueuePolicy:
-    """The policy of that name, its other settings at their defaults. history: see DefragWithHistory; 0: none.
+    """The policy with this name. Its other settings keep their defaults.
 
-    Raises ConfigError for another name, and for one that has no history.
+    history: as in DefragWithHistory; 0 means none. Raises ConfigError for an unknown name, and for a policy
+    that has no history when `history` is above 0.
     """
     if name not in POLICIES:
         raise ConfigError.field("--queue-policy", name, ", ".join(POLICIES))
@@ -204,13 +208,13 @@ def policy_named(
 
 
 def _best(tokens: IntArray, scores: FloatArray | IntArray) -> Queue | None:
-    """The first queue with the highest score among those that are not empty."""
+    """The first queue with the highest score among the queues that are not empty. None when all are empty."""
     index = int(np.where(tokens > 0, scores, -math.inf).argmax())
     return divmod(index, tokens.shape[1]) if tokens.flat[index] else None
 
 
 def defrag_plain(settings: Defrag, tokens: IntArray, past: FloatArray | None = None) -> Queue | None:
-    """Algorithm 1 line by line: slow, and what Defrag (without urgency) is tested against."""
+    """Algorithm 1 line by line. It is slow, and tests compare Defrag (without urgency) with it."""
     rows = settings.counted(tokens).tolist()
     added = [0.0] * len(rows) if past is None else past.tolist()
     best, choice = -math.inf, None

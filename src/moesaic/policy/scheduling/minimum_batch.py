@@ -1,24 +1,32 @@
-"""When a run of the experts is worth the weights that are read for it.
+"""How many rows make it efficient to read the weights of the experts.
 
-A run reads the weights of every expert that some row chose, once for all of its rows. With few rows each it
-takes as long as that reading, whatever their number, and two such runs take twice as long as one of both. On
-CPUs computing takes as long as reading with 5 to 10 rows an expert (two bytes a weight at 12 to 28 GB/s, two
-flops at 80 to 140 Gflop/s).
+A run reads the weights of every expert that some row chose, once for all of its rows. With few rows per
+expert, reading takes most of the time. Then two runs take twice as long as one run of the rows of both.
+
+On CPUs, computing takes as long as reading at 5 to 10 rows per expert. This holds for two bytes a weight at
+12 to 28 GB/s, and for two flops a weight at 80 to 140 Gflop/s.
 """
 
 from __future__ import annotations
 
-HALF = 6
-"""Rows of each expert with which about half of a run is reading: to share it pays below, not above."""
-LITTLE = 64
-"""... with which a tenth is, so that rows that do not wait for others of their batch lose little."""
+SHARED_ROWS = 6
+"""Rows per expert at which reading takes about half of a run. Sharing a run pays below this, not above."""
+SEPARATE_ROWS = 64
+"""Rows per expert at which reading takes about a tenth of a run. From here on, a separate run costs little.
+"""
 
 
 def pairs(experts: int) -> int:
-    """(row, expert) pairs of a run of so many experts that is worth its reading. Example: 32 experts, 192."""
-    return HALF * experts
+    """The (row, expert) pairs from which a run of `experts` experts need not wait for others.
+
+    Example: 32 experts, 192 pairs.
+    """
+    return SHARED_ROWS * experts
 
 
 def rows(experts: int, top_k: int) -> int:
-    """Rows of one worker that may as well go on without others. Example: 64 experts, 8 a row: 512 rows."""
-    return -(-LITTLE * experts // top_k)
+    """The rows of one worker from which a run need not wait for other rows.
+
+    Example: 64 experts with top_k 8, 512 rows.
+    """
+    return -(-SEPARATE_ROWS * experts // top_k)

@@ -1,8 +1,8 @@
-"""What a worker knows of one request: its tokens and how far each counter has come.
+"""What a worker knows of one request: its tokens, and how many of them are computed.
 
-There is no prefill phase and no decode phase, only `num_computed` catching up with `num_tokens` (the
-idea of vLLM's v1 scheduler): a new prompt, the next token, and everything a preempted request has to
-redo are all rows `num_computed : num_tokens`.
+There are no separate phases for prefill and decode. A step only lets `num_computed` catch up with
+`num_tokens`, which is the idea of vLLM's v1 scheduler. A new prompt, the next token, and everything that a
+preempted request computes again are all rows `num_computed : num_tokens`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from moesaic.policy.scheduling.intvector import IntVector
 
 
 class Stage(enum.Enum):
-    """Where a request is. WAITING and RUNNING alternate under preemption; FINISHED is for ever."""
+    """The stage of a request. Preemption moves it from RUNNING back to WAITING. FINISHED is final."""
 
     WAITING = "waiting"
-    """Holds no blocks."""
+    """The request has no blocks."""
     RUNNING = "running"
-    """Holds blocks for all of its known tokens."""
+    """The request has blocks for all of its known tokens."""
     FINISHED = "finished"
-    """Ended or cancelled; holds blocks only while a step with its rows is under way."""
+    """The request ended or was cancelled. It keeps blocks only while a step computes its rows."""
 
 
 class Sequence:
-    """One request's record. 0 <= num_computed < num_tokens <= max_len while it runs."""
+    """The state of one request. While it runs, 0 <= num_computed < num_tokens <= max_len."""
 
     __slots__ = (
         "epoch",
@@ -45,19 +45,19 @@ class Sequence:
         self.request = request
         self.request_id = request.request_id
         self.tokens = IntVector(request.prompt_token_ids)
-        """The prompt, then the generated tokens."""
+        """The prompt tokens, then the generated tokens."""
         self.num_prompt = len(self.tokens)
         most = request.params.max_tokens
         self.max_len = max_model_len if most is None else min(self.num_prompt + most, max_model_len)
-        """Tokens, prompt included, at which it ends for its length."""
+        """Number of tokens, prompt included, at which the request ends with FinishReason.LENGTH."""
         self.stop_ids = request.stop_ids
         self.stage = Stage.WAITING
         self.epoch = 0
-        """How often it was preempted."""
+        """How often the request was preempted."""
         self.num_computed = 0
-        """Tokens whose KV is in its blocks."""
+        """Tokens whose KV is in the request's blocks."""
         self.num_scored = 0
-        """Prompt rows whose logits were handed out for prompt log-probabilities, over all epochs."""
+        """Prompt rows whose logits were returned for prompt log-probabilities, over all epochs."""
         self.waiting_since = now
 
     @property
@@ -70,7 +70,7 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Rows to compute until the next token can be sampled."""
+        """Rows to compute before the next token can be sampled."""
         return len(self.tokens) - self.num_computed
 
     @property
@@ -80,54 +80,58 @@ class Sequence:
 
     @property
     def owes_scores(self) -> bool:
-        """True while some prompt row's logits are wanted and were not handed out.
+        """Whether the logits of some prompt row are wanted and were not returned yet.
 
-        Row p scores token p + 1, so the prompt's last row scores nothing.
+        Row p scores token p + 1, so the last row of the prompt scores nothing.
         """
         return self.request.params.prompt_logprobs is not None and self.num_scored < self.num_prompt - 1
 
     @property
     def scored_now(self) -> bool:
-        """True when the next rows are the ones whose scores are owed."""
+        """Whether the next rows are prompt rows whose logits are still to be returned."""
         return self.owes_scores and self.num_computed >= self.num_scored
 
     @property
     def reusable(self) -> int:
-        """Most tokens whose KV may come from the prefix cache: a row whose score is owed must run."""
+        """Maximum number of tokens whose KV may come from the prefix cache.
+
+        A row that still needs a score must run.
+        """
         return self.num_scored if self.owes_scores else self.num_tokens - 1
 
     @property
     def chunk_end(self) -> int:
-        """Where the next chunk must stop at the latest.
+        """The position at which the next chunk must end at the latest.
 
-        While scores are owed, no chunk mixes rows that were scored in an earlier epoch with rows that
-        were not: either all rows of a chunk are scored or none. (Nor are there generated rows to mix
-        with: the first token is sampled after all prompt rows.)
+        While scores are missing, no chunk mixes rows that were scored in an earlier epoch with rows that were
+        not. So either all rows of a chunk are scored or none. (Generated rows cannot be mixed in: the first
+        token is sampled after all prompt rows.)
         """
         redo_scored = self.owes_scores and self.num_computed < self.num_scored
         return self.num_scored if redo_scored else self.num_tokens
 
     def admit(self, num_cached: int) -> None:
+        """Start running. num_cached: tokens whose KV came from the prefix cache."""
         self.stage = Stage.RUNNING
         self.num_computed = num_cached
 
     def preempt(self, now: float) -> None:
-        """Back to the queue. Tokens are kept, KV is not: rows of the old epoch are void."""
+        """Go back to the queue. The tokens are kept and the KV is lost, so rows of the old epoch are void."""
         self.stage = Stage.WAITING
         self.epoch += 1
         self.num_computed = 0
         self.waiting_since = now
 
     def advance(self, rows: int) -> None:
-        """These rows were computed."""
+        """Record that the next `rows` rows were computed."""
         if self.scored_now:
             self.num_scored = self.num_computed + rows
         self.num_computed += rows
 
     def append(self, token: int) -> FinishReason | None:
-        """Add a sampled token. Says whether the request ends with it.
+        """Add a sampled token. Returns the reason when the request ends with it, otherwise None.
 
-        A stop token counts from the `min_tokens`-th token on, exactly as long as the sampler masks it.
+        A stop token ends the request only from the `min_tokens`-th token on, as long as the sampler masks it.
         """
         may_stop = self.num_generated >= self.request.params.min_tokens
         self.tokens.append(token)

@@ -1,4 +1,4 @@
-"""The gate that lets all clients of an expert server begin a step together (the barrier schedule)."""
+"""The barrier at which all clients of an expert server begin a step together (barrier schedule)."""
 
 from __future__ import annotations
 
@@ -12,25 +12,29 @@ class _Arrival:
 
 
 class StepBarrier:
-    """Opens when every client has knocked and one of them has work.
+    """Opens when every client has arrived and at least one of them has work.
 
-    Example: clients 0 and 1 knock without work, in calls 5 and 6: nothing happens. Client 0 gets a request
-    and knocks again, in call 7: calls 5, 7 and 6 are answered.
+    Example: clients 0 and 1 arrive without work, in calls 5 and 6. Nothing happens. Then client 0 gets a
+    request and arrives again, in call 7. Now calls 5, 7 and 6 are answered.
     """
 
     def __init__(self) -> None:
         self._clients: dict[int, _Arrival | None] = {}
 
     def joined(self, client: int) -> None:
+        """Add a client. From now on the barrier waits for it."""
         self._clients[client] = None
 
     def left(self, client: int) -> list[int]:
-        """Calls that are answered now: the others need not wait for it."""
+        """Remove a client. Returns the calls to answer now, since the others need not wait for it."""
         self._clients.pop(client, None)
         return self._try()
 
     def arrived(self, client: int, call: int, work: bool) -> list[int]:
-        """Calls that are answered now."""
+        """Record that a client arrived. Returns the calls to answer now.
+
+        work: whether the client has rows to compute.
+        """
         arrive = self._clients[client] or _Arrival()
         arrive.calls.append(call)
         arrive.work |= work

@@ -1,22 +1,22 @@
-"""When the experts' answers are complete: the token pool of Asynchronous Expert Parallelism (section 3.2).
+"""The token pool of Asynchronous Expert Parallelism (section 3.2): when are the experts' answers complete?
 
-A layer run sends each of its n rows to top_k experts and gets n * top_k *parts* back, in any order: some
-twice (sent again to a replica), some late (of a request that was cancelled or preempted). Its rows belong to
-*units*, which go on to the next layer as a whole: one row of a decode, or the rows of a chunk of a prompt. A
-unit is ready when all parts of all its rows are in.
+A run of one layer sends each of its n rows to top_k experts and gets n * top_k *parts* back, in any order. A
+part may come twice, when it was sent again to a replica. It may also come late, after its request was
+cancelled or preempted. The rows belong to *units*, each of which enters the next layer as a whole. A unit is
+one row of a decode, or the rows of a prompt chunk. It is ready when all parts of all its rows are here.
 
-The paper's key of a token is (request, layer). Ours is (request, epoch, first position, layer), so several
-chunks of one request may be under way. The run has a number of its own, its *call*, which is never used twice
-and comes back with every part: parts are told apart by (call, pair) alone, and a part of an older epoch
-belongs to an older call, whose unit was dropped.
+The paper identifies a token by (request, layer). We use (request, epoch, first position, layer), so that
+several chunks of one request may be in flight. Each run also has a number, its *call*. It is never used twice
+and comes back with every part, so (call, pair) alone identifies a part. A part of an older epoch belongs to
+an older call, whose unit was dropped.
 
 Example: call 0 at layer 3, top_k 2, with one row of request 7 (position 20) and two of request 8 (from
-position 0). Pairs 0 and 1 are of request 7, pairs 2 to 5 of request 8.
+position 0). Pairs 0 and 1 belong to request 7, pairs 2 to 5 to request 8.
 
     arrived(0, [5, 0, 2])   None: request 7 lacks pair 1, request 8 lacks 3 and 4
-    arrived(0, [2, 1])      request 7 is ready; 2 was in already
+    arrived(0, [2, 1])      request 7 is ready; pair 2 had arrived before
     missing(0)              [3, 4]
-    arrived(0, [3, 4])      request 8 is ready; the call is done and forgotten
+    arrived(0, [3, 4])      request 8 is ready; the call is done and removed
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Units:
-    """u units of one call, as parallel arrays."""
+    """The u units of one call, as parallel arrays."""
 
     call: int
     layer: int
-    """The layer whose experts were asked."""
+    """The layer whose experts compute the rows."""
     request_ids: IntArray
-    """[u]"""
+    """[u] request of each unit."""
     epochs: IntArray
     """[u] how often each request had been preempted."""
     positions: IntArray
-    """[u] of the first row of each, in its sequence."""
+    """[u] position of each unit's first row in its sequence."""
     rows: IntArray
-    """[u] at least 1."""
+    """[u] rows of each unit, at least 1."""
     starts: IntArray
     """[u] index of each unit's first row among the rows of the call."""
 
@@ -59,14 +59,14 @@ class Units:
         positions: IntArray,
         rows: IntArray,
     ) -> Units:
-        """All units of a call, their rows one after another."""
+        """All units of a call, whose rows follow one another in the given order."""
         return cls(call, layer, request_ids, epochs, positions, rows, np.cumsum(rows) - rows)
 
     def __len__(self) -> int:
         return len(self.request_ids)
 
     def take(self, indices: IntArray) -> Units:
-        """[r] some of them."""
+        """The units at `indices` [r]."""
         return replace(
             self,
             request_ids=self.request_ids[indices],
@@ -78,28 +78,28 @@ class Units:
 
 
 class _Call:
-    """What a call still waits for."""
+    """The parts that a call still waits for."""
 
     __slots__ = ("dropped", "lacking", "num_out", "out", "top_k", "units")
 
     def __init__(self, units: Units, top_k: int) -> None:
         self.units = units
         self.lacking: IntArray = units.rows * top_k
-        """[u] parts that each unit lacks."""
+        """[u] how many parts each unit still waits for."""
         self.dropped: Mask = np.zeros(len(units), dtype=bool)
-        """[u]"""
+        """[u] whether the unit was dropped."""
         self.top_k = top_k
         self.num_out = int(units.rows.sum()) * top_k
         self.out: Mask = np.ones(self.num_out, dtype=bool)
-        """[p] True while the part is out."""
+        """[p] True until the part has arrived."""
 
     @property
     def waiting(self) -> Mask:
-        """[u] units that will be ready one day."""
+        """[u] whether the unit still waits for parts and was not dropped."""
         return (self.lacking > 0) & ~self.dropped
 
     def receive(self, pairs: IntArray) -> IntArray:
-        """[r] indices of the units that these parts complete, ascending."""
+        """Record these parts. Returns the [r] indices of the units that they complete, ascending."""
         fresh: Mask = np.zeros(len(self.out), dtype=bool)
         fresh[pairs] = True
         fresh &= self.out
@@ -115,25 +115,25 @@ class _Call:
 
 
 class TokenPool:
-    """The calls that wait for parts. Each unit is handed out once, or dropped.
+    """The calls that wait for parts. Each unit is returned once as complete, or dropped.
 
-    A call costs O(its pairs), whatever arrives: no work is done per row in Python.
+    A call costs O(its pairs), however they arrive. There is no Python loop over rows.
     """
 
     def __init__(self) -> None:
         self._calls: dict[int, _Call] = {}
-        """In order of their numbers; those answered in full are not in it."""
+        """Calls that still wait for parts, in order of their numbers."""
         self._last = -1
 
     def __len__(self) -> int:
-        """Calls that are not done."""
+        """Number of calls that are not done."""
         return len(self._calls)
 
     def open(self, units: Units, top_k: int) -> None:
-        """The call waits for pairs 0 : n * top_k from now on; pair = row * top_k + rank.
+        """Start to wait for the pairs 0 : n * top_k of a call, where pair = row * top_k + rank.
 
-        `units` are all of the call (Units.of_run). Raises ValueError when the call's number is not above
-        all before it, or a unit has no row.
+        `units` are all units of the call (Units.of_run). Raises ValueError when the call's number is not
+        above all numbers before, or when a unit has no row.
         """
         if units.call <= self._last:
             raise ValueError(f"call {units.call} comes after call {self._last}: numbers must grow")
@@ -143,10 +143,11 @@ class TokenPool:
         self._calls[units.call] = _Call(units, top_k)
 
     def arrived(self, call: int, pairs: IntArray) -> Units | None:
-        """The units that these parts complete, in the order of the call; None when there are none.
+        """Record parts of a call. Returns the units that they complete, in order, or None when there are
+        none.
 
-        pairs: [a] in any order. Those that were in already are ignored, and so is every part of a call that
-        is done. Raises ValueError for a call that was never opened and for a pair that it does not have.
+        pairs: [a] in any order. Pairs that arrived before are ignored, and so is every part of a call that is
+        done. Raises ValueError for a call that was never opened and for a pair that the call does not have.
         """
         record = self._find(call)
         if record is None or not len(pairs):
@@ -161,28 +162,28 @@ class TokenPool:
         return record.units.take(ready) if len(ready) else None
 
     def drop(self, request_id: int) -> None:
-        """The request was cancelled or preempted: none of its units that wait will ever be ready.
+        """Drop all waiting units of a request that was cancelled or preempted. They never become ready.
 
-        Their parts are still awaited, since they may be on their way into the call's memory. Units that
-        the request opens afterwards, in its next epoch, are not touched.
+        The pool still waits for their parts, which may yet be written into the call's memory. Units that the
+        request opens later, in its next epoch, are not affected.
         """
         for record in self._calls.values():
             record.dropped |= record.units.request_ids == request_id
 
     def done(self, call: int) -> bool:
-        """True once every part came, those of dropped units too: the call's memory may be released."""
+        """Whether every part arrived, also those of dropped units. Then the call's memory may be released."""
         return self._find(call) is None
 
     def missing(self, call: int) -> IntArray:
-        """[m] pairs still out, ascending: what to send again when a server died.
+        """[m] pairs that have not arrived, ascending. They must be sent again when a server died.
 
-        Those of dropped units are among them: an answer to each is what makes the call done.
+        Pairs of dropped units are included, because the call is done only when every pair was answered.
         """
         record = self._find(call)
         return np.zeros(0, dtype=np.int64) if record is None else np.flatnonzero(record.out)
 
     def waiting(self) -> dict[int, int]:
-        """Layer -> rows of the units that wait for parts; layers with none are left out."""
+        """Rows of the units that wait for parts, by layer. Layers without any are left out."""
         rows: dict[int, int] = {}
         for record in self._calls.values():
             waiting = int(record.units.rows[record.waiting].sum())
@@ -191,7 +192,7 @@ class TokenPool:
         return rows
 
     def _find(self, call: int) -> _Call | None:
-        """None when it is done."""
+        """The call, or None when it is done. Raises ValueError when it was never opened."""
         if call > self._last:
             raise ValueError(f"call {call} was never opened")
         return self._calls.get(call)

@@ -291,10 +291,10 @@ def test_another_run_than_the_one_under_way_is_refused_and_changes_nothing() -> 
     subject = worker()
     none = np.zeros(0, dtype=np.int64)
     for event in (SegmentDone(0), StepDone(0, none), StepFailed(0)):
-        with pytest.raises(ValueError, match="run 0 is not the one under way"):
+        with pytest.raises(ValueError, match="run 0 is not in flight"):
             subject.scheduler.handle(event, 0.0)
     subject.arrive(request(0, [1]))
-    with pytest.raises(ValueError, match="run 5 is not the one under way"):
+    with pytest.raises(ValueError, match="run 5 is not in flight"):
         subject.scheduler.handle(SegmentDone(5), 0.0)
     subject.drain()
     subject.check_everybody()

@@ -138,17 +138,19 @@ def test_a_call_without_pairs_runs_with_the_others_of_its_layer() -> None:
 
 def test_enough_is_pairs_or_patience_or_everybody() -> None:
     rule = Enough(pairs=4, wait=0.5)
-    assert not rule.ready(Waiting(pairs=3, usual=9.0, clients=2, asking=1))
-    assert rule.ready(Waiting(pairs=4, usual=0.0, clients=2, asking=1))
-    assert rule.ready(Waiting(pairs=1, usual=0.0, clients=2, asking=2))
+    assert not rule.ready(Waiting(pairs=3, mean_call=9.0, clients=2, waiting_clients=1))
+    assert rule.ready(Waiting(pairs=4, mean_call=0.0, clients=2, waiting_clients=1))
+    assert rule.ready(Waiting(pairs=1, mean_call=0.0, clients=2, waiting_clients=2))
     assert rule.patience(took=9.0) == 0.5
 
 
 def test_clients_with_small_calls_wait_for_each_other() -> None:
     rule = WhileSmall(pairs=32, wait=0.1, runs=3.0)
-    assert not rule.ready(Waiting(pairs=99, usual=31.0, clients=2, asking=1))
-    assert rule.ready(Waiting(pairs=1, usual=31.0, clients=2, asking=2))
-    assert rule.ready(Waiting(pairs=1, usual=32.0, clients=2, asking=1)), "larger ones come as they are"
+    assert not rule.ready(Waiting(pairs=99, mean_call=31.0, clients=2, waiting_clients=1))
+    assert rule.ready(Waiting(pairs=1, mean_call=31.0, clients=2, waiting_clients=2))
+    assert rule.ready(Waiting(pairs=1, mean_call=32.0, clients=2, waiting_clients=1)), (
+        "larger ones come as they are"
+    )
     assert [rule.patience(took) for took in (0.0, 0.01, 9.0)] == [0.0, pytest.approx(0.03), 0.1]
 
 

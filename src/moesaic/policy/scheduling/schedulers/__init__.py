@@ -1,1 +1,1 @@
-"""One scheduler per file. All of them use the same events and actions, which `actions` defines."""
+"""One scheduler per file. All of them use the events and actions that `actions` defines."""

@@ -1,7 +1,7 @@
-"""The words between a scheduler and the executor that carries its decisions out.
+"""The events that a scheduler handles, and the actions that it returns to an executor.
 
-A worker's loop is: an event arrives, `scheduler.handle(event, now)` returns actions, the executor
-carries them out in order. Carrying out `RunStep` ends in a `StepDone` event, or in `StepFailed`.
+A worker's loop: an event arrives, `scheduler.handle(event, now)` returns actions, and the executor carries
+them out in order. Each `RunStep` is answered with the event `StepDone`, or with `StepFailed`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from moesaic.core.tokens import IntArray, TokenBatch
 
 @dataclass(frozen=True)
 class Arrived:
-    """Requests came in, in order of arrival."""
+    """Requests arrived, in this order."""
 
     requests: list[Request]
     generated: list[list[int]] = field(default_factory=list)
-    """Tokens that each got from a worker that died; shorter than `requests` where the rest got none."""
+    """Tokens that each request already got from a worker that died. May be shorter than `requests`."""
 
     def extend(self, later: Arrived) -> None:
-        """These came right after."""
+        """Append requests that arrived right after these."""
         if later.generated:
             self.generated.extend([] for _ in range(len(self.requests) - len(self.generated)))
             self.generated.extend(later.generated)
@@ -34,7 +34,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Cancelled:
-    """Nobody waits for these requests any more. Unknown ids are ignored."""
+    """The clients of these requests do not wait any more. Unknown ids are ignored."""
 
     request_ids: list[int]
 
@@ -50,96 +50,97 @@ class StepDone:
 
 @dataclass(frozen=True)
 class StepFailed:
-    """The step broke off, by an error or an interrupt: what it wrote counts for nothing."""
+    """The step was stopped by an error or an interrupt. What it wrote is void."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class SegmentDone:
-    """The layer run's rows are in the KV cache of its layers; its experts are asked."""
+    """The rows of the run are in the KV cache of its layers, and their experts were requested."""
 
     run: int
 
 
 @dataclass(frozen=True)
 class PartsArrived:
-    """Experts answered: these (row, rank) pairs of layer runs are there."""
+    """Experts answered for these (row, rank) pairs of runs."""
 
     parts: list[tuple[int, IntArray]]
-    """(run, its pairs)"""
+    """[(run, its pairs), ...]."""
 
 
 @dataclass(frozen=True)
 class BarrierPassed:
-    """Every attention worker is at the beginning of a step, and some have work: all begin now."""
+    """Every attention worker has arrived at the barrier, and at least one has work. All begin a step now."""
 
 
 Event = Arrived | Cancelled | StepDone | StepFailed | SegmentDone | PartsArrived | BarrierPassed
 
-# ---- actions: what is to be done
+# ---- actions: what the executor does
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: which rows are computed, for whom, and whose logits are wanted."""
+    """One step: the rows to compute, their requests, and the rows whose logits are wanted."""
 
     step: int
-    """Counts up from 0."""
+    """Number of the step, counted up from 0."""
     batch: TokenBatch
     request_ids: IntArray
     """[s] request of each sequence of the batch."""
     epochs: IntArray
-    """[s] how often each was preempted: rows of an older epoch are void."""
+    """[s] how often each request was preempted. Rows of an older epoch are void."""
     sampled: IntArray
-    """[p] sequences (indices into s) whose last row is the newest token: they get a next token."""
+    """[p] sequences (indices into s) whose last row is their newest token. They get a next token."""
     scored: IntArray
     """[q] sequences whose rows in this step are prompt tokens with wanted log-probabilities.
 
-    The row at position p scores prompt token p + 1, so the prompt's last row, if it is among them,
-    scores none. All their rows are in batch.logit_rows. Over a request's life each row is scored once:
-    rows computed again after a preemption are not in here a second time (those of a failed step are).
+    The row at position p scores prompt token p + 1, so the last row of a prompt scores nothing. All rows of
+    these sequences are in batch.logit_rows. Over the life of a request each row is scored once. So rows that
+    are computed again after a preemption are not listed again, but rows of a failed step are.
     """
 
 
 @dataclass(frozen=True)
 class Admit:
-    """These requests enter the batch, for the first time or after a preemption.
+    """These requests join the batch, for the first time or after a preemption.
 
-    The executor keeps what sampling needs of them until `Release`.
+    The executor keeps what sampling needs for them until `Release`.
     """
 
     requests: list[Request]
     generated: list[list[int]]
-    """Tokens each has generated already (empty at first, not so after a preemption)."""
+    """Tokens that each request has generated. Empty at the first admission."""
     queue_seconds: list[float]
     cached_tokens: list[int]
-    """Tokens whose KV is reused from the prefix cache."""
+    """Tokens of each request whose KV comes from the prefix cache."""
     epochs: list[int]
-    """0 at the first admission."""
+    """How often each request was preempted, 0 at the first admission."""
 
 
 @dataclass(frozen=True)
 class RunStep:
-    """Compute this and answer with StepDone."""
+    """Compute this step. Answered with StepDone or StepFailed."""
 
     plan: StepPlan
 
 
 @dataclass(frozen=True)
 class RunSegment:
-    """Compute part of the model for rows that wait at one segment of it.
+    """Compute one segment of the model for rows that wait at it.
 
-    Place i < m, of m layers with routed experts, goes from the experts before to the gate of the i-th such
-    layer and asks its experts; segment m goes from the last experts to the sampler. Answered with
-    SegmentDone, or, at segment m, with StepDone; with StepFailed when it broke off.
+    A model with m layers of routed experts has segments 0 to m. Segment i < m begins after the experts of the
+    routed layer before it. It ends with the gate of routed layer i and requests that layer's experts. Segment
+    m begins after the last experts and ends with the sampler. Answered with SegmentDone, at segment m with
+    StepDone, and with StepFailed when it was stopped.
     """
 
     plan: StepPlan
-    """Its number is the run's."""
+    """The rows. Its step number is the number of the run."""
     segment: int
     sources: list[RowSource]
-    """Where the rows are, in their order; empty at segment 0, where they begin as tokens."""
+    """Where the rows come from, in their order. Empty at segment 0, where rows begin as token ids."""
 
 
 @dataclass(frozen=True)
@@ -153,33 +154,33 @@ class RowSource:
 
 @dataclass(frozen=True)
 class EnterBarrier:
-    """Say that this worker is at the beginning of a step. Answered with Entered, once."""
+    """Report that this worker is at the beginning of a step. Answered once, with BarrierPassed."""
 
     work: bool
-    """Whether it has rows to compute. Said again when that becomes true."""
+    """Whether the worker has rows to compute. The action is repeated when this becomes true."""
 
 
 @dataclass(frozen=True)
 class Forget:
-    """Nothing of these runs is needed any more."""
+    """Release the memory of these runs. Their rows and answers are not needed any more."""
 
     runs: list[int]
 
 
 @dataclass(frozen=True)
 class Emit:
-    """Tell the engine about new tokens of the step just done. Parallel lists."""
+    """Report new tokens of the finished step to the engine. Parallel lists."""
 
     request_ids: list[int]
     tokens: list[int]
     samples: list[int]
-    """Index of each into the step's StepPlan.sampled (where its log-probabilities lie)."""
+    """Index of each token into the step's StepPlan.sampled, which also gives its log-probabilities."""
     finish: list[FinishReason | None]
     step: int = field(default=0, compare=False)
-    """The one they were sampled in."""
+    """The step that sampled the tokens."""
 
     def add(self, request_id: int, token: int, sample: int, finish: FinishReason | None) -> None:
-        """One more."""
+        """Append one token."""
         self.request_ids.append(request_id)
         self.tokens.append(token)
         self.samples.append(sample)
@@ -188,25 +189,25 @@ class Emit:
 
 @dataclass(frozen=True)
 class Release:
-    """Drop what is kept for these requests: they ended, were cancelled or preempted.
+    """Drop the state of these requests. They ended, were cancelled or were preempted.
 
-    It pairs with Admit: requests cancelled while they wait are not in here. It follows the Emit of a
-    request's last token, and never names a request whose rows are in a step under way.
+    Each Release follows an Admit, so requests that are cancelled while they wait are not listed. It comes
+    after the Emit of a request's last token. It never names a request whose rows are being computed.
     """
 
     request_ids: list[int]
     preempted: bool = field(default=False, compare=False)
-    """They come again, unless they are cancelled meanwhile."""
+    """Whether the requests are admitted again later, unless they are cancelled before."""
 
 
 Action = Admit | RunStep | RunSegment | EnterBarrier | Forget | Emit | Release
 
 
 class Scheduler(Protocol):
-    """A pure object: the same events at the same times give the same actions."""
+    """Decides what a worker runs. It is deterministic: equal events at equal times give equal actions."""
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """`now` is in seconds and never decreases."""
+        """Handle an event and return the actions to carry out. `now` is in seconds and never decreases."""
         ...
 
     def stats(self) -> WorkerStats: ...

@@ -1,20 +1,20 @@
-"""The scheduler of an attention worker without barriers: Asynchronous Expert Parallelism (sections 3.2 to
+"""The scheduler of an attention worker without barriers (Asynchronous Expert Parallelism, sections 3.2 to
 3.4).
 
-Rows wait in micro-queues, one for each segment of the model (see RunSegment): before the first gate, between
-two layers' experts, and before the sampler, which is the last segment. Whenever the worker is free the queue
-policy picks a segment, and all units that are ready there run as one batch, whatever step of their requests
-they are in; nobody waits for the slowest expert but the rows that were sent to it.
+Rows wait in micro-queues, one for each segment of the model (see RunSegment). Segments lie before the first
+gate, between the experts of two layers, and before the sampler, which is the last segment. Whenever the
+worker is free, the queue policy picks a segment. All units that are ready there run as one batch, at whatever
+step their requests are. Only the rows that were sent to a slow expert wait for it.
 
-A *unit* is what a request has under way: one row of a decode or a chunk of its prompt, never two at a time.
-It goes from segment to segment:
+A *unit* is the rows that a request has in flight: one row of a decode, or a chunk of its prompt. A request
+has at most one unit. It passes from segment to segment:
 
     queue 0 --run--> experts asked --all parts in--> queue 1 --run--> ... queue m --run--> token, queue 0
 
-The paper leaves out prefill, cancellation, preemption and back-pressure. Here a chunk is ready when the parts
-of all its rows are in; a cancelled request's unit is dropped wherever it is, its late parts end in the token
-pool; only requests without a unit under way are preempted; and the rows under way are at most those of one
-step of the other schedules.
+The paper leaves out prefill, cancellation, preemption and back-pressure. Here they work as follows. A chunk
+is ready when the parts of all its rows have arrived. The unit of a cancelled request is dropped wherever it
+is, and the token pool receives its late parts. Only requests without a unit are preempted. The units in
+flight together have at most as many rows as one step of the other schedules.
 """
 
 from __future__ import annotations
@@ -48,18 +48,20 @@ from moesaic.policy.scheduling.sequence import Stage
 
 @dataclass(frozen=True)
 class _Flight:
-    """The run under way."""
+    """The run that is being computed."""
 
     plan: StepPlan
     units: list[Unit]
     started: float
     cancelled: list[Unit] = field(default_factory=list)
-    """Those of them whose requests were, meanwhile."""
+    """Units of this run whose requests were cancelled since it began."""
 
 
 class AsyncScheduler:
-    """A Scheduler. One run at a time; it waits when no unit is ready anywhere, or too few are (see
-    Gather)."""
+    """A Scheduler that computes one run at a time.
+
+    It waits when no unit is ready, or when too few are (see RunThreshold).
+    """
 
     def __init__(
         self,
@@ -70,20 +72,23 @@ class AsyncScheduler:
         top_k: int,
         gather: RunThreshold | None = None,
     ) -> None:
-        """routed_layers: layers with experts; there is one segment more."""
+        """routed_layers: layers with routed experts. There is one segment more.
+
+        gather: when a run may begin while rows are with the experts. The default lets every run begin.
+        """
         self._limits = limits
         self._batching = ContinuousBatching(limits, blocks)
         self._blocks = blocks
         self._policy = policy
         self._segments = routed_layers + 1
-        self._gather = gather or RunThreshold()
+        self._threshold = gather or RunThreshold()
         self._ready = ReadyQueues(self._segments)
         self._units: dict[int, Unit] = {}
-        """Of each request that has one."""
+        """The unit of each request that has one, by request id."""
         self._rows = 0
-        """Of all units."""
+        """Rows of all units."""
         self._decodes = 0
-        """Units of one row."""
+        """Number of units with one row."""
         self._flight: _Flight | None = None
         self._runs = Runs(blocks, top_k)
         self._prefill_tokens = self._decode_tokens = 0
@@ -99,7 +104,7 @@ class AsyncScheduler:
             case PartsArrived(parts):
                 actions = self._arrived(parts, now)
             case SegmentDone(run):
-                actions = self._layer_done(run, now)
+                actions = self._segment_done(run, now)
             case StepDone(run, tokens):
                 actions = self._step_done(run, tokens, now)
             case StepFailed(run):
@@ -126,7 +131,7 @@ class AsyncScheduler:
     # ---- events
 
     def _cancelled(self, request_ids: list[int]) -> list[Action]:
-        """A unit in the run under way keeps its blocks until that ends."""
+        """Remove requests. A unit in the current run keeps its blocks until the run ends."""
         flight = self._flight
         running = set() if flight is None else {unit.sequence.request_id for unit in flight.units}
         released, actions = [], []
@@ -142,14 +147,14 @@ class AsyncScheduler:
         return actions + ([Release(released)] if released else [])
 
     def _drop(self, request_id: int) -> list[Action]:
-        """Take the request's unit from wherever it waits."""
+        """Drop the request's unit, wherever it waits."""
         if request_id not in self._units:
             return []
         unit = self._end(request_id)
         return self._runs.drop(unit)
 
     def _end(self, request_id: int) -> Unit:
-        """The request has no unit any more."""
+        """Remove the request's unit and return it."""
         unit = self._units.pop(request_id)
         self._rows -= unit.rows
         self._decodes -= unit.rows == 1
@@ -157,13 +162,15 @@ class AsyncScheduler:
         return unit
 
     def _arrived(self, parts: list[tuple[int, IntArray]], now: float) -> list[Action]:
-        """Units whose last part came go into the queue of the next segment."""
+        """Move units whose last part arrived into the queue of their next segment."""
         for run, pairs in parts:
             self._ready.add(self._runs.arrived(run, pairs), now)
         return self._runs.forget([run for run, _ in parts])
 
-    def _layer_done(self, run: int, now: float) -> list[Action]:
-        """Its units wait for experts now; those that were cancelled meanwhile are dropped."""
+    def _segment_done(self, run: int, now: float) -> list[Action]:
+        """End a run before the last segment. Its units wait for experts, except those cancelled since it
+        began.
+        """
         flight = self._land(run)
         self._run_seconds += now - flight.started
         actions: list[Action] = []
@@ -174,7 +181,10 @@ class AsyncScheduler:
         return actions + ([Release(released)] if released else [])
 
     def _step_done(self, run: int, tokens: IntArray, now: float) -> list[Action]:
-        """Units at the last segment have passed all layers: their KV is whole, and some got a token."""
+        """End a run at the last segment.
+
+        Its units passed all layers: commit their KV and emit the sampled tokens.
+        """
         flight = self._land(run)
         self._run_seconds += now - flight.started
         for unit in flight.units:
@@ -198,7 +208,7 @@ class AsyncScheduler:
         return actions + ([Release([sequence.request_id for sequence in ended])] if ended else [])
 
     def _failed(self, run: int) -> list[Action]:
-        """Every unit of the run begins again, also where all its parts came before the run broke off."""
+        """Start every unit of the run again, also if all its parts arrived before the run was stopped."""
         flight = self._land(run)
         ended = []
         for unit in flight.units:
@@ -210,9 +220,10 @@ class AsyncScheduler:
         return [self._runs.failed(run, flight.units), *([Release(ended)] if ended else [])]
 
     def _land(self, run: int) -> _Flight:
+        """End the current run and return it. Raises ValueError when another run was named."""
         flight = self._flight
         if flight is None or flight.plan.step != run:
-            raise ValueError(f"run {run} is not the one under way")
+            raise ValueError(f"run {run} is not in flight")
         self._flight = None
         return flight
 
@@ -222,10 +233,10 @@ class AsyncScheduler:
         else:
             self._prefill_tokens += unit.rows
 
-    # ---- what comes next
+    # ---- the next run
 
     def _fill(self, now: float) -> list[Action]:
-        """Requests without a unit get one: their next token's row, or a chunk of their prompt."""
+        """Create units for requests that have none: the row of the next token, or a chunk of the prompt."""
         room = self._limits.max_num_batched_tokens - self._rows
         everybody = len(self._units) == len(self._batching.running)
         if room <= 0 or (everybody and not self._batching.may_admit):
@@ -244,12 +255,15 @@ class AsyncScheduler:
         return actions
 
     def _next_run(self, now: float) -> list[Action]:
-        """All units that are ready at the segment that the policy picks among those with enough of them."""
+        """Run all units that are ready at one segment.
+
+        The policy picks among the segments with enough of them.
+        """
         if not self._ready:
             return []
         tokens = self._ready.tokens
-        if tokens.sum() < self._rows:  # others are still with the experts
-            tokens = tokens * self._gather.enough(tokens, self._decodes)
+        if tokens.sum() < self._rows:  # experts still compute for other units
+            tokens = tokens * self._threshold.enough(tokens, self._decodes)
         chosen = self._policy.choose(tokens, self._ready.waited(now)) if tokens.any() else None
         if chosen is None:
             return []

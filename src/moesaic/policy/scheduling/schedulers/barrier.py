@@ -1,9 +1,9 @@
-"""The scheduler of synchronous expert parallelism: what today's engines do, and the other schedules'
-baseline.
+"""The scheduler of synchronous expert parallelism. It is the baseline that today's engines use.
 
-All attention workers go through a step together. At the experts of every layer each waits for all: a server
-computes when every worker's rows for that layer are in (an all-to-all), and answers all (another one). A
-worker without requests takes part with no rows, as the others would wait for it for ever.
+All attention workers go through a step together. At the experts of every layer each worker waits for all
+others. A server computes when every worker's rows for that layer have arrived (an all-to-all), and then
+answers all of them (another one). A worker without requests takes part with no rows, because the others would
+wait for it otherwise.
 """
 
 from __future__ import annotations
@@ -22,20 +22,24 @@ from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 
 
 class BarrierScheduler(LockstepScheduler):
-    """Enters each step through a gate that opens when every worker is there and some have work."""
+    """A lockstep scheduler that begins each step at a barrier.
+
+    The barrier opens when every worker has arrived and at least one of them has work.
+    """
 
     def __init__(self, limits: BatchLimits, blocks: KVBlocks) -> None:
         super().__init__(limits, blocks)
         self._open = False
-        self._said: bool | None = None
-        """What the gate was told of this step."""
+        self._reported: bool | None = None
+        """The value of `work` that this worker reported at the barrier of this step. None before it arrived.
+        """
 
     def handle(self, event: Event, now: float) -> list[Action]:
         if isinstance(event, BarrierPassed):
             self._open = True
             return self._next_steps(now)
         if isinstance(event, StepDone | StepFailed):
-            self._said = None
+            self._reported = None
         return super().handle(event, now)
 
     def _next_step(self, now: float) -> list[Action]:
@@ -44,7 +48,7 @@ class BarrierScheduler(LockstepScheduler):
             actions = super()._next_step(now)
             return actions if self._flights else [*actions, self._begin([], now)]
         work = bool(self._batching.running or self._batching.waiting)
-        if self._said is None or (work and not self._said):
-            self._said = work
+        if self._reported is None or (work and not self._reported):
+            self._reported = work
             return [EnterBarrier(work)]
         return []

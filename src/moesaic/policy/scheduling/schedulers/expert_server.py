@@ -1,8 +1,9 @@
-"""The scheduler of an expert server: which waiting pairs run next, together, whoever sent them.
+"""The scheduler of an expert server: which waiting (row, expert) pairs run next as one batch.
 
-It knows calls by number and nothing of requests. A call's pairs wait in queues, one per layer (`groups` 1) or
-one per (layer, expert) (`groups` the number of experts); a run takes one queue whole, from every client, so
-that each active expert's weights are read once. A start rule says when enough is there to begin.
+It identifies calls by number and knows nothing of requests. The pairs of a call wait in queues. There is one
+queue per layer (`groups` 1), or one per (layer, expert) (`groups` is then the number of experts). A run takes
+a whole queue with the pairs of all clients, so that each active expert's weights are read once. A start rule
+decides when enough pairs wait to begin.
 """
 
 from __future__ import annotations
@@ -18,59 +19,61 @@ import numpy.typing as npt
 from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.microqueue import QueuePolicy
 
-RECENT = 0.1
-"""What the last one counts in a mean."""
+SMOOTHING = 0.1
+"""Weight of the newest value in an exponential moving average."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Compute these pairs of one layer, each part straight into its call's answer."""
+    """Compute these pairs of one layer, and write each part straight into its call's answer."""
 
     layer: int
     parts: list[tuple[int, IntArray]]
-    """(call, its pairs), in order of arrival."""
+    """[(call, its pairs), ...] in order of arrival."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a server sees before a run."""
+    """What a start rule knows before a run."""
 
     pairs: int
-    """That wait in all."""
-    usual: float
-    """Pairs of a call, lately."""
+    """Pairs that wait in all queues."""
+    mean_call: float
+    """Moving average of the pairs of a call."""
     clients: int
-    """There are."""
-    asking: int
-    """Of these, with a call that waits."""
+    """Number of clients that a start waits for."""
+    waiting_clients: int
+    """Number of clients with a call that waits."""
 
 
 class StartRule(Protocol):
-    """When the queues may be served."""
+    """Decides when a run may begin."""
 
-    def ready(self, waiting: Waiting) -> bool: ...
+    def ready(self, waiting: Waiting) -> bool:
+        """Whether a run may begin now."""
+        ...
 
     def patience(self, took: float) -> float:
-        """Seconds that the oldest pair waits at most. took: what a run took lately."""
+        """Seconds that the oldest pair waits at most. took: recent mean seconds of a run."""
         ...
 
 
 @dataclass(frozen=True)
 class Enough:
-    """Expert-as-a-Service, section 3: begin when enough is ready or the oldest waited long enough.
+    """Expert-as-a-Service, section 3: begin when enough pairs wait or the oldest has waited long enough.
 
-    The paper's text waits for all clients and its figure 5 for a sufficient number; both are numbers here.
-    Nothing is gained by waiting for a client that is waiting itself, so a start never waits for more than
-    every client to have a call in.
+    The text of the paper waits for all clients, and its figure 5 for a sufficient number. Here both are
+    numbers. A client that waits for its answer sends nothing more. So a run begins at the latest when every
+    client has a call that waits.
     """
 
     pairs: int = 1
-    """Pairs that are enough."""
+    """Number of pairs that is enough."""
     wait: float = 0.0
-    """Seconds after which the oldest pair runs with whatever there is."""
+    """Seconds after which the oldest pair runs with the pairs that there are."""
 
     def ready(self, waiting: Waiting) -> bool:
-        return waiting.pairs >= self.pairs or waiting.asking >= waiting.clients
+        return waiting.pairs >= self.pairs or waiting.waiting_clients >= waiting.clients
 
     def patience(self, took: float) -> float:
         return self.wait
@@ -78,22 +81,22 @@ class Enough:
 
 @dataclass(frozen=True)
 class WhileSmall:
-    """Ours: clients wait for each other as long as their calls are too small to read weights for.
+    """Let clients wait for each other while their calls are too small to read weights for. Our own rule.
 
-    Then a run for two takes little longer than for one, and clients that once got their answers together ask
-    together again. Larger calls are served as they come: one client's rows are computed while another's are
-    on their way.
+    A run for two small calls takes little longer than for one. Clients that were answered together also ask
+    together the next time. Larger calls run as they come, so that one client's rows are computed while
+    another's are being sent.
     """
 
     pairs: int
-    """Of a call that is worth a run of its own."""
+    """Pairs from which a call gets a run of its own."""
     wait: float
-    """Seconds at most."""
+    """Maximum seconds of waiting."""
     runs: float
-    """What so many runs take, at most: a client that went elsewhere costs little then."""
+    """Maximum waiting, in mean run times. It bounds the loss when a client does not call again."""
 
     def ready(self, waiting: Waiting) -> bool:
-        return waiting.usual >= self.pairs or waiting.asking >= waiting.clients
+        return waiting.mean_call >= self.pairs or waiting.waiting_clients >= waiting.clients
 
     def patience(self, took: float) -> float:
         return min(self.wait, self.runs * took)
@@ -106,46 +109,51 @@ class _Queue:
 
     @property
     def pairs(self) -> int:
-        """That wait here, of which an empty call counts one."""
+        """Pairs that wait in this queue. A call without pairs counts as one."""
         return sum(max(1, len(pairs)) for _, pairs in self.parts)
 
 
 class ExpertServerScheduler:
-    """Pure: the same calls at the same times give the same runs."""
+    """Chooses the runs of an expert server. It is deterministic."""
 
     def __init__(self, layers: Sequence[int], policy: QueuePolicy, rule: StartRule, groups: int = 1) -> None:
         self._layers = tuple(layers)
-        self._line = {layer: line for line, layer in enumerate(self._layers)}
+        self._index = {layer: index for index, layer in enumerate(self._layers)}
         self._policy = policy
         self._rule = rule
         self._shape = len(self._layers), groups
         self._queues: dict[tuple[int, int], _Queue] = {}
-        """Those that are not empty, by line and group."""
+        """The queues that are not empty, by (index of the layer, group)."""
         self._client: dict[int, int] = {}
-        """Call -> its client, while any of its pairs waits."""
+        """The client of each call that still has waiting pairs."""
         self._waiting: dict[int, int] = {}
-        """Client -> its calls that wait."""
+        """Number of waiting calls of each client."""
         self._clients: set[int] = set()
         self._left: dict[int, int] = {}
+        """Number of waiting pairs of each call."""
+        """Number of waiting pairs of each call."""
         self.waiting_pairs = 0
-        """In all queues."""
-        self._took = 0.0
-        """Seconds of a run, the last ones more."""
-        self._usual = 0.0
-        """Pairs of a call, the last ones more."""
-        self._began: float | None = None
-        """When the last one did, until the server asks for the next."""
+        """Pairs in all queues."""
+        self._mean_run = 0.0
+        """Moving average of the seconds of a run."""
+        self._mean_call = 0.0
+        """Moving average of the pairs of a call."""
+        self._run_began: float | None = None
+        """When the last run began. None once the server has asked for the next run."""
 
     def client_joined(self, client: int) -> None:
-        """Starts wait for it, until one had to begin without it. Again: nothing."""
+        """Let starts wait for this client, until one had to begin without it.
+
+        A repeated call changes nothing.
+        """
         self._clients.add(client)
 
     def client_paused(self, client: int) -> None:
-        """Starts do not wait for it until it joins again."""
+        """Let starts not wait for this client until it joins again."""
         self._clients.discard(client)
 
     def client_left(self, client: int) -> None:
-        """Forget the client and what it asked for: nobody waits for it."""
+        """Forget the client and drop its calls."""
         self._clients.discard(client)
         self._waiting.pop(client, None)
         gone = {call for call, owner in self._client.items() if owner == client}
@@ -161,52 +169,55 @@ class ExpertServerScheduler:
     def arrived(
         self, call: int, client: int, layer: int, experts: npt.NDArray[np.integer], now: float
     ) -> None:
-        """A call of `client` for pairs through `experts` [p] of `layer`. Calls are never numbered twice."""
-        line = self._line[layer]
-        self._usual += RECENT * (len(experts) - self._usual)
+        """Queue a call of `client` for the pairs through `experts` [p] of `layer`.
+
+        A call number is never used twice.
+        """
+        index = self._index[layer]
+        self._mean_call += SMOOTHING * (len(experts) - self._mean_call)
         self._client[call], self._left[call] = client, len(experts)
         self._waiting[client] = self._waiting.get(client, 0) + 1
         for group, pairs in self._split(experts):
-            queue = self._queues.setdefault((line, group), _Queue(now))
+            queue = self._queues.setdefault((index, group), _Queue(now))
             queue.parts.append((call, pairs))
             self.waiting_pairs += max(1, len(pairs))
 
     def next_run(self, now: float) -> Run | None:
-        """What to compute now; None: nothing is there, or not enough yet (see `wait`)."""
-        if self._began is not None:
-            self._took += RECENT * (now - self._began - self._took)
-            self._began = None
+        """The run to compute now. None when nothing waits, or not enough yet (see `wait`)."""
+        if self._run_began is not None:
+            self._mean_run += SMOOTHING * (now - self._run_began - self._mean_run)
+            self._run_began = None
         if not self._queues:
             return None
         if not self._rule.ready(
-            Waiting(self.waiting_pairs, self._usual, len(self._clients), len(self._waiting))
+            Waiting(self.waiting_pairs, self._mean_call, len(self._clients), len(self._waiting))
         ):
-            if self._oldest(now) < self._rule.patience(self._took):
+            if self._oldest(now) < self._rule.patience(self._mean_run):
                 return None
-            self._clients.intersection_update(self._waiting)  # it waited in vain: not again at each layer
+            self._clients.intersection_update(self._waiting)  # do not wait again at each layer
         chosen = self._choice(now)
         queue = self._queues.pop(chosen)
         self.waiting_pairs -= queue.pairs
-        for call, mine in queue.parts:
-            self._served(call, len(mine))
-        self._began = now
+        for call, pairs in queue.parts:
+            self._served(call, len(pairs))
+        self._run_began = now
         return Run(self._layers[chosen[0]], queue.parts)
 
     def _choice(self, now: float) -> tuple[int, int]:
-        if len(self._queues) == 1 and not self._policy.remembers:  # mostly so, and caches are cold
+        if len(self._queues) == 1 and not self._policy.remembers:  # the usual case, and caches are cold
             return next(iter(self._queues))
         tokens, waited = np.zeros(self._shape, dtype=np.int64), np.zeros(self._shape)
         for key, queue in self._queues.items():
             tokens[key], waited[key] = queue.pairs, now - queue.since
         chosen = self._policy.choose(tokens, waited)
-        assert chosen is not None  # no queue is empty
+        assert chosen is not None, "no queue is empty"
         return chosen
 
     def wait(self, now: float) -> float | None:
-        """Seconds until a run may begin though nothing arrives; None: never."""
+        """Seconds until a run may begin if nothing else arrives. None when nothing waits."""
         if not self._queues:
             return None
-        return max(0.0, self._rule.patience(self._took) - self._oldest(now))
+        return max(0.0, self._rule.patience(self._mean_run) - self._oldest(now))
 
     def _oldest(self, now: float) -> float:
         """Seconds that the oldest pair has waited."""
@@ -223,17 +234,17 @@ class ExpertServerScheduler:
             del self._waiting[client]
 
     def _split(self, experts: npt.NDArray[np.integer]) -> list[tuple[int, IntArray]]:
-        """Pairs by group, in their order."""
+        """[(group, its pairs), ...]. The pairs of a group keep their order."""
         if self._shape[1] == 1 or not len(experts):
-            return [(0, _every(len(experts)))]
+            return [(0, _all_pairs(len(experts)))]
         order = np.argsort(experts, kind="stable")
         groups, starts = np.unique(experts[order], return_index=True)
         return list(zip(groups.tolist(), np.split(order, starts[1:]), strict=True))
 
 
 @lru_cache(maxsize=64)
-def _every(pairs: int) -> IntArray:
-    """[p] all of them. Kept: not to be written."""
+def _all_pairs(pairs: int) -> IntArray:
+    """[p] the indices of all pairs. The array is cached and read-only."""
     found = np.arange(pairs)
     found.flags.writeable = False
     return found

@@ -1,14 +1,14 @@
-"""The scheduler of a worker that runs the whole model itself: one step at a time, layer after layer.
+"""The scheduler of a worker that runs the whole model step by step, layer after layer.
 
-Actions come in an order that can be carried out one after another:
+Actions come in an order in which they can be carried out:
 
-    Emit      the tokens of the step just done
-    Release   what ended, was cancelled, or was preempted to make room
-    Admit     what joins the next step
+    Emit      the tokens of the finished step
+    Release   requests that ended, were cancelled, or were preempted to make room
+    Admit     requests that join the next step
     RunStep   the next step
 
-At most one step is under way. While it is, arrivals wait and cancelled rows keep their blocks: memory
-that a running step reads or writes is never handed to anybody else.
+While a step runs, arrivals wait and cancelled requests keep their blocks. Memory that a running step reads or
+writes is never allocated to another request.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from moesaic.policy.scheduling.sequence import Stage
 
 @dataclass(frozen=True)
 class _Flight:
-    """The step under way."""
+    """A step that is being computed."""
 
     plan: StepPlan
     chunks: list[Chunk]
@@ -45,15 +45,15 @@ class _Flight:
 
 
 class LockstepScheduler:
-    """A Scheduler. Whenever no step is under way, nothing runs and nothing waits.
+    """A Scheduler that gives each step all rows of the worker's batch. When no step runs, no request waits.
 
-    Where the experts are remote this is the lockstep schedule: the worker's whole batch, layer after layer.
-    Two steps in flight, each with half of the rows, take turns: one computes while the other waits for its
+    With remote experts this is the lockstep schedule: the worker's whole batch goes through layer after
+    layer. With two steps in flight, each has half of the rows. One computes while the other waits for its
     experts (double batching in Expert-as-a-Service).
     """
 
     def __init__(self, limits: BatchLimits, blocks: KVBlocks, inflight: int = 1) -> None:
-        """inflight: steps under way at once."""
+        """inflight: number of steps that run at once."""
         self._batching = ContinuousBatching(limits, blocks)
         self._blocks = blocks
         self._inflight = inflight
@@ -74,7 +74,7 @@ class LockstepScheduler:
             case StepDone(step, tokens):
                 actions = self._step_done(step, tokens, now)
             case StepFailed(step):
-                actions = self._let_go(self._land(step))
+                actions = self._free_finished(self._land(step))
             case _:
                 raise ValueError(f"{event} is not an event of this scheduler")
         return actions + self._next_steps(now)
@@ -94,7 +94,7 @@ class LockstepScheduler:
     # ---- events
 
     def _cancelled(self, request_ids: list[int]) -> list[Action]:
-        """Blocks of a request in a step under way are freed by `_step_done`."""
+        """Remove requests. The blocks of a request in a running step are freed by `_step_done`."""
         busy = self._busy
         released: list[int] = []
         for request_id in request_ids:
@@ -113,24 +113,24 @@ class LockstepScheduler:
             self._blocks.commit(sequence.request_id, sequence.tokens.array, sequence.num_computed)
         emit = self._append(flight, tokens.tolist())
         actions: list[Action] = [emit] if emit.request_ids else []
-        return actions + self._let_go(flight)
+        return actions + self._free_finished(flight)
 
     def _land(self, step: int, num_tokens: int | None = None) -> _Flight:
-        """A step under way, which is none from now on. Rows of a failed one are still pending."""
+        """End a running step and return it. The rows of a failed step are still pending."""
         flight = self._flights.pop(step, None)
         if flight is None or num_tokens not in (None, len(flight.plan.sampled)):
-            raise ValueError(f"step {step} with {num_tokens} tokens is not under way")
+            raise ValueError(f"step {step} with {num_tokens} tokens is not in flight")
         return flight
 
-    def _let_go(self, flight: _Flight) -> list[Action]:
-        """Free what ended with this step or was cancelled during it."""
+    def _free_finished(self, flight: _Flight) -> list[Action]:
+        """Free the requests that ended with this step or were cancelled during it."""
         ended = [sequence for sequence, _ in flight.chunks if sequence.stage is Stage.FINISHED]
         for sequence in ended:
             self._batching.free(sequence)
         return [Release([sequence.request_id for sequence in ended])] if ended else []
 
     def _append(self, flight: _Flight, tokens: list[int]) -> Emit:
-        """Give each sampled sequence its token; those cancelled meanwhile get none."""
+        """Give each sampled sequence its token. Requests that were cancelled meanwhile get none."""
         emit = Emit([], [], [], [], flight.plan.step)
         for sample, (index, token) in enumerate(zip(flight.plan.sampled.tolist(), tokens, strict=True)):
             sequence = flight.chunks[index][0]
@@ -153,7 +153,7 @@ class LockstepScheduler:
 
     @property
     def _busy(self) -> set[int]:
-        """Requests with rows in a step under way."""
+        """Requests whose rows are in a running step."""
         return {s.request_id for flight in self._flights.values() for s, _ in flight.chunks}
 
     def _next_steps(self, now: float) -> list[Action]:
@@ -166,7 +166,7 @@ class LockstepScheduler:
         return actions
 
     def _share(self) -> int:
-        """Most rows of a step: of what there is to compute, an equal part for each step in flight."""
+        """Maximum rows of a step. Steps in flight share the pending rows equally."""
         most = self._batching.limits.max_num_batched_tokens
         if self._inflight == 1:
             return most

@@ -1,5 +1,4 @@
-"""Units that are ready to run, segment by segment, and when so many are ready that a run is worth its
-cost."""
+"""Units that are ready to run, by segment, and the rule for how many make a run efficient."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ class _Group:
 
 
 class ReadyQueues:
-    """A queue for each segment. What a policy asks for is kept, not counted anew for each choice."""
+    """A queue for each segment. Row counts are maintained, not computed again for each choice."""
 
     def __init__(self, segments: int) -> None:
         self._rows = [0] * segments
@@ -36,18 +35,18 @@ class ReadyQueues:
 
     @property
     def tokens(self) -> IntArray:
-        """[segments, 1] rows that wait."""
+        """[segments, 1] rows that wait at each segment."""
         return np.array(self._rows)[:, None]
 
     def add(self, units: list[Unit], now: float) -> None:
-        """Units of one segment, in the order of their run."""
+        """Queue units of one segment, in the order of their run."""
         if units:
             segment = units[0].segment
             self._queues[segment].append(_Group(units, now))
             self._rows[segment] += sum(unit.rows for unit in units)
 
     def discard(self, unit: Unit) -> None:
-        """Take it out, if it waits anywhere."""
+        """Remove the unit if it waits in a queue."""
         queue = self._queues[unit.segment]
         for group in [one for one in queue if unit in one.units]:
             group.units = [one for one in group.units if one is not unit]
@@ -56,42 +55,47 @@ class ReadyQueues:
                 queue.remove(group)
 
     def take(self, segment: int) -> list[Unit]:
-        """All of a segment, in the order of the runs that they come from; at segment 0, where they begin,
-        oldest first."""
+        """Remove and return all units of a segment.
+
+        They come in the order of the runs that computed their rows. At segment 0, where units begin, the
+        oldest comes first.
+        """
         groups, self._queues[segment] = self._queues[segment], []
         self._rows[segment] = 0
         if len(groups) == 1:
             return groups[0].units
         units = [unit for group in groups for unit in group.units]
-        return sorted(units, key=_where) if segment else units
+        return sorted(units, key=_row_position) if segment else units
 
     def waited(self, now: float) -> FloatArray:
-        """[segments, 1] seconds that the oldest unit of each segment has waited; 0 where there is none."""
+        """[segments, 1] seconds that the oldest unit of each segment has waited, 0 for an empty queue."""
         return np.array([[now - queue[0].since if queue else 0.0] for queue in self._queues])
 
 
-def _where(unit: Unit) -> tuple[int, int]:
+def _row_position(unit: Unit) -> tuple[int, int]:
     assert unit.run is not None
     return unit.run.number, unit.start
 
 
 @dataclass(frozen=True)
 class RunThreshold:
-    """Whether a run may begin while experts still compute for others of the same worker.
+    """Whether a run may begin while experts still compute for other units of the same worker.
 
-    A run has a fixed cost, here and at every server that it asks: weights are read for it. Rows that go on in
-    small groups make each other slower. The paper's schedulers never wait. Here a group waits until it has
-    the rows that are worth a run, or as many as there are decodes under way, which do not wait for the chunk
-    of a prompt; when no answer is out any more it runs in any case.
+    A run has a fixed cost, because weights are read for it here and at every server that it asks. So many
+    small runs slow each other down. The schedulers of the paper never wait. Here the units at a segment wait
+    until they have `rows` rows, or as many rows as there are decodes in flight. So decodes do not wait for a
+    prompt chunk. When no expert computes for this worker any more, the run begins in any case.
     """
 
     rows: int = 0
-    """Worth a run; 0: whatever is there."""
+    """Rows from which a run may begin. 0 means any number."""
 
     def enough(self, ready: IntArray, decodes: int) -> BoolArray:
-        """[segments, 1] where a run may begin. ready: [segments, 1] rows; decodes: under way, a row each.
+        """[segments, 1] whether a run may begin. ready: [segments, 1] rows; decodes: units of one row in
+        flight.
 
-        Example: 8 rows are worth a run. Of 20 decodes 8 at one segment are enough, of 5 only all 5.
+        Example: with `rows` 8 and 20 decodes in flight, 8 rows at one segment are enough. With 5 decodes in
+        flight, 5 are enough.
         """
         enough: BoolArray = ready >= min(self.rows, decodes)
         return enough

@@ -1,4 +1,6 @@
-"""The asynchronous scheduler's runs: who goes on with whom, and what the executor may forget."""
+"""The runs of the asynchronous scheduler: which units run together, and when the executor may
+forget a run.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +17,30 @@ from moesaic.policy.scheduling.tokenpool import TokenPool, Units
 
 
 class Runs:
-    """Numbers runs. One is forgotten when its rows were taken and all its parts are in."""
+    """Numbers the runs. A run is forgotten when its rows were taken and all its parts have arrived."""
 
     def __init__(self, blocks: KVBlocks, top_k: int) -> None:
         self.count = 0
         self._blocks = blocks
         self._top_k = top_k
         self._pool = TokenPool()
-        """Of the parts that come back."""
+        """The parts that experts still have to send back."""
         self._runs: dict[int, Run] = {}
-        """Those whose rows were sent to experts, by number."""
+        """Runs whose rows were sent to experts, by number."""
 
     def __len__(self) -> int:
-        """Runs that the executor was not told to forget, and calls that are not done."""
+        """Runs that the executor still keeps, or calls that are not done, whichever are more."""
         return max(len(self._runs), len(self._pool))
 
     def begin(self, segment: int, units: list[Unit], last: bool) -> tuple[RunSegment, list[Action]]:
-        """The run of these units at `segment`, behind whose gate, unless it is the last, they wait for parts.
+        """Begin a run of these units at `segment`. Returns it, and the actions that forget earlier runs.
 
-        And what it leaves behind. Where they are, in order, the rows of one run and no others, the batch is
-        that one's: the same object, so that whoever made anything of it has it already.
+        Unless `last`, the units then wait for the answers of this segment's experts. When the units are
+        exactly the rows of one earlier run, in order, the new run has the same batch object. So data that was
+        derived from that batch can be used again.
         """
         number, self.count = self.count, self.count + 1
-        before = _together(units)
+        before = _common_run(units)
         if before is not None:
             everything = RowSource(before.number, 0, before.plan.batch.num_rows)
             action = RunSegment(replace(before.plan, step=number), segment, [everything])
@@ -57,19 +60,22 @@ class Runs:
         return action, left
 
     def taken(self, units: list[Unit]) -> list[Action]:
-        """These units' rows are not needed any more where they are."""
+        """Record that a later run took these units' rows, or that they were dropped.
+
+        Returns the runs to forget.
+        """
         runs = [unit.run for unit in units if unit.run is not None]
         for run in runs:
             run.left -= 1
         return self.forget([run.number for run in runs])
 
     def drop(self, unit: Unit) -> list[Action]:
-        """Its request was cancelled: no parts make it ready."""
+        """Drop the unit of a cancelled request. Its parts do not make it ready any more."""
         self._pool.drop(unit.sequence.request_id)
         return self.taken([unit])
 
     def arrived(self, number: int, pairs: IntArray) -> list[Unit]:
-        """The units that these parts complete, in the order of the run."""
+        """Record parts. Returns the units that they complete, in the order of the run."""
         complete = self._pool.arrived(number, pairs)
         if complete is None:
             return []
@@ -80,14 +86,17 @@ class Runs:
         return [unit for unit in units if unit.sequence.request_id in ids]
 
     def forget(self, numbers: list[int]) -> list[Action]:
-        """Those of these runs that are over: late parts go into a run's memory, too."""
+        """Forget those of these runs that are over.
+
+        A run whose units were all taken may still receive late parts into its memory. It is not over then.
+        """
         over = [number for number in dict.fromkeys(numbers) if self._over(number)]
         for number in over:
             del self._runs[number]
         return [Forget(over)] if over else []
 
     def failed(self, number: int, units: list[Unit]) -> Action:
-        """It broke off, perhaps after its experts were asked: whatever they answer, nobody waits for it."""
+        """End a run that was stopped, perhaps after it asked its experts. Their answers are ignored."""
         if self._runs.pop(number, None) is not None:
             for unit in units:
                 self._pool.drop(unit.sequence.request_id)
@@ -95,7 +104,7 @@ class Runs:
         return Forget([number])
 
     def _send(self, run: Run, action: RunSegment) -> None:
-        """Its units wait for parts from now on."""
+        """Let the units of this run wait for parts from now on."""
         number, segment = action.plan.step, action.segment
         run.plan, run.number, run.segment, run.left = action.plan, number, segment, len(run.units)
         run.waiting = replace(run.waiting, call=number, layer=segment)
@@ -108,13 +117,14 @@ class Runs:
 
 
 def _waiting(plan: StepPlan) -> Units:
+    """The run's units for the token pool. `_send` sets their layer."""
     starts = plan.batch.query_starts[:-1]
     rows, positions = np.diff(plan.batch.query_starts), plan.batch.positions[starts]
     return Units(plan.step, 0, plan.request_ids, plan.epochs, positions, rows, starts)
 
 
-def _together(units: list[Unit]) -> Run | None:
-    """The run that these units, in its order, are all of."""
+def _common_run(units: list[Unit]) -> Run | None:
+    """The run whose rows these units are, all of them and in its order. None if there is no such run."""
     run = units[0].run
     whole = run is not None and len(units) == len(run.units) and all(unit.run is run for unit in units)
     return run if whole else None

@@ -1,4 +1,4 @@
-"""A schedule as actions: its chunks as the arrays of a StepPlan, its newcomers as an Admit."""
+"""Turns a schedule into actions: chunks into the arrays of a StepPlan, admitted sequences into an Admit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from moesaic.policy.scheduling.sequence import Sequence
 
 
 def step_plan(step: int, chunks: list[Chunk], blocks: KVBlocks) -> StepPlan:
-    """Chunk i becomes sequence i of the batch.
+    """The plan of a step with these chunks. Chunk i becomes sequence i of the batch.
 
-    Example: block_size 4, A has 6 tokens of which 5 are computed, B is a new prompt of 7 of which 3 rows
-    fit. chunks [(A, 1), (B, 3)] give positions [5, 0, 1, 2], query_starts [0, 1, 4], context_lens [6, 3],
-    sampled [0] (only A's newest token is in the step) and logit_rows [0].
+    Example: block_size 4. A has 6 tokens, of which 5 are computed. B is a new prompt of 7 tokens, of which 3
+    rows fit. The chunks [(A, 1), (B, 3)] give positions [5, 0, 1, 2], query_starts [0, 1, 4], context_lens
+    [6, 3], sampled [0] (only A's newest token is in the step) and logit_rows [0].
     """
     if not chunks:
         return _nothing(step)
@@ -44,7 +44,7 @@ def step_plan(step: int, chunks: list[Chunk], blocks: KVBlocks) -> StepPlan:
 
 
 def _nothing(step: int) -> StepPlan:
-    """A step without rows, for a worker that takes part in others' steps."""
+    """A plan without rows, for a worker that only takes part in the steps of others."""
     none, starts = _ints([]), _ints([0])
     batch = TokenBatch(none, none, starts, none, np.zeros((0, 0), dtype=np.int64), none)
     return StepPlan(step, batch, none, none, none, none)
@@ -55,7 +55,7 @@ def _ints(values: Ordered[int]) -> IntArray:
 
 
 def _block_tables(tables: list[IntArray]) -> IntArray:
-    """[s, longest] the tables one under another, padded with 0."""
+    """[s, longest] one block table per row, padded with 0."""
     padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
@@ -63,7 +63,9 @@ def _block_tables(tables: list[IntArray]) -> IntArray:
 
 
 def _logit_rows(query_starts: IntArray, sampled: IntArray, scored: IntArray) -> IntArray:
-    """The last row of each sampled sequence and all rows of each scored one, each once, increasing."""
+    """The last row of each sampled sequence and all rows of each scored one, ascending,
+    without duplicates.
+    """
     if not len(scored):
         return query_starts[sampled + 1] - 1
     wanted = np.zeros(query_starts[-1], dtype=bool)
@@ -74,7 +76,7 @@ def _logit_rows(query_starts: IntArray, sampled: IntArray, scored: IntArray) -> 
 
 
 def admit(sequences: list[Sequence], now: float) -> Admit:
-    """The action for those that `schedule` admitted."""
+    """The Admit action for sequences that were just admitted."""
     return Admit(
         requests=[sequence.request for sequence in sequences],
         generated=[sequence.generated for sequence in sequences],

@@ -1,4 +1,6 @@
-"""Rows of one request that the asynchronous scheduler has under way, and the runs that they are in."""
+"""Units, the rows that a request has in flight under the asynchronous scheduler, and the runs that they are
+in.
+"""
 
 from __future__ import annotations
 
@@ -11,39 +13,42 @@ from moesaic.policy.scheduling.tokenpool import Units
 
 @dataclass(eq=False)
 class Unit:
-    """A row of a decode, or a chunk of a prompt."""
+    """One row of a decode, or a chunk of a prompt."""
 
     sequence: Sequence
     rows: int
     run: Run | None = None
-    """Where its rows are; None before segment 0."""
+    """The run that computed its rows last. None before segment 0."""
     start: int = 0
-    """The first of them there."""
+    """Index of its first row in that run."""
 
     @property
     def segment(self) -> int:
-        """Where it waits, or runs next."""
+        """The segment at which the unit waits, or runs next."""
         return 0 if self.run is None else self.run.segment + 1
 
 
 @dataclass(eq=False)
 class Run:
-    """Rows that were sent to experts together. As long as all of them go on together it is the same object,
-    with another number at each segment, and costs the same however many they are."""
+    """Rows that were sent to experts together.
+
+    While the same units run together, the object stays the same and only gets another number at each segment.
+    So such a run costs the same for any number of units.
+    """
 
     number: int
     segment: int
     plan: StepPlan
     units: list[Unit]
-    """In the order of the rows."""
+    """Its units, in the order of the rows."""
     waiting: Units
-    """The same, as the token pool knows them."""
+    """The same units in the form of the token pool."""
     left: int = 0
-    """Units that no later run took, and that were not dropped."""
+    """Units that no later run took and that were not dropped."""
 
 
 def sources(units: list[Unit]) -> list[RowSource]:
-    """Where their rows are, neighbours as one: fewer copies."""
+    """Where the rows of these units come from. Neighbouring rows form one source, to copy less often."""
     found: list[RowSource] = []
     for unit in units:
         if unit.run is None:
