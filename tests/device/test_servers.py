@@ -21,7 +21,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.request import Request, SamplingParams
 from moesaic.experts.backend import CallPairs
-from moesaic.experts.process import _arithmetic
+from moesaic.experts.process import _backend
 from moesaic.experts.server import ExpertServer
 from moesaic.experts.torch_backend import TorchBackend
 from moesaic.policy.scheduling.microqueue import MostTokensFirst
@@ -148,7 +148,7 @@ def test_a_server_on_a_cpu_takes_what_a_worker_on_a_gpu_computes_from(path: Path
     layout = replace(layout_of(config(path, "cpu").model), dtype="float16")
     assert layout.expert_bytes == 3 * layout.hidden * layout.width * 2
     settings = ExpertServerConfig(str(path), layout, "unix:x", kernels=kernels)  # type: ignore[arg-type]
-    arithmetic = _arithmetic(settings)
+    arithmetic = _backend(settings)
     assert arithmetic.name == "reference (torch)"
     arithmetic.take({1: [3]})
     hidden, zero = np.ones((1, layout.hidden), np.float32), np.zeros(1, np.int32)

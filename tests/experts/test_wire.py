@@ -99,7 +99,7 @@ def changed(at: int, *values: int) -> bytes:
         (header(layer=LAYERS), "another model"),
         (header(flags=4), "damaged header"),
         (header(flags=0x8001), "damaged header"),
-        (header(flags=2, rows=1) + bytes(16), "a knock claims 1 rows and 0 pairs"),
+        (header(flags=2, rows=1) + bytes(16), "a barrier call claims 1 rows and 0 pairs"),
         (header(hidden=HIDDEN + 1), "another model"),
         (header(rows=2**32 - 1), "claims 4294967295 rows"),
         (header(pairs=2**32 - 1), "claims 0 rows and 4294967295 pairs"),

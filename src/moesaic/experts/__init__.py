@@ -1,1 +1,1 @@
-"""The routed experts, behind one interface wherever they run."""
+"""The routed experts behind one interface, whether they run in this process or on expert servers."""

@@ -1,4 +1,4 @@
-"""`python -m moesaic.experts`: the process of one expert server, started by the supervisor."""
+"""`python -m moesaic.experts`: the process of one expert server, which the supervisor starts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="settings as JSON")
     arguments = parser.parse_args()
     logging.basicConfig(format="expert server %(process)d: %(message)s", level=logging.WARNING)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor drains and ends what it started
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor ends this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wakeup = Wakeup()
     sock = socket.socket(fileno=arguments.connection_fd)
-    # Without a supervisor nobody would ever tell it to stop.
+    # Exit when the supervisor is gone, because no other process would stop this one.
     supervisor = StreamConnection(sock, on_lost=lambda: os._exit(0), on_message=wakeup.ring)
     try:
         return serve(supervisor, ExpertServerConfig.from_json(arguments.config), wakeup)

@@ -1,4 +1,4 @@
-"""What an expert server computes with."""
+"""The interface between an expert server and the kernels that compute its experts."""
 
 from __future__ import annotations
 
@@ -11,44 +11,47 @@ from moesaic.core.tokens import FloatRows, IntArray
 
 @dataclass(frozen=True)
 class CallPairs:
-    """Pairs of one call. The arrays are read and written where they lie, such as the client's memory."""
+    """Pairs of one call.
+
+    The arrays are views, for example of memory shared with the client, and are not copied.
+    """
 
     hidden: FloatRows
-    """[m, h]"""
+    """[m, h] hidden states."""
     rows: IntArray
-    """[p] row of each pair."""
+    """[p] row of `hidden` of each pair."""
     experts: IntArray
-    """[p]"""
+    """[p] expert of each pair."""
     out: FloatRows
-    """[q, h]"""
+    """[q, h] results."""
     lines: IntArray
-    """[p] line of `out` that each pair's answer goes to."""
+    """[p] row of `out` that receives each pair's result."""
 
 
 class ExpertBackend(Protocol):
-    """The experts of a server: weights and the kernel that reads them."""
+    """The weights of a server's experts and the kernel that computes them."""
 
     @property
     def name(self) -> str:
-        """For people: what was picked."""
+        """Name of the chosen kernels, for logs and status pages."""
         ...
 
     @property
     def held(self) -> dict[int, list[int]]:
-        """Layer -> the experts that are here."""
+        """Layer -> the experts whose weights are loaded."""
         ...
 
     def take(self, wanted: Mapping[int, Iterable[int]]) -> None:
-        """Hold these experts too, layer -> ids."""
+        """Load these experts too. wanted: layer -> expert ids."""
         ...
 
     def keep(self, wanted: Mapping[int, Iterable[int]]) -> None:
-        """Drop every other one."""
+        """Drop all experts except these. wanted: layer -> expert ids."""
         ...
 
     def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
-        """All pairs of all parts as one batch, unweighted.
+        """Compute all pairs of all parts as one batch, without gate weights.
 
-        Raises KeyError for an expert that is not held; nothing is written then.
+        Raises KeyError for an expert that is not loaded. Then nothing is written.
         """
         ...

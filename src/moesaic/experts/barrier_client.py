@@ -1,4 +1,4 @@
-"""A client at the gate of a step that all clients begin together (the barrier schedule)."""
+"""The client side of the barrier at which all clients begin a step together (barrier schedule)."""
 
 from __future__ import annotations
 
@@ -11,67 +11,72 @@ from moesaic.transport.calls import Call
 
 
 class BarrierClient:
-    """Knocks at every server until one of them lets it in.
+    """Arrives at the barrier of every server, and may begin the step when one of them answers.
 
-    One server could do; but it may be frozen, and each learns from a knock that this client is in no step.
+    One server would be enough, but it may be frozen. Every server also learns that this client runs no step.
     """
 
     def __init__(self, hidden: int) -> None:
         self._hidden = hidden
         self._work: bool | None = None
-        """What it knocks with; None when it does not want in."""
+        """The `work` flag to arrive with. None when the client does not wait at the barrier."""
         self._barrier_calls: list[tuple[End, int]] = []
-        """Connections and numbers of the calls that count: a later knock makes those before it void. A server
-        that was started again has another connection; it knows nothing of a knock at the one before."""
-        self._let_in = False
+        """Connections and numbers of the calls that count.
+
+        Arriving again makes earlier calls void. A server that was started again has a new connection, and
+        does not know of a call on the old one.
+        """
+        self._passed = False
 
     @property
     def waiting(self) -> bool:
-        """True from `enter` until `entered` said so."""
-        return self._work is not None or self._let_in
+        """True from `enter` until `entered` has returned True."""
+        return self._work is not None or self._passed
 
     @property
     def idle(self) -> bool:
-        """True while it waits without rows: for requests, not for experts."""
+        """True while it waits at the barrier without rows: it waits for requests, not for experts."""
         return self._work is False
 
     def enter(self, work: bool) -> None:
-        """Want in, with rows to compute or without. Again when that changes."""
+        """Wait at the barrier, with rows to compute or without. Call it again when that changes."""
         self._work, self._barrier_calls = work, []
 
     def entered(self) -> bool:
-        """True once after it was let in."""
-        entered, self._let_in = self._let_in, False
-        return entered
+        """Returns True once after the barrier opened."""
+        passed, self._passed = self._passed, False
+        return passed
 
-    def arrive(self, gates: Sequence[End]) -> None:
-        """Where it has not yet."""
+    def arrive(self, ends: Sequence[End]) -> None:
+        """Arrive at the barrier of each of these servers, unless it has done so already."""
         if self._work is None:
             return
-        self._barrier_calls = [
-            arrive for arrive in self._barrier_calls if any(arrive[0] is gate for gate in gates)
-        ]
-        for gate in gates:
-            if not any(end is gate for end, _ in self._barrier_calls):
-                self._arrive(gate, self._work)
+        self._barrier_calls = [call for call in self._barrier_calls if any(call[0] is end for end in ends)]
+        for end in ends:
+            if not any(arrived is end for arrived, _ in self._barrier_calls):
+                self._arrive(end, self._work)
 
-    def _arrive(self, gate: End, work: bool) -> None:
+    def _arrive(self, end: End, work: bool) -> None:
         try:
             size = wire.size(0, 0, self._hidden, False)
-            call = gate.caller.open(size, 1, 4 * self._hidden)
+            call = end.caller.open(size, 1, 4 * self._hidden)
             if call is not None:
                 wire.arrive(call.request, self._hidden, work)
-                gate.caller.post(call)
-                self._barrier_calls.append((gate, call.number))
-                gate.barrier_calls.add(call.number)
+                end.caller.post(call)
+                self._barrier_calls.append((end, call.number))
+                end.barrier_calls.add(call.number)
         except ConnectionLost:
-            pass  # whoever polls this end hears of it too
+            pass  # the next poll of this connection reports it
 
     def answered(self, end: End, call: Call) -> None:
-        """A call that is no request came back. One that is no knock either is over: it was told twice."""
+        """Handle the answer to a call that has no request for experts.
+
+        If the call did not arrive at a barrier either, it is an old call that was answered twice. It is
+        ignored.
+        """
         if call.number not in end.barrier_calls:
             return
         end.barrier_calls.discard(call.number)
         end.caller.release(call)
-        if any(gate is end and number == call.number for gate, number in self._barrier_calls):
-            self._work, self._barrier_calls, self._let_in = None, [], True
+        if any(at is end and number == call.number for at, number in self._barrier_calls):
+            self._work, self._barrier_calls, self._passed = None, [], True

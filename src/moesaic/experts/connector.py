@@ -1,4 +1,4 @@
-"""Connects to expert servers in the background: one that is frozen or far away must not hold up a step."""
+"""Connects to expert servers in the background, so that a frozen or distant server does not delay a step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ RETRY_SECONDS = 0.2
 
 
 class Connector:
-    """Tries until it is told to stop."""
+    """Tries to connect to each server until it succeeds or is stopped."""
 
     def __init__(self, heap_bytes: int, wakeup: Wakeup, transport: HostTransport = "shm") -> None:
-        """heap_bytes: of each connection's open calls. bell: rung when a connection stands. transport: to
-        servers with a Unix address; those with a TCP address are on other hosts.
+        """Create a connector that has nothing to do yet.
+
+        heap_bytes: memory for the open calls of each connection.
+        wakeup: rung when a connection was made.
+        transport: for servers with a Unix address. Servers with a TCP address are on other hosts.
         """
         self._transport = transport
         self._heap_bytes = heap_bytes
@@ -31,20 +34,20 @@ class Connector:
         self._wanted: dict[int, threading.Event] = {}
 
     def start(self, entry: ServerEntry, secret: bytes) -> None:
-        """Connect to a server. Another attempt for the same id ends."""
+        """Connect to a server. An earlier attempt for the same id ends."""
         self.stop(entry.server)
         stopped = self._wanted[entry.server] = threading.Event()
         arguments = (entry, secret, stopped)
         threading.Thread(target=self._connect, args=arguments, name="connecting", daemon=True).start()
 
     def stop(self, server: int) -> None:
-        """No connection to this id is wanted any more."""
+        """Stop connecting to this server id."""
         stopped = self._wanted.pop(server, None)
         if stopped is not None:
             stopped.set()
 
     def made(self) -> list[tuple[ServerEntry, Caller]]:
-        """The connections that stand since the last call and are still wanted."""
+        """The connections made since the last call, except those that were stopped meanwhile."""
         found = []
         while self._made:
             found.append(self._made.popleft())

@@ -1,7 +1,7 @@
-"""An expert server that joins a running cluster by hand, from this or another machine, over TCP.
+"""An expert server that joins a running cluster over TCP, from this or another machine.
 
-A cluster that heard nothing of it for a while has given it up: a server that was frozen, or cut off, finds
-its connections closed. Nobody there can restart it, so it joins again by itself, as a new server.
+A cluster gives up a server that was silent for too long. A server that was frozen or cut off then finds its
+connections closed. The cluster cannot restart such a server, so the server joins again as a new one.
 """
 
 from __future__ import annotations
@@ -25,46 +25,51 @@ from moesaic.transport.wakeup import Wakeup
 
 HANDSHAKE_SECONDS = 10.0
 DELAYS = (0.5, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0)
-"""Seconds before each attempt to join again; a cluster that is started anew has a minute for that."""
+"""Seconds before each attempt to join again. Together they leave a restarted cluster about a minute."""
 
 
 @dataclass(frozen=True)
 class JoinOptions:
-    """How a server joins."""
+    """How a server joins a cluster."""
 
     cluster: str
-    """tcp:HOST:PORT of the cluster's doorway."""
+    """tcp:HOST:PORT on which the cluster accepts servers."""
     secret: bytes
     listen: str | None = None
-    """tcp:HOST:PORT where attention workers find it; None: any port of the address that the cluster sees."""
+    """tcp:HOST:PORT on which attention workers reach this server.
+
+    None: any port of this host's address that the cluster connection uses.
+    """
     model: Path | None = None
-    """The checkpoint here; None: where it is on the cluster's machine."""
+    """Path of the checkpoint on this machine. None: the same path as on the cluster's machine."""
     threads: int = 1
     kernels: KernelName | None = None
-    """None: what the cluster was started with."""
+    """Kernels to use. None: those of the cluster."""
     capacity: float = 1.0
-    """Weight of this server's share, beside those of the others."""
+    """Weight of this server's share of the experts, relative to the other servers."""
 
 
 def join(
     joining: JoinOptions,
-    told: Callable[[messages.Enlisted], None],
-    lost: Callable[[ConnectionLost], None] = lambda lost: None,
+    on_joined: Callable[[messages.Enlisted], None],
+    on_lost: Callable[[ConnectionLost], None] = lambda lost: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Serve until the cluster sends it away: 0.
+    """Serve until the cluster shuts this server down. Returns the exit code 0.
 
-    told: called each time it has joined, with what it is to serve. lost: called each time the connection
-    broke after that; then it joins again, after DELAYS. Raises ConfigError for what can never work,
-    ConnectionLost when the cluster cannot be joined the first time, refuses, or is gone for good.
+    on_joined: called each time the server has joined, with what it serves.
+    on_lost: called each time the connection broke after that. The server then joins again, after DELAYS.
+
+    Raises ConfigError for settings that cannot work. Raises ConnectionLost when the cluster cannot be reached
+    the first time, refuses the server, or does not come back.
     """
     tries: int | None = None
-    """Since it was in the cluster; None: it never was."""
+    """Attempts to join since the server was last in the cluster. None before it joined the first time."""
 
     def joined(enlisted: messages.Enlisted) -> None:
         nonlocal tries
         tries = 0
-        told(enlisted)
+        on_joined(enlisted)
 
     while True:
         try:
@@ -77,23 +82,23 @@ def join(
             if tries == len(DELAYS):
                 raise ConnectionLost(f"{error}; given up after {tries} attempts to join again") from error
             if not tries:
-                lost(error)
+                on_lost(error)
         sleep(DELAYS[tries])
         tries += 1
 
 
-def _once(joining: JoinOptions, told: Callable[[messages.Enlisted], None]) -> int:
-    """Like `join`, until the connection breaks."""
+def _once(joining: JoinOptions, on_joined: Callable[[messages.Enlisted], None]) -> int:
+    """Join and serve like `join`, until the connection breaks."""
     wakeup = Wakeup()
     supervisor, here = _connect(joining, wakeup)
     try:
         supervisor.send(messages.Enlist(joining.capacity))
         enlisted = supervisor.receive(None)
         if isinstance(enlisted, messages.Shutdown):
-            raise Refused("it takes no servers any more")
+            raise Refused("the cluster is shutting down and accepts no servers")
         if not isinstance(enlisted, messages.Enlisted):
-            raise ConnectionLost(f"{joining.cluster}: its first word was not Enlisted")
-        told(enlisted)
+            raise ConnectionLost(f"{joining.cluster}: its first message was not Enlisted")
+        on_joined(enlisted)
         config = _config(joining, enlisted, here)
         return serve(supervisor, config, wakeup, joining.secret)
     except (ConfigError, CheckpointError) as error:
@@ -129,7 +134,7 @@ def _config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) -> Exp
 
 
 def _connect(joining: JoinOptions, wakeup: Wakeup) -> tuple[StreamConnection, str]:
-    """The connection, and this machine's address on it."""
+    """Connect to the cluster. Returns the connection and this machine's address on it."""
     where = addresses.parse(joining.cluster)
     try:
         sock = addresses.dial(where, HANDSHAKE_SECONDS)

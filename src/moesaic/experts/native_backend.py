@@ -1,4 +1,4 @@
-"""An expert server's arithmetic on the native kernels and the checkpoint. No torch in its process."""
+"""The experts of a server on the compiled kernels, read from the checkpoint. Its process needs no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moesaic.kernels.native import plain
 
 
 class NativeBackend:
-    """`Arithmetic` on the compiled kernels. `take` and `keep` may be called by another thread than `run`."""
+    """An ExpertBackend on the compiled kernels. `take` and `keep` may run in another thread than `run`."""
 
     def __init__(
         self, path: Path, layout: ExpertLayout, kernels: str, threads: int, mapped: bool = True
@@ -23,7 +23,7 @@ class NativeBackend:
         plain.set_threads(threads, pin=False)
         self._store = Store(path, layout, mapped)
         self._reading = threading.Lock()
-        """Held while the kernel reads addresses: what lies there must not be dropped."""
+        """Locked while the kernel reads weights, which must not be dropped meanwhile."""
         self._size, self._stored = (layout.hidden, layout.width), OF_EXPERTS.index(layout.dtype)
 
     @property

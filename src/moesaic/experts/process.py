@@ -1,4 +1,4 @@
-"""The life of an expert server's process: first Hold, loading, serving, Shutdown."""
+"""The life of an expert server's process: the first Hold message, loading, serving, Shutdown."""
 
 from __future__ import annotations
 
@@ -31,45 +31,55 @@ from moesaic.transport.wakeup import Wakeup
 
 REPORT_SECONDS = 0.2
 EVERYBODY = 1 << 62
-"""Pairs that are never there: a run starts when every client's rows are in."""
+"""More pairs than can ever wait, so a run starts only when every client's rows have arrived."""
 BARRIER_SECONDS = 1.0
-"""A client that a run waited for in vain has died or gone elsewhere."""
+"""Maximum seconds that a run waits for all clients.
+
+A client that is later has died or uses another server.
+"""
 LONGEST_WAIT, WAITED_RUNS = 0.1, 3.0
-"""Seconds, and runs, that a server waits for clients that have not asked yet, at most: whoever is a layer
-behind has caught up by then."""
+"""Maximum time that a server waits for clients that have not called yet: in seconds, and in mean run times.
+
+A client that is one layer behind has caught up by then.
+"""
 IN_STEP = "flfs"
-"""What runs next; with async that is set. Clients that are out of step would stay so if the fuller queue ran
-first, and two servers could each wait for the one that the other serves later: who is behind goes first, and
-meets the others at their layer."""
+"""The queue policy of all schedules but async, which has its own setting.
+
+If the fuller queue ran first, clients that are out of step would stay so. Two servers could even each wait
+for the client that the other one serves later. With flfs the client that is behind runs first, and then
+catches up with the others.
+"""
 
 
 def serve(
     supervisor: StreamConnection, config: ExpertServerConfig, wakeup: Wakeup, secret: bytes = b""
 ) -> int:
-    """Serve until the supervisor says Shutdown; returns the exit code.
+    """Serve until the supervisor sends Shutdown. Returns the exit code.
 
-    bell: rung at each of its messages. secret: what clients must know; empty: the first Hold says it. Raises
-    ConnectionLost when the supervisor is gone.
+    wakeup: rung at each message of the supervisor.
+    secret: what clients must prove to know. If it is empty, the first Hold message contains the secret.
+
+    Raises ConnectionLost when the supervisor is gone.
     """
     first = supervisor.receive(None)
     if isinstance(first, messages.Shutdown):
         return 0
     if not isinstance(first, messages.Hold):
-        raise ConnectionLost("the supervisor's first word was not Hold")
+        raise ConnectionLost("the supervisor's first message was not Hold")
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
-    arithmetic = _arithmetic(config)
-    arithmetic.take(first.experts)
+    backend = _backend(config)
+    backend.take(first.experts)
     listener = Listener(config.address, secret or first.secret)
     rule, policy = _start_rule(config, max(map(len, first.experts.values()), default=0)), _policy(config)
     service = ExpertServerScheduler(config.layout.layers, policy, rule)
     if config.trace is not None:
         track = Track(Path(config.trace), time.monotonic)
         service = traced = TracedExpertScheduler(track, config.layout.layers, policy, rule)
-        arithmetic = TracedBackend(arithmetic, traced, track)
-    server = ExpertServer(config.layout, arithmetic, listener, service, time.monotonic)
-    holding = _Holding(supervisor, arithmetic, listener.address, config.threads)
-    holding.tell(first)
+        backend = TracedBackend(backend, traced, track)
+    server = ExpertServer(config.layout, backend, listener, service, time.monotonic)
+    loader = _ExpertLoader(supervisor, backend, listener.address, config.threads)
+    loader.report(first)
     stopped = threading.Event()
     threading.Thread(target=_report, args=(supervisor, server, stopped), daemon=True).start()
     try:
@@ -78,18 +88,20 @@ def serve(
             while (message := supervisor.receive(0.0)) is not None:
                 match message:
                     case messages.Hold():
-                        holding.change(message)
+                        loader.change(message)
                     case messages.Shutdown():
                         return 0
             server.turn(None, (wakeup.fileno(),))
     finally:
         stopped.set()
-        holding.close()
+        loader.close()
         server.close()
 
 
 def _start_rule(config: ExpertServerConfig, experts: int) -> StartRule:
-    """experts: of a layer that this server begins with, the most."""
+    """The start rule of the scheduler. experts: maximum number of experts per layer that the server begins
+    with.
+    """
     if config.schedule == "barrier":
         return Enough(EVERYBODY, BARRIER_SECONDS)
     pairs, wait = config.queues.expert_batch_pairs, config.queues.expert_batch_wait
@@ -105,7 +117,7 @@ def _policy(config: ExpertServerConfig) -> QueuePolicy:
     return policy_named(config.queue_policy, queues.urgency(None), history=queues.queue_history)
 
 
-def _arithmetic(config: ExpertServerConfig) -> ExpertBackend:
+def _backend(config: ExpertServerConfig) -> ExpertBackend:
     on_cpu = config.device == "cpu"
     native = on_cpu and config.kernels != "reference" and config.layout.dtype in STORED
     if native:
@@ -126,38 +138,41 @@ def _arithmetic(config: ExpertServerConfig) -> ExpertBackend:
     )
 
 
-class _Holding:
-    """Takes experts in and drops them, one Hold after the other, in the background: reading weights must not
-    keep clients waiting."""
+class _ExpertLoader:
+    """Loads and drops experts in a background thread, one Hold message after the other.
+
+    Reading weights must not delay clients.
+    """
 
     def __init__(
-        self, supervisor: StreamConnection, arithmetic: ExpertBackend, address: str, threads: int
+        self, supervisor: StreamConnection, backend: ExpertBackend, address: str, threads: int
     ) -> None:
         self._supervisor = supervisor
-        self._arithmetic = arithmetic
+        self._backend = backend
         self._address = address
         self._threads = threads
         self._wanted: queue.SimpleQueue[messages.Hold | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="holding", daemon=True).start()
+        threading.Thread(target=self._run, name="loading", daemon=True).start()
 
-    def tell(self, hold: messages.Hold) -> None:
-        """Say that the experts of `hold` are here."""
-        name = self._arithmetic.name
+    def report(self, hold: messages.Hold) -> None:
+        """Report to the supervisor that the experts of `hold` are loaded."""
+        name = self._backend.name
         self._supervisor.send(messages.Holds(hold.version, self._address, name, self._threads))
 
     def change(self, hold: messages.Hold) -> None:
+        """Load the experts of `hold` and drop all others, in the background."""
         self._wanted.put(hold)
 
     def close(self) -> None:
-        """Let go of the weights, once what was begun is done."""
+        """End the thread once it has finished the current message."""
         self._wanted.put(None)
 
     def _run(self) -> None:
         while (hold := self._wanted.get()) is not None:
             try:
-                self._arithmetic.take(hold.experts)
-                self._arithmetic.keep(hold.experts)
-                self.tell(hold)
+                self._backend.take(hold.experts)
+                self._backend.keep(hold.experts)
+                self.report(hold)
             except ConnectionLost:
                 return
             except MoesaicError as error:
@@ -165,7 +180,10 @@ class _Holding:
 
 
 def _report(supervisor: StreamConnection, server: ExpertServer, stopped: threading.Event) -> None:
-    """Signs of life from a thread of its own: the loop may be in a long run."""
+    """Report counters regularly, as signs of life.
+
+    It runs in its own thread because the main loop may be in a long run.
+    """
     reported = -1
     while not stopped.is_set():
         served = server.served

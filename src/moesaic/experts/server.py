@@ -1,8 +1,9 @@
-"""The expert server: holds weights, knows no request. Collects rows from every client, computes, answers.
+"""The expert server: it computes rows of experts for many clients and knows nothing of requests.
 
-One loop: new clients and their calls come in, the scheduler (`policy.scheduling.schedulers.expert_server`)
-says which pairs run together, the kernel runs them, each row goes into its call's answer. Nothing of a call
-is kept once it is answered, so a server that dies loses nothing but time (Expert-as-a-Service, section 3).
+One loop accepts clients and their calls, and the scheduler chooses which pairs run together
+(`policy.scheduling.schedulers.expert_server`). The kernel runs them and writes each row into its call's
+answer. No state of a call is kept once it is answered, so a server that dies costs only time
+(Expert-as-a-Service, section 3).
 """
 
 from __future__ import annotations
@@ -27,77 +28,81 @@ from moesaic.transport.waiting import give_way, wait
 LOG = logging.getLogger(__name__)
 NONE: IntArray = np.zeros(0, dtype=np.int64)
 SPIN = 50e-6
-"""Seconds of looking for the next call before the loop sleeps."""
+"""Seconds of polling for the next call before the loop sleeps."""
 
 
 @dataclass
 class Served:
-    """What a server did so far; counters only grow."""
+    """Counters of a server since it started. They only grow."""
 
     calls: int = 0
     pairs: int = 0
     """(row, expert) pairs computed."""
     runs: int = 0
     expert_runs: int = 0
-    """Experts whose weights were read, once for each run they were in."""
+    """Experts whose weights were read, counted once for each run that used them."""
     busy_seconds: float = 0.0
     load: IntArray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
-    """[layers, E] pairs of each expert."""
+    """[layers, E] pairs computed by each expert."""
 
 
 @dataclass
 class _Call:
-    """A call under way."""
+    """A call that is not fully answered."""
 
     incoming: Incoming
     request: wire.Request
     answer: FloatRows
-    """[p, h], or [m, h] when partial."""
+    """[p, h] one row per pair, or [m, h] one row per row of the request when partial."""
     end: Answerer
     rows: FloatRows
-    """[p, h] what the kernel writes: the answer itself, or what it is summed up from."""
+    """[p, h] output of the kernel: the answer itself, or the rows that are summed into it."""
     left: int
     """Pairs that were not computed yet."""
 
 
 class ExpertServer:
-    """Joins a listener, a scheduler and an arithmetic. `clock` in seconds, monotonic."""
+    """Joins a listener, a scheduler and a backend. `clock` returns monotonic seconds."""
 
     def __init__(
         self,
         layout: ExpertLayout,
-        arithmetic: ExpertBackend,
+        backend: ExpertBackend,
         listener: Listener,
         service: ExpertServerScheduler,
         clock: Callable[[], float],
     ) -> None:
         self._layout = layout
-        self._arithmetic = arithmetic
+        self._backend = backend
         self._listener = listener
         self._service = service
-        self._gate = StepBarrier()
+        self._barrier = StepBarrier()
         self._clock = clock
         self._ends: dict[int, Answerer] = {}
         self._calls: dict[int, _Call] = {}
         self._next_client = 0
         self._next_call = 0
-        self._line = {layer: line for line, layer in enumerate(layout.layers)}
+        self._index = {layer: index for index, layer in enumerate(layout.layers)}
         self._num_layers = max(layout.layers, default=0) + 1
         shape = (len(layout.layers), layout.num_experts)
         self.served = Served(load=np.zeros(shape, dtype=np.int64))
 
     @property
     def clients(self) -> int:
+        """Number of connected clients."""
         return len(self._ends)
 
     @property
     def waiting_pairs(self) -> int:
-        """Pairs that came in and were not computed yet."""
+        """Pairs that arrived and were not computed yet."""
         return self._service.waiting_pairs
 
     def turn(self, timeout: float | None, wakeups: tuple[int, ...] = ()) -> None:
-        """Take in what there is and compute one run; with nothing to do wait `timeout` seconds (None: for
-        ever) for a call, a client, or one of `wakeups` (file descriptors)."""
+        """Accept clients and calls, and compute one run.
+
+        With nothing to compute it waits for a call, a client, or one of `wakeups` (file descriptors). It
+        waits at most `timeout` seconds, or without limit if that is None.
+        """
         self._accept()
         for client, end in list(self._ends.items()):
             self._collect(client, end)
@@ -112,7 +117,7 @@ class ExpertServer:
         wait(list(self._ends.values()), fds, min(limits, default=None), SPIN)
 
     def close(self) -> None:
-        """Drop every client; each sees it at once."""
+        """Close the connections of all clients. Each client notices at once."""
         self._listener.close()
         for end in self._ends.values():
             end.close()
@@ -122,7 +127,7 @@ class ExpertServer:
         for end in self._listener.accepted():
             self._ends[self._next_client] = end
             self._service.client_joined(self._next_client)
-            self._gate.joined(self._next_client)
+            self._barrier.joined(self._next_client)
             self._next_client += 1
 
     def _collect(self, client: int, end: Answerer) -> None:
@@ -140,9 +145,9 @@ class ExpertServer:
         layout = self._layout
         request = wire.parse(incoming.request, self._num_layers, layout.num_experts, layout.hidden)
         shape = (request.answer_rows, layout.hidden)
-        known = request.layer in self._line or request.work is not None
+        known = request.layer in self._index or request.work is not None
         if not known or incoming.row_bytes != 4 * shape[1] or incoming.rows != shape[0]:
-            raise DamagedMessage(f"a request for layer {request.layer} has an answer of another size")
+            raise DamagedMessage(f"a request for layer {request.layer} expects an answer of the wrong size")
         answer = np.ndarray(shape, np.float32, incoming.answer)
         call, self._next_call = self._next_call, self._next_call + 1
         pairs = len(request.experts)
@@ -150,33 +155,36 @@ class ExpertServer:
         self._calls[call] = _Call(incoming, request, answer, end, rows, pairs)
         self.served.calls += 1
         if request.work is not None:
-            self._service.client_paused(client)  # it is in no step until a gate opens
-            self._open(self._gate.arrived(client, call, request.work))
+            self._service.client_paused(client)  # it runs no step until the barrier opens
+            self._open(self._barrier.arrived(client, call, request.work))
             return
-        self._service.client_joined(client)  # again, if a run began without it
+        self._service.client_joined(client)  # a run may have begun without it
         self._service.arrived(call, client, request.layer, request.experts, self._clock())
 
     def _forget(self, client: int) -> None:
         end = self._ends.pop(client)
         end.close()
         self._service.client_left(client)
-        self._open(self._gate.left(client))
+        self._open(self._barrier.left(client))
         self._calls = {number: call for number, call in self._calls.items() if call.end is not end}
 
     def _open(self, calls: list[int]) -> None:
-        """Answer those that knocked: all begin a step, and its runs wait for all."""
+        """Answer the calls of clients that arrived at the barrier.
+
+        All begin a step, so its runs wait for all.
+        """
         for number in calls:
             self._answer(number, NONE)
         for client in self._ends if calls else ():
             self._service.client_joined(client)
 
     def _run(self, run: Run, started: float) -> None:
-        """Compute the parts of `run` as one batch and publish each in its call."""
+        """Compute the parts of `run` as one batch and publish each of them in its call."""
         calls = self._parts(run)
         parts = [self._part(call, pairs) for call, pairs in calls]
         try:
             if any(len(part.experts) for part in parts):
-                self._arithmetic.run(run.layer, parts)
+                self._backend.run(run.layer, parts)
         except KeyError as missing:
             self._refuse(run, missing)
             left = [(number, pairs) for number, pairs in run.parts if number in self._calls]
@@ -197,7 +205,7 @@ class ExpertServer:
         return [(self._calls[number], pairs) for number, pairs in run.parts]
 
     def _answer(self, number: int, pairs: IntArray) -> None:
-        """Tell the client what it may read. A call whose last pair this was is done with."""
+        """Publish these pairs to the client. A call whose last pair is among them is removed."""
         call = self._calls[number]
         call.left -= len(pairs)
         if not len(call.request.experts):
@@ -210,18 +218,23 @@ class ExpertServer:
             del self._calls[number]
 
     def _refuse(self, run: Run, missing: KeyError) -> None:
-        """Some asked for experts that are not here: their placement is not ours. They must not wait."""
-        held = self._arithmetic.held.get(run.layer, [])
+        """Drop clients that asked for experts that are not loaded here: they use another placement.
+
+        So they do not wait for an answer that cannot come.
+        """
+        held = self._backend.held.get(run.layer, [])
         parts = self._parts(run)
         wrong = [call.end for call, pairs in parts if not np.isin(call.request.experts[pairs], held).all()]
-        ends = wrong or [call.end for call, _ in parts]  # all of them, if what is held changed meanwhile
+        ends = wrong or [
+            call.end for call, _ in parts
+        ]  # all of them, if the loaded experts changed meanwhile
         for client in [client for client, end in self._ends.items() if end in ends]:
             LOG.warning("dropping client %d, which asked layer %d: %s", client, run.layer, missing.args[0])
             self._forget(client)
 
     def _count(self, layer: int, ids: IntArray, seconds: float) -> None:
         counts = np.bincount(ids, minlength=self._layout.num_experts)
-        self.served.load[self._line[layer]] += counts
+        self.served.load[self._index[layer]] += counts
         self.served.pairs += len(ids)
         self.served.runs += 1
         self.served.expert_runs += int(np.count_nonzero(counts))
@@ -229,7 +242,10 @@ class ExpertServer:
 
 
 def _weighted(call: _Call) -> IntArray:
-    """The score-weighted sums of Expert-as-a-Service: the first pair of every row, then every second one."""
+    """Write the weighted sums of Expert-as-a-Service into the answer. Returns the [m] indices of its rows.
+
+    Each turn adds the next pair of every row: first all first pairs, then all second ones.
+    """
     rows, weights = call.request.rows, call.request.weights
     assert weights is not None
     order = np.argsort(rows, kind="stable")

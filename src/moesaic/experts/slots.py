@@ -1,7 +1,8 @@
-"""Experts' weights in memory of this process, where a server does not leave them in the mapped files.
+"""Memory for the weights of experts that are copied, not mapped from the checkpoint's files.
 
-Experts of one layout are all of one size, so each has a slot, and a slot that was given back is used first:
-however often experts move between servers, memory grows with the most that were held at a time.
+All experts of a layout have the same size, so each gets a slot. Slots that were given back are used again
+first. So memory grows only with the maximum number of experts loaded at a time, however often experts move
+between servers.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from moesaic.models.pages import aligned, huge_pages
 
 Bytes = npt.NDArray[np.uint8]
 CHUNK = 64 << 20
-"""Bytes that are mapped at a time, or a slot's where that is more."""
+"""Bytes that are allocated at a time, or one slot if that is larger."""
 
 
 class Slots:
-    """Room for one expert's matrices each.
+    """Slots that have room for the matrices of one expert each.
 
     >>> slots = Slots([3, 5])
     >>> slot, parts = slots.copy([np.full(3, 7, np.uint8), np.full(5, 9, np.uint8)])
@@ -31,13 +32,13 @@ class Slots:
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        """sizes: bytes of each matrix."""
+        """sizes: bytes of each matrix of an expert."""
         self._sizes = tuple(sizes)
         self._slot = sum(map(aligned, sizes))
         self._free: list[Bytes] = []
 
     def copy(self, parts: Sequence[Bytes]) -> tuple[Bytes, list[Bytes]]:
-        """A slot, and the matrices in it."""
+        """Copy the matrices into a slot. Returns the slot and its views of the matrices."""
         if not self._free:
             self._grow()
         slot, copies, begin = self._free.pop(), [], 0
@@ -49,7 +50,7 @@ class Slots:
         return slot, copies
 
     def give_back(self, slot: Bytes) -> None:
-        """Nobody reads it any more."""
+        """Return a slot that is not read any more."""
         self._free.append(slot)
 
     def _grow(self) -> None:

@@ -1,8 +1,8 @@
-"""The weights of an expert server, read from the checkpoint by numpy alone.
+"""The weights of an expert server, read from the checkpoint with numpy alone.
 
-A row that the checkpoint stores in the type it is computed from stays where it is mapped: processes of one
-host share its pages, and taking an expert in costs a look into the file's header. Other types are converted
-once. Where the files are not to be mapped, experts are read into memory of the server's own.
+A matrix that the checkpoint stores in the type that the kernels read stays in the mapped file. So processes
+of one host share its pages, and loading an expert only needs the header of the file. Other types are
+converted once. Without mapping, experts are read into memory of the server's own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moesaic.models.pages import PAGE, prefer_huge
 
 
 class Store:
-    """Expert weights by layer, as tables of addresses. `take` and `drop` change what is held."""
+    """The loaded experts of a server, as tables of addresses by layer."""
 
     def __init__(self, path: Path, layout: ExpertLayout, mapped: bool = True) -> None:
         self.layout = layout
@@ -36,22 +36,25 @@ class Store:
         }
         self._held: dict[tuple[int, int], list[Bytes]] = {}
         self._places: dict[tuple[int, int], Bytes] = {}
-        """Slots of those that were copied."""
+        """The slot of each expert that was copied."""
 
     def table(self, layer: int) -> npt.NDArray[np.uint64]:
-        """[3, E] addresses of gate, up and down; 0 where an expert is not held."""
+        """[3, E] addresses of the gate, up and down matrices, 0 for experts that are not loaded."""
         return self._tables[layer]
 
     @property
     def held(self) -> dict[int, list[int]]:
-        """Layer -> the experts that are here, ascending."""
+        """Layer -> the loaded experts, ascending."""
         held: dict[int, list[int]] = {}
         for layer, expert in sorted(self._held):
             held.setdefault(layer, []).append(expert)
         return held
 
     def take(self, wanted: Mapping[int, Iterable[int]]) -> None:
-        """Hold these experts too, layer -> ids, their pages read in. CheckpointError for one that is not."""
+        """Load these experts too, and read their pages. wanted: layer -> expert ids.
+
+        Raises CheckpointError for an expert that does not exist or cannot be read.
+        """
         for layer, experts in wanted.items():
             if layer not in self.layout.prefixes:
                 raise CheckpointError(f"{self._checkpoint.path}: layer {layer} has no routed experts")
@@ -60,7 +63,7 @@ class Store:
                     self._take(layer, expert)
 
     def keep(self, wanted: Mapping[int, Iterable[int]]) -> None:
-        """Drop every other expert."""
+        """Drop all experts except these. wanted: layer -> expert ids."""
         kept = {(layer, expert) for layer, experts in wanted.items() for expert in experts}
         for layer, expert in set(self._held) - kept:
             self._tables[layer][:, expert] = 0
@@ -82,16 +85,18 @@ class Store:
 
 
 class _Checkpoint:
-    """The matrices of one directory."""
+    """The matrices of one checkpoint directory."""
 
     def __init__(self, path: Path, part: Callable[[Place], Bytes]) -> None:
-        """part: what lies in a place, or less where the file ends."""
+        """part: returns the bytes of a place, or fewer when the file ends before it."""
         self.path = path
         self._headers = Headers(path)
         self._part = part
 
     def matrix(self, name: str, rows: int, columns: int, stored: str) -> Bytes:
-        """The bytes of a matrix in type `stored`: in place when the file has that type, else converted."""
+        """The bytes of a matrix in type `stored`: a view when the file has that type, else a
+        converted copy.
+        """
         place = self._headers.find(name, rows, columns)
         part = self._part(place)
         if len(part) < place.size:
@@ -102,7 +107,7 @@ class _Checkpoint:
 
 
 def _read(place: Place) -> Bytes:
-    """A copy of what lies there."""
+    """Read the bytes of a place from its file."""
     try:
         return np.fromfile(place.file, np.uint8, place.size, offset=place.offset)
     except OSError as error:
@@ -110,7 +115,7 @@ def _read(place: Place) -> Bytes:
 
 
 class _Mapped:
-    """Files, mapped, and every page touched: else the first requests would wait for each of them."""
+    """Mapped files. Every page is touched at loading, so that the first requests do not wait for the disk."""
 
     def __init__(self) -> None:
         self._files: dict[Path, Bytes] = {}
@@ -133,7 +138,7 @@ class _Mapped:
 
 
 def _as(stored: str, part: Bytes, place: Place, columns: int) -> Bytes:
-    """A copy of a matrix in another type. Raises CheckpointError where compressed ones are wanted."""
+    """A copy of a matrix in another type. Raises CheckpointError when `stored` is the compressed type."""
     if stored == COMPRESSED_ROWS:
         raise CheckpointError(
             f"{place.file}: an expert is stored as {place.dtype}; allowed: {stored}, as others"
@@ -145,7 +150,7 @@ def _as(stored: str, part: Bytes, place: Place, columns: int) -> Bytes:
 
 
 def _converted(part: Bytes, kind: str, stored: str) -> Bytes:
-    """A copy in another type, rounded to nearest even where it is narrower; what is no number stays none."""
+    """A copy in another type, rounded to nearest even where that is narrower. NaN stays NaN."""
     if kind == "BF16":
         wide = (part.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     else:

@@ -1,4 +1,4 @@
-"""An expert server's arithmetic in torch: the reference kernels, and GPUs."""
+"""The experts of a server computed with torch: the reference kernels, and GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moesaic.models import registry
 
 
 class TorchBackend:
-    """`Arithmetic` on the kernels that `kernels.table` picks for a device."""
+    """An ExpertBackend on the kernels that `kernels.table` picks for a device."""
 
     def __init__(
         self,
