@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from moesaic.models.checkpoint import Checkpoint
-from moesaic.models.pages import PAGE, give_back, prefer_huge
+from moesaic.models.pages import PAGE, drop_pages, prefer_huge
 
 
 def test_a_mapped_file_reads_the_same_after_advice(tmp_path: Path) -> None:
@@ -22,10 +22,10 @@ def test_a_mapped_file_reads_the_same_after_advice(tmp_path: Path) -> None:
         found = np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     prefer_huge(found.ctypes.data + 3, found.size - 3)
     assert (found == numbers).all()
-    give_back(found.ctypes.data + 3, found.size - 3)
+    drop_pages(found.ctypes.data + 3, found.size - 3)
     assert (found == numbers).all()
     prefer_huge(found.ctypes.data, 0)
-    give_back(found.ctypes.data + 1, PAGE)  # no whole page
+    drop_pages(found.ctypes.data + 1, PAGE)  # no whole page
     assert (found == numbers).all()
 
 

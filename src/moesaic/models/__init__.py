@@ -1,1 +1,1 @@
-"""Mixture-of-experts models as plain math of one process, a file per model_type."""
+"""Mixture-of-experts models as plain math within one process, with one file per model_type."""

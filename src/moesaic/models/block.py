@@ -1,4 +1,4 @@
-"""A decoder block as stages, so that collectives, dispatch and offloading can stand between them."""
+"""A decoder block in stages, so that communication and offloading can happen between the stages."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moesaic.kernels.table import Kernels
 
 @dataclass(frozen=True)
 class Projected:
-    """What attention needs of the step's rows."""
+    """Query, key and value of the step's rows."""
 
     query: torch.Tensor
     """[n, Hq, dk] float32."""
     key: torch.Tensor
-    """[n, Hkv, dk] float32, to be written to the cache."""
+    """[n, Hkv, dk] float32, for the KV cache."""
     value: torch.Tensor | None
-    """[n, Hkv, dv] float32; None when the value lies in the key (latent attention)."""
+    """[n, Hkv, dv] float32. None if the value is part of the key (latent attention)."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class Gated:
     residual: torch.Tensor
     """[n, h] float32."""
     normed: torch.Tensor
-    """[n, h] float32: what experts and dense MLP take."""
+    """[n, h] float32: input of the experts and of the dense MLP."""
     expert_ids: torch.Tensor | None
-    """[n, k] int64 logical ids, best first; None in a dense layer."""
+    """[n, k] int64 logical expert ids, best first; None in a dense layer."""
     weights: torch.Tensor | None
-    """[n, k] float32, applied once, at merge."""
+    """[n, k] float32, applied once, in `merge`."""
 
 
 class Attention(Protocol):
-    """The attention of one layer: grouped-query or latent."""
+    """The attention of one layer: grouped-query or latent attention."""
 
     def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected: ...
 
@@ -53,7 +53,7 @@ class Attention(Protocol):
     def output(self, attended: torch.Tensor) -> torch.Tensor: ...
 
     def beside(self, kernels: Kernels) -> Attention:
-        """The same, of which `attend` computes on a CPU with these kernels."""
+        """Returns the same attention, whose `attend` runs on a CPU with these kernels."""
         ...
 
 
@@ -64,13 +64,13 @@ class Router(Protocol):
 
 
 class Dense(Protocol):
-    """The part of the feed-forward that every row passes: rows [n, h] -> [n, h]."""
+    """The part of the feed-forward that applies to every row: rows [n, h] -> [n, h]."""
 
     def apply(self, rows: torch.Tensor) -> torch.Tensor: ...
 
 
 class Block(Protocol):
-    """One layer. The runtime calls the stages in this order."""
+    """One layer. The runtime calls its stages in this order."""
 
     @property
     def routed(self) -> bool:
@@ -90,7 +90,7 @@ class Block(Protocol):
     def output_projection(self, attended: torch.Tensor) -> torch.Tensor: ...
 
     def beside(self, kernels: Kernels) -> Block:
-        """The same, of which `attention` computes on a CPU with these kernels."""
+        """Returns the same block, whose `attention` runs on a CPU with these kernels."""
         ...
 
     def gate(self, hidden: torch.Tensor, partial: torch.Tensor) -> Gated: ...
@@ -102,7 +102,7 @@ class Block(Protocol):
 
 @dataclass(frozen=True)
 class DecoderBlock:
-    """norm, attention, norm, feed-forward: the block of every model here."""
+    """Norm, attention, norm, feed-forward: the block of all models here."""
 
     kernels: Kernels
     epsilon: float
@@ -131,31 +131,32 @@ class DecoderBlock:
         values: torch.Tensor | None,
         batch: AttentionBatch,
     ) -> torch.Tensor:
-        """Attention of query [n, Hq, dk] over one layer's paged cache: [n, Hq * dv].
+        """Attends with query [n, Hq, dk] over one layer's paged cache. Returns [n, Hq * dv].
 
-        keys [blocks, block_size, Hkv, dk] and values (the same, dv) hold this step's rows already.
+        keys [blocks, block_size, Hkv, dk] and values [blocks, block_size, Hkv, dv] already contain this
+        step's rows.
         """
         return self.attention_part.attend(query, keys, values, batch)
 
     def output_projection(self, attended: torch.Tensor) -> torch.Tensor:
-        """[n, Hq * dv] -> [n, h]: a partial sum when heads are split over ranks."""
+        """[n, Hq * dv] -> [n, h]. The result is a partial sum if heads are split over ranks."""
         return self.attention_part.output(attended)
 
     def beside(self, kernels: Kernels) -> DecoderBlock:
-        """The same, of which `attention` computes on a CPU with these kernels."""
+        """Returns the same block, whose `attention` runs on a CPU with these kernels."""
         return replace(self, attention_part=self.attention_part.beside(kernels))
 
     def gate(self, hidden: torch.Tensor, partial: torch.Tensor) -> Gated:
-        """Adds attention [n, h] to hidden [n, h], norms, and chooses experts."""
+        """Adds the attention output [n, h] to hidden [n, h], normalizes, and chooses experts."""
         residual, normed = self.kernels.add_norm(hidden, partial, self.post_norm, self.epsilon)
         if self.router is None:
             return Gated(residual, normed, None, None)
         return Gated(residual, normed, *self.router.choose(normed))
 
     def dense(self, normed: torch.Tensor) -> torch.Tensor | None:
-        """Shared experts or the dense MLP, [n, h]; None when the layer has neither."""
+        """Applies the shared experts or the dense MLP. Returns [n, h], or None if the layer has neither."""
         return None if self.dense_part is None else self.dense_part.apply(normed)
 
     def merge(self, gated: Gated, dense: torch.Tensor | None, rows: torch.Tensor | None) -> torch.Tensor:
-        """residual + dense + sum of weights * rows [n, k, h], in the order of the top-k ranks."""
+        """Returns residual + dense + sum of weights * rows [n, k, h], added in order of the top-k ranks."""
         return self.kernels.merge(gated.residual, dense, rows, gated.weights)

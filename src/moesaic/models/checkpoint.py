@@ -1,4 +1,4 @@
-"""Safetensors checkpoints: memory-mapped, checked name by name and shape by shape."""
+"""Memory-mapped safetensors checkpoints. The name and shape of every tensor is checked."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from moesaic.kernels.compressed import decompress
 from moesaic.models.files import read_json
 from moesaic.models.headers import COMPRESSED_ROWS
 from moesaic.models.memory import Copies
-from moesaic.models.pages import PAGE, give_back, prefer_huge
+from moesaic.models.pages import PAGE, drop_pages, prefer_huge
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 Progress = Callable[[int, int], None]
-"""Is told bytes read so far and bytes of all files."""
+"""Called with bytes read so far, and total bytes of all files."""
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, COMPRESSED_ROWS: torch.uint8}
 
 
 class Checkpoint:
-    """The tensors of one directory. Nothing is read before it is asked for.
+    """The tensors of one directory. Each is read only when it is needed.
 
-    Raises CheckpointError, in one line, for a directory without safetensors, a file that is truncated
-    or corrupt, and a tensor that is missing or has another shape or type than the model expects.
+    Raises CheckpointError, in one line, for a directory without safetensors, and for a file that is truncated
+    or corrupt. It also raises it for a tensor that is missing, or whose shape or type the model does not
+    expect.
     """
 
     def __init__(self, path: Path, progress: Progress | None = None, mapped: bool = True) -> None:
-        """mapped: False copies what is read, so that the files' pages can be dropped."""
+        """mapped: False copies tensors into memory, so that the files' pages can be dropped."""
         self.path = path
         self._copies = None if mapped else Copies()
         self._progress = progress
@@ -50,11 +51,11 @@ class Checkpoint:
 
     @property
     def names(self) -> frozenset[str]:
-        """Every tensor of the checkpoint."""
+        """Names of all tensors of the checkpoint."""
         return frozenset(self._shard)
 
     def claim(self, name: str, *shape: int) -> None:
-        """States that the model has this tensor, without reading it. Checks name, shape and type."""
+        """Marks a tensor as part of the model, without reading it. Checks its name, shape and type."""
         found = self._slice(name)
         if found.get_dtype() == COMPRESSED_ROWS:
             if len(shape) != 2:
@@ -74,10 +75,11 @@ class Checkpoint:
         device: str = "cpu",
         part: tuple[slice, ...] = (),
     ) -> torch.Tensor:
-        """A tensor of exactly this shape, or the `part` of it that these slices leave.
+        """Returns a tensor of exactly this shape, or the `part` of it that these slices select.
 
-        Memory-mapped when stored as `dtype` and wanted on the CPU, unless the part is some of its columns.
-        A compressed one stays so where dtype is uint8, and has no parts then; else it is decompressed.
+        It is memory-mapped if it is stored as `dtype` and wanted on the CPU, unless columns are selected. A
+        compressed tensor stays compressed if dtype is uint8, and then cannot have a part. Otherwise it is
+        decompressed.
         """
         self.claim(name, *shape)
         stored: torch.Tensor = self._open(self._shard[name]).get_tensor(name)
@@ -99,14 +101,14 @@ class Checkpoint:
             else:
                 tensor = self._copies.of(stored)
         if self._copies is not None:
-            give_back(stored.data_ptr(), stored.nbytes)
+            drop_pages(stored.data_ptr(), stored.nbytes)
         if self._progress is not None:
             self._bytes_read += stored.nbytes
             self._progress(self._bytes_read, self._bytes)
         return tensor
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type a tensor is stored in. Checks name and type."""
+        """Returns the type in which a tensor is stored. Checks its name and type."""
         stored = self._slice(name).get_dtype()
         if stored not in DTYPES:
             allowed = ", ".join(DTYPES)
@@ -114,15 +116,15 @@ class Checkpoint:
         return DTYPES[stored]
 
     def equal(self, name: str, other: str) -> bool:
-        """Whether two tensors hold the same numbers. What is read to see it does not stay in memory."""
+        """Whether two tensors are equal. The pages read for the comparison are dropped."""
         both = [self._open(self._shard[one]).get_tensor(one) for one in (name, other)]
         same = torch.equal(*both)
         for tensor in both:
-            give_back(tensor.data_ptr(), tensor.nbytes)
+            drop_pages(tensor.data_ptr(), tensor.nbytes)
         return same
 
     def unread(self, unused: tuple[str, ...] = ()) -> list[str]:
-        """Tensors that no one claimed and that match none of the regular expressions `unused`."""
+        """Returns tensors that were not claimed and that match none of the regular expressions `unused`."""
         left = sorted(self.names - self._claimed)
         return [name for name in left if not any(re.fullmatch(pattern, name) for pattern in unused)]
 
@@ -147,7 +149,7 @@ class Checkpoint:
 
 
 def _prefer_huge_pages(opened: Any, file: Path) -> None:
-    """Asks for them before anything is read."""
+    """Asks for huge pages, before any tensor is read."""
     names = opened.offset_keys()
     if names:
         with file.open("rb") as header:
@@ -156,12 +158,12 @@ def _prefer_huge_pages(opened: Any, file: Path) -> None:
 
 
 def _page_in(mapped: torch.Tensor) -> None:
-    """Touches every page of a mapped tensor: else the first requests would wait for each of them."""
+    """Reads every page of a mapped tensor, so that the first requests do not wait for page faults."""
     mapped.view(-1).view(torch.uint8)[::PAGE].sum()
 
 
 def _shards(path: Path) -> dict[str, str]:
-    """Tensor name -> file name."""
+    """Returns tensor name -> file name."""
     if (path / INDEX).is_file():
         table = read_json(path / INDEX).get("weight_map")
         if not isinstance(table, dict) or not table:

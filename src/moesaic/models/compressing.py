@@ -1,6 +1,6 @@
-"""A checkpoint written anew with its routed experts compressed; `kernels/compressed.py` says how.
+"""Rewrites a checkpoint with compressed routed experts. `kernels/compressed.py` describes the compression.
 
-Names, shards and all that is no expert's matrix stay as they are. A matrix is of dtype U8 [rows, row_bytes].
+Names, shards and all other tensors stay as they are. A compressed matrix has dtype U8 [rows, row_bytes].
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from moesaic.models.headers import COMPRESSED_ROWS
 from moesaic.models.registry import expert_layout, read_spec
 
 PIECE = 2**21
-"""Bytes, or a row, that a thread takes at once. Each has about ten times that in use."""
+"""Bytes that a thread compresses at once, or one row if that is larger. It uses about ten times as much."""
 ALIGNED = 64
-"""Bytes that tensors begin at a multiple of in their file."""
+"""Tensors begin at a multiple of this many bytes in their file."""
 Bytes = bytes | memoryview
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of all tensors together."""
+    """Sizes of all tensors together."""
 
     bytes_before: int
     bytes_after: int
     matrices: int
-    """How many were compressed."""
+    """Number of compressed matrices."""
 
     @property
     def share(self) -> float:
-        """What is left, of 1."""
+        """Size after compression as a fraction of the size before."""
         return self.bytes_after / self.bytes_before
 
 
@@ -56,35 +56,35 @@ class _Tensor:
     name: str
     file: Path
     begin: int
-    """Of its first byte, from the beginning of the file."""
+    """Offset of its first byte in the file."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     dtype: str
     shape: list[int]
 
     @property
     def width(self) -> float:
-        """Bytes of a number; infinite where there is none."""
+        """Bytes per number; infinite for an empty tensor."""
         return self.size / math.prod(self.shape) if self.size else math.inf
 
     @property
     def written(self) -> int:
-        """Bytes, in the new file."""
+        """Size in bytes in the new file."""
         return self.size
 
     @property
     def entry(self) -> dict[str, Any]:
-        """What the new file's header says, but for the place."""
+        """The entry in the new file's header, without the offsets."""
         return {"dtype": self.dtype, "shape": self.shape}
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """First byte and size of each, counted from the tensor's beginning."""
+        """Yields offset within the tensor and size of each piece."""
         step = self._unit * max(1, PIECE // self._unit)
         for at in range(0, self.size, step):
             yield at, min(step, self.size - at)
 
     def read(self, at: int, size: int) -> Bytes:
-        """A piece, as the new file has it."""
+        """Returns a piece as it is stored in the new file."""
         with self.file.open("rb") as file:
             file.seek(self.begin + at)
             data = file.read(size)
@@ -94,12 +94,12 @@ class _Tensor:
 
     @property
     def _unit(self) -> int:
-        """Bytes that are not parted."""
+        """Size in bytes of the unit that pieces do not split."""
         return 1
 
 
 class _Matrix(_Tensor):
-    """A routed expert's, bf16 [rows, columns]."""
+    """A matrix of a routed expert, bf16 [rows, columns]."""
 
     @property
     def written(self) -> int:
@@ -129,12 +129,12 @@ class _Matrix(_Tensor):
 class _Shard:
     name: str
     tensors: list[_Tensor]
-    """In the order of the new file: each begins at a multiple of what a number of it takes."""
+    """In the order of the new file, such that each begins at a multiple of the size of its numbers."""
     metadata: dict[str, str]
 
     @property
     def header(self) -> bytes:
-        """Of the new file, with its length before it."""
+        """The header of the new file, with its length in front."""
         entries: dict[str, Any] = {"__metadata__": self.metadata} if self.metadata else {}
         at = 0
         for tensor in self.tensors:
@@ -146,11 +146,12 @@ class _Shard:
 
 
 def compress(path: Path, directory: Path, threads: int, progress: Progress) -> Sizes:
-    """Write the model in `path` to `directory`, which does not exist or is empty: whole, or not at all.
+    """Writes the model in `path` to `directory`, which must not exist or must be empty.
 
-    Each matrix is decompressed again and compared. progress: is told bytes of `path` done and in all.
-    Raises CheckpointError for a model without routed experts, one that is compressed already, and a matrix
-    that is not bf16 or cannot be compressed; OSError for what cannot be read or written.
+    After an error nothing is in `directory`. Each matrix is decompressed again and compared. progress: called
+    with bytes of `path` done, and total bytes. Raises CheckpointError for a model without routed experts, for
+    one that is already compressed, and for a matrix that is not bf16 or cannot be compressed. Raises OSError
+    if a file cannot be read or written.
     """
     config = read_json(path / "config.json")
     shards = _shards(path, _layout(path, config))
@@ -189,7 +190,7 @@ def _layout(path: Path, config: dict[str, Any]) -> ExpertLayout:
 
 
 def _shards(path: Path, layout: ExpertLayout) -> list[_Shard]:
-    """The files of a checkpoint, whose headers were found whole when it was opened for its layout."""
+    """Returns the files of a checkpoint. Their headers were checked when the layout was read."""
     files = [SINGLE]
     if (path / INDEX).is_file():
         files = sorted({Path(name).name for name in read_json(path / INDEX)["weight_map"].values()})
@@ -206,7 +207,7 @@ def _shards(path: Path, layout: ExpertLayout) -> list[_Shard]:
 
 
 def _shard(file: Path, wanted: dict[str, list[int]]) -> _Shard:
-    """wanted: matrices of experts, and their shapes."""
+    """wanted: names of the experts' matrices -> their shapes."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         entries = json.loads(opened.read(length))
@@ -224,7 +225,10 @@ def _shard(file: Path, wanted: dict[str, list[int]]) -> _Shard:
 
 
 def _in_order(tensors: Iterable[_Tensor], threads: int) -> Generator[tuple[int, Bytes]]:
-    """Each piece's size in the old file and what the new one has, by threads that are a little ahead."""
+    """Yields each piece's size in the old file and its bytes in the new file, in order.
+
+    Threads prepare the next pieces meanwhile.
+    """
     waiting: deque[tuple[int, Future[Bytes]]] = deque()
     pool = ThreadPoolExecutor(threads)
     try:
@@ -241,7 +245,7 @@ def _in_order(tensors: Iterable[_Tensor], threads: int) -> Generator[tuple[int, 
 
 
 def _write_beside(path: Path, directory: Path, config: dict[str, Any], total: int) -> None:
-    """The small files. total: bytes of all tensors."""
+    """Writes the small files. total: bytes of all tensors."""
     kinds = [pattern for pattern in PATTERNS if not pattern.endswith(".safetensors")]
     for file in sorted({file for kind in kinds for file in path.glob(kind) if file.is_file()}):
         shutil.copyfile(file, directory / file.name)

@@ -1,4 +1,4 @@
-"""Reading config.json so that every key is understood or refused by name."""
+"""Reads config.json. Every key is either understood, or refused by name."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ BENIGN = frozenset(
         "torchscript", "problem_type", "id2label", "label2id", "task_specific_params", "tokenizer_class",
         "chunk_size_feed_forward", "finetuning_task", "prefix", "pruned_heads", "use_bfloat16",
         "_attn_implementation_autoset", "gradient_checkpointing",
-        # Marks of a popular re-publisher.
+        # Marks that Unsloth adds to checkpoints which it republishes.
         "unsloth_fixed", "unsloth_version",
-        # How training was split.
+        # How training was split over devices.
         "pretraining_tp",
-        # Tokens: generation defaults and the tokenizer take care of them.
+        # Special tokens: generation defaults and the tokenizer handle them.
         "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
     }
 )  # fmt: skip
-"""Keys that change no number which we compute."""
+"""Keys that do not affect inference."""
 
 _REQUIRED = object()
 
@@ -38,10 +38,10 @@ def _is_number(value: object) -> bool:
 
 
 class Fields:
-    """config.json, key by key. `done` refuses whatever nobody asked for.
+    """The keys of config.json. `done` refuses all keys that were not read.
 
-    Every reader takes a default for an absent key (none: the key is required) and raises
-    CheckpointError naming the key, its value and what is allowed.
+    Every method that reads a key takes a default for an absent key. Without a default the key is required.
+    Each raises CheckpointError that names the key, its value and what is allowed.
     """
 
     def __init__(self, raw: dict[str, Any], where: str = "") -> None:
@@ -50,7 +50,7 @@ class Fields:
         self._seen: set[str] = set()
 
     def raw(self, name: str, default: Any = _REQUIRED) -> Any:
-        """The value as it stands."""
+        """Returns the value without checks."""
         self._seen.add(name)
         if name in self._raw:
             return self._raw[name]
@@ -61,7 +61,7 @@ class Fields:
     def integer(
         self, name: str, default: Any = _REQUIRED, minimum: int = 1, maximum: int | None = None
     ) -> int:
-        """An integer of at least `minimum` and, where given, at most `maximum`."""
+        """Returns an integer of at least `minimum` and, if given, at most `maximum`."""
         value = self.raw(name, default)
         good = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
         if not good or (maximum is not None and value > maximum):
@@ -70,50 +70,50 @@ class Fields:
         return int(value)
 
     def maybe_integer(self, name: str, minimum: int = 1) -> int | None:
-        """An integer, or None where the key is null or absent."""
+        """Returns an integer, or None if the key is null or absent."""
         return None if self.raw(name, None) is None else self.integer(name, minimum=minimum)
 
     def number(self, name: str, default: Any = _REQUIRED, minimum: float = 0.0) -> float:
-        """A number of at least `minimum`."""
+        """Returns a number of at least `minimum`."""
         value = self.raw(name, default)
         if not _is_number(value) or not minimum <= value < float("inf"):
             raise _refuse(self._where + name, value, f"a number of at least {minimum:g}")
         return float(value)
 
     def number_above(self, name: str, low: float, default: Any = _REQUIRED) -> float:
-        """A number greater than `low`."""
+        """Returns a number greater than `low`."""
         value = self.raw(name, default)
         if not _is_number(value) or not low < value < float("inf"):
             raise _refuse(self._where + name, value, f"a number above {low:g}")
         return float(value)
 
     def maybe_number(self, name: str, minimum: float = 0.0) -> float | None:
-        """A number, or None where the key is null or absent."""
+        """Returns a number, or None if the key is null or absent."""
         return None if self.raw(name, None) is None else self.number(name, minimum=minimum)
 
     def flag(self, name: str, default: Any = _REQUIRED) -> bool:
-        """true or false."""
+        """Returns true or false."""
         value = self.raw(name, default)
         if not isinstance(value, bool):
             raise _refuse(self._where + name, value, "true, false")
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """A list of integers; empty where the key is null or absent."""
+        """Returns a list of integers, which is empty if the key is null or absent."""
         value = self.raw(name, None) or []
         if not isinstance(value, list) or any(not isinstance(item, int) for item in value):
             raise _refuse(self._where + name, value, "a list of integers")
         return tuple(value)
 
     def only(self, name: str, *allowed: object, why: str = "") -> None:
-        """Refuses any value but these; an absent key is fine."""
+        """Refuses any value but these. The key may be absent."""
         value = self.raw(name, allowed[0])
         if not any(value == item and type(value) is type(item) for item in allowed):
             text = ", ".join(map(repr, allowed)) + (f" ({why})" if why else "")
             raise _refuse(self._where + name, value, text)
 
     def child(self, name: str) -> Fields | None:
-        """A nested object, with its own `done`; None where the key is null or absent."""
+        """Returns a nested object, which needs its own `done`; None if the key is null or absent."""
         value = self.raw(name, None)
         if value is None:
             return None
@@ -122,7 +122,7 @@ class Fields:
         return Fields(value, f"{self._where}{name}.")
 
     def ignore(self, *names: str) -> None:
-        """Keys known to change nothing."""
+        """Accepts keys that do not affect inference."""
         self._seen.update(names)
 
     def done(self) -> None:

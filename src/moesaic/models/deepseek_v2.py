@@ -18,7 +18,7 @@ from moesaic.models.loader import ExpertNames, Loader
 from moesaic.models.spec import KVLayout, ModelSpec
 
 UNUSED = (r".*\.rotary_emb\.inv_freq",)
-"""Tensors that some checkpoints carry and nothing needs."""
+"""Tensors of some checkpoints that are not needed."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Config:
     groups: int
     groups_kept: int
     dense_first: int
-    """Layers before this one are dense."""
+    """Number of dense layers before the first layer with routed experts."""
     sparse_step: int
     max_position: int
     rope: rope.RopeConfig
@@ -59,23 +59,23 @@ class Config:
             expert_width=self.expert_width,
             max_position=max(self.max_position, self.rope.reach),
             heads=sizes.heads,
-            kv=KVLayout(1, sizes.rank + sizes.turned, sizes.rank, value_in_key=True),
+            kv=KVLayout(1, sizes.kv_rank + sizes.rope_width, sizes.kv_rank, value_in_key=True),
             sliding_windows=(None,) * self.num_layers,
         )
 
 
 def parse(raw: dict[str, Any]) -> Config:
-    """config.json -> Config. Raises CheckpointError for any key that is not understood."""
+    """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(raw)
     fields.only("model_type", "deepseek_v2")
     fields.only("hidden_act", "silu")
     fields.only("scoring_func", "softmax")
     fields.only("mlp_bias", False)
-    fields.only("norm_topk_prob", False, None, why="what it does to deepseek_v2 is not agreed upon")
-    # Losses and splits of training; widths that follow from others.
+    fields.only("norm_topk_prob", False, None, why="implementations of deepseek_v2 disagree on what it does")
+    # Losses and parallelism of training; widths that follow from other keys.
     fields.ignore("aux_loss_alpha", "seq_aux", "ep_size", "head_dim", "qk_head_dim", "num_key_value_heads")
     max_position = fields.integer("max_position_embeddings", 2048)
-    turning = rope.read(fields, max_position, 10000.0)
+    rope_config = rope.read(fields, max_position, 10000.0)
     experts = fields.integer("n_routed_experts")
     groups, kept = _groups(fields, experts)
     config = Config(
@@ -85,7 +85,7 @@ def parse(raw: dict[str, Any]) -> Config:
         expert_width=fields.integer("moe_intermediate_size"),
         shared_experts=fields.maybe_integer("n_shared_experts", minimum=0) or 0,
         num_layers=fields.integer("num_hidden_layers"),
-        attention=_attention(fields, turning),
+        attention=_attention(fields, rope_config),
         epsilon=fields.number("rms_norm_eps", 1e-6),
         tied=fields.flag("tie_word_embeddings", False),
         num_experts=experts,
@@ -96,14 +96,14 @@ def parse(raw: dict[str, Any]) -> Config:
         dense_first=fields.integer("first_k_dense_replace", 0, minimum=0),
         sparse_step=fields.integer("moe_layer_freq", 1),
         max_position=max_position,
-        rope=turning,
+        rope=rope_config,
     )
     fields.done()
     return config
 
 
 def _groups(fields: Fields, experts: int) -> tuple[int, int]:
-    """Groups of experts, and how many of them a token may use; (1, 1) when the choice is free."""
+    """Returns the number of expert groups, and how many of them a token may use. (1, 1) means no limit."""
     fields.only("topk_method", "greedy", "group_limited_greedy")
     groups, kept = fields.maybe_integer("n_group"), fields.maybe_integer("topk_group")
     if fields.raw("topk_method", "greedy") == "greedy":
@@ -116,35 +116,35 @@ def _groups(fields: Fields, experts: int) -> tuple[int, int]:
     return groups, kept
 
 
-def _attention(fields: Fields, turning: rope.RopeConfig) -> LatentSizes:
-    plain = fields.integer("qk_nope_head_dim")
-    turned = rope.turned_width("qk_rope_head_dim", fields.integer("qk_rope_head_dim"))
+def _attention(fields: Fields, rope_config: rope.RopeConfig) -> LatentSizes:
+    nope_width = fields.integer("qk_nope_head_dim")
+    rope_width = rope.rotary_width("qk_rope_head_dim", fields.integer("qk_rope_head_dim"))
     stretch = 1.0
-    if turning.mscale_all_dim:
-        stretch = rope.mscale(turning.factor, turning.mscale_all_dim)
+    if rope_config.mscale_all_dim:
+        stretch = rope.mscale(rope_config.factor, rope_config.mscale_all_dim)
     return LatentSizes(
         hidden=fields.integer("hidden_size"),
         heads=fields.integer("num_attention_heads"),
         query_rank=fields.maybe_integer("q_lora_rank"),
-        rank=fields.integer("kv_lora_rank"),
-        plain=plain,
-        turned=turned,
+        kv_rank=fields.integer("kv_lora_rank"),
+        nope_width=nope_width,
+        rope_width=rope_width,
         value=fields.integer("v_head_dim"),
         bias=fields.flag("attention_bias", False),
-        scale=(plain + turned) ** -0.5 * stretch * stretch,
+        scale=(nope_width + rope_width) ** -0.5 * stretch * stretch,
     )
 
 
 def expert_names(config: Config, layer: int) -> ExpertNames:
-    """The routed experts of a layer."""
+    """Returns the tensor names of a layer's routed experts."""
     prefix = f"model.layers.{layer}.mlp.experts"
     return ExpertNames(prefix, config.hidden_size, config.expert_width, config.num_experts)
 
 
 def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
-    """Every layer without its routed experts."""
+    """Loads every layer without its routed experts."""
     spec = config.spec
-    table = rope.RopeTable.build(config.rope, config.attention.turned, spec.max_position, loader.device)
+    table = rope.RopeTable.build(config.rope, config.attention.rope_width, spec.max_position, loader.device)
     return tuple(
         _block(config, layer in spec.moe_layers, loader, table, f"model.layers.{layer}")
         for layer in range(config.num_layers)
@@ -177,7 +177,7 @@ def _router(config: Config, loader: Loader, name: str) -> TopKRouter:
 
 
 def _dense(config: Config, sparse: bool, loader: Loader, name: str) -> GatedMLP | None:
-    """The dense MLP of a dense layer, the shared experts of a sparse one: one MLP, as wide as all."""
+    """Loads the dense MLP of a dense layer, or the shared experts of a sparse layer as one wide MLP."""
     if not sparse:
         return loader.mlp(name, config.hidden_size, config.dense_width)
     if not config.shared_experts:

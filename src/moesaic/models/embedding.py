@@ -1,4 +1,4 @@
-"""Which tokens are alike: neighbours in a checkpoint's own embedding."""
+"""Finds similar tokens: nearest neighbours in a checkpoint's token embedding."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.registry import read_spec
 
 CHUNK = 1 << 24
-"""Most products [rows, known] in memory at a time."""
+"""Maximum number of products [rows, known] in memory at a time."""
 
 
 def nearest_known(
     path: Path, known: TokenArray, progress: Callable[[int, int], None] | None = None
 ) -> TokenArray:
-    """[V] for each token of the checkpoint in `path` the nearest of `known` [m], by cosine.
+    """Returns [V] the nearest token of `known` [m] for each token of the checkpoint, by cosine.
 
-    known: ascending, one at least; they are their own nearest, and of equally near ones the lowest is taken.
-    progress: is told tokens done and in all. Raises CheckpointError when the embedding cannot be read.
+    known: at least one token, ascending. Each is its own nearest. Ties go to the lowest token.
+    progress: called with tokens done, and total tokens. Raises CheckpointError if the embedding cannot be
+    read.
     """
     spec = read_spec(path)
     shape = spec.vocab_size, spec.hidden_size
@@ -34,7 +35,7 @@ def nearest_known(
 def nearest(
     embedding: torch.Tensor, known: TokenArray, progress: Callable[[int, int], None] | None = None
 ) -> TokenArray:
-    """See nearest_known. embedding: [V, h].
+    """As nearest_known, for an embedding [V, h].
 
     Example: rows (1, 0), (0, 2), (3, 1) with the first two known -> 0, 1, 0.
     """
@@ -52,6 +53,6 @@ def nearest(
 
 
 def _rows(embedding: torch.Tensor, tokens: TokenArray) -> FloatRows:
-    """[n, h] in float32."""
+    """Returns the embeddings [n, h] of tokens in float32."""
     rows: FloatRows = embedding[torch.from_numpy(tokens.astype(np.int64))].float().numpy()
     return rows

@@ -1,4 +1,4 @@
-"""Where a model's files are, and the small JSON files beside its weights. Needs no torch."""
+"""Finds a model's files, and reads the small JSON files beside its weights. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from moesaic.core.request import SamplingParams
 
 DEMO = "demo"
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "vocab*", "merges.txt"]
-"""What is fetched from a hub: weights as safetensors, never pickles or code."""
+"""Files to download from a hub: weights as safetensors, never pickles or code."""
 IGNORED = ["*/*", "consolidated*"]
-"""Copies of the weights in other layouts, which some repositories hold beside the one we read."""
+"""Copies of the weights in other layouts, which some repositories have beside the one that is read."""
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
-    """The directory of a model: a path, the word "demo", or a hub id such as "org/name".
+    """Returns the directory of a model, given as a path, the word "demo", or a hub id such as "org/name".
 
-    A hub id is looked up in the local Hugging Face cache, or downloaded into it; huggingface_hub reads
-    its own settings (HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME). Raises ConfigError in one line.
+    A hub id is looked up in the local Hugging Face cache, or downloaded into it. huggingface_hub reads its
+    own settings (HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME). Raises ConfigError in one line.
     """
     if revision is not None and (model == DEMO or Path(model).expanduser().is_dir()):
         raise ConfigError.field("--revision", revision, "none for a model in a directory, which has no other")
@@ -73,7 +73,7 @@ def _from_hub(model: str, revision: str | None) -> Path:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises CheckpointError when the file is absent or holds something else."""
+    """Reads a JSON object. Raises CheckpointError if the file is missing or contains something else."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -81,17 +81,17 @@ def read_json(file: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{file}: is not valid JSON ({error})") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: holds no JSON object")
+        raise CheckpointError(f"{file}: contains no JSON object")
     return value
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """How the model's makers want it sampled; None where they say nothing."""
+    """Sampling defaults of the model's authors; None for what they do not specify."""
 
     eos_token_ids: tuple[int, ...] = ()
-    """End-of-sequence ids of generation_config.json and config.json together, ascending, without those
-    outside of the vocabulary (-1 stands for none in some files)."""
+    """End-of-sequence ids of generation_config.json and config.json together, in ascending order. Ids outside
+    the vocabulary are left out (-1 means none in some files)."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -100,22 +100,22 @@ class GenerationDefaults:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What the makers do say, by the names of SamplingParams."""
+        """The specified values, by the names of SamplingParams."""
         said = {name: value for name, value in asdict(self).items() if name != "eos_token_ids"}
         return {name: value for name, value in said.items() if value is not None}
 
 
 def generation_defaults(path: Path) -> GenerationDefaults:
-    """The defaults of a model's directory. With "do_sample": false only the end ids count.
+    """Reads the defaults in a model's directory. With "do_sample": false only the end ids are used.
 
-    Raises CheckpointError for a value that no request could ask for.
+    Raises CheckpointError for a value that a request could not have.
     """
     config = read_json(path / "config.json")
     file = path / "generation_config.json"
     generation = read_json(file) if file.is_file() else {}
     said = _ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
     size = config.get("vocab_size")
-    end = size if isinstance(size, int) else float("inf")  # the model's own file refuses another size
+    end = size if isinstance(size, int) else float("inf")  # the model's own parser refuses other types
     eos = [token for token in sorted(said) if 0 <= token < end]
     if generation.get("do_sample") is False:
         return GenerationDefaults(tuple(eos))
@@ -129,6 +129,6 @@ def generation_defaults(path: Path) -> GenerationDefaults:
 
 
 def _ids(value: object) -> set[int]:
-    """An id, a list of ids or nothing, as a set."""
+    """Returns an id, a list of ids or None as a set."""
     items = value if isinstance(value, list) else [value]
     return {item for item in items if isinstance(item, int) and not isinstance(item, bool)}

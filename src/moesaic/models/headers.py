@@ -1,8 +1,8 @@
-"""Where the tensors of a safetensors directory lie, told from the files' headers alone and without torch.
+"""Finds the tensors of a safetensors directory from the files' headers alone, and without torch.
 
 A file is eight bytes of length (little-endian), a JSON header of that length, then the tensors. The header
-tells of each name its dtype, shape and data_offsets [begin, end], counted from the header's end. A directory
-holds one file, or several and an index that tells which one has a tensor (safetensors, "Format").
+maps each name to its dtype, shape and data_offsets [begin, end], counted from the header's end. A directory
+has one file, or several files and an index that maps tensors to files (safetensors, "Format").
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from moesaic.core.stored import COMPRESSED, row_bytes
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 NUMBERS = {"F32": 4, "BF16": 2, "F16": 2}
-"""Stored types of numbers that are understood, and the bytes of one."""
+"""Supported data types of numbers -> bytes per number."""
 COMPRESSED_ROWS = "U8"
-"""How files spell the type of compressed matrices, whose rows are bytes."""
+"""Data type in files of compressed matrices, whose rows are bytes."""
 WIDTHS = {**NUMBERS, COMPRESSED_ROWS: 1}
 STORED = {"float32": "F32", "bfloat16": "BF16", COMPRESSED: COMPRESSED_ROWS}
-"""What weights are computed from, and how files spell it."""
+"""Data type that weights are computed from -> its name in files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one tensor lies: dense, rows one after the other."""
+    """Where a tensor is stored: dense and row-major."""
 
     file: Path
     offset: int
-    """Of its first byte, from the beginning of the file. Any number: files need not be aligned."""
+    """Offset of its first byte in the file. It can be any number, since files need not be aligned."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     dtype: str
-    """One of WIDTHS."""
+    """A key of WIDTHS."""
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
     file: Path
-    """The same object in every Place."""
+    """The same object in every Place of this file."""
     begin: int
-    """Where the tensors begin in the file."""
+    """Offset of the tensors in the file."""
     size: int
-    """Bytes of all tensors."""
+    """Size in bytes of all tensors."""
     entries: dict[str, Any]
 
 
 class Headers:
-    """The headers of one directory, each read when one of its tensors is first asked for.
+    """The headers of one directory. Each is read when one of its tensors is first looked up.
 
-    Raises CheckpointError, in one line, for what is missing, damaged or of another shape or type.
+    Raises CheckpointError, in one line, for tensors that are missing, damaged or of another shape or type.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +64,7 @@ class Headers:
         self._headers: dict[str, _Header] = {}
 
     def find(self, name: str, *shape: int) -> Place:
-        """A tensor of exactly this shape, or the same compressed, all of whose bytes are in its file."""
+        """Finds a tensor of exactly this shape, possibly compressed, and checks that the file is complete."""
         shard = self._shards.get(name, INDEX) if self._shards else SINGLE
         if shard == INDEX:
             raise CheckpointError(f"{self.path / INDEX}: tensor {name} is missing")
@@ -95,7 +95,7 @@ class Headers:
 
 
 def _index(path: Path) -> dict[str, str]:
-    """Tensor -> file; empty where all are in one file."""
+    """Returns tensor -> file; empty if all tensors are in one file."""
     file = path / INDEX
     if not file.is_file():
         return {}
@@ -107,7 +107,7 @@ def _index(path: Path) -> dict[str, str]:
 
 
 def _read(file: Path) -> _Header:
-    """Raises OSError or ValueError."""
+    """Reads a file's header. Raises OSError or ValueError."""
     with file.open("rb") as opened:
         size = file.stat().st_size
         length = int.from_bytes(opened.read(8), "little")
@@ -121,6 +121,6 @@ def _read(file: Path) -> _Header:
 
 
 def _fits(span: Any, size: int, length: int) -> TypeGuard[list[int]]:
-    """Whether `span`, read from a file, is [begin, end] of `size` bytes among `length`."""
+    """Whether `span`, read from a file, is a range [begin, end] of `size` bytes within `length` bytes."""
     whole = isinstance(span, list) and [type(at) for at in span] == [int, int]
     return whole and 0 <= span[0] <= span[1] <= length and span[1] - span[0] == size

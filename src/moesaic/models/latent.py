@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1), in its absorbed form.
 
-The cache holds one vector a token: the compressed latent and the rotated key that all heads share. The
-up-projections of key and value are applied to the query and to the result instead of to the cache, in
-prefill and decode alike, so both do the same arithmetic.
+The cache stores one vector per token: the compressed latent, and the rotated key that all heads share. The
+up-projections of key and value are applied to the query and to the result instead of the cache. Prefill and
+decode both do so, and thus do the same arithmetic.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from moesaic.models.loader import Loader, columns_of
 from moesaic.models.rope import RopeTable
 
 NORM_EPSILON = 1e-6
-"""Of the norms inside the attention; config.json's own epsilon is for the others."""
+"""Epsilon of the norms inside the attention. The other norms use the epsilon of config.json."""
 
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """The widths of latent attention."""
+    """The dimensions of latent attention."""
 
     hidden: int
     heads: int
     query_rank: int | None
-    """Width of the query's own compression; None: there is none."""
-    rank: int
-    """Width of the latent of key and value."""
-    plain: int
-    """Numbers of a query head that are not rotated."""
-    turned: int
-    """Numbers of a query head that are."""
+    """Width of the compressed query. None means that queries are not compressed."""
+    kv_rank: int
+    """Width of the latent from which keys and values are computed."""
+    nope_width: int
+    """Width of the part of a query head that is not rotated."""
+    rope_width: int
+    """Width of the part of a query head that is rotated."""
     value: int
-    """Numbers of a value head."""
+    """Width of a value head."""
     bias: bool
     scale: float
-    """Multiplies the scores, mscale among it."""
+    """Factor of the attention scores, including mscale."""
 
 
 @dataclass(frozen=True)
@@ -54,40 +54,40 @@ class LatentAttention:
     query_norm: torch.Tensor | None
     """[query_rank]"""
     query: Projection
-    """[H * (plain + turned), h or query_rank]"""
+    """[H * (nope_width + rope_width), h or query_rank]"""
     latent: Projection
-    """[rank + turned, h]"""
+    """[kv_rank + rope_width, h]"""
     latent_norm: torch.Tensor
-    """[rank]"""
+    """[kv_rank]"""
     key_up: torch.Tensor
-    """[H, plain, rank]"""
+    """[H, nope_width, kv_rank]"""
     value_up: torch.Tensor
-    """[H, rank, value]"""
+    """[H, kv_rank, value]"""
     out: Projection
     """[h, H * value]"""
 
     def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected:
-        """rows [n, h], positions [n] -> query [n, H, rank + turned] and key [n, 1, rank + turned]."""
-        plain, turned = self._query(rows).tensor_split([self.sizes.plain], dim=-1)
-        turned = self._turn(turned, positions)
-        query = self.kernels.join(self.kernels.head_linear(plain, self.key_up), turned)
+        """rows [n, h], positions [n] -> query [n, H, w] and key [n, 1, w], w = kv_rank + rope_width."""
+        plain, rotary = self._query(rows).tensor_split([self.sizes.nope_width], dim=-1)
+        rotary = self._rotate(rotary, positions)
+        query = self.kernels.join(self.kernels.head_linear(plain, self.key_up), rotary)
         both = self.kernels.linear(rows, self.latent.weight, self.latent.bias)
-        latent, shared = both.tensor_split([self.sizes.rank], dim=-1)
+        latent, shared = both.tensor_split([self.sizes.kv_rank], dim=-1)
         latent = self.kernels.rms_norm(latent, self.latent_norm, NORM_EPSILON)
-        shared = self._turn(shared[:, None], positions)
+        shared = self._rotate(shared[:, None], positions)
         return Projected(query, self.kernels.join(latent[:, None], shared), None)
 
-    def _turn(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[n, H, turned], rotated."""
+    def _rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotates heads [n, H, rope_width]."""
         return self.kernels.rope(heads, self.rope.cosine, self.rope.sine, positions, interleaved=True)
 
     def _query(self, rows: torch.Tensor) -> torch.Tensor:
-        """[n, h] -> [n, H, plain + turned]."""
+        """[n, h] -> [n, H, nope_width + rope_width]."""
         if self.query_down is not None and self.query_norm is not None:
             rows = self.kernels.linear(rows, self.query_down.weight, self.query_down.bias)
             rows = self.kernels.rms_norm(rows, self.query_norm, NORM_EPSILON)
         heads = self.kernels.linear(rows, self.query.weight, self.query.bias)
-        return heads.view(-1, len(self.key_up), self.sizes.plain + self.sizes.turned)
+        return heads.view(-1, len(self.key_up), self.sizes.nope_width + self.sizes.rope_width)
 
     def attend(
         self,
@@ -96,9 +96,9 @@ class LatentAttention:
         values: torch.Tensor | None,
         batch: AttentionBatch,
     ) -> torch.Tensor:
-        """[n, H, rank + turned] over the paged latents: [n, H * value]."""
+        """query [n, H, kv_rank + rope_width] over the paged latents -> [n, H * value]."""
         latent = self.kernels.paged_attention(
-            query, keys, None, batch, self.sizes.scale, value_width=self.sizes.rank
+            query, keys, None, batch, self.sizes.scale, value_width=self.sizes.kv_rank
         )
         return self.kernels.head_linear(latent, self.value_up).flatten(1)
 
@@ -107,26 +107,29 @@ class LatentAttention:
         return self.kernels.linear(attended, self.out.weight, self.out.bias)
 
     def beside(self, kernels: Kernels) -> LatentAttention:
-        """The same, of which `attend` computes on a CPU with these kernels, the lift of values too."""
+        """Returns the same attention, whose `attend` runs on a CPU with these kernels.
+
+        This includes the up-projection of values.
+        """
         lifted = self.value_up.transpose(1, 2)
         dtype = lifted.dtype if lifted.dtype in kernels.stored else torch.float32
         return replace(self, kernels=kernels, value_up=lifted.to("cpu", dtype).contiguous().transpose(1, 2))
 
 
 def latent_attention(loader: Loader, name: str, sizes: LatentSizes, rope: RopeTable) -> LatentAttention:
-    """The tensors under `name`: the heads of the loader's shard, and the latent that all heads share."""
-    heads, width, lifted = sizes.heads, sizes.plain + sizes.turned, sizes.plain + sizes.value
+    """Loads the tensors under `name`: the heads of the loader's shard, and the latent of all heads."""
+    heads, width, lifted = sizes.heads, sizes.nope_width + sizes.rope_width, sizes.nope_width + sizes.value
     rank, both, local = sizes.query_rank, heads * width, loader.shard.heads(heads)
-    asking, answering = columns_of(local, width), columns_of(local, sizes.value)
+    query_columns, value_columns = columns_of(local, width), columns_of(local, sizes.value)
     if rank is None:
         down, norm = None, None
-        query = loader.input_projection(f"{name}.q_proj", both, sizes.hidden, asking)
+        query = loader.input_projection(f"{name}.q_proj", both, sizes.hidden, query_columns)
     else:
         down = loader.projection(f"{name}.q_a_proj", rank, sizes.hidden, sizes.bias)
         norm = loader.exact(f"{name}.q_a_layernorm.weight", rank)
-        query = loader.input_projection(f"{name}.q_b_proj", both, rank, asking)
-    up = loader.matrix(f"{name}.kv_b_proj", heads * lifted, sizes.rank, columns_of(local, lifted))
-    key_up, value_up = up.view(len(local), -1, sizes.rank).tensor_split([sizes.plain], dim=1)
+        query = loader.input_projection(f"{name}.q_b_proj", both, rank, query_columns)
+    up = loader.matrix(f"{name}.kv_b_proj", heads * lifted, sizes.kv_rank, columns_of(local, lifted))
+    key_up, value_up = up.view(len(local), -1, sizes.kv_rank).tensor_split([sizes.nope_width], dim=1)
     return LatentAttention(
         kernels=loader.kernels,
         rope=rope,
@@ -135,12 +138,12 @@ def latent_attention(loader: Loader, name: str, sizes: LatentSizes, rope: RopeTa
         query_norm=norm,
         query=query,
         latent=loader.projection(
-            f"{name}.kv_a_proj_with_mqa", sizes.rank + sizes.turned, sizes.hidden, sizes.bias
+            f"{name}.kv_a_proj_with_mqa", sizes.kv_rank + sizes.rope_width, sizes.hidden, sizes.bias
         ),
-        latent_norm=loader.exact(f"{name}.kv_a_layernorm.weight", sizes.rank),
+        latent_norm=loader.exact(f"{name}.kv_a_layernorm.weight", sizes.kv_rank),
         key_up=key_up,
         value_up=value_up.transpose(1, 2),
         out=loader.output_projection(
-            f"{name}.o_proj", sizes.hidden, heads * sizes.value, answering, sizes.bias
+            f"{name}.o_proj", sizes.hidden, heads * sizes.value, value_columns, sizes.bias
         ),
     )

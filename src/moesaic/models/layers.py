@@ -1,6 +1,6 @@
 """Building blocks of the models: grouped-query attention, the top-k gate, the dense MLP.
 
-Head counts follow from the shapes of the weights, so a slice of the heads is just smaller weights.
+Head counts are derived from the shapes of the weights, so a rank's heads are just smaller weights.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class GroupedQueryAttention:
     epsilon: float = 1e-6
 
     def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected:
-        """rows [n, h], positions [n] -> rotated query and key, and the value."""
+        """rows [n, h], positions [n] -> rotated query and key, and the value, of each head."""
         parts = (self.query, self.key, self.value)
         query, key, value = self.kernels.linears(rows, [p.weight for p in parts], [p.bias for p in parts])
-        del rows  # many rows are megabytes: they go as soon as nothing needs them
+        del rows  # free megabytes of memory if there are many rows
         return Projected(
-            query=self._turn(query, positions, self.query_norm),
-            key=self._turn(key, positions, self.key_norm),
+            query=self._rotate(query, positions, self.query_norm),
+            key=self._rotate(key, positions, self.key_norm),
             value=value.view(-1, value.shape[1] // self.head_width, self.head_width),
         )
 
-    def _turn(self, rows: torch.Tensor, positions: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
-        """[n, H * d] -> heads [n, H, d], normed and rotated."""
+    def _rotate(self, rows: torch.Tensor, positions: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        """[n, H * d] -> heads [n, H, d], normalized and rotated."""
         heads = rows.view(-1, rows.shape[1] // self.head_width, self.head_width)
         table = self.rope
         return self.kernels.rope(heads, table.cosine, table.sine, positions, norm=norm, epsilon=self.epsilon)
@@ -66,7 +66,7 @@ class GroupedQueryAttention:
         values: torch.Tensor | None,
         batch: AttentionBatch,
     ) -> torch.Tensor:
-        """[n, Hq, d] over the paged cache: [n, Hq * d]."""
+        """query [n, Hq, d] over the paged cache -> [n, Hq * d]."""
         scale = self.head_width**-0.5
         window = self.sliding_window
         return self.kernels.paged_attention(query, keys, values, batch, scale, window).flatten(1)
@@ -76,16 +76,16 @@ class GroupedQueryAttention:
         return self.kernels.linear(attended, self.out.weight, self.out.bias)
 
     def beside(self, kernels: Kernels) -> GroupedQueryAttention:
-        """The same, of which `attend` computes on a CPU with these kernels: it reads no weights."""
+        """The same attention, whose `attend` runs on a CPU with these kernels. It reads no weights."""
         return replace(self, kernels=kernels)
 
 
 @dataclass(frozen=True)
 class TopKRouter:
-    """Softmax over all experts, then the k most likely.
+    """Softmax over all experts, then the k experts with the highest probability.
 
-    With `groups`, only experts of the `groups_kept` groups whose best expert is likeliest can be
-    chosen (device-limited routing, DeepSeek-V2, section 2.2.2).
+    With `groups`, only experts of `groups_kept` groups can be chosen: those whose best expert has the highest
+    probability (device-limited routing, DeepSeek-V2, section 2.2.2).
     """
 
     kernels: Kernels
@@ -93,7 +93,7 @@ class TopKRouter:
     """[E, h] float32"""
     top_k: int
     normalise: bool
-    """Divide the k weights by their sum."""
+    """Whether the k weights are divided by their sum."""
     scale: float = 1.0
     groups: int = 1
     groups_kept: int = 1

@@ -1,4 +1,4 @@
-"""Copies of weights in memory of this process."""
+"""Copies of weights in this process's own memory."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 from moesaic.models.pages import aligned, huge_pages
 
 CHUNK = 64 << 20
-"""Bytes that are mapped at a time: pages that nothing is written to cost no memory."""
+"""Bytes that are mapped at a time. Pages that are not written use no memory."""
 
 
 class Copies:
-    """Copies of tensors, one behind the other. Their memory lives as long as any of them.
+    """Copies of tensors, one after the other. Their memory stays allocated while any of them exists.
 
     >>> copies = Copies()
     >>> one, other = copies.of(torch.ones(3)), copies.of(torch.zeros(5))
@@ -23,7 +23,7 @@ class Copies:
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same numbers in the same shape, dense."""
+        """Returns a dense copy of the same shape."""
         size = aligned(tensor.nbytes)
         if size > len(self._free):
             self._free = torch.frombuffer(huge_pages(max(size, CHUNK)), dtype=torch.uint8)

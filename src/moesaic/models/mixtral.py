@@ -1,4 +1,4 @@
-"""Mixtral: grouped-query attention and a few large experts, two a token.
+"""Mixtral: grouped-query attention and a few large experts, two per token.
 
 Jiang et al., Mixtral of Experts, 2024.
 """
@@ -16,7 +16,7 @@ from moesaic.models.loader import ExpertNames, Heads, Loader, grouped_query_atte
 from moesaic.models.spec import KVLayout, ModelSpec
 
 UNUSED = (r".*\.rotary_emb\.inv_freq",)
-"""Tensors that some checkpoints carry and nothing needs."""
+"""Tensors of some checkpoints that are not needed."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Config:
 
 
 def parse(raw: dict[str, Any]) -> Config:
-    """config.json -> Config. Raises CheckpointError for any key that is not understood."""
+    """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(raw)
     fields.only("model_type", "mixtral")
     fields.only("hidden_act", "silu")
-    fields.ignore("router_jitter_noise")  # Noise of training.
+    fields.ignore("router_jitter_noise")  # only used in training
     max_position = fields.integer("max_position_embeddings", 131072)
     experts = fields.integer("num_local_experts", 8)
     config = Config(
@@ -81,14 +81,14 @@ def parse(raw: dict[str, Any]) -> Config:
 
 
 def expert_names(config: Config, layer: int) -> ExpertNames:
-    """The routed experts of a layer."""
+    """Returns the tensor names of a layer's routed experts."""
     prefix = f"model.layers.{layer}.block_sparse_moe.experts"
     hidden, width = config.hidden_size, config.expert_width
     return ExpertNames(prefix, hidden, width, config.num_experts, gate="w1", up="w3", down="w2")
 
 
 def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
-    """Every layer without its routed experts."""
+    """Loads every layer without its routed experts."""
     positions = config.spec.max_position
     table = rope.RopeTable.build(config.rope, config.heads.width, positions, loader.device)
     return tuple(_block(config, loader, table, layer) for layer in range(config.num_layers))

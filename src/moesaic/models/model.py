@@ -1,4 +1,4 @@
-"""A loaded model: embedding, blocks, head, and the routed experts beside them."""
+"""A loaded model: embedding, blocks, LM head and routed experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moesaic.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Model:
-    """Plain math of one process. The runtime walks the stages; nothing here knows of it."""
+    """The weights and the math of a model in one process. The runtime calls the stages of its blocks."""
 
     spec: ModelSpec
     kernels: Kernels
@@ -25,10 +25,10 @@ class Model:
     final_norm: torch.Tensor
     """[h]"""
     head: torch.Tensor
-    """[V, h]; the embedding itself when the two are tied."""
+    """[V, h]; the same tensor as the embedding if the two are tied."""
     epsilon: float
     experts: Mapping[int, ExpertWeights]
-    """Layer -> routed experts held here; empty in an attention worker."""
+    """Layer -> routed experts in this process; empty in an attention worker."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [n] -> hidden [n, h] float32."""
@@ -40,18 +40,18 @@ class Model:
         return self.kernels.linear(normed, self.head)
 
     def expert_weights(self, layer: int) -> ExpertWeights:
-        """The routed experts of a layer. Raises KeyError when they are not held here."""
+        """Returns the routed experts of a layer. Raises KeyError if they are not in this process."""
         return self.experts[layer]
 
     @property
     def num_parameters(self) -> int:
-        """Numbers held in this process, tied ones once."""
+        """Parameters in this process. Tied ones count once."""
         others = sum(tensor.numel() for tensor in self._tensors() if tensor.is_floating_point())
         return others + sum(weights.compressed_numbers for weights in self.experts.values())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of those numbers, as they are held."""
+        """Bytes of these parameters as stored in memory."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -61,7 +61,7 @@ class Model:
 
 
 def _walk(part: object) -> Iterator[torch.Tensor]:
-    """Every weight in a nest of records and tuples; tables of angles are no weights."""
+    """Yields every weight in nested dataclasses and tuples. Rotary tables are not weights."""
     if isinstance(part, torch.Tensor):
         yield part
     elif isinstance(part, tuple):

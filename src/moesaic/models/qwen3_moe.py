@@ -16,7 +16,7 @@ from moesaic.models.loader import ExpertNames, Heads, Loader, grouped_query_atte
 from moesaic.models.spec import KVLayout, ModelSpec
 
 UNUSED = (r".*\.rotary_emb\.inv_freq",)
-"""Tensors that some checkpoints carry and nothing needs."""
+"""Tensors of some checkpoints that are not needed."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class Config:
 
 
 def parse(raw: dict[str, Any]) -> Config:
-    """config.json -> Config. Raises CheckpointError for any key that is not understood."""
+    """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(raw)
     fields.only("model_type", "qwen3_moe")
     fields.only("hidden_act", "silu")
-    # Keys of Qwen3-Coder that say what every model of this type has.
+    # Keys of Qwen3-Coder that repeat what all models of this type have in common.
     fields.only("qkv_bias", False)
     fields.only("use_qk_norm", True)
     fields.only("shared_expert_intermediate_size", 0, None)
@@ -104,13 +104,13 @@ def parse(raw: dict[str, Any]) -> Config:
 
 
 def expert_names(config: Config, layer: int) -> ExpertNames:
-    """The routed experts of a layer."""
+    """Returns the tensor names of a layer's routed experts."""
     prefix = f"model.layers.{layer}.mlp.experts"
     return ExpertNames(prefix, config.hidden_size, config.expert_width, config.num_experts)
 
 
 def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
-    """Every layer without its routed experts."""
+    """Loads every layer without its routed experts."""
     spec = config.spec
     table = rope.RopeTable.build(config.rope, config.heads.width, spec.max_position, loader.device)
     return tuple(_block(config, spec, loader, table, layer) for layer in range(config.num_layers))

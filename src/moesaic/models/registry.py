@@ -1,4 +1,4 @@
-"""From a directory to a model: the file's name is the checkpoint's model_type."""
+"""Loads a model from a directory. The checkpoint's model_type selects the model file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moesaic.models.spec import ModelSpec
 
 
 class Config(Protocol):
-    """What every model's config has."""
+    """What the configs of all models have in common."""
 
     @property
     def tied(self) -> bool: ...
@@ -55,7 +55,7 @@ CACHE_DTYPES = {**DTYPES, "int8": torch.int8}
 
 
 def read_spec(path: Path, shard: Shard = WHOLE) -> ModelSpec:
-    """The sizes of the model in `path`, or of one rank's part of it, from its config.json alone.
+    """Reads the sizes of the model in `path`, or of one rank's part of it, from config.json alone.
 
     Raises ConfigError for a shard that does not fit the model.
     """
@@ -64,7 +64,7 @@ def read_spec(path: Path, shard: Shard = WHOLE) -> ModelSpec:
 
 
 def is_tied(path: Path) -> bool:
-    """Whether head and embedding are one matrix."""
+    """Whether LM head and embedding are the same matrix."""
     return _is_tied(_parse(path)[1], Checkpoint(path))
 
 
@@ -78,15 +78,17 @@ def load(
     shard: Shard = WHOLE,
     mapped: bool = True,
 ) -> Model:
-    """The model in a directory, or all but its routed experts, with all its attention heads or a rank's.
+    """Loads the model in a directory: with or without routed experts, and with all or one rank's heads.
 
-    dtype: of the matrices; "auto" is the checkpoint's own type, or float32 on a CPU whose kernels would have
-    to widen it at each use.
-    progress: is told bytes read and bytes in all, tensor after tensor.
-    mapped: False where the model has memory of its own and the files' pages can go.
-    shard: with more than one rank, `output_projection` of each is a partial sum, and the spec's heads are the
-    rank's own. Raises ConfigError for one that does not fit the model, and CheckpointError, naming it, for a
-    key or a tensor that is missing or not understood.
+    dtype: data type of the matrices. "auto" means the checkpoint's own type, or float32 on a CPU whose
+    kernels would have to convert that type at each use.
+    progress: called with bytes read, and total bytes, after each tensor.
+    mapped: False copies the weights into memory, so that the files' pages can be dropped.
+    shard: with more than one rank, `output_projection` returns a partial sum, and the spec has the rank's
+    heads.
+
+    Raises ConfigError for a shard that does not fit the model. Raises CheckpointError, naming it, for a key
+    or a tensor that is missing or not understood.
     """
     file, config = _parse(path)
     spec = shard.spec(config.spec)
@@ -108,14 +110,14 @@ def load(
 
 
 def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str = "auto") -> ExpertLayout:
-    """Where the routed experts of the model in a directory lie, for servers that know no model.
+    """Returns the tensor names and sizes of a model's routed experts, for expert servers.
 
-    Raises CheckpointError for a model without any.
+    Raises CheckpointError for a model without routed experts.
     """
     file, config = _parse(path)
     spec: ModelSpec = config.spec
     if not spec.moe_layers:
-        raise CheckpointError(f"{path}: this model has no routed experts to serve apart")
+        raise CheckpointError(f"{path}: this model has no routed experts to serve")
     checkpoint = Checkpoint(path)
     loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint, kernels))
     names = {layer: file.expert_names(config, layer) for layer in spec.moe_layers}
@@ -143,10 +145,10 @@ def load_experts(
     mapped: bool = True,
     of_expert: Shard = WHOLE,
 ) -> dict[int, ExpertWeights]:
-    """Routed experts only, for a server that knows no request: `wanted` is layer -> expert ids.
+    """Loads routed experts only, for an expert server. wanted: layer -> expert ids.
 
-    mapped: False copies them into memory of this process. of_expert: the part of each one's width that is
-    read, decompressed where the checkpoint has it compressed.
+    mapped: False copies them into memory of this process. of_expert: the part of each expert's width to
+    load; compressed experts are then decompressed.
     Raises CheckpointError for a layer without routed experts or an id that does not exist.
     """
     file, config = _parse(path)
@@ -170,7 +172,7 @@ def _parse(path: Path) -> tuple[ModelFile, Any]:
 
 
 def _dtype(dtype: str, device: str, checkpoint: Checkpoint, kernels: Kernels) -> torch.dtype:
-    if dtype in ("auto", COMPRESSED):  # the second is a layout's, of kernels that may be others
+    if dtype in ("auto", COMPRESSED):  # a layout may be COMPRESSED for other kernels
         stored = checkpoint.dtype(EMBEDDING)
         stored = torch.bfloat16 if stored is torch.uint8 else stored
         return stored if not device.startswith("cpu") or stored in kernels.stored else torch.float32
@@ -190,7 +192,7 @@ def _head(config: Config, loader: Loader, embedding: torch.Tensor) -> torch.Tens
 
 
 def _is_tied(config: Config, checkpoint: Checkpoint) -> bool:
-    """A head in the files may be a copy that some tools write; one that differs counts."""
+    """A head in the files may be a copy of the embedding that some tools write. One that differs counts."""
     return config.tied and (HEAD not in checkpoint.names or checkpoint.equal(HEAD, EMBEDDING))
 
 

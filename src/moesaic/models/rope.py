@@ -1,9 +1,9 @@
-"""Rotary positions: which frequencies a config asks for, and their table of angles.
+"""Rotary position embedding: the frequencies of a config, and the table of their cosines and sines.
 
 default: RoFormer (Su et al. 2021). linear: position interpolation (Chen et al. 2023). yarn: Peng et al.
 2023, with the mscale terms of DeepSeek-V2. llama3: the published code of Llama 3.1. dynamic (NTK): equal
-to default up to max_position_embeddings, which is our context length, hence the same table.
-longrope is refused: which of its two tables holds depends on the other rows of a batch.
+to default up to max_position_embeddings. That is our maximum context length, so the table is the same.
+longrope is refused: which of its two tables applies to a row depends on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class RopeConfig:
 
     @property
     def reach(self) -> int:
-        """Tokens that the scaling was made for; 0 when it does not say."""
+        """Context length with scaling, in tokens; 0 if the config does not specify it."""
         return int(self.factor * self.original)
 
     @property
     def angle_scale(self) -> float:
-        """What multiplies cosine and sine (yarn)."""
+        """Factor of cosine and sine (yarn)."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -61,9 +61,9 @@ def mscale(factor: float, weight: float) -> float:
 
 
 def read(fields: Fields, max_position: int, default_theta: float) -> RopeConfig:
-    """The rotary keys in either spelling: rope_parameters, or rope_theta and rope_scaling.
+    """Reads the rotary keys in either form: rope_parameters, or rope_theta and rope_scaling.
 
-    Raises CheckpointError for an unknown kind, a missing or an unknown key.
+    Raises CheckpointError for an unknown kind, and for a missing or unknown key.
     """
     theta = fields.number_above("rope_theta", 1.0, default_theta)
     parts = fields.child("rope_scaling") or Fields({}, "rope_scaling.")
@@ -74,7 +74,7 @@ def read(fields: Fields, max_position: int, default_theta: float) -> RopeConfig:
     theta = parts.number_above("rope_theta", 1.0, theta)
     kind = parts.raw("rope_type", parts.raw("type", "default"))
     parts.ignore("type")
-    parts.only("partial_rotary_factor", 1.0, 1, None, why="this model turns whole heads")
+    parts.only("partial_rotary_factor", 1.0, 1, None, why="this model rotates whole heads")
     if kind not in KINDS:
         raise CheckpointError(f"config.json: rope_type: got {kind!r}; allowed: {', '.join(KINDS)}")
     config = _scaled(parts, kind, theta, max_position)
@@ -82,11 +82,11 @@ def read(fields: Fields, max_position: int, default_theta: float) -> RopeConfig:
     return config
 
 
-def turned_width(name: str, width: int) -> int:
-    """`width` numbers of a head that are turned. CheckpointError, naming the key, when they are no pairs."""
+def rotary_width(name: str, width: int) -> int:
+    """Returns `width`, the part of a head that is rotated. Raises CheckpointError if it is odd."""
     if width % 2:
         raise CheckpointError(
-            f"config.json: {name}: got {width}; allowed: an even integer, heads turn in pairs"
+            f"config.json: {name}: got {width}; allowed: an even integer, since heads are rotated in pairs"
         )
     return width
 
@@ -116,7 +116,7 @@ def _scaled(parts: Fields, kind: str, theta: float, max_position: int) -> RopeCo
 
 
 def frequencies(config: RopeConfig, width: int) -> torch.Tensor:
-    """[width / 2] radians a token, float32."""
+    """Returns [width / 2] radians per token, float32."""
     powers = config.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     plain = 1.0 / powers
     if config.kind == "linear":
@@ -130,10 +130,10 @@ def frequencies(config: RopeConfig, width: int) -> torch.Tensor:
 
 
 def _ramp(config: RopeConfig, width: int) -> torch.Tensor:
-    """[width / 2] share of interpolation: 0 for fast pairs, 1 for slow ones."""
+    """Returns [width / 2] fractions of interpolation: 0 for fast pairs, 1 for slow ones."""
 
     def pair_of(turns: float) -> float:
-        """Which pair makes this many turns over the original context."""
+        """Returns the index of the pair that makes this many turns over the original context."""
         return width * math.log(config.original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
     low, high = pair_of(config.beta_fast), pair_of(config.beta_slow)
@@ -165,11 +165,12 @@ class RopeTable:
 
     @classmethod
     def build(cls, config: RopeConfig, width: int, positions: int, device: str) -> RopeTable:
-        """The table for positions 0 .. positions - 1 and heads of `width` numbers.
+        """Computes the table for positions 0 .. positions - 1 and heads of `width` numbers.
 
-        In double precision, then rounded. Not by torch: the first time that several threads compute a cosine
-        in a process, one may get another kernel of MKL's, wrong from the fourth digit on, so that once in a
-        hundred starts or so the process's tokens had other bits (github.com/pytorch/pytorch/issues/188792).
+        It is computed by NumPy in double precision, then rounded. torch is not used because of a bug: if
+        several threads first compute a cosine at the same time, one may get another kernel of MKL, which is
+        wrong from the fourth digit on. So about one process in a hundred would produce tokens with other bits
+        (github.com/pytorch/pytorch/issues/188792).
         """
         angles = np.arange(positions, dtype=np.float32)[:, None] * frequencies(config, width).numpy()
         cosine = np.cos(angles, out=np.empty_like(angles), dtype=np.float64, casting="same_kind")

@@ -1,9 +1,9 @@
-"""Which of the attention heads one rank of a tensor-parallel group holds.
+"""Which attention heads a rank of a tensor-parallel group has.
 
-Query heads are dealt out in equal, consecutive portions. Key-value heads too, until there are fewer of them
-than ranks: then each is held by as many consecutive ranks as share it. The output projection is cut along
-its columns (Shoeybi et al., Megatron-LM, 2019), so its result is a partial sum. All the rest is whole on
-every rank.
+Query heads are split into equal, consecutive portions. So are key-value heads, if there are at least as many
+as ranks. Otherwise each key-value head is on several consecutive ranks. The output projection is split along
+its columns (Shoeybi et al., Megatron-LM, 2019), so its result is a partial sum. All other weights are whole
+on every rank.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from moesaic.models.spec import ModelSpec
 class Shard:
     """Rank `rank` of `size`; the default is the whole model.
 
-    With 8 query heads over 2 key-value heads, rank 3 of 4 reads the last two of the one and the last of the
-    other, which rank 2 reads too:
-
+    With 8 query heads and 2 key-value heads, rank 3 of 4 has the last two query heads and the last key-value
+    head. Rank 2 has that key-value head too:
     >>> Shard(3, 4).heads(8), Shard(3, 4).kv_heads(2)
     (range(6, 8), range(1, 2))
     """
@@ -29,25 +28,28 @@ class Shard:
     size: int = 1
 
     def heads(self, total: int) -> range:
-        """The query heads of this rank, of `total`."""
+        """Returns the query heads of this rank, of `total` heads."""
         count = total // self.size
         return range(self.rank * count, (self.rank + 1) * count)
 
     def kv_heads(self, total: int) -> range:
-        """The key-value heads that those query heads look at, of `total`."""
+        """Returns the key-value heads that this rank's query heads use, of `total` heads."""
         first = self.rank * total // self.size
         return range(first, first + max(1, total // self.size))
 
     def part(self, total: int) -> slice:
-        """This rank's of consecutive parts of `total` that differ by at most one, the larger ones first."""
+        """Splits `total` into consecutive parts, the larger ones first, and returns this rank's part.
+
+        Parts differ in size by at most one.
+        """
         each, more = divmod(total, self.size)
         first = self.rank * each + min(self.rank, more)
         return slice(first, first + each + (self.rank < more))
 
     def spec(self, whole: ModelSpec) -> ModelSpec:
-        """The sizes of this rank's part of a model.
+        """Returns the sizes of this rank's part of a model.
 
-        Raises ConfigError for a number of ranks that the heads cannot be dealt out to.
+        Raises ConfigError if the heads cannot be split over that many ranks.
         """
         heads, kv_heads = whole.heads, whole.kv.kv_heads
         allowed = [size for size in range(1, heads + 1) if _fits(size, heads, kv_heads)]
@@ -62,7 +64,7 @@ class Shard:
 
 
 def _fits(size: int, heads: int, kv_heads: int) -> bool:
-    """Whether every rank gets equally many heads, and no query head without its key-value head."""
+    """Whether all ranks have the same number of heads, and each query head its key-value head."""
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 

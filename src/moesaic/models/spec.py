@@ -1,4 +1,4 @@
-"""What the rest of the system knows about a model: its sizes, nothing of its math."""
+"""What other packages know about a model: its sizes, but not its math."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from moesaic.core.routing import RoutedModel
 
 @dataclass(frozen=True)
 class KVLayout:
-    """What one token keeps in the KV cache of one layer."""
+    """What the KV cache stores for one token and layer."""
 
     kv_heads: int
     key_width: int
-    """Numbers of a key, a head."""
+    """Width of a key head."""
     value_width: int
-    """Numbers of a value, a head."""
+    """Width of a value head."""
     value_in_key: bool = False
-    """The value is the first value_width numbers of the key; no value is stored (latent attention)."""
+    """True (latent attention): the value is the first value_width numbers of the key. No value is stored."""
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Numbers of each row that a head stores of one token: its key, and its value if there is one."""
+        """Widths of what is stored per head and token: the key, and the value if it is stored."""
         return (self.key_width,) if self.value_in_key else (self.key_width, self.value_width)
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The sizes of a model; its heads are those of one rank where they are dealt out (models/shard.py)."""
+    """The sizes of a model. With tensor parallelism the heads are those of one rank (models/shard.py)."""
 
     model_type: str
     num_layers: int
     hidden_size: int
     vocab_size: int
     moe_layers: tuple[int, ...]
-    """Layers with routed experts, ascending."""
+    """Layers with routed experts, in ascending order."""
     num_experts: int
-    """Routed experts of each such layer; 0 when there is none."""
+    """Routed experts per such layer; 0 if no layer has routed experts."""
     top_k: int
-    """Experts of a token."""
+    """Routed experts per token."""
     expert_width: int
     """Inner width of a routed expert."""
     max_position: int
@@ -48,11 +48,11 @@ class ModelSpec:
     """Query heads of the attention."""
     kv: KVLayout
     sliding_windows: tuple[int | None, ...]
-    """Per layer: tokens that a row sees, itself among them; None sees all."""
+    """Per layer: tokens that a token attends to, including itself. None means all."""
 
     @property
     def routed(self) -> RoutedModel:
-        """What its routing is recorded as."""
+        """How recorded routing describes this model."""
         name = model_name(self.moe_layers, self.num_experts, self.hidden_size, self.expert_width)
         sizes = self.vocab_size, self.num_experts, self.top_k
         return RoutedModel(name, *sizes, self.moe_layers, self.hidden_size)
