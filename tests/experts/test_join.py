@@ -147,7 +147,7 @@ def test_strangers_who_say_nothing_keep_nobody_out(tmp_path: Path, caplog: pytes
             Joiner(door.address, tmp_path).run()
         assert silent[0].recv(1) == b""
         name = "tcp:{}:{}".format(*silent[0].getsockname())
-    why = f"{MAX_PENDING} handshakes are under way, it came first"
+    why = f"it was the oldest of {MAX_PENDING} handshakes"
     assert caplog.records[0].getMessage() == f"dropped {name} at {door.address}: {why}"
 
 

@@ -95,7 +95,7 @@ def test_who_comes_takes_the_place_of_the_oldest(caplog: pytest.LogCaptureFixtur
         silent[3].sendall(b"good but slow")
         until(lambda: passed == ["good peer", "good but slow"])
         names = ["tcp:{}:{}".format(*sock.getsockname()) for sock in silent]
-    why = "2 handshakes are under way, it came first"
+    why = "it was the oldest of 2 handshakes"
     assert [record.getMessage() for record in caplog.records] == [
         f"dropped {name} at tcp:door: {why}" for name in names[:3]
     ]
@@ -107,6 +107,6 @@ def test_closing_drops_who_is_not_done_and_welcomes_nobody() -> None:
         until(lambda: one._pending)
         one.close()
         one.close()
-        assert silent.recv(1) == b"" and not passed and not one._greeting
+        assert silent.recv(1) == b"" and not passed and not one._threads
         with pytest.raises(ConnectionRefusedError):
             connect()

@@ -1,1 +1,1 @@
-"""The nouns: plain records that all other rooms share. They need numpy and the standard library only."""
+"""Plain records that every other package uses. It depends only on numpy and the standard library."""

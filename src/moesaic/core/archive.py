@@ -21,11 +21,11 @@ DAMAGED = (
     *(ValueError, TypeError, EOFError, IndexError, RuntimeError, SyntaxError, MemoryError, OverflowError),
     *(zipfile.BadZipFile, zlib.error, TokenError),
 )
-"""The errors that NumPy and `zipfile` raise for damaged files."""
+"""What NumPy and `zipfile` raise for damaged files."""
 
 
 def save(path: Path, arrays: Mapping[str, Any], compress: bool = True) -> None:
-    """Write the arrays to `path`, completely or not at all."""
+    """Write the file. After a failure the old file is unchanged."""
     unfinished = path.with_name(path.name + ".tmp")
     with unfinished.open("wb") as file:
         (np.savez_compressed if compress else np.savez)(file, **arrays)
@@ -33,10 +33,10 @@ def save(path: Path, arrays: Mapping[str, Any], compress: bool = True) -> None:
 
 
 def load(path: Path, what: str, make: Callable[[Arrays], T]) -> T:
-    """Read the arrays of `path` and return what `make` builds of them.
+    """Read the file and return `make(arrays)`.
 
-    `make` raises KeyError for a missing array and ValueError for a wrong one. what: what the file should
-    be, with its article, for the error. Raises ConfigError: one line that names the file.
+    `make` raises KeyError for a missing array and ValueError for a wrong one. what: the kind of file, with
+    its article. Raises ConfigError with one line that names the file.
     """
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:

@@ -1,4 +1,4 @@
-"""The status of a cluster for people, admin endpoints and metrics: frozen snapshots."""
+"""Frozen snapshots of a cluster for the status page, admin endpoints and metrics."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from moesaic.core.tokens import IntArray
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """One process of the cluster."""
+    """One member of the cluster and its current process."""
 
     name: str
     """Role and number, such as "expert server 0"."""
     role: str
     """"attention worker" or "expert server"."""
     number: int
-    """Number within the role. It is never reused."""
+    """A number that no other member with that role ever gets."""
     stage: str
     """starting, serving, draining, waiting to be restarted, or stopped."""
     pid: int | None
-    """Process id. None: no process runs now, or it runs on another machine."""
+    """None when there is no process now, or when it is on another machine."""
     incarnation: int
-    """Number of processes that have had this role and number so far."""
+    """Counts the processes of this member."""
     deaths: int
     last_failure: str | None
     silent_seconds: float
-    """Seconds since the last sign of life."""
+    """Seconds since its last sign of life."""
     address: str = ""
-    """Of an expert server: the address where clients find it."""
+    """The address at which clients reach an expert server."""
     layers: int = 0
-    """Number of layers of which it holds experts."""
+    """Number of layers of which the server holds experts."""
     experts: int = 0
-    """Number of (layer, expert) copies that it holds."""
+    """(layer, expert) copies that the server holds."""
     held: dict[int, str] = field(default_factory=dict)
-    """Layer -> the experts that it holds, such as "0-11, 20"."""
+    """Layer -> the experts that the server holds, such as "0-11, 20"."""
     kernels: str = ""
     threads: int = 0
     capacity: float = 0.0
-    """Of an expert server: capacity weight, which sets its share of experts and load."""
+    """Weight of an expert server's share of experts and load, relative to the other servers."""
     stats: ExpertServerStats = field(default_factory=ExpertServerStats)
 
 
@@ -51,87 +51,93 @@ class LayerReplicas:
 
     layer: int
     least: int
-    """Copies of the expert that has the fewest."""
+    """Copies of the expert with the fewest."""
     most: int
+    """Copies of the expert with the most."""
     single: list[int]
-    """Experts with one copy. Their requests wait if its server dies."""
+    """Experts with one copy. Their rows wait when its server dies."""
     missing: list[int]
-    """Experts without a copy. Their requests wait now."""
+    """Experts without a copy. Their rows wait now."""
     copies: dict[int, str] = field(default_factory=dict)
-    """Number of copies -> the experts that have this number, such as "0-9, 12-23"."""
+    """Number of copies -> the experts that have so many, such as "0-9, 12-23". Covers every expert."""
 
 
 @dataclass(frozen=True)
 class LayerLocality:
-    """How many pairs attention workers sent to the expert servers of their own rank."""
+    """Pairs of one layer that attention workers sent, when each of them has an expert server
+    of its own rank.
+    """
 
     layer: int
     pairs: int
-    """(row, expert) pairs sent so far, including pairs that were sent again."""
+    """(row, expert) pairs sent so far, including those sent again."""
     local_pairs: int
-    """Those of the pairs that went to the server of the worker's own rank."""
+    """Pairs sent to the server of the worker's own rank."""
     local_activation_rate: float
-    """local_pairs / pairs; 0 without pairs."""
+    """local_pairs / pairs, or 0 while there are none."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A process that ended, or a change that was undone."""
+    """A process that ended, or a change that was reverted."""
 
     time: float
     """Seconds since 1970."""
     what: str
-    """One line for people."""
+    """One line for the user."""
 
 
 @dataclass(frozen=True)
 class ClusterCounters:
-    """Counters; they never decrease."""
+    """Counters since the start of the cluster. They only grow."""
 
     process_deaths: int = 0
     failovers: int = 0
-    """Servers that clients lost or gave up while rows were outstanding."""
+    """Servers that clients lost or gave up while pairs were outstanding."""
     silent_failovers: int = 0
-    """Those of them that did not answer in time; the connections of the others broke."""
+    """Failovers because of a timeout. The others were broken connections."""
     false_failovers: int = 0
-    """Those of them that had not died: they answered later."""
+    """Servers that were given up because of a timeout and came back, so they had not died."""
     resent_pairs: int = 0
     """(row, expert) pairs that were sent again."""
     moved_requests: int = 0
     """Requests that another attention worker continued."""
     rebalances: int = 0
-    """Placement changes made for balance."""
+    """Changes of the placement to balance the load."""
     missed_ttft: int = 0
     """Requests whose first token came later than --slo-ttft."""
     missed_itl: int = 0
-    """Tokens that came later than --slo-itl after the previous token."""
+    """Tokens that came later than --slo-itl after the token before."""
 
 
 @dataclass(frozen=True)
 class ClusterStatus:
-    """The whole cluster at one moment."""
+    """The state of the whole cluster at one moment."""
 
     directory_version: int
     placement_version: int | None
-    """None: there is no placement yet."""
+    """None while there is no placement."""
     change: str | None
-    """Description of the change under way, for people."""
+    """One line about the change in progress, or None."""
     processes: list[ProcessStatus]
     replicas: list[LayerReplicas]
     failures: list[Failure]
-    """The most recent failures, oldest first."""
+    """The last failures, oldest first."""
     counters: ClusterCounters
     join_address: str | None = None
-    """Address where expert servers of other machines may join; None: none may."""
+    """Address at which expert servers of other machines may join."""
     transport: str | None = None
-    """Transport to the expert servers of this host: shm or socket. None: there are no such servers."""
+    """Transport to the expert servers of this host: shm or socket. None if there are none."""
     dispatch: str = "least-loaded"
-    """Name of the dispatch rule."""
+    """How an attention worker is chosen for a request."""
     locality: list[LayerLocality] = field(default_factory=list)
-    """Locality of each layer with routed experts; empty if workers have no server of their own rank."""
+    """One entry per layer with routed experts. Empty where workers have no server of their own rank."""
     watched: bool = True
-    """False once the supervisor has failed. Requests go on, but dead processes are not restarted, and what
-    processes report of themselves is as old as the failure."""
+    """False once the supervisor itself has failed.
+
+    Requests continue then, but dead processes are not restarted, and the reports of processes are not
+    updated.
+    """
 
 
 @dataclass(frozen=True)
@@ -142,4 +148,4 @@ class ClusterLoad:
     pairs: IntArray
     """[L, E] (row, expert) pairs computed so far."""
     balancedness: np.ndarray
-    """[L] mean / max of the servers' recent pairs; 1 is perfect balance."""
+    """[L] mean / max over the servers' recent pairs. 1 is perfect."""

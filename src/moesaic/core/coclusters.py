@@ -1,7 +1,7 @@
-"""Tokens and experts that belong together: what a solver finds in a profile.
+"""Which tokens and experts belong together, rank by rank: the result of a placement solver.
 
-Each of them belongs to a rank, a locality domain: an attention worker and the expert server beside it.
-Layers are counted from 0 over those with routed experts, as in a profile.
+A rank is an attention worker and the expert server beside it. Layers are counted from 0 over those with
+routed experts, as in a profile.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from moesaic.core.profile import SmallArray
 
 @dataclass(frozen=True)
 class Coclusters:
-    """A solver's result. A rank is the same one in every layer, since a request stays on its rank."""
+    """A solver's result. A rank number means the same in every layer, since a request stays on its rank."""
 
     ranks: int
     experts: SmallArray
-    """[layers, E] the rank of each logical expert. In each layer the ranks' numbers of experts differ by at
-    most one."""
+    """[layers, E] the rank of each logical expert.
+
+    In each layer the ranks have equal numbers, up to a difference of one.
+    """
     tokens: SmallArray
-    """[layers, V] the rank that has most of the experts which a token of this id is expected to choose."""
+    """[layers, V] the best rank for a token with that id in that layer."""
     confidence: npt.NDArray[np.float32]
-    """[layers, V] confidence of that rank, 0 to 1; 0 for tokens that the profile has never seen."""
+    """[layers, V] confidence of that rank, 0 to 1. It is 0 for tokens that the profile does not contain."""
     notes: tuple[str, ...] = ()
-    """Notes for the user, one line each; for example that a limit was reached."""
+    """Lines for the user about how the result was found, for example that a limit was reached."""
 
     def placement(self, layers: tuple[int, ...], model: str, tables: str = "") -> Placement:
-        """The placement to be written to a file.
+        """The placement of the experts.
 
-        layers: numbers of the layers in the model. tables: name of the file with the tables.
+        layers: their indices in the model. tables: name of the file with the tables, which is beside the
+        placement.
         """
         held = {
             layer: {rank: np.flatnonzero(row == rank).tolist() for rank in range(self.ranks)}

@@ -1,40 +1,40 @@
 """Every error that moesaic raises on purpose.
 
     MoesaicError
-    ├── ConfigError         a flag, a field or a file is wrong: it names the value and what is allowed
-    │   └── CheckpointError a checkpoint is not supported: it names the key or the tensor
+    ├── ConfigError         a flag, a field or a file is wrong: names it, its value, what is allowed
+    │   └── CheckpointError a checkpoint is not understood: names the key or the tensor
     ├── RequestError        one request is wrong (HTTP 400)
     ├── OverloadedError     the queue is full, try again later (HTTP 429)
     ├── ScalingError        the cluster could not be changed and is as before (HTTP 409 or 503)
     ├── ConnectionLost      the peer of a transport is gone
-    │   └── DamagedMessage  the peer sent something that is not a message, and is disconnected
-    └── EngineDeadError     the worker died: nothing can be served any more (HTTP 503)
+    │   └── DamagedMessage  the peer sent invalid data and is dropped
+    └── EngineDeadError     the worker died: no request can be served any more (HTTP 503)
 
-Any other exception that escapes is a bug of moesaic and keeps its traceback.
+Any other exception that escapes is a bug in moesaic and keeps its traceback.
 """
 
 from __future__ import annotations
 
 
 class MoesaicError(Exception):
-    """Base of all errors with a message for people: one clear line."""
+    """Base of all errors whose message is one clear line for the user."""
 
 
 class ConfigError(MoesaicError):
-    """A setting is wrong. Exit code 2 on the command line."""
+    """A setting is wrong. The command line exits with code 2."""
 
     @classmethod
     def field(cls, name: str, value: object, allowed: str) -> ConfigError:
-        """An error of one line that names the field, the value and what is allowed."""
+        """The one-line form: the field, its value, and what is allowed."""
         return cls(f"{name}: got {value!r}; allowed: {allowed}")
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint holds a key or a tensor that moesaic does not support, or lacks one that it needs."""
+    """A checkpoint lacks a key or a tensor, or has one that is not understood."""
 
 
 class RequestError(MoesaicError):
-    """One request is wrong. `field` is the name of the wrong parameter, as the client wrote it."""
+    """One request is wrong. `field` is the parameter at fault, as the client spelled it."""
 
     def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -51,7 +51,10 @@ class OverloadedError(MoesaicError):
 
 
 class ScalingError(MoesaicError):
-    """The cluster could not be changed and is as before. `conflict`: the request contradicts its state."""
+    """The cluster could not be changed and is as before.
+
+    conflict: the requested change contradicts the cluster's state.
+    """
 
     def __init__(self, message: str, conflict: bool = False) -> None:
         super().__init__(message)
@@ -59,17 +62,19 @@ class ScalingError(MoesaicError):
 
 
 class ConnectionLost(MoesaicError):
-    """The other end of a transport closed, died or sent something that is not a message."""
+    """The other end of a transport closed, died or sent invalid data."""
 
     def again(self) -> ConnectionLost:
-        """A copy of the error, to be raised. A stored error that is raised again would keep its tracebacks
-        alive."""
+        """A copy of this error to raise.
+
+        A stored error that is raised again would keep references to the frames of every traceback.
+        """
         return type(self)(*self.args)
 
 
 class DamagedMessage(ConnectionLost):
-    """The other end sent something that is not a message, or that cannot be trusted."""
+    """The other end sent invalid data. It is not moesaic, or it cannot be trusted any more."""
 
 
 class EngineDeadError(MoesaicError):
-    """The worker is gone. Requests in flight cannot be finished."""
+    """The worker is gone, and requests in flight cannot be finished."""

@@ -1,4 +1,4 @@
-"""Routed experts: how a checkpoint names them, and which servers serve them."""
+"""How a checkpoint stores the routed experts, and which servers serve them now."""
 
 from __future__ import annotations
 
@@ -10,27 +10,37 @@ from moesaic.core.stored import row_bytes
 
 
 def model_name(layers: Sequence[int], num_experts: int, hidden: int, width: int) -> str:
-    """The name by which placements and profiles identify a model's experts; see `fingerprint`."""
+    """The name of a model in placements and profiles of its experts. See `fingerprint`."""
     return fingerprint("moe", layers, num_experts, hidden, width)
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """Where the routed experts of a checkpoint are: all that an expert server needs to find its weights."""
+    """The sizes and tensor names of a checkpoint's routed experts.
+
+    An expert server finds its weights with it.
+    """
 
     prefixes: dict[int, str]
-    """MoE layer -> prefix of its tensor names, which continue with `.E.WORD.weight` for expert E."""
+    """MoE layer -> prefix of its tensors.
+
+    Expert E has the tensors `PREFIX.E.gate.weight`, and so for up and down.
+    """
     gate: str
     up: str
     down: str
-    """The words for the gate, up and down projections."""
+    """`gate`, `up` and `down` are the words for the three matrices in tensor names."""
     hidden: int
+    """Size of a hidden state."""
     width: int
+    """Size of an expert's intermediate row."""
     num_experts: int
     top_k: int
     dtype: str
-    """Dtype that is computed from: "float32", "bfloat16", "compressed", or with torch "float16". Other
-    stored dtypes are converted."""
+    """The type that kernels read: "float32", "bfloat16", "compressed", or with torch "float16".
+
+    Weights that are stored in another type are converted.
+    """
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -39,12 +49,12 @@ class ExpertLayout:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the model that a placement or a profile was made for."""
+        """The name that placements and profiles of these experts have for the model."""
         return model_name(self.layers, self.num_experts, self.hidden, self.width)
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of all routed experts."""
+        """Number of weights in all routed experts."""
         return len(self.prefixes) * self.num_experts * 3 * self.hidden * self.width
 
     @property
@@ -64,7 +74,7 @@ class ExpertLayout:
         return len(self.prefixes) * self.num_experts * self.expert_bytes
 
     def tensors(self, layer: int, expert: int) -> tuple[tuple[str, int, int], ...]:
-        """Name, rows and columns of gate [w, h], up [w, h] and down [h, w]."""
+        """(name, rows, columns) of the gate [w, h], up [w, h] and down [h, w] matrices."""
         prefix = f"{self.prefixes[layer]}.{expert}"
         return (
             (f"{prefix}.{self.gate}.weight", self.width, self.hidden),
@@ -75,20 +85,19 @@ class ExpertLayout:
 
 @dataclass(frozen=True)
 class ServerEntry:
-    """An expert server that accepts calls."""
+    """An expert server that clients can use."""
 
     server: int
-    """Id of the server. It stays the same when the process is restarted."""
+    """Its id, which stays the same when its process is replaced."""
     incarnation: int
-    """Number of processes that have had this id. Clients reconnect when it changes."""
+    """Counts the processes that had this id. When it grows, clients connect again."""
     address: str
     """unix:PATH, unix:@NAME or tcp:HOST:PORT."""
 
 
 @dataclass(frozen=True)
 class Directory:
-    """Which servers serve which experts. A new directory replaces the old one completely; versions only
-    grow."""
+    """Which servers serve which experts now. A new directory replaces the old one. Its version is higher."""
 
     version: int
     servers: list[ServerEntry]

@@ -1,7 +1,7 @@
-"""The messages between the engine and a worker, and between a cluster's processes.
+"""The messages between engine, workers and expert servers. The processes share nothing else.
 
-Every message is a frozen record of plain values, so that any transport can carry it. A message is about
-many requests at once: there is one for each step, not one for each token.
+Every message is a frozen record of plain values, so any transport can carry it. A message covers many
+requests at once: there is one message per step, not one per token.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ class Submit:
 
     requests: list[Request]
     generated: list[list[int]] = field(default_factory=list)
-    """Tokens that each request got from a worker that died; empty if there are none."""
+    """Tokens that each request already got from a worker that died. Empty when none did."""
 
 
 @dataclass(frozen=True)
 class Cancel:
-    """Forget these requests and free their memory. Unknown ids are ignored: they have just ended."""
+    """Drop these requests and free their memory. Unknown ids are ignored, since those requests just ended."""
 
     request_ids: list[int]
 
 
 @dataclass(frozen=True)
 class Shutdown:
-    """Stop now. For a graceful stop, the engine first waits until all requests have ended."""
+    """Stop now. The engine drains before: it stops sending requests and waits."""
 
 
 @dataclass(frozen=True)
 class Serving:
-    """The servers of the routed experts from now on, and the cluster's secret, which the servers ask for."""
+    """Which servers serve the routed experts from now on, and the cluster's secret, which they require."""
 
     directory: Directory
     secret: bytes
@@ -49,7 +49,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Loading:
-    """Progress of reading the checkpoint."""
+    """How much of the checkpoint is read, for a progress line."""
 
     done: int
     """Bytes read."""
@@ -59,7 +59,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What a worker has loaded and chosen."""
+    """What a worker loaded, and the settings it chose."""
 
     model_type: str
     device: str
@@ -67,15 +67,15 @@ class WorkerInfo:
     dtype: str
     threads: int
     num_parameters: int
-    """Number of parameters. For a group of processes: those of its first rank."""
+    """Number of parameters. For a group of processes, those of its first rank."""
     weight_bytes: int
-    """Bytes of weights. For a group of processes: those of its first rank."""
+    """Bytes of weights. For a group of processes, those of its first rank."""
     num_layers: int
     num_experts: int
     top_k: int
     vocab_size: int
     max_model_len: int
-    """Maximum number of tokens of one request, prompt and answer together."""
+    """Maximum tokens of one request, prompt and answer together."""
     block_size: int
     num_blocks: int
     kv_bytes: int
@@ -85,24 +85,24 @@ class WorkerInfo:
     ranks: int = 1
     """Number of processes that form this worker."""
     collectives: str = ""
-    """Collectives of these processes between attention and experts."""
+    """The collectives between attention and experts. Empty for a worker with one process."""
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
+        """Tokens that fit into the KV cache."""
         return self.block_size * self.num_blocks
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker is loaded and waits for requests."""
+    """The worker is loaded and accepts requests."""
 
     info: WorkerInfo
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """Requests that left the waiting queue for the first time. Three parallel lists."""
+    """Requests that left the waiting queue for the first time. Parallel lists."""
 
     request_ids: list[int]
     queue_seconds: list[float]
@@ -112,18 +112,18 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Tokens:
-    """One step's new tokens. Parallel lists, one entry per request that got a token or ended."""
+    """The new tokens of one step. Parallel lists, with one entry per request that got a token or ended."""
 
     request_ids: list[int]
     token_ids: list[int]
     finish: list[FinishReason | None]
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
-    """Empty if no request of the step asked for them."""
+    """Empty when no request of the step wants them."""
 
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Log-probabilities of prompt tokens start, start + 1, ... of one request (chunk by chunk)."""
+    """Log-probabilities of the prompt tokens start, start + 1, ... of one request, chunk by chunk."""
 
     request_id: int
     start: int
@@ -132,36 +132,41 @@ class PromptLogprobs:
 
 @dataclass(frozen=True)
 class Stats:
-    """Statistics, sent after each step and when the worker becomes idle."""
+    """A snapshot of counters, sent after each step and when the worker becomes idle."""
 
     stats: WorkerStats
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The worker cannot continue, with one line for people. Its process ends after this message."""
+    """The worker failed, with one line for the user. The process ends after sending it."""
 
     error: str
     user_error: bool
-    """True if a setting or the checkpoint is the cause, not a bug of moesaic."""
+    """True when a setting or the checkpoint is at fault, not moesaic."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A worker's first message if its experts are on servers: where the experts are in the checkpoint."""
+    """The first message of a worker whose experts are on expert servers: where the checkpoint has them."""
 
     layout: ExpertLayout
 
 
 @dataclass(frozen=True)
 class Alive:
-    """Sent several times a second by a thread that does not compute. Silence means a frozen process."""
+    """Sent several times a second by a thread outside the computing loop.
+
+    Without it the process counts as frozen.
+    """
 
 
 @dataclass(frozen=True)
 class Settled:
-    """No call under way was routed by a directory older than `version`. What only older ones name may be
-    dropped."""
+    """Every row in flight was routed with directory `version` or a later one.
+
+    So experts that only older directories name may be dropped.
+    """
 
     version: int
 
@@ -171,19 +176,19 @@ class Settled:
 
 @dataclass(frozen=True)
 class Enlist:
-    """The first message of a server that joins from outside."""
+    """The first message of a server that joins the cluster over TCP."""
 
     capacity: float
-    """Capacity weight, which sets its share of experts and load."""
+    """Weight of its share of experts and load, relative to the other servers."""
 
 
 @dataclass(frozen=True)
 class Enlisted:
-    """The answer to a server that joined: what it will serve."""
+    """The answer to Enlist: what the server has to serve, and its settings."""
 
     layout: ExpertLayout
     model: str
-    """Directory of the checkpoint on the supervisor's machine."""
+    """The directory of the checkpoint on the supervisor's machine."""
     kernels: str
     mmap: bool
     schedule: str
@@ -197,17 +202,17 @@ class Enlisted:
 
 @dataclass(frozen=True)
 class Hold:
-    """Hold exactly these experts, layer -> ids. The first such message carries the cluster's secret."""
+    """Load exactly these experts, layer -> ids, and drop all others. The first Hold contains the secret."""
 
     version: int
-    """Number of this message; the answer repeats it."""
+    """Counts these messages. The answer repeats it."""
     experts: dict[int, list[int]]
     secret: bytes = b""
 
 
 @dataclass(frozen=True)
 class Holds:
-    """The server's answer: it holds these experts, and clients may ask for them."""
+    """The answer to Hold: the experts are loaded, and clients can use the server."""
 
     version: int
     address: str
@@ -217,11 +222,11 @@ class Holds:
 
 @dataclass(frozen=True)
 class ServerReport:
-    """What an expert server has done so far. It is a sign of life as well."""
+    """Counters of an expert server. It is also a sign of life."""
 
     stats: ExpertServerStats
     load: list[list[int]]
-    """Pairs of each layer and expert so far; empty if nothing has changed."""
+    """[layer][expert] pairs computed so far. Empty when nothing changed."""
 
 
 ToWorker = Submit | Cancel | Shutdown | Serving

@@ -1,4 +1,4 @@
-"""Statistics of queues and workers: the snapshots that `stats()` returns. Counters never decrease."""
+"""Snapshots of counters that queues and workers return from `stats()`. Counters only grow."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class BlockStats:
-    """The pool of KV blocks. total == free + cached + used at every moment."""
+    """The KV block pool. total == free + cached + used always holds."""
 
     total: int = 0
     free: int = 0
-    """Blocks without content."""
+    """Blocks whose contents are not needed."""
     cached: int = 0
-    """Blocks that no request uses, kept for their prefix. They are evicted when blocks are needed."""
+    """Blocks that no request uses. They are kept for their prefix and evicted when blocks are needed."""
     used: int = 0
     """Blocks that at least one request uses."""
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache so far."""
     prefix_hits: int = 0
-    """Prompt tokens found there so far."""
+    """Prompt tokens found in the prefix cache so far."""
 
 
 @dataclass(frozen=True)
 class GroupStats:
-    """The collectives of a group of processes, as its first rank counts them: bytes sent to other ranks."""
+    """The first rank of a worker that is a group of processes. Byte counters: what it sent to other ranks."""
 
     all_reduce_bytes: int = 0
     reduce_scatter_bytes: int = 0
     all_gather_bytes: int = 0
     all_to_all_bytes: int = 0
-    """Activations sent to experts, and their answers."""
+    """Activations, and the answers to them."""
     metadata_bytes: int = 0
-    """Bytes that describe activations, and that ranks exchange about rows."""
+    """Data that is sent with the activations, and small numbers about rows that ranks exchange."""
     pairs: int = 0
-    """(row, expert) pairs of the rows that this rank routed."""
+    """(row, expert) pairs of the rows whose gate ran on this rank."""
     local_pairs: int = 0
-    """Those of the pairs whose expert is on this rank too; if ranks share experts, a part of it."""
+    """Pairs whose expert is on this rank too. Where ranks share experts, a fraction of them."""
     shuffled_rows: int = 0
-    """Rows of the whole group that were sent to a predicted rank."""
+    """Rows of the whole group that were sent to other ranks because of a forecast."""
     kept_rows: int = 0
-    """Those of them that stayed on the predicted rank. The others moved to keep shards equal."""
+    """Shuffled rows that went to their forecast rank. The others had to make room."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +48,22 @@ class PassStats:
     """Passes of one kind over a model that is larger than the fast memory."""
 
     prefill: bool
-    """True: passes with prompts."""
+    """Whether the passes had prompts."""
     micro_batches: int
     sequences: int
     passes: int = 0
     cold: int = 0
-    """Passes that first waited for the experts of their first layer."""
+    """Passes that began by waiting for the experts of their first layer."""
     rows: int = 0
-    """Rows computed in all these passes."""
+    """Rows of all these passes. The fields below also cover all of them."""
     context: int = 0
-    """Tokens in the cache of the sequences at the end of the passes."""
+    """Tokens that the sequences had in the cache at the end."""
     padding_rows: int = 0
-    """Padding rows computed besides `rows`."""
+    """Padding rows that were computed in addition to `rows`."""
     padding_context: int = 0
-    """Padding tokens that attention read besides `context`."""
+    """Padding tokens that attention read in addition to `context`."""
     loaded: int = 0
-    """Bytes of experts loaded to the fast level."""
+    """Bytes of experts that were loaded into the fast level."""
     seconds: float = 0.0
     busy: dict[str, float] = field(default_factory=dict)
     """Busy seconds of each lane: fast, slow, down, up, staging."""
@@ -71,60 +71,65 @@ class PassStats:
 
 @dataclass(frozen=True)
 class ExpertStats:
-    """An attention worker's calls to expert servers."""
+    """An attention worker's use of expert servers."""
 
     calls: int = 0
     pairs: int = 0
-    """(row, expert) pairs sent so far, including pairs that were sent again."""
+    """(row, expert) pairs sent so far, including those sent again."""
     resent_pairs: int = 0
     failovers: int = 0
-    """Servers that were lost or given up while rows were outstanding."""
+    """Servers that were lost or given up while pairs were outstanding."""
     silent_failovers: int = 0
-    """Those of them that did not answer in time; the connections of the others broke."""
+    """Failovers because of a timeout. The others were broken connections."""
     false_failovers: int = 0
-    """Those of them that had not died: they answered later."""
+    """Servers that were given up because of a timeout and came back, so they had not died."""
     waiting_seconds: float = 0.0
-    """Seconds in which the worker only waited for experts."""
+    """Time in which the worker could only wait for experts."""
     layer_pairs: tuple[int, ...] = ()
-    """`pairs` of each layer with routed experts, in the order of the layers."""
+    """`pairs` of each layer with routed experts, in order of the layers."""
     local_pairs: tuple[int, ...] = ()
-    """Pairs of each layer that went to the server of the worker's own rank; empty without such a server."""
+    """Pairs of each layer sent to the server of the worker's own rank.
+
+    Empty where workers have no such server.
+    """
     remote_bytes: int = 0
-    """Bytes exchanged with servers other than the worker's own: rows, expert ids, headers."""
+    """Bytes of requests to servers other than the worker's own, and of their answers: rows, expert ids,
+    headers.
+    """
     group: GroupStats = GroupStats()
-    """Collectives, if the worker is a group of processes."""
+    """Counters of a worker that is a group of processes."""
     passes: tuple[PassStats, ...] = ()
-    """Passes, if the model is larger than the fast memory."""
+    """Counters of a worker whose model is larger than its fast memory."""
 
 
 @dataclass(frozen=True)
 class ExpertServerStats:
-    """Statistics of one expert server."""
+    """One expert server."""
 
     clients: int = 0
     waiting_pairs: int = 0
-    """(row, expert) pairs that have arrived and are not computed yet."""
+    """(row, expert) pairs that arrived and were not computed yet."""
     pairs: int = 0
     """Pairs computed so far."""
     runs: int = 0
     expert_runs: int = 0
-    """Number of times that an expert's weights were read: once for each batch with the expert."""
+    """Experts whose weights were read so far, counted once for each run that used them."""
     busy_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """Statistics of one attention worker."""
+    """One attention worker."""
 
     running: int = 0
     waiting: int = 0
     steps: int = 0
     preemptions: int = 0
     prefill_tokens: int = 0
-    """Rows of prompt tokens computed so far, including those computed again."""
+    """Rows computed so far that were prompt tokens, or tokens computed again."""
     decode_tokens: int = 0
-    """Rows of generated tokens computed so far."""
+    """Rows computed so far that were a generated token."""
     step_seconds: float = 0.0
-    """Time spent in steps so far."""
+    """Seconds spent in steps so far."""
     blocks: BlockStats = BlockStats()
     experts: ExpertStats = ExpertStats()

@@ -1,7 +1,7 @@
-"""Placements: which servers hold which expert of which layer, and the file for it.
+"""The placement: which servers hold which experts, and its file.
 
-Experts are logical: the gate does not know which server holds them. Ids of servers are never reused, so
-they need not be 0 to n - 1: servers join and leave. Servers may hold different numbers of experts
+Experts are logical: the gate does not know where they are. A server id is never used for another server. As
+servers join and leave, ids need not be 0 to n - 1. Servers may hold different numbers of experts
 (Expert-as-a-Service, section 4.5), and none of some layers.
 
 The file is JSON:
@@ -9,7 +9,7 @@ The file is JSON:
     {"schema": 1, "model": "moe-6b1f0c2d9a3e", "version": 4, "num_experts": 4, "tables": "tables.npz",
      "layers": {"0": {"0": [0, 1, 2], "7": [2, 3]}, "1": {"0": [0, 1], "7": [2, 3]}}}
 
-In this example servers 0 and 7 have a copy of expert 2 of layer 0 each.
+Here expert 2 of layer 0 has a copy on server 0 and another one on server 7.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moesaic.core.tokens import IntArray
 SCHEMA = 1
 FLAG = "--placement"
 NOBODY = -1
-"""Marks unused entries in a table of servers."""
+"""Padding of the rows in `Placement.table`: no server."""
 
 _FIELDS = {"schema", "model", "version", "num_experts", "layers"}
 _MOST_EXPERTS = 2**20
@@ -41,9 +41,11 @@ _MOST = 2**53
 
 
 def fingerprint(model_type: str, layers: Sequence[int], num_experts: int, hidden: int, width: int) -> str:
-    """Short name of a model's expert layout. All checkpoints of the same sizes have the same name.
+    """A short name of a model's expert layout. Checkpoints with the same sizes have the same name.
 
-    layers: its MoE layers. hidden: size of a row. width: size of an expert's intermediate row.
+    layers: the MoE layers.
+    hidden: size of a hidden state.
+    width: size of an expert's intermediate row.
 
     Example: ("mixtral", [0, 1], 8, 64, 96) -> "mixtral-26265f2ea0fb".
     """
@@ -53,22 +55,21 @@ def fingerprint(model_type: str, layers: Sequence[int], num_experts: int, hidden
 
 @dataclass(frozen=True)
 class Placement:
-    """Which server holds which experts. Immutable: a change is another placement with a higher version."""
+    """Which servers hold which experts. Immutable: a change makes another placement with a higher version."""
 
     version: int
-    """0 or more. The placement with the higher version is the later one."""
+    """0 or more. Of two placements the one with the higher version is later."""
     num_experts: int
-    """Number of logical experts in each layer."""
+    """Logical experts of each layer."""
     held: Mapping[int, Mapping[int, Sequence[int]]] = field(hash=False)
-    """Layer -> server -> its experts, all in ascending order. Servers without experts of a layer are left
-    out."""
+    """Layer -> server -> its experts, all ascending. Servers that hold nothing of a layer are left out."""
     model: str = ""
-    """Fingerprint of the model it was made for."""
+    """Fingerprint of the model that it was made for."""
     tables: str = ""
-    """Name of the file with the tables made for it, in the same folder; empty: there are no tables."""
+    """Name of the file with the Tables made with it, in the same directory. Empty if there is none."""
 
     def __post_init__(self) -> None:
-        """Sorts `held`. Raises ConfigError for values that are out of range or duplicate."""
+        """Sort `held`. Raises ConfigError for ids that are out of range or listed twice."""
         _whole("version", self.version, 0)
         _whole("num_experts", self.num_experts, 1, _MOST_EXPERTS)
         held = {
@@ -98,15 +99,14 @@ class Placement:
     def staged(
         cls, layers: Sequence[int], num_experts: int, groups: Sequence[Sequence[int]], model: str = ""
     ) -> Placement:
-        """Layers split into stages: group i of servers holds the i-th part of the layers and nothing else.
+        """A placement in stages: server group i holds the i-th share of the layers and no other layer.
 
-        Within a group the experts are cut into consecutive ranges. Parts differ by at most one, the larger
-        ones first. One group is plain expert parallelism; several groups are the pipeline placement of
-        Asynchronous Expert Parallelism. Raises ConfigError for a group without a layer, or a server in two
-        groups.
+        Within a group the experts are cut into consecutive ranges. Shares differ by at most one, the larger
+        ones first. One group is plain expert parallelism. Several are the pipeline placement of Asynchronous
+        Expert Parallelism. Raises ConfigError for a group without a layer or a server in two groups.
 
-        Example: layers 0, 1, 2, 4 experts, groups (0, 1) and (2,): servers 0 and 1 hold experts 0, 1 and 2,
-        3 of layers 0 and 1; server 2 holds all of layer 2.
+        Example: layers 0, 1, 2, 4 experts, groups (0, 1) and (2,). Servers 0 and 1 hold experts 0, 1 and 2, 3
+        of layers 0 and 1. Server 2 holds all of layer 2.
         """
         servers = [server for group in groups for server in group]
         if not 1 <= len(groups) <= len(layers) or not all(groups):
@@ -122,9 +122,9 @@ class Placement:
 
     @classmethod
     def read(cls, file: str, servers: int) -> Placement:
-        """Read the placement of servers 0 to `servers` - 1 from a file.
+        """Read a file for servers 0 to `servers` - 1, each with at least one expert.
 
-        Raises ConfigError, one line, for a file that is not a placement, and for other servers.
+        Raises ConfigError with one line.
         """
         try:
             placement = cls.from_json(Path(file).read_text(encoding="utf-8"))
@@ -135,7 +135,7 @@ class Placement:
             raise ConfigError.field(FLAG, got, f"experts on each of servers 0 to {servers - 1}, on no other")
         return placement
 
-    # ---- questions
+    # ---- queries
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -144,7 +144,7 @@ class Placement:
 
     @cached_property
     def servers(self) -> tuple[int, ...]:
-        """Servers with at least one expert, ascending."""
+        """Servers that hold at least one expert, ascending."""
         return tuple(sorted({server for by_server in self.held.values() for server in by_server}))
 
     @cached_property
@@ -152,11 +152,14 @@ class Placement:
         return {layer: _table(by_server, self.num_experts) for layer, by_server in self.held.items()}
 
     def table(self, layer: int) -> IntArray:
-        """[E, most] the servers of each expert, ascending, then NOBODY. Read-only; most >= 1."""
+        """[E, most] the servers that hold each expert, ascending, padded with NOBODY.
+
+        Read-only; most >= 1.
+        """
         return self._tables[layer]
 
     def holders(self, layer: int, expert: int) -> tuple[int, ...]:
-        """The servers with a copy of it, ascending."""
+        """The servers that hold this expert, ascending."""
         row = self.table(layer)[expert]
         return tuple(row[row != NOBODY].tolist())
 
@@ -165,18 +168,18 @@ class Placement:
         return tuple(self.held[layer].get(server, ()))
 
     def of(self, server: int) -> dict[int, tuple[int, ...]]:
-        """Layer -> the experts that a server holds. Layers without such experts are left out."""
+        """Layer -> the experts that a server holds. Layers without any are left out."""
         return {
             layer: tuple(by_server[server]) for layer, by_server in self.held.items() if server in by_server
         }
 
     def replicas(self, layer: int) -> IntArray:
-        """[E] copies of each expert."""
+        """[E] number of copies of each expert."""
         copies: IntArray = (self.table(layer) != NOBODY).sum(axis=1, dtype=np.int64)
         return copies
 
     def orphans(self, without: Collection[int] = ()) -> list[tuple[int, int]]:
-        """(layer, expert) pairs that no server holds once the servers `without` are gone, ascending."""
+        """(layer, expert) pairs that no server holds, not counting the servers in `without`, ascending."""
         found = []
         for layer, by_server in self.held.items():
             left = {e for server, experts in by_server.items() if server not in without for e in experts}
@@ -185,11 +188,11 @@ class Placement:
 
     @property
     def complete(self) -> bool:
-        """True if every expert of every layer has a server."""
+        """Whether a server holds every expert of every layer."""
         return not self.orphans()
 
     def check(self, fingerprint: str, layers: Sequence[int], num_experts: int) -> None:
-        """Raises ConfigError if it was made for another model, or lacks an expert."""
+        """Raise ConfigError if the placement was made for another model, or lacks an expert."""
         if self.model != fingerprint:
             raise ConfigError.field(f"{FLAG}: model", self.model, f"this model's, {fingerprint!r}")
         if self.num_experts != num_experts:
@@ -203,7 +206,7 @@ class Placement:
     # ---- the file
 
     def to_json(self) -> str:
-        """The text of the file: one line for each layer, so that diff can compare versions."""
+        """The text of the file, with one line per layer, so that diff can compare versions."""
         head: dict[str, Any] = {"schema": SCHEMA, "model": self.model, "version": self.version}
         head |= {"tables": self.tables} if self.tables else {}
         fields = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
@@ -213,9 +216,10 @@ class Placement:
 
     @classmethod
     def from_json(cls, text: str) -> Placement:
-        """Parse what `to_json` wrote or a person edited. Raises ConfigError: one line that names the entry.
+        """Parse the text of `to_json`, or an edited one. Raises ConfigError with one line that names the
+        field.
 
-        `check` compares the model that it was made for.
+        It does not compare the model, which `check` does.
         """
         try:
             data = json.loads(text, object_pairs_hook=_once)
@@ -254,13 +258,13 @@ def _table(by_server: Mapping[int, Sequence[int]], num_experts: int) -> IntArray
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """A short text for at least one number. Example: (0, 1, 2, 5, 7, 8) -> "0-2, 5, 7-8"."""
+    """A short form of one or more numbers. Example: (0, 1, 2, 5, 7, 8) -> "0-2, 5, 7-8"."""
     runs = np.split(np.array(sorted(numbers)), np.flatnonzero(np.diff(sorted(numbers)) != 1) + 1)
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ConfigError if a name appears twice."""
+    """A JSON object. Raises ConfigError if a name is given twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

@@ -1,10 +1,10 @@
-"""Profiles: which tokens chose which experts of a model, and the file for it.
+"""A profile: which tokens of a model chose which experts, and its file.
 
-A profile counts over all tokens that were seen. It also keeps the routes of some whole requests, as many as
-there was memory for. They serve questions that counts cannot answer, about several layers of one token or
-the tokens of one request.
+A profile counts over all tokens that were recorded. It also keeps the routes of whole requests as a sample,
+as many as memory allowed. Questions about several layers of one token, or the tokens of one request, are
+answered from the sample.
 
-The file is a NumPy archive (`.npz`) without pickled objects. The names of layer i's arrays end in i.
+The file is a NumPy archive (`.npz`) without pickled objects. Arrays of layer i have names that end in i.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from moesaic.core.tokens import IntArray
 
 SCHEMA = 1
 NO_TOPIC = -1
+"""The topic of a request whose topic is not known."""
 
 SmallArray = npt.NDArray[np.int16]
 TokenArray = npt.NDArray[np.int32]
@@ -32,18 +33,18 @@ TokenArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Counts:
-    """How often each token id chose each expert of one layer: a sparse [V, E] matrix, row by row."""
+    """How often each token id chose each expert of one layer: a sparse [V, E] matrix in row order."""
 
     starts: IntArray
     """[V + 1] the entries of token id v are starts[v] : starts[v + 1]."""
     experts: SmallArray
-    """[m] ascending within a row."""
+    """[m] the expert of each entry, ascending inside a row."""
     counts: TokenArray
-    """[m] at least 1."""
+    """[m] the count of each entry, at least 1."""
 
     @classmethod
     def of(cls, tokens: npt.NDArray[Any], experts: npt.NDArray[Any], vocab_size: int, size: int) -> Counts:
-        """Count the pairs of tokens [t] and their experts [t, k] in one layer, which has `size` experts.
+        """Count pairs of tokens [t] and their experts [t, k] of one layer, which has `size` experts.
 
         Example: tokens [5, 5], experts [[1, 0], [1, 2]] -> token 5 has experts 0, 1, 2 with counts 1, 2, 1.
         """
@@ -53,7 +54,7 @@ class Counts:
         return cls(starts.astype(np.int64), (found % size).astype(np.int16), counts.astype(np.int32))
 
     def __add__(self, other: Counts) -> Counts:
-        """The sum of both. V must be the same; the experts may differ."""
+        """The sum of both counts. They must have the same V, but may contain different experts."""
         size = 1 + max((int(part.experts.max()) for part in (self, other) if len(part.experts)), default=0)
         keys = np.concatenate([part.tokens * size + part.experts for part in (self, other)])
         found, places = np.unique(keys, return_inverse=True)
@@ -79,16 +80,16 @@ class Counts:
 
 @dataclass(frozen=True)
 class Routes:
-    """The experts of every token of some requests, one request after another."""
+    """The experts of every token of some requests, request after request."""
 
     tokens: TokenArray
     """[t] token ids."""
     starts: IntArray
     """[r + 1] request i has tokens starts[i] : starts[i + 1]."""
     prompts: IntArray
-    """[r] number of those tokens that are the prompt; the others were generated."""
+    """[r] how many of a request's tokens are its prompt. The others were generated."""
     topics: SmallArray
-    """[r] index into the profile's topics; NO_TOPIC: unknown."""
+    """[r] index into the profile's topics, or NO_TOPIC."""
     experts: SmallArray
     """[t, layers, k] logical ids, best first."""
 
@@ -102,7 +103,7 @@ class Routes:
         return np.repeat(np.arange(self.requests, dtype=np.int64), np.diff(self.starts))
 
     def of(self, requests: Sequence[int] | IntArray) -> Routes:
-        """Some of these requests, in the given order."""
+        """The routes of these requests, in the order given."""
         chosen = np.asarray(requests, dtype=np.int64)
         lengths = np.diff(self.starts)[chosen]
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -112,8 +113,10 @@ class Routes:
         )
 
     def split(self, share: float, seed: int) -> tuple[Routes, Routes]:
-        """A random `share` of the requests (rounded, at least one) and all others, both in their original
-        order."""
+        """Split the requests at random into a `share` (rounded, at least one) and the others.
+
+        Both keep their order.
+        """
         rng = np.random.default_rng(seed)
         order = rng.permutation(self.requests)
         cut = max(1, round(share * self.requests))
@@ -125,25 +128,28 @@ class Profile:
     """Routing statistics of one model."""
 
     model: str
-    """Its fingerprint, as in a placement."""
+    """Fingerprint of the model, as in a placement."""
     vocab_size: int
     num_experts: int
     top_k: int
     layers: tuple[int, ...]
-    """Numbers of the layers with routed experts, ascending. The arrays below count them from 0."""
+    """Indices of the layers with routed experts, ascending. The arrays below count these layers from 0."""
     counts: tuple[Counts, ...]
-    """One for each of these layers."""
+    """The counts of each of these layers."""
     transitions: IntArray
     """[layers - 1, E, E] tokens that chose expert e in layer i and expert f in layer i + 1."""
     routes: Routes
-    """Routes of a sample of the requests; may be empty."""
+    """A sample of routes. It has no requests if none were kept."""
     topics: tuple[str, ...] = ()
     """Names of the requests' topics."""
     nearest: TokenArray | None = None
-    """[V] the token id that each id is looked up as: itself, or, for tokens that the profile has never
-    seen, the nearest known token in embedding space (cosine). None: not computed."""
+    """[V] the token id to look up for each token id, or None if it was not computed.
+
+    That is the id itself for tokens that the profile contains. For others it is the nearest known token in
+    embedding space (cosine).
+    """
     hidden: int = 0
-    """Size of a row that an expert reads and returns; 0: unknown."""
+    """Size of the rows that an expert reads and writes, 0 if it is not known."""
 
     @classmethod
     def of_routes(
@@ -156,7 +162,7 @@ class Profile:
         topics: Sequence[str] = (),
         nearest: TokenArray | None = None,
     ) -> Profile:
-        """Count `routes` and keep all of them."""
+        """The profile that counts these routes and keeps all of them."""
         experts = routes.experts
         counts = tuple(
             Counts.of(routes.tokens, experts[:, i], vocab_size, num_experts) for i in range(len(layers))
@@ -181,25 +187,28 @@ class Profile:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that were seen."""
+        """Number of tokens that were counted."""
         return int(self.loads[0].sum()) // self.top_k if self.counts else 0
 
     def of(self, routes: Routes) -> Profile:
-        """The profile of these routes alone, for example of one half of a split."""
+        """A profile of the same model made from these routes alone, for example one half of a split."""
         made = Profile.of_routes(
             self.model, self.vocab_size, self.num_experts, self.layers, routes, self.topics
         )
         return replace(made, nearest=self.nearest, hidden=self.hidden)
 
     def check(self, fingerprint: str, file: str) -> None:
-        """Raises ConfigError if it was made for another model."""
+        """Raise ConfigError if the profile was made for another model."""
         if self.model != fingerprint:
             raise ConfigError.field(f"{file}: model", self.model, f"this model's, {fingerprint!r}")
 
     # ---- the file
 
     def save(self, path: Path, compress: bool = True) -> None:
-        """Write the file, completely or not at all. compress: to about a fifth, at some 20 MB/s."""
+        """Write the file. After a failure the old file is unchanged.
+
+        compress: makes it about five times smaller, at some 20 MB/s.
+        """
         arrays: dict[str, Any] = {
             "schema": SCHEMA,
             "model": self.model,
@@ -218,12 +227,12 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Read what `save` wrote. Raises ConfigError: one line naming the file and what is wrong with it."""
+        """Read a file of `save`. Raises ConfigError with one line that names the file and the problem."""
         return archive.load(path, "a profile", cls._of_arrays)
 
     @classmethod
     def _of_arrays(cls, found: Arrays) -> Profile:
-        """Raises KeyError and ValueError for arrays that are not a profile."""
+        """Raises KeyError and ValueError for arrays of another file."""
         if int(found["schema"]) != SCHEMA:
             raise ValueError(f"schema {found['schema']}, this version reads {SCHEMA}")
         for name in sorted(found.keys() - {"model", "topics"}):
@@ -251,7 +260,7 @@ class Profile:
 
 
 def transitions(experts: SmallArray, num_experts: int) -> IntArray:
-    """[t, layers, k] experts -> [layers - 1, E, E] pairs of experts chosen in adjacent layers."""
+    """[layers - 1, E, E] pairs of choices in adjacent layers, counted from experts [t, layers, k]."""
     layers = experts.shape[1]
     found = np.zeros((max(0, layers - 1), num_experts, num_experts), dtype=np.int64)
     for layer in range(layers - 1):
@@ -262,7 +271,7 @@ def transitions(experts: SmallArray, num_experts: int) -> IntArray:
 
 
 def _check_numbers(name: str, array: npt.NDArray[Any]) -> None:
-    """Raises ValueError if an array of the file holds fractions, or numbers that are too low."""
+    """Raise ValueError if an array of the file contains fractions, or numbers that are too low."""
     least = 1 if name.startswith("counts_") else NO_TOPIC if name == "routes_topics" else 0
     whole = array.dtype.kind in "iu"
     if array.size and (not whole or array.min() < least):
@@ -271,7 +280,7 @@ def _check_numbers(name: str, array: npt.NDArray[Any]) -> None:
 
 
 def _check(profile: Profile) -> None:
-    """Raises ValueError if the arrays do not fit each other, so that readers need not check again."""
+    """Raise ValueError where arrays do not fit each other, so that users of the profile need no checks."""
     size, routes = profile.num_experts, profile.routes
     tokens, layers, k = routes.experts.shape
     fits = (

@@ -1,4 +1,4 @@
-"""Requests, sampling parameters and outputs."""
+"""A request, its sampling parameters, and its output."""
 
 from __future__ import annotations
 
@@ -17,62 +17,63 @@ class FinishReason(enum.Enum):
     """Why a request ended."""
 
     STOP = "stop"
-    """An end-of-sequence token, a stop token or a stop string."""
+    """The request generated an end-of-sequence token, a stop token or a stop string."""
     LENGTH = "length"
-    """max_tokens or the model's context length was reached."""
+    """The request reached max_tokens or the model's context length."""
     ABORT = "abort"
-    """Cancelled by its client or by a shutdown."""
+    """The client or a shutdown cancelled the request."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled. Names, meanings and defaults are vLLM's.
+    """How one request is sampled. Names, meanings and defaults are those of vLLM.
 
     Raises RequestError, naming the field, when a value is out of its range.
     """
 
     n: int = 1
-    """Number of completions for the prompt, each with its own seed."""
+    """Number of completions of the prompt, each with its own seed."""
     max_tokens: int | None = 16
-    """Maximum number of tokens to generate. None: as many as the context length allows."""
+    """Maximum number of tokens to generate. None means as many as the context length allows."""
     min_tokens: int = 0
-    """No end-of-sequence or stop token before this many generated tokens."""
+    """Number of generated tokens before which no end-of-sequence or stop token is sampled."""
     temperature: float = 1.0
-    """0 is greedy: the most likely token; a tie goes to the lowest id."""
+    """0 is greedy: the most likely token, with ties to the lowest id."""
     top_p: float = 1.0
-    """Keep the most likely tokens whose probabilities reach this sum, (0, 1]."""
+    """Keep the most likely tokens whose probabilities sum to this value, (0, 1]."""
     top_k: int = 0
-    """Keep this many most likely tokens; 0 or -1 keeps all."""
+    """Keep this many most likely tokens. 0 or -1 keeps all."""
     min_p: float = 0.0
-    """Drop tokens less likely than this share of the most likely one, [0, 1]."""
+    """Drop tokens that are less likely than this share of the most likely token's probability, [0, 1]."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of each token already generated, [-2, 2]."""
+    """Subtracted once from the logit of each token that was generated already, [-2, 2]."""
     frequency_penalty: float = 0.0
-    """Subtracted per occurrence among the generated tokens, [-2, 2]."""
+    """Subtracted from a token's logit for each time that it was generated, [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Divides positive, multiplies negative logits of tokens in prompt or output, > 0."""
+    """Divides the positive logits of tokens in the prompt or output and multiplies their negative logits, >
+    0.
+    """
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Token id -> number added to its logit, [-100, 100]."""
+    """Token id -> number that is added to its logit, [-100, 100]."""
     seed: int | None = None
-    """Fixes the sampling noise; None lets the engine draw one at arrival."""
+    """Seed of the sampling noise. With None the engine draws one at arrival."""
     stop: Sequence[str] = ()
-    """Texts that end the answer. They are not part of the answer."""
+    """Texts that end the answer. They are not part of it."""
     stop_token_ids: Sequence[int] = ()
-    """Token ids that end the answer, beside the model's own end-of-sequence ids."""
+    """Token ids that end the answer, in addition to the model's end-of-sequence ids."""
     include_stop_str_in_output: bool = False
     """Keep the stop string at the end of the text."""
     ignore_eos: bool = False
     """Continue after the model's end-of-sequence tokens."""
     logprobs: int | None = None
-    """Return the log-probability of each token and of this many most likely ones, 0 to 20."""
+    """Return the log-probability of each token and of this many most likely tokens, 0 to 20."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens. Such a request reuses no cached prefix."""
+    """As `logprobs`, for the tokens of the prompt. Such a request uses no cached prefix."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
 
     def __post_init__(self) -> None:
-        # Lists are accepted, and None for none. They are stored as tuples, so that equal parameters compare
-        # equal.
+        # Lists and None are accepted. Tuples are stored, so that equal parameters compare equal.
         stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
@@ -107,41 +108,43 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True if no noise is drawn. Below this temperature the most likely token has all the probability."""
+        """Whether no noise is drawn. Below this temperature the most likely token has probability 1."""
         return self.temperature < 1e-5
 
     @property
     def penalised(self) -> bool:
-        """True if past tokens change the logits."""
+        """Whether earlier tokens change the logits."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     def fan_out(self, seed: int) -> list[SamplingParams]:
-        """The `n` single-completion forms of these parameters, seeded `seed`, `seed` + 1, ..."""
+        """The `n` single-completion forms of these parameters, with seeds `seed`, `seed` + 1, ..."""
         return [replace(self, n=1, seed=_wrap(seed + index)) for index in range(self.n)]
 
 
 def _tuple(name: str, values: Any) -> tuple[Any, ...]:
-    """A tuple of the values; None gives an empty one."""
+    """`values` as a tuple, empty for None."""
     if not isinstance(values or (), Iterable):
         raise RequestError(f"{name}: got {values!r}; allowed: a list", name)
     return tuple(values or ())
 
 
 def _mapping(name: str, values: Any) -> Mapping[Any, Any]:
-    """The mapping; None gives an empty one."""
+    """`values`, or an empty mapping for None."""
     if not isinstance(values or {}, Mapping):
         raise RequestError(f"{name}: got {values!r}; allowed: numbers by token id", name)
     return values or {}
 
 
 def _wrap(seed: int) -> int:
-    """`seed` folded into the signed 64-bit range."""
+    """`seed` wrapped into the signed 64-bit range."""
     return (seed + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
 
 
 def _integer(name: str, value: object, low: int, high: int | None) -> None:
-    """Raises RequestError for a value that is not an integer within the limits. Without `high` the limit is
-    that of 64 bits."""
+    """Raise RequestError unless `value` is an integer within the limits.
+
+    Without `high` the limit is 64 bits.
+    """
     good = isinstance(value, int) and not isinstance(value, bool)
     most = SEED_LIMIT - 1 if high is None else high
     if not good or not low <= value <= most:  # type: ignore[operator]
@@ -151,7 +154,7 @@ def _integer(name: str, value: object, low: int, high: int | None) -> None:
 
 def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool)
-    # written so that NaN, which compares false with everything, is refused
+    # NaN is refused too, because every comparison with it is false.
     inside = good and (low < value if open_low else low <= value) and value <= high  # type: ignore[operator]
     if not inside:
         above = "above" if open_low else "at least"
@@ -162,14 +165,14 @@ def _number(name: str, value: object, low: float, high: float, open_low: bool = 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt with one answer. The engine owns it from arrival to the end."""
+    """One prompt to continue once. The engine owns it from its arrival to its end."""
 
     request_id: int
-    """Unique within one engine, in order of arrival."""
+    """Unique within an engine, in order of arrival."""
     prompt_token_ids: list[int]
     """At least one token, shorter than the context length."""
     params: SamplingParams
-    """With n = 1, and the seed and max_tokens filled in."""
+    """Parameters with n = 1 and with seed and max_tokens set."""
     eos_token_ids: tuple[int, ...] = ()
     """The model's end-of-sequence ids."""
     arrival: float = 0.0
@@ -189,27 +192,27 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: list[tuple[int, float]]
-    """The most likely tokens and their log-probabilities, best first."""
+    """The most likely tokens with their log-probabilities, best first."""
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The new output of a request since the last output (a stream), or all of it (a result)."""
+    """The output of a request since the last output (a stream) or in total (a result)."""
 
     request_id: int
     index: int = 0
-    """Index among the prompt's n completions."""
+    """Index among the n completions of the prompt."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """One entry for each prompt token, None for the first. Only one output of a request has them."""
+    """One entry per prompt token, None for the first. Only set on the one output that contains them."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the request, if one did."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV was reused from the prefix cache."""
+    """Prompt tokens whose KV came from the prefix cache."""
 
     @property
     def finished(self) -> bool:

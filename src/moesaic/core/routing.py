@@ -1,8 +1,8 @@
-"""Routing records: the experts that rows chose, assembled into whole requests.
+"""Collects routing decisions as rows are computed, and assembles them into whole requests.
 
-A row is one token of one request with the experts that it chose in every layer. Rows arrive step by step.
-The rows of a request arrive in any order, and some twice (computed again after a preemption). `Assembly`
-puts them together.
+A row is one token of one request, with the experts that it chose in every layer. Rows arrive step after step.
+Those of a request may come in any order, and some come twice (computed again after a preemption). `Assembly`
+collects them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from moesaic.core.profile import NO_TOPIC, Routes
 from moesaic.core.tokens import IntArray
 
 ENDED = -1
-"""Position of a record which says that the request has ended; its prompt had `token` tokens."""
+"""The position of a record which says that its request ended. Its `token` is the length of the prompt."""
 
 Rows = npt.NDArray[np.void]
 """[n] records of RoutedModel.row."""
 RowSink = Callable[[Rows], None]
-"""Receives rows as they are computed."""
+"""A function that receives rows as they are computed."""
 
 
 @dataclass(frozen=True)
 class RoutedModel:
-    """The model that rows belong to: the sizes that a profile has too."""
+    """The sizes of the model whose routing is recorded. A profile has them too."""
 
     model: str
     """Its fingerprint, as in a placement."""
@@ -37,24 +37,25 @@ class RoutedModel:
     num_experts: int
     top_k: int
     layers: tuple[int, ...]
-    """Numbers of the layers with routed experts, ascending."""
+    """Indices of the layers with routed experts, ascending."""
     hidden: int = 0
-    """Size of a row between layers; 0: unknown."""
+    """Size of a hidden state, 0 if it is not known."""
 
     @cached_property
     def row(self) -> np.dtype[np.void]:
-        """A record: experts [layers, k] best first, token id, position from 0, request.
+        """The dtype of a record: experts [layers, k] best first, token id, position from 0, request.
 
-        `request` is the id + 1, so that memory full of zeros holds no records. It is written last.
+        `request` is the request's id + 1, so that zeroed memory contains no rows. It is written last.
         """
         experts = ("experts", "<i2", (len(self.layers), self.top_k))
         return np.dtype([experts, ("token", "<i4"), ("position", "<i4"), ("request", "<i8")])
 
 
 def draw(number: int, seed: int) -> float:
-    """A fraction below 1, distributed evenly over numbers; the same for the same arguments (SplitMix64).
+    """A pseudo-random fraction in [0, 1), spread evenly over numbers and determined by the arguments
+    (SplitMix64).
 
-    Example: of the numbers 0 to 9999, 513 get less than 0.05 with seed 0.
+    Example: with seed 0, 513 of the numbers 0 to 9999 get less than 0.05.
     """
     mask = (1 << 64) - 1
     state = ((number + 1) * 0x9E3779B97F4A7C15 + seed * 0xD1342543DE82EF95) & mask
@@ -64,71 +65,74 @@ def draw(number: int, seed: int) -> float:
 
 
 def ending(model: RoutedModel, request: int, prompt: int) -> Rows:
-    """The record which says that request `request`, with a prompt of `prompt` tokens, has ended."""
+    """The record which says that `request`, with a prompt of `prompt` tokens, has no more rows."""
     row = np.zeros(1, model.row)
     row["request"], row["position"], row["token"] = request + 1, ENDED, prompt
     return row
 
 
 class Assembly:
-    """The rows of requests under way, and of those that ended since the last `take`."""
+    """The rows of unfinished requests, and of those that ended since the last `take`."""
 
     def __init__(self, model: RoutedModel, most_bytes: int) -> None:
-        """most_bytes: memory for rows. Requests that need more are given up, the longest first."""
+        """most_bytes: maximum memory for rows. Beyond it, requests are discarded, the longest first."""
         self._model = model
         self._most = max(1, most_bytes // model.row.itemsize)
         self._rows: list[Rows] = []
         self._held = 0
-        self._left_out: set[int] = set()
-        """Requests that were given up and have not ended."""
+        self._discarded: set[int] = set()
+        """Discarded requests that have not ended (their id + 1)."""
         self.given_up = 0
-        """Number of requests given up so far."""
+        """Number of discarded requests."""
 
     def add(self, rows: Rows) -> None:
-        """Add rows in the order in which they were computed. The array is kept."""
+        """Add rows in the order in which they were computed. The array is kept, not copied."""
         self._rows.append(rows)
         self._held += len(rows)
 
     @property
     def full(self) -> bool:
-        """True if it holds more than it should: `take` is due."""
+        """Whether the rows exceed the maximum memory, so that `take` should be called."""
         return self._held > self._most
 
     def take(self) -> tuple[IntArray, Routes]:
-        """The ids of the requests that have ended, ascending, and their routes. Missing rows are left out.
+        """Remove the requests that ended. Returns their ids, ascending, and their routes, without missing
+        rows.
 
-        Example: rows of request 3 at positions 0, 1, 1 and its end, one row of request 4 -> ids [3], two
-        tokens; request 4 stays.
+        Example: rows of request 3 at positions 0, 1, 1 and its end, and one row of request 4. Returns ids [3]
+        and two tokens. Request 4 stays.
         """
         rows = np.concatenate([np.zeros(0, self._model.row), *self._rows])
-        if self._left_out:
-            rows = rows[~np.isin(rows["request"], list(self._left_out)) | (rows["position"] == ENDED)]
+        if self._discarded:
+            rows = rows[~np.isin(rows["request"], list(self._discarded)) | (rows["position"] == ENDED)]
         rows = rows[np.lexsort((rows["position"], rows["request"]))]
         again = np.zeros(len(rows), dtype=bool)
         if len(rows):
             same = rows["request"][1:] == rows["request"][:-1]
             again[:-1] = same & (rows["position"][1:] == rows["position"][:-1])
         ends = rows[rows["position"] == ENDED]
-        self._left_out.difference_update(ends["request"].tolist())
+        self._discarded.difference_update(ends["request"].tolist())
         over = np.isin(rows["request"], ends["request"])
         self._keep(rows[~over & ~again])
         return _routes(rows[over & ~again & (rows["position"] != ENDED)], ends)
 
     def _keep(self, rows: Rows) -> None:
-        """Keep these rows, or as many of them as half of the memory holds."""
+        """Keep these rows, or the shortest requests that fit into half of the memory."""
         requests, counts = np.unique(rows["request"], return_counts=True)
         if len(rows) > self._most:
             order = np.argsort(counts, kind="stable")
-            lost = requests[order[np.cumsum(counts[order]) > self._most // 2]]
-            rows = rows[~np.isin(rows["request"], lost)]
-            self._left_out.update(lost.tolist())
-            self.given_up += len(lost)
+            discarded = requests[order[np.cumsum(counts[order]) > self._most // 2]]
+            rows = rows[~np.isin(rows["request"], discarded)]
+            self._discarded.update(discarded.tolist())
+            self.given_up += len(discarded)
         self._rows, self._held = [rows], len(rows)
 
 
 def _routes(rows: Rows, ends: Rows) -> tuple[IntArray, Routes]:
-    """The routes of ended requests. rows: sorted by request and position, without duplicates. ends: the
-    records of their ends."""
+    """The ids and routes of ended requests.
+
+    rows: their rows by request and position, each once. ends: the records of their ends.
+    """
     requests, starts, counts = np.unique(rows["request"], return_index=True, return_counts=True)
     last = dict(zip(ends["request"].tolist(), ends["token"].tolist(), strict=True))
     lengths = np.array([last[request] for request in requests.tolist()], dtype=np.int64)
@@ -145,7 +149,7 @@ def _routes(rows: Rows, ends: Rows) -> tuple[IntArray, Routes]:
 
 
 def joined(model: RoutedModel, parts: list[Routes]) -> Routes:
-    """All of these, one after another."""
+    """All of these routes as one, in this order."""
     lengths: list[Any] = [np.diff(part.starts) for part in parts]
     nothing = np.zeros(0, dtype=np.int64)
     experts = np.zeros((0, len(model.layers), model.top_k), dtype=np.int16)

@@ -1,11 +1,10 @@
-"""The tables beside a placement. They predict from a token's id, or from its past ranks, which rank suits
-it.
+"""Tables that serving uses beside a placement: they predict the rank of a token from its id or earlier ranks.
 
-Speculative MoE and Sem-MoE look these up and compute nothing else. An entry has two bytes, so tables take
-megabytes: 102,400 token ids and 60 layers are 12 MB of ranks and as much of confidence.
+Speculative MoE and Sem-MoE only look up these tables and compute nothing else. Two bytes an entry keep them
+small: for 102,400 token ids and 60 layers the ranks take 12 MB, and the confidences as much.
 
-Layers are counted from 0 over those with routed experts. The file is a NumPy archive (`.npz`) without
-pickled objects.
+Layers are counted from 0 over those with routed experts. The file is a NumPy archive (`.npz`) without pickled
+objects.
 """
 
 from __future__ import annotations
@@ -32,29 +31,39 @@ ScoreArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Tables:
-    """Tables made from one profile for one placement. A confidence is the share, 0 to 1, of a token's
-    experts that are expected on the given rank. So the confidences of both tables can be compared."""
+    """Tables made from one profile for one placement.
+
+    A confidence is the share, 0 to 1, of a token's experts that are expected on the predicted rank. So the
+    confidences of both tables can be compared.
+    """
 
     model: str
-    """Its fingerprint, as in a placement."""
+    """Fingerprint of the model, as in a placement."""
     layers: tuple[int, ...]
-    """Numbers of the layers with routed experts, ascending."""
+    """Indices of the layers with routed experts, ascending."""
     experts: SmallArray
     """[layers, E] the rank of each logical expert."""
     scores: ScoreArray
-    """[V, ranks] expected number of (token, expert) pairs of one token on each rank, over all layers.
-    Algorithm 2 of Sem-MoE sums them over a prompt. A row sums to layers * k, or to more if experts have
-    copies."""
+    """[V, ranks] (token, expert) pairs of one token that are expected on each rank, over all layers.
+
+    Algorithm 2 of Sem-MoE sums these over a prompt. A row sums to layers * k, or more where experts have
+    copies.
+    """
     labels: SmallArray
-    """[V, layers] table T: the rank for each token id."""
+    """[V, layers] table T: the rank of each token id."""
     confidence: HalfArray
-    """[V, layers] confidence of `labels`."""
+    """[V, layers] confidence of each entry of `labels`."""
     after: SmallArray
-    """[layers, ranks * ranks] table A: the rank for a token that was on rank i two layers ago and on rank j
-    one layer ago, at i * ranks + j."""
+    """[layers, ranks * ranks] table A: the rank of a token that was on rank i two layers ago and j one layer
+    ago.
+
+    Its index is i * ranks + j.
+    """
     after_confidence: HalfArray
-    """[layers, ranks * ranks] confidence of `after`; 0 in the first two layers, where no token has such a
-    past."""
+    """[layers, ranks * ranks] confidence of each entry of `after`.
+
+    0 in the first two layers, which have no history.
+    """
 
     @property
     def ranks(self) -> int:
@@ -72,16 +81,16 @@ class Tables:
     def request_scores(self, prompt: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         """[ranks] expected local pairs of a whole prompt on each rank (Sem-MoE, Algorithm 2, line 3).
 
-        Ids beyond the tables' vocabulary are ignored.
+        Token ids outside the tables' vocabulary are ignored.
         """
         ids = np.asarray(prompt, dtype=np.int64)
         found: npt.NDArray[np.float64] = self.scores[ids[ids < self.vocab_size]].sum(axis=0, dtype=np.float64)
         return found
 
     def check(self, placement: Placement, file: str) -> None:
-        """Raises ConfigError if the tables were made for another model or another placement of the experts.
+        """Raise ConfigError if the tables were made for another model, or if an expert is on another rank.
 
-        Copies of an expert on other ranks are allowed.
+        Additional copies of an expert on other ranks are allowed.
         """
         if self.model != placement.model:
             raise ConfigError.field(f"{file}: model", self.model, f"the placement's, {placement.model!r}")
@@ -101,7 +110,7 @@ class Tables:
 
     @classmethod
     def beside(cls, file: str, placement: Placement) -> Tables | None:
-        """The tables that `placement`, read from `file`, names; None if it names none.
+        """The tables that `placement`, which was read from `file`, names. None if it names none.
 
         Raises ConfigError as `load` does, and for tables that do not fit the placement.
         """
@@ -115,18 +124,18 @@ class Tables:
         return tables
 
     def save(self, path: Path) -> None:
-        """Write the file, completely or not at all."""
+        """Write the file. After a failure the old file is unchanged."""
         arrays: dict[str, Any] = {name: getattr(self, name) for name in _ARRAYS}
         archive.save(path, {"schema": SCHEMA, "model": self.model, "layers": self.layers, **arrays})
 
     @classmethod
     def load(cls, path: Path) -> Tables:
-        """Read what `save` wrote. Raises ConfigError: one line naming the file and what is wrong with it."""
+        """Read a file of `save`. Raises ConfigError with one line that names the file and the problem."""
         return archive.load(path, "tables of tokens", cls._of_arrays)
 
     @classmethod
     def _of_arrays(cls, found: Arrays) -> Tables:
-        """Raises KeyError and ValueError for arrays that are not tables."""
+        """Raises KeyError and ValueError for arrays of another file."""
         if int(found["schema"]) != SCHEMA:
             raise ValueError(f"schema {found['schema']}, this version reads {SCHEMA}")
         tables = cls(
@@ -142,7 +151,7 @@ _ARRAYS = [field.name for field in fields(Tables) if field.name not in ("model",
 
 
 def _check(tables: Tables) -> None:
-    """Raises ValueError if the arrays do not fit each other, so that readers need not check again."""
+    """Raise ValueError where arrays do not fit each other, so that users of the tables need no checks."""
     vocab_size, ranks = tables.scores.shape
     layers = len(tables.layers)
     fits = (

@@ -1,4 +1,6 @@
-"""Builds a profile request by request: counts of all requests, and the routes of as many as fit."""
+"""Builds a profile while requests arrive: it counts all of them, and keeps as many routes as
+fit into memory.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,22 @@ from moesaic.core.profile import Counts, Profile, Routes, TokenArray, transition
 from moesaic.core.routing import RoutedModel, draw, joined
 
 COUNTED_AT_ONCE = 8192
-"""Minimum number of tokens that are collected before they are counted. Merging costs time in proportion to
-the counts, so the number grows with the counts."""
+"""Minimum number of tokens that are counted together.
+
+Merging takes time in proportion to the size of the counts. So more tokens are collected once the counts are
+larger than this.
+"""
 
 
 class Tally:
-    """Counts every request and keeps a uniform sample of their routes.
+    """Counts every request, and keeps a uniform sample of their routes.
 
-    Each request draws a number, and the routes with the lowest numbers are kept. Counts displace routes.
-    Once the counts alone fill the memory, nothing more is counted.
+    Each request draws a number, and the requests with the lowest numbers stay in the sample. The sample
+    shrinks as the counts grow. Once the counts alone need all of the memory, nothing more is counted.
     """
 
     def __init__(self, model: RoutedModel, most_bytes: int, seed: int = 0) -> None:
-        """most_bytes: memory for counts and routes together."""
+        """most_bytes: maximum memory of counts and routes together."""
         self._model = model
         self._most = most_bytes
         self._seed = seed
@@ -36,19 +41,19 @@ class Tally:
         """A heap of (minus its draw, number of the request, its routes)."""
         self._sample_bytes = self._waiting = 0
         self._limit = 1.0
-        """Routes with higher draws are not kept."""
+        """Requests that draw this number or a higher one are not kept."""
         self.requests = self.tokens = 0
-        """Requests and tokens counted so far."""
+        """Number of requests and tokens that were counted."""
         self.left_out = 0
         """Requests that arrived when the memory was full."""
 
     @property
     def full(self) -> bool:
-        """True if nothing more is counted."""
+        """Whether nothing more is counted."""
         return self._count_bytes > self._most
 
     def add(self, routes: Routes) -> None:
-        """Add requests."""
+        """Count more requests."""
         if self.full:
             self.left_out += routes.requests
             return
@@ -64,7 +69,7 @@ class Tally:
         self._fit()
 
     def profile(self, topics: Sequence[str] = (), nearest: TokenArray | None = None) -> Profile:
-        """The profile so far. topics, nearest: as in Profile."""
+        """The profile of all requests so far. topics, nearest: as in Profile."""
         self._count()
         self._fit()
         model = self._model
@@ -85,7 +90,7 @@ class Tally:
 
     @property
     def known(self) -> TokenArray:
-        """Token ids seen so far, ascending."""
+        """Token ids that were seen, ascending."""
         self._count()
         return self._counts[0].known.astype(np.int32)
 
@@ -102,7 +107,7 @@ class Tally:
             self._sample_bytes += _bytes(one)
 
     def _fit(self) -> None:
-        """Drop routes until all fits the memory."""
+        """Drop routes until counts and routes fit into the memory."""
         room = self._most - self._count_bytes - sum(map(_bytes, self._pending))
         while self._kept and self._sample_bytes > room:
             drawn, _, one = heapq.heappop(self._kept)
@@ -126,5 +131,5 @@ class Tally:
 
 
 def _bytes(arrays: Counts | Routes) -> int:
-    """Bytes of all arrays."""
+    """Bytes of all its arrays."""
     return sum(int(getattr(arrays, field.name).nbytes) for field in fields(arrays))

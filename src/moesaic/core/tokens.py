@@ -14,9 +14,10 @@ FloatRows = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """The rows that one step computes: n rows of s sequences, one sequence after another.
+    """The n rows of s sequences that one step computes, sequence after sequence.
 
-    A sequence has one row (decode) or many (a chunk of its prompt). Nothing else tells prefill from decode.
+    A sequence has one row (decode) or many (a chunk of its prompt). There is no other difference between
+    prefill and decode.
     """
 
     token_ids: IntArray
@@ -26,11 +27,11 @@ class TokenBatch:
     query_starts: IntArray
     """[s + 1] rows of sequence i are query_starts[i] : query_starts[i + 1]."""
     context_lens: IntArray
-    """[s] tokens of each sequence in the KV cache after this step."""
+    """[s] tokens of the sequence in the KV cache after this step has written its rows."""
     block_tables: IntArray
     """[s, b] KV block ids of each sequence in order, padded with 0."""
     logit_rows: IntArray
-    """[m] rows whose logits are needed."""
+    """[m] rows whose logits are wanted."""
 
     @property
     def num_rows(self) -> int:
@@ -41,7 +42,7 @@ class TokenBatch:
         return len(self.context_lens)
 
     def sequences(self, chosen: Sequence[int]) -> TokenBatch:
-        """The rows of these sequences, in this order, with those of the logit rows that are among them."""
+        """The rows of these sequences, in this order, and those of logit_rows that are among them."""
         starts, stops = self.query_starts[:-1], self.query_starts[1:]
         rows = [np.arange(starts[index], stops[index]) for index in chosen]
         wanted = np.concatenate([np.zeros(0, np.int64), *rows])
@@ -49,7 +50,10 @@ class TokenBatch:
         return self._taken(wanted, [len(part) for part in rows], self.context_lens[list(chosen)], tables)
 
     def rows(self, start: int, stop: int) -> TokenBatch:
-        """Rows start : stop. If a sequence is cut, the first part of its rows sees only itself."""
+        """Rows start : stop. They may begin or end within a sequence.
+
+        When a sequence is cut at the end, its context_lens counts only the tokens up to the cut.
+        """
         first = int(np.searchsorted(self.query_starts, start, side="right")) - 1
         last = int(np.searchsorted(self.query_starts, stop, side="left"))
         cut = np.clip(self.query_starts[first : last + 1], start, stop)
@@ -59,7 +63,7 @@ class TokenBatch:
         return self._taken(wanted, np.diff(cut).tolist(), lens, self.block_tables[first:last])
 
     def _taken(self, wanted: IntArray, counts: list[int], lens: IntArray, tables: IntArray) -> TokenBatch:
-        """A batch of some rows. wanted: [r] rows. counts: number of them in each sequence."""
+        """The batch of these rows. wanted: [r] rows; counts: number of them in each sequence."""
         return TokenBatch(
             token_ids=self.token_ids[wanted],
             positions=self.positions[wanted],

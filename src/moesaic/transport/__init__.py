@@ -1,1 +1,1 @@
-"""Transports move messages between processes. They do not know what a message means."""
+"""Transports that move messages, calls and rounds between processes. They do not interpret the contents."""

@@ -1,4 +1,4 @@
-"""Accepts peers in the background. Each peer has its own thread and deadline, so none delays another."""
+"""Accepts peers in the background. Each has its own thread and deadline, so none delays another."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from moesaic.transport import address as addresses
 _log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
-"""Seconds between two attempts to accept, if there was no descriptor or no thread for a peer."""
+"""Seconds before the next attempt to accept, after there was no descriptor or no thread for a peer."""
 
 Passed = TypeVar("Passed")
 
 
 class Acceptor(Generic[Passed]):
-    """Accepts connections on `listening`, which it then owns. `address` is its name in the log.
+    """Accepts on `listening`, which belongs to it from now on. `address` is the name for its log lines.
 
-    handshake: called in a thread of the peer with its socket. It raises OSError, ConnectionLost or
-    ConfigError for a peer that is to be dropped, which is logged in one line. welcome: called in that
-    thread with the handshake's result. most: maximum number of handshakes at the same time; a further peer
-    replaces the oldest one.
+    handshake: called with the socket of a peer, in a thread of its own. It raises OSError, ConnectionLost or
+    ConfigError for a peer to drop. Then one line in the log names the peer and the reason.
+    welcome: called in the same thread with the result of the handshake.
+    most: maximum handshakes at the same time. A further peer replaces the oldest one.
     """
 
     def __init__(
@@ -44,16 +44,18 @@ class Acceptor(Generic[Passed]):
         self._handshake, self._welcome = handshake, welcome
         self._lock = threading.Lock()
         self._pending: dict[socket.socket, str] = {}
-        """Handshakes under way, oldest first, with the names of the peers."""
-        self._greeting: set[threading.Thread] = set()
+        """Sockets of unfinished handshakes, oldest first, with the name of each peer."""
+        self._threads: set[threading.Thread] = set()
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._socket.setblocking(False)
         self._thread = threading.Thread(target=self._accept, name="moesaic-acceptor", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening and drop the handshakes. No peer is welcomed afterwards. A second call does
-        nothing."""
+        """Stop listening and drop the handshakes.
+
+        No peer is accepted afterwards. A repeated call does nothing.
+        """
         if self.closed:
             return
         self.closed = True
@@ -63,8 +65,8 @@ class Acceptor(Generic[Passed]):
             for sock in self._pending:
                 _shut(sock)
             self._pending.clear()
-            greeting = list(self._greeting)
-        for thread in greeting:
+            threads = list(self._threads)
+        for thread in threads:
             thread.join()
         self._socket.close()
         os.close(self._stop)
@@ -80,17 +82,16 @@ class Acceptor(Generic[Passed]):
                 self._begin(*self._socket.accept())
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 continue
-            except (
-                OSError,
-                RuntimeError,
-            ) as error:  # there is no descriptor or no thread; others may free one
+            except (OSError, RuntimeError) as error:  # no descriptor or thread is free now
                 reason = error.strerror if isinstance(error, OSError) else error
                 _log.warning("cannot accept at %s: %s", self._address, reason)
                 select.select([self._stop], [], [], RETRY_SECONDS)
 
     def _begin(self, sock: socket.socket, name: object) -> None:
-        """Start a thread for one handshake, in place of the oldest if there are too many."""
-        thread = threading.Thread(target=self._greet, args=(sock,), name="moesaic-handshake", daemon=True)
+        """Start the thread of one handshake, which replaces the oldest one if there are too many."""
+        thread = threading.Thread(
+            target=self._run_handshake, args=(sock,), name="moesaic-handshake", daemon=True
+        )
         with self._lock, contextlib.ExitStack() as undo:
             undo.callback(sock.close)
             peer = addresses.peer(sock, name)
@@ -99,12 +100,12 @@ class Acceptor(Generic[Passed]):
             if len(self._pending) >= self._most:
                 oldest = next(iter(self._pending))
                 _shut(oldest)
-                self._drop(self._pending.pop(oldest), f"{self._most} handshakes are under way, it came first")
+                self._drop(self._pending.pop(oldest), f"it was the oldest of {self._most} handshakes")
             self._pending[sock] = peer
-            self._greeting.add(thread)
+            self._threads.add(thread)
 
-    def _greet(self, sock: socket.socket) -> None:
-        """Run one handshake: welcome the peer, or log why not."""
+    def _run_handshake(self, sock: socket.socket) -> None:
+        """Run one handshake. A failure is one line in the log."""
         try:
             addresses.tune(sock)
             passed = self._handshake(sock)
@@ -114,10 +115,10 @@ class Acceptor(Generic[Passed]):
             ConfigError,
             RuntimeError,
             MemoryError,
-        ) as error:  # no thread, or no room
+        ) as error:  # also no thread, no memory
             with self._lock:
                 peer = self._pending.pop(sock, None)
-                if peer is not None:  # else it was dropped before
+                if peer is not None:  # otherwise it was dropped before
                     self._drop(peer, error)
                 sock.close()
         else:
@@ -126,13 +127,13 @@ class Acceptor(Generic[Passed]):
             self._welcome(passed)
         finally:
             with self._lock:
-                self._greeting.discard(threading.current_thread())
+                self._threads.discard(threading.current_thread())
 
     def _drop(self, peer: str, why: object) -> None:
         _log.warning("dropped %s at %s: %s", peer, self._address, why)
 
 
 def _shut(sock: socket.socket) -> None:
-    """Wake the thread that reads from the socket."""
+    """Shut the socket down, which wakes the thread that reads from it."""
     with contextlib.suppress(OSError):  # the peer closed first
         sock.shutdown(socket.SHUT_RDWR)

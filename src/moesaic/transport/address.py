@@ -1,6 +1,6 @@
-"""Addresses of servers: "unix:/path", "unix:@name" or "tcp:host:port".
+"""The address of a server: "unix:/path", "unix:@name" or "tcp:host:port".
 
-A name is not a file (Linux's abstract sockets): nothing is left of it, however its process ends.
+A @name is not a file (Linux's abstract sockets). Nothing remains of it, however its process ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from moesaic.core.errors import ConfigError
 
 _PATH_BYTES = 107
-"""Maximum length of a Unix socket's path."""
+"""Maximum bytes of the path of a Unix socket."""
 _ALLOWED = (
     f"unix:/path or unix:@name of at most {_PATH_BYTES} bytes, "
     "or tcp:host:port with an IPv6 host in [brackets]"
@@ -24,16 +24,19 @@ _ALLOWED = (
 _NAMED = "@"
 
 IDLE_SECONDS, PROBE_SECONDS, PROBES = 10, 5, 3
-"""A vanished host is noticed after 25 s of silence, even if nothing is sent."""
+"""TCP keepalive. A host that vanished is noticed after 25 s of silence, also while nothing is sent."""
 UNACKNOWLEDGED_SECONDS = 30
-"""Seconds after which a TCP connection ends if sent bytes are not acknowledged."""
+"""A TCP connection ends when sent bytes are not acknowledged for so many seconds."""
 
 UNIX_BUFFER_BYTES = 1 << 20
-"""Buffer size of a Unix socket; the kernel may grant less. TCP chooses its own."""
+"""Send buffer of a Unix socket. The kernel may grant less. TCP sizes its own buffers."""
 
 
 class Address(NamedTuple):
-    """`path` for a Unix socket (@name; @ alone: any free name), or `host` and `port` (0: any free port)."""
+    """`path` of a Unix socket, or `host` and `port`.
+
+    A path may be a @name. A single @ means any free name, and port 0 means any free port.
+    """
 
     path: str = ""
     host: str = ""
@@ -41,7 +44,7 @@ class Address(NamedTuple):
 
     @property
     def file(self) -> str | None:
-        """Path of the file that exists while a server listens; None for a name or TCP."""
+        """The socket's file, which exists while a server listens. None for other addresses."""
         return self.path if self.path and not self.path.startswith(_NAMED) else None
 
     def __str__(self) -> str:
@@ -66,9 +69,9 @@ def parse(text: str) -> Address:
 
 
 def bind(address: Address) -> tuple[socket.socket, Address]:
-    """A listening socket, and its real address. Raises ConfigError if that is not possible.
+    """A listening socket and its actual address. Raises ConfigError if it cannot listen there.
 
-    Anyone who knows a name can connect to it: see `foreign`.
+    A @name has no file permissions, so any process that knows it can connect. See `foreign`.
     """
     if address.path == _NAMED:
         address = Address(path=f"{_NAMED}moesaic-{secrets.token_hex(8)}")
@@ -104,8 +107,10 @@ def dial(address: Address, timeout: float) -> socket.socket:
 
 
 def _connected(sock: socket.socket, path: str) -> bool:
-    """Try to connect. Returns False while the listener's queue is full: a Unix socket with a timeout does
-    not wait for that."""
+    """Try to connect. Returns False while the listener's queue is full.
+
+    A Unix socket with a timeout does not wait for that.
+    """
     sock.setblocking(False)
     try:
         sock.connect(_kernel_name(path))
@@ -115,7 +120,9 @@ def _connected(sock: socket.socket, path: str) -> bool:
 
 
 def tune(sock: socket.socket) -> None:
-    """Send small frames at once, receive large ones with few wake-ups, and notice a vanished host."""
+    """Set socket options: small frames leave at once, large ones need few wakeups, and lost hosts are
+    noticed.
+    """
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
         return
@@ -128,14 +135,14 @@ def tune(sock: socket.socket) -> None:
 
 
 def foreign(sock: socket.socket) -> bool:
-    """True if the other end of a connected Unix socket belongs to another user."""
+    """Whether the process at the other end of a connected Unix socket belongs to another user."""
     return sock.family == socket.AF_UNIX and _peer_process(sock)[1] != os.geteuid()
 
 
 def peer(sock: socket.socket, name: Any) -> str:
-    """The peer at the other end of `sock`, for people. name: its address from `accept`.
+    """A readable name of the process at the other end of `sock`. name: its address, as returned by `accept`.
 
-    Example: "tcp:127.0.0.1:50123", or "process 4711" at a Unix socket, where callers have no address.
+    Example: "tcp:127.0.0.1:50123", or "process 4711" for a Unix socket, whose clients have no address.
     """
     if sock.family == socket.AF_UNIX:
         return f"process {_peer_process(sock)[0]}"
@@ -143,7 +150,7 @@ def peer(sock: socket.socket, name: Any) -> str:
 
 
 def _peer_process(sock: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end of a Unix socket."""
+    """Process id and user id at the other end of a Unix socket."""
     pid, user, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, user
 
@@ -158,14 +165,17 @@ def _kernel_name(path: str) -> str:
 
 
 def _bind_unix(address: Address) -> socket.socket:
-    """Listen on a file that only this user can connect to. A file left by a dead process is replaced."""
+    """Bind a Unix socket.
+
+    Only this user can connect to a file. A file that a dead process left is replaced.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if address.file and _left_behind(address.file):
             Path(address.file).unlink()
         sock.bind(_kernel_name(address.path))
         if address.file:
-            Path(address.file).chmod(0o600)  # before a client can connect: the socket does not listen yet
+            Path(address.file).chmod(0o600)  # no client can connect before `listen`
         sock.listen(128)
     except OSError:
         sock.close()
@@ -174,7 +184,7 @@ def _bind_unix(address: Address) -> socket.socket:
 
 
 def _left_behind(path: str) -> bool:
-    """True if there is a socket at the path and no process listens on it."""
+    """Whether the path is a socket on which no process listens."""
     if not Path(path).is_socket():
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -4,9 +4,9 @@
     client: terms, HMAC(secret, "client" a b terms)
                                                  server: HMAC(secret, "server" a b terms)
 
-Proofs are HMAC-SHA256, compared in constant time. The two labels differ, so a side's proof cannot be sent
-back to it. a and b are random, so a proof is valid only once. Every message has a fixed length: nothing is
-parsed before the peer is known. What follows the handshake is not encrypted.
+The HMAC is HMAC-SHA256, compared in constant time. The two labels differ, so a proof cannot be sent back to
+its sender. The numbers a and b are new each time, so a proof cannot be used twice. Every message has a fixed
+length, so nothing is parsed before the peer is known. What follows the handshake is not encrypted.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Terms(NamedTuple):
 
 
 def check_secret(secret: bytes) -> None:
-    """Raises ConfigError for a secret that is too short."""
+    """Raise ConfigError if the secret is too short."""
     if len(secret) < 16:
         raise ConfigError.field("secret", f"{len(secret)} bytes", "at least 16 bytes")
 
 
 def check_terms(terms: Terms) -> None:
-    """Raises ConfigError for terms that are not possible."""
+    """Raise ConfigError if the terms are not possible."""
     if terms.kind not in KINDS:
         raise ConfigError.field("kind", terms.kind, " or ".join(KINDS))
     if not MIN_HEAP <= terms.heap_bytes <= MAX_HEAP:
@@ -50,17 +50,17 @@ def check_terms(terms: Terms) -> None:
 
 
 class Refused(ConnectionLost):
-    """The other end does not accept our secret. Trying again changes nothing."""
+    """The other end does not accept this secret or this server. A new attempt would not change that."""
 
 
 class Deadline:
-    """The time by which a handshake has to be done, including all its steps."""
+    """The time by which a whole handshake must be done."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
     def apply(self, sock: socket.socket) -> None:
-        """Give the next call on `sock` the remaining time. Raises TimeoutError if none remains."""
+        """Set the timeout of `sock` to the remaining time. Raises TimeoutError if none remains."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeoutError("timed out")
@@ -68,8 +68,7 @@ class Deadline:
 
 
 def prove_as_client(sock: socket.socket, secret: bytes, terms: Terms, deadline: Deadline) -> None:
-    """The client's side. Raises Refused if the secrets differ; ConnectionLost or OSError for other
-    failures."""
+    """Do the client's side. Raises Refused when the secrets differ, otherwise ConnectionLost or OSError."""
     mine = secrets.token_bytes(NONCE)
     _send(sock, MAGIC + mine, deadline)
     nonces = mine + _nonce(sock, deadline)
@@ -84,7 +83,7 @@ def prove_as_client(sock: socket.socket, secret: bytes, terms: Terms, deadline: 
 
 
 def prove_as_server(sock: socket.socket, secret: bytes, deadline: Deadline) -> Terms:
-    """The server's side. Raises ConnectionLost if the client does not know the secret, or OSError."""
+    """Do the server's side. Raises ConnectionLost if the client does not know the secret, or OSError."""
     theirs = _nonce(sock, deadline)
     mine = secrets.token_bytes(NONCE)
     _send(sock, MAGIC + mine, deadline)
@@ -100,7 +99,7 @@ def prove_as_server(sock: socket.socket, secret: bytes, deadline: Deadline) -> T
 
 
 def read_exactly(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
-    """Raises ConnectionLost at the end of the stream, TimeoutError at the deadline."""
+    """Read `count` bytes. Raises ConnectionLost at the end of the stream and TimeoutError at the deadline."""
     got = b""
     while len(got) < count:
         deadline.apply(sock)
@@ -118,7 +117,7 @@ def _send(sock: socket.socket, data: bytes, deadline: Deadline) -> None:
 
 def _nonce(sock: socket.socket, deadline: Deadline) -> bytes:
     if read_exactly(sock, len(MAGIC), deadline) != MAGIC:
-        raise ConnectionLost("the other end is none of ours, or of another version")
+        raise ConnectionLost("the other end is not moesaic, or another version of it")
     return read_exactly(sock, NONCE, deadline)
 
 

@@ -1,4 +1,4 @@
-"""The interface of every transport."""
+"""The interface of every message transport."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from moesaic.core.messages import Message
 
 
 class Connection(Protocol):
-    """One end of a connection. Messages arrive in order, each exactly once, or the connection is lost.
+    """One end of a connection that delivers messages in order, each exactly once until the connection is
+    lost.
 
-    `send` may be called from any thread; `receive` from one thread at a time.
+    `send` may be called from any thread, `receive` from one thread at a time.
     """
 
     def send(self, message: Message) -> None:
@@ -18,12 +19,12 @@ class Connection(Protocol):
         ...
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """The next message; None after `timeout` seconds (0 polls, None waits for ever).
+        """The next message, or None after `timeout` seconds. 0 only polls, and None waits without limit.
 
-        Raises ConnectionLost once the peer is gone and everything that it sent has been received.
+        Raises ConnectionLost once the peer is gone and all of its messages were received.
         """
         ...
 
     def close(self) -> None:
-        """Close the connection; the peer notices. A second call does nothing."""
+        """Close the connection, which the peer notices. A repeated call does nothing."""
         ...

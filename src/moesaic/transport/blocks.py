@@ -1,4 +1,7 @@
-"""Reuses memory: a page that was touched before costs nothing, a fresh one costs a page fault."""
+"""Reuses memory blocks.
+
+Reusing a page costs nothing, while the first write to a new one causes a page fault.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ Block = npt.NDArray[np.uint8]
 
 
 class Blocks:
-    """Blocks whose sizes are powers of two; at most `keep_bytes` of idle blocks are kept.
+    """Memory blocks whose sizes are powers of two. At most `keep_bytes` of unused blocks are kept.
 
     >>> blocks = Blocks(1 << 20)
     >>> first = blocks.take(5000)
@@ -29,7 +32,7 @@ class Blocks:
         self._idle_bytes = 0
 
     def take(self, count: int) -> Block:
-        """At least `count` bytes with undefined content."""
+        """A block of at least `count` bytes with arbitrary contents."""
         size = 1 << max(_SMALLEST, (count - 1).bit_length())
         idle = self._idle.get(size)
         if not idle:
@@ -38,7 +41,7 @@ class Blocks:
         return idle.pop()
 
     def give_back(self, block: Block) -> None:
-        """Return a block. It may be reused and overwritten."""
+        """Return a block, which may be reused and overwritten from now on."""
         if self._idle_bytes + len(block) > self._keep_bytes:
             self._idle.clear()
             self._idle_bytes = 0

@@ -1,9 +1,9 @@
-"""Calls: the bulk half of a transport, between attention workers (clients) and expert servers.
+"""Calls: the bulk part of a transport, between attention workers (clients) and expert servers.
 
-A client opens a call, writes the request into the transport's memory, and posts it. The server answers row
-by row, in any order, as rows are computed. The design is that of Expert-as-a-Service (section 3.2): a
-buffer for each (client, server) in which one side writes requests and the other answers, and a state word
-that tells whose turn it is. Here a buffer holds many calls, and the state is a count of rows.
+A client opens a call, writes the request into the transport's own memory, and posts it. The server answers
+row by row, in any order, as rows are finished. The design follows Expert-as-a-Service (section 3.2). There, a
+(client, server) pair shares a buffer: one side writes requests, the other answers, and a state word says
+whose turn it is. Here a buffer holds many calls, and the state is a count of rows.
 
     call = caller.open(request_bytes=8, rows=2, row_bytes=4)      None while there is no room
     call.request[:] = b"question"
@@ -14,9 +14,9 @@ that tells whose turn it is. Here a buffer holds many calls, and the state is a 
     [(call, rows)] = caller.poll()      rows == [1]: call.answer[4:8] may be read
     caller.release(call)                once all rows were read, or to give the call up
 
-One thread at a time uses an end. Memory stays mapped while something refers to it, even after `close`. But
-the content of a released call's memory is undefined, since other calls use it. What a peer has written must
-be checked like any input.
+Only one thread at a time may use an end. Views of a call's memory stay valid while they are referenced, also
+after `close`. But after a call has ended, other calls overwrite its memory. Bytes that a peer wrote must be
+checked like any input.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.tokens import IntArray
 
 MAX_CALLS = 256
-"""Maximum number of calls of one connection between open and release."""
+"""Maximum calls of one connection between open and release."""
 MAX_ROWS = 1 << 20
-"""Maximum number of rows of one call."""
+"""Maximum rows of one call."""
 HEAP_BYTES = 256 << 20
-"""Default of the bytes that the open calls of one connection may take together."""
+"""Default maximum bytes of all open calls of one connection."""
 MIN_HEAP, MAX_HEAP = 4096, 1 << 38
 
 
@@ -43,7 +43,7 @@ class Call(Protocol):
 
     @property
     def number(self) -> int:
-        """Number of the call within its connection, from 1."""
+        """Number of the call, counted from 1 within its connection."""
         ...
 
     @property
@@ -54,17 +54,17 @@ class Call(Protocol):
 
     @property
     def request(self) -> memoryview:
-        """[request_bytes] memory to be written before post."""
+        """[request_bytes] to be written before post."""
         ...
 
     @property
     def answer(self) -> memoryview:
-        """[rows * row_bytes] row i may be read after `poll` has reported it and until release."""
+        """[rows * row_bytes] Row i may be read after `poll` reported it and before release."""
         ...
 
 
 class Incoming(Protocol):
-    """A call on the server's side."""
+    """A call as the server sees it."""
 
     @property
     def number(self) -> int: ...
@@ -77,27 +77,29 @@ class Incoming(Protocol):
 
     @property
     def request(self) -> memoryview:
-        """[request_bytes] read-only, valid until the last row is published. Check a copy of what must not
-        change in between: a hostile client can write here."""
+        """[request_bytes] read-only, valid until the last row is published.
+
+        A hostile client can change these bytes at any time. So copy what must not change before checking it.
+        """
         ...
 
     @property
     def answer(self) -> memoryview:
-        """[rows * row_bytes] memory for the answer. Row i is written before `publish` names it and not
-        after."""
+        """[rows * row_bytes] Row i must be written before `publish` names it, and not after."""
         ...
 
     def publish(self, indices: IntArray) -> None:
-        """Let the client read rows [n] of `answer`. Each row once, in any order and any portions.
+        """Let the client read these [n] rows of `answer`. Each row is published once, in any order and
+        grouping.
 
-        Does nothing if the client is gone: `Answerer.poll` reports that. Raises ValueError, and publishes
-        nothing, for a row that does not exist or was published before.
+        Does nothing when the client is gone, which `Answerer.poll` reports. Raises ValueError for a row that
+        does not exist or was published before. Then nothing is published.
         """
         ...
 
 
 class End(Protocol):
-    """The part of both ends that `waiting.wait` needs."""
+    """What `waiting.wait` needs from both kinds of ends."""
 
     def fileno(self) -> int:
         """The connection's socket, to be watched for `events`."""
@@ -105,24 +107,26 @@ class End(Protocol):
 
     @property
     def events(self) -> int:
-        """select.POLLIN, and POLLOUT while there is output that the socket has not accepted."""
+        """select.POLLIN, and POLLOUT while there is output that the socket did not accept."""
         ...
 
     def ready(self) -> bool:
-        """True if `poll` has news that the socket does not show. Costs no system call."""
+        """Whether `poll` has news that the socket does not show. Makes no system call."""
         ...
 
     def arm(self) -> bool:
-        """Ask the peer to write to the socket at its next news. True if there is news already: do not
-        sleep."""
+        """Ask the peer to write to the socket at its next news.
+
+        True if there is news already: then do not sleep.
+        """
         ...
 
     def disarm(self) -> None:
-        """The peer need not write to the socket any more."""
+        """Stop asking the peer to write to the socket."""
         ...
 
     def close(self) -> None:
-        """Close the connection and give up open calls; the peer notices. A second call does nothing."""
+        """Close this end, which the peer notices, and give up open calls. A repeated call does nothing."""
         ...
 
 
@@ -130,28 +134,27 @@ class Caller(End, Protocol):
     """The client's end of one connection to one server."""
 
     def open(self, request_bytes: int, rows: int, row_bytes: int) -> Call | None:
-        """Memory for a request and for its answer of `rows` equal rows; None while there is no room.
+        """Allocate memory for a request and its answer of `rows` equal rows. None while there is no room.
 
-        Raises ConfigError if it can never fit, ConnectionLost if this end is lost or closed.
+        Raises ConfigError if it can never fit, and ConnectionLost if this end is lost or closed.
         """
         ...
 
     def post(self, call: Call) -> None:
-        """Send a complete request, once for each call. Raises ConnectionLost if the server is known to be
-        gone."""
+        """Send the request, once per call. Raises ConnectionLost if the server is known to be gone."""
         ...
 
     def poll(self) -> list[tuple[Call, IntArray]]:
-        """The rows published since the last poll: (call, [n] indices). Each row once; never blocks.
+        """The rows published since the last poll: (call, [n] indices). Each row comes once. Never blocks.
 
         Raises ConnectionLost once the server is gone and everything that it published was reported.
         """
         ...
 
     def release(self, call: Call) -> None:
-        """End the call: its memory may be reused, and its rows are no longer reported.
+        """End the call: its memory may be reused, and its rows are not reported any more.
 
-        A call that is released before all rows came keeps its room until the server is done with it.
+        A call that ends before all of its rows arrived uses its memory until the server has finished it.
         """
         ...
 
@@ -162,13 +165,13 @@ class Answerer(End, Protocol):
     def poll(self) -> list[Incoming]:
         """The calls posted since the last poll, in the order of posting. Never blocks.
 
-        Raises ConnectionLost if the client is gone or sent something that is not a call.
+        Raises ConnectionLost when the client is gone or sent an invalid call.
         """
         ...
 
 
 class Outstanding:
-    """The rows of a call that are still missing.
+    """The rows of a call that are not published yet.
 
     >>> rows = Outstanding(3)
     >>> rows.take(np.array([2, 0]))
@@ -181,10 +184,12 @@ class Outstanding:
         self.count = rows
 
     def take(self, indices: npt.NDArray[np.integer]) -> None:
-        """These rows are no longer missing. Raises ValueError, and takes none, for a row that does not
-        exist or is not missing."""
+        """Mark these rows as published.
+
+        Raises ValueError, and marks none, if a row does not exist or was published before.
+        """
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self._missing):
-            raise ValueError("a row was published that is none of the call's")
+            raise ValueError("a row was published that the call does not have")
         after = self._missing.copy()
         after[indices] = False
         left = int(np.count_nonzero(after))
@@ -194,7 +199,7 @@ class Outstanding:
 
 
 def refuse(request_bytes: int, rows: int, row_bytes: int, heap_bytes: int) -> ConfigError:
-    """The error for a call that can never be opened."""
+    """The error of a call that can never be opened."""
     if not 1 <= rows <= MAX_ROWS:
         return ConfigError.field("rows", rows, f"1 to {MAX_ROWS}")
     if request_bytes < 0 or row_bytes < 0:

@@ -1,4 +1,4 @@
-"""Messages as bytes: one byte for the type, then MessagePack. No pickle; nothing is executed."""
+"""Encodes messages: one byte for the type, then MessagePack. It uses no pickle, so no received code runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ _DECODERS = [msgspec.msgpack.Decoder(kind) for kind in _TYPES]
 
 
 def encode(message: Message) -> bytes:
-    """The frame's payload."""
+    """The payload of the frame that carries `message`."""
     return _CODE[type(message)] + _ENCODER.encode(message)
 
 
 def decode(payload: bytes | memoryview) -> Message:
-    """The message in a payload. Raises ConnectionLost for other bytes: the peer is not a part of moesaic."""
+    """The message in a payload.
+
+    Raises ConnectionLost when it is no valid message: the peer is not moesaic.
+    """
     code = payload[0] if len(payload) else len(_TYPES)
     if code >= len(_TYPES):
         raise ConnectionLost(f"the peer sent an unknown message type {code}")

@@ -1,8 +1,7 @@
-"""Reads and writes one connected stream socket without blocking and without a thread.
+"""Reads and writes a connected stream socket without blocking and without a thread.
 
-A generator says what is read: it yields the memory to be filled next and is resumed once that is full. A
-frame that arrives in pieces is then a generator that waits, and bulk bytes are received where they will
-stay.
+A generator describes what is read. It yields the memory to fill next and is resumed once that is full. So a
+frame that arrives in pieces is a waiting generator, and bulk bytes are read directly into their destination.
 """
 
 from __future__ import annotations
@@ -16,32 +15,32 @@ from collections.abc import Iterator, Sequence
 from moesaic.core.errors import ConnectionLost
 
 HEADER = struct.Struct("<IIQQQ")
-"""kind, rows, call number, bytes of a row, bytes of the request: 32 bytes in all."""
+"""kind, rows, call number, bytes of a row, bytes of the request; 32 bytes."""
 REQUEST, ROWS = 1, 2
-"""Kinds of frames. REQUEST: the request follows. ROWS: `rows` indices (u32) follow, then the rows."""
+"""Kinds of frames. REQUEST: the request follows. ROWS: `rows` indices (u32) follow, then as many rows."""
 
 READS = 64
-"""Maximum number of system calls of one `pump`, so that a peer which never stops sending delays nobody."""
+"""Maximum system calls of one `pump`, so that a peer which never stops sending does not delay others."""
 PIECES = 64
-"""Maximum number of pieces of memory in one system call."""
+"""Maximum pieces of memory in one system call."""
 
 Wanted = Iterator[list[memoryview]]
 
 
 class Frames:
-    """One socket, which it owns. wanted: yields the memory to be filled next; it may raise ConnectionLost."""
+    """A socket, which belongs to it. wanted: yields the memory to fill next, and may raise ConnectionLost."""
 
     def __init__(self, sock: socket.socket, wanted: Wanted) -> None:
         sock.setblocking(False)
         self.lost: ConnectionLost | None = None
-        """Why nothing more will arrive; None while the connection works."""
+        """Why nothing more can be received, or None."""
         self.unsent = 0
         """Bytes that the socket has not accepted yet."""
         self.pushed = 0
-        """Bytes pushed so far."""
+        """Bytes given to `push` so far."""
         self._socket = sock
-        self._deaf = False
-        """True if the peer accepts no more bytes. What it sent before may still be read."""
+        self._send_failed = False
+        """Whether nothing more can be sent. Bytes that the peer sent before may still be received."""
         self._wanted = wanted
         self._into: list[memoryview] = []
         self._outbox: deque[memoryview] = deque()
@@ -52,13 +51,14 @@ class Frames:
 
     @property
     def events(self) -> int:
+        """The poll events to wait for: POLLIN, and POLLOUT while bytes are unsent."""
         return select.POLLIN | select.POLLOUT if self._outbox else select.POLLIN
 
     def push(self, pieces: Sequence[memoryview]) -> bool:
-        """Send these pieces after what is waiting. What the socket does not accept is kept, not copied, and
-        must not change.
+        """Send these pieces after those that wait already.
 
-        False if the peer accepts nothing more.
+        Pieces that the socket does not accept at once are kept without a copy, so they must not change.
+        Returns False if nothing more can be sent.
         """
         for piece in pieces:
             if len(piece):
@@ -66,17 +66,17 @@ class Frames:
                 self.unsent += len(piece)
                 self.pushed += len(piece)
         self.flush()
-        return not self._deaf
+        return not self._send_failed
 
     def flush(self) -> None:
         """Send as much as the socket accepts."""
-        while self._outbox and not self._deaf:
+        while self._outbox and not self._send_failed:
             try:
                 sent = self._socket.sendmsg([self._outbox[i] for i in range(min(PIECES, len(self._outbox)))])
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
-                self._deaf = True
+                self._send_failed = True
                 self._drop_outbox()
                 return
             self.unsent -= sent
@@ -86,7 +86,7 @@ class Frames:
                 self._outbox[0] = self._outbox[0][sent:]
 
     def pump(self) -> None:
-        """Send and receive what is possible now. The end of the stream or a damaged frame sets `lost`."""
+        """Send and receive what is possible now. The end of the stream, or a damaged frame, sets `lost`."""
         if self._outbox:
             self.flush()
         if self.lost is not None:
@@ -100,13 +100,13 @@ class Frames:
 
     def close(self) -> None:
         self.lost = self.lost or ConnectionLost("this end is closed")
-        self._deaf = True
+        self._send_failed = True
         self._drop_outbox()
         self._wanted = iter(())
         self._socket.close()
 
     def _read(self) -> bool:
-        """Make one system call. False if there was nothing to read."""
+        """Make one system call. Returns False if there was nothing to read."""
         try:
             count = self._socket.recvmsg_into(self._into[:PIECES])[0]
         except (BlockingIOError, InterruptedError):
@@ -119,7 +119,7 @@ class Frames:
         return True
 
     def _advance(self, count: int) -> None:
-        """`count` bytes have arrived. If the memory is full, ask for the next."""
+        """Record that `count` bytes arrived, and get the next memory to fill when the current one is full."""
         done = 0
         while done < len(self._into) and count >= len(self._into[done]):
             count -= len(self._into[done])

@@ -1,10 +1,10 @@
-"""How the processes of a group connect: rank 0 listens on a Unix socket, and the other ranks connect to it.
+"""Connects the processes of a group: rank 0 listens on a Unix socket, and the others join it.
 
     a rank -> rank 0: the handshake of authentication.py, then rank and size
-    rank 0 -> a rank, once all are there: one byte, with the descriptors of the memory and of a socket to
-                      each rank from 1 on but its own, in their order
+    rank 0 -> a rank, once all are there: one byte with descriptors: that of the memory, then a socket to
+                      each other rank from 1 on, in order of rank
 
-The connection to rank 0 stays as the socket between the two. Nothing is left in the file system.
+The connection to rank 0 then serves as the socket between the two. No file remains.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from moesaic.transport.shm import make_segment
 _log = logging.getLogger(__name__)
 
 GATHER_SECONDS = 60.0
-"""Seconds until all ranks of a group must have connected."""
+"""Seconds that all ranks of a group have to connect."""
 HANDSHAKE_SECONDS = 10.0
-_PLACE = struct.Struct("<II")
+_RANK_AND_SIZE = struct.Struct("<II")
 _OK = b"+"
 _RETRY_SECONDS = 0.01
 
@@ -51,11 +51,13 @@ def gather(
     capacity: int = HALF_BYTES,
     seconds: float = GATHER_SECONDS,
 ) -> SharedPeers:
-    """Connect this rank to a group of `size` processes; returns once all of them have called this.
+    """This rank's end of a group of `size` processes. Returns once all of them have called it.
 
-    path: of rank 0's Unix socket. capacity: bytes that a rank can send in one round; the same for all
-    ranks. Raises ConfigError for settings that can never work, and ConnectionLost if not all ranks are
-    there after `seconds`.
+    path: Unix socket of rank 0.
+    capacity: maximum bytes that a rank sends in one round, the same for all ranks.
+
+    Raises ConfigError for settings that cannot work, and ConnectionLost if not all ranks connect in
+    `seconds`.
     """
     if not 1 <= size <= MAX_PEERS:
         raise ConfigError.field("size", size, f"1 to {MAX_PEERS} ranks on one host")
@@ -76,11 +78,11 @@ def _host(path: str, secret: bytes, place: tuple[int, int], terms: Terms, deadli
     sockets: dict[int, socket.socket] = {}
     listening, _ = addresses.bind(addresses.Address(path=path))
     try:
-        peers = _shm.Peers(mapping, 0, size)  # writes the header before the others read it
+        peers = _shm.Peers(mapping, 0, size)  # writes the header before the others look
         while len(sockets) < size - 1:
             deadline.apply(listening)
             sock, _ = listening.accept()
-            rank = _welcome(sock, secret, size, terms, sockets.keys())
+            rank = _accept_rank(sock, secret, size, terms, sockets.keys())
             if rank is not None:
                 sockets[rank] = sock
         peers.close()
@@ -96,17 +98,17 @@ def _host(path: str, secret: bytes, place: tuple[int, int], terms: Terms, deadli
         os.close(memory)
 
 
-def _welcome(
+def _accept_rank(
     sock: socket.socket, secret: bytes, size: int, terms: Terms, taken: Collection[int]
 ) -> int | None:
-    """The rank that has connected; None, and one line in the log, for any other peer."""
+    """The rank of the process that connected. None, with one line in the log, if it does not belong here."""
     deadline = Deadline(HANDSHAKE_SECONDS)
     try:
         found = prove_as_server(sock, secret, deadline)
-        rank, theirs = _PLACE.unpack(read_exactly(sock, _PLACE.size, deadline))
+        rank, theirs = _RANK_AND_SIZE.unpack(read_exactly(sock, _RANK_AND_SIZE.size, deadline))
         if found != terms or theirs != size or not 1 <= rank < size or rank in taken:
             raise ConnectionLost(
-                f"rank {rank} of {theirs} with {found.heap_bytes} bytes is none of this group"
+                f"rank {rank} of {theirs} with {found.heap_bytes} bytes does not belong to this group"
             )
     except (OSError, ConnectionLost, ConfigError) as error:
         _log.warning("dropped a peer: %s", error)
@@ -116,7 +118,7 @@ def _welcome(
 
 
 def _hand_out(sockets: dict[int, socket.socket], memory: int) -> None:
-    """Send each rank the memory and its sockets to the other ranks."""
+    """Send each rank the memory and its sockets to the others."""
     ends: dict[int, dict[int, socket.socket]] = {rank: {} for rank in sockets}
     try:
         for low in sorted(sockets):
@@ -139,11 +141,11 @@ def _join(path: str, secret: bytes, place: tuple[int, int], terms: Terms, deadli
     sockets, memory = {0: sock}, -1
     try:
         prove_as_client(sock, secret, terms, deadline)
-        sock.sendall(_PLACE.pack(rank, size))
+        sock.sendall(_RANK_AND_SIZE.pack(rank, size))
         deadline.apply(sock)
         data, descriptors, _, _ = socket.recv_fds(sock, len(_OK), size, socket.MSG_CMSG_CLOEXEC)
         if data != _OK or len(descriptors) != size - 1:
-            raise ConnectionLost(f"rank 0 did not take rank {rank} of {size} into the group at {path}")
+            raise ConnectionLost(f"rank 0 did not accept rank {rank} of {size} into the group at {path}")
         memory, others = descriptors[0], [other for other in range(1, size) if other != rank]
         for other, descriptor in zip(others, descriptors[1:], strict=True):
             sockets[other] = socket.socket(fileno=descriptor)
@@ -158,7 +160,7 @@ def _join(path: str, secret: bytes, place: tuple[int, int], terms: Terms, deadli
 
 
 def _dial(path: str, deadline: Deadline) -> socket.socket:
-    """Connect to rank 0, which may start to listen a little later."""
+    """Connect to rank 0, which may begin to listen a little later."""
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

@@ -1,4 +1,4 @@
-"""Connecting and listening: makes a Caller or an Answerer from an address and a secret."""
+"""Connects and listens: makes a Caller or an Answerer from an address and a secret."""
 
 from __future__ import annotations
 
@@ -43,10 +43,12 @@ def connect(
 ) -> Caller:
     """Connect to the Listener at `address`.
 
-    kind: "shm" shares memory and needs a Unix address; "stream" copies through the socket. heap_bytes:
-    maximum bytes of the open calls of this connection. timeout: seconds for the whole connection. Raises
-    ConfigError for settings that can never work, and ConnectionLost if the server is absent, slow, or
-    refuses.
+    kind: "shm" shares memory and needs a Unix address, "stream" copies through the socket.
+    heap_bytes: maximum bytes of all open calls of this connection.
+    timeout: seconds for connecting and the handshake together.
+
+    Raises ConfigError for settings that cannot work. Raises ConnectionLost if the server is not there, is too
+    slow, or refuses.
     """
     where, terms = addresses.parse(address), Terms(kind, heap_bytes)
     check_secret(secret)
@@ -69,10 +71,10 @@ def connect(
 
 
 def _share(sock: socket.socket, heap_bytes: int, deadline: Deadline) -> Caller:
-    """Make the segment, send it, and wait until the server has it."""
+    """Create the segment, send it to the server, and wait until the server has it."""
     mapping, descriptor = shm.make_segment(heap_bytes)
     try:
-        caller = shm.ShmCaller(sock, mapping)  # writes the header before the server reads it
+        caller = shm.ShmCaller(sock, mapping)  # writes the header before the server looks
         deadline.apply(sock)
         socket.send_fds(sock, [_OK], [descriptor])
         read_exactly(sock, len(_OK), deadline)
@@ -83,10 +85,10 @@ def _share(sock: socket.socket, heap_bytes: int, deadline: Deadline) -> Caller:
 
 
 class Listener:
-    """Accepts and authenticates clients in the background; `accepted` returns those that passed.
+    """Accepts and authenticates connections in the background. `accepted` returns those that passed.
 
-    A peer that stalls, sends something else or does not know the secret is dropped with one line in the
-    log. It delays no other peer. Raises ConfigError if it cannot listen at `address`.
+    A peer that stalls, sends invalid data or does not know the secret is dropped with one line in the log. It
+    delays no other peer. Raises ConfigError if it cannot listen at `address`.
     """
 
     def __init__(
@@ -100,15 +102,15 @@ class Listener:
         self._secret, self._seconds, self._max_heap = secret, handshake_seconds, max_heap_bytes
         listening, where = addresses.bind(addresses.parse(address))
         self.address = str(where)
-        """Address with the real port."""
+        """The address with the actual port."""
         self._file = where.file
         self._lock = threading.Lock()
         self._done: deque[Answerer] = deque()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._acceptor = Acceptor(listening, self.address, self._handshake, self._welcome, MAX_PENDING)
+        self._acceptor = Acceptor(listening, self.address, self._handshake, self._add, MAX_PENDING)
 
     def fileno(self) -> int:
-        """A file descriptor that is readable while `accepted` has something."""
+        """A descriptor that is readable while `accepted` has connections."""
         return self._wakeup
 
     def accepted(self) -> list[Answerer]:
@@ -121,8 +123,10 @@ class Listener:
         return done
 
     def close(self) -> None:
-        """Stop listening and drop the handshakes. Connections from `accepted` stay. A second call does
-        nothing."""
+        """Stop listening and drop the handshakes.
+
+        Connections that `accepted` returned stay open. A repeated call does nothing.
+        """
         if self._acceptor.closed:
             return
         self._acceptor.close()
@@ -132,7 +136,7 @@ class Listener:
         if self._file:
             Path(self._file).unlink(missing_ok=True)
 
-    def _welcome(self, answerer: Answerer) -> None:
+    def _add(self, answerer: Answerer) -> None:
         with self._lock:
             self._done.append(answerer)
             if len(self._done) == 1:
@@ -152,7 +156,7 @@ class Listener:
         )
 
     def _mapped(self, sock: socket.socket, terms: Terms, deadline: Deadline) -> Answerer:
-        """The server's end, on the memory that the client sends."""
+        """An Answerer on the memory that the client sends."""
         if shm is None:
             raise ConnectionLost("a client asked for shared memory, and moesaic.transport._shm is missing")
         deadline.apply(sock)

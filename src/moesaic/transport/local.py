@@ -1,4 +1,4 @@
-"""A connection within one process: messages are passed on, not copied."""
+"""A connection within one process. Messages are passed on without copying or encoding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesaic.core.messages import Message
 
 
 class LocalConnection:
-    """One end of a pair made by `local_pair`."""
+    """One end of a pair that `local_pair` made."""
 
     def __init__(self, inbox: queue.Queue[Message | None], outbox: queue.Queue[Message | None]) -> None:
         self._inbox = inbox

@@ -1,4 +1,4 @@
-"""The file with a cluster's secret."""
+"""The file that contains a cluster's secret."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moesaic.core.errors import ConfigError
 
 
 def create_secret(file: Path) -> bytes:
-    """The cluster's secret. If the file does not exist it is made, readable only for this user."""
+    """Read the cluster's secret. A missing file is created first, readable by this user only."""
     with contextlib.suppress(FileExistsError, FileNotFoundError), file.open("x") as fresh:
         file.chmod(0o600)
         fresh.write(secrets.token_hex(32) + "\n")
@@ -18,8 +18,10 @@ def create_secret(file: Path) -> bytes:
 
 
 def read_secret(file: Path, flag: str) -> bytes:
-    """The cluster's secret. Raises ConfigError for a file that is missing, too short, or readable by
-    others."""
+    """Read the cluster's secret.
+
+    Raises ConfigError for a file that is missing, too short, or accessible to other users.
+    """
     try:
         text, mode = file.read_bytes().strip(), file.stat().st_mode & 0o777
     except OSError as error:

@@ -1,8 +1,8 @@
 """Rounds among the processes of one host, through memory that all of them map. csrc/peers.h has the layout.
 
-A round costs no system call while all ranks are awake. A waiting rank looks for a moment, then sleeps on
-its sockets. There is a socket between any two ranks. Its end reports a death, and the rank that completes a
-round writes one byte to each sleeping rank.
+A round needs no system call while all processes are awake. A waiting process polls for a moment, then sleeps
+on its sockets. There is a socket between any two ranks. When it closes, the peer has died. The rank that
+completes a round wakes each sleeping rank with one byte.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ MAX_PEERS = _shm.PEERS
 
 
 class SharedPeers:
-    """A Peers on `mapping`, which rank 0 made with `shm.make_segment`.
+    """A Peers on `mapping`, which rank 0 has made with `shm.make_segment`.
 
-    sockets: rank -> the socket to it; owned from now on. spin: seconds to look before sleeping. Raises
-    ConnectionLost if the memory is not that of this group.
+    sockets: rank -> the socket to it. They belong to this object from now on.
+    spin: seconds to poll before sleeping.
+
+    Raises ConnectionLost if the memory is not that of this group.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class SharedPeers:
     def exchange(self) -> list[memoryview]:
         self._check()
         for rank in self._core.post():
-            self._ring(rank)
+            self._wake(rank)
         self.sent += self._opened
         try:
             while not self._core.wait(self._spin):
@@ -76,8 +78,8 @@ class SharedPeers:
             return self._core.take()
         except _shm.Broken as error:
             raise ConnectionLost(self._end(str(error))) from None
-        except BaseException:  # if one rank breaks off a round, it is over for all
-            self._end("a round was broken off")
+        except BaseException:  # an interrupted round ends the group for all ranks
+            self._end("a round was interrupted")
             raise
 
     def close(self) -> None:
@@ -87,17 +89,17 @@ class SharedPeers:
             sock.close()
 
     def _sleep(self) -> None:
-        """Sleep until the round is complete or a rank is gone. It may end too early."""
-        self._look_for_death()
+        """Sleep until the round is complete or a rank is gone. It may return too early."""
+        self._check_missing()
         try:
             if not self._core.arm():
                 for descriptor, _ in self._poller.poll():
-                    self._hear(descriptor)
+                    self._drain(descriptor)
         finally:
             self._core.disarm()
 
-    def _hear(self, descriptor: int) -> None:
-        """Read the wake-up bytes from a socket, or notice that it has ended."""
+    def _drain(self, descriptor: int) -> None:
+        """Read the wakeup bytes of a peer. When the peer closed its socket, mark its rank as gone."""
         rank = self._ranks[descriptor]
         try:
             if self._sockets[rank].recv(4096):
@@ -105,24 +107,27 @@ class SharedPeers:
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            pass  # a reset connection is closed as well
+            pass  # a reset connection counts as closed
         self._gone.add(rank)
         self._poller.unregister(descriptor)
 
-    def _look_for_death(self) -> None:
-        """Raises ConnectionLost if a rank is gone that has not posted. What it has posted counts."""
+    def _check_missing(self) -> None:
+        """Raise ConnectionLost if a rank is gone that has not posted.
+
+        What a rank posted before it died counts.
+        """
         gone = self._gone.intersection(self._core.missing())
         if gone:
             raise ConnectionLost(self._end(f"rank {min(gone)} of the group is gone"))
 
-    def _ring(self, rank: int) -> None:
+    def _wake(self, rank: int) -> None:
         try:
             self._sockets[rank].send(b"!", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError:
-            pass  # full: the peer wakes anyway; closed: whoever reads that socket notices
+            pass  # a full socket wakes the peer anyway; a closed one is found when it is read
 
     def _end(self, why: str) -> str:
-        """The reason why the group is over: this one, or the first one."""
+        """End the group for this reason, or keep the first one. Returns the reason."""
         self._lost = self._lost or why
         self.close()
         return self._lost

@@ -1,10 +1,10 @@
 """Calls through memory that both processes map: no copies, and no system calls while both are awake.
 
 The client makes the memory (a memfd, sealed against shrinking) and sends it over the authenticated Unix
-socket. That socket stays: its end reports the death of the peer, and a byte on it wakes a sleeping peer. A
-byte sent with MSG_DONTWAIT cannot block, whatever the peer does to its side. An eventfd could, since its
-flags are shared with the peer. One segment belongs to one connection, and is dropped with it.
-csrc/segment.h has the layout.
+socket. The socket stays open. When it closes, the peer has died. A byte on it wakes a sleeping peer. Sending
+that byte with MSG_DONTWAIT cannot block, whatever the peer does. An eventfd would not be safe, because its
+flags are shared with the peer. One segment belongs to one connection and is freed with it. csrc/segment.h has
+the layout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moesaic.transport import _shm
 from moesaic.transport.calls import Call, Incoming, refuse
 
 LOOK_SECONDS = 1e-3
-"""Seconds between two checks, by an end that is polled and finds nothing, whether the peer is alive."""
+"""An end whose `poll` finds nothing checks this often whether the peer is still alive."""
 _GONE = "the other end closed the connection"
 
 
@@ -49,7 +49,7 @@ class _ShmEnd:
     def disarm(self) -> None:
         if self._lost is None:
             self._end.disarm()
-            self._look()  # a wake-up byte is reported once only
+            self._look()  # so that the same wakeup bytes do not wake it again
 
     def close(self) -> None:
         self._lost = self._lost or ConnectionLost("this end is closed")
@@ -57,7 +57,7 @@ class _ShmEnd:
         self._socket.close()
 
     def _idle(self) -> None:
-        """Nothing was found. Raises ConnectionLost if nothing can come any more."""
+        """Check for the peer when nothing was found. Raises ConnectionLost if nothing more can arrive."""
         if self._lost is None:
             now = time.monotonic()
             if now < self._next_look:
@@ -68,7 +68,7 @@ class _ShmEnd:
             raise self._lost.again()
 
     def _look(self) -> None:
-        """Read the wake-up bytes from the socket, and notice whether it has ended."""
+        """Read the wakeup bytes from the socket, and note whether it was closed."""
         try:
             if not self._socket.recv(4096):
                 self._lost = ConnectionLost(_GONE)
@@ -88,7 +88,7 @@ class _ShmEnd:
 
 
 class ShmCaller(_ShmEnd):
-    """A Caller. It owns the socket from now on; `mapping` is memory that it made with `make_segment`."""
+    """A Caller on `mapping`, memory that its process made with `make_segment`. The socket belongs to it."""
 
     def __init__(self, sock: socket.socket, mapping: _shm.Mapping) -> None:
         self._client = _shm.Client(mapping, sock.fileno())
@@ -119,14 +119,14 @@ class ShmCaller(_ShmEnd):
 
 
 class ShmAnswerer(_ShmEnd):
-    """An Answerer on a segment that came with `descriptor`, a file descriptor that stays with its owner.
+    """An Answerer on a segment that arrived as the file descriptor `descriptor`, which the caller closes.
 
-    Raises ConnectionLost if the memory cannot be trusted. It owns the socket from now on.
+    The socket belongs to it from now on. Raises ConnectionLost if the memory cannot be trusted.
     """
 
     def __init__(self, sock: socket.socket, descriptor: int, heap_bytes: int) -> None:
         if os.fstat(descriptor).st_size != _shm.HEAP + heap_bytes:
-            raise ConnectionLost("the client's memory has another size than it said")
+            raise ConnectionLost("the client's memory has a different size than announced")
         try:
             self._server = _shm.Server(_shm.Mapping(descriptor), sock.fileno())
         except (_shm.Broken, ValueError, OSError) as error:
@@ -144,9 +144,9 @@ class ShmAnswerer(_ShmEnd):
 
 
 def make_segment(heap_bytes: int) -> tuple[_shm.Mapping, int]:
-    """Memory for the calls of one connection, and its file descriptor, which the caller closes.
+    """Create memory for the calls of one connection. Returns it and its descriptor, which the caller closes.
 
-    Pages are used when they are first touched.
+    Pages are allocated when they are first touched.
     """
     descriptor = os.memfd_create("moesaic-calls", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

@@ -1,7 +1,7 @@
-"""Calls over a stream socket (Unix or TCP): the request is sent once, the rows in the portions published.
+"""Calls over a stream socket (Unix or TCP). A request is sent once, and rows are sent as they are published.
 
-frames.py describes the frames. The client never has more than `heap_bytes` in calls, and the server
-enforces that. So neither end's memory grows without bound, whatever the other does.
+frames.py describes the frames. The client never has more than `heap_bytes` in calls, and the server enforces
+that. So the memory of both ends is bounded, whatever the other end does.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from moesaic.transport.calls import MAX_CALLS, MAX_ROWS, Call, Incoming, Outstan
 from moesaic.transport.frames import HEADER, REQUEST, ROWS, Frames
 
 _PER_ROW = HEADER.size + 4
-"""Bytes besides a row that is published alone."""
+"""Bytes in addition to a row that is published alone."""
 
 
-def room(request_bytes: int, rows: int, row_bytes: int) -> int:
-    """The part of heap_bytes that a call takes, wherever its bytes are at the moment.
+def call_bytes(request_bytes: int, rows: int, row_bytes: int) -> int:
+    """What a call uses of heap_bytes, whether its bytes are in memory or in the socket.
 
-    >>> room(request_bytes=100, rows=2, row_bytes=10)
+    >>> call_bytes(request_bytes=100, rows=2, row_bytes=10)
     192
     """
     return request_bytes + rows * (row_bytes + _PER_ROW)
 
 
 def pieces(answer: memoryview, indices: IntArray, row_bytes: int) -> list[memoryview]:
-    """The rows' memory in order; adjacent rows form one piece.
+    """The memory of these rows in order, with neighbouring rows as one piece.
 
     >>> [bytes(piece) for piece in pieces(memoryview(b"aabbccdd"), np.array([2, 3, 0]), row_bytes=2)]
     [b'ccdd', b'aa']
@@ -44,7 +44,7 @@ def pieces(answer: memoryview, indices: IntArray, row_bytes: int) -> list[memory
 
 
 class StreamCall:
-    """A call of StreamCaller."""
+    """A call of a StreamCaller."""
 
     def __init__(self, number: int, request_bytes: int, rows: int, row_bytes: int, blocks: Blocks) -> None:
         self.number, self.rows, self.row_bytes = number, rows, row_bytes
@@ -52,21 +52,23 @@ class StreamCall:
         self.request = self._blocks[0].data[:request_bytes]
         self.answer = self._blocks[1].data[: rows * row_bytes]
         self._outstanding = Outstanding(rows)
-        """Rows that no frame has named."""
+        """Rows that no received frame has listed yet."""
         self._left = rows
-        """Rows that have not arrived. Those of the frame that is being read are named and have not arrived.
-        Rows that have not arrived. Those of the frame that is being read are named and have not arrived."""
+        """Number of rows that have not arrived.
+
+        Rows of the frame that is being read are listed but have not arrived.
+        """
         self._state = "open"
 
 
 class _StreamEnd:
-    """The socket, and what both ends do with it."""
+    """The socket, and the behaviour that both ends share."""
 
     def __init__(self, sock: socket.socket, heap_bytes: int, wanted: Iterator[list[memoryview]]) -> None:
         """wanted: yields the memory for the next bytes that arrive."""
         self._heap_bytes = heap_bytes
         self._used = 0
-        """Bytes of heap_bytes in calls with missing rows."""
+        """Bytes of heap_bytes in calls that have unpublished rows."""
         self.blocks = Blocks(heap_bytes)
         self._header = memoryview(bytearray(HEADER.size))
         self._frames = Frames(sock, wanted)
@@ -93,7 +95,7 @@ class _StreamEnd:
 
 
 class StreamCaller(_StreamEnd):
-    """A Caller over `sock`, which it owns from now on."""
+    """A Caller over `sock`, which belongs to it from now on."""
 
     def __init__(self, sock: socket.socket, heap_bytes: int) -> None:
         self._calls: dict[int, StreamCall] = {}
@@ -104,7 +106,7 @@ class StreamCaller(_StreamEnd):
     def open(self, request_bytes: int, rows: int, row_bytes: int) -> Call | None:
         if self._frames.lost is not None:
             raise self._frames.lost.again()
-        size = room(request_bytes, rows, row_bytes)
+        size = call_bytes(request_bytes, rows, row_bytes)
         if min(request_bytes, row_bytes) < 0 or not 1 <= rows <= MAX_ROWS or size > self._heap_bytes:
             raise refuse(request_bytes, rows, row_bytes, self._heap_bytes)
         if len(self._calls) == MAX_CALLS or self._used + size > self._heap_bytes:
@@ -138,7 +140,7 @@ class StreamCaller(_StreamEnd):
     def release(self, call: Call) -> None:
         mine = self._mine(call)
         if mine._state == "posted" and mine._left:
-            mine._state = "released"  # its rows are being sent
+            mine._state = "released"  # its rows still arrive
         else:
             self._end(mine)
 
@@ -150,12 +152,12 @@ class StreamCaller(_StreamEnd):
 
     def _end(self, call: StreamCall) -> None:
         del self._calls[call.number]
-        self._used -= room(len(call.request), call.rows, call.row_bytes)
+        self._used -= call_bytes(len(call.request), call.rows, call.row_bytes)
         for block in call._blocks:
             self.blocks.give_back(block)
 
     def _wanted(self) -> Iterator[list[memoryview]]:
-        """Read ROWS frames, with their rows directly into the answers."""
+        """Read ROWS frames. Rows are read directly into the answers."""
         while True:
             yield [self._header]
             kind, count, number, _, _ = HEADER.unpack(self._header)
@@ -182,7 +184,7 @@ class StreamCaller(_StreamEnd):
 
 
 class StreamIncoming:
-    """A call of StreamAnswerer."""
+    """A call of a StreamAnswerer."""
 
     def __init__(
         self, answerer: StreamAnswerer, number: int, request: tuple[Block, int], rows: int, row_bytes: int
@@ -202,12 +204,12 @@ class StreamIncoming:
 
 
 class StreamAnswerer(_StreamEnd):
-    """An Answerer over `sock`, which it owns from now on."""
+    """An Answerer over `sock`, which belongs to it from now on."""
 
     def __init__(self, sock: socket.socket, heap_bytes: int) -> None:
         self._open: set[int] = set()
         self._retired: deque[tuple[int, tuple[Block, Block]]] = deque()
-        """Calls that are done. Their memory is free once this number of bytes has left the outbox."""
+        """(bytes pushed, memory) of finished calls. The memory is free once that many bytes were sent."""
         self._news: list[Incoming] = []
         super().__init__(sock, heap_bytes, self._wanted())
 
@@ -228,7 +230,7 @@ class StreamAnswerer(_StreamEnd):
             self._frames.push([header, named, *pieces(call.answer, indices, call.row_bytes)])
         if not call._outstanding.count:
             self._open.discard(call.number)
-            self._used -= room(len(call.request), call.rows, call.row_bytes)
+            self._used -= call_bytes(len(call.request), call.rows, call.row_bytes)
             self._retired.append((self._frames.pushed, call._blocks))
 
     def _wanted(self) -> Iterator[list[memoryview]]:
@@ -236,9 +238,9 @@ class StreamAnswerer(_StreamEnd):
         while True:
             yield [self._header]
             kind, rows, number, row_bytes, request_bytes = HEADER.unpack(self._header)
-            size = room(request_bytes, rows, row_bytes)
+            size = call_bytes(request_bytes, rows, row_bytes)
             known = kind == REQUEST and 1 <= rows <= MAX_ROWS and number not in self._open
-            # A client that reads its answers never has more than its heap in calls, or waiting to be sent.
+            # The calls and the unsent answers of a client that reads its answers fit into its heap.
             if not known or max(self._used + size, self._frames.unsent) > self._heap_bytes:
                 raise DamagedMessage(f"the client sent a damaged frame (kind {kind}, call {number})")
             if len(self._open) == MAX_CALLS:

@@ -1,10 +1,10 @@
-"""Length-prefixed frames over a connected stream socket (Unix or TCP).
+"""Messages as length-prefixed frames over a connected stream socket (Unix or TCP).
 
-A thread reads the socket into an inbox as bytes arrive, so a sender never waits for a peer that is busy
-with a step. The end of the stream is noticed at once, even if nobody calls `receive`.
+A thread reads frames into an inbox as bytes arrive, so a sender never waits for a peer that is busy with a
+step. It also notices the end of the stream at once, even while no thread calls `receive`.
 
-A frozen peer reads nothing. What the socket does not accept then waits in an outbox. A second thread
-empties it and exists only as long as it is not empty, so `send` never blocks.
+A frozen peer reads nothing. Bytes that the socket does not accept then wait in an outbox, so `send` never
+blocks. A second thread sends them, and exists only while the outbox is not empty.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from moesaic.transport import codec
 
 _LENGTH = struct.Struct("<Q")
 MAX_FRAME = 1 << 30
-"""Maximum bytes of a frame. A longer frame is not a message of moesaic."""
+"""Maximum bytes of a frame. A longer one does not come from moesaic."""
 MAX_UNSENT = 1 << 28
-"""Bytes in the outbox at which a peer that reads nothing counts as gone."""
+"""Bytes in the outbox above which a peer that reads nothing counts as gone."""
 
 
 class StreamConnection:
-    """A Connection over `sock`, which it owns from now on.
+    """A Connection over `sock`, which belongs to it from now on.
 
-    on_lost: called once in the reading thread when the peer is gone. on_message: called there after each
-    message, and at the end, once `receive` would return it.
+    on_lost: called once in the reading thread when the peer is gone.
+    on_message: called in that thread after each message, and at the end, when `receive` can return it.
     """
 
     def __init__(
@@ -46,28 +46,30 @@ class StreamConnection:
         self._inbox: queue.SimpleQueue[Message | ConnectionLost] = queue.SimpleQueue()
         self._lost: ConnectionLost | None = None
         self._sending = threading.Lock()
-        """Lock for all fields below."""
+        """Protects `_outbox`, `_unsent` and `_send_failed`."""
         self._outbox: deque[memoryview] = deque()
         self._unsent = 0
         """Bytes in the outbox."""
-        self._deaf: str | None = None
-        """Why the peer accepts nothing any more; None while it does."""
+        self._send_failed: str | None = None
+        """Why nothing can be sent any more."""
         sock.setblocking(True)
         self._reader = threading.Thread(target=self._read, name="moesaic-transport", daemon=True)
         self._reader.start()
 
     def send(self, message: Message) -> None:
-        """Send a message. What the peer does not accept at once is sent in the background, even if the
-        process ends."""
+        """Send `message`.
+
+        A second thread sends what the socket does not accept at once, also when the process ends.
+        """
         payload = codec.encode(message)
         frame = memoryview(_LENGTH.pack(len(payload)) + payload)
         with self._sending:
-            if self._deaf is not None:
-                raise ConnectionLost(self._deaf)
+            if self._send_failed is not None:
+                raise ConnectionLost(self._send_failed)
             if self._unsent > MAX_UNSENT:
-                self._end(f"the other end leaves {self._unsent} bytes untaken")
+                self._end(f"the other end has not read {self._unsent} bytes")
                 self._shut()
-                raise ConnectionLost(self._deaf)
+                raise ConnectionLost(self._send_failed)
             if not self._outbox:
                 frame = frame[self._try(frame) :]
             if not len(frame):
@@ -75,7 +77,7 @@ class StreamConnection:
             self._outbox.append(frame)
             self._unsent += len(frame)
             if len(self._outbox) == 1:
-                # Not a daemon: this process ends only after the peer has everything, or is gone.
+                # Not a daemon thread: the process ends only when the peer has everything or is gone.
                 threading.Thread(
                     target=self._write, args=(frame,), name="moesaic-outbox", daemon=False
                 ).start()
@@ -92,34 +94,34 @@ class StreamConnection:
         raise self._lost.again()
 
     def ended(self, timeout: float) -> bool:
-        """True if the peer has ended the stream, after waiting for that at most `timeout` seconds."""
+        """Whether the peer sends nothing more. Waits at most `timeout` seconds for that."""
         self._reader.join(timeout)
         return not self._reader.is_alive()
 
     def close(self) -> None:
-        """Close the connection. The outbox is dropped: a frozen peer would never empty it."""
+        """Close the socket and drop the outbox, which a frozen peer would never empty."""
         self._shut()
         self._socket.close()
 
     def _shut(self) -> None:
-        """Wake both threads."""
+        """Shut the socket down, which wakes both threads."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # the peer closed first
 
     def _try(self, frame: memoryview) -> int:
-        """Number of these bytes that the socket accepts without waiting. Raises ConnectionLost."""
+        """How many of these bytes the socket accepts without waiting. Raises ConnectionLost."""
         try:
             return self._socket.send(frame, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
         except OSError as error:
-            self._deaf = f"the other end is gone: {error.strerror or error}"
-            raise ConnectionLost(self._deaf) from error
+            self._send_failed = f"the other end is gone: {error.strerror or error}"
+            raise ConnectionLost(self._send_failed) from error
 
     def _write(self, frame: memoryview) -> None:
-        """Send `frame`, the first in the outbox, and those behind it, waiting for the peer."""
+        """Send the outbox, whose first entry is `frame`, waiting for the peer to read."""
         while True:
             try:
                 self._socket.sendall(frame)
@@ -128,7 +130,7 @@ class StreamConnection:
                     self._end(f"the other end is gone: {error.strerror or error}")
                 return
             with self._sending:
-                if self._deaf is not None:
+                if self._send_failed is not None:
                     return
                 self._unsent -= len(self._outbox.popleft())
                 if not self._outbox:
@@ -136,13 +138,13 @@ class StreamConnection:
                 frame = self._outbox[0]
 
     def _end(self, why: str) -> None:
-        """The peer accepts nothing any more. What it sent before may still be read."""
-        self._deaf = self._deaf or why
+        """Stop sending. Messages that the peer sent before can still be received."""
+        self._send_failed = self._send_failed or why
         self._outbox.clear()
         self._unsent = 0
 
     def _read(self) -> None:
-        """Read frames into the inbox until the stream ends, for whatever reason."""
+        """Read frames into the inbox until the stream ends."""
         try:
             while True:
                 (length,) = _LENGTH.unpack(self._read_exactly(_LENGTH.size))
@@ -153,7 +155,7 @@ class StreamConnection:
             self._put(lost.again())
         except OSError as error:
             self._put(ConnectionLost(f"the other end is gone: {error.strerror or error}"))
-        except Exception as error:  # a bug of moesaic: the receiver must not wait for ever
+        except Exception as error:  # a bug in moesaic: `receive` must not wait without end
             self._put(ConnectionLost(f"reading failed: {error!r}"))
             raise
         if self._on_lost is not None:
@@ -176,5 +178,5 @@ class StreamConnection:
 
 
 def stream_pair() -> tuple[socket.socket, socket.socket]:
-    """A connected pair of Unix sockets: one for this process, one for a child process."""
+    """A connected pair of Unix sockets: one for this process, the other for a child process."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -1,7 +1,7 @@
-"""Waits for several ends at once: look for a moment, set the wake-up flags, look once more, sleep.
+"""Waits for many connections at once: polls for a moment, asks the peers to ring, looks again, then sleeps.
 
-A peer that answers within that moment costs no system call on either side. A later peer sees the flag and
-writes to the socket. The death of a process ends its socket, which wakes the sleeper as well.
+A peer that answers within that moment costs no system call on either side. A later one sees that this end has
+asked, and rings. When a process dies its socket closes, which wakes the sleeper as well.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from collections.abc import Iterable, Sequence
 from moesaic.transport.calls import End
 
 SPIN_SECONDS = 50e-6
-"""Seconds to look before sleeping: a few times what it takes to wake a process."""
+"""Seconds of polling before sleeping: a few times what it takes to wake a process."""
 
 
 def wait(
     ends: Sequence[End], fds: Iterable[int] = (), timeout: float | None = None, spin: float = SPIN_SECONDS
 ) -> bool:
-    """True as soon as some end's `poll` has to be called or one of `fds` can be read.
+    """Wait until some end's `poll` has news or one of `fds` is readable. Returns False after `timeout`.
 
-    timeout: seconds; None waits for ever, 0 only looks. spin: seconds to look before sleeping; 0 sleeps at
-    once, which is right if other processes need the core more. False after the timeout. A True may come too
-    early.
+    timeout: seconds. None waits without limit, 0 only looks.
+    spin: seconds of polling. 0 sleeps at once, which is right when other processes need the core more.
+
+    The result may be True although there is no news.
     """
     if any(end.ready() for end in ends):
         return True
@@ -46,14 +47,17 @@ def wait(
 
 
 def give_way() -> None:
-    """Give the core to another process. Call it after a message to a peer, before work that nobody waits
-    for: with few cores the peer may be waiting for this core. Otherwise it costs next to nothing."""
+    """Yield this core to a process that waits for it.
+
+    Call it after sending what peers wait for, and before other work. With few cores, a peer may be runnable
+    and wait for this very core. Otherwise the call costs almost nothing.
+    """
     os.sched_yield()
 
 
 def _sleep(ends: Sequence[End], poller: select.poll, seconds: float | None) -> bool:
-    """Sleep until the socket of some end has news. True if there is news."""
-    armed = [end.arm() for end in ends]  # all of them, even after one that has news
+    """Sleep until some end's socket becomes ready. Returns whether there is news."""
+    armed = [end.arm() for end in ends]  # arm all of them, even if one has news
     try:
         if any(armed):
             return True

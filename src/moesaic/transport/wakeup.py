@@ -17,22 +17,25 @@ class Wakeup:
         os.set_blocking(self._reading, False)
         os.set_blocking(self._writing, False)
         self.rung = False
-        """True if `ring` was called since `clear`: what `fileno` shows, without a system call."""
+        """Whether `ring` was called since `clear`. It replaces polling `fileno`, without a system call."""
 
     def fileno(self) -> int:
+        """A descriptor that is readable after `ring`, until `clear`."""
         return self._reading
 
     def ring(self) -> None:
-        """Wake the loop, from any thread. After `close` it does nothing: the descriptor may belong to
-        something else."""
-        with self._closing, contextlib.suppress(BlockingIOError):  # a full pipe has woken the loop already
+        """Wake the loop, from any thread.
+
+        After `close` it does nothing, because the descriptor may be reused.
+        """
+        with self._closing, contextlib.suppress(BlockingIOError):  # a full pipe is readable already
             if not self._closed:
                 os.write(self._writing, b"\0")
-        # last: if `clear` came before the byte and reset `rung`, nobody would ever read that byte
+        # Set last: if `clear` reset it before the byte was written, no call would ever read that byte.
         self.rung = True
 
     def clear(self) -> None:
-        """Reset, before looking at what the wake-up was for."""
+        """Reset. Call it before reading what the loop was woken for."""
         if not self.rung:
             return
         self.rung = False
