@@ -4,13 +4,14 @@
 # make test    every test but the full matrices of settings, whose pairs it covers
 # make soak    the rest of the full matrices, properties on other examples, then 210 rounds of real clusters whose
 #              processes are killed and frozen; every answer is compared
+# make wheel   a wheel that needs no compiler where it is installed, checked, in dist/
 # make sanitize   the tests of the native code under AddressSanitizer and UndefinedBehaviorSanitizer
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-done
 
-.PHONY: setup demo lint check test soak sanitize
+.PHONY: setup demo lint check test soak wheel sanitize
 unexport PYTHONDONTWRITEBYTECODE  # tests that start processes would compile everything each time
 
 setup: $(STAMP)
@@ -28,16 +29,19 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 check: lint
-	$(BIN)/pytest -m "not slow" -n 2 --dist worksteal
+	$(BIN)/pytest -m "not slow and not full" -n 2 --dist worksteal
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not matrix" -n 2 --dist loadfile
+	$(BIN)/pytest -m "not matrix and not full" -n 2 --dist loadfile
 
 soak: $(STAMP)
 	$(BIN)/pytest -m matrix -n 2
 	$(BIN)/pytest -m hypothesis --hypothesis-profile=random
 	$(BIN)/pytest --hypothesis-profile=random tests/policy/*/test_*_machine.py tests/policy/*/*/test_*_machine.py
 	$(BIN)/python -m scripts.soak $(SOAK)
+
+wheel: $(STAMP)
+	$(BIN)/python scripts/wheels.py
 
 SANITIZED := build/sanitize
 
