@@ -5,13 +5,14 @@
 # make soak    the rest of the full matrices, properties on other examples, then 210 rounds of real clusters whose
 #              processes are killed and frozen; every answer is compared
 # make wheel   a wheel that needs no compiler where it is installed, checked, in dist/
+# make gpu     what a GPU gives: its tests, answers beside the CPU's, tokens/s, in build/gpu.json; less than ten minutes
 # make sanitize   the tests of the native code under AddressSanitizer and UndefinedBehaviorSanitizer
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-done
 
-.PHONY: setup demo lint check test soak wheel sanitize
+.PHONY: setup demo lint check test soak wheel gpu sanitize
 unexport PYTHONDONTWRITEBYTECODE  # tests that start processes would compile everything each time
 
 setup: $(STAMP)
@@ -42,6 +43,9 @@ soak: $(STAMP)
 
 wheel: $(STAMP)
 	$(BIN)/python scripts/wheels.py
+
+gpu: $(STAMP)
+	$(BIN)/python scripts/gpu.py
 
 SANITIZED := build/sanitize
 
