@@ -4,9 +4,9 @@
     python benchmarks/optimum.py --experts 12 --ranks 4 --ids 60 --seeds 0 1 2
 
 An instance is one layer of made-up routing with few experts, of which only the --ids most frequent token ids
-count. Its optimum is that of an integer program (`exact.exact`) over all placements with equally many
-experts on each rank; `ours` runs without a cap on loads, as the bound knows none. A row is the mean of those
-instances of a shape that were solved in --seconds each:
+count. An integer program over all placements with equally many experts on each rank finds its optimum
+(`placement_bounds/exact.py`). `ours` runs without a cap on loads, as the bound knows none. A row is the mean
+of those instances of a shape that were solved in --seconds each:
 
     optimum          local activation rate of the best placement, on the counts themselves
     bound / optimum  how loose the upper bound is: what no solver can make up for
