@@ -1,0 +1,162 @@
+"""How many small mistakes in the package do the tests notice?
+
+    python -m scripts.mutants --count 30                 thirty mutants, the tests of `make check`
+    python -m scripts.mutants --count 30 --tier test     the tests of `make test`; hours
+    python -m scripts.mutants --count 30 --list          what would be changed
+    python -m scripts.mutants --only src/moesaic/kvcache mutants of these files
+    python -m scripts.mutants --root ../older            another tree's package with that tree's tests
+
+Each mutant is one change of one line: a comparison, an operator, a constant, a condition or a default is
+another, a statement is gone, or two arguments change places. Lines are drawn with equal chances. The work is
+done in a copy of the tree. The tests that mirror the changed file run first, then all others of the tier that
+can reach it. A mutant survives when all of them pass. One with which the tests take too long is caught.
+Some mutants change nothing that can be observed, so not every survivor is a gap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from scripts.mutants import mutations, reach, tree
+
+TIERS = {"check": "not slow and not full", "test": "not full"}
+SPARE = 120.0
+"""Seconds that tests may take beyond three times what they took before."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one mutant."""
+
+    mutation: mutations.Mutation
+    caught: bool
+    by: str
+    """The test that failed, or why the run ended."""
+    seconds: float
+
+
+@dataclass
+class Trial:
+    """Mutants against the tests of one tier."""
+
+    copied: tree.Tree
+    graph: reach.Reach
+    marks: str
+    workers: int
+    limit: float = SPARE
+
+    def measure(self) -> tree.Run:
+        """Run the whole tier once, unchanged: tests that fail already are left out from here on."""
+        done = self.copied.pytest([], self.marks, self.workers, 3 * 3600)
+        if done.code not in (0, 1):
+            raise SystemExit(f"the tests do not run in a copy of the tree: pytest ended with {done.code}")
+        self.copied.deselected = done.failed
+        self.limit = 3 * done.seconds + SPARE
+        return done
+
+    def judge(self, mutation: mutations.Mutation) -> Outcome:
+        start = time.monotonic()
+        tests = self.graph.tests_of(mutation.path)
+        near = reach.mirrored(mutation.path, self.copied.package, tests)
+        with self.copied.mutated(mutation):
+            for part, workers in ((near, 1), ([one for one in tests if one not in near], self.workers)):
+                if not part:
+                    continue
+                done = self.copied.pytest(part, self.marks, workers, self.limit, "-x")
+                if not done.good:
+                    by = (
+                        "took too long"
+                        if done.code is None
+                        else next(iter(done.failed), "pytest itself broke")
+                    )
+                    return Outcome(mutation, True, by, time.monotonic() - start)
+        return Outcome(mutation, False, "", time.monotonic() - start)
+
+
+def found(root: Path, package: str, only: str) -> list[mutations.Mutation]:
+    """Every mutation of the package, or of the files whose paths begin with `only`."""
+    files = sorted((root / "src" / package).rglob("*.py"))
+    paths = [str(file.relative_to(root)) for file in files]
+    return [
+        one
+        for path in paths
+        if path.startswith(only)
+        for one in mutations.find(path, (root / path).read_text("utf-8"))
+    ]
+
+
+def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> Iterator[Outcome]:
+    chosen = mutations.choose(
+        found(arguments.root, arguments.package, arguments.only), arguments.seed, arguments.count
+    )
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copied = tree.copy(arguments.root, Path(folder), arguments.package)
+        marks = arguments.marks or TIERS[arguments.tier]
+        trial = Trial(copied, reach.read(copied.root, arguments.package), marks, arguments.workers)
+        before = trial.measure()
+        say(f"unchanged: {before.seconds:.0f} s; left out since they fail in the copy: {before.failed}")
+        for number, mutation in enumerate(chosen, start=1):
+            outcome = trial.judge(mutation)
+            verdict = f"caught by {outcome.by}" if outcome.caught else "survived"
+            where = f"{mutation.path}:{mutation.line}"
+            say(f"{number}/{len(chosen)} {where} {mutation}: {verdict} ({outcome.seconds:.0f} s)")
+            yield outcome
+
+
+def table(outcomes: list[Outcome]) -> Table:
+    caught = sum(one.caught for one in outcomes)
+    shown = Table(title=f"{caught} of {len(outcomes)} mutants caught")
+    for name in ("file", "line", "mutation", "caught by"):
+        shown.add_column(name, overflow="fold")
+    for one in outcomes:
+        result = one.by if one.caught else "survived"
+        shown.add_row(one.mutation.path, str(one.mutation.line), str(one.mutation), result)
+    return shown
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn; %(default)s by default")
+    parser.add_argument("--count", type=int, default=30, help="mutants; %(default)s by default")
+    parser.add_argument("--tier", choices=TIERS, default="check", help="whose tests run")
+    parser.add_argument("--marks", help="tests by marks, as pytest's -m, in place of a tier")
+    parser.add_argument("--only", default="", help="beginning of the paths of files, as in src/moesaic/core")
+    parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
+    parser.add_argument("--json", type=Path, help="write the outcomes to this file as they come")
+    parser.add_argument("--workers", type=int, default=2, help="processes of tests; %(default)s by default")
+    parser.add_argument("--root", type=Path, default=Path.cwd(), help="the tree; this folder by default")
+    parser.add_argument("--package", default="moesaic", help="below ROOT/src; %(default)s by default")
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> int:
+    arguments, console = parse(words), Console(soft_wrap=True)
+    if arguments.list:
+        every = found(arguments.root, arguments.package, arguments.only)
+        for one in mutations.choose(every, arguments.seed, arguments.count):
+            console.print(f"{one.path}:{one.line} {one}", markup=False, highlight=False)
+        return 0
+    outcomes: list[Outcome] = []
+    for outcome in run(arguments, lambda text: console.print(text, markup=False, highlight=False)):
+        outcomes.append(outcome)
+        if arguments.json:
+            settings = {"seed": arguments.seed, "tier": arguments.marks or arguments.tier}
+            arguments.json.write_text(
+                json.dumps({**settings, "outcomes": [asdict(one) for one in outcomes]}, indent=2)
+            )
+    console.print(table(outcomes))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,156 @@
+"""The mutants that `scripts/mutants` makes are valid, the same each time, and judged by the tests."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripts.mutants import __main__ as program
+from scripts.mutants import mutations, reach, tree
+
+ROOT = Path(__file__).parent.parent
+
+SOURCE = '''"""Text + 1."""
+
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from x import Y
+LOG = logging.getLogger("x" * 1)
+Key = tuple[int, ...] | None
+
+
+def clamp(value: "int < 3", low=0, mode="soft"):
+    """Not 1 < 2."""
+    LOG.info("%d", 1 + 1)
+    é = f"é{value + 1}" if not value else 'é'; low -= 1
+    if value < low and low is not None:
+        raise ValueError(value, low)
+    return max(value, low)
+'''
+WANTED = {
+    ("constant", "0", "(1)"), ("constant", "0", "(-1)"), ("default", '"soft"', "'softx'"),
+    ("negation", "not value", "(value)"), ("negation", "not value", "(not (not value))"),
+    ("operator", "low -= 1", "low += 1"), ("removed", "low -= 1", "pass"),
+    ("constant", "1", "(2)"), ("constant", "1", "(0)"),
+    ("comparison", "value < low", "(value <= low)"), ("comparison", "low is not None", "(low is None)"),
+    ("and/or", "value < low and low is not None", "(value < low or low is not None)"),
+    ("negation", "value < low and low is not None", "(not (value < low and low is not None))"),
+    ("removed", "raise ValueError(value, low)", "pass"),
+    ("arguments", "ValueError(value, low)", "ValueError(low, value)"),
+}  # fmt: skip
+
+
+def test_what_runs_is_mutated_and_nothing_else() -> None:
+    found = {(one.kind, one.before, one.after) for one in mutations.find("x.py", SOURCE)}
+    assert found == WANTED
+
+
+def test_a_mutant_differs_from_its_source_in_that_place_only() -> None:
+    for one in mutations.find("x.py", SOURCE):
+        lines = one.apply(SOURCE).splitlines()
+        assert [
+            number for number, line in enumerate(SOURCE.splitlines(), 1) if line != lines[number - 1]
+        ] == [one.line]
+
+
+def test_mutants_of_the_package_are_valid() -> None:
+    chosen = mutations.choose(program.found(ROOT, "moesaic", "src/moesaic/core/"), 0, 60)
+    assert len({(one.path, one.line) for one in chosen}) == 60
+    for one in chosen:
+        source = (ROOT / one.path).read_text("utf-8")
+        assert ast.dump(ast.parse(one.apply(source))) != ast.dump(ast.parse(source)), str(one)
+
+
+def test_a_seed_draws_the_same_mutants_again() -> None:
+    every = mutations.find("x.py", SOURCE)
+    one, again, other = (mutations.choose(reversed(every), seed, 5) for seed in (1, 1, 2))
+    assert one == again != other
+    assert mutations.choose(reversed(every), 1, 3) == one[:3]
+    assert {len({m.line for m in mutations.choose(every, seed, 9)}) for seed in range(9)} == {4}
+
+
+LARGER = "def larger(a, b):\n    return a if a > b else b\n"
+HALF = "from sample import numbers\n\n\ndef half(n):\n    return n // 2\n"
+ONE = "from sample import numbers\n\n\ndef test_it():\n    assert numbers.larger(2, 1) == 2\n"
+OTHERS = """
+from tests.help import half
+
+
+def test_it():
+    assert half(8) == 4
+
+
+def test_that_fails_already():
+    raise AssertionError
+"""
+FILES = {
+    "src/sample/__init__.py": "",
+    "src/sample/numbers.py": LARGER,
+    "src/sample/texts.py": HALF,
+    "src/sample/alone.py": "while 0 > 0:\n    pass\n",
+    "tests/__init__.py": "",
+    "tests/help.py": "from sample.texts import half\n",
+    "tests/test_numbers.py": ONE,
+    "tests/test_others.py": OTHERS,
+    "tests/test_programs.py": "import subprocess\n\nfrom sample import alone\n",
+    "pyproject.toml": '[tool.pytest.ini_options]\npythonpath = ["."]\n',
+}
+ENDLESS = "(0 >= 0)"
+VERDICTS = {
+    "(a >= b)": (False, ""),  # whichever of two equal numbers is returned
+    "(not (a > b))": (True, "tests/test_numbers.py::test_it"),
+    "(n * 2)": (True, "tests/test_others.py::test_it"),
+    ENDLESS: (True, "took too long"),
+}
+
+
+@pytest.fixture
+def sample(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_tests_are_found_by_what_they_import(sample: Path) -> None:
+    graph = reach.read(sample, "sample")
+
+    def names(path: str) -> list[str]:
+        return [file.name for file in graph.tests_of(path)]
+
+    assert names("src/sample/numbers.py") == ["test_numbers.py", "test_others.py", "test_programs.py"]
+    assert names("src/sample/texts.py") == ["test_others.py", "test_programs.py"]
+    assert names("src/sample/alone.py") == ["test_programs.py"]
+    tests = graph.tests_of("src/sample/numbers.py")
+    assert reach.mirrored("src/sample/numbers.py", "sample", tests) == [Path("tests/test_numbers.py")]
+    assert reach.mirrored("src/sample/texts.py", "sample", tests) == tests
+
+
+@pytest.mark.slow
+def test_a_mistake_is_caught_and_what_changes_nothing_survives(sample: Path, tmp_path_factory: Any) -> None:
+    copied = tree.copy(sample, tmp_path_factory.mktemp("copy"), "sample")
+    trial = program.Trial(copied, reach.read(copied.root, "sample"), "", workers=1)
+    assert trial.measure().failed == ["tests/test_others.py::test_that_fails_already"]
+    found = {one.after: one for one in program.found(sample, "sample", "")}
+    for after, verdict in VERDICTS.items():
+        trial.limit = 2 if after == ENDLESS else 120
+        outcome = trial.judge(found[after])
+        assert (outcome.caught, outcome.by) == verdict
+    assert (copied.root / "src/sample/numbers.py").read_text() == LARGER
+
+
+@pytest.mark.slow
+def test_the_program_reports_each_mutant(sample: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--root", str(sample), "--package", "sample", "--only", "src/sample/texts.py", "--workers", "1"]
+    assert program.main([*words, "--list"]) == 0
+    assert capsys.readouterr().out.startswith("src/sample/texts.py:5 ")
+    report = sample / "report.json"
+    assert program.main([*words, "--json", str(report)]) == 0
+    assert "1 of 1 mutants caught" in capsys.readouterr().out
+    (only,) = json.loads(report.read_text())["outcomes"]
+    assert only["caught"] and only["by"] == "tests/test_others.py::test_it"
