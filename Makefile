@@ -1,9 +1,9 @@
 # make setup   a virtual environment in .venv with pinned versions and torch's CPU build (done once)
 # make demo    serve the checkpoint inside the package and stream an answer from it
-# make check   what to run before a commit: format, lint, types, architecture, fast tests
-# make test    every test but the full matrices of settings, whose pairs it covers
-# make soak    the rest of the full matrices, properties on other examples, then 210 rounds of real clusters whose
-#              processes are killed and frozen; every answer is compared
+# make check   before a commit: format, lint, types, architecture, fast tests; under two minutes
+# make test    every test but those marked full: of each matrix of settings a cover of all pairs; about ten minutes
+# make full    the tests marked full, properties on random examples, then `make soak`; hours
+# make soak    210 rounds of real clusters whose processes are killed and frozen; every answer is compared
 # make wheel   a wheel that needs no compiler where it is installed, checked, in dist/
 # make gpu     what a GPU gives: its tests, answers beside the CPU's, tokens/s, in build/gpu.json; less than ten minutes
 # make sanitize   the tests of the native code under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -12,7 +12,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-done
 
-.PHONY: setup demo lint check test soak wheel gpu sanitize
+.PHONY: setup demo lint check test full soak wheel gpu sanitize
 unexport PYTHONDONTWRITEBYTECODE  # tests that start processes would compile everything each time
 
 setup: $(STAMP)
@@ -33,12 +33,15 @@ check: lint
 	$(BIN)/pytest -m "not slow and not full" -n 2 --dist worksteal
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not matrix and not full" -n 2 --dist loadfile
+	$(BIN)/pytest -m "not full" -n 2 --dist loadfile
+
+full: $(STAMP)
+	$(BIN)/pytest -m full -n 2 --dist loadfile
+	$(BIN)/pytest -m hypothesis --hypothesis-profile=random
+	$(BIN)/pytest --hypothesis-profile=random $$(find tests -name 'test_*_machine.py')
+	$(MAKE) soak
 
 soak: $(STAMP)
-	$(BIN)/pytest -m matrix -n 2
-	$(BIN)/pytest -m hypothesis --hypothesis-profile=random
-	$(BIN)/pytest --hypothesis-profile=random tests/policy/*/test_*_machine.py tests/policy/*/*/test_*_machine.py
 	$(BIN)/python -m scripts.soak $(SOAK)
 
 wheel: $(STAMP)
@@ -56,5 +59,5 @@ sanitize: $(STAMP)
 	cp scripts/sanitized.py $(SANITIZED)/sitecustomize.py
 	PYTHONPATH=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so):$$(gcc -print-file-name=libubsan.so)" \
-		$(BIN)/pytest -p no:cacheprovider -m "not slow" tests/kernels tests/models/test_native.py tests/test_llm_bits.py \
+		$(BIN)/pytest -p no:cacheprovider -m "not slow and not full" tests/kernels tests/models/test_native.py tests/test_llm_bits.py \
 		tests/experts/test_native.py tests/transport

@@ -1,15 +1,16 @@
-"""Covers of all pairs: what `make test` runs of a product of settings; `make soak` runs the rest."""
+"""Covers of all pairs: `make test` runs a cover of a product of settings, and `make full` runs the rest."""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
 
 Key = Callable[[tuple[Any, ...]], tuple[Any, ...]]
-REST = (pytest.mark.slow, pytest.mark.matrix)
+REST = pytest.mark.full
 
 
 def cover(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
@@ -18,7 +19,10 @@ def cover(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def thinned(cases: Sequence[tuple[Any, ...]], key: Key = lambda case: case) -> list[tuple[Any, ...]]:
-    """Those of `cases` that keep every pair of choices that occurs in their keys."""
+    """Those of `cases` that keep every pair of choices that occurs in their keys.
+
+    Where keys are coarser than cases, the choices that were taken least often come next.
+    """
     known: dict[tuple[int, Any, int, Any], int] = {}
     bits = [
         sum(
@@ -28,20 +32,29 @@ def thinned(cases: Sequence[tuple[Any, ...]], key: Key = lambda case: case) -> l
         for case in cases
     ]
     left, chosen = (1 << len(known)) - 1, []
+    taken = Counter[tuple[int, Any]]()
+
+    def gain(number: int) -> tuple[int, int]:
+        return (bits[number] & left).bit_count(), -sum(taken[choice] for choice in enumerate(cases[number]))
+
     while left:
-        best = max(range(len(cases)), key=lambda number: (bits[number] & left).bit_count())
+        best = max(range(len(cases)), key=gain)
         left &= ~bits[best]
+        taken.update(enumerate(cases[best]))
         chosen.append(cases[best])
     return chosen
 
 
-def params(*factors: Iterable[Any], fast: Collection[tuple[Any, ...]] = ()) -> list[Any]:
-    """The whole product, what is not in the cover marked `matrix`, and all but `fast` marked `slow`.
+def params(
+    *factors: Iterable[Any], fast: Collection[tuple[Any, ...]] = (), key: Key = lambda case: case
+) -> list[Any]:
+    """The whole product. The cover is marked `slow` and what is not in it `full`.
 
-    fast: also in the cover, if they are in the product.
+    fast: cases without a mark, which need not be in the cover.
+    key: the cover has the pairs that occur in the keys of cases, as where settings are alike.
     """
     choices = [list(factor) for factor in factors]
-    covering = cover(*choices)
+    covering = thinned(list(itertools.product(*choices)), key)
     return [
         pytest.param(*case, marks=() if case in fast else pytest.mark.slow if case in covering else REST)
         for case in itertools.product(*choices)

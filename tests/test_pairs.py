@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.pairs import cover, params
+from tests.pairs import cover, params, thinned
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 4), (3, 3, 2, 8), (3, 2, 22, 2), (5, 1, 2)], ids=str)
@@ -25,6 +25,14 @@ def test_marks() -> None:
     }
     assert set(made) == set(product("ab", "xy", (1, 2)))
     assert made["a", "x", 1] == set()
-    kept = [case for case, marks in made.items() if "matrix" not in marks]
+    kept = [case for case, marks in made.items() if "full" not in marks]
     assert set(cover("ab", "xy", (1, 2))) <= set(kept)
-    assert all("slow" in marks for case, marks in made.items() if case != ("a", "x", 1))
+    assert all(marks in ({"slow"}, {"full"}) for case, marks in made.items() if case != ("a", "x", 1))
+
+
+def test_a_coarser_key_needs_fewer_cases_and_still_takes_every_choice() -> None:
+    cases = list(product("abcdef", range(10), range(2)))
+    found = thinned(cases, lambda case: (case[0] in "abc", *case[1:]))
+    assert len(found) == 20 < len(cover("abcdef", range(10), range(2)))
+    assert {(one in "abc", two) for one, two, _ in found} == set(product((True, False), range(10)))
+    assert {one for one, _, _ in found} == set("abcdef")

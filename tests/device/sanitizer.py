@@ -22,7 +22,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -67,13 +66,8 @@ class Taken:
         self.most = self.now
         return self.now
 
-    def look_at(self, tensor: OnDevice) -> None:
-        """Until the tensor ends. Several may look at the same memory."""
-        storage = tensor.numbers.untyped_storage()
-        weakref.finalize(tensor, self._add, storage._cdata, storage.nbytes(), -1)
-        self._add(storage._cdata, storage.nbytes(), 1)
-
-    def _add(self, storage: int, size: int, one: int) -> None:
+    def add(self, storage: int, size: int, one: int) -> None:
+        """A tensor more that looks at this memory, or one less. Several may."""
         with self._lock:
             before = self._looking[storage]
             self._looking[storage] += one
@@ -86,10 +80,25 @@ class Taken:
 TAKEN = Taken()
 
 
+class Look:
+    """At memory of the device, for as long as this lives: a tensor of the device has one."""
+
+    __slots__ = ("_size", "_storage")
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        storage = numbers.untyped_storage()
+        self._storage, self._size = storage._cdata, storage.nbytes()
+        TAKEN.add(self._storage, self._size, 1)
+
+    def __del__(self) -> None:
+        TAKEN.add(self._storage, self._size, -1)
+
+
 class OnDevice(torch.Tensor):
     """Says that it is on the device; `numbers` has the same sizes and strides."""
 
     numbers: torch.Tensor
+    look: Look
 
     @staticmethod
     def __new__(cls, numbers: torch.Tensor) -> OnDevice:
@@ -99,7 +108,7 @@ class OnDevice(torch.Tensor):
                 dtype=numbers.dtype, device=DEVICE,
             )  # fmt: skip
         made.numbers = numbers
-        TAKEN.look_at(made)
+        made.look = Look(numbers)
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

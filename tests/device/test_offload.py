@@ -55,8 +55,14 @@ POLICIES = {
     "the CPU attends, padded": replace(CPU, padded=PADDED, prefill_rows=PADDED),
     "the CPU attends, one by one": replace(CPU, micro_batch=1, micro_batches=8, prefill_rows=5),
 }
+KINDS_OF_MODELS = {
+    "mixtral-window": "windows", "qwen3-window-yarn-k8": "windows", "qwen3-bias-dense-layers": "dense layers",
+    "deepseek-lite-yarn": "latent attention", "deepseek-full": "latent attention",
+}  # fmt: skip
+"""What a policy meets in a model."""
 CASES = pairs.params(
     cases.MODELS, POLICIES, ("auto", "reference"), (23, 512),
+    key=lambda case: (KINDS_OF_MODELS[case[0]], *case[1:]),
     fast=[
         ("mixtral-window", "the CPU attends", "auto", 23),
         ("deepseek-full", "the cache moves", "auto", 23),
