@@ -17,10 +17,16 @@ hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("moesaic")
 
 
+def pytest_collection() -> None:
+    """Nothing that is imported or collected goes away: nobody need look for garbage meanwhile."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """What is there now stays: no collection of garbage need look at seven thousand tests and torch again."""
+    """And what is there now stays."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -34,11 +35,18 @@ def thinned(cases: Sequence[tuple[Any, ...]], key: Key = lambda case: case) -> l
     left, chosen = (1 << len(known)) - 1, []
     taken = Counter[tuple[int, Any]]()
 
-    def gain(number: int) -> tuple[int, int]:
-        return (bits[number] & left).bit_count(), -sum(taken[choice] for choice in enumerate(cases[number]))
+    def loss(number: int) -> tuple[int, int, int]:
+        """Which only grows, so that a case whose old loss is not the least need not be looked at again."""
+        used = sum(taken[choice] for choice in enumerate(cases[number]))
+        return -(bits[number] & left).bit_count(), used, number
 
+    waiting = [loss(number) for number in range(len(cases))]
+    heapq.heapify(waiting)
     while left:
-        best = max(range(len(cases)), key=gain)
+        best = waiting[0][2]
+        if loss(best) != waiting[0]:
+            heapq.heapreplace(waiting, loss(best))
+            continue
         left &= ~bits[best]
         taken.update(enumerate(cases[best]))
         chosen.append(cases[best])
