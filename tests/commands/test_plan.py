@@ -47,6 +47,18 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    """A model of few experts: a search tries every number of them in fast memory."""
+    config = {
+        "model_type": "mixtral", "num_hidden_layers": 6, "hidden_size": 192, "intermediate_size": 192,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 4096, "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(tmp_path)
+
+
 @pytest.mark.slow
 def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(LINE) == 0
@@ -68,13 +80,16 @@ def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_for_machines_and_with_another_host(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["plan", "demo", "--hardware", str(file), "--prompt-len", "64", "--gen-len", "16", "--json"]
+def test_for_machines_and_with_another_host(
+    file: Path, small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(MACHINE.replace("0.007", "0.0035"), encoding="utf-8")
+    line = ["plan", small, "--hardware", str(file), "--prompt-len", "64", "--gen-len", "16", "--json"]
     assert cli.main([*line, "--host-memory", "64MiB", "--host-bandwidth", "5GiB", "--gpus", "2"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert found["hardware"]["slow"]["memory_gib"] == 1 / 16
     assert found["hardware"]["slow"]["bandwidth_gib"] == 5
-    assert found["hardware"]["fast"]["memory_gib"] == 0.014
+    assert found["hardware"]["fast"]["memory_gib"] == 0.007
     assert found["hardware"]["machine"]["name"] == "2 x two cores"
     policy = found["policy"]
     assert policy["batch"] == policy["micro_batch"] * policy["micro_batches"]
@@ -193,12 +208,12 @@ def test_known_machines_can_be_asked_for_by_name(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.slow
 def test_the_picture_has_every_chart_and_the_turning_points(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_picture, "FACTORS", (1, 4))
     monkeypatch.setattr(plan_picture, "MEMORIES", (0.5, 1.0))
     target = tmp_path / "plan.svg"
-    line = ["plan", "demo", "--hardware", str(file), "--prompt-len", "64", "--gen-len", "16"]
+    line = ["plan", small, "--hardware", str(file), "--prompt-len", "64", "--gen-len", "16"]
     assert cli.main([*line, "--json", "--plot", str(target)]) == 0
     root = ET.fromstring(target.read_text(encoding="utf-8"))
     text = " ".join(node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}text"))
