@@ -44,6 +44,8 @@ from moesaic.core.cluster_status import ClusterCounters, ProcessStatus
 from tests.cluster.driven import Answer
 
 KERNELS = ("auto", "reference")
+ROUNDS = 13
+"""So many of the plan "ci" have every kind of fault, every schedule, model and transport."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,9 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize(
+    "number", [*range(ROUNDS), *(pytest.param(one, marks=pytest.mark.full) for one in range(ROUNDS, 20))]
+)
 def test_nothing_is_different_and_nothing_leaks(number: int, models: Models, folder: Path) -> None:
     plan = plan_round("ci", number)
     outcome = run_round(replace(plan, faults=plan.faults[:2], requests=4, together=4), models, folder)
@@ -102,6 +106,16 @@ def test_the_full_matrix_has_all_pairs_of_settings() -> None:
     assert {one.redundant_experts for one in shapes} == {0, 3}
     spare = {(one.expert_servers, one.min_replicas) for one in shapes if one.redundant_experts}
     assert spare == {(2, 1), (3, 1)}, "a second copy has a place"
+
+
+def test_few_rounds_have_every_choice() -> None:
+    found = [plan_round("ci", number) for number in range(ROUNDS)]
+    every = [plan_round("0", number) for number in range(210)]
+    assert {one.kind for one in found} == {one.kind for one in every}
+    for name in set(FACTORS) - {"size"}:
+        assert {FACTORS[name](one.shape) for one in found} == {FACTORS[name](one.shape) for one in every}, (
+            name
+        )
 
 
 def test_faults_are_of_one_kind_or_of_several() -> None:
