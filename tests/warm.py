@@ -26,45 +26,63 @@ LARGEST = 1 << 20
 """Bytes of a request: settings and environment."""
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER: whose parents end become children of the process that said so."""
-_lock = threading.Lock()
-_warm: socket.socket | None = None
+
+
+class Forking:
+    """The process that forks. It starts when the first worker is asked of it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asking: socket.socket | None = None
+
+    def fork(self, request: bytes, descriptors: list[int]) -> int:
+        """The id of a new process that runs what the request says."""
+        with self._lock:
+            asking = self._asking or self._start()
+            _subreaper(True)
+            socket.send_fds(asking, [request], descriptors)
+            pid = int(asking.recv(64))
+            _subreaper(False)
+            return pid
+
+    def end(self) -> None:
+        if self._process is not None and self._asking is not None:
+            self._asking.close()
+            self._process.wait()
+
+    def _start(self) -> socket.socket:
+        self._asking, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.warm", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_environment(), process_group=0,
+            )  # fmt: skip
+        return self._asking
 
 
 @contextmanager
 def process() -> Iterator[None]:
     """Inside, `launch` and supervisors start workers quickly; on Linux, which alone hands children over."""
-    global _warm
     if sys.platform != "linux":
         yield
         return
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        forking = subprocess.Popen(
-            [sys.executable, "-m", "tests.warm", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_environment(), process_group=0,
-        )  # fmt: skip
-    before, _warm = _warm, ours
+    forking = Forking()
+
+    def spawn_worker(config: WorkerConfig) -> local.ChildProcess:
+        """In place of that of `cluster.local`."""
+        ours, theirs = stream_pair()
+        request = json.dumps([config.to_json(), worker_environment()]).encode()
+        with theirs:
+            pid = forking.fork(request, [theirs.fileno(), 1, 2])
+        return local.ChildProcess(_Adopted(pid), StreamConnection(ours), "worker process")
+
     with (
-        ours,  # whose end ends it
         patch("moesaic.cluster.members.spawn_worker", spawn_worker),
         patch("moesaic.launch.spawn_worker", spawn_worker),
     ):
         yield
-    _warm = before
-    forking.wait()
-
-
-def spawn_worker(config: WorkerConfig) -> local.ChildProcess:
-    """In place of that of `cluster.local`."""
-    assert _warm is not None
-    ours, theirs = stream_pair()
-    request = json.dumps([config.to_json(), worker_environment()]).encode()
-    with theirs, _lock:
-        _subreaper(True)
-        socket.send_fds(_warm, [request], [theirs.fileno(), 1, 2])
-        pid = int(_warm.recv(64))
-        _subreaper(False)
-    return local.ChildProcess(_Adopted(pid), StreamConnection(ours), "worker process")
+    forking.end()
 
 
 class _Adopted(subprocess.Popen[bytes]):

@@ -22,3 +22,20 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[A
         return model, tiny.save(model, tmp_path_factory.mktemp(name), dtype)
 
     return write
+
+
+@pytest.fixture(scope="session")
+def answered(
+    published: Callable[..., tuple[Any, Path]],
+) -> Callable[..., tuple[torch.Tensor, list[int]]]:
+    """What transformers answers in float32 over the weights of a case: logits, then greedy tokens."""
+
+    @functools.cache
+    def answer(name: str, dtype: torch.dtype, length: int, count: int) -> tuple[torch.Tensor, list[int]]:
+        model, path = published(name, dtype)
+        if dtype is not torch.float32:
+            model = type(model).from_pretrained(path, dtype=torch.float32)
+        tokens = tiny.prompt(length, cases.VOCAB)
+        return tiny.reference_logits(model, tokens), tiny.reference_greedy(model, tokens, count)
+
+    return answer

@@ -18,6 +18,8 @@ from moesaic.models import registry
 LENGTH = 41
 """Of the prompts: past every window and every original context of `cases`."""
 GREEDY = 64
+Published = Callable[..., tuple[Any, Path]]
+Answered = Callable[..., tuple[torch.Tensor, list[int]]]
 KERNELS = (
     *table.instruction_sets()[:1],
     *(
@@ -43,17 +45,16 @@ def write(name: str, path: Path) -> tuple[Any, Path]:
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", cases.CASES)
 def test_logits_and_greedy_tokens_are_those_of_transformers(
-    name: str, kernels: str, published: Callable[..., tuple[Any, Path]]
+    name: str, kernels: str, published: Published, answered: Answered
 ) -> None:
-    theirs, path = published(name)
+    theirs, path = published(name, torch.float32)
     ours = registry.load(path, table.pick("cpu", kernels))
     tokens = tiny.prompt(LENGTH, cases.VOCAB)
-    wanted = tiny.reference_logits(theirs, tokens)
+    wanted, wanted_tokens = answered(name, torch.float32, LENGTH, GREEDY)
     driver = Driver(ours)
     for index, chunk in enumerate((None, 1, 6)):
         assert error(driver.prefill(tokens, index, chunk), wanted) < 1e-4
     assert ours.num_parameters == sum(part.numel() for part in theirs.parameters())
-    wanted_tokens = tiny.reference_greedy(theirs, tokens, GREEDY)
     assert len(set(wanted_tokens)) > 5  # A constant answer would prove little.
     assert Driver(ours).greedy(tokens, GREEDY, chunk=7) == wanted_tokens
 
@@ -77,15 +78,13 @@ def test_a_batch_of_chunks_and_single_rows_gives_each_its_own_answer(name: str, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["mixtral-window", "qwen3", "deepseek-full"])
 def test_narrow_checkpoints_are_widened(
-    name: str, dtype: torch.dtype, kernels: str, published: Callable[..., tuple[Any, Path]]
+    name: str, dtype: torch.dtype, kernels: str, published: Published, answered: Answered
 ) -> None:
-    # The same rounded weights on both sides, all arithmetic in float32.
-    rounded, path = published(name, dtype)
-    theirs = type(rounded).from_pretrained(path, dtype=torch.float32)
-    ours = registry.load(path, pick("cpu", kernels))
+    """The same rounded weights on both sides, all arithmetic in float32."""
+    ours = registry.load(published(name, dtype)[1], pick("cpu", kernels))
     tokens = tiny.prompt(LENGTH, cases.VOCAB)
-    assert error(Driver(ours).prefill(tokens), tiny.reference_logits(theirs, tokens)) < 1e-4
-    wanted = tiny.reference_greedy(theirs, tokens, GREEDY)
+    logits, wanted = answered(name, dtype, LENGTH, GREEDY)
+    assert error(Driver(ours).prefill(tokens), logits) < 1e-4
     assert len(set(wanted)) > 5
     assert Driver(ours).greedy(tokens, GREEDY, chunk=7) == wanted
 

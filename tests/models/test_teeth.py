@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,32 +50,41 @@ EDITS: dict[str, tuple[str, dict[str, Any]]] = {
     "one expert more": ("deepseek-k1-one-head", {"num_experts_per_tok": 2}),
     "epsilon": ("qwen3", {"rms_norm_eps": 0.1}),
 }
+Answer = tuple[torch.Tensor, list[int]]
+Intact = Callable[[str], tuple[Path, Answer]]
 
 
-def answer(model: Any) -> tuple[torch.Tensor, list[int]]:
+def answer(model: Any) -> Answer:
     """Logits [LENGTH, V] of a prompt, and the NEW greedy tokens after it."""
     tokens = tiny.prompt(LENGTH, cases.VOCAB)
     return Driver(model).prefill(tokens), Driver(model).greedy(tokens, NEW)
 
 
-def written(name: str, path: Path) -> Path:
-    kind, options = cases.CASES[name]
-    return tiny.save(tiny.build(kind, options), path)
+@pytest.fixture(scope="module")
+def intact(published: Callable[..., tuple[Any, Path]]) -> Intact:
+    """Where the checkpoint of a case lies, and its model's answer."""
+
+    @functools.cache
+    def found(name: str) -> tuple[Path, Answer]:
+        path = published(name, torch.float32)[1]
+        return path, answer(registry.load(path, REFERENCE))
+
+    return found
 
 
-def check_differs(found: Any, wanted: Any) -> None:
+def check_differs(found: Any, wanted: Answer) -> None:
     """Logits of two models ten times further apart than the identity tests allow, and other tokens."""
-    (logits, tokens), (wanted_logits, wanted_tokens) = answer(found), answer(wanted)
+    (logits, tokens), (wanted_logits, wanted_tokens) = answer(found), wanted
     assert float((logits - wanted_logits).abs().max() / wanted_logits.abs().max()) > 1e-3
     assert tokens != wanted_tokens
 
 
 @pytest.mark.parametrize("part", EDITS)
-def test_a_part_of_the_config_matters(part: str, tmp_path: Path) -> None:
+def test_a_part_of_the_config_matters(part: str, tmp_path: Path, intact: Intact) -> None:
     name, changes = EDITS[part]
-    path = written(name, tmp_path)
-    wanted = registry.load(path, REFERENCE)
-    check_differs(registry.load(tiny.edit(path, **changes), REFERENCE), wanted)
+    path, wanted = intact(name)
+    edited = tiny.edit(Path(shutil.copytree(path, tmp_path / "edited")), **changes)
+    check_differs(registry.load(edited, REFERENCE), wanted)
 
 
 def without(model: Any, **changes: Any) -> Any:
@@ -113,17 +125,17 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("part", WEIGHTS)
-def test_a_part_of_the_weights_matters(part: str, tmp_path: Path) -> None:
+def test_a_part_of_the_weights_matters(part: str, intact: Intact) -> None:
     name, changes = WEIGHTS[part]
-    model = registry.load(written(name, tmp_path), REFERENCE)
-    check_differs(without(model, **changes), model)
+    path, wanted = intact(name)
+    check_differs(without(registry.load(path, REFERENCE), **changes), wanted)
 
 
 @pytest.mark.parametrize("name", ["deepseek-lite", "qwen3"])
-def test_the_order_of_rotated_pairs_matters(name: str, tmp_path: Path) -> None:
-    path = written(name, tmp_path)
+def test_the_order_of_rotated_pairs_matters(name: str, intact: Intact) -> None:
+    path, wanted = intact(name)
 
     def other(*arguments: Any, interleaved: bool = False, **options: Any) -> torch.Tensor:
         return dense.rope(*arguments, interleaved=not interleaved, **options)
 
-    check_differs(registry.load(path, replace(REFERENCE, rope=other)), registry.load(path, REFERENCE))
+    check_differs(registry.load(path, replace(REFERENCE, rope=other)), wanted)
