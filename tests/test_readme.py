@@ -21,6 +21,8 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README + QUICKSTART, flags=re.MULTI
 BIN = Path(sys.executable).parent
 ENDING = ("profile", "place", "plan", "run-batch", "bench throughput", "doctor")
 """Commands that end by themselves; the others serve, or need a server at a fixed port."""
+QUICKER = {"place": ("--solver", "kmeans")}
+"""Flags that are added to a command. The solver that it takes by itself has tests of its own."""
 BODY = {"model": "demo", "prompt": "1 + 1 =", "max_tokens": 4}
 ASKED = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": BODY}
 PROMPTS = ("Tom has 3 apples and buys 4 more.", "def add(a, b):")
@@ -89,7 +91,7 @@ def test_the_commands_that_end_by_themselves_run(tmp_path: Path) -> None:
     for command in commands():  # in their order: place reads what profile wrote
         name = next((name for name in ENDING if command[1:][: len(name.split())] == name.split()), None)
         if name is not None:
-            line = [str(BIN / command[0]), *command[1:]]
+            line = [str(BIN / command[0]), *command[1:], *QUICKER.get(name, ())]
             done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
             assert done.returncode == 0, f"{command}: {done.stderr}"
             ran.add(name)

@@ -57,7 +57,8 @@ class Trial:
         """Run the whole tier once, unchanged: tests that fail already are left out from here on."""
         done = self.copied.pytest([], self.marks, self.workers, 3 * 3600)
         if done.code not in (0, 1):
-            raise SystemExit(f"the tests do not run in a copy of the tree: pytest ended with {done.code}")
+            how = f"pytest -m {self.marks!r} ended with {done.code}: {done.last_line}"
+            raise SystemExit(f"the tests do not run in a copy of the tree: {how}")
         self.copied.deselected = done.failed
         self.limit = 3 * done.seconds + SPARE
         return done

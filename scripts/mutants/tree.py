@@ -30,6 +30,8 @@ class Run:
     failed: list[str]
     """Names of tests that failed, or of files that could not be imported."""
     seconds: float
+    last_line: str = ""
+    """Of its output."""
 
     @property
     def good(self) -> bool:
@@ -68,7 +70,8 @@ class Tree:
         finally:
             _end(process)
         lines = [line.split(" - ")[0] for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-        return Run(code, [line.partition(" ")[2].strip() for line in lines], time.monotonic() - start)
+        failed = [line.partition(" ")[2].strip() for line in lines]
+        return Run(code, failed, time.monotonic() - start, said.strip().rpartition("\n")[2])
 
     @contextmanager
     def mutated(self, mutation: Mutation) -> Iterator[None]:

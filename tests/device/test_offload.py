@@ -214,10 +214,9 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("residual", [True, False])
-@pytest.mark.parametrize("slow_attention", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "slow_attention", "residual"), pairs.params(KINDS, (True, False), (True, False))
+)
 def test_prompts_of_any_kind_take_no_more_than_was_planned(
     tmp_path: Path, kind: str, slow_attention: bool, residual: bool
 ) -> None:
