@@ -31,8 +31,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module")
 def quick_workers() -> Iterator[None]:
-    """Worker processes that this one starts are there at once; see `tests.warm`."""
-    from tests import warm  # and with it moesaic, which most tests import anyway
+    """Worker processes that this one starts are there at once; see `tests.support.forked_workers`."""
+    from tests.support import forked_workers  # and with it moesaic, which most tests import anyway
 
-    with warm.process():
+    with forked_workers.process():
         yield

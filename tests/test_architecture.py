@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import architecture as rules
-from tests.architecture import Module
+from tests.support import architecture_rules as rules
+from tests.support.architecture_rules import Module
 
 SOURCE = Path(__file__).parent.parent / "src" / "moesaic"
 MODULES = rules.read_package(SOURCE)

@@ -24,7 +24,7 @@ from moesaic.commands.announce import capacity_line, requests_of_maximum_length
 from moesaic.commands.machine import Machine
 from moesaic.commands.units import in_bytes, in_words
 from moesaic.core.messages import WorkerInfo
-from tests.processes import children
+from tests.support.processes import children
 
 FLAGS = (
     *("--revision", "--device", "--dtype", "--max-model-len", "--threads", "--kv-cache-memory"),

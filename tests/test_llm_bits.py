@@ -11,8 +11,8 @@ import pytest
 
 from moesaic import LLM, RequestOutput, SamplingParams
 from moesaic.kernels import table
-from tests.models import cases, tiny
-from tests.models.written import MODELS, Written
+from tests.support import model_configs, tiny_models
+from tests.support.tiny_checkpoints import MODELS, Written
 
 NEW = 24
 SETS = [
@@ -41,7 +41,7 @@ Floats = list[tuple[int, float, list[tuple[int, float]]] | None]
 
 def prompts() -> list[list[int]]:
     """Around block boundaries, past windows; two share 60 tokens."""
-    drawn = [tiny.prompt(length, cases.VOCAB, seed=length) for length in (1, 16, 17, 40, 84)]
+    drawn = [tiny_models.prompt(length, model_configs.VOCAB, seed=length) for length in (1, 16, 17, 40, 84)]
     return [*drawn, drawn[-1][:60] + drawn[1]]
 
 

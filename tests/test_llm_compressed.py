@@ -18,8 +18,8 @@ from moesaic.kernels import table
 from moesaic.models import registry
 from moesaic.models.compressing import compress
 from moesaic.models.shard import Shard
-from tests.cluster.driven import Answer, cluster
-from tests.models.written import Written
+from tests.support.cluster_driver import Answer, cluster
+from tests.support.tiny_checkpoints import Written
 from tests.test_llm_offload import POLICIES, answers, params, prompts
 
 try:

@@ -10,21 +10,20 @@ import torch
 
 from moesaic import LLM, RequestOutput, SamplingParams
 from moesaic.testing import byte_tokenizer
-from tests import pairs
-from tests.models import cases, tiny
+from tests.support import model_configs, pairs, tiny_models
 
 NEW = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=0)
 MODELS = {
-    "mixtral-window": cases.CASES["mixtral-window"],
+    "mixtral-window": model_configs.CASES["mixtral-window"],
     "mixtral-k1-window-yarn": (
         "mixtral",
-        cases.mixtral(num_experts_per_tok=1, sliding_window=16, rope_parameters=cases.YARN),
+        model_configs.mixtral(num_experts_per_tok=1, sliding_window=16, rope_parameters=model_configs.YARN),
     ),
-    "qwen3-bias-dense-layers": cases.CASES["qwen3-bias-dense-layers"],
-    "qwen3-window-yarn-k8": cases.QWEN3_WINDOW_YARN_K8,
-    "deepseek-lite-yarn": cases.CASES["deepseek-lite-yarn"],
-    "deepseek-full": cases.CASES["deepseek-full"],
+    "qwen3-bias-dense-layers": model_configs.CASES["qwen3-bias-dense-layers"],
+    "qwen3-window-yarn-k8": model_configs.QWEN3_WINDOW_YARN_K8,
+    "deepseek-lite-yarn": model_configs.CASES["deepseek-lite-yarn"],
+    "deepseek-full": model_configs.CASES["deepseek-full"],
 }  # fmt: skip
 FEW_BLOCKS = {"block_size": 4, "max_model_len": 148}
 """With a KV cache of one longest request."""
@@ -44,7 +43,9 @@ in the full matrices with all."""
 
 def prompts() -> list[list[int]]:
     """Of one token, around block boundaries, past windows and original contexts; two share 60 tokens."""
-    drawn = [tiny.prompt(length, cases.VOCAB, seed=length) for length in (1, 15, 16, 17, 33, 84)]
+    drawn = [
+        tiny_models.prompt(length, model_configs.VOCAB, seed=length) for length in (1, 15, 16, 17, 33, 84)
+    ]
     return [*drawn, drawn[-1][:60] + drawn[1]]
 
 
@@ -53,12 +54,12 @@ class Reference:
 
     def __init__(self, name: str, path: Path) -> None:
         kind, options = MODELS[name]
-        model = tiny.build(kind, options)
-        self.path = tiny.save(model, path)
+        model = tiny_models.build(kind, options)
+        self.path = tiny_models.save(model, path)
         byte_tokenizer(path)  # nothing is asked of it but to be there
-        self.tokens = [tiny.reference_greedy(model, prompt, NEW) for prompt in prompts()]
+        self.tokens = [tiny_models.reference_greedy(model, prompt, NEW) for prompt in prompts()]
         self.logprobs = [
-            _taken(tiny.reference_logits(model, prompt + tokens), len(prompt), tokens)
+            _taken(tiny_models.reference_logits(model, prompt + tokens), len(prompt), tokens)
             for prompt, tokens in zip(prompts(), self.tokens, strict=True)
         ]
 

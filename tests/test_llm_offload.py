@@ -11,9 +11,8 @@ import pytest
 from moesaic import LLM, RequestOutput, SamplingParams
 from moesaic.core.offload import Offload
 from moesaic.kernels import table
-from tests import pairs
-from tests.models import cases, tiny
-from tests.models.written import MODELS, Written
+from tests.support import model_configs, pairs, tiny_models
+from tests.support.tiny_checkpoints import MODELS, Written
 
 NEW = 12
 FAST = "qwen3-bias-dense-layers"
@@ -58,7 +57,10 @@ needs_native = pytest.mark.skipif(not table.instruction_sets(), reason="no nativ
 
 def prompts() -> list[list[int]]:
     """Around block boundaries, past windows; two share 60 tokens; more of them than seats."""
-    drawn = [tiny.prompt(length, cases.VOCAB, seed=length) for length in (1, 16, 17, 40, 84, 5, 9, 33)]
+    drawn = [
+        tiny_models.prompt(length, model_configs.VOCAB, seed=length)
+        for length in (1, 16, 17, 40, 84, 5, 9, 33)
+    ]
     return [*drawn, drawn[4][:60] + drawn[1]]
 
 

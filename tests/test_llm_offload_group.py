@@ -31,11 +31,10 @@ from moesaic.runtime.group import build_rank, offloaded_group
 from moesaic.runtime.model_loading import layout_of
 from moesaic.testing import byte_tokenizer
 from moesaic.transport.peers import HALF_BYTES
-from tests import pairs
-from tests.models import cases, tiny
-from tests.processes import children, gone
-from tests.runtime.group.placing import recorded, write
-from tests.runtime.group.threads import group_of_threads
+from tests.support import model_configs, pairs, tiny_models
+from tests.support.group_placements import recorded, write
+from tests.support.processes import children, gone
+from tests.support.thread_groups import group_of_threads
 from tests.test_llm_offload import floats, params, prompts
 
 pytestmark = [
@@ -44,16 +43,16 @@ pytestmark = [
 ]
 
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "mixtral": ("mixtral", cases.mixtral(num_attention_heads=8, num_key_value_heads=2), "float32"),
+    "mixtral": ("mixtral", model_configs.mixtral(num_attention_heads=8, num_key_value_heads=2), "float32"),
     "qwen3": (
         "qwen3_moe",
-        cases.qwen3(
+        model_configs.qwen3(
             num_attention_heads=4, num_key_value_heads=4, mlp_only_layers=[1], num_hidden_layers=4,
             attention_bias=True,
         ),
         "bfloat16",
     ),
-    "deepseek": ("deepseek_v2", cases.deepseek(n_shared_experts=2), "bfloat16"),
+    "deepseek": ("deepseek_v2", model_configs.deepseek(n_shared_experts=2), "bfloat16"),
 }  # fmt: skip
 """And the type of weights and cache. Mixtral has 5 experts, an odd number; the others a layer without."""
 DISK = Offload(1 << 30, "cgopipe", micro_batch=2, micro_batches=4, prefill_rows=19)
@@ -117,7 +116,9 @@ def tokens(found: list[Any]) -> list[Any]:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Case]:
     made = {}
     for name, (kind, options, dtype) in MODELS.items():
-        path = tiny.save(tiny.build(kind, options), tmp_path_factory.mktemp(name), getattr(torch, dtype))
+        path = tiny_models.save(
+            tiny_models.build(kind, options), tmp_path_factory.mktemp(name), getattr(torch, dtype)
+        )
         byte_tokenizer(path)
         made[name] = Case(path, dtype)
     return made
@@ -242,8 +243,8 @@ def blocks(case: Case, experts: Mapping[int, list[int]]) -> int:
 @pytest.mark.skipif(not os.access("/proc/self/io", os.R_OK), reason="Linux tells what was read")
 @pytest.mark.parametrize("static", [0, 2])
 def test_each_rank_reads_its_own_experts_and_nothing_else(tmp_path: Path, static: int) -> None:
-    options = cases.qwen3(num_attention_heads=4, num_key_value_heads=4, hidden_size=64, num_experts=7)
-    path = tiny.save(tiny.build("qwen3_moe", options | {"moe_intermediate_size": 64}), tmp_path)
+    options = model_configs.qwen3(num_attention_heads=4, num_key_value_heads=4, hidden_size=64, num_experts=7)
+    path = tiny_models.save(tiny_models.build("qwen3_moe", options | {"moe_intermediate_size": 64}), tmp_path)
     byte_tokenizer(path)
     case, config = Case(path, "float32"), WorkerConfig(ModelConfig(str(path)), parallel=ParallelConfig(2))
     before = set(followers())

@@ -8,13 +8,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from moesaic import LLM, SamplingParams
-from tests.models import cases, tiny
 from tests.server.test_spaces import spaced_tokenizer
+from tests.support import model_configs, tiny_models
 
 
 @pytest.mark.slow
 def test_an_answer_goes_on_with_the_prompt_and_a_chat_begins_anew(tmp_path: Path) -> None:
-    tiny.save(tiny.build("mixtral", cases.mixtral(vocab_size=258)), tmp_path)
+    tiny_models.save(tiny_models.build("mixtral", model_configs.mixtral(vocab_size=258)), tmp_path)
     word = spaced_tokenizer(tmp_path).encode("a")[0]
     params = SamplingParams(max_tokens=3, temperature=0, logit_bias={word: 100.0}, ignore_eos=True)
     llm = LLM(str(tmp_path))

@@ -14,7 +14,7 @@ from moesaic.core.errors import CheckpointError, RequestError
 from moesaic.experts.client import DirectExperts
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.step.forward import Forward
-from tests.breaking import raises_at
+from tests.support.failing_methods import raises_at
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 

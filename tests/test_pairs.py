@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.pairs import cover, params, thinned
+from tests.support.pairs import cover, params, thinned
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 4), (3, 3, 2, 8), (3, 2, 22, 2), (5, 1, 2)], ids=str)

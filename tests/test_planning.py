@@ -22,7 +22,7 @@ from moesaic.offload.weights import Streamed
 from moesaic.planning import USABLE, Job, Planned, longest_request, plan
 from moesaic.policy.offloading.footprint import Footprint
 from moesaic.runtime import offloaded
-from tests.models import cases, tiny
+from tests.support import model_configs, tiny_models
 
 MIB = 1 << 20
 HARDWARE = Hardware(
@@ -45,8 +45,8 @@ CAPS = ("5MiB", "6MiB", "8MiB", "16MiB")
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Experts of 6 MiB in bf16, 1.5 MiB a layer."""
-    model = tiny.build("qwen3_moe", cases.qwen3(**SIZES))
-    return tiny.save(model, tmp_path_factory.mktemp("planned"), torch.bfloat16)
+    model = tiny_models.build("qwen3_moe", model_configs.qwen3(**SIZES))
+    return tiny_models.save(model, tmp_path_factory.mktemp("planned"), torch.bfloat16)
 
 
 PADDED = replace(JOB, padded=54)
@@ -128,7 +128,7 @@ def test_room_is_set_aside_for_one_long_request_among_short_ones(path: Path) -> 
 
 
 def test_requests_may_get_as_long_as_the_cache_holds(path: Path) -> None:
-    own = cases.qwen3()["max_position_embeddings"]
+    own = model_configs.qwen3()["max_position_embeddings"]
     assert longest_request(WorkerConfig(ModelConfig(str(path)))) == own
     assert planned(path, "16MiB").worker.model.max_model_len == own
     job = Job(1, 30, 10, longest=48)

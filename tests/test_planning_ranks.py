@@ -20,15 +20,17 @@ from moesaic.offload.weights import Streamed
 from moesaic.planning import USABLE, Planned, plan
 from moesaic.runtime.group import build_rank
 from moesaic.runtime.model_loading import layout_of
-from tests.models import cases, tiny
+from tests.support import model_configs, tiny_models
 from tests.test_planning import GPU, HARDWARE, JOB, MIB, SIZES
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Experts of 6 MiB in bf16, 1.5 MiB a layer; 4 query heads over 2 key-value heads."""
-    options = cases.qwen3(**SIZES, num_attention_heads=4, num_key_value_heads=2)
-    return tiny.save(tiny.build("qwen3_moe", options), tmp_path_factory.mktemp("ranks"), torch.bfloat16)
+    options = model_configs.qwen3(**SIZES, num_attention_heads=4, num_key_value_heads=2)
+    return tiny_models.save(
+        tiny_models.build("qwen3_moe", options), tmp_path_factory.mktemp("ranks"), torch.bfloat16
+    )
 
 
 def planned(

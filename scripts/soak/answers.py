@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from tests.cluster.driven import Answer
+from tests.support.cluster_driver import Answer
 
 TOLERANCE = 1e-3
 """Of log-probabilities, and of a near-tie, where kernels depend on the batch."""

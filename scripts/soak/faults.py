@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scripts.soak.plan import KILL, SERVER, Fault
-from tests.cluster.driven import Cluster
+from tests.support.cluster_driver import Cluster
 
 from moesaic.cluster.router import Router
 from moesaic.core.cluster_status import ProcessStatus

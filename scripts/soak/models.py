@@ -7,8 +7,8 @@ from typing import Any
 
 import transformers
 from scripts.soak.plan import Shape, pool
-from tests.cluster.driven import Answer
-from tests.models import cases, tiny
+from tests.support import model_configs, tiny_models
+from tests.support.cluster_driver import Answer
 
 from moesaic import LLM
 from moesaic.testing import byte_tokenizer
@@ -18,10 +18,10 @@ transformers.utils.logging.disable_progress_bar()
 LONG = {"max_position_embeddings": 288}
 """Tokens: a prompt of the pool and its answer."""
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral, k 2": ("mixtral", cases.mixtral(sliding_window=40, **LONG)),
-    "mixtral, k 1": ("mixtral", cases.mixtral(num_experts_per_tok=1, **LONG)),
-    "qwen3, k 8": ("qwen3_moe", cases.qwen3(num_experts_per_tok=8, **LONG)),
-    "deepseek, k 6": ("deepseek_v2", cases.deepseek(n_shared_experts=1, **LONG)),
+    "mixtral, k 2": ("mixtral", model_configs.mixtral(sliding_window=40, **LONG)),
+    "mixtral, k 1": ("mixtral", model_configs.mixtral(num_experts_per_tok=1, **LONG)),
+    "qwen3, k 8": ("qwen3_moe", model_configs.qwen3(num_experts_per_tok=8, **LONG)),
+    "deepseek, k 6": ("deepseek_v2", model_configs.deepseek(n_shared_experts=1, **LONG)),
 }
 """Tiny, with random weights: what a model costs is no matter here."""
 
@@ -40,12 +40,12 @@ class Models:
         path = self._folder / name.replace(", ", "-").replace(" ", "")
         if not path.exists():
             kind, options = CHECKPOINTS[name]
-            byte_tokenizer(tiny.save(tiny.build(kind, options), path))
+            byte_tokenizer(tiny_models.save(tiny_models.build(kind, options), path))
         return str(path)
 
     def vocabulary(self, name: str) -> int:
         """Tokens of the pool are below it."""
-        return 900 if name == "demo" else cases.VOCAB
+        return 900 if name == "demo" else model_configs.VOCAB
 
     def alone(self, shape: Shape) -> list[Answer]:
         """The pool's answers by the one-process LLM, token ids and log-probabilities."""

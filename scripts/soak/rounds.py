@@ -16,9 +16,9 @@ from scripts.soak.faults import Saboteur, Strike
 from scripts.soak.leaks import Leaks, growth, held_by, holdings, left_over
 from scripts.soak.models import Models
 from scripts.soak.plan import SERVER, SEVERAL, Order, Plan, Shape, orders, pool
-from tests.cluster.driven import Cluster, cluster
-from tests.cluster.faulty_worker import faulty
+from tests.support.cluster_driver import Cluster, cluster
 from tests.support.faulty_transport import Faults
+from tests.support.faulty_worker import faulty
 
 from moesaic.cluster import local
 from moesaic.cluster.local import ChildProcess

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from tests.batch.fake import results
 from tests.batch.test_kill import finish, start, when_lines
-from tests.processes import children, gone
+from tests.support.fake_batch_server import results
+from tests.support.processes import children, gone
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.batch.fake import results, write_input
+from tests.support.fake_batch_server import results, write_input
 
-PROGRAM = Path(__file__).with_name("program.py")
+PROGRAM = Path(__file__).parent.parent / "support" / "run_batch_program.py"
 PATIENCE = 120.0
 """Seconds after which something hangs, on a busy machine too."""
 

@@ -15,7 +15,7 @@ from moesaic.batch.output import answered
 from moesaic.planning import Job
 from moesaic.testing import byte_tokenizer
 from moesaic.tokenizer import Tokenizer
-from tests.batch.fake import line
+from tests.support.fake_batch_server import line
 
 LIMIT = 1000
 

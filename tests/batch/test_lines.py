@@ -10,7 +10,7 @@ from moesaic.batch import lines
 from moesaic.batch.lines import BadLine, Job, parse, read, result_of, result_of_bad
 from moesaic.client import Reply
 from moesaic.core.errors import ConfigError
-from tests.batch.fake import line
+from tests.support.fake_batch_server import line
 
 
 def with_changes(**changes):

@@ -9,7 +9,7 @@ from moesaic.batch.lines import BadLine, Job, encode, result_of, result_of_bad
 from moesaic.batch.output import Output, OutputError
 from moesaic.client import Reply
 from moesaic.core.errors import ConfigError
-from tests.batch.fake import results
+from tests.support.fake_batch_server import results
 
 GOOD = encode(
     result_of(Job(1, "a", "/v1/completions", {}), Reply(200, {"model": "m"}, "r", None), "batch_req_1")

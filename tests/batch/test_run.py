@@ -12,7 +12,7 @@ from moesaic.batch.run import run_with
 from moesaic.batch.show import print_summary
 from moesaic.batch.window import seconds_to_wait
 from moesaic.core.errors import ConfigError, EngineDeadError
-from tests.batch.fake import FakeServer, completion, line, refusal, results, write_input
+from tests.support.fake_batch_server import FakeServer, completion, line, refusal, results, write_input
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from moesaic.client import ApiError, Chunk, Client, Usage
 from moesaic.core.errors import ConnectionLost
-from tests.bench.fake import FakeServer
+from tests.support.fake_streaming_server import FakeServer
 
 
 def chunks(client, path="/v1/completions", **body):

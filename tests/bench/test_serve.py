@@ -11,7 +11,7 @@ from moesaic.bench.options import ServeBench
 from moesaic.bench.report import print_report
 from moesaic.bench.serve import BenchError, run
 from moesaic.core.errors import ConfigError, ConnectionLost
-from tests.bench.fake import FakeServer
+from tests.support.fake_streaming_server import FakeServer
 
 
 def quiet():

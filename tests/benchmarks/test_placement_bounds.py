@@ -17,7 +17,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Counts
 from moesaic.policy.placement.solvers.annealing import dense
 from moesaic.policy.placement.solvers.solver import rooms
-from tests.policy.placement.solvers.planted import noise, planted, same_clusters
+from tests.support.planted_profiles import noise, planted, same_clusters
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import pytest
 import routings
 
 from moesaic.core.profile import Profile, Routes
-from tests import pairs
+from tests.support import pairs
 
 SMALL = routings.SHAPES[0]
 

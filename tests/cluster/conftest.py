@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import warm
+from tests.support import forked_workers
 
 
 @pytest.fixture(scope="package", autouse=True)
 def _warm() -> Iterator[None]:
-    with warm.process():
+    with forked_workers.process():
         yield

@@ -13,8 +13,8 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import ExpertServerStats
 from moesaic.policy.fleet.autoscale import AutoscaleRule
 from moesaic.policy.placement import balance
-from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_identity import alone, workload
+from tests.support.cluster_driver import Answer, Cluster, cluster
 
 COUNT, TOKENS = 6, 48
 LAYOUT = ExpertLayout({0: "a", 1: "b"}, "g", "u", "d", 64, 32, 4, 2, "bfloat16")

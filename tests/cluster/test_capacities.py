@@ -25,11 +25,11 @@ from moesaic.transport import address as addresses
 from moesaic.transport.authentication import Deadline, Terms, prove_as_client
 from moesaic.transport.calls import MIN_HEAP
 from moesaic.transport.stream import StreamConnection
-from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_balancing import LAYOUT, filled
 from tests.cluster.test_changes import Scene, advance, spawning  # noqa: F401  a fixture
 from tests.cluster.test_identity import alone, workload
 from tests.cluster.test_join_listener import door, joiner, newcomer  # noqa: F401  a fixture
+from tests.support.cluster_driver import Answer, Cluster, cluster
 
 COUNT, TOKENS = 6, 48
 SECRET = b"s" * 32

@@ -11,8 +11,8 @@ import pytest
 
 from moesaic import SamplingParams
 from moesaic.cluster.supervisor import FROZEN_SECONDS
-from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_identity import alone, workload
+from tests.support.cluster_driver import Answer, Cluster, cluster
 
 TOKENS = 64
 

@@ -12,8 +12,8 @@ import pytest
 from moesaic import SamplingParams
 from moesaic.cluster.router import Router
 from moesaic.cluster.supervisor import FROZEN_SECONDS
-from tests.cluster.driven import Cluster, cluster
 from tests.cluster.test_identity import alone, workload
+from tests.support.cluster_driver import Cluster, cluster
 
 TOKENS = 48
 

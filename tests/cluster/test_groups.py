@@ -12,11 +12,11 @@ import pytest
 from moesaic.core.metrics import GroupStats
 from moesaic.core.profile import Profile
 from moesaic.testing import byte_tokenizer
-from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_identity import workload
-from tests.models import cases, tiny
-from tests.processes import children, gone
-from tests.runtime.group.placing import recorded, write
+from tests.support import model_configs, tiny_models
+from tests.support.cluster_driver import Answer, Cluster, cluster
+from tests.support.group_placements import recorded, write
+from tests.support.processes import children, gone
 
 GROUP = {"expert_servers": 0, "tensor_parallel_size": 2}
 
@@ -146,8 +146,8 @@ def test_a_placement_with_tables_shuffles(demo: tuple[list[Answer], Profile], tm
 @pytest.mark.slow
 def test_a_group_of_four(tmp_path: Path) -> None:
     """Two ranks to an expert, rows shuffled into shards of any size."""
-    options = cases.mixtral(vocab_size=1024, num_attention_heads=8, num_key_value_heads=2)
-    path = str(tiny.save(tiny.build("mixtral", options), tmp_path / "model"))
+    options = model_configs.mixtral(vocab_size=1024, num_attention_heads=8, num_key_value_heads=2)
+    path = str(tiny_models.save(tiny_models.build("mixtral", options), tmp_path / "model"))
     byte_tokenizer(Path(path))
     expected, profile = alone(path, 24)
     settings = GROUP | {"tensor_parallel_size": 4, "expert_tensor_parallel_size": 2}

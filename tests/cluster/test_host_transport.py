@@ -13,7 +13,7 @@ from moesaic.cluster.host_transport import host_transport
 from moesaic.commands.processes import as_lines
 from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConfigError
-from tests.cluster.driven import cluster
+from tests.support.cluster_driver import cluster
 
 SHARED = "memfd:moesaic-calls"
 """In the map of a process's memory."""

@@ -12,8 +12,8 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.transport.calls import Caller
 from moesaic.transport.listening import connect
 from moesaic.transport.sockets import StreamCaller
-from tests.cluster.driven import Cluster, cluster
 from tests.cluster.test_identity import alone, workload
+from tests.support.cluster_driver import Cluster, cluster
 
 COUNT, TOKENS = 4, 24
 

@@ -14,7 +14,7 @@ import pytest
 from moesaic import LLM, SamplingParams
 from moesaic.cluster import local
 from moesaic.config import QueueConfig, Schedule
-from tests.cluster.driven import Answer, cluster
+from tests.support.cluster_driver import Answer, cluster
 
 SHAPES = [
     pytest.param({"attention_workers": 1, "expert_servers": 1}, id="1 worker, 1 server"),

@@ -16,8 +16,8 @@ from moesaic.config import ClusterConfig
 from moesaic.core.cluster_status import ProcessStatus
 from moesaic.core.errors import ConfigError
 from moesaic.transport.secret import create_secret, read_secret
-from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_identity import alone, workload
+from tests.support.cluster_driver import Answer, Cluster, cluster
 
 COUNT, TOKENS = 6, 48
 

@@ -15,23 +15,22 @@ from moesaic.cluster import local
 from moesaic.cluster.local import ChildProcess
 from moesaic.config import ExpertServerConfig
 from moesaic.testing import byte_tokenizer
-from tests import pairs
-from tests.cluster.driven import Answer, Cluster, cluster
-from tests.cluster.faulty_worker import faulty
-from tests.models import cases, tiny
+from tests.support import model_configs, pairs, tiny_models
+from tests.support.cluster_driver import Answer, Cluster, cluster
 from tests.support.faulty_transport import Faults
+from tests.support.faulty_worker import faulty
 
 pytestmark = pytest.mark.slow
 
 NEW, LONGEST = 20, 128
 FACTORS: dict[str, dict[str, Any]] = {
     "model": {
-        "mixtral, k 2, window": cases.CASES["mixtral-window"],
-        "mixtral, k 1": ("mixtral", cases.mixtral(num_experts_per_tok=1)),
-        "qwen3, k 8": ("qwen3_moe", cases.qwen3(num_experts_per_tok=8)),
-        "qwen3, dense layers": cases.CASES["qwen3-bias-dense-layers"],
-        "deepseek lite": cases.CASES["deepseek-lite-yarn"],
-        "deepseek, k 6": ("deepseek_v2", cases.deepseek(num_experts_per_tok=6)),
+        "mixtral, k 2, window": model_configs.CASES["mixtral-window"],
+        "mixtral, k 1": ("mixtral", model_configs.mixtral(num_experts_per_tok=1)),
+        "qwen3, k 8": ("qwen3_moe", model_configs.qwen3(num_experts_per_tok=8)),
+        "qwen3, dense layers": model_configs.CASES["qwen3-bias-dense-layers"],
+        "deepseek lite": model_configs.CASES["deepseek-lite-yarn"],
+        "deepseek, k 6": ("deepseek_v2", model_configs.deepseek(num_experts_per_tok=6)),
     },
     "schedule": {
         "lockstep": {},
@@ -83,13 +82,13 @@ def every_pair() -> list[Any]:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     paths = {}
     for name, (kind, options) in FACTORS["model"].items():
-        paths[name] = tiny.save(tiny.build(kind, options), tmp_path_factory.mktemp("model"))
+        paths[name] = tiny_models.save(tiny_models.build(kind, options), tmp_path_factory.mktemp("model"))
         byte_tokenizer(paths[name])
     return paths
 
 
 def workload() -> tuple[list[list[int]], list[SamplingParams]]:
-    prompts = [tiny.prompt(length, cases.VOCAB, seed=length) for length in (1, 15, 16, 33, 70)]
+    prompts = [tiny_models.prompt(length, model_configs.VOCAB, seed=length) for length in (1, 15, 16, 33, 70)]
     params = [
         SamplingParams(max_tokens=NEW, temperature=0.8 * (i % 2), seed=i, ignore_eos=True, logprobs=0)
         for i in range(len(prompts))

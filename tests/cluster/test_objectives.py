@@ -13,8 +13,8 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.request import FinishReason, Request
 from moesaic.policy.fleet.autoscale import Autoscaler, AutoscaleRule
 from moesaic.transport.local import local_pair
-from tests.cluster.driven import cluster
 from tests.cluster.test_identity import workload
+from tests.support.cluster_driver import cluster
 from tests.transport.test_conformance import INFO
 
 

@@ -29,9 +29,9 @@ from moesaic.policy.placement.locality import homes_in, hosts
 from moesaic.policy.placement.solvers import SOLVERS, annealing
 from moesaic.policy.placement.solvers.tokens import labelled
 from moesaic.testing import byte_tokenizer
-from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_identity import workload
-from tests.models import cases, tiny
+from tests.support import model_configs, tiny_models
+from tests.support.cluster_driver import Answer, Cluster, cluster
 
 RANKS: dict[str, Any] = {"expert_servers": 0, "data_parallel_size": 2, "enable_expert_parallel": True}
 COUNT, TOKENS = 8, 24
@@ -153,8 +153,8 @@ def test_the_same_bits_under_each_solvers_placement(solver: str, alone: Alone, t
 
 
 OTHERS: dict[str, dict[str, Any]] = {
-    "mixtral": cases.mixtral(vocab_size=1024),
-    "deepseek_v2": cases.deepseek(vocab_size=1024),
+    "mixtral": model_configs.mixtral(vocab_size=1024),
+    "deepseek_v2": model_configs.deepseek(vocab_size=1024),
 }
 SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ("demo", {"schedule": "barrier"}),
@@ -176,7 +176,7 @@ def test_the_same_bits_under_every_schedule_with_copies(
 ) -> None:
     path = name
     if name in OTHERS:
-        path = str(tiny.save(tiny.build(name, OTHERS[name]), tmp_path / name))
+        path = str(tiny_models.save(tiny_models.build(name, OTHERS[name]), tmp_path / name))
         byte_tokenizer(Path(path))
         alone = Alone(path)
     profile = alone.profile

@@ -8,7 +8,7 @@ from moesaic.core.messages import Message
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import FinishReason, Request, SamplingParams
 from moesaic.transport.local import LocalConnection, local_pair
-from tests.server.fake_worker import info
+from tests.support.fake_worker import info
 
 
 class Workers:

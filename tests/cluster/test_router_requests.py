@@ -13,7 +13,7 @@ from moesaic.core.messages import Message
 from moesaic.core.request import FinishReason, Request, SamplingParams
 from moesaic.policy.placement.dispatch import WorkerLoad
 from moesaic.transport.local import LocalConnection, local_pair
-from tests.server.fake_worker import info
+from tests.support.fake_worker import info
 
 
 def asked(request_id: int, prompt: int = 3) -> Request:

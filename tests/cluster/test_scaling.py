@@ -13,8 +13,8 @@ from moesaic.cluster import members
 from moesaic.cluster.local import ChildProcess
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError, ScalingError
-from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_identity import alone, workload
+from tests.support.cluster_driver import Answer, Cluster, cluster
 
 COUNT, TOKENS = 6, 48
 SCHEDULES = [pytest.param(name, marks=pytest.mark.slow) for name in ("lockstep", "async", "barrier")]

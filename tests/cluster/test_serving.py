@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from moesaic import LLM, SamplingParams
-from tests.processes import gone
+from tests.support.processes import gone
 from tests.test_serve import Server, start
 
 pytestmark = pytest.mark.slow

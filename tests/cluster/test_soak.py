@@ -41,7 +41,7 @@ from scripts.soak.report import BAD, by_kind, show
 from scripts.soak.rounds import Outcome, Pause, run_round
 
 from moesaic.core.cluster_status import ClusterCounters, ProcessStatus
-from tests.cluster.driven import Answer
+from tests.support.cluster_driver import Answer
 
 KERNELS = ("auto", "reference")
 ROUNDS = 13

@@ -22,10 +22,10 @@ from moesaic.server.app import create_app
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.cluster_metrics import ClusterCollector
 from moesaic.server.service import Service
-from tests.cluster.driven import Answer, Cluster, cluster
 from tests.cluster.test_changes import LAYOUT, Scene
 from tests.cluster.test_failures import raising
 from tests.cluster.test_identity import alone, workload
+from tests.support.cluster_driver import Answer, Cluster, cluster
 
 COUNT, TOKENS = 4, 48
 SLOW = pytest.mark.slow

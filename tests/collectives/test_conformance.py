@@ -17,8 +17,8 @@ from moesaic.collectives import group as groups
 from moesaic.collectives import routing
 from moesaic.collectives.one_shot import local_group
 from moesaic.collectives.packets import metadata_bytes
-from tests.collectives import scenarios
-from tests.collectives.scenarios import ROWS, WIDTH, Outcome
+from tests.support import collectives_scenarios
+from tests.support.collectives_scenarios import ROWS, WIDTH, Outcome
 
 PATIENCE = 120.0
 KINDS, SIZES = ("threads", "processes"), (1, 2, 3, 4)
@@ -39,7 +39,7 @@ def in_threads(size: int) -> list[Outcome]:
     ends = local_group(size)
 
     def body(rank: int) -> None:
-        outcomes[rank] = scenarios.run(ends[rank])
+        outcomes[rank] = collectives_scenarios.run(ends[rank])
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
@@ -51,7 +51,7 @@ def in_threads(size: int) -> list[Outcome]:
 
 def in_processes(size: int, folder: Path) -> list[Outcome]:
     files = [folder / f"{size}-{rank}.npz" for rank in range(size)]
-    command = [sys.executable, "-m", "tests.collectives.peer", str(folder / f"s{size}")]
+    command = [sys.executable, "-m", "tests.support.collectives_rank", str(folder / f"s{size}")]
     children = []
     for rank, file in enumerate(files):
         suite = [*command, str(rank), str(size), "suite", str(file)]
@@ -72,8 +72,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 @each
 def test_an_all_reduce_gives_the_same_bits_to_all(kind: str, size: int, outcomes: Outcomes) -> None:
-    wanted = scenarios.total([scenarios.rows(rank) for rank in range(size)])
-    odd = scenarios.total([scenarios.rows(rank, 1)[:, :5] for rank in range(size)])
+    wanted = collectives_scenarios.total([collectives_scenarios.rows(rank) for rank in range(size)])
+    odd = collectives_scenarios.total([collectives_scenarios.rows(rank, 1)[:, :5] for rank in range(size)])
     for found in outcomes(kind, size):
         assert np.array_equal(found["all_reduce/sum"], wanted)
         assert np.array_equal(found["all_reduce_odd/sum"], odd)
@@ -82,23 +82,23 @@ def test_an_all_reduce_gives_the_same_bits_to_all(kind: str, size: int, outcomes
 
 @each
 def test_a_reduce_scatter_gives_each_rank_its_rows(kind: str, size: int, outcomes: Outcomes) -> None:
-    whole = scenarios.total([scenarios.rows(rank) for rank in range(size)])
-    sizes = scenarios.sizes(size)
+    whole = collectives_scenarios.total([collectives_scenarios.rows(rank) for rank in range(size)])
+    sizes = collectives_scenarios.sizes(size)
     ends = np.cumsum([0, *sizes])
     for rank, found in enumerate(outcomes(kind, size)):
         share = ROWS // size
         assert np.array_equal(found["reduce_scatter/own"], whole[rank * share : (rank + 1) * share])
         assert found["reduce_scatter/traffic"][REDUCE_SCATTER] == (size - 1) * 4 * ROWS * WIDTH // size
-        places = scenarios.order()[ends[rank] : ends[rank + 1]]
+        places = collectives_scenarios.order()[ends[rank] : ends[rank + 1]]
         assert np.array_equal(found["reduce_scatter_v/own"], whole[places])
         assert found["reduce_scatter_v/traffic"][REDUCE_SCATTER] == 4 * WIDTH * (ROWS - sizes[rank])
 
 
 @each
 def test_an_all_gather_gives_all_rows_to_all(kind: str, size: int, outcomes: Outcomes) -> None:
-    sizes = scenarios.sizes(size)
-    wanted = np.concatenate([scenarios.rows(rank, 6) for rank in range(size)])
-    varied = np.concatenate([scenarios.rows(rank, count) for rank, count in enumerate(sizes)])
+    sizes = collectives_scenarios.sizes(size)
+    wanted = np.concatenate([collectives_scenarios.rows(rank, 6) for rank in range(size)])
+    varied = np.concatenate([collectives_scenarios.rows(rank, count) for rank, count in enumerate(sizes)])
     for rank, found in enumerate(outcomes(kind, size)):
         assert np.array_equal(found["all_gather/all"], wanted)
         assert np.array_equal(found["all_gather_v/all"], varied)
@@ -108,7 +108,7 @@ def test_an_all_gather_gives_all_rows_to_all(kind: str, size: int, outcomes: Out
 
 @each
 def test_a_permutation_is_undone(kind: str, size: int, outcomes: Outcomes) -> None:
-    whole = scenarios.total([scenarios.rows(rank) for rank in range(size)])
+    whole = collectives_scenarios.total([collectives_scenarios.rows(rank) for rank in range(size)])
     for found in outcomes(kind, size):
         assert np.array_equal(found["there_and_back/all"], whole)
 
@@ -116,8 +116,8 @@ def test_a_permutation_is_undone(kind: str, size: int, outcomes: Outcomes) -> No
 @each
 def test_pairs_come_back_to_their_places(kind: str, size: int, outcomes: Outcomes) -> None:
     for rank, found in enumerate(outcomes(kind, size)):
-        ids = scenarios.route(rank, size).expert_ids
-        hidden = scenarios.rows(rank, len(ids))
+        ids = collectives_scenarios.route(rank, size).expert_ids
+        hidden = collectives_scenarios.rows(rank, len(ids))
         assert np.array_equal(
             found["pairs/answers"], hidden[:, None] * (ids[:, :, None] + 1).astype(np.float32)
         )
@@ -126,15 +126,18 @@ def test_pairs_come_back_to_their_places(kind: str, size: int, outcomes: Outcome
 @each
 def test_weighted_sums_come_back_to_their_rows(kind: str, size: int, outcomes: Outcomes) -> None:
     for rank, found in enumerate(outcomes(kind, size)):
-        ids, weights = scenarios.route(rank, size).expert_ids, scenarios.weights(rank, size)
-        hidden = scenarios.rows(rank, len(ids)).astype(np.float64)
+        ids, weights = (
+            collectives_scenarios.route(rank, size).expert_ids,
+            collectives_scenarios.weights(rank, size),
+        )
+        hidden = collectives_scenarios.rows(rank, len(ids)).astype(np.float64)
         wanted = hidden * (weights * (ids + 1)).sum(1, dtype=np.float64)[:, None]
         np.testing.assert_allclose(found["sums/answers"], wanted, rtol=1e-5)
 
 
 @each
 def test_a_row_goes_once_to_a_rank(kind: str, size: int, outcomes: Outcomes) -> None:
-    routes = [scenarios.route(rank, size) for rank in range(size)]
+    routes = [collectives_scenarios.route(rank, size) for rank in range(size)]
     for rank, found in enumerate(outcomes(kind, size)):
         seen = [row for route in routes for row in range(len(route.owners)) if rank in route.owners[row]]
         assert found["pairs/seen"].tolist() == seen
@@ -143,7 +146,7 @@ def test_a_row_goes_once_to_a_rank(kind: str, size: int, outcomes: Outcomes) -> 
         back_rows = len(seen)
         own_pairs, own_rows = (routes[rank].owners == rank).sum(), (routes[rank].owners == rank).any(1).sum()
         distinct = [len(routes[rank].rows(other)) for other in range(size) if other != rank]
-        metadata = sum(metadata_bytes(count, scenarios.TOP_K) for count in distinct)
+        metadata = sum(metadata_bytes(count, collectives_scenarios.TOP_K) for count in distinct)
         pairs, sums = found["pairs/traffic"], found["sums/traffic"]
         assert pairs[ALL_TO_ALL] == 4 * WIDTH * (sum(there) + back_pairs - own_pairs)
         assert sums[ALL_TO_ALL] == 4 * WIDTH * (sum(there) + back_rows - own_rows)
@@ -152,10 +155,10 @@ def test_a_row_goes_once_to_a_rank(kind: str, size: int, outcomes: Outcomes) -> 
 
 @each
 def test_notes_follow_the_rows(kind: str, size: int, outcomes: Outcomes) -> None:
-    sizes = scenarios.sizes(size)
+    sizes = collectives_scenarios.sizes(size)
     shuffled = np.concatenate([np.arange(count) + 100 * rank for rank, count in enumerate(sizes)])
     for rank, found in enumerate(outcomes(kind, size)):
-        assert np.array_equal(found["notes/all"][scenarios.order()], shuffled)
+        assert np.array_equal(found["notes/all"][collectives_scenarios.order()], shuffled)
         assert found["notes/traffic"][METADATA] == (size - 1) * 4 * sizes[rank]
 
 

@@ -21,7 +21,7 @@ Child = subprocess.Popen[str]
 @contextmanager
 def ranks(path: Path, tasks: list[str], size: int | None = None) -> Iterator[list[Child]]:
     """A process per task, killed at the end."""
-    command = [sys.executable, "-m", "tests.collectives.peer", str(path / "s")]
+    command = [sys.executable, "-m", "tests.support.collectives_rank", str(path / "s")]
     total = str(len(tasks) if size is None else size)
     with ExitStack() as stack:
         children = []

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.models import cases, tiny
+from tests.support import model_configs, tiny_models
 
 from moesaic import cli
 from moesaic.models import files
@@ -52,7 +52,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, file = tmp_path / "model", tmp_path / "file"
-    tiny.save(tiny.build(*cases.CASES["mixtral"]), model)
+    tiny_models.save(tiny_models.build(*model_configs.CASES["mixtral"]), model)
     file.touch()
     capsys.readouterr()  # transformers' own bar
     for taken in (model, file, tmp_path / "no" / "where"):
@@ -67,11 +67,11 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def write_large(path: Path) -> None:
     """A checkpoint with a layer of Mixtral 8x7B's experts, whose zeros take no room on a disk."""
     sizes = {"hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_local_experts": EXPERTS}
-    kind = tiny.KINDS["mixtral"][0]
-    kind(**cases.mixtral(num_hidden_layers=1, architectures=["MixtralForCausalLM"], **sizes)).save_pretrained(
-        path
-    )
-    shapes = {"model.embed_tokens.weight": (cases.VOCAB, HIDDEN)}
+    kind = tiny_models.KINDS["mixtral"][0]
+    kind(
+        **model_configs.mixtral(num_hidden_layers=1, architectures=["MixtralForCausalLM"], **sizes)
+    ).save_pretrained(path)
+    shapes = {"model.embed_tokens.weight": (model_configs.VOCAB, HIDDEN)}
     for expert in range(EXPERTS):
         for word, shape in (("w1", (WIDTH, HIDDEN)), ("w2", (HIDDEN, WIDTH)), ("w3", (WIDTH, HIDDEN))):
             shapes[f"model.layers.0.block_sparse_moe.experts.{expert}.{word}.weight"] = shape

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.models import cases, tiny
+from tests.support import model_configs, tiny_models
 
 from moesaic import cli
 from moesaic.commands import hardware, hardware_report
@@ -221,7 +221,9 @@ def test_products_are_those_of_the_checkpoints_experts(
     plain, model, small = tmp_path / "plain", tmp_path / "model", tmp_path / "small"
     for folder in (plain, model, small):
         folder.mkdir()
-    tiny.save(tiny.build("qwen3_moe", cases.qwen3(hidden_size=128, moe_intermediate_size=96)), model)
+    tiny_models.save(
+        tiny_models.build("qwen3_moe", model_configs.qwen3(hidden_size=128, moe_intermediate_size=96)), model
+    )
     (plain / "config.json").write_text('{"model_type": "unknown"}')
     config = json.loads((model / "config.json").read_text()) | {"torch_dtype": "bfloat16"}
     config["quantization_config"] = {"quant_method": QUANT_METHOD}

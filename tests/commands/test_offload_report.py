@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.models import cases, tiny
+from tests.support import model_configs, tiny_models
 from tests.test_planning import HARDWARE, JOB, SIZES
 
 from moesaic.commands.offload_report import phases, result_text
@@ -18,8 +18,8 @@ from moesaic.planning import Planned, plan
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Planned:
-    model = tiny.build("qwen3_moe", cases.qwen3(**SIZES))
-    path = tiny.save(model, tmp_path_factory.mktemp("told"), torch.bfloat16)
+    model = tiny_models.build("qwen3_moe", model_configs.qwen3(**SIZES))
+    path = tiny_models.save(model, tmp_path_factory.mktemp("told"), torch.bfloat16)
     options = OffloadConfig("6MiB", offload_schedule="serial", micro_batch_size=4, micro_batches=2)
     return plan(WorkerConfig(ModelConfig(str(path))), options, JOB, HARDWARE)
 

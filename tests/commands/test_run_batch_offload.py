@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.batch.fake import line, results
-from tests.models import cases, tiny
-from tests.processes import children
+from tests.support import model_configs, tiny_models
+from tests.support.fake_batch_server import line, results
+from tests.support.processes import children
 
 from moesaic import cli
 from moesaic.cost.hardware import GIB
@@ -51,7 +51,7 @@ down_gib = {2e7 / GIB}
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Experts of 6 MiB in bf16, 1.5 MiB a layer."""
     folder = tmp_path_factory.mktemp("model")
-    tiny.save(tiny.build("qwen3_moe", cases.qwen3(**SIZES)), folder, torch.bfloat16)
+    tiny_models.save(tiny_models.build("qwen3_moe", model_configs.qwen3(**SIZES)), folder, torch.bfloat16)
     byte_tokenizer(folder)
     (folder.parent / "this.toml").write_text(MACHINE)
     return folder
@@ -63,7 +63,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def ask(custom_id: str, length: int, **body: Any) -> str:
-    prompt = tiny.prompt(length, cases.VOCAB, seed=length)
+    prompt = tiny_models.prompt(length, model_configs.VOCAB, seed=length)
     fixed = {"model": "tiny", "max_tokens": 6, "temperature": 0, "ignore_eos": True, "logprobs": 1}
     return line(custom_id, **{**fixed, "prompt": prompt, **body})
 
@@ -205,7 +205,7 @@ def test_float16_is_refused_by_name(
     files: tuple[Path, Path], tmp_path: Path, path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "half"
-    tiny.save(tiny.build("qwen3_moe", cases.qwen3()), folder, torch.float16)
+    tiny_models.save(tiny_models.build("qwen3_moe", model_configs.qwen3()), folder, torch.float16)
     byte_tokenizer(folder)
     (tmp_path / "this.toml").write_text(MACHINE)
     files[0].write_text(ask("a", 20) + "\n")
@@ -274,8 +274,8 @@ def test_a_run_that_is_cut_short_says_so_and_goes_on(
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, with heads for two or four ranks."""
     folder = tmp_path_factory.mktemp("shared")
-    options = cases.qwen3(**SIZES, num_attention_heads=4, num_key_value_heads=2)
-    tiny.save(tiny.build("qwen3_moe", options), folder, torch.bfloat16)
+    options = model_configs.qwen3(**SIZES, num_attention_heads=4, num_key_value_heads=2)
+    tiny_models.save(tiny_models.build("qwen3_moe", options), folder, torch.bfloat16)
     byte_tokenizer(folder)
     (folder.parent / "this.toml").write_text(MACHINE)
     return folder

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.device import cases
+from tests.support import gpu_cases
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def path(name: str) -> Path:
         if name not in known:
             known[name] = tmp_path_factory.mktemp(name)
-            cases.write(name, known[name])
+            gpu_cases.write(name, known[name])
         return known[name]
 
     return path

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.batch.fake import line
-from tests.device import cases, test_group, test_offload
-from tests.models import tiny
+from tests.device import test_group, test_offload
+from tests.support import gpu_cases, tiny_models
+from tests.support.fake_batch_server import line
 
 from moesaic import LLM, RequestOutput, SamplingParams
 from moesaic.testing import byte_tokenizer
@@ -37,20 +37,20 @@ def whole_float32() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("name", cases.ALLOWED)
+@pytest.mark.parametrize("name", gpu_cases.ALLOWED)
 def test_what_the_sanitizer_allows(name: str, mode: Any) -> None:
     with mode():
-        cases.ALLOWED[name]("cuda")
+        gpu_cases.ALLOWED[name]("cuda")
 
 
-@pytest.mark.parametrize("name", cases.REFUSED)
+@pytest.mark.parametrize("name", gpu_cases.REFUSED)
 def test_what_the_sanitizer_refuses(name: str) -> None:
     with torch.inference_mode(), pytest.raises(RuntimeError):
-        cases.REFUSED[name]("cuda")
+        gpu_cases.REFUSED[name]("cuda")
 
 
-@pytest.mark.parametrize("fact", cases.FACTS)
-def test_what_the_sanitizer_takes_for_a_fact(fact: cases.Operation) -> None:
+@pytest.mark.parametrize("fact", gpu_cases.FACTS)
+def test_what_the_sanitizer_takes_for_a_fact(fact: gpu_cases.Operation) -> None:
     with torch.inference_mode():
         fact("cuda")
 
@@ -63,39 +63,39 @@ def test_numpy_and_products_of_integers_are_refused() -> None:
         ids.numpy()
 
 
-@pytest.mark.parametrize("model", cases.MODELS)
+@pytest.mark.parametrize("model", gpu_cases.MODELS)
 def test_64_greedy_tokens_are_those_of_transformers(tmp_path: Path, model: str) -> None:
-    theirs = cases.write(model, tmp_path)
+    theirs = gpu_cases.write(model, tmp_path)
     llm = LLM(str(tmp_path), device="cuda")
     assert llm.info.device == torch.cuda.get_device_name() and llm.info.kv_dtype == "float32"
-    found = [one.outputs[0] for one in llm.generate(cases.prompts(), GREEDY)]
-    for prompt, output in zip(cases.prompts(), found, strict=True):
-        assert output.token_ids == tiny.reference_greedy(theirs, prompt, 64)
-        wanted = torch.log_softmax(tiny.reference_logits(theirs, prompt + output.token_ids), dim=-1)
+    found = [one.outputs[0] for one in llm.generate(gpu_cases.prompts(), GREEDY)]
+    for prompt, output in zip(gpu_cases.prompts(), found, strict=True):
+        assert output.token_ids == tiny_models.reference_greedy(theirs, prompt, 64)
+        wanted = torch.log_softmax(tiny_models.reference_logits(theirs, prompt + output.token_ids), dim=-1)
         taken = wanted[len(prompt) - 1 : -1].gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
         logprobs = torch.tensor([entry.logprob for entry in output.logprobs or []])
         assert ((logprobs - taken).abs() / taken.abs().clamp(min=1.0)).max() < 1e-4
 
 
-@pytest.mark.parametrize("setting", cases.SETTINGS)
-@pytest.mark.parametrize("model", cases.MODELS)
+@pytest.mark.parametrize("setting", gpu_cases.SETTINGS)
+@pytest.mark.parametrize("model", gpu_cases.MODELS)
 def test_every_way_to_sample_gives_the_tokens_of_the_cpu(tmp_path: Path, model: str, setting: str) -> None:
-    cases.write(model, tmp_path)
-    settings = cases.SETTINGS[setting]
+    gpu_cases.write(model, tmp_path)
+    settings = gpu_cases.SETTINGS[setting]
     if setting == "blocks run out":
-        settings = settings | {"kv_cache_memory": cases.one_request(tmp_path)}
+        settings = settings | {"kv_cache_memory": gpu_cases.one_request(tmp_path)}
     on_cpu = LLM(str(tmp_path), device="cpu", kernels="reference", threads=1, **settings)
     llm = LLM(str(tmp_path), device="cuda", **settings)
-    assert cases.tokens(cases.answers(llm)) == cases.tokens(cases.answers(on_cpu))
+    assert gpu_cases.tokens(gpu_cases.answers(llm)) == gpu_cases.tokens(gpu_cases.answers(on_cpu))
     assert (llm.stats().preemptions > 0) == (setting == "blocks run out")
 
 
 @pytest.mark.parametrize("policy", test_offload.POLICIES)
-@pytest.mark.parametrize("model", cases.MODELS)
+@pytest.mark.parametrize("model", gpu_cases.MODELS)
 def test_a_model_larger_than_the_gpu_has_the_tokens_of_the_one_in_memory(
     tmp_path: Path, model: str, policy: str
 ) -> None:
-    cases.write(model, tmp_path)
+    gpu_cases.write(model, tmp_path)
     _, found = test_offload.answers(tmp_path, device="cuda", offload=test_offload.POLICIES[policy])
     _, wanted = test_offload.answers(tmp_path, device="cpu", kernels="reference")
     assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
@@ -108,7 +108,7 @@ def test_a_model_larger_than_the_gpu_has_the_tokens_of_the_one_in_memory(
 def test_ranks_have_the_tokens_of_one_process(tmp_path: Path, form: str, policy: str | None) -> None:
     """Real processes, on a GPU each, or on one together. policy: of ranks that page their shards."""
     kind, options = test_group.MODELS["qwen3"]
-    byte_tokenizer(tiny.save(tiny.build(kind, options), tmp_path))
+    byte_tokenizer(tiny_models.save(tiny_models.build(kind, options), tmp_path))
     offload = None if policy is None else test_offload.POLICIES[policy]
     settings: dict[str, Any] = {
         "tensor_parallel_size": 2,
@@ -133,12 +133,12 @@ def test_a_batch_is_answered_by_a_model_larger_than_what_it_may_take(tmp_path: P
 
 @pytest.mark.parametrize("cache", ["auto", "float32", "float16", "int8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("model", cases.MODELS)
+@pytest.mark.parametrize("model", gpu_cases.MODELS)
 def test_narrow_weights_and_caches_give_nearly_the_same(
     tmp_path: Path, model: str, dtype: str, cache: str
 ) -> None:
     """The first token's probabilities: of one model in two arithmetics, each rounding as it does."""
-    cases.write(model, tmp_path)
+    gpu_cases.write(model, tmp_path)
     llm = LLM(str(tmp_path), device="cuda", dtype=dtype, kv_cache_dtype=cache)
     assert (llm.info.dtype, llm.info.kv_dtype) == (dtype, dtype if cache == "auto" else cache)
     wide = LLM(str(tmp_path), device="cpu", kernels="reference", threads=1)
@@ -148,7 +148,8 @@ def test_narrow_weights_and_caches_give_nearly_the_same(
         return torch.tensor([entry.logprob for one in found for entry in one.prompt_logprobs or [] if entry])
 
     narrow, exact = (
-        logprobs([one.outputs[0] for one in each.generate(cases.prompts(), params)]) for each in (llm, wide)
+        logprobs([one.outputs[0] for one in each.generate(gpu_cases.prompts(), params)])
+        for each in (llm, wide)
     )
     assert narrow.isfinite().all() and (narrow - exact).abs().median() < 0.3
 

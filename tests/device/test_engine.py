@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from tests.device import cases
-from tests.device.sanitizer import NAME, sanitized
+from tests.support import gpu_cases
+from tests.support.gpu_sanitizer import NAME, sanitized
 
 from moesaic import LLM, RequestOutput, SamplingParams
 from moesaic.kernels import batch
@@ -30,20 +30,20 @@ def on_cpu(path: Path, **settings: Any) -> LLM:
     return LLM(str(path), **settings)
 
 
-def on_device(path: Path, new: int = cases.NEW, **settings: Any) -> tuple[LLM, list[list[RequestOutput]]]:
+def on_device(path: Path, new: int = gpu_cases.NEW, **settings: Any) -> tuple[LLM, list[list[RequestOutput]]]:
     with sanitized():
         llm = LLM(str(path), device="cuda", threads=1, **settings)
-        return llm, cases.answers(llm, new)
+        return llm, gpu_cases.answers(llm, new)
 
 
-def same(found: list[list[RequestOutput]], llm: LLM, new: int = cases.NEW) -> bool:
+def same(found: list[list[RequestOutput]], llm: LLM, new: int = gpu_cases.NEW) -> bool:
     """Tokens and every log-probability."""
-    return found == cases.answers(llm, new)
+    return found == gpu_cases.answers(llm, new)
 
 
 @pytest.mark.parametrize(
     "model",
-    [pytest.param(model, marks=() if model in QUICK else pytest.mark.slow) for model in cases.MODELS],
+    [pytest.param(model, marks=() if model in QUICK else pytest.mark.slow) for model in gpu_cases.MODELS],
 )
 def test_first_tokens_are_those_of_the_cpu(written: Written, model: str) -> None:
     path = written(model)
@@ -55,18 +55,18 @@ def test_first_tokens_are_those_of_the_cpu(written: Written, model: str) -> None
 def test_compressed_experts_are_decompressed(tmp_path: Path) -> None:
     stored, compressed = tmp_path / "stored", tmp_path / "compressed"
     stored.mkdir()
-    cases.write("mixtral-window", stored, torch.bfloat16)
+    gpu_cases.write("mixtral-window", stored, torch.bfloat16)
     compress(stored, compressed, 1, lambda done, total: None)
     assert on_device(compressed, new=3)[1] == on_device(stored, new=3)[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", cases.SETTINGS)
-@pytest.mark.parametrize("model", cases.MODELS)
+@pytest.mark.parametrize("setting", gpu_cases.SETTINGS)
+@pytest.mark.parametrize("model", gpu_cases.MODELS)
 def test_answers_are_those_of_the_cpu(written: Written, model: str, setting: str) -> None:
-    path, settings = written(model), cases.SETTINGS[setting]
+    path, settings = written(model), gpu_cases.SETTINGS[setting]
     if setting == "blocks run out":
-        settings = settings | {"kv_cache_memory": cases.one_request(path)}
+        settings = settings | {"kv_cache_memory": gpu_cases.one_request(path)}
     llm, found = on_device(path, new=8, **settings)
     assert same(found, on_cpu(path, **settings), new=8)
     stats = llm.stats()
@@ -87,7 +87,7 @@ def test_narrow_weights_and_caches(written: Written, model: str, dtype: str, cac
 
 
 def test_a_gpu_keeps_the_types_of_the_checkpoint(tmp_path: Path) -> None:
-    cases.write("mixtral-window", tmp_path, torch.float16)
+    gpu_cases.write("mixtral-window", tmp_path, torch.float16)
     with sanitized():
         info = LLM(str(tmp_path), threads=1).info
     assert (info.device, info.dtype, info.kv_dtype) == (NAME, "float16", "float16"), "device auto takes it"
@@ -98,7 +98,7 @@ def test_the_experts_that_rows_choose_are_recorded(written: Written) -> None:
         rows: list[npt.NDArray[Any]] = []
         params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
         settings |= {"threads": 1, "kernels": "reference", "routing": rows.append}
-        LLM(str(written("deepseek-full")), **settings).generate(cases.prompts()[:3], params)
+        LLM(str(written("deepseek-full")), **settings).generate(gpu_cases.prompts()[:3], params)
         return np.concatenate(rows)
 
     with sanitized():

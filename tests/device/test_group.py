@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import pairs
 from tests.device import test_offload
-from tests.device.sanitizer import NAME, Dispatch, sanitized
-from tests.models import cases as model_cases
-from tests.models import tiny
-from tests.runtime.group.placing import recorded, write
-from tests.runtime.group.threads import group_of_threads
+from tests.support import model_configs as model_cases
+from tests.support import pairs, tiny_models
+from tests.support.gpu_sanitizer import NAME, Dispatch, sanitized
+from tests.support.group_placements import recorded, write
+from tests.support.thread_groups import group_of_threads
 
 from moesaic import LLM, RequestOutput
 from moesaic.config import (
@@ -82,7 +81,7 @@ CASES = [
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
     for name, (kind, options) in MODELS.items():
-        made[name] = tiny.save(tiny.build(kind, options), tmp_path_factory.mktemp(name))
+        made[name] = tiny_models.save(tiny_models.build(kind, options), tmp_path_factory.mktemp(name))
         byte_tokenizer(made[name])
     return made
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests import pairs
 from tests.device import test_group, test_offload
-from tests.device.by_rank import rank_of_thread, shares
-from tests.device.sanitizer import Dispatch, sanitized
-from tests.models import cases as model_cases
-from tests.models import tiny
-from tests.runtime.group.threads import group_of_threads
+from tests.support import model_configs as model_cases
+from tests.support import pairs, tiny_models
+from tests.support.gpu_sanitizer import Dispatch, sanitized
+from tests.support.memory_by_rank import rank_of_thread, shares
+from tests.support.thread_groups import group_of_threads
 
 from moesaic import LLM, SamplingParams
 from moesaic.config import (
@@ -63,7 +62,7 @@ def test_planned_ranks_keep_to_the_memory_that_each_may_take(
     tmp_path: Path, schedule: OffloadSchedule, cap: int
 ) -> None:
     """Experts of 12 MiB, half of them on each rank."""
-    path = tiny.save(tiny.build("qwen3_moe", model_cases.qwen3(**test_offload.LARGE)), tmp_path)
+    path = tiny_models.save(tiny_models.build("qwen3_moe", model_cases.qwen3(**test_offload.LARGE)), tmp_path)
     byte_tokenizer(path)
     offload, settings = planned(path, OffloadConfig(f"{cap}MiB", offload_schedule=schedule), test_offload.JOB)
     with shares() as taken, test_group.on_device(path, 2, offload, **settings) as llm:
@@ -87,14 +86,14 @@ EXCHANGING = itertools.product(("auto", "s2", "serial"), (2, 4), test_group.FORM
 def test_what_ranks_exchange_is_within_that_memory(
     tmp_path: Path, schedule: OffloadSchedule, ranks: int, form: MoeCollectives, to_one_rank: bool
 ) -> None:
-    model = tiny.build("qwen3_moe", model_cases.qwen3(**NARROW))
+    model = tiny_models.build("qwen3_moe", model_cases.qwen3(**NARROW))
     if to_one_rank:
         ask_for_the_first_experts(model)
-    path = tiny.save(model, tmp_path)
+    path = tiny_models.save(model, tmp_path)
     byte_tokenizer(path)
     job = Job(requests=24, prompt=100, generate=4, longest=110)
     offload, settings = planned(path, OffloadConfig("3MiB", offload_schedule=schedule), job, ranks)
-    prompts = [tiny.prompt(100, model_cases.VOCAB, seed=seed) for seed in range(24)]
+    prompts = [tiny_models.prompt(100, model_cases.VOCAB, seed=seed) for seed in range(24)]
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     with (
         shares() as taken,
@@ -126,7 +125,7 @@ def test_ranks_hold_the_experts_once_between_them(tmp_path: Path, shared: int) -
     wide = model_cases.mixtral(
         num_attention_heads=8, num_key_value_heads=4, num_local_experts=4, intermediate_size=1024
     )
-    path = tiny.save(tiny.build("mixtral", wide), tmp_path)
+    path = tiny_models.save(tiny_models.build("mixtral", wide), tmp_path)
     byte_tokenizer(path)
     experts, cache = registry.expert_layout(path, REFERENCE, "cpu").num_bytes // 4, 1 << 18
     with (
@@ -141,7 +140,7 @@ def test_ranks_hold_the_experts_once_between_them(tmp_path: Path, shared: int) -
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kind, options = test_group.MODELS["qwen3"]
-    made = tiny.save(tiny.build(kind, options), tmp_path_factory.mktemp("qwen3"))
+    made = tiny_models.save(tiny_models.build(kind, options), tmp_path_factory.mktemp("qwen3"))
     byte_tokenizer(made)
     return made
 

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import pairs
-from tests.device import cases
-from tests.device.sanitizer import NAME, TAKEN, sanitized
-from tests.models import cases as model_cases
-from tests.models import tiny
-from tests.models.cases import VOCAB
+from tests.support import gpu_cases, pairs, tiny_models
+from tests.support import model_configs as model_cases
+from tests.support.gpu_sanitizer import NAME, TAKEN, sanitized
+from tests.support.model_configs import VOCAB
 
 from moesaic import LLM, RequestOutput, SamplingParams
 from moesaic.config import ModelConfig, OffloadConfig, OffloadSchedule, WorkerConfig
@@ -61,7 +59,7 @@ KINDS_OF_MODELS = {
 }  # fmt: skip
 """What a policy meets in a model."""
 CASES = pairs.params(
-    cases.MODELS, POLICIES, ("auto", "reference"), (23, 512),
+    gpu_cases.MODELS, POLICIES, ("auto", "reference"), (23, 512),
     key=lambda case: (KINDS_OF_MODELS[case[0]], *case[1:]),
     fast=[
         ("mixtral-window", "the CPU attends", "auto", 23),
@@ -72,7 +70,7 @@ CASES = pairs.params(
 
 def prompts() -> list[list[int]]:
     """Around block boundaries, past windows; two share 40 tokens; more of them than seats."""
-    drawn = [tiny.prompt(length, VOCAB, seed=length) for length in (1, 16, 17, 40, 60, 5, 9)]
+    drawn = [tiny_models.prompt(length, VOCAB, seed=length) for length in (1, 16, 17, 40, 60, 5, 9)]
     return [*drawn, drawn[4][:40] + drawn[1], drawn[3][:3]]
 
 
@@ -146,7 +144,7 @@ def test_a_planned_run_keeps_to_the_memory_that_it_may_take(
     tmp_path: Path, schedule: OffloadSchedule, cap: int, pad: bool
 ) -> None:
     """Experts of 12 MiB."""
-    path = tiny.save(tiny.build("qwen3_moe", model_cases.qwen3(**LARGE)), tmp_path)
+    path = tiny_models.save(tiny_models.build("qwen3_moe", model_cases.qwen3(**LARGE)), tmp_path)
     byte_tokenizer(path)
     options = OffloadConfig(f"{cap}MiB", offload_schedule=schedule, pad=pad)
     job = replace(JOB, padded=max(map(len, prompts()))) if pad else JOB
@@ -197,7 +195,7 @@ class Prompts:
         return Job(len(self.lengths), self.mean, max(self.news), self.longest, self.padded)
 
     def generate(self, llm: LLM) -> None:
-        asked = [tiny.prompt(length, VOCAB, seed=seed) for seed, length in enumerate(self.lengths)]
+        asked = [tiny_models.prompt(length, VOCAB, seed=seed) for seed, length in enumerate(self.lengths)]
         asked = [asked[0][: self.shared] + each[self.shared :] for each in asked]
         params = [SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True) for new in self.news]
         for turn in range(1 + bool(self.shared)):
@@ -223,7 +221,7 @@ def test_prompts_of_any_kind_take_no_more_than_was_planned(
     """Where the cache, and perhaps the rows, are in RAM: the GPU has those of two micro-batches."""
     case = KINDS[kind]
     model = model_cases.qwen3(**LONG, **(WIDE_CACHE if case.wide else {}))
-    path = tiny.save(tiny.build("qwen3_moe", model), tmp_path)
+    path = tiny_models.save(tiny_models.build("qwen3_moe", model), tmp_path)
     byte_tokenizer(path)
     options = OffloadConfig(
         case.cap, offload_schedule="cgopipe", micro_batch_size=8, pad=case.padded is not None

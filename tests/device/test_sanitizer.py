@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.device.cases import ALLOWED, FACTS, REFUSED, Operation
-from tests.device.sanitizer import NAME, OnDevice, guarded, sanitized
+from tests.support.gpu_cases import ALLOWED, FACTS, REFUSED, Operation
+from tests.support.gpu_sanitizer import NAME, OnDevice, guarded, sanitized
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 UNKNOWN_TO_FAKES = {

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.device import cases
-from tests.device.sanitizer import sanitized
+from tests.support import gpu_cases
+from tests.support.gpu_sanitizer import sanitized
 
 from moesaic.config import CacheConfig, ExpertServerConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core import messages
@@ -39,7 +39,7 @@ NEW = 6
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("deepseek")
-    cases.write("deepseek-lite-yarn", folder)
+    gpu_cases.write("deepseek-lite-yarn", folder)
     return folder
 
 
@@ -80,7 +80,7 @@ def generated(config: WorkerConfig, directory: Directory) -> dict[int, list[int]
     ours, theirs = local_pair()
     worker, _ = build_worker(config, theirs, time.monotonic, wakeup=Wakeup())
     params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, seed=0)
-    requests = [Request(number, prompt, params) for number, prompt in enumerate(cases.prompts()[:4])]
+    requests = [Request(number, prompt, params) for number, prompt in enumerate(gpu_cases.prompts()[:4])]
     ours.send(messages.Serving(directory, SECRET))
     ours.send(messages.Submit(requests))
     found: dict[int, list[int]] = {request.request_id: [] for request in requests}

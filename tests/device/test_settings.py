@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.batch.fake import line
-from tests.device import cases
-from tests.device.sanitizer import GIB, NAME, sanitized
+from tests.support import gpu_cases
+from tests.support.fake_batch_server import line
+from tests.support.gpu_sanitizer import GIB, NAME, sanitized
 
 from moesaic import LLM, cli
 from moesaic.commands import hardware
@@ -31,7 +31,7 @@ TINY = Effort(
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixtral")
-    cases.write("mixtral-window", folder)
+    gpu_cases.write("mixtral-window", folder)
     return folder
 
 

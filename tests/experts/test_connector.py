@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from tests.transport.call_pairs import PATIENCE, SECRET
+from tests.support.call_pairs import PATIENCE, SECRET
 
 from moesaic.core.experts import ServerEntry
 from moesaic.experts.connector import Connector

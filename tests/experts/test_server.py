@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.models import cases, tiny
+from tests.support import model_configs, tiny_models
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import ExpertLayout
@@ -36,8 +36,8 @@ Rows = np.ndarray
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 whose middle layer is dense."""
-    options = cases.qwen3(num_experts=EXPERTS, num_experts_per_tok=2, mlp_only_layers=[1])
-    return tiny.save(tiny.build("qwen3_moe", options), tmp_path_factory.mktemp("model"))
+    options = model_configs.qwen3(num_experts=EXPERTS, num_experts_per_tok=2, mlp_only_layers=[1])
+    return tiny_models.save(tiny_models.build("qwen3_moe", options), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

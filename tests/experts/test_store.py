@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tests.models import cases, tiny
+from tests.support import model_configs, tiny_models
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import ExpertLayout
@@ -42,8 +42,10 @@ def bits(tensor: torch.Tensor) -> bytes:
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 with a dense layer, in one of the types."""
     path = tmp_path_factory.mktemp("checkpoint")
-    model = tiny.build("qwen3_moe", cases.qwen3(num_experts=4, num_experts_per_tok=2, mlp_only_layers=[1]))
-    return tiny.save(model, path, request.param)
+    model = tiny_models.build(
+        "qwen3_moe", model_configs.qwen3(num_experts=4, num_experts_per_tok=2, mlp_only_layers=[1])
+    )
+    return tiny_models.save(model, path, request.param)
 
 
 @pytest.mark.parametrize("mapped", [True, False])

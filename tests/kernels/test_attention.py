@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.paged import NUM_BLOCKS, cache, fill, no_tokens, tokens, unused
+from tests.support.paged_steps import NUM_BLOCKS, cache, fill, no_tokens, tokens, unused
 
 from moesaic.kernels import batch as batches
 from moesaic.kernels.batch import AttentionBatch

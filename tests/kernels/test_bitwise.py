@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from tests.kernels.native import CACHED, STORED, same_bits, stored
+from tests.support.native_kernels import CACHED, STORED, same_bits, stored
 
 from moesaic.kernels.cache import stored_width
 from moesaic.kernels.table import Kernels

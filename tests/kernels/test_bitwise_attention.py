@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from tests.kernels.native import CACHED, STORED, same_bits
+from tests.support.native_kernels import CACHED, STORED, same_bits
 
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels.batch import AttentionBatch

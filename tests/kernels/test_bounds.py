@@ -10,8 +10,8 @@ import mmap
 
 import pytest
 import torch
-from tests.kernels.native import CACHED, STORED, close, close_mlp, met
-from tests.kernels.paged import tokens
+from tests.support.native_kernels import CACHED, STORED, close, close_mlp, met
+from tests.support.paged_steps import tokens
 
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.reference.cache import decode, encode

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.native import ROWS, STORED, WIDTHS, close, close_mlp, met, stored
+from tests.support.native_kernels import ROWS, STORED, WIDTHS, close, close_mlp, met, stored
 
 from moesaic.kernels.reference.experts import experts_plain
 from moesaic.kernels.table import REFERENCE, Kernels

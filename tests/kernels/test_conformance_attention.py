@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.kernels.native import CACHED, close
-from tests.kernels.paged import cache, fill, no_tokens, tokens, unused
+from tests.support.native_kernels import CACHED, close
+from tests.support.paged_steps import cache, fill, no_tokens, tokens, unused
 
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.reference.attention import attention_plain

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from tests.kernels.native import CACHED, ROWS, STORED, WIDTHS, close, same_bits, stored
+from tests.support.native_kernels import CACHED, ROWS, STORED, WIDTHS, close, same_bits, stored
 
 from moesaic.kernels.cache import LEAST_PEAK, stored_width
 from moesaic.kernels.reference.cache import decode, encode

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.kernels.paged import cache, tokens
+from tests.support.paged_steps import cache, tokens
 
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Kernels

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.kernels.native import same_bits, stored
-from tests.kernels.paged import cache, tokens
 from tests.kernels.test_pool import check
+from tests.support.native_kernels import same_bits, stored
+from tests.support.paged_steps import cache, tokens
 
 from moesaic.core.errors import ConfigError
 from moesaic.kernels.batch import AttentionBatch

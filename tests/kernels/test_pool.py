@@ -144,7 +144,7 @@ def test_attention_may_come_before_the_number_of_threads_is_set() -> None:
     """Work too small for two threads asks for memory of one and for no pool."""
     script = """
 import torch
-from tests.kernels.paged import cache, tokens
+from tests.support.paged_steps import cache, tokens
 from moesaic.kernels import table
 from moesaic.kernels.batch import AttentionBatch
 

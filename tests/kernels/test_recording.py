@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.kernels.native import CACHED, same_bits, stored
-from tests.kernels.paged import cache, tokens
+from tests.support.native_kernels import CACHED, same_bits, stored
+from tests.support.paged_steps import cache, tokens
 
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels.batch import AttentionBatch

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cluster.driven import cluster
 from tests.kernels import test_bitwise as operations
-from tests.kernels.native import CACHED, same_bits, stored
-from tests.kernels.paged import cache, tokens
-from tests.models.written import Written
+from tests.support.cluster_driver import cluster
+from tests.support.native_kernels import CACHED, same_bits, stored
+from tests.support.paged_steps import cache, tokens
+from tests.support.tiny_checkpoints import Written
 from torch.nn import functional
 
 from moesaic import LLM, SamplingParams

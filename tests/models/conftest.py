@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models import cases, tiny
+from tests.support import model_configs, tiny_models
 
 
 @pytest.fixture(scope="session")
@@ -18,8 +18,8 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[A
 
     @functools.cache
     def write(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Path]:
-        model = tiny.build(*cases.CASES[name])
-        return model, tiny.save(model, tmp_path_factory.mktemp(name), dtype)
+        model = tiny_models.build(*model_configs.CASES[name])
+        return model, tiny_models.save(model, tmp_path_factory.mktemp(name), dtype)
 
     return write
 
@@ -35,7 +35,7 @@ def answered(
         model, path = published(name, dtype)
         if dtype is not torch.float32:
             model = type(model).from_pretrained(path, dtype=torch.float32)
-        tokens = tiny.prompt(length, cases.VOCAB)
-        return tiny.reference_logits(model, tokens), tiny.reference_greedy(model, tokens, count)
+        tokens = tiny_models.prompt(length, model_configs.VOCAB)
+        return tiny_models.reference_logits(model, tokens), tiny_models.reference_greedy(model, tokens, count)
 
     return answer

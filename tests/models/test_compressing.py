@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.models import cases, tiny
+from tests.support import model_configs, tiny_models
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import row_bytes
@@ -32,7 +32,7 @@ Build = Callable[..., Path]
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
     def write(case: str = "mixtral", dtype: torch.dtype = torch.bfloat16, shard: str = "1GB") -> Path:
-        model = tiny.build(*cases.CASES[case]).to(dtype)
+        model = tiny_models.build(*model_configs.CASES[case]).to(dtype)
         model.save_pretrained(tmp_path / "model", max_shard_size=shard)
         return tmp_path / "model"
 
@@ -180,7 +180,7 @@ def test_what_is_compressed_or_has_no_experts_is_refused(build: Build, tmp_path:
     path, out = build("qwen3"), tmp_path / "out"
     run(path, out)
     assert "compressed already" in refused(out, tmp_path / "again")
-    tiny.edit(path, mlp_only_layers=[0, 1, 2])
+    tiny_models.edit(path, mlp_only_layers=[0, 1, 2])
     assert "this model has no routed experts to compress" in refused(path, tmp_path / "again")
 
 

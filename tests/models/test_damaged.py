@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.models import cases, tiny
+from tests.support import model_configs, tiny_models
 
 from moesaic.core.errors import MoesaicError
 from moesaic.kernels.table import pick
@@ -42,7 +42,7 @@ def changed(config: dict[str, Any], name: str, value: object) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["mixtral-linear", "qwen3-llama3-tied", "deepseek-full"])
 def test_no_value_of_any_key_breaks_the_reader(case: str, tmp_path: Path) -> None:
-    path = tiny.save(tiny.build(*cases.CASES[case]), tmp_path)
+    path = tiny_models.save(tiny_models.build(*model_configs.CASES[case]), tmp_path)
     config = json.loads((path / "config.json").read_text())
     rotary = [f"rope_parameters.{name}" for name in config["rope_parameters"]]
     names = [*config, *rotary, "rope_scaling", "quantization_config", "head_dim", "sliding_window"]

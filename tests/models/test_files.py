@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.models.fake_hub import hub
+from tests.support.fake_hub import hub
 
 import moesaic
 from moesaic.core.errors import CheckpointError, ConfigError

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.models import cases, tiny
+from tests.support import model_configs, tiny_models
 
 from moesaic.core.errors import CheckpointError
 from moesaic.models.headers import INDEX, SINGLE, Headers
@@ -27,7 +27,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("shards", [1, 3])
 def test_every_tensor_of_a_checkpoint(tmp_path: Path, dtype: torch.dtype, shards: int) -> None:
-    model = tiny.build("mixtral", cases.mixtral(num_hidden_layers=1)).to(dtype)
+    model = tiny_models.build("mixtral", model_configs.mixtral(num_hidden_layers=1)).to(dtype)
     model.save_pretrained(tmp_path, max_shard_size="40KB" if shards > 1 else "1GB")
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) >= shards and (tmp_path / INDEX).exists() == (shards > 1)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models import cases, tiny
-from tests.models.driver import Driver
+from tests.support import model_configs, tiny_models
+from tests.support.model_driver import Driver
 
 from moesaic.kernels import table
 from moesaic.kernels.table import pick
@@ -37,19 +37,19 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def write(name: str, path: Path) -> tuple[Any, Path]:
-    kind, options = cases.CASES[name]
-    model = tiny.build(kind, options)
-    return model, tiny.save(model, path)
+    kind, options = model_configs.CASES[name]
+    model = tiny_models.build(kind, options)
+    return model, tiny_models.save(model, path)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", model_configs.CASES)
 def test_logits_and_greedy_tokens_are_those_of_transformers(
     name: str, kernels: str, published: Published, answered: Answered
 ) -> None:
     theirs, path = published(name, torch.float32)
     ours = registry.load(path, table.pick("cpu", kernels))
-    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
     wanted, wanted_tokens = answered(name, torch.float32, LENGTH, GREEDY)
     driver = Driver(ours)
     for index, chunk in enumerate((None, 1, 6)):
@@ -63,8 +63,8 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
 def test_a_batch_of_chunks_and_single_rows_gives_each_its_own_answer(name: str, tmp_path: Path) -> None:
     theirs, path = write(name, tmp_path)
     driver = Driver(registry.load(path, pick("cpu")), num_blocks=128)
-    prompts = [tiny.prompt(length, cases.VOCAB, seed=length) for length in (23, 5, 41, 12, 1)]
-    wanted = [tiny.reference_logits(theirs, tokens)[-1] for tokens in prompts]
+    prompts = [tiny_models.prompt(length, model_configs.VOCAB, seed=length) for length in (23, 5, 41, 12, 1)]
+    wanted = [tiny_models.reference_logits(theirs, tokens)[-1] for tokens in prompts]
     driver.step({index: tokens[:-1] for index, tokens in enumerate(prompts[:2])})
     driver.step({2: prompts[2][:10], 3: prompts[3][:-1]})
     last = {0: prompts[0][-1:], 2: prompts[2][10:], 1: prompts[1][-1:], 3: prompts[3][-1:], 4: prompts[4]}
@@ -82,7 +82,7 @@ def test_narrow_checkpoints_are_widened(
 ) -> None:
     """The same rounded weights on both sides, all arithmetic in float32."""
     ours = registry.load(published(name, dtype)[1], pick("cpu", kernels))
-    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
     logits, wanted = answered(name, dtype, LENGTH, GREEDY)
     assert error(Driver(ours).prefill(tokens), logits) < 1e-4
     assert len(set(wanted)) > 5
@@ -94,40 +94,40 @@ def test_narrow_weights_in_memory_are_nearly_the_same(tmp_path: Path) -> None:
     ours = registry.load(path, pick("cpu"), dtype="bfloat16")
     assert ours.embedding.dtype == torch.bfloat16
     assert ours.logits(ours.embed(torch.tensor([1, 2]))).dtype == torch.float32
-    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
     assert Driver(ours).prefill(tokens).isfinite().all()
 
 
 def test_sharded_checkpoints_are_read(tmp_path: Path) -> None:
-    theirs = tiny.build("mixtral", cases.mixtral())
+    theirs = tiny_models.build("mixtral", model_configs.mixtral())
     theirs.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    tokens = tiny.prompt(LENGTH, cases.VOCAB)
-    wanted = tiny.reference_logits(theirs, tokens)
+    tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
+    wanted = tiny_models.reference_logits(theirs, tokens)
     assert error(Driver(registry.load(tmp_path, pick("cpu"))).prefill(tokens), wanted) < 1e-4
 
 
 @pytest.mark.parametrize("differs", [False, True])
 def test_a_head_beside_tied_embeddings_counts_where_it_differs(tmp_path: Path, differs: bool) -> None:
     """As in transformers, which ties them only where the file's two tensors are the same."""
-    untied = tiny.build("qwen3_moe", cases.qwen3())
+    untied = tiny_models.build("qwen3_moe", model_configs.qwen3())
     if not differs:
         untied.lm_head.weight.data = untied.model.embed_tokens.weight.data.clone()
-    path = tiny.edit(tiny.save(untied, tmp_path), tie_word_embeddings=True)
+    path = tiny_models.edit(tiny_models.save(untied, tmp_path), tie_word_embeddings=True)
     ours = registry.load(path, pick("cpu"))
     assert (ours.head is ours.embedding) is not differs
     assert registry.is_tied(path) is not differs
-    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
     theirs = type(untied).from_pretrained(path, dtype=torch.float32)
-    wanted = tiny.reference_logits(theirs, tokens)
-    assert torch.equal(wanted, tiny.reference_logits(untied, tokens))
+    wanted = tiny_models.reference_logits(theirs, tokens)
+    assert torch.equal(wanted, tiny_models.reference_logits(untied, tokens))
     assert error(Driver(ours).prefill(tokens), wanted) < 1e-4
 
 
 def test_the_lower_layers_of_qwen3_can_see_everything(tmp_path: Path) -> None:
     # transformers 5 gives every layer the window; the model's makers only those from max_window_layers.
-    theirs = tiny.build("qwen3_moe", cases.qwen3(use_sliding_window=True, sliding_window=9))
-    path = tiny.edit(tiny.save(theirs, tmp_path), max_window_layers=2)
+    theirs = tiny_models.build("qwen3_moe", model_configs.qwen3(use_sliding_window=True, sliding_window=9))
+    path = tiny_models.edit(tiny_models.save(theirs, tmp_path), max_window_layers=2)
     ours = registry.load(path, pick("cpu"))
     assert ours.spec.sliding_windows == (None, None, 9)
     causal = torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1)[None, None]
@@ -136,15 +136,15 @@ def test_the_lower_layers_of_qwen3_can_see_everything(tmp_path: Path) -> None:
         layer.register_forward_pre_hook(
             lambda _, args, kwargs: (args, {**kwargs, "attention_mask": causal}), with_kwargs=True
         )
-    tokens = tiny.prompt(LENGTH, cases.VOCAB)
-    assert error(Driver(ours).prefill(tokens), tiny.reference_logits(theirs, tokens)) < 1e-4
+    tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
+    assert error(Driver(ours).prefill(tokens), tiny_models.reference_logits(theirs, tokens)) < 1e-4
 
 
 def test_every_second_layer_of_deepseek_can_be_dense(tmp_path: Path) -> None:
     # moe_layer_freq is a key of the makers' own code: a layer is sparse when divisible by it.
-    theirs = tiny.build("deepseek_v2", cases.deepseek(num_hidden_layers=4))
+    theirs = tiny_models.build("deepseek_v2", model_configs.deepseek(num_hidden_layers=4))
     config = theirs.config
-    path = tiny.edit(tiny.save(theirs, tmp_path), moe_layer_freq=2)
+    path = tiny_models.edit(tiny_models.save(theirs, tmp_path), moe_layer_freq=2)
     mlp = type(theirs.model.layers[0].mlp)
     dense = {layer: mlp(config) for layer in (1, 3)}
     for layer, part in dense.items():
@@ -154,11 +154,11 @@ def test_every_second_layer_of_deepseek_can_be_dense(tmp_path: Path) -> None:
             for parameter in part.parameters():
                 parameter.copy_(torch.randn(parameter.shape) * 0.25)
     theirs.save_pretrained(path)
-    tiny.edit(path, moe_layer_freq=2)
+    tiny_models.edit(path, moe_layer_freq=2)
     ours = registry.load(path, pick("cpu"))
     assert ours.spec.moe_layers == (2,)
-    tokens = tiny.prompt(LENGTH, cases.VOCAB)
-    assert error(Driver(ours).prefill(tokens), tiny.reference_logits(theirs, tokens)) < 1e-4
+    tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
+    assert error(Driver(ours).prefill(tokens), tiny_models.reference_logits(theirs, tokens)) < 1e-4
 
 
 def test_experts_and_the_rest_load_apart(tmp_path: Path) -> None:
@@ -203,4 +203,4 @@ def test_a_step_without_rows_is_no_error(name: str, tmp_path: Path) -> None:
         if gated.expert_ids is not None:
             rows = model.kernels.experts(model.expert_weights(layer), gated.normed, gated.expert_ids)
         hidden = block.merge(gated, block.dense(gated.normed), rows)
-    assert model.logits(hidden).shape == (0, cases.VOCAB)
+    assert model.logits(hidden).shape == (0, model_configs.VOCAB)

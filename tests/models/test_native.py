@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models import cases, tiny
-from tests.models.driver import Driver
+from tests.support import model_configs, tiny_models
+from tests.support.model_driver import Driver
 
 from moesaic.kernels import table
 from moesaic.kernels.table import REFERENCE, Kernels
@@ -50,14 +50,14 @@ def near(native: Kernels, dtype: torch.dtype, found: torch.Tensor, wanted: torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", model_configs.CASES)
 def test_logits_are_those_of_the_reference(
     native: Kernels, name: str, dtype: torch.dtype, published: Published
 ) -> None:
     path = published(name, dtype)[1]
     ours = registry.load(path, native)
     assert ours.embedding.dtype == dtype  # as it is stored; the reference widens it
-    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
     wanted = Driver(registry.load(path, REFERENCE)).prefill(tokens)
     assert near(native, dtype, Driver(ours).prefill(tokens), wanted, 1e-4)
 
@@ -67,7 +67,7 @@ def test_logits_are_those_of_the_reference(
 def test_a_narrow_cache_is_that_of_the_reference(
     native: Kernels, dtype: torch.dtype, kv_dtype: torch.dtype, published: Published
 ) -> None:
-    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
     for name in ("mixtral-window", "qwen3", "deepseek-full"):
         path = published(name, dtype)[1]
         found, wanted = (
@@ -82,7 +82,7 @@ def alike(driver: Driver, tokens: list[int], wanted: torch.Tensor) -> None:
     """Every row's logits have the same bits in chunks, in company, and as the last row of a longer batch."""
     for index, chunk in enumerate((1, 3, 7, 16), start=1):
         assert torch.equal(driver.prefill(tokens, index, chunk), wanted), chunk
-    others = [tiny.prompt(length, cases.VOCAB, seed=length) for length in (23, 1, 9)]
+    others = [tiny_models.prompt(length, model_configs.VOCAB, seed=length) for length in (23, 1, 9)]
     driver.step({10: others[0], 11: others[1]})
     for start in range(0, LENGTH, 9):
         part = tokens[start : start + 9]
@@ -99,12 +99,12 @@ def alike(driver: Driver, tokens: list[int], wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", model_configs.CASES)
 def test_a_prompt_has_the_same_bits_whole_in_chunks_and_in_company(
     native: Kernels, name: str, dtype: torch.dtype, published: Published
 ) -> None:
     model = registry.load(published(name, dtype)[1], native)
-    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
     driver = Driver(model, num_blocks=400, kv_dtype=dtype)
     alike(driver, tokens, driver.prefill(tokens))
 
@@ -115,7 +115,7 @@ def test_the_number_of_threads_changes_no_bit(
     native: Kernels, name: str, threads: int, published: Published
 ) -> None:
     model = registry.load(published(name)[1], native)
-    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
     wanted = Driver(model).prefill(tokens)
     native.set_threads(threads, False)
     alike(Driver(model, num_blocks=400), tokens, wanted)

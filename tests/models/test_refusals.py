@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.models import cases, tiny
+from tests.support import model_configs, tiny_models
 
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.kernels.table import pick
@@ -23,12 +23,12 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One checkpoint of each model_type."""
     makers: dict[str, Any] = {
-        "mixtral": cases.mixtral,
-        "qwen3_moe": cases.qwen3,
-        "deepseek_v2": cases.deepseek,
+        "mixtral": model_configs.mixtral,
+        "qwen3_moe": model_configs.qwen3,
+        "deepseek_v2": model_configs.deepseek,
     }
     return {
-        kind: tiny.save(tiny.build(kind, make()), tmp_path_factory.mktemp(kind))
+        kind: tiny_models.save(tiny_models.build(kind, make()), tmp_path_factory.mktemp(kind))
         for kind, make in makers.items()
     }
 
@@ -53,7 +53,7 @@ def refused(path: Path, *words: str) -> None:
 
 @pytest.mark.parametrize("kind", sorted(registry.MODELS))
 def test_an_unknown_key_is_refused_with_its_value(kind: str, copy: Any) -> None:
-    refused(tiny.edit(copy(kind), attention_sinks=4), "attention_sinks", "4")
+    refused(tiny_models.edit(copy(kind), attention_sinks=4), "attention_sinks", "4")
 
 
 @pytest.mark.parametrize(
@@ -104,19 +104,23 @@ def test_an_unknown_key_is_refused_with_its_value(kind: str, copy: Any) -> None:
 def test_a_value_that_is_not_supported_is_named(
     kind: str, changes: dict[str, Any], words: tuple[str, ...], copy: Any
 ) -> None:
-    refused(tiny.edit(copy(kind), **changes), *words)
+    refused(tiny_models.edit(copy(kind), **changes), *words)
 
 
 def test_an_unknown_model_type_is_refused_with_the_list(copy: Any) -> None:
-    refused(tiny.edit(copy("mixtral"), model_type="llama"), "'llama'", "deepseek_v2, mixtral, qwen3_moe")
+    refused(
+        tiny_models.edit(copy("mixtral"), model_type="llama"), "'llama'", "deepseek_v2, mixtral, qwen3_moe"
+    )
 
 
 def test_both_spellings_of_rope_mean_the_same(copy: Any) -> None:
     path = copy("qwen3_moe")
-    yarn = {key: value for key, value in cases.YARN.items() if key != "rope_theta"}
-    newer = registry._parse(tiny.edit(path, rope_parameters={**yarn, "rope_theta": 5000.0}))[1]
+    yarn = {key: value for key, value in model_configs.YARN.items() if key != "rope_theta"}
+    newer = registry._parse(tiny_models.edit(path, rope_parameters={**yarn, "rope_theta": 5000.0}))[1]
     yarn["type"] = yarn.pop("rope_type")
-    older = registry._parse(tiny.edit(path, rope_parameters=None, rope_theta=5000.0, rope_scaling=yarn))[1]
+    older = registry._parse(
+        tiny_models.edit(path, rope_parameters=None, rope_theta=5000.0, rope_scaling=yarn)
+    )[1]
     assert newer == older
     assert newer.rope.theta == 5000.0
 
@@ -128,12 +132,12 @@ def test_the_keys_of_the_makers_own_configs_are_understood(copy: Any) -> None:
         "num_experts": 12,
         "torch_dtype": "bfloat16",
     }
-    registry.read_spec(tiny.edit(copy("qwen3_moe"), **changes, rope_theta=1e6))
+    registry.read_spec(tiny_models.edit(copy("qwen3_moe"), **changes, rope_theta=1e6))
     changes = {
         "aux_loss_alpha": 0.001, "auto_map": {"AutoConfig": "x.Y"}, "ep_size": 1, "moe_layer_freq": 1,
         "scoring_func": "softmax", "seq_aux": True, "n_group": 1, "topk_group": 1,
     }  # fmt: skip
-    registry.read_spec(tiny.edit(copy("deepseek_v2"), **changes))
+    registry.read_spec(tiny_models.edit(copy("deepseek_v2"), **changes))
 
 
 def rewrite(path: Path, change: Any) -> Path:

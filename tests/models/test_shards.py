@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models import cases, tiny
-from tests.models.driver import Driver
+from tests.support import model_configs, tiny_models
+from tests.support.model_driver import Driver
 
 from moesaic.core.errors import ConfigError
 from moesaic.core.tokens import TokenBatch
@@ -22,14 +22,17 @@ from moesaic.models.model import Model
 from moesaic.models.shard import WHOLE, Shard
 
 SHARDED: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("mixtral", cases.mixtral(num_attention_heads=8, num_key_value_heads=4)),
-    "mixtral-mqa": ("mixtral", cases.mixtral(num_attention_heads=4, num_key_value_heads=1, sliding_window=7)),
+    "mixtral": ("mixtral", model_configs.mixtral(num_attention_heads=8, num_key_value_heads=4)),
+    "mixtral-mqa": (
+        "mixtral",
+        model_configs.mixtral(num_attention_heads=4, num_key_value_heads=1, sliding_window=7),
+    ),
     "qwen3-bias": (
         "qwen3_moe",
-        cases.qwen3(num_attention_heads=8, attention_bias=True, decoder_sparse_step=2),
+        model_configs.qwen3(num_attention_heads=8, attention_bias=True, decoder_sparse_step=2),
     ),
-    "deepseek-lite": cases.CASES["deepseek-lite"],
-    "deepseek-full": cases.CASES["deepseek-full"],
+    "deepseek-lite": model_configs.CASES["deepseek-lite"],
+    "deepseek-full": model_configs.CASES["deepseek-full"],
 }
 LENGTH, GREEDY = 23, 24
 NAMED = pytest.mark.parametrize("name", SHARDED)
@@ -77,8 +80,10 @@ def partial(
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
     """Each case: transformers' model, and its checkpoint."""
-    built = {name: tiny.build(*case) for name, case in SHARDED.items()}
-    return {name: (model, tiny.save(model, tmp_path_factory.mktemp(name))) for name, model in built.items()}
+    built = {name: tiny_models.build(*case) for name, case in SHARDED.items()}
+    return {
+        name: (model, tiny_models.save(model, tmp_path_factory.mktemp(name))) for name, model in built.items()
+    }
 
 
 def load(path: Path, size: int, kernels: str = "reference") -> list[Model]:
@@ -93,7 +98,7 @@ def test_partial_sums_add_up_to_the_whole_attention(name: str, size: int, saved:
     _, path = saved[name]
     whole = Driver(registry.load(path, pick("cpu", "reference")))
     ranks = [Driver(model) for model in load(path, size)]
-    batch = whole._batch({0: tiny.prompt(LENGTH, cases.VOCAB)})
+    batch = whole._batch({0: tiny_models.prompt(LENGTH, model_configs.VOCAB)})
     attention, positions = AttentionBatch.build(batch, whole.block_size), torch.from_numpy(batch.positions)
     hidden = torch.randn(LENGTH, 48, generator=torch.Generator().manual_seed(0))
     for layer in range(whole.model.spec.num_layers):
@@ -111,8 +116,8 @@ def test_logits_and_greedy_tokens_are_those_of_one_rank(
     name: str, size: int, kernels: str, saved: Any
 ) -> None:
     theirs, path = saved[name]
-    tokens = tiny.prompt(LENGTH, cases.VOCAB)
-    wanted = tiny.reference_logits(theirs, tokens)
+    tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
+    wanted = tiny_models.reference_logits(theirs, tokens)
     models = load(path, size, kernels)
     found = Ranks(models).prefill(tokens, chunk=6)
     assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-4
@@ -216,7 +221,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(
 
 
 def test_heads_that_straddle_two_key_value_heads_are_refused() -> None:
-    spec = mixtral.parse({"model_type": "mixtral", **cases.mixtral()}).spec
+    spec = mixtral.parse({"model_type": "mixtral", **model_configs.mixtral()}).spec
     with pytest.raises(ConfigError, match="got 2; allowed: 1, 3, 6 for 6 query and 3 key-value heads"):
         Shard(0, 2).spec(spec)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models import cases, tiny
-from tests.models.driver import Driver
+from tests.support import model_configs, tiny_models
+from tests.support.model_driver import Driver
 
 from moesaic.kernels.reference import dense
 from moesaic.kernels.table import REFERENCE
@@ -21,14 +21,14 @@ from moesaic.models import registry
 LENGTH = 41
 NEW = 24
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
-FULL = cases.CASES["deepseek-full"][1]["rope_parameters"]
+FULL = model_configs.CASES["deepseek-full"][1]["rope_parameters"]
 
 EDITS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("qwen3-odd-heads-yarn", {"rope_parameters": PLAIN}),
     "yarn of latent attention": ("deepseek-lite-yarn", {"rope_parameters": PLAIN}),
     "yarn's original length": (
         "deepseek-lite-yarn",
-        {"rope_parameters": {**cases.YARN, "original_max_position_embeddings": 64}},
+        {"rope_parameters": {**model_configs.YARN, "original_max_position_embeddings": 64}},
     ),
     "mscale": ("deepseek-full", {"rope_parameters": {**FULL, "mscale": 0.1}}),
     "mscale_all_dim": ("deepseek-full", {"rope_parameters": {**FULL, "mscale_all_dim": 0.1}}),
@@ -56,7 +56,7 @@ Intact = Callable[[str], tuple[Path, Answer]]
 
 def answer(model: Any) -> Answer:
     """Logits [LENGTH, V] of a prompt, and the NEW greedy tokens after it."""
-    tokens = tiny.prompt(LENGTH, cases.VOCAB)
+    tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
     return Driver(model).prefill(tokens), Driver(model).greedy(tokens, NEW)
 
 
@@ -83,7 +83,7 @@ def check_differs(found: Any, wanted: Answer) -> None:
 def test_a_part_of_the_config_matters(part: str, tmp_path: Path, intact: Intact) -> None:
     name, changes = EDITS[part]
     path, wanted = intact(name)
-    edited = tiny.edit(Path(shutil.copytree(path, tmp_path / "edited")), **changes)
+    edited = tiny_models.edit(Path(shutil.copytree(path, tmp_path / "edited")), **changes)
     check_differs(registry.load(edited, REFERENCE), wanted)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.device.sanitizer import OnDevice, sanitized
 from tests.offload.test_weights import EXPERTS, LAYERS, SOME, Case, save, turns
+from tests.support.gpu_sanitizer import OnDevice, sanitized
 
 from moesaic.core.errors import ConfigError
 from moesaic.kernels.weights import ExpertWeights

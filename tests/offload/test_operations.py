@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.core.test_tokens import batch
-from tests.models import cases, tiny
+from tests.support import model_configs, tiny_models
 
 from moesaic.kernels import table
 from moesaic.kvcache.paged import PagedKV
@@ -46,7 +46,9 @@ class Held:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    path = tiny.save(tiny.build("qwen3_moe", cases.qwen3()), tmp_path_factory.mktemp("operations"))
+    path = tiny_models.save(
+        tiny_models.build("qwen3_moe", model_configs.qwen3()), tmp_path_factory.mktemp("operations")
+    )
     return registry.load(Path(path), table.REFERENCE)
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.core.test_tokens import batch, batches
-from tests.models import cases, tiny
+from tests.support import model_configs, tiny_models
 from tests.test_llm_offload import floats
 
 from moesaic import LLM, SamplingParams
@@ -132,7 +132,9 @@ LEVELS = {
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tiny.save(tiny.build("qwen3_moe", cases.qwen3()), tmp_path_factory.mktemp("padding"))
+    made = tiny_models.save(
+        tiny_models.build("qwen3_moe", model_configs.qwen3()), tmp_path_factory.mktemp("padding")
+    )
     byte_tokenizer(made)
     return made
 
@@ -143,7 +145,7 @@ def llm(path: Path, offload: Offload = DISK, **settings: Any) -> LLM:
 
 
 def answers(made: LLM) -> list[Any]:
-    prompts = [tiny.prompt(length, cases.VOCAB, seed=length) for length in LENGTHS]
+    prompts = [tiny_models.prompt(length, model_configs.VOCAB, seed=length) for length in LENGTHS]
     params = SamplingParams(temperature=0.0, max_tokens=NEW, logprobs=2, ignore_eos=True)
     return [floats(result.outputs[0]) for result in made.generate(prompts, params)]
 
@@ -192,7 +194,7 @@ def test_answers_are_those_without_padding(path: Path, levels: str) -> None:
 def test_rows_that_decode_beside_a_prompt_attend_to_their_padding(path: Path) -> None:
     """Two seats, and answers of different lengths: prompts join requests that decode."""
     made = llm(path, replace(DISK, micro_batch=1), max_num_seqs=2)
-    prompts = [tiny.prompt(length, cases.VOCAB, seed=length) for length in (3, 4, 5)]
+    prompts = [tiny_models.prompt(length, model_configs.VOCAB, seed=length) for length in (3, 4, 5)]
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (2, 8, 3)]
     made.generate(prompts, params)
     prefill = sum(one.padding_rows for one in made.stats().experts.passes)

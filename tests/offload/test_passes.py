@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.breaking import raises_at
-from tests.models import cases, tiny
+from tests.support import model_configs, tiny_models
+from tests.support.failing_methods import raises_at
 
 from moesaic import LLM, SamplingParams
 from moesaic.core.errors import CheckpointError
@@ -33,14 +33,16 @@ WAYS = {
     "two cores": replace(DISK, link=4e9, slow_attention=True, slow_cache=1.0),
     "in place": replace(DISK, schedule="in-place", link=4e9, slow_attention=True, static_experts=1),
 }
-PROMPTS = [tiny.prompt(length, cases.VOCAB, seed=length) for length in (1, 40, 17, 5, 33)]
+PROMPTS = [tiny_models.prompt(length, model_configs.VOCAB, seed=length) for length in (1, 40, 17, 5, 33)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three layers: an odd number, so that a pass's first layer comes to both slots."""
-    made = tiny.save(tiny.build("qwen3_moe", cases.qwen3()), tmp_path_factory.mktemp("passes"))
+    made = tiny_models.save(
+        tiny_models.build("qwen3_moe", model_configs.qwen3()), tmp_path_factory.mktemp("passes")
+    )
     byte_tokenizer(made)
     return made
 
@@ -108,8 +110,8 @@ def test_a_disk_that_fails_in_the_middle_is_told_and_can_come_back(
 
 
 def test_a_file_that_is_cut_in_the_middle_is_told(path: Path, tmp_path: Path) -> None:
-    model = tiny.build("qwen3_moe", cases.qwen3())
-    tiny.save(model, tmp_path)
+    model = tiny_models.build("qwen3_moe", model_configs.qwen3())
+    tiny_models.save(model, tmp_path)
     byte_tokenizer(tmp_path)
     made = llm(tmp_path, DISK)
     os.truncate(tmp_path / "model.safetensors", 8192)
@@ -177,11 +179,11 @@ print(told("VmHWM") - before)
 @pytest.mark.parametrize("padded", [0, 400])
 def test_memory_stays_what_the_policy_holds(tmp_path: Path, padded: int) -> None:
     """Of a model of 24 + 96 MiB: two layers of eight, a cache, rows and their workspace."""
-    options = cases.qwen3(
+    options = model_configs.qwen3(
         hidden_size=256, moe_intermediate_size=512, num_experts=8, num_hidden_layers=8,
         vocab_size=12288, max_position_embeddings=512,
     )  # fmt: skip
-    tiny.save(tiny.build("qwen3_moe", options), tmp_path)
+    tiny_models.save(tiny_models.build("qwen3_moe", options), tmp_path)
     byte_tokenizer(tmp_path)
     paths = os.pathsep.join(dict.fromkeys(one for one in sys.path if one))
     done = subprocess.run(
@@ -200,10 +202,10 @@ def test_guesses_that_broke_off_are_not_taken_for_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer without experts between two that share a place, and a next pass without prompts."""
-    options = cases.qwen3(num_hidden_layers=4, mlp_only_layers=[1])
-    tiny.save(tiny.build("qwen3_moe", options), tmp_path)
+    options = model_configs.qwen3(num_hidden_layers=4, mlp_only_layers=[1])
+    tiny_models.save(tiny_models.build("qwen3_moe", options), tmp_path)
     byte_tokenizer(tmp_path)
-    prompts = [tiny.prompt(1, cases.VOCAB, seed=seed) for seed in range(3)]
+    prompts = [tiny_models.prompt(1, model_configs.VOCAB, seed=seed) for seed in range(3)]
 
     def answers(made: LLM) -> list[list[int]]:
         return [one.outputs[0].token_ids for one in made.generate(prompts, PARAMS)]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.models import cases, tiny
+from tests.support import model_configs, tiny_models
 
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
@@ -64,7 +64,7 @@ class Case:
 def save(path: Path, dtype: torch.dtype, shards: bool, **sizes: int) -> Case:
     """A Qwen3 whose layer 1 is dense."""
     options = {"num_hidden_layers": 4, "num_experts": EXPERTS, "mlp_only_layers": [1], **sizes}
-    model = tiny.build("qwen3_moe", cases.qwen3(**options)).to(dtype)
+    model = tiny_models.build("qwen3_moe", model_configs.qwen3(**options)).to(dtype)
     model.save_pretrained(path, max_shard_size="60KB" if shards else "1GB")
     files = sorted(path.glob("*.safetensors"))
     assert (len(files) > 3) == shards

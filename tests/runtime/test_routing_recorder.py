@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.cluster.driven import Cluster
+from tests.support.cluster_driver import Cluster
 from transformers import AutoModelForCausalLM
 
 from moesaic import LLM, SamplingParams

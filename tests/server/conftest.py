@@ -16,8 +16,7 @@ from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.run import bind, serve
 from moesaic.server.service import Cluster, Service
 from moesaic.tokenizer import Tokenizer
-
-from .fake_worker import FakeWorker, engine_and_worker, make_tokenizer
+from tests.support.fake_worker import FakeWorker, engine_and_worker, make_tokenizer
 
 MODEL = "org/fake-moe"
 

@@ -15,8 +15,7 @@ from moesaic.core.request import RequestOutput, SamplingParams
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.errors import NotServingError
 from moesaic.tokenizer import Tokenizer
-
-from .fake_worker import FakeWorker, byte_ids, engine_and_worker
+from tests.support.fake_worker import FakeWorker, byte_ids, engine_and_worker
 
 pytestmark = pytest.mark.anyio
 

@@ -10,9 +10,9 @@ import pytest
 from moesaic.server.logprobs import CompletionLogprobsWriter
 from moesaic.server.prompts import Prompt
 from moesaic.tokenizer import Tokenizer
+from tests.support.fake_worker import BOS, EOS
 
 from .conftest import MODEL, Launch, Live
-from .fake_worker import BOS, EOS
 
 
 def events(text: str) -> list[str]:

@@ -8,8 +8,9 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.support.fake_cluster import BROKEN, BUSY, WRONG, FakeCluster
+
 from .conftest import Launch, Live
-from .fake_cluster import BROKEN, BUSY, WRONG, FakeCluster
 from .test_status import samples
 
 

@@ -12,9 +12,9 @@ from schemathesis.checks import positive_data_acceptance
 from schemathesis.schemas import BaseSchema
 
 from moesaic.tokenizer import Tokenizer
+from tests.support.fake_cluster import FakeCluster
 
 from .conftest import MODEL, Live, launched
-from .fake_cluster import FakeCluster
 
 OPERATIONS = {
     ("POST", "/v1/completions"),

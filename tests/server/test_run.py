@@ -22,11 +22,11 @@ ROOT = Path(__file__).parents[2]
 
 
 class Served:
-    """tests.server.served, as a child."""
+    """tests.support.server_process, as a child."""
 
     def __init__(self, path: Path, pace: str) -> None:
         environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-        command = [sys.executable, "-m", "tests.server.served", str(path), pace]
+        command = [sys.executable, "-m", "tests.support.server_process", str(path), pace]
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

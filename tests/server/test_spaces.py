@@ -15,9 +15,9 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, normalizers
 
 from moesaic.tokenizer import Tokenizer
+from tests.support.fake_worker import BOS, EOS, TEMPLATE
 
 from .conftest import MODEL, Live, launched
-from .fake_worker import BOS, EOS, TEMPLATE
 
 WORD = "▁"
 

@@ -14,9 +14,9 @@ from moesaic.core.errors import ConfigError
 from moesaic.server.guard import OPEN_PATHS
 from moesaic.server.service import Service
 from moesaic.tokenizer import Tokenizer
+from tests.support.fake_worker import engine_and_worker
 
 from .conftest import MODEL, Launch, Live
-from .fake_worker import engine_and_worker
 from .test_chat import ASK
 
 

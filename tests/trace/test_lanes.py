@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.trace import reading
+from tests.support import trace_reader
 
 from moesaic import LLM
 from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
@@ -42,7 +42,7 @@ def test_a_pass_is_written_where_it_was_in_time(tmp_path: Path) -> None:
     rows(TASKS, times)
     track.span("step", 5.0, 11.0)
     track.close()
-    worker, fast, down = reading.rows(reading.part(file))
+    worker, fast, down = trace_reader.rows(trace_reader.part(file))
     names = [f"attention worker 1{more}" for more in ("", ": fast compute", ": link down")]
     assert [worker.process, fast.process, down.process] == names
     assert [(one.name, one.begin, one.end) for one in fast.spans] == [
@@ -70,7 +70,7 @@ def test_a_worker_with_a_trace_has_rows_for_its_lanes(tmp_path: Path) -> None:
     ours.send(Submit(requests))
     while worker.turn(timeout=0.0):
         pass
-    first, *lanes = reading.rows(reading.part(part))
+    first, *lanes = trace_reader.rows(trace_reader.part(part))
     assert [one.process.partition(": ")[2] for one in lanes] == ["fast compute", "link down"]
     assert {"schedule", "sampling"} <= {span.name for span in first.spans}
     names = [span.name for span in lanes[0].spans]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.trace import reading
+from tests.support import trace_reader
 
 from moesaic.core.errors import ConfigError
 from moesaic.trace.parts import collecting, events, folder_of, order_of, part_of, process_of, whole_of
@@ -44,7 +44,7 @@ def test_every_part_is_in_the_file_and_gone(tmp_path: Path) -> None:
         for process in processes:
             write(trace, process)
         write(trace, "expert server 0", 2)
-    spans = [event["args"]["process"] for event in reading.joined(trace) if event["ph"] == "X"]
+    spans = [event["args"]["process"] for event in trace_reader.joined(trace) if event["ph"] == "X"]
     assert sorted(spans) == [*processes[:2], *processes[1:]]
     assert list(tmp_path.iterdir()) == [trace]
 
@@ -54,7 +54,7 @@ def test_a_run_that_fails_has_a_trace_too(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), collecting(str(trace)):
         write(trace, "attention worker 0")
         raise RuntimeError
-    assert len(reading.rows(reading.joined(trace))) == 1
+    assert len(trace_reader.rows(trace_reader.joined(trace))) == 1
 
 
 def test_a_line_that_was_cut_is_left_out(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_parts_that_a_killed_run_left_are_not_mixed_in(tmp_path: Path) -> None:
     write(trace, "expert server 5")
     with collecting(str(trace)):
         write(trace, "attention worker 0")
-    assert [row.process for row in reading.rows(reading.joined(trace))] == ["attention worker 0"]
+    assert [row.process for row in trace_reader.rows(trace_reader.joined(trace))] == ["attention worker 0"]
 
 
 def test_parts_stay_where_they_cannot_be_joined(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

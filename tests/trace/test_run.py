@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cluster.driven import Cluster
 from tests.cluster.test_identity import workload
-from tests.trace import reading
-from tests.trace.reading import Row, Span
+from tests.support import trace_reader
+from tests.support.cluster_driver import Cluster
+from tests.support.trace_reader import Row, Span
 
 from moesaic import cli
 from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
@@ -42,9 +42,9 @@ def traced(trace: Path, min_replicas: int = 1, **scheduler: Any) -> Iterator[Clu
 
 def read(trace: Path) -> list[Row]:
     """The rows, none of which a viewer would show otherwise than it is."""
-    found = reading.rows(reading.joined(trace))
+    found = trace_reader.rows(trace_reader.joined(trace))
     for row in found:
-        reading.check_nesting(row)
+        trace_reader.check_nesting(row)
     return found
 
 
@@ -137,7 +137,7 @@ def test_a_killed_server_leaves_all_that_it_wrote(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
         served.finish()
-        [left] = reading.rows(reading.part(folder_of(trace) / "expert-server-0.1.json"))
+        [left] = trace_reader.rows(trace_reader.part(folder_of(trace) / "expert-server-0.1.json"))
     rows = read(trace)
     [row] = [row for row in rows if row.pid == pid]
     assert row == left

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.trace import reading
+from tests.support import trace_reader
 
 from moesaic import LLM, SamplingParams
 from moesaic.config import ExpertServerConfig, ModelConfig, WorkerConfig
@@ -55,9 +55,9 @@ def track(part: Path, clock: Clock) -> Iterator[Track]:
 
 
 @pytest.fixture
-def spans(part: Path) -> Callable[[], list[reading.Span]]:
+def spans(part: Path) -> Callable[[], list[trace_reader.Span]]:
     """What was written so far."""
-    return lambda: reading.rows(reading.part(part))[0].spans
+    return lambda: trace_reader.rows(trace_reader.part(part))[0].spans
 
 
 def plan(step: int, *rows: int) -> StepPlan:
@@ -166,7 +166,7 @@ def test_a_servers_run_says_whose_pairs_it_computed(
     [span] = spans()
     assert (span.name, span.end - span.begin) == ("layer 2", 3 * 10**6)
     assert span.args == {"pairs": 6, "experts": 3, "clients": 2}
-    counted = [event["args"]["pairs waiting"] for event in reading.part(part) if event["ph"] == "C"]
+    counted = [event["args"]["pairs waiting"] for event in trace_reader.part(part) if event["ph"] == "C"]
     assert counted == [2, 5, 6, 0]
     arithmetic.take({2: [1]})
     arithmetic.keep({2: [0]})
@@ -209,8 +209,8 @@ def test_a_worker_that_does_everything_writes_steps(
     monkeypatch.undo()
     plain = LLM("demo", threads=1).generate([[*range(5, 14)]], params)
     assert traced[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
-    [row] = reading.rows(reading.part(part))
-    reading.check_nesting(row)
+    [row] = trace_reader.rows(trace_reader.part(part))
+    trace_reader.check_nesting(row)
     steps = [(s.args["rows"], s.args["decode"], s.args["prefill"]) for s in row.named("step")]
     assert steps == [(9, 0, 9), (1, 1, 0), (1, 1, 0), (1, 1, 0)]
     assert [span.args for span in row.named("sampling")] == [{"rows": 1}] * 4

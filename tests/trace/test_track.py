@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.trace import reading
+from tests.support import trace_reader
 
 from moesaic.core.errors import ConfigError
 from moesaic.trace import track as tracks
@@ -37,7 +37,7 @@ def track(file: Path) -> Iterator[Track]:
 def test_a_span_is_an_event_in_microseconds(track: Track, file: Path) -> None:
     track.span("layer 3", 1.0000019, 1.0000051, rows=8)
     track.count("pairs waiting", 5)
-    *_, span, count = reading.part(file)
+    *_, span, count = trace_reader.part(file)
     ids = {"pid": os.getppid(), "tid": os.getpid()}
     assert span == ids | {"ph": "X", "name": "layer 3", "ts": 1000001, "dur": 4, "args": {"rows": 8}}
     assert count == ids | {
@@ -50,7 +50,7 @@ def test_a_span_is_an_event_in_microseconds(track: Track, file: Path) -> None:
 
 def test_the_row_has_the_name_of_the_process(track: Track, file: Path) -> None:
     track.span("layer 0", 1.0, 2.0)
-    [row] = reading.rows(reading.part(file))
+    [row] = trace_reader.rows(trace_reader.part(file))
     assert (row.process, row.pid, len(row.spans)) == ("expert server 3", os.getpid(), 1)
 
 
@@ -85,7 +85,7 @@ def test_it_goes_on_from_window_to_window(file: Path, monkeypatch: pytest.Monkey
     for number in range(500):
         track.span("layer 0", number, number + 0.5, number=number)
     track.close()
-    spans = reading.rows(reading.part(file))[0].spans
+    spans = trace_reader.rows(trace_reader.part(file))[0].spans
     assert [span.args["number"] for span in spans] == list(range(500))
     assert file.stat().st_size > 4096
     assert file.stat().st_size % 4096 == 0
@@ -104,7 +104,7 @@ def test_a_full_disk_ends_the_row_and_not_the_process(
     for number in range(500):
         track.span("layer 0", number, number + 0.5)
     track.close()
-    assert 0 < len(reading.rows(reading.part(file))[0].spans) < 500
+    assert 0 < len(trace_reader.rows(trace_reader.part(file))[0].spans) < 500
     [warning] = caplog.records
     assert "No space left on device; the trace of this process ends here" in warning.getMessage()
 
@@ -132,5 +132,5 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_sigkill_loses_nothing(file: Path) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(file)], check=False)
     assert done.returncode == -signal.SIGKILL
-    spans = reading.rows(reading.part(file))[0].spans
+    spans = trace_reader.rows(trace_reader.part(file))[0].spans
     assert [span.args["number"] for span in spans] == list(range(20000))

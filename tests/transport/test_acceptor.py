@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from tests.transport.call_pairs import until
+from tests.support.call_pairs import until
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.transport import acceptor

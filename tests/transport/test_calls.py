@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.transport.call_pairs import (
+from tests.support.call_pairs import (
     HEAP,
     KINDS,
     Silent,

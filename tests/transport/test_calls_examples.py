@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from tests.support import faulty_transport
-from tests.transport.call_pairs import ask, incoming, pair, rows_of
+from tests.support.call_pairs import ask, incoming, pair, rows_of
 
 from moesaic.transport import address, blocks, calls, sockets
 from moesaic.transport.blocks import Blocks

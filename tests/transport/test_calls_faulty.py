@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.call_pairs import Silent, ask, incoming, pair
 from tests.support.faulty_transport import Faults, FaultyCaller, fate
-from tests.transport.call_pairs import Silent, ask, incoming, pair
 
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.transport.calls import Answerer, Caller

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.transport.call_pairs import SECRET, accepted, ask, descriptors, incoming, noise, until
+from tests.support.call_pairs import SECRET, accepted, ask, descriptors, incoming, noise, until
 
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.transport import _shm, address, authentication, listening

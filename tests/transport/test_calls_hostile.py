@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.transport.call_pairs import lost
+from tests.support.call_pairs import lost
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.transport import _shm

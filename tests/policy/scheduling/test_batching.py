@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.policy.toy_model import STOP_TOKEN, request
+from tests.support.toy_model import STOP_TOKEN, request
 
 from moesaic.core.errors import ConfigError, RequestError
 from moesaic.core.request import FinishReason

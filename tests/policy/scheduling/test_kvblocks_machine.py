@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.policy.toy_model import hashes
+from tests.support.toy_model import hashes
 
 from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.kvblocks import ROOT, KVBlocks

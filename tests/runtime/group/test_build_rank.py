@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.runtime.group.placing import write
-from tests.runtime.group.threads import group_of_threads
+from tests.support.group_placements import write
+from tests.support.thread_groups import group_of_threads
 
 from moesaic.config import ModelConfig, ParallelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.models import cases, tiny
-from tests.runtime.group.placing import recorded, write
-from tests.runtime.group.threads import Threads, group_of_threads
+from tests.support import model_configs, tiny_models
+from tests.support.group_placements import recorded, write
+from tests.support.thread_groups import Threads, group_of_threads
 
 from moesaic import SamplingParams
 from moesaic.collectives.group import Traffic
@@ -24,7 +24,7 @@ from moesaic.policy.placement import predict
 from moesaic.policy.placement.shuffle import Align, Shuffle, plan
 from moesaic.testing import byte_tokenizer
 
-PROMPT = tiny.prompt(24, cases.VOCAB, seed=3)
+PROMPT = tiny_models.prompt(24, model_configs.VOCAB, seed=3)
 KNOWN = 12
 """Tokens of the prompt that the tables were made of."""
 CHUNK = 10
@@ -50,8 +50,8 @@ class Alone:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    options = cases.qwen3(num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=LAYERS)
-    path = tiny.save(tiny.build("qwen3_moe", options), tmp_path_factory.mktemp("model"))
+    options = model_configs.qwen3(num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=LAYERS)
+    path = tiny_models.save(tiny_models.build("qwen3_moe", options), tmp_path_factory.mktemp("model"))
     byte_tokenizer(path)
     [completion], whole = recorded(str(path), [PROMPT], GREEDY)
     _, profile = recorded(str(path), [PROMPT[:KNOWN]], SamplingParams(max_tokens=1, ignore_eos=True))

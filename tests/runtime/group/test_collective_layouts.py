@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests import pairs
-from tests.models import cases, tiny
-from tests.runtime.group.placing import recorded, write
-from tests.runtime.group.threads import group_of_threads
+from tests.support import model_configs, pairs, tiny_models
+from tests.support.group_placements import recorded, write
+from tests.support.thread_groups import group_of_threads
 
 from moesaic import SamplingParams
 from moesaic.core.placement import Placement
@@ -24,12 +23,17 @@ from moesaic.models.shard import Shard
 from moesaic.testing import byte_tokenizer
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("mixtral", cases.mixtral(num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=4)),
+    "mixtral": (
+        "mixtral",
+        model_configs.mixtral(num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=4),
+    ),
     "qwen3": (
         "qwen3_moe",
-        cases.qwen3(num_attention_heads=4, num_key_value_heads=4, mlp_only_layers=[1], attention_bias=True),
+        model_configs.qwen3(
+            num_attention_heads=4, num_key_value_heads=4, mlp_only_layers=[1], attention_bias=True
+        ),
     ),
-    "deepseek": ("deepseek_v2", cases.deepseek()),
+    "deepseek": ("deepseek_v2", model_configs.deepseek()),
 }
 FORMS: dict[str, dict[str, str]] = {
     "deepspeed": {"moe_collectives": "deepspeed"},
@@ -39,7 +43,7 @@ FORMS: dict[str, dict[str, str]] = {
     "shuffled, variable": {"moe_collectives": "shuffled", "shuffle_align": "variable"},
 }
 NEW, LONGEST = 20, 96
-PROMPTS = [tiny.prompt(length, cases.VOCAB, seed=length) for length in (1, 15, 30, 33, 70)]
+PROMPTS = [tiny_models.prompt(length, model_configs.VOCAB, seed=length) for length in (1, 15, 30, 33, 70)]
 PARAMS = [
     SamplingParams(max_tokens=NEW, temperature=0.8 * (i % 2), seed=i, ignore_eos=True, logprobs=0)
     for i in range(len(PROMPTS))
@@ -69,7 +73,7 @@ def answers(completions: list[Completion]) -> Answers:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Alone]:
     found = {}
     for name, (kind, options) in MODELS.items():
-        path = tiny.save(tiny.build(kind, options), tmp_path_factory.mktemp(name))
+        path = tiny_models.save(tiny_models.build(kind, options), tmp_path_factory.mktemp(name))
         byte_tokenizer(path)
         completions, profile = recorded(str(path), PROMPTS, PARAMS)
         some = profile.of(profile.routes.of(range(len(PROMPTS) - 1)))

@@ -7,7 +7,7 @@ from itertools import permutations, product
 
 import numpy as np
 import pytest
-from tests.policy.placement.solvers.planted import noise, planted, profile_of, same_clusters
+from tests.support.planted_profiles import noise, planted, profile_of, same_clusters
 
 from moesaic.core.profile import Profile
 from moesaic.policy.placement.solvers.align import agreement, align, overlaps

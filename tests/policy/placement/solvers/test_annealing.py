@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.policy.placement.solvers.planted import noise, planted, same_clusters
+from tests.support.planted_profiles import noise, planted, same_clusters
 
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Counts, Profile, SmallArray

@@ -8,7 +8,7 @@ from itertools import permutations, product
 
 import numpy as np
 import pytest
-from tests.policy.placement.solvers.planted import noise, planted, same_clusters
+from tests.support.planted_profiles import noise, planted, same_clusters
 
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Profile

@@ -4,10 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-from tests.policy.fake_executor import FakeExecutor
-from tests.policy.fake_layered import FakeLayered
-from tests.policy.replay import replays
-from tests.policy.toy_model import alone, request
+from tests.support.fake_executor import FakeExecutor
+from tests.support.fake_layerwise_executor import FakeLayered
+from tests.support.scheduler_replay import replays
+from tests.support.toy_model import alone, request
 
 from moesaic.core.request import Request
 from moesaic.core.tokens import IntArray

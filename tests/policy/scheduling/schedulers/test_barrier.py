@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.policy.fake_executor import FakeExecutor
-from tests.policy.replay import replays
-from tests.policy.toy_model import request
+from tests.support.fake_executor import FakeExecutor
+from tests.support.scheduler_replay import replays
+from tests.support.toy_model import request
 
 from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tests.policy.replay import equal
+from tests.support.scheduler_replay import equal
 
 from moesaic.policy.scheduling.microqueue import (
     Defrag,

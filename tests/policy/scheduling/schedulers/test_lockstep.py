@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.policy.fake_executor import FakeExecutor
-from tests.policy.replay import replays
-from tests.policy.toy_model import alone, request
+from tests.support.fake_executor import FakeExecutor
+from tests.support.scheduler_replay import replays
+from tests.support.toy_model import alone, request
 
 from moesaic.core.request import FinishReason
 from moesaic.policy.scheduling.batching import BatchLimits

@@ -13,10 +13,10 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tests.policy.fake_executor import FakeExecutor
-from tests.policy.replay import replays
 from tests.policy.scheduling.test_kvblocks_machine import audit
-from tests.policy.toy_model import request
+from tests.support.fake_executor import FakeExecutor
+from tests.support.scheduler_replay import replays
+from tests.support.toy_model import request
 
 from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks

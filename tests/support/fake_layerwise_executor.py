@@ -36,8 +36,8 @@ from moesaic.policy.scheduling.schedulers.actions import (
 )
 from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 from moesaic.policy.scheduling.schedulers.ready_queues import RunThreshold
-from tests.policy.fake_executor import Client, FakeExecutor
-from tests.policy.toy_model import EMPTY, VOCABULARY, alone, hashes, mix, sample
+from tests.support.fake_executor import Client, FakeExecutor
+from tests.support.toy_model import EMPTY, VOCABULARY, alone, hashes, mix, sample
 
 Row = tuple[int, int, int]
 """(request id, epoch, position)"""

@@ -1,4 +1,4 @@
-"""`python -m tests.cluster.faulty_worker`: an attention worker whose ways to the expert servers are bad."""
+"""`python -m tests.support.faulty_worker`: an attention worker whose ways to the expert servers are bad."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def faulty(faults: Faults, seed: int) -> Iterator[None]:
     """Attention workers that are started inside have `faults`, each connection by a seed of its own."""
 
     def worker(config: WorkerConfig) -> local.ChildProcess:
-        return local._spawn("tests.cluster.faulty_worker", config.to_json(), "worker process")
+        return local._spawn("tests.support.faulty_worker", config.to_json(), "worker process")
 
     root = str(Path(__file__).parent.parent.parent)
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))

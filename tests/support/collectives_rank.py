@@ -1,4 +1,4 @@
-"""One rank in a process of its own: peer.py PATH RANK SIZE TASK [FILE]
+"""One rank in a process of its own: collectives_rank.py PATH RANK SIZE TASK [FILE]
 
 suite: runs the scenarios and writes what came of them to FILE. wait: after one all-reduce says "waiting" and
 begins another. idle: after one all-reduce says "idle", and begins another when a line comes in. Whoever loses
@@ -15,7 +15,7 @@ import numpy as np
 from moesaic.collectives.one_shot import OneShotGroup
 from moesaic.core.errors import ConnectionLost
 from moesaic.transport.gathering import gather
-from tests.collectives import scenarios
+from tests.support import collectives_scenarios
 
 SECRET = b"a secret of the tests"
 
@@ -30,18 +30,18 @@ def main(path: str, rank: str, size: str, task: str, *file: str) -> None:
     peers = gather(path, SECRET, int(rank), int(size), seconds=10.0)
     group = OneShotGroup(peers)
     if task == "suite":
-        outcome = scenarios.run(group)
+        outcome = collectives_scenarios.run(group)
         outcome["sent"] = np.array(peers.sent)
         with Path(file[0]).open("wb") as out:
             np.savez(out, allow_pickle=False, **outcome)
         group.close()
         return
-    group.all_reduce(scenarios.rows(group.rank))
+    group.all_reduce(collectives_scenarios.rows(group.rank))
     say("waiting" if task == "wait" else "idle")
     if task == "idle":
         sys.stdin.readline()
     try:
-        group.all_reduce(scenarios.rows(group.rank))
+        group.all_reduce(collectives_scenarios.rows(group.rank))
         say("done")
     except ConnectionLost as lost:
         say(f"lost: {lost}")

@@ -1,4 +1,4 @@
-"""A server process for the tests of signals: `python -m tests.server.served TOKENIZER_DIR PACE`.
+"""A server process for the tests of signals: `python -m tests.support.server_process TOKENIZER_DIR PACE`.
 
 Prints its port. The worker answers like in every other test; with PACE "fail" it fails to load.
 """
@@ -13,8 +13,7 @@ from moesaic.core.errors import MoesaicError
 from moesaic.server.app import create_app
 from moesaic.server.run import bind, serve
 from moesaic.server.service import Service
-
-from .fake_worker import engine_and_worker, make_tokenizer
+from tests.support.fake_worker import engine_and_worker, make_tokenizer
 
 
 def main(path: str, pace: str) -> int:

@@ -1,4 +1,4 @@
-"""`run-batch` as a process of its own, so that it can be killed: python program.py JSON"""
+"""`run-batch` as a process of its own, so that it can be killed: python run_batch_program.py JSON"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moesaic.batch.run import run, run_with
 from moesaic.batch.show import print_summary
 from moesaic.config import ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError, MoesaicError
-from tests.batch.fake import FakeServer
+from tests.support.fake_batch_server import FakeServer
 
 
 def main() -> int:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from tests.support.faulty_transport import Faults, FaultyCaller
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.transport.calls import Answerer, Call, Caller, End, Incoming
 from moesaic.transport.listening import Listener, connect
 from moesaic.transport.waiting import wait
+from tests.support.faulty_transport import Faults, FaultyCaller
 
 SECRET = b"a secret of the tests"
 HEAP = 64 << 20
@@ -73,7 +73,7 @@ def accepted(listener: Listener) -> Answerer:
 
 @contextmanager
 def process(role: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """tests/transport/call_peer.py in another process, killed at the end."""
+    """tests/support/call_peer.py in another process, killed at the end."""
     command = [sys.executable, str(Path(__file__).with_name("call_peer.py")), role, *arguments]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
     with child:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from threading import Thread, current_thread
 from unittest import mock
 
-from tests.device.sanitizer import TAKEN
-from tests.runtime.group.threads import RANK
+from tests.support.gpu_sanitizer import TAKEN
+from tests.support.thread_groups import RANK
 
 
 class Shares:

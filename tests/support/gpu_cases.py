@@ -8,19 +8,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.models import cases, tiny
 from torch.nn import functional
 
 from moesaic import LLM, RequestOutput, SamplingParams
 from moesaic.testing import byte_tokenizer
+from tests.support import model_configs, tiny_models
 
 NEW = 12
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral-window": cases.CASES["mixtral-window"],
-    "qwen3-bias-dense-layers": cases.CASES["qwen3-bias-dense-layers"],
-    "qwen3-window-yarn-k8": cases.QWEN3_WINDOW_YARN_K8,
-    "deepseek-lite-yarn": cases.CASES["deepseek-lite-yarn"],
-    "deepseek-full": cases.CASES["deepseek-full"],
+    "mixtral-window": model_configs.CASES["mixtral-window"],
+    "qwen3-bias-dense-layers": model_configs.CASES["qwen3-bias-dense-layers"],
+    "qwen3-window-yarn-k8": model_configs.QWEN3_WINDOW_YARN_K8,
+    "deepseek-lite-yarn": model_configs.CASES["deepseek-lite-yarn"],
+    "deepseek-full": model_configs.CASES["deepseek-full"],
 }
 """Between them: windows, YaRN, norms of heads, biases, dense layers, both kinds of latent attention, shared
 experts and a choice that is limited to groups."""
@@ -36,7 +36,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def prompts() -> list[list[int]]:
     """Of one token, around block boundaries, past windows and original contexts; the last two share 40."""
-    drawn = [tiny.prompt(length, cases.VOCAB, seed=length) for length in (1, 15, 16, 17, 33, 60)]
+    drawn = [
+        tiny_models.prompt(length, model_configs.VOCAB, seed=length) for length in (1, 15, 16, 17, 33, 60)
+    ]
     return [*drawn, drawn[-1][:40] + drawn[1]]
 
 
@@ -58,8 +60,8 @@ def requests(new: int) -> list[SamplingParams]:
 
 def write(name: str, path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """A checkpoint of MODELS in `path`, and the model of transformers that it is of."""
-    model = tiny.build(*MODELS[name])
-    tiny.save(model, path, dtype)
+    model = tiny_models.build(*MODELS[name])
+    tiny_models.save(model, path, dtype)
     byte_tokenizer(path)  # nothing is asked of it but to be there
     return model
 

@@ -1,4 +1,4 @@
-"""`python -m tests.warm`: attention workers as forks of a process that has imported torch.
+"""`python -m tests.support.forked_workers`: attention workers as forks of a process that has imported torch.
 
 Each would take two seconds for that. Everything else is as when `cluster.local` starts them: they are
 children of the process that asked, in process groups of their own, and run the same `main`.
@@ -55,7 +55,7 @@ class Forking:
         self._asking, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.support.forked_workers", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_environment(), process_group=0,
             )  # fmt: skip
         return self._asking

@@ -28,7 +28,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
     StepPlan,
 )
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
-from tests.policy.toy_model import EMPTY, alone, hashes, mix, sample
+from tests.support.toy_model import EMPTY, alone, hashes, mix, sample
 
 
 @dataclass

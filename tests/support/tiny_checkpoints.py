@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tests.models import cases, tiny
 
 from moesaic.testing import byte_tokenizer
+from tests.support import model_configs, tiny_models
 
 MODELS = {
     "mixtral-window": "float32",
@@ -26,6 +26,6 @@ class Written(dict[str, Path]):
 
     def __missing__(self, name: str) -> Path:
         dtype = getattr(torch, MODELS[name])
-        self[name] = tiny.save(tiny.build(*cases.CASES[name]), self._make(name), dtype)
+        self[name] = tiny_models.save(tiny_models.build(*model_configs.CASES[name]), self._make(name), dtype)
         byte_tokenizer(self[name])  # nothing is asked of it but to be there
         return self[name]
