@@ -32,7 +32,7 @@ def test_marks() -> None:
 
 def test_a_coarser_key_needs_fewer_cases_and_still_takes_every_choice() -> None:
     cases = list(product("abcdef", range(10), range(2)))
-    found = thinned(cases, lambda case: (case[0] in "abc", *case[1:]))
+    found = thinned(cases, lambda case: (case[0] in "abc", *case[1:]), spread=True)
     assert len(found) == 20 < len(cover("abcdef", range(10), range(2)))
     assert {(one in "abc", two) for one, two, _ in found} == set(product((True, False), range(10)))
     assert {one for one, _, _ in found} == set("abcdef")

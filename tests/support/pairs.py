@@ -19,10 +19,12 @@ def cover(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
     return thinned(list(itertools.product(*factors)))
 
 
-def thinned(cases: Sequence[tuple[Any, ...]], key: Key = lambda case: case) -> list[tuple[Any, ...]]:
+def thinned(
+    cases: Sequence[tuple[Any, ...]], key: Key = lambda case: case, spread: bool = False
+) -> list[tuple[Any, ...]]:
     """Those of `cases` that keep every pair of choices that occurs in their keys.
 
-    Where keys are coarser than cases, the choices that were taken least often come next.
+    spread: of cases that are equally good, one whose choices were taken least often; else the first.
     """
     known: dict[tuple[int, Any, int, Any], int] = {}
     bits = [
@@ -37,7 +39,7 @@ def thinned(cases: Sequence[tuple[Any, ...]], key: Key = lambda case: case) -> l
 
     def loss(number: int) -> tuple[int, int, int]:
         """Which only grows, so that a case whose old loss is not the least need not be looked at again."""
-        used = sum(taken[choice] for choice in enumerate(cases[number]))
+        used = sum(taken[choice] for choice in enumerate(cases[number])) if spread else 0
         return -(bits[number] & left).bit_count(), used, number
 
     waiting = [loss(number) for number in range(len(cases))]
@@ -54,16 +56,17 @@ def thinned(cases: Sequence[tuple[Any, ...]], key: Key = lambda case: case) -> l
 
 
 def params(
-    *factors: Iterable[Any], fast: Collection[tuple[Any, ...]] = (), key: Key = lambda case: case
+    *factors: Iterable[Any], fast: Collection[tuple[Any, ...]] = (), key: Key | None = None
 ) -> list[Any]:
     """The whole product. The cover is marked `slow` and what is not in it `full`.
 
     fast: cases without a mark, which need not be in the cover.
-    key: the cover has the pairs that occur in the keys of cases, as where settings are alike.
+    key: where some choices are alike, what counts of a case. The cover has the pairs that occur in keys.
     """
     choices = [list(factor) for factor in factors]
-    covering = thinned(list(itertools.product(*choices)), key)
+    every = list(itertools.product(*choices))
+    covering = thinned(every, key, spread=True) if key else thinned(every)
     return [
         pytest.param(*case, marks=() if case in fast else pytest.mark.slow if case in covering else REST)
-        for case in itertools.product(*choices)
+        for case in every
     ]
