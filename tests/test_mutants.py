@@ -126,9 +126,27 @@ def test_tests_are_found_by_what_they_import(sample: Path) -> None:
     assert names("src/sample/numbers.py") == ["test_numbers.py", "test_others.py", "test_programs.py"]
     assert names("src/sample/texts.py") == ["test_others.py", "test_programs.py"]
     assert names("src/sample/alone.py") == ["test_programs.py"]
-    tests = graph.tests_of("src/sample/numbers.py")
-    assert reach.mirrored("src/sample/numbers.py", "sample", tests) == [Path("tests/test_numbers.py")]
-    assert reach.mirrored("src/sample/texts.py", "sample", tests) == tests
+
+
+@pytest.mark.parametrize(
+    ("path", "first"),
+    [
+        ("a/b.py", ["tests/a/test_b.py", "tests/a/test_b_more.py"]),
+        ("a/__init__.py", ["tests/a/test_a.py"]),
+        ("a/other/d.py", ["tests/a/test_d.py"]),
+        ("c/e.py", ["tests/test_c.py"]),
+        ("a/f.py", ["tests/a/test_b.py", "tests/a/test_b_more.py", "tests/a/test_a.py", "tests/a/test_d.py"]),
+    ],
+)
+def test_the_nearest_tests_are_those_with_the_name(path: str, first: list[str]) -> None:
+    names = ["a/test_b.py", "a/test_b_more.py", "a/test_a.py", "a/test_d.py", "test_c.py", "x/test_b.py"]
+    tests = [Path("tests") / name for name in names]
+    assert reach.nearest(f"src/sample/{path}", "sample", tests) == [Path(one) for one in first]
+
+
+def test_where_no_name_fits_the_first_few_are_nearest() -> None:
+    tests = [Path(f"tests/x/test_{number}.py") for number in range(20)]
+    assert reach.nearest("src/sample/y/z.py", "sample", tests) == tests[: reach.FEW]
 
 
 @pytest.mark.slow

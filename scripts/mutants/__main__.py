@@ -8,7 +8,7 @@
 
 Each mutant is one change of one line: a comparison, an operator, a constant, a condition or a default is
 another, a statement is gone, or two arguments change places. Lines are drawn with equal chances. The work is
-done in a copy of the tree. The tests that mirror the changed file run first, then all others of the tier that
+done in a copy of the tree. The tests nearest to the changed file run first, then all others of the tier that
 can reach it. A mutant survives when all of them pass. One with which the tests take too long is caught.
 Some mutants change nothing that can be observed, so not every survivor is a gap.
 """
@@ -66,7 +66,7 @@ class Trial:
     def judge(self, mutation: mutations.Mutation) -> Outcome:
         start = time.monotonic()
         tests = self.graph.tests_of(mutation.path)
-        near = reach.mirrored(mutation.path, self.copied.package, tests)
+        near = reach.nearest(mutation.path, self.copied.package, tests)
         with self.copied.mutated(mutation):
             for part, workers in ((near, 1), ([one for one in tests if one not in near], self.workers)):
                 if not part:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 FOLDERS = ("tests", "scripts", "benchmarks", "examples", "training")
 """What tests import beside the package; each file's name starts with its folder's."""
+FEW = 8
+"""Files that are tried first where no name fits: those with the fewest imports in between."""
 
 
 @dataclass
@@ -69,15 +71,21 @@ def read(root: Path, package: str) -> Reach:
     return graph
 
 
-def mirrored(path: str, package: str, tests: list[Path]) -> list[Path]:
-    """Those of `tests` whose names say that they test the file: src/PACKAGE/a/b.py has tests/a/test_b*.py.
+def nearest(path: str, package: str, tests: list[Path]) -> list[Path]:
+    """Those of `tests` that are tried first: whose names say that they test the file, else its folder's.
 
-    Where there is none, the whole folder tests/a.
+    src/PACKAGE/a/b.py has tests/a/test_b*.py, or else tests/test_b*.py and tests/test_a*.py.
     """
     inner = Path(path).relative_to(Path("src") / package)
-    stem = inner.parent.name if inner.stem in ("__init__", "__main__") else inner.stem
-    folder = [one for one in tests if one.parent == Path("tests") / inner.parent]
-    return [one for one in folder if one.name.startswith(f"test_{stem}")] or folder
+    names = [inner.parent.name if inner.stem in ("__init__", "__main__") else inner.stem]
+    for folder in (inner.parent, *inner.parent.parents):
+        beginnings = tuple(f"test_{name}" for name in names)
+        here = [one for one in tests if one.parent == Path("tests") / folder]
+        if found := [one for one in here if one.name.startswith(beginnings)]:
+            return found
+        names.append(folder.name)
+    same_folder = [one for one in tests if one.parent == Path("tests") / inner.parent]
+    return same_folder or tests[:FEW]
 
 
 def _mentioned(name: str, tree: ast.Module, is_package: bool) -> Iterator[str]:
