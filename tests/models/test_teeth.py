@@ -18,6 +18,7 @@ from moesaic.kernels.reference import dense
 from moesaic.kernels.table import REFERENCE
 from moesaic.models import registry
 
+pytestmark = pytest.mark.slow  # what is tested here are the tests of test_identity.py
 LENGTH = 41
 NEW = 24
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}

@@ -10,6 +10,7 @@ import graphlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 PACKAGE = "moesaic"
@@ -45,19 +46,34 @@ class Module:
     def room(self) -> str:
         return self.inner.partition(".")[0]
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Of the whole tree."""
+        return list(ast.walk(self.tree))
+
     def imports(self, known: frozenset[str] = frozenset()) -> list[Import]:
         """`from a import b` means module a.b when `known` has it, and else module a."""
-        return list(self._imports(self.tree, known, False, False))
+        return [
+            Import(target, node.lineno, inside, types)
+            for node, inside, types in self._statements
+            for target in self._targets(node, known)
+        ]
 
-    def _imports(self, node: ast.AST, known: frozenset[str], inside: bool, types: bool) -> Iterator[Import]:
+    @cached_property
+    def _statements(self) -> list[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
+        """Those that import, whether they stand in a function, and whether they are for types alone."""
+        return list(self._importing(self.tree, False, False))
+
+    def _importing(
+        self, node: ast.AST, inside: bool, types: bool
+    ) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import | ast.ImportFrom):
-                for target in self._targets(child, known):
-                    yield Import(target, child.lineno, inside, types)
-                continue
-            function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
-            typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-            yield from self._imports(child, known, inside or function, types or typing)
+                yield child, inside, types
+            elif isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+                function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+                typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+                yield from self._importing(child, inside or function, types or typing)
 
     def _targets(self, node: ast.Import | ast.ImportFrom, known: frozenset[str]) -> list[str]:
         if isinstance(node, ast.Import):
@@ -175,7 +191,7 @@ def impure(modules: Sequence[Module], rooms: Sequence[str], banned: Iterable[str
         where = [
             (item.line, f"imports {item.target}") for item in module.imports() if within(item.target, banned)
         ]
-        calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
+        calls = [node for node in module.nodes if isinstance(node, ast.Call)]
         where += [(call.lineno, "draws from a global generator") for call in calls if _draws_globally(call)]
         found += [
             f"{module.name}:{line} {what}: take time, data and generators as arguments"
@@ -224,7 +240,7 @@ def broad_excepts(modules: Sequence[Module], allowed: Iterable[str]) -> list[str
         f"{module.name}:{node.lineno} swallows every exception: name what is expected, or raise again"
         for module in modules
         if not within(module.inner, allowed)
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ExceptHandler) and _is_broad(node.type) and not _raises(node)
     ]
 
@@ -243,7 +259,7 @@ def globals_written(modules: Sequence[Module]) -> list[str]:
     return [
         f"{module.name}:{node.lineno} has a global statement: keep the state in an object"
         for module in modules
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Global)
     ]
 
@@ -251,7 +267,7 @@ def globals_written(modules: Sequence[Module]) -> list[str]:
 def environment_readers(modules: Sequence[Module], home: str) -> list[str]:
     found = []
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             text = ast.unparse(node) if isinstance(node, ast.Attribute | ast.ImportFrom) else ""
             direct = text in ("os.environ", "os.getenv", "os.putenv")
             named = text.startswith("from os import") and ("environ" in text or "getenv" in text)
@@ -272,14 +288,14 @@ def untyped(modules: Sequence[Module]) -> list[str]:
 
 
 def functions(module: Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [n for n in ast.walk(module.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [n for n in module.nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def drawers(modules: Sequence[Module], banned: Sequence[str]) -> list[str]:
     """Modules and classes named after nothing."""
     found = []
     for module in modules:
-        classes = [node.name for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+        classes = [node.name for node in module.nodes if isinstance(node, ast.ClassDef)]
         bad_part = [
             p for p in module.inner.split(".") if p.rstrip("s") in {word.rstrip("s") for word in banned}
         ]
