@@ -10,6 +10,6 @@ from tests.support import forked_workers
 
 
 @pytest.fixture(scope="package", autouse=True)
-def _warm() -> Iterator[None]:
-    with forked_workers.process():
-        yield
+def forking() -> Iterator[forked_workers.Forking]:
+    with forked_workers.process() as started:
+        yield started

@@ -42,6 +42,7 @@ from scripts.soak.rounds import Outcome, Pause, run_round
 
 from moesaic.core.cluster_status import ClusterCounters, ProcessStatus
 from tests.support.cluster_driver import Answer
+from tests.support.forked_workers import Forking
 
 KERNELS = ("auto", "reference")
 ROUNDS = 13
@@ -65,7 +66,10 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize(
     "number", [*range(ROUNDS), *(pytest.param(one, marks=pytest.mark.full) for one in range(ROUNDS, 20))]
 )
-def test_nothing_is_different_and_nothing_leaks(number: int, models: Models, folder: Path) -> None:
+def test_nothing_is_different_and_nothing_leaks(
+    number: int, models: Models, folder: Path, forking: Forking
+) -> None:
+    forking.start()
     plan = plan_round("ci", number)
     outcome = run_round(replace(plan, faults=plan.faults[:2], requests=4, together=4), models, folder)
     assert outcome.good, outcome

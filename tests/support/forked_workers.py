@@ -29,7 +29,7 @@ SUBREAPER = 36
 
 
 class Forking:
-    """The process that forks. It starts when the first worker is asked of it."""
+    """The process that forks. It starts when the first worker is asked of it, or when `start` says so."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,6 +45,12 @@ class Forking:
             pid = int(asking.recv(64))
             _subreaper(False)
             return pid
+
+    def start(self) -> None:
+        """So that what it takes of the system is there before a test looks."""
+        with self._lock:
+            if self._asking is None:
+                self._start()
 
     def end(self) -> None:
         if self._process is not None and self._asking is not None:
@@ -62,12 +68,12 @@ class Forking:
 
 
 @contextmanager
-def process() -> Iterator[None]:
+def process() -> Iterator[Forking]:
     """Inside, `launch` and supervisors start workers quickly; on Linux, which alone hands children over."""
-    if sys.platform != "linux":
-        yield
-        return
     forking = Forking()
+    if sys.platform != "linux":
+        yield forking
+        return
 
     def spawn_worker(config: WorkerConfig) -> local.ChildProcess:
         """In place of that of `cluster.local`."""
@@ -81,7 +87,7 @@ def process() -> Iterator[None]:
         patch("moesaic.cluster.members.spawn_worker", spawn_worker),
         patch("moesaic.launch.spawn_worker", spawn_worker),
     ):
-        yield
+        yield forking
     forking.end()
 
 
