@@ -14,7 +14,7 @@ from scripts.gpu import Work
 
 from moesaic import LLM
 from tests import processes
-from tests.device.sanitizer import NAME, sanitized
+from tests.support.gpu_sanitizer import NAME, sanitized
 
 SMALL = ["--checkpoint", "qwen3-moe-0.01b", "--new-tokens", "6", "--requests", "1", "3", "--rounds", "1"]
 PASSES = "def test_it() -> None:\n    assert True\n"
