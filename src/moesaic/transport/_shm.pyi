@@ -1,25 +1,24 @@
-"""The compiled module: the two ends of a shared segment (csrc/segment.h describes its layout), and the ends
-of a group of peers (csrc/peers.h)."""
+"""The compiled module: the two ends of a shared segment (csrc/segment.h), and of a group (csrc/peers.h)."""
 
 from collections.abc import Sequence
 
 from moesaic.core.tokens import IntArray
 
 CALLS: int
-"""Calls that one client can have between open and release."""
+"""Maximum calls of one client between open and release."""
 MAX_ROWS: int
-"""Rows that one call can have."""
+"""Maximum rows of one call."""
 HEAP: int
 """Bytes before the heap."""
 
 PEERS: int
-"""The most peers of a group."""
+"""Maximum peers of a group."""
 
 class Broken(Exception):
     """The peer broke the layout's rules, or this end is closed."""
 
 class Mapping:
-    """A sealed memfd as memory. OSError or ValueError if it cannot be mapped or must not be trusted."""
+    """A mapped, sealed memfd. Raises OSError or ValueError if it cannot be mapped or trusted."""
 
     def __init__(self, descriptor: int) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...

@@ -63,7 +63,7 @@ nb::list Client::poll() {
         const Descriptor& descriptor = memory.slot(index);
         uint64_t count = descriptor.published.load(std::memory_order_acquire);
         if (count < slot.out.count() || count > slot.extent.rows) {
-            throw Broken("the server published rows that are none");
+            throw Broken("the server published rows that do not exist");
         }
         if (count > slot.out.count()) {
             nb::object indices = read(slot, count);
@@ -79,14 +79,14 @@ nb::list Client::poll() {
     return news;
 }
 
-// The rows that came out since the last look, as int64[n].
+// The rows that were published since the last poll, as int64[n].
 nb::object Client::read(Slot& slot, uint64_t count) {
     const std::atomic<uint32_t>* list = segment().list(slot.extent);
     uint64_t first = slot.out.count(), n = count - first;
     auto rows = std::make_unique<int64_t[]>(n);
     for (uint64_t i = 0; i < n; ++i) {
         uint32_t row = list[first + i].load(std::memory_order_relaxed);
-        if (!slot.out.add(row)) throw Broken("the server published a row twice, or one that is none");
+        if (!slot.out.add(row)) throw Broken("the server published a row twice, or one that does not exist");
         rows[i] = row;
     }
     nb::capsule owner(rows.get(), [](void* memory) noexcept { delete[] static_cast<int64_t*>(memory); });
@@ -95,7 +95,7 @@ nb::object Client::read(Slot& slot, uint64_t count) {
 
 void Client::close() {
     std::vector<Slot> calls(kCalls);
-    slots_.swap(calls);  // their destructors run Python, which may come back here
+    slots_.swap(calls);  // their destructors run Python, which may call this again
     End::close();
 }
 

@@ -45,7 +45,7 @@ class Client : public End {
 
     Heap heap_;
     std::vector<Slot> slots_;
-    std::vector<uint64_t> free_, flying_;  // slots without a call; slots with rows to come, oldest first
+    std::vector<uint64_t> free_, flying_;  // slots without a call; slots that lack rows, oldest first
     uint64_t number_ = 0, posted_ = 0, seen_ = 0;
 };
 

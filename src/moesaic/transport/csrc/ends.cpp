@@ -22,8 +22,8 @@ constexpr uint64_t kMaxSize = uint64_t{1} << 39;
 }  // namespace
 
 Mapping::Mapping(int descriptor) {
-    // Without the seal its owner could cut it off, and reading beyond its end kills. Only tmpfs has seals
-    // and never runs out of reserved pages as hugetlbfs does.
+    // Without the seal the owner could shrink it, and reading beyond its end would kill this process. Only
+    // tmpfs has seals and, unlike hugetlbfs, never runs out of reserved pages.
     int seals = fcntl(descriptor, F_GET_SEALS);
     if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
         throw nb::value_error("the memory is not sealed against shrinking");
@@ -31,7 +31,7 @@ Mapping::Mapping(int descriptor) {
     struct statfs system;
     struct stat file;
     if (fstatfs(descriptor, &system) != 0 || fstat(descriptor, &file) != 0) fail();
-    if (system.f_type != TMPFS_MAGIC) throw nb::value_error("the memory is no memfd");
+    if (system.f_type != TMPFS_MAGIC) throw nb::value_error("the memory is not a memfd");
     size_ = static_cast<uint64_t>(file.st_size);
     if (size_ <= kHeap || size_ > kMaxSize) throw nb::value_error("the segment's size is out of bounds");
     void* address = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
@@ -62,7 +62,7 @@ nb::object End::view(uint64_t offset, uint64_t bytes, bool writable) const {
 }
 
 void End::ring() const {
-    // Full of rings that nobody heard: the peer will wake. Closed: the reading side tells.
+    // A full socket wakes the peer anyway. A closed one is noticed when it is read.
     while (send(descriptor_, "!", 1, MSG_DONTWAIT | MSG_NOSIGNAL) < 0 && errno == EINTR) {
     }
 }

@@ -1,4 +1,4 @@
-// What both ends of a segment are made of: the mapping, views of it, and the rows of a call that are out.
+// The parts that both ends of a segment use: the mapping, views of it, and the published rows of a call.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,10 +13,10 @@ namespace moesaic {
 namespace nb = nanobind;
 using Indices = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// A sealed memfd in memory. A buffer to Python: its views keep it mapped.
+// A mapped, sealed memfd. Python sees it as a buffer, and views of that keep it mapped.
 class Mapping {
    public:
-    explicit Mapping(int descriptor);  // OSError, or ValueError if it is none that can be trusted
+    explicit Mapping(int descriptor);  // throws OSError, or ValueError if it cannot be trusted
     ~Mapping();
     Mapping(const Mapping&) = delete;
     Mapping& operator=(const Mapping&) = delete;
@@ -28,13 +28,13 @@ class Mapping {
     uint64_t size_;
 };
 
-// The rows of one call that are out already: each comes out once.
+// The published rows of one call. Each is published once.
 class Out {
    public:
     Out() = default;
     explicit Out(uint64_t rows) : rows_(rows), seen_((rows + 63) / 64) {}
 
-    // False for a row that is none, or that is out already.
+    // False for a row that does not exist or was published before.
     bool add(uint64_t row) {
         if (row >= rows_ || has(row)) return false;
         seen_[row / 64] |= bit(row);
@@ -55,13 +55,13 @@ class Out {
     std::vector<uint64_t> seen_;
 };
 
-// One end: the segment, and the socket whose end tells the peer's death and whose bytes are the doorbell.
+// One end: the segment, and the socket, which closes when the peer dies and whose bytes wake this end.
 class End {
    public:
     End(nb::object mapping, int descriptor);
     virtual ~End() = default;
 
-    // The memory stays mapped while views of it live.
+    // The memory stays mapped while views of it exist.
     void close();
 
    protected:

@@ -1,4 +1,4 @@
-// First fit over one range of addresses: the lowest hole that is large enough, so that few pages are touched.
+// First-fit allocator over one address range. It takes the lowest hole that is large enough, to touch few pages.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ class Heap {
    public:
     Heap(uint64_t begin, uint64_t end) : capacity_(end - begin) { holes_[begin] = end - begin; }
 
-    static constexpr uint64_t kNone = 0;  // offset 0 is the header's
+    static constexpr uint64_t kNone = 0;  // offset 0 belongs to the header
     uint64_t capacity() const { return capacity_; }
 
     uint64_t take(uint64_t bytes) {

@@ -1,5 +1,5 @@
-// The Python module: the two ends of a shared segment (../shm.py connects them and watches over the socket),
-// and the ends of a group of peers (shared_peers.py, one folder up).
+// The Python module: the two ends of a shared segment (../shm.py connects them and watches the socket),
+// and the ends of a group of peers (../shared_peers.py).
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>
@@ -24,7 +24,7 @@ PyType_Slot buffer_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buff
 
 NB_MODULE(_shm, m) {
     using namespace moesaic;
-    nb::set_leak_warnings(false);  // a call may outlive the interpreter's last look
+    nb::set_leak_warnings(false);  // a call may still exist when the interpreter ends
     m.doc() = "calls through shared memory; csrc/segment.h describes its layout";
     m.attr("CALLS") = kCalls;
     m.attr("MAX_ROWS") = kMaxRows;

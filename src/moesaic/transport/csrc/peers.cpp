@@ -7,7 +7,7 @@
 namespace moesaic {
 namespace {
 
-constexpr int kLooks = 32;  // before the core is offered to others
+constexpr int kLooks = 32;  // polls before the core is yielded
 
 using Clock = std::chrono::steady_clock;
 
@@ -61,7 +61,7 @@ nb::object Peers::open_for_all(uint64_t bytes) {
 void Peers::begin() {
     header();
     if (state_ == State::kPosted) throw Broken("a round is under way");
-    if (state_ == State::kIdle) ++round_;  // what was opened and not posted is given up
+    if (state_ == State::kIdle) ++round_;  // parts that were opened and not posted are dropped
     state_ = State::kOpen;
 }
 

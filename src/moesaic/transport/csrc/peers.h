@@ -1,17 +1,19 @@
-// The memory that a group of peers shares, and one peer's end of it: rounds in which each sends to each.
+// The memory that a group of peers shares, and one peer's end of it: rounds in which each peer sends to each.
 //
 //   header   per peer: rounds it has posted, and the round it sleeps for; per round's parity, sender and
-//            receiver: where the part lies
+//            receiver: the offset of the part
 //   halves   two per peer, one for each parity of the round, written by that peer only
 //
-// A round: write the parts and where they lie, then `posted` + 1 with release; wait until everybody's count is
-// as high (acquire); read. A peer writes into a half again two rounds later. It has then seen everybody post
-// the round between, which they do after they have read this one: so no part is taken back, and none is waited for.
+// A round: write the parts and their offsets, then `posted` + 1 with release. Wait until every peer's count is as
+// high (acquire), then read. A peer writes into a half again two rounds later. By then it has seen every peer post
+// the round between, which each does only after it has read this one. So no part is overwritten before it is read,
+// without any further waiting.
 //
-// To sleep: say for which round, fence, look at the counts once more. Who posts: count, fence, and wake a sleeper
-// whose round is complete with this. Of those that complete it at once, the last fence sees all counts.
+// To sleep: store the round to wait for, fence, look at the counts once more. To post: count, fence, and wake each
+// sleeper whose round is complete now. If several peers complete it at once, the last fence sees all counts.
 //
-// The peers are of one user and one program. What another wrote is still checked, as a copy, before it is used.
+// All peers are processes of one user and one program. Still, what another peer wrote is copied and checked before
+// it is used.
 #pragma once
 
 #include <vector>
@@ -31,23 +33,23 @@ struct Part {
 struct PeersHeader {
     std::atomic<uint64_t> magic, size;
     Line<uint64_t> posted[kPeers];
-    Line<uint64_t> sleeps_for[kPeers];  // 0: awake. The sleeper sets it, whoever wakes it clears it.
+    Line<uint64_t> sleeps_for[kPeers];  // 0: awake. Set by the sleeper, cleared by the peer that wakes it.
     Part parts[2][kPeers][kPeers];
 };
 static_assert(sizeof(PeersHeader) <= kHeap, "layout");
 
 class Peers {
    public:
-    Peers(nb::object mapping, uint64_t rank, uint64_t size);  // rank 0 before the others
+    Peers(nb::object mapping, uint64_t rank, uint64_t size);  // rank 0 must be the first
 
     uint64_t capacity() const { return half_; }
     nb::list open(const std::vector<uint64_t>& sizes);  // memory for the part of each peer
-    nb::object open_for_all(uint64_t bytes);            // memory for one part that everybody reads
-    std::vector<uint64_t> post();                       // the peers to be woken
+    nb::object open_for_all(uint64_t bytes);            // memory for one part that all peers read
+    std::vector<uint64_t> post();                       // the peers to wake
     bool wait(double seconds) const;                    // whether the posted round is complete by then
-    bool arm();                                         // says that it will sleep; true if it should not
+    bool arm();                                         // sets the sleep flag; true if it should not sleep
     void disarm();
-    std::vector<uint64_t> missing() const;              // who has not posted this round
+    std::vector<uint64_t> missing() const;              // peers that have not posted this round
     nb::list take();                                    // the part of each peer
     void close();
 

@@ -1,15 +1,15 @@
-// The memory that one client and one server share: its layout, who writes what, and in which order.
+// The memory that one client and one server share: its layout, which end writes what, and in which order.
 //
 //   header       counters, sleep flags and the ring of posted slots, one writer per cache line
-//   descriptors  one per slot: where a call lies (client), how many of its rows are out (server)
-//   heap         the client allocates from it; a call is [request | answer | list of published rows]
+//   descriptors  one per slot: the offset of a call (client), how many of its rows are published (server)
+//   heap         the client allocates calls in it; a call is [request | answer | list of published rows]
 //
 // Client: request, descriptor, ring entry, then `posted` + 1 with release. Server: `posted` with acquire.
 // Server: rows, their indices in the list, then `published` of the slot and of the header with release.
 // To sleep: set the flag, fence, look at the counter once more. To wake: count, fence, look at the flag.
-// Either the sleeper sees the count or the other sees the flag, so no wake-up is lost.
+// Either the sleeper sees the new count or the other end sees the flag, so no wakeup is lost.
 //
-// The peer may write anything at any time. Every word is read once, as an atomic, and checked as a copy.
+// The peer may write anything at any time. So every word is read once, as an atomic, and the copy is checked.
 #pragma once
 
 #include <atomic>
@@ -31,10 +31,10 @@ struct alignas(kAlign) Line {  // alone in its cache line
 
 struct Header {
     std::atomic<uint64_t> magic;
-    Line<uint64_t> posted;          // client: calls put into the ring, ever
-    Line<uint32_t> server_sleeps;   // server sets it, whoever rings clears it
-    Line<uint64_t> published;       // server: publications, ever
-    Line<uint32_t> client_sleeps;   // client sets it
+    Line<uint64_t> posted;          // client: number of calls put into the ring so far
+    Line<uint32_t> server_sleeps;   // set by the server, cleared by the end that wakes it
+    Line<uint64_t> published;       // server: number of publications so far
+    Line<uint32_t> client_sleeps;   // set by the client, cleared by the end that wakes it
     alignas(kAlign) std::atomic<uint32_t> ring[kCalls];  // client: slots in the order of posting
 };
 
@@ -44,7 +44,7 @@ struct Descriptor {
     std::atomic<uint64_t> request_bytes;
     std::atomic<uint64_t> rows;
     std::atomic<uint64_t> row_bytes;
-    alignas(kAlign) std::atomic<uint64_t> published;  // server: rows out so far
+    alignas(kAlign) std::atomic<uint64_t> published;  // server: rows published so far
 };
 
 constexpr uint64_t kTable = 4096;
@@ -68,7 +68,7 @@ struct Extent {  // a call inside the heap
     uint64_t list() const { return answer() + aligned(rows * row_bytes); }
     uint64_t bytes() const { return list() - offset + aligned(rows * sizeof(uint32_t)); }
 
-    // Whether it lies in a segment of `size` bytes. Nothing overflows while size < 2^40.
+    // Whether the call is inside a segment of `size` bytes. Nothing overflows while size < 2^40.
     bool fits(uint64_t size) const {
         return rows >= 1 && rows <= kMaxRows && request_bytes <= size && row_bytes <= size && offset >= kHeap &&
                offset <= size && offset % kAlign == 0 && bytes() <= size - offset;
@@ -88,14 +88,14 @@ struct Segment {
     }
 };
 
-// Says that it will sleep; true if the counter has moved on, so that it should not.
+// Sets the sleep flag. Returns true if the counter has changed, so that the caller should not sleep.
 inline bool going_to_sleep(std::atomic<uint32_t>& flag, const std::atomic<uint64_t>& counter, uint64_t seen) {
     flag.store(1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     return counter.load(std::memory_order_acquire) != seen;
 }
 
-// Counts on, then says whether the other end must be woken. Only one of several wakers is told so.
+// Sets the counter and returns whether the other end must be woken. Only one of several wakers gets true.
 inline bool count_on(std::atomic<uint64_t>& counter, uint64_t value, std::atomic<uint32_t>& flag) {
     counter.store(value, std::memory_order_release);
     std::atomic_thread_fence(std::memory_order_seq_cst);

@@ -22,16 +22,16 @@ nb::list Server::poll(nb::handle self) {
 }
 
 nb::object Server::take(uint64_t index, nb::handle self) {
-    if (index >= kCalls) throw Broken("the client posted a slot that is none");
+    if (index >= kCalls) throw Broken("the client posted a slot that does not exist");
     Slot& slot = slots_[index];
-    if (slot.busy) throw Broken("the client posted a slot whose rows are not all out");
+    if (slot.busy) throw Broken("the client posted a slot whose rows are not all published");
     const Segment& memory = segment();
     const Descriptor& descriptor = memory.slot(index);
     Extent extent{descriptor.offset.load(std::memory_order_relaxed),
                   descriptor.request_bytes.load(std::memory_order_relaxed),
                   descriptor.rows.load(std::memory_order_relaxed),
                   descriptor.row_bytes.load(std::memory_order_relaxed)};
-    if (!extent.fits(memory.size)) throw Broken("the client posted a call that lies outside the segment");
+    if (!extent.fits(memory.size)) throw Broken("the client posted a call outside the segment");
     slot = {true, slot.turn + 1, extent, Out(extent.rows)};
     return nb::cast(Incoming{descriptor.number.load(std::memory_order_relaxed), extent.rows, extent.row_bytes, index,
                              slot.turn, view(extent.offset, extent.request_bytes, false),
@@ -40,7 +40,7 @@ nb::object Server::take(uint64_t index, nb::handle self) {
 }
 
 void Server::publish(uint64_t index, uint64_t turn, const Indices& indices) {
-    if (closed()) return;  // nobody waits for these rows
+    if (closed()) return;  // the client is gone
     Slot& slot = slots_[index];
     uint64_t n = indices.shape(0), first = slot.out.count();
     if (n == 0) return;
@@ -50,7 +50,7 @@ void Server::publish(uint64_t index, uint64_t turn, const Indices& indices) {
         int64_t row = indices.data()[i];
         if (!slot.out.add(static_cast<uint64_t>(row))) {
             while (i > 0) slot.out.remove(static_cast<uint64_t>(indices.data()[--i]));
-            throw nb::value_error("a row was published twice, or is none of the call's");
+            throw nb::value_error("a row was published twice, or the call does not have it");
         }
         list[first + i].store(static_cast<uint32_t>(row), std::memory_order_relaxed);
     }

@@ -1,4 +1,4 @@
-// The server's end: it takes what was posted, after checking it, and publishes rows.
+// The server's end: it checks and takes posted calls, and publishes rows.
 #pragma once
 
 #include <vector>
@@ -23,8 +23,8 @@ class Server : public End {
    private:
     struct Slot {
         bool busy = false;
-        uint64_t turn = 0;  // which of the calls that this slot has seen
-        Extent extent{};    // as it was checked; the client's own words are not read again
+        uint64_t turn = 0;  // number of the call within this slot
+        Extent extent{};    // a checked copy; the client's memory is not read again
         Out out;
     };
 
