@@ -1,7 +1,8 @@
-"""Waits for many connections at once: polls for a moment, asks the peers to ring, looks again, then sleeps.
+"""Waits for many connections at once: polls for a moment, asks the peers for a wakeup, polls again, then
+sleeps.
 
-A peer that answers within that moment costs no system call on either side. A later one sees that this end has
-asked, and rings. When a process dies its socket closes, which wakes the sleeper as well.
+A peer that answers within that moment costs no system call on either side. A later one sees that this end
+asked for a wakeup, and sends it. When a process dies its socket closes, which wakes the sleeper as well.
 """
 
 from __future__ import annotations

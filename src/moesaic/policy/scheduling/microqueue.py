@@ -32,7 +32,7 @@ from moesaic.core.tokens import IntArray
 
 FloatArray = npt.NDArray[np.float64]
 Queue = tuple[int, int]
-"""(layer, expert)"""
+"""(layer, expert) of a queue."""
 
 
 class QueuePolicy(Protocol):

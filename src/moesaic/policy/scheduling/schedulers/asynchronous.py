@@ -238,8 +238,8 @@ class AsyncScheduler:
     def _fill(self, now: float) -> list[Action]:
         """Create units for requests that have none: the row of the next token, or a chunk of the prompt."""
         room = self._limits.max_num_batched_tokens - self._rows
-        everybody = len(self._units) == len(self._batching.running)
-        if room <= 0 or (everybody and not self._batching.may_admit):
+        all_have_units = len(self._units) == len(self._batching.running)
+        if room <= 0 or (all_have_units and not self._batching.may_admit):
             return []
         schedule = self._batching.schedule(now, self._units.keys(), room)
         units = [Unit(sequence, rows) for sequence, rows in schedule.chunks]

@@ -42,7 +42,7 @@ class Run:
     units: list[Unit]
     """Its units, in the order of the rows."""
     waiting: Units
-    """The same units in the form of the token pool."""
+    """The units as the token pool stores them."""
     left: int = 0
     """Units that no later run took and that were not dropped."""
 
