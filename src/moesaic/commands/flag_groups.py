@@ -50,4 +50,4 @@ GROUPS: dict[str, tuple[str, ...]] = {
 """Subject -> its flags. Every flag of these commands is in one of them."""
 
 MANY = 20
-"""Commands with fewer flags than this show them in one list."""
+"""Commands with fewer flags than this, or with a flag that has no subject, show them in one list."""

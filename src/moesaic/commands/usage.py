@@ -38,13 +38,13 @@ class GroupedFlags(DefaultFormatter):
             entry.copy(positive_shorts=(*entry.positive_shorts, *self._of(entry.positive_names)))
             for entry in panel.entries
         ]
-        if panel.format != "parameter" or len(entries) < flag_groups.MANY:
-            return [panel.copy(entries=entries)]
         groups = {
             title: [one for one in entries if set(flags) & set(one.positive_names)]
             for title, flags in flag_groups.GROUPS.items()
         }
         found = {title: group for title, group in groups.items() if group}
+        if panel.format != "parameter" or sum(map(len, found.values())) < max(len(entries), flag_groups.MANY):
+            return [panel.copy(entries=entries)]
         if self._everything:
             return [panel.copy(title=title, entries=group) for title, group in found.items()]
         essential = [one for one in entries if set(flag_groups.ESSENTIAL) & set(one.positive_names)]
