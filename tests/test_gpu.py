@@ -77,7 +77,14 @@ def test_on_the_stand_in_each_number_of_requests_has_its_speeds() -> None:
     assert (found["ok"], found["device"], found["dtype"]) == (True, NAME, "bfloat16")
     assert [row["requests"] for row in found["rows"]] == [1, 3]
     assert all(row["prefill_tokens_per_s"] > 0 for row in found["rows"])
-    assert {(row["prompt_tokens"], row["new_tokens"]) for row in found["rows"]} == {(64, 6)}
+    assert {(row["prompt_tokens"], row["new_tokens"], row["rounds"]) for row in found["rows"]} == {(64, 6, 1)}
+
+
+@pytest.mark.slow
+def test_rows_for_which_there_is_no_time_are_told() -> None:
+    work = Work("cpu", new_tokens=2, requests=(1, 2), limits={"speed": 0})
+    found = gpu.speed(work)
+    assert not found["ok"] and found["rows"] == [] and found["error"] == "only 0 of 2 rows in time"
 
 
 @pytest.mark.slow
