@@ -260,7 +260,7 @@ def test_what_is_refused(file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert message in refused(capsys, *words)
     profile(requests=1).save(file)
     said = refused(capsys, file, "--ranks", 2, *to)
-    assert "requests with recorded routes: got 1" in said and "more --max-memory" in said
+    assert "requests with recorded routes: got 1" in said and "raise --max-memory" in said
     made = profile()
     replace(made, routes=made.routes.of([])).save(file)
     assert "requests with recorded routes: got 0" in refused(capsys, file, "--ranks", 2, *to)

@@ -239,7 +239,7 @@ def test_the_next_placement_is_sound_too(pair: tuple[Case, Case]) -> None:
 
 @given(cases())
 def test_never_worse_than_consecutive_ranges(case: Case) -> None:
-    """Without redundancy on equal servers, where the ranges are as long as the rooms."""
+    """Without redundancy on equal servers, where the ranges are as long as the slots."""
     experts = case.load.shape[1]
     plain = Case(case.load, dict.fromkeys(case.servers, 1.0), 0, 1)
     if experts % len(plain.servers) == 0:
@@ -303,7 +303,7 @@ def test_shapes_must_agree() -> None:
         place(np.ones((1, 4)), [0, 1], equal(0))
     with pytest.raises(ValueError, match="ascending"):
         place(np.ones((2, 4)), [1, 0], equal(0))
-    with pytest.raises(ValueError, match="load of 5 experts, previously 4"):
+    with pytest.raises(ValueError, match="load has 5 experts, the previous placement 4"):
         place(np.ones((1, 5)), [0], equal(0), previous=first)
 
 

@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesaic.core.tokens import IntArray
-from moesaic.policy.placement.packing import BoolArray, FloatArray, Layer, copies, kept, pack, rooms, swap
+from moesaic.policy.placement.packing import (
+    BoolArray,
+    FloatArray,
+    Layer,
+    copies,
+    kept,
+    pack,
+    server_slots,
+    swap,
+)
 
 
 def floats(*values: float) -> FloatArray:
@@ -23,27 +32,27 @@ def nothing(experts: int, servers: int) -> BoolArray:
     return np.zeros((experts, servers), dtype=np.bool_)
 
 
-def test_rooms_worked_example() -> None:
-    found = rooms(8, 8, floats(1, 1, 1), np.zeros((4, 3), dtype=np.int64))
+def test_server_slots_worked_example() -> None:
+    found = server_slots(8, 8, floats(1, 1, 1), np.zeros((4, 3), dtype=np.int64))
     assert found.tolist() == [[3, 3, 2], [3, 2, 3], [2, 3, 3], [3, 3, 2]]
 
 
 def test_who_can_hold_no_more_leaves_its_share_to_the_others() -> None:
-    assert rooms(12, 8, floats(8, 1, 1), ints(0, 0, 0)[None]).tolist() == [[8, 2, 2]]
+    assert server_slots(12, 8, floats(8, 1, 1), ints(0, 0, 0)[None]).tolist() == [[8, 2, 2]]
 
 
 def test_the_odd_slot_stays_where_it_is() -> None:
     """Shares 3.5 and 1.5: what the first placement decides, the second one repeats."""
-    first = rooms(5, 5, floats(7, 3), ints(0, 5)[None])
+    first = server_slots(5, 5, floats(7, 3), ints(0, 5)[None])
     assert first.tolist() == [[3, 2]]
-    assert rooms(5, 5, floats(7, 3), first).tolist() == [[3, 2]]
-    assert rooms(5, 5, floats(7, 3), ints(5, 0)[None]).tolist() == [[4, 1]]
+    assert server_slots(5, 5, floats(7, 3), first).tolist() == [[3, 2]]
+    assert server_slots(5, 5, floats(7, 3), ints(5, 0)[None]).tolist() == [[4, 1]]
 
 
 @given(st.integers(1, 30), st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=1, max_size=5), st.data())
 def test_totals_are_fair_over_the_layers(experts: int, weights: list[float], data: st.DataObject) -> None:
     slots = data.draw(st.integers(1, experts * len(weights)))
-    found = rooms(slots, experts, np.array(weights), np.zeros((12, len(weights)), dtype=np.int64))
+    found = server_slots(slots, experts, np.array(weights), np.zeros((12, len(weights)), dtype=np.int64))
     assert (found.sum(axis=1) == slots).all() and found.max() <= experts
     assert (np.ptp(found, axis=0) <= 1).all()
     for one, other in itertools.combinations(range(len(weights)), 2):
@@ -68,7 +77,7 @@ def test_an_expert_makes_way_for_those_that_need_the_server() -> None:
 
 
 def test_new_copies_leave_room_for_those_that_stay() -> None:
-    """Server 0 is ten times as large, but one of its two rooms is expert 2's."""
+    """Server 0 is ten times as large, but one of its two slots is expert 2's."""
     layer = Layer(floats(4, 3, 1, 1), ints(1, 1, 1, 1), ints(2, 2), floats(10, 1))
     staying = nothing(4, 2)
     staying[2, 0] = staying[3, 1] = True
@@ -100,7 +109,7 @@ def test_swap_worked_example() -> None:
 
 @st.composite
 def layers(draw: st.DrawFn) -> tuple[Layer, BoolArray]:
-    """Any rooms and copies that match, and any holders before."""
+    """Any slots and copies that match, and any holders before."""
     experts, servers = draw(st.integers(1, 6)), draw(st.integers(1, 5))
     room = draw(st.lists(st.integers(0, experts), min_size=servers, max_size=servers))
     least = draw(st.integers(1, servers))
@@ -145,7 +154,7 @@ def test_no_expert_could_have_had_the_copy_of_another(problem: tuple[Layer, Bool
 
 
 def matches(count: IntArray, room: IntArray) -> bool:
-    """Whether copies fit rooms, each expert's into its roomiest servers (which is enough to find out)."""
+    """Whether copies fit slots, each expert's into its roomiest servers (which is enough to find out)."""
     left = sorted(room.tolist(), reverse=True)
     for copies_of_one in sorted(count.tolist(), reverse=True):
         if copies_of_one > len(left) or (copies_of_one and left[copies_of_one - 1] == 0):

@@ -1,9 +1,8 @@
-"""The data of an activation map: a picture with the token ids as rows and the experts as columns, sorted by
-rank.
+"""Computes activation maps: how often each token id chooses each expert, with both sorted by rank.
 
-Speculative MoE (figure 8a) and Sem-MoE (figure 6b) draw how often each token id chooses each expert. If
-tokens and experts that belong together are sorted together, the choices form blocks on the diagonal. These
-choices stay on a rank.
+Speculative MoE (figure 8a) and Sem-MoE (figure 6b) draw such pictures. Rows are token ids and columns are
+experts. Where tokens and experts of one rank are sorted together, their choices form blocks on the
+diagonal. These choices stay on their rank.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ActivationMap:
-    """Some token ids and all experts of a layer."""
+    """The activation map of some token ids and all experts of one layer."""
 
     tokens: tuple[int, ...]
-    """[n] ids, those of rank 0 first; within a rank those with the largest local share first."""
+    """[n] token ids. Those of rank 0 come first; within a rank, those with the largest local share."""
     experts: tuple[int, ...]
-    """[E] logical ids, those of rank 0 first."""
+    """[E] logical ids of the experts. Those of rank 0 come first."""
     tokens_of: tuple[int, ...]
-    """[R] number of ids on each rank."""
+    """[R] number of these token ids on each rank."""
     experts_of: tuple[int, ...]
     """[R] number of experts on each rank."""
     shares: tuple[tuple[float, ...], ...]
-    """[n, E] share of an id's tokens that chose the expert, 0 to 1."""
+    """[n, E] share of a token id's occurrences that chose the expert, 0 to 1."""
     local: float
-    """Share of these tokens' (token, expert) pairs whose expert is on the rank of the token."""
+    """Share of the (token, expert) pairs that have token and expert on the same rank."""
 
 
 def commonest(profile: Profile, index: int, most: int) -> IntArray:
-    """The `most` token ids that were seen most often in layer `index`, ascending.
+    """The `most` token ids that occur most often in layer `index`, ascending.
 
-    Of equally frequent ones the lower is taken.
+    Between equally frequent ids, the lower one is taken.
     """
     counts = profile.counts[index]
     seen = _pairs(counts)
@@ -49,11 +48,13 @@ def commonest(profile: Profile, index: int, most: int) -> IntArray:
 
 
 def activation_map(profile: Profile, clusters: Coclusters, index: int, tokens: IntArray) -> ActivationMap:
-    """The map of layer `index`, counted from 0, for token ids [n] that the profile knows.
+    """The activation map of layer `index` for some token ids.
 
-    Example: k = 1, token 5 chose expert 2 four times, token 6 expert 0 three times and expert 2 once;
-    expert 2 and token 5 are on rank 0, the others on rank 1: rows 5, 6, columns 2, 0, 1, shares (1, 0, 0)
-    and (0.25, 0.75, 0), local 7/8.
+    index: counted from 0 over the layers of the profile. tokens: [n] ids that the profile knows.
+
+    Example with k = 1: token 5 chose expert 2 four times. Token 6 chose expert 0 three times and expert 2
+    once. Expert 2 and token 5 are on rank 0, everything else is on rank 1. The map has rows 5, 6 and
+    columns 2, 0, 1. Its shares are (1, 0, 0) and (0.25, 0.75, 0), and `local` is 7/8.
     """
     homes, own = clusters.experts[index], clusters.tokens[index][tokens]
     pairs = _rows(profile.counts[index], tokens, profile.num_experts)
@@ -73,9 +74,10 @@ def activation_map(profile: Profile, clusters: Coclusters, index: int, tokens: I
 
 
 def dealt(clusters: Coclusters, tokens: IntArray) -> Coclusters:
-    """The same experts, with `tokens` [n] in equal consecutive parts on the ranks, whatever they choose.
+    """The same experts, but with `tokens` [n] divided over the ranks in equal consecutive parts.
 
-    Example: tokens 5, 6, 7, 8 on two ranks: 5 and 6 on rank 0, 7 and 8 on rank 1.
+    The parts ignore what the tokens choose. Example: with tokens 5, 6, 7, 8 and two ranks, rank 0 gets 5
+    and 6, and rank 1 gets 7 and 8.
     """
     labels = clusters.tokens.copy()
     labels[:, tokens] = np.arange(len(tokens)) * clusters.ranks // max(len(tokens), 1)
@@ -83,13 +85,13 @@ def dealt(clusters: Coclusters, tokens: IntArray) -> Coclusters:
 
 
 def _pairs(counts: Counts) -> FloatArray:
-    """[V] choices of each token id."""
+    """[V] number of choices of each token id."""
     found = np.bincount(counts.tokens, counts.counts, minlength=len(counts.starts) - 1)
     return found.astype(np.float64)
 
 
 def _rows(counts: Counts, tokens: IntArray, num_experts: int) -> FloatArray:
-    """[n, E] choices of these token ids."""
+    """[n, E] how often each of these token ids chose each expert."""
     found = np.zeros((len(tokens), num_experts))
     for row, token in enumerate(tokens.tolist()):
         entries = slice(counts.starts[token], counts.starts[token + 1])

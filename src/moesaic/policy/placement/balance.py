@@ -1,20 +1,20 @@
-"""Balances experts over servers: how many copies each expert has, and which server holds which copy.
+"""Balances experts over servers: how many copies each expert has, and which server has which copy.
 
 Expert-as-a-Service (section 4.5) names three means of balance: servers with different numbers of experts,
-more copies of hot experts, and servers of different capacity. It gives no rule. This module has one, for
-every layer alone:
+more copies of hot experts, and servers of different capacity. It gives no rule. The rule of this module
+handles each layer alone:
 
- 1. *Slots.* The layer's slots are divided by capacity weight. The remainder goes to different servers in
-    different layers, so that the servers' totals are fair too.
+ 1. *Slots.* The layer's slots are divided among the servers by capacity weight. The remainder goes to
+    different servers in different layers, so that the servers' totals are fair too.
  2. *Copies.* Every expert first gets `min_replicas`. Each further slot goes to the expert with the largest
-    load per copy, as in DeepSeek EPLB, which leaves cold experts with a single copy.
- 3. *Packing.* Experts are placed by load per copy, heaviest first, each on the servers whose load /
-    capacity it raises least, never twice on one server. Then copies are exchanged as long as that lowers
-    the largest load / capacity, the layer's *peak*.
- 4. *Few moves.* Copies stay where they are. Just so many are exchanged that the peak is at most `slack`
-    above that of a placement from scratch.
+    load per copy, as in DeepSeek EPLB. Cold experts thus have a single copy.
+ 3. *Packing.* Experts are placed by load per copy, heaviest first. Each goes to the servers where it raises
+    load / capacity least, and never twice to one server. Then copies are exchanged as long as that lowers
+    the layer's *peak*, its largest load / capacity.
+ 4. *Few moves.* Copies stay where they are if possible. Only as many are exchanged as it takes to bring the
+    peak within `slack` of a placement from scratch.
 
-A layer without any load counts as evenly loaded. Load is divided evenly among the copies of an expert.
+A layer without any load counts as evenly loaded. The load of an expert is divided evenly among its copies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from moesaic.policy.placement.packing import (
     copies,
     kept,
     pack,
-    rooms,
+    server_slots,
     swap,
 )
 
@@ -53,23 +53,26 @@ def place(
     slack: float = 0.05,
     model: str = "",
 ) -> Placement:
-    """The placement to serve with; `previous` itself if it is good enough.
+    """Find a balanced placement. Returns `previous` itself if that is good enough.
 
-    load: [L, E] tokens of each expert, finite, not negative. layers: [L] their ids. servers: id -> capacity
-    weight, a server's share of slots and of load. slack: how much larger, relatively, a layer's peak may be
-    than the best found, to save moves. Without `previous`, consecutive ranges of experts replace it, with
-    slack 0. model: fingerprint, by default the previous one's.
+    load: [L, E] tokens of each expert, finite, not negative. layers: [L] the layers' ids, ascending.
+    servers: id -> capacity weight, the server's share of slots and of load. model: fingerprint of the
+    model, by default that of `previous`.
 
-    A layer has max(E + redundant, E * min_replicas) slots: `--min-replicas 2` alone is enough for two
-    copies of everything, and redundant slots beyond that follow load. At most E * servers slots can be
-    used. The rest stays empty, since redundant slots are a budget and min_replicas is a promise.
+    slack: how far a layer's peak may exceed the best one found, relatively, in order to save moves. Without
+    `previous`, the search starts from consecutive ranges of experts and slack is 0.
 
-    Raises ConfigError for fewer servers than min_replicas, and for invalid loads, counts or weights.
+    A layer has max(E + redundant, E * min_replicas) slots. `--min-replicas 2` alone is thus enough for two
+    copies of every expert. Redundant slots beyond that follow load. At most E * servers slots can be used.
+    Further ones stay empty, since redundant slots are a budget and min_replicas is a promise.
 
-    Example: load [[8, 4, 2, 2]], servers {0: 1, 1: 1}, redundant 2: six slots, three a server. The fifth is
-    for expert 0, whose load per copy, 8, is the largest; the sixth for expert 1 (4, as expert 0, which
-    cannot have a third copy on two servers). Both hold experts 0 and 1 and one of the others: loads 8 and
-    8.
+    Raises ConfigError if there are fewer servers than min_replicas, and for invalid loads, counts or
+    weights.
+
+    Example: load [[8, 4, 2, 2]], servers {0: 1, 1: 1}, redundant 2. There are six slots, three a server.
+    The fifth goes to expert 0, which has the largest load per copy, 8. Then experts 0 and 1 both have 4 per
+    copy. Expert 0 cannot have a third copy on two servers, so the sixth slot goes to expert 1. Each server
+    gets experts 0, 1 and one of the others, and a load of 8.
     """
     ids = sorted(servers)
     capacity = np.array([servers[server] for server in ids], dtype=np.float64)
@@ -78,7 +81,7 @@ def place(
     experts = load.shape[1]
     slots = min(max(experts + redundant, experts * min_replicas), experts * len(ids))
     before = [_held(previous, layer, ids, experts) for layer in layers]
-    room = rooms(slots, experts, capacity, np.array([old.sum(axis=0) for old in before]))
+    room = server_slots(slots, experts, capacity, np.array([old.sum(axis=0) for old in before]))
     held = {}
     for row, layer in enumerate(layers):
         weight = load[row] if load[row].any() else np.ones(experts)
@@ -105,7 +108,7 @@ def _check(
     if not load.size or load.shape[0] != len(layers) or list(layers) != sorted(set(layers)):
         raise ValueError(f"load {load.shape} for layers {layers}: one row each, in ascending order")
     if previous is not None and previous.num_experts != load.shape[1]:
-        raise ValueError(f"load of {load.shape[1]} experts, previously {previous.num_experts}")
+        raise ValueError(f"load has {load.shape[1]} experts, the previous placement {previous.num_experts}")
     if not np.isfinite(load).all() or load.min() < 0:
         worst = next(value for value in load.flat if not 0 <= value < np.inf)
         raise ConfigError.field("load", float(worst), "finite numbers from 0 on")
@@ -121,7 +124,7 @@ def _check(
 
 
 def _held(placement: Placement | None, layer: int, ids: Sequence[int], experts: int) -> BoolArray:
-    """[E, N] which of the servers `ids` hold which experts."""
+    """[E, N] True where the server in `ids` has the expert."""
     held = np.zeros((experts, len(ids)), dtype=np.bool_)
     by_server = placement.held.get(layer, {}) if placement else {}
     for column, server in enumerate(ids):
@@ -130,7 +133,7 @@ def _held(placement: Placement | None, layer: int, ids: Sequence[int], experts: 
 
 
 def _ranges(experts: int, room: IntArray) -> BoolArray:
-    """[E, N] one copy of each expert, in consecutive ranges as long as the servers' slots."""
+    """[E, N] a placement with one copy of each expert, in ranges proportional to the servers' slots."""
     ends = np.cumsum(room) * experts // room.sum()
     owner = np.searchsorted(ends, np.arange(experts), side="right")
     ranges: BoolArray = owner[:, None] == np.arange(len(room))
@@ -140,8 +143,10 @@ def _ranges(experts: int, room: IntArray) -> BoolArray:
 def _place_layer(
     load: FloatArray, room: IntArray, capacity: FloatArray, min_replicas: int, before: BoolArray, slack: float
 ) -> BoolArray:
-    """[E, N] which server holds what: of the candidates, in order of moves, the first whose peak is good
-    enough."""
+    """[E, N] the placement of one layer: the first candidate with a peak within `slack` of the best one.
+
+    Candidates are tried in order of the moves that they need, fewest first.
+    """
     count = copies(load, room, min_replicas)
     layer = Layer(load / count, count, room, capacity)
     fresh = swap(layer, pack(layer, np.zeros_like(before)), 0.0)
@@ -167,7 +172,7 @@ def _peak(load: FloatArray, held: BoolArray, capacity: FloatArray) -> float:
 
 @dataclass(frozen=True)
 class Move:
-    """A copy to be loaded: `server` gets `expert` of `layer`."""
+    """A copy to load: `server` gets `expert` of `layer`."""
 
     layer: int
     expert: int
@@ -175,7 +180,7 @@ class Move:
 
 
 def moves(old: Placement | None, new: Placement) -> list[Move]:
-    """The copies of `new` that `old` lacks, in order of layer, expert, server."""
+    """The copies that `new` has and `old` lacks, in order of layer, expert, server."""
     return [
         Move(layer, expert, server)
         for layer in new.layers
@@ -186,9 +191,10 @@ def moves(old: Placement | None, new: Placement) -> list[Move]:
 
 
 def server_loads(load: Load, placement: Placement, servers: Sequence[int]) -> FloatArray:
-    """[L, N] load of each of `servers`; load [L, E] is divided evenly among the copies that they hold.
+    """[L, N] load of each of `servers`. Rows are in the order of placement.layers.
 
-    The rows are placement.layers. Load of experts that none of them holds is dropped.
+    The load of an expert, from load [L, E], is divided evenly among its copies on these servers. The load
+    of experts without a copy there is dropped.
     """
     loads = np.empty((len(placement.layers), len(servers)))
     for row, layer in enumerate(placement.layers):
@@ -198,7 +204,8 @@ def server_loads(load: Load, placement: Placement, servers: Sequence[int]) -> Fl
 
 
 def critical_load(load: Load, placement: Placement, servers: Mapping[int, float]) -> float:
-    """Sum over the layers of the largest load / capacity of a server, which steps in lockstep wait for.
+    """Sum over the layers of the largest load / capacity of a server. Steps in lockstep wait for that
+    server.
 
     servers: id -> capacity weight of the servers that are alive.
     """
@@ -207,11 +214,11 @@ def critical_load(load: Load, placement: Placement, servers: Mapping[int, float]
 
 
 def gain(load: Load, old: Placement, new: Placement, servers: Mapping[int, float]) -> float:
-    """Share by which `new` lowers the critical load of load [L, E]; negative if it raises it.
+    """Share by which `new` lowers the critical load of load [L, E]. It is negative if `new` raises it.
 
-    1 if `old` has lost all copies of an expert: requests would wait for ever.
+    Returns 1 if `old` has lost all copies of an expert, since requests would then wait forever.
 
-    Example: critical loads 20 before and 15 after: 0.25.
+    Example: critical loads of 20 before and 15 after give 0.25.
     """
     if old.orphans(without=set(old.servers) - set(servers)):
         return 1.0
@@ -220,9 +227,10 @@ def gain(load: Load, old: Placement, new: Placement, servers: Mapping[int, float
 
 
 def gain_seconds(gain: float, busy: float, horizon: float) -> float:
-    """Seconds saved over `horizon` seconds, of which the share `busy` is spent waiting for experts.
+    """Seconds that a gain saves over `horizon` seconds, if the share `busy` of them is spent on experts.
 
-    Example: gain 0.25, experts 40 % of the time, load steady for 300 s: 0.25 * 0.4 * 300 = 30 s.
+    Example: gain 0.25, experts take 40 % of the time, and the load is steady for 300 s: 0.25 * 0.4 * 300 =
+    30 s.
     """
     return gain * busy * horizon
 
@@ -230,17 +238,17 @@ def gain_seconds(gain: float, busy: float, horizon: float) -> float:
 def worth_moving(gain_seconds: float, move_bytes: int, bandwidth: float, margin: float = 2.0) -> bool:
     """True if gain_seconds > margin * move_bytes / bandwidth.
 
-    move_bytes: what the server with the most to load has to load, as servers load at the same time.
-    bandwidth: its bytes/s. The time is priced as if nothing were served meanwhile. margin: for the
-    forecast, which assumes that the load stays the same.
+    move_bytes: bytes for the server that has the most to load, since servers load at the same time.
+    bandwidth: bytes/s of that server. The price assumes that it serves nothing while it loads. margin:
+    safety factor, since the forecast assumes that the load stays the same.
 
-    Example: 8 GiB at 1 GiB/s cost 2 * 8 = 16 s: worth a gain of 30 s.
+    Example: 8 GiB at 1 GiB/s cost 2 * 8 = 16 s. A gain of 30 s justifies that.
     """
     return gain_seconds > margin * move_bytes / bandwidth
 
 
 def busiest_bytes(moves: Iterable[Move], expert_bytes: int) -> int:
-    """Bytes that the server with the most to load has to load."""
+    """Bytes for the server that has the most copies to load."""
     return expert_bytes * max(Counter(move.server for move in moves).values(), default=0)
 
 
@@ -248,7 +256,7 @@ def busiest_bytes(moves: Iterable[Move], expert_bytes: int) -> int:
 
 
 def balancedness(load: Load) -> FloatArray:
-    """[L] mean / max of each row of load [L, servers]. 1 is perfect; no load counts as 1."""
+    """[L] mean / max of each row of load [L, servers]. 1 means perfectly even. A row without load gives 1."""
     most = load.max(axis=1)
     even = np.ones(len(load))
     np.divide(load.mean(axis=1), most, out=even, where=most > 0)
@@ -256,7 +264,8 @@ def balancedness(load: Load) -> FloatArray:
 
 
 def max_over_median(load: Load) -> FloatArray:
-    """[L] max / median of each row of load [L, servers], the papers' measure; 1 without load."""
+    """[L] max / median of each row of load [L, servers], the papers' measure of imbalance. A row without
+    load gives 1."""
     most, median = load.max(axis=1), np.median(load, axis=1)
     uneven: FloatArray = np.where(most > 0, np.inf, 1.0)
     np.divide(most, median, out=uneven, where=median > 0)
@@ -264,7 +273,7 @@ def max_over_median(load: Load) -> FloatArray:
 
 
 class LoadWindow:
-    """Tokens of each expert over the last intervals. Older tokens no longer count."""
+    """Counts the tokens of each expert over the last `intervals` intervals. Older tokens no longer count."""
 
     def __init__(self, num_layers: int, num_experts: int, intervals: int) -> None:
         if intervals < 1:
@@ -272,14 +281,14 @@ class LoadWindow:
         self._counts = np.zeros((intervals, num_layers, num_experts), dtype=np.int64)
         self._next = 0
         self.totals = np.zeros((num_layers, num_experts), dtype=np.int64)
-        """[L, E] sum over the window."""
+        """[L, E] tokens of each expert, summed over the window."""
 
     def __len__(self) -> int:
         """Number of intervals in the window."""
         return min(self._next, len(self._counts))
 
     def add(self, counts: IntArray) -> None:
-        """Add one interval's tokens [L, E]."""
+        """Add the tokens of one interval, [L, E]."""
         slot = self._counts[self._next % len(self._counts)]
         self.totals = self.totals + counts - slot
         slot[:] = counts

@@ -1,4 +1,4 @@
-"""Chooses the attention worker of a request. The request stays there with its KV cache until it ends."""
+"""Chooses the attention worker of a request. The request and its KV cache stay there until it ends."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from moesaic.core.tables import Tables
 
 @dataclass(frozen=True)
 class WorkerLoad:
-    """The load of a worker."""
+    """The current load of one attention worker."""
 
     total_blocks: int
     used_blocks: int
-    """Blocks of its open requests, for their prompts and generated tokens."""
+    """KV blocks of its open requests, for their prompts and generated tokens."""
     requests: int
     rank: int | None = None
-    """The rank whose experts are beside it; None: the rank with the worker's id."""
+    """The rank of the experts beside this worker. None means the rank with the worker's id."""
 
     @property
     def free_blocks(self) -> int:
@@ -29,9 +29,9 @@ class WorkerLoad:
 
 
 class Dispatch(Protocol):
-    """Chooses a worker. It may remember earlier choices; it sees every request once.
+    """Chooses a worker for each request. It is called once per request and may remember its choices.
 
-    workers: id -> load of those that take requests; they may change between calls. prompt: token ids.
+    workers: id -> load of the workers that take requests; they may change between calls. prompt: token ids.
     Raises ValueError if there is no worker.
     """
 
@@ -39,20 +39,19 @@ class Dispatch(Protocol):
 
 
 def least_loaded(workers: Mapping[int, WorkerLoad], prompt: Sequence[int] = ()) -> int:
-    """The worker with the most free KV blocks; of equal ones the one with fewer requests, then the lower
-    id.
+    """The worker with the most free KV blocks. Ties go to fewer requests, then to the lower id.
 
-    This is the rule of the code behind Asynchronous Expert Parallelism, without its need to know output
-    lengths. Raises ValueError if there is no worker.
+    The code behind Asynchronous Expert Parallelism has the same rule, but needs to know output lengths.
+    Raises ValueError if there is no worker.
     """
     return min(workers, key=lambda worker: (-workers[worker].free_blocks, workers[worker].requests, worker))
 
 
 class RoundRobin:
-    """One worker after another, in the order of their ids.
+    """Chooses one worker after another, in the order of their ids.
 
-    Example: workers 0, 3, 5 get requests 0, 3, 5, 0, ...; when 3 left after its first one: 0, 3, 5, 0, 5,
-    ...
+    Example: workers 0, 3, 5 get requests 0, 3, 5, 0, ... If worker 3 leaves after its first one: 0, 3, 5,
+    0, 5, ...
     """
 
     def __init__(self) -> None:
@@ -64,29 +63,31 @@ class RoundRobin:
 
 
 EXACT = 1e-9
-"""Shares that differ by less count as equal."""
+"""Shares count as equal if their difference is smaller."""
 AHEAD = 8
-"""Number of requests that a worker may have more than another one, so that prompts go to their best rank."""
+"""How many more requests a worker may have than another one, so that prompts go to their best rank."""
 
 
 class Affinity:
-    """Chooses the worker beside the experts that the prompt should use more than other prompts do.
+    """Chooses the worker beside the experts that this prompt should use more than other prompts do.
 
-    A prompt's score for a rank is its share of the expected pairs there (Sem-MoE, Algorithm 2), minus the
-    mean share of the prompts so far. A rank with many popular experts is good for every prompt; the score
-    shows which prompt gains most by it. A worker that is AHEAD of the one with the fewest requests gets no
-    further request. Ties are decided by `least_loaded`. A worker whose rank is not in the tables has score
+    A prompt's share for a rank is the share of its expected (token, expert) pairs there (Sem-MoE, Algorithm
+    2). Its score is this share minus the mean share of the prompts so far. A rank with many popular experts
+    is good for every prompt; the score shows which prompt gains most by it.
+
+    A worker gets no request while it has AHEAD more than the one with the fewest. `least_loaded` decides
+    ties. A worker on a rank that is not in the tables has score 0.
+
+    Example: there are two ranks, and three prompts have 90 %, 60 % and 70 % of their pairs on rank 0. The
+    mean starts at 50 %. The first prompt scores +40 % and goes to rank 0. The mean is then 70 %, so the
+    second scores -10 % and goes to rank 1. The mean is then 67 %, so the third scores +3 % and goes to rank
     0.
-
-    Example: two ranks, prompts with 90 %, 60 % and 70 % of their pairs on rank 0, whose mean begins at 50
-    %: +40 % goes to rank 0; the mean is then 70 %, so -10 % goes to rank 1, and 70 % is +3 % above 67 %:
-    rank 0.
     """
 
     def __init__(self, tables: Tables, ahead: int = AHEAD) -> None:
         self._tables, self._ahead = tables, ahead
         self._shares: npt.NDArray[np.float64] = np.full(tables.ranks, 1 / tables.ranks)
-        """Sum of the shares of the prompts so far, and of one even prompt."""
+        """[ranks] sum of the shares of all prompts so far, and of one even prompt to start with."""
         self._prompts = 1
 
     def __call__(self, workers: Mapping[int, WorkerLoad], prompt: Sequence[int] = ()) -> int:
@@ -97,7 +98,7 @@ class Affinity:
         return least_loaded({worker: open_ones[worker] for worker in scores if scores[worker] >= best})
 
     def _score(self, prompt: Sequence[int]) -> npt.NDArray[np.float64]:
-        """[ranks] score of the prompt on each rank."""
+        """[ranks] score of the prompt for each rank."""
         found = self._tables.request_scores(prompt)
         if not found.any():
             return found
@@ -108,13 +109,14 @@ class Affinity:
 
 
 class Rounds:
-    """Chooses the worker beside most of the experts that a prompt should use: Sem-MoE's Algorithm 2 itself.
+    """Chooses the worker beside most of the experts that a prompt should use: Sem-MoE's Algorithm 2 as it
+    is.
 
     A worker that got a request gets no other one until each worker has one, so rounds keep the counts even.
-    (The mask in the paper is inverted: it keeps the workers that have one.) Ties are decided by
-    `least_loaded`. A worker whose rank is not in the tables has score 0.
+    (The mask in the paper is inverted: it keeps the workers that already have one.) `least_loaded` decides
+    ties. A worker on a rank that is not in the tables has score 0.
 
-    Example: two workers, three prompts that score highest on rank 1: workers 1, 0, 1.
+    Example: with two workers, three prompts that score highest on rank 1 go to workers 1, 0, 1.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -135,7 +137,7 @@ class Rounds:
 
 
 def _of_workers(workers: Mapping[int, WorkerLoad], by_rank: npt.NDArray[np.float64]) -> dict[int, float]:
-    """Each worker's score, by its rank."""
+    """The score of each worker: that of its rank."""
     scores = dict(enumerate(by_rank.tolist()))
     return {
         worker: scores.get(worker if load.rank is None else load.rank, 0.0)

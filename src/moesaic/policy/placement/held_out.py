@@ -1,4 +1,4 @@
-"""Measures a placement on requests that its solver did not see.
+"""Measures a placement on requests that its solver has not seen.
 
 Speculative MoE and Sem-MoE profile 20 % of the requests and test on the other 80 %.
 """
@@ -21,22 +21,23 @@ class Measured:
     """The measures of a placement on held-out requests."""
 
     token: Locality
-    """Attention-TP: each layer sends a token to the rank of its id."""
+    """Locality with attention-TP: each layer sends a token to the rank of its id."""
     request: Locality
-    """Attention-DP: requests are dispatched in their order by the rule of `--dispatch affinity`."""
+    """Locality with attention-DP: requests arrive in order and are dispatched as by `--dispatch affinity`."""
 
 
 def split(profile: Profile, share: float, seed: int) -> tuple[Profile, Routes]:
-    """A profile made of a random `share` of the recorded requests, and the routes of the others.
+    """Split a profile: a profile of a random `share` of its recorded requests, and the routes of the
+    others.
 
-    The others come in random order: if they were recorded topic by topic, the requests of a round would all
-    be alike. An id that only they have is looked up as itself, since the nearest one among fewer known ids
-    is not known here. Raises ConfigError if one side is empty.
+    The others come in random order. If they were recorded topic by topic, all requests of a round would be
+    alike. A token id that only the others have is looked up as itself, since its nearest id among fewer
+    known ones has not been computed. Raises ConfigError if one side is empty.
     """
     routes = profile.routes
     if routes.requests < 2:
-        allowed = "2 or more, to hold some out: record more, or with more --max-memory (serve:"
-        allowed += " --record-routing-memory), of which routes have what the counts leave"
+        allowed = "2 or more, so that some can be held out. Record more requests, or raise --max-memory"
+        allowed += " (serve: --record-routing-memory): routes get the memory that counts leave free"
         raise ConfigError.field("requests with recorded routes", routes.requests, allowed)
     learned, held_out = routes.split(share, seed)
     if not held_out.requests or not len(held_out.tokens) or not len(learned.tokens):
@@ -47,13 +48,16 @@ def split(profile: Profile, share: float, seed: int) -> tuple[Profile, Routes]:
 
 
 def unseen(learned: Profile, held_out: Routes) -> float:
-    """Share of the held-out tokens whose ids `learned` does not know."""
+    """Share of the held-out tokens with ids that `learned` does not know."""
     return float(1 - np.isin(held_out.tokens, learned.counts[0].known).mean())
 
 
 def measured(learned: Profile, clusters: Coclusters, placement: Placement, held_out: Routes) -> Measured:
-    """The measures. learned: the profile that `clusters` were made from. placement: that of the clusters,
-    possibly with more copies."""
+    """Measure a placement on the held-out requests.
+
+    learned: the profile that `clusters` were made from. placement: that of the clusters, possibly with more
+    copies.
+    """
     homes, ranks = homes_in(placement, learned.layers), clusters.ranks
     own = token_ranks(clusters, held_out.tokens, learned.nearest)
     return Measured(

@@ -1,8 +1,9 @@
-"""Measures how local a placement is: which rank computes each (token, expert) pair, and what crosses
-between ranks.
+"""Measures how local a placement is: which rank computes each (token, expert) pair, and what ranks
+exchange.
 
-A pair is computed on the token's own rank if that rank holds the expert, else on another one. `hosts` says
-where, and all measures are derived from it. Layers are counted from 0 over those with routed experts.
+A pair is computed on the token's own rank if that rank has the expert, else on another one. `hosts` finds
+that rank, and all measures are derived from it. Layers are counted from 0 over those with routed experts.
+There are two levels:
 
     token level      attention-TP: each layer sends a token to its own best rank (`token_ranks`)
     request level    attention-DP: a request has one rank for all layers and all its tokens (`request_ranks`)
@@ -36,7 +37,8 @@ def homes_of(clusters: Coclusters) -> SmallArray:
 
 
 def homes_in(placement: Placement, layers: Sequence[int]) -> SmallArray:
-    """[layers, E, copies] the ranks of each expert, then -1. layers: numbers in the model."""
+    """[layers, E, copies] the ranks with a copy of each expert, padded with -1. layers: their numbers in
+    the model."""
     tables = [placement.table(layer) for layer in layers]
     most = max(table.shape[1] for table in tables)
     padded = [np.pad(t, ((0, 0), (0, most - t.shape[1])), constant_values=-1) for t in tables]
@@ -44,10 +46,11 @@ def homes_in(placement: Placement, layers: Sequence[int]) -> SmallArray:
 
 
 def hosts(experts: SmallArray, homes: SmallArray, own: SmallArray) -> SmallArray:
-    """[t, layers, k] the rank that computes each pair: the token's own rank if it holds a copy.
+    """[t, layers, k] the rank that computes each pair: the token's own rank if it has a copy of the expert.
 
-    Otherwise token i uses copy i modulo their number, which divides tokens evenly. experts: [t, layers, k].
-    homes: [layers, E, copies], at least one copy of each. own: [t, layers].
+    Otherwise token i uses copy i modulo the number of copies, which divides tokens evenly. experts:
+    [t, layers, k]. homes: [layers, E, copies], at least one copy of each expert. own: [t, layers] the rank
+    of each token.
     """
     found = np.empty(experts.shape, dtype=np.int16)
     turns = np.arange(len(experts))[:, None]
@@ -69,9 +72,9 @@ def hosts(experts: SmallArray, homes: SmallArray, own: SmallArray) -> SmallArray
 def token_ranks(clusters: Coclusters, tokens: TokenArray, nearest: TokenArray | None = None) -> SmallArray:
     """[t, layers] the rank of each token in each layer: the label of its id.
 
-    An id that the clusters' profile has never seen (confidence 0) takes the label of its nearest known id
-    (`nearest`, as in a profile). Without `nearest`, or if that id was not seen either, it takes the
-    solver's label.
+    An id that the clusters' profile has never seen (confidence 0) takes the label of its nearest known id.
+    `nearest` names that id, as in a profile. Without `nearest`, or if that id was not seen either, the id
+    takes the solver's label.
     """
     labels = clusters.tokens
     if nearest is not None:
@@ -82,7 +85,7 @@ def token_ranks(clusters: Coclusters, tokens: TokenArray, nearest: TokenArray | 
 
 
 def token_scores(profile: Profile, homes: SmallArray, ranks: int) -> FloatArray:
-    """[V, ranks] share of each token id's choices that each rank holds, summed over layers.
+    """[V, ranks] share of each token id's choices with an expert on each rank, summed over layers.
 
     This is table T of Semantic Parallelism's Algorithm 2. Ids that the profile has never seen have the
     scores of their nearest known id, or 0 without one.
@@ -104,7 +107,8 @@ def token_scores(profile: Profile, homes: SmallArray, ranks: int) -> FloatArray:
 
 
 def request_scores(scores: FloatArray, routes: Routes) -> FloatArray:
-    """[r, ranks] sums of `scores` [V, ranks] over each request's prompt; its answer is not known yet."""
+    """[r, ranks] sum of `scores` [V, ranks] over the tokens of each request's prompt. Its answer is not
+    known yet."""
     places = np.arange(len(routes.tokens)) - routes.starts[routes.owners]
     prompt = places < routes.prompts[routes.owners]
     owners, tokens = routes.owners[prompt], routes.tokens[prompt]
@@ -116,21 +120,25 @@ Rule = Literal["affinity", "rounds", "best"]
 
 
 def request_ranks(scores: FloatArray, lengths: IntArray, rule: Rule = "affinity") -> SmallArray:
-    """[r] one rank for each request, in order of arrival, by scores [r, ranks].
+    """[r] the rank of each request, in order of arrival, chosen by scores [r, ranks].
 
-    `affinity` and `rounds` are the rules of policy/placement/dispatch.py, where no request ends before the
-    last one arrives. `best` takes the rank with the best score, without balance. Ties go to the rank with
-    fewer tokens so far. lengths: [r] tokens.
+    `affinity` and `rounds` are the rules of policy/placement/dispatch.py, as if no request ended before the
+    last one arrives. `best` takes the rank with the best score and ignores balance. Ties go to the rank
+    with fewer tokens so far. lengths: [r] tokens of each request.
 
-    Example: two ranks, scores 9 1, 8 2, 7 3, 1 5 -> with rounds 0, 1 (0 had its turn), 0, 1; `best` is 0,
-    0, 0, 1; `affinity` 0, 0, 1 (70 % are less than 73 %, the mean of 50, 90 and 80 %), 1.
+    Example with two ranks and scores 9 1, 8 2, 7 3, 1 5:
+
+      - `rounds` gives 0, 1 (rank 0 had its turn), 0, 1.
+      - `best` gives 0, 0, 0, 1.
+      - `affinity` gives 0, 0, 1, 1. The third prompt has 70 % on rank 0, less than 73 %, the mean of 50, 90
+        and 80 %.
     """
     ranks = scores.shape[1]
     counts, tokens = np.zeros(ranks, dtype=np.int64), np.zeros(ranks)
     ahead = {"affinity": AHEAD, "rounds": 1, "best": len(scores) + 1}[rule]
-    worth = centred(scores) if rule == "affinity" else scores
+    values = centred(scores) if rule == "affinity" else scores
     found = np.empty(len(scores), dtype=np.int16)
-    for request, row in enumerate(worth):
+    for request, row in enumerate(values):
         allowed = np.where(counts < counts.min() + ahead, row, -np.inf)
         best = allowed.max()
         tied = np.flatnonzero(allowed >= best - EXACT * max(1.0, abs(best)))
@@ -141,7 +149,7 @@ def request_ranks(scores: FloatArray, lengths: IntArray, rule: Rule = "affinity"
 
 
 def centred(scores: FloatArray) -> FloatArray:
-    """[r, ranks] each request's shares minus the mean of those before and of an even one; 0 without
+    """[r, ranks] shares of each request minus the mean of an even request and those before; 0 without
     scores."""
     total, ranks = scores.sum(axis=1, keepdims=True), scores.shape[1]
     shares = np.divide(scores, total, out=np.zeros(scores.shape), where=total > 0)
@@ -155,12 +163,12 @@ def centred(scores: FloatArray) -> FloatArray:
 
 
 def local_activation_rate(hosts: SmallArray, own: SmallArray) -> FloatArray:
-    """[layers] share of (token, expert) pairs whose expert is on the token's own rank.
+    """[layers] share of (token, expert) pairs that have the expert on the token's own rank.
 
     All layers have the same number of pairs, so the mean is the overall rate. hosts: [t, layers, k]. own:
-    [t, layers]. Raises ConfigError without tokens.
+    [t, layers]. Raises ConfigError if there are no tokens.
 
-    Example: one token on rank 1, its experts on ranks 1 1 0 0 -> 0.5.
+    Example: a token on rank 1 with experts on ranks 1 1 0 0 -> 0.5.
     """
     if not len(own):
         raise ConfigError.field("requests to measure on", 0, "1 or more")
@@ -169,15 +177,15 @@ def local_activation_rate(hosts: SmallArray, own: SmallArray) -> FloatArray:
 
 
 def rank_loads(hosts: SmallArray, ranks: int) -> IntArray:
-    """[layers, ranks] pairs that each rank computes. hosts: [t, layers, k]."""
+    """[layers, ranks] number of pairs that each rank computes. hosts: [t, layers, k]."""
     rows = [np.bincount(hosts[:, layer].ravel(), minlength=ranks) for layer in range(hosts.shape[1])]
     return np.stack(rows).astype(np.int64)
 
 
 def remote_ranks(hosts: SmallArray, own: SmallArray) -> FloatArray:
-    """[layers] number of other ranks with a token's experts, each counted once, averaged over tokens.
+    """[layers] mean number of other ranks with experts of a token. Each rank counts once per token.
 
-    Example: one token on rank 1, its experts on ranks 1 0 0 2 -> 2.
+    Example: a token on rank 1 with experts on ranks 1 0 0 2 -> 2.
     """
     ordered = np.sort(hosts, axis=2)
     new = np.ones(ordered.shape, dtype=np.bool_)
@@ -187,15 +195,15 @@ def remote_ranks(hosts: SmallArray, own: SmallArray) -> FloatArray:
 
 
 def balancedness(loads: IntArray) -> FloatArray:
-    """[layers] mean / max of loads [layers, ranks]: 1 is perfect. Example: 3 1 -> 2 / 3."""
+    """[layers] mean / max of loads [layers, ranks]. 1 means perfectly even. Example: 3 1 -> 2 / 3."""
     most = loads.max(axis=1)
     return np.where(most > 0, loads.mean(axis=1) / np.maximum(most, 1), 1.0)
 
 
 def max_over_median(loads: IntArray) -> FloatArray:
-    """[layers] the papers' imbalance of loads [layers, ranks]: 1 is perfect; infinite if the median is 0.
+    """[layers] max / median of loads [layers, ranks], the papers' measure of imbalance.
 
-    Example: 6 2 1 -> 3.
+    1 means perfectly even. It is infinite if only the median is 0, and 1 without load. Example: 6 2 1 -> 3.
     """
     most, median = loads.max(axis=1).astype(np.float64), np.median(loads, axis=1)
     ratio = np.full(len(loads), np.inf)
@@ -205,13 +213,12 @@ def max_over_median(loads: IntArray) -> FloatArray:
 
 @dataclass(frozen=True)
 class Locality:
-    """The measures of one placement at one level, layer by layer; `rate` and the like are means over
-    layers."""
+    """The measures of one placement at one level, for each layer. Properties are means over the layers."""
 
     activation: FloatArray
-    """[layers] local activation rate."""
+    """[layers] local activation rate: the share of pairs that a token's own rank computes."""
     loads: IntArray
-    """[layers, ranks] pairs that each rank computes."""
+    """[layers, ranks] number of pairs that each rank computes."""
     tokens: IntArray
     """[layers, ranks] tokens on each rank."""
     distinct: FloatArray
@@ -220,7 +227,7 @@ class Locality:
 
     @property
     def rate(self) -> float:
-        """Local activation rate."""
+        """Mean local activation rate."""
         return float(self.activation.mean())
 
     @property
@@ -234,12 +241,14 @@ class Locality:
     def remote_bytes(
         self, hidden_size: int, number_bytes: int, deduplicate: bool = False, partial: bool = False
     ) -> float:
-        """Bytes that a token sends to other ranks and receives from them, over all layers, payload only.
+        """Bytes that a token sends to other ranks and receives from them, over all layers. Only payload
+        counts.
 
-        number_bytes: of one number. deduplicate: a token is sent once to each rank, not once for each pair.
-        partial: each rank answers with one sum, not with a row for each pair.
+        number_bytes: bytes of one number. deduplicate: a token is sent once to each rank, not once for each
+        pair. partial: each rank answers with one sum, not with a row for each pair.
 
-        Example: 2 layers, each with 3 remote pairs on 2 ranks, rows of 8 bytes -> 96; deduplicated 80.
+        Example: 2 layers, each with 3 remote pairs on 2 ranks, and rows of 8 bytes -> 96, or 80 with
+        deduplicate.
         """
         pairs = float((self.top_k * (1.0 - self.activation)).sum())
         once = float(self.distinct.sum())
@@ -247,9 +256,10 @@ class Locality:
 
 
 def measure(experts: SmallArray, homes: SmallArray, own: SmallArray, ranks: int) -> Locality:
-    """All measures of tokens with `experts` [t, layers, k] on ranks `own` [t, layers] or [t].
+    """All measures of a placement for some tokens.
 
-    homes: [layers, E, copies]. Raises ConfigError without tokens.
+    experts: [t, layers, k] choices of each token. homes: [layers, E, copies] ranks of each expert. own:
+    [t, layers] or [t] the rank of each token. Raises ConfigError if there are no tokens.
     """
     if own.ndim == 1:
         own = np.broadcast_to(own[:, None], experts.shape[:2])
@@ -264,7 +274,7 @@ def measure(experts: SmallArray, homes: SmallArray, own: SmallArray, ranks: int)
 
 
 def token_level(clusters: Coclusters, routes: Routes, nearest: TokenArray | None = None) -> Locality:
-    """Attention-TP. nearest: [V] of the profile that `clusters` were made from."""
+    """Locality with attention-TP. nearest: [V] from the profile that `clusters` were made from."""
     own = token_ranks(clusters, routes.tokens, nearest)
     return measure(routes.experts, homes_of(clusters), own, clusters.ranks)
 
@@ -272,7 +282,8 @@ def token_level(clusters: Coclusters, routes: Routes, nearest: TokenArray | None
 def request_level(
     profile: Profile, homes: SmallArray, ranks: int, routes: Routes, rule: Rule = "affinity"
 ) -> Locality:
-    """Attention-DP: `profile` scores the prompts; homes [layers, E, copies] are measured."""
+    """Locality with attention-DP. `profile` scores the prompts. homes: [layers, E, copies] ranks of each
+    expert."""
     scores = request_scores(token_scores(profile, homes, ranks), routes)
     own = request_ranks(scores, np.diff(routes.starts), rule)
     return measure(routes.experts, homes, own[routes.owners], ranks)

@@ -1,9 +1,13 @@
-"""Packs one layer's copies: slots of servers, copies of experts, and which server gets which copy.
+"""Packs the experts of one layer: slots of each server, copies of each expert, and which server gets which
+copy.
 
-Slots can always be filled without an expert twice on a server. Copies c of the experts match slots n of the
-servers exactly if both have the same sum and any k servers have at most sum(min(c, k)) slots (Gale and
-Ryser); `pack` ensures this. Copies can be increased until they match exactly if any k experts have at most
-sum(min(n, k)) copies; `copies` ensures this.
+The slots can always be filled without an expert twice on a server. This rests on two conditions (Gale and
+Ryser), where n are the servers' slots and c the experts' copies:
+
+ - Copies fit slots exactly if both have the same sum and any k servers have at most sum(min(c, k)) slots.
+   `pack` ensures this.
+ - More copies can be added until they fit exactly if any k experts have at most sum(min(n, k)) copies.
+   `copies` ensures this.
 """
 
 from __future__ import annotations
@@ -19,19 +23,19 @@ FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 EXACT = 1e-9
-"""Numbers that differ by less, relatively, count as equal."""
+"""Numbers count as equal if their relative difference is smaller."""
 
 
-# ---- rooms
+# ---- slots
 
 
-def rooms(slots: int, experts: int, capacity: FloatArray, before: IntArray) -> IntArray:
-    """[L, N] slots of each server: its share rounded down or up, fair over the layers before.
+def server_slots(slots: int, experts: int, capacity: FloatArray, before: IntArray) -> IntArray:
+    """[L, N] slots of each server in each layer: its share of `slots`, rounded down or up.
 
-    before: [L, N] what they hold now. Ties for a remaining slot go to the server that holds most above its
-    rounded share.
+    Rounding is fair over the layers so far. before: [L, N] copies that the servers have now. On a tie, the
+    remaining slot goes to the server that has most copies beyond its rounded share.
 
-    Example: 8 slots, 3 equal servers -> 3 3 2, then 3 2 3, then 2 3 3.
+    Example: 8 slots and 3 equal servers -> 3 3 2, then 3 2 3, then 2 3 3.
     """
     share = _shares(slots, experts, capacity)
     whole = np.floor(share + EXACT)
@@ -48,7 +52,7 @@ def rooms(slots: int, experts: int, capacity: FloatArray, before: IntArray) -> I
 
 
 def _shares(slots: int, most: int, capacity: FloatArray) -> FloatArray:
-    """[N] slots in proportion to capacity, at most `most` each; the excess goes to the others.
+    """[N] slots in proportion to capacity, but at most `most` each. The excess goes to the others.
 
     Example: 12 slots, at most 8, capacities 8, 1, 1 -> 8, 2, 2.
     """
@@ -69,9 +73,9 @@ def _shares(slots: int, most: int, capacity: FloatArray) -> FloatArray:
 
 
 def copies(load: FloatArray, room: IntArray, min_replicas: int) -> IntArray:
-    """[E] copies of each expert, sum(room) in all.
+    """[E] number of copies of each expert. Together they fill all slots: their sum is sum(room).
 
-    Example: load 8 4 2 2, room 3 3, min_replicas 1 -> 2 2 1 1.
+    room: [N] slots of each server. Example: load 8 4 2 2, room 3 3, min_replicas 1 -> 2 2 1 1.
     """
     experts = len(load)
     most = np.minimum(room[:, None], np.arange(1, experts + 1)).sum(axis=0)
@@ -94,31 +98,33 @@ def copies(load: FloatArray, room: IntArray, min_replicas: int) -> IntArray:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer to be packed: c copies of load `each` of E experts into N servers."""
+    """One layer to pack: copies of E experts for the slots of N servers."""
 
     each: FloatArray
-    """[E] load of one copy."""
+    """[E] load of one copy of each expert."""
     count: IntArray
-    """[E] copies."""
+    """[E] number of copies of each expert."""
     room: IntArray
-    """[N] slots; sum(room) == sum(count)."""
+    """[N] slots of each server; sum(room) == sum(count)."""
     capacity: FloatArray
-    """[N] weights."""
+    """[N] capacity weight of each server."""
 
     @property
     def order(self) -> list[int]:
-        """Experts by the load of a copy, heaviest first."""
+        """Experts in order of the load of one copy, heaviest first."""
         order: list[int] = np.argsort(-self.each, kind="stable").tolist()
         return order
 
 
 def kept(layer: Layer, before: BoolArray, limit: float) -> BoolArray:
-    """[E, N] the copies of `before` that stay, as many as count, room and load / capacity <= limit allow.
+    """[E, N] True for the copies of `before` that stay: as many as count, room and limit allow.
 
-    Surplus copies are removed from the servers with the largest load / capacity. A server beyond its room
-    or the limit gives up the lightest copy that is enough, or else its heaviest, and so on.
+    limit: maximum load / capacity of a server. Surplus copies are removed from the servers with the largest
+    load / capacity. A server with too many copies or too much load drops the lightest copy that suffices.
+    If none suffices, it drops its heaviest copy, and so on.
 
-    Example: copies of load 6 3 1 on a server with room for 3 and limit 7: 3 goes, 6 and 1 stay.
+    Example: a server has copies of load 6, 3 and 1, room for 3 and limit 7. The copy of 3 is dropped, 6 and
+    1 stay.
     """
     kept = before.copy()
     carried = layer.each @ kept
@@ -138,7 +144,8 @@ def kept(layer: Layer, before: BoolArray, limit: float) -> BoolArray:
 
 
 def pack(layer: Layer, kept: BoolArray) -> BoolArray:
-    """[E, N] which server holds what: `kept` wherever possible, the rest by load / capacity."""
+    """[E, N] True where a server gets a copy. Copies of `kept` stay where possible, the rest are placed by
+    load / capacity."""
     held = np.zeros_like(kept)
     left = layer.room.copy()
     free = left - kept.sum(axis=0)
@@ -159,13 +166,15 @@ def pack(layer: Layer, kept: BoolArray) -> BoolArray:
 
 
 def _matched(chosen: list[int], left: IntArray, demand: IntArray) -> list[int]:
-    """`chosen`, its least roomy servers replaced by the roomiest others until all remaining copies find a
-    server.
+    """The servers `chosen` for an expert, changed until all remaining copies can still find a server.
 
-    left: [N] room before this expert is placed. demand: [N] element k counts the remaining experts with
-    more than k copies. Taking just the roomiest servers is always possible.
+    Each change replaces the chosen server with the fewest free slots by the other server with the most.
+    Choosing only the servers with the most free slots always succeeds.
 
-    Example: left 2 1, and one expert with 2 copies to come (demand 1 1): [1] becomes [0].
+    left: [N] free slots before this expert is placed. demand: [N] element k is the number of remaining
+    experts with more than k copies.
+
+    Example: left is 2 1 and one expert with 2 copies is to come, so demand is 1 1. Then [1] becomes [0].
     """
     roomiest = np.argsort(-left, kind="stable").tolist()
     while not _fits(chosen, left, demand):
@@ -182,10 +191,10 @@ def _fits(chosen: list[int], left: IntArray, demand: IntArray) -> bool:
 
 
 def swap(layer: Layer, held: BoolArray, limit: float) -> BoolArray:
-    """Exchange copies with the server of the largest load / capacity until that is at most `limit`.
+    """Exchange copies with the most loaded server until its load / capacity is at most `limit`.
 
-    Each step makes the exchange that leaves the smallest peak of both servers. It makes none that does not
-    lower the peak.
+    Each step makes the exchange that leaves the lowest peak of both servers. It stops when no exchange
+    lowers the peak.
 
     Example: loads 5 4 and 3 2 on two equal servers -> 3 4 and 5 2.
     """
@@ -209,7 +218,8 @@ def swap(layer: Layer, held: BoolArray, limit: float) -> BoolArray:
 def _exchange(
     layer: Layer, held: BoolArray, carried: FloatArray, top: int, other: int
 ) -> tuple[float, int, int, int]:
-    """The best exchange: (peak of both afterwards, expert that `top` gives, expert that it gets, other)."""
+    """The best exchange between two servers: (peak of both afterwards, expert from `top`, expert from
+    `other`, other)."""
     gives = np.flatnonzero(held[:, top] & ~held[:, other])
     takes = np.flatnonzero(held[:, other] & ~held[:, top])
     if not len(gives) or not len(takes):

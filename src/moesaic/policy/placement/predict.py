@@ -1,12 +1,13 @@
-"""Predicts the rank of a token before the gate has chosen: from its id, or from its ranks in the last two
-layers.
+"""Predicts the rank of a token before the gate chooses its experts.
 
-Speculative MoE (section 3.3) and Sem-MoE (section 3.2): table T maps a token id to a rank; table A maps the
-ranks of the last two layers (a device 2-gram) to a rank. The prediction with the higher confidence is used.
+Speculative MoE (section 3.3) and Sem-MoE (section 3.2) have two tables. Table T maps a token id to a rank.
+Table A maps the token's ranks in the last two layers (a device 2-gram) to a rank. The prediction with the
+higher confidence is used.
 
-Both confidences are the same quantity, the share of a token's experts that is expected on the rank: counted
-pairs over all pairs of the token id or of the past; for those never seen the average. Adding average tokens
-to every row, so that ids seen once are less certain, did not improve predictions of the demo's routing.
+Both confidences are the same quantity: the share of a token's experts that is expected on the rank. It is
+the share of counted pairs, for the token id or for the past ranks. A token id or past that was never seen
+has the average share. We tried adding average tokens to every row, so that ids seen once are less certain.
+Predictions of the demo's routing did not improve.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ AnyIntArray = npt.NDArray[Any]
 
 
 def build(profile: Profile, clusters: Coclusters) -> Tables:
-    """The tables for experts placed as `clusters` says.
+    """Build the tables for experts placed as in `clusters`.
 
     T has the labels of `clusters`, which keep loads even, with the confidence that the profile gives them.
-    A token that the profile has never seen is looked up at its nearest known one. If that was not computed,
-    it has its own label and the confidence of an average token. A is counted over the profile's routes.
+    A token that the profile has never seen takes the entry of its nearest known one. If the nearest one was
+    not computed, it has its own label and the confidence of an average token. A is counted over the
+    profile's routes.
 
     Example: one layer, k = 1, experts 0 and 1 on ranks 0 and 1. Token 0 chose expert 0 three times and
-    expert 1 once; token 2 was never seen. Token 0 labelled 0 has the confidence 3/4 and scores 3/4, 1/4;
-    token 2 labelled 1 has the confidence 1/4.
+    expert 1 once; token 2 was never seen. Token 0 with label 0 has confidence 3/4 and scores 3/4, 1/4.
+    Token 2 with label 1 has confidence 1/4.
     """
     layers, vocab_size, ranks = len(profile.layers), profile.vocab_size, clusters.ranks
     nearest = np.arange(vocab_size) if profile.nearest is None else profile.nearest
@@ -60,7 +62,7 @@ def build(profile: Profile, clusters: Coclusters) -> Tables:
 
 
 def shares(counts: Counts, owners: AnyIntArray, ranks: int) -> FloatArray:
-    """[V, ranks] the share of each token id's experts that is expected on each rank, in one layer.
+    """[V, ranks] share of each token id's experts that is expected on each rank, in one layer.
 
     owners: [E] the rank of each expert.
     """
@@ -71,12 +73,12 @@ def shares(counts: Counts, owners: AnyIntArray, ranks: int) -> FloatArray:
 
 
 def device(experts: AnyIntArray, owners: AnyIntArray, ranks: int) -> IntArray:
-    """[n] the rank that holds most of each row's experts; of equal ranks that of the better expert.
+    """[n] the rank with most of each row's experts. A tie goes to the rank of the better expert.
 
     experts: [n, k] of one layer, best first. owners: [E] the rank of each expert.
 
-    Example: experts [[3, 0, 1]] with owners [0, 0, 1, 1]: rank 0 has two of them. [[3, 0]] is a draw, and
-    expert 3 is the better one: rank 1.
+    Example: experts [[3, 0, 1]] with owners [0, 0, 1, 1] give rank 0, which has two of them. [[3, 0]] is a
+    tie, and expert 3 is the better one, so it gives rank 1.
     """
     homes = owners[experts].astype(np.int64)
     n, k = homes.shape
@@ -90,13 +92,13 @@ def device(experts: AnyIntArray, owners: AnyIntArray, ranks: int) -> IntArray:
 def predict(
     tables: Tables, layer: int, tokens: AnyIntArray, history: AnyIntArray | None = None
 ) -> tuple[IntArray, npt.NDArray[np.float32]]:
-    """[n] the rank of each row in this layer, and [n] the confidence.
+    """[n] the predicted rank of each row in this layer, and [n] the confidence.
 
     layer: counted from 0 over the tables' layers. tokens: [n] ids. history: [n, 2] what `device` returned
-    for the rows two layers ago and one layer ago. None: there are no two layers before, and only T is used.
-    Of equal confidences T's answer is taken.
+    for the rows two layers ago and one layer ago. None means that there are no two layers before; then only
+    T is used. If both confidences are equal, T decides.
 
-    Speculative MoE, Algorithm 2; Sem-MoE, Algorithm 3, line 2.
+    Source: Speculative MoE, Algorithm 2; Sem-MoE, Algorithm 3, line 2.
     """
     ranks = tables.labels[tokens, layer].astype(np.int64)
     sure = tables.confidence[tokens, layer].astype(np.float32)
@@ -109,7 +111,7 @@ def predict(
 
 
 def _two_grams(profile: Profile, clusters: Coclusters) -> tuple[IntArray, FloatArray]:
-    """[layers, ranks^2] ranks and confidences of table A; nothing is known without routes."""
+    """[layers, ranks^2] ranks and confidences of table A. All are 0 if the profile has no routes."""
     layers, ranks = len(profile.layers), clusters.ranks
     after = np.zeros((layers, ranks**2), dtype=np.int64)
     confidence = np.zeros((layers, ranks**2))
@@ -127,7 +129,7 @@ def _two_grams(profile: Profile, clusters: Coclusters) -> tuple[IntArray, FloatA
 
 
 def _normalised(pairs: npt.NDArray[Any]) -> FloatArray:
-    """[n, ranks] counted pairs -> shares that sum to 1; an empty row has the shares of all rows together."""
+    """Counted pairs [n, ranks] as shares that sum to 1. An empty row gets the shares of all rows together."""
     average = pairs.sum(axis=0) if pairs.any() else np.ones(pairs.shape[1])
     rows = np.where(pairs.any(axis=1, keepdims=True), pairs, average)
     found: FloatArray = rows / rows.sum(axis=1, keepdims=True)

@@ -1,13 +1,13 @@
-"""Adds copies of experts on the ranks whose tokens choose them most.
+"""Adds copies of experts on the ranks with the tokens that choose them most.
 
-`policy.placement.balance` knows loads and adds copies for balance alone. This module knows the ranks of the
-tokens, and a copy on their rank makes their choices local. Each further copy of a layer is the one with the
-largest
+`policy.placement.balance` knows only loads, so its copies serve balance alone. This module also knows the
+ranks of the tokens. A copy on their rank makes their choices local. Each further copy of a layer is the one
+with the largest
 
-    choices that become local  +  choices that the layer's busiest rank has less
+    choices that become local  +  choices that the layer's busiest rank is relieved of
 
-so locality and balance have one price. A token's choice is computed on its own rank if that holds a copy,
-else the copies share it evenly. No rank gets more than its share of the copies, rounded up.
+so locality and balance are measured in one unit. A token's choice is computed on its own rank if that has a
+copy; else the copies share it evenly. No rank gets more than its share of the new copies, rounded up.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from moesaic.policy.placement.packing import BoolArray
 
 
 def place(profile: Profile, clusters: Coclusters, redundant: int = 0, tables: str = "") -> Placement:
-    """The clusters' placement with `redundant` more copies in each layer. tables: name of the file with the
-    tables.
+    """The clusters' placement with `redundant` more copies in each layer. tables: name of the tables' file.
 
-    Raises ConfigError for more copies than there are ranks without one.
+    Raises ConfigError if `redundant` exceeds the copies that are possible, one of each expert on each rank.
     """
     made = clusters.placement(profile.layers, profile.model, tables)
     most = profile.num_experts * (clusters.ranks - 1)
@@ -47,7 +46,7 @@ def place(profile: Profile, clusters: Coclusters, redundant: int = 0, tables: st
 
 
 def tables_of(profile: Profile, clusters: Coclusters, placement: Placement) -> Tables:
-    """The tables for `placement`, which has the experts of `clusters` and possibly copies of them."""
+    """Build the tables for `placement`: the experts of `clusters`, possibly with more copies."""
     tables = predict.build(profile, clusters)
     homes = homes_in(placement, profile.layers)
     if homes.shape[2] == 1:
@@ -57,7 +56,7 @@ def tables_of(profile: Profile, clusters: Coclusters, placement: Placement) -> T
 
 
 def demand(profile: Profile, clusters: Coclusters, layer: int) -> FloatArray:
-    """[E, ranks] choices of each expert by the tokens of each rank. layer: counted from 0."""
+    """[E, ranks] how often the tokens of each rank choose each expert. layer: counted from 0."""
     counts, size, ranks = profile.counts[layer], profile.num_experts, clusters.ranks
     keys = counts.experts.astype(np.int64) * ranks + clusters.tokens[layer][counts.tokens]
     found = np.bincount(keys, counts.counts, minlength=size * ranks)
@@ -65,33 +64,35 @@ def demand(profile: Profile, clusters: Coclusters, layer: int) -> FloatArray:
 
 
 def copied(wanted: FloatArray, home: BoolArray, redundant: int) -> BoolArray:
-    """[E, N] which rank holds what with `redundant` more copies. wanted: `demand` [E, N]. home: [E, N], as
-    it is.
+    """[E, N] True where a rank has the expert, after `redundant` copies were added.
 
-    Example: experts 0 1 on rank 0, 2 3 on rank 1; wanted 5 4, 5 0, 0 1, 0 5. Loads are 14 and 6. A copy of
-    expert 0 on rank 1 makes 4 choices local and takes 4 from rank 0: worth 8, more than any other.
+    wanted: [E, N] from `demand`. home: [E, N] the placement before.
+
+    Example: experts 0 and 1 are on rank 0, 2 and 3 on rank 1. wanted is 5 4, 5 0, 0 1, 0 5, so loads are 14
+    and 6. A copy of expert 0 on rank 1 makes 4 choices local and relieves rank 0 of 4. Its value of 8 is
+    the largest.
     """
     held = home.copy()
     room = np.full(held.shape[1], -(-redundant // held.shape[1]))
     for _ in range(redundant):
-        expert, rank = divmod(int(_worth(wanted, held, room > 0).argmax()), held.shape[1])
+        expert, rank = divmod(int(_values(wanted, held, room > 0).argmax()), held.shape[1])
         held[expert, rank] = True
         room[rank] -= 1
     return held
 
 
-def _worth(wanted: FloatArray, held: BoolArray, free: BoolArray) -> FloatArray:
-    """[E, N] value of one more copy of each expert on each rank; minus infinity if it is not possible."""
+def _values(wanted: FloatArray, held: BoolArray, free: BoolArray) -> FloatArray:
+    """[E, N] value of one more copy of each expert on each rank, or minus infinity if it is not possible."""
     carried = _carried(wanted, held)
     loads = carried.sum(axis=0)
-    worth = np.full(held.shape, -np.inf)
+    values = np.full(held.shape, -np.inf)
     for rank in np.flatnonzero(free).tolist():
         more = held.copy()
         more[:, rank] = True
         busiest = (loads - carried + _carried(wanted, more)).max(axis=1)
-        worth[:, rank] = wanted[:, rank] + loads.max() - busiest
-    worth[held] = -np.inf
-    return worth
+        values[:, rank] = wanted[:, rank] + loads.max() - busiest
+    values[held] = -np.inf
+    return values
 
 
 def _carried(wanted: FloatArray, held: BoolArray) -> FloatArray:

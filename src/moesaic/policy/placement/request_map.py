@@ -1,5 +1,4 @@
-"""A map of requests in a plane: requests that use the same experts are near each other (Sem-MoE, appendix
-A.1).
+"""Maps requests to points in a plane, near each other if they use the same experts (Sem-MoE, appendix A.1).
 
 The paper draws one layer by t-SNE. This map uses all layers and principal components, which need no seed.
 """
@@ -19,20 +18,23 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RequestMap:
-    """Points in a plane, near each other if their requests use the same experts."""
+    """A point for each request. Requests that use the same experts are near each other."""
 
     points: tuple[tuple[float, float], ...]
-    """First two principal components of how often each expert of each layer was chosen."""
+    """The first two principal components of how often a request chose each expert of each layer."""
     topics: tuple[int, ...]
-    """Topic of each point; NO_TOPIC: unknown."""
+    """Topic of each point, or NO_TOPIC if it is unknown."""
     neighbours: float | None
-    """Share of requests whose nearest other request (cosine, in all dimensions) has the same topic; None:
-    fewer than two topics."""
+    """Share of requests with the topic of their nearest other request, or None with fewer than two topics.
+
+    Nearness is the cosine in all dimensions.
+    """
     neighbours_by_chance: float | None
 
 
 def map_requests(routes: Routes, num_experts: int, most: int = 1000) -> RequestMap | None:
-    """The map of at most this number of requests, taken evenly. Requests without tokens are left out."""
+    """Map at most `most` requests, taken evenly. Requests without tokens are left out. None: nothing is
+    left."""
     filled = np.flatnonzero(np.diff(routes.starts))
     if not len(filled):
         return None
@@ -49,7 +51,7 @@ def map_requests(routes: Routes, num_experts: int, most: int = 1000) -> RequestM
 
 
 def _chosen(routes: Routes, num_experts: int) -> FloatArray:
-    """[r, layers * E] share of each request's choices on each expert of each layer."""
+    """[r, layers * E] share of each request's choices that fall on each expert of each layer."""
     size = routes.requests * num_experts
     found = []
     for layer in range(routes.experts.shape[1]):
@@ -61,7 +63,7 @@ def _chosen(routes: Routes, num_experts: int) -> FloatArray:
 
 
 def _neighbours(chosen: FloatArray, topics: npt.NDArray[Any]) -> tuple[float | None, float | None]:
-    """How often a request's nearest request has its topic, and how often any other request has."""
+    """How often a request has the topic of its nearest request, and how often that of any other request."""
     said = topics != NO_TOPIC
     rows, topics = chosen[said], topics[said].astype(np.int64)
     sizes = np.bincount(topics)

@@ -1,9 +1,11 @@
 """Measures how well routing is predicted on requests that the prediction has never seen.
 
-There are three predictions, each learned on one part of a profile's requests and tested on the others: a
-static choice of experts for each token id or for the experts of earlier layers (Sem-MoE, appendix A.2); and
-the rank of a token from its id, from the ranks of the last two layers, and from both (Speculative MoE,
-section 3.3).
+Each prediction learns from one part of a profile's requests and is tested on the others:
+
+ - *static*: the experts that a token id chose most often (Sem-MoE, appendix A.2).
+ - *look back*: the experts that most often follow the experts of earlier layers (Sem-MoE, appendix A.2).
+ - *rank*: the rank of a token, from its id, from its ranks in the last two layers, or from both
+   (Speculative MoE, section 3.3).
 """
 
 from __future__ import annotations
@@ -24,31 +26,34 @@ LAYERS_BACK = 5
 
 @dataclass(frozen=True)
 class Static:
-    """Predicts the k experts that a token id chose most often before, for all its later tokens."""
+    """Quality of the static prediction: a token id always chooses the k experts that it chose most often
+    before."""
 
     precision: float
-    """Share of those k that were chosen at least once; mean over token ids that both parts know."""
+    """Share of those k experts that were chosen at least once. Mean over token ids that both parts know."""
     f1: float
-    """F1 of those k against all experts that were chosen at least once."""
+    """F1 of those k experts against all experts that were chosen at least once."""
     hits: float
-    """Share of a token's experts that are among those k; mean over tokens, 0 for unknown ids."""
+    """Share of a token's experts that are among those k. Mean over tokens; unknown ids count as 0."""
 
 
 @dataclass(frozen=True)
 class RankPrediction:
-    """Share of a token's (token, expert) pairs on the predicted rank: the local activation rate of a token
-    that is on its predicted rank."""
+    """Quality of rank predictions: the share of (token, expert) pairs on the predicted rank.
+
+    This is the local activation rate of tokens that are placed on their predicted rank.
+    """
 
     guess: float
-    """Prediction: the busiest rank for every token."""
+    """Rate if every token is predicted on the busiest rank."""
     token: float
-    """Prediction by table T."""
+    """Rate with table T."""
     two_gram: float
-    """Prediction by table A; by T in the first two layers."""
+    """Rate with table A, or with T in the first two layers."""
     both: float
-    """Prediction by the table with the higher confidence."""
+    """Rate with the table that has the higher confidence."""
     most: float
-    """The rank with most of the token's experts: no prediction can do better."""
+    """Rate if each token is on the rank with most of its experts. No prediction can do better."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,11 @@ class LayerPrediction:
     """Number of the layer in the model."""
     static: Static
     look_back: tuple[float, ...]
-    """Share of a token's experts that are among the k most frequent ones after the best experts of the last
-    0, 1, 2, ... layers, at most LAYERS_BACK; one value for each number of layers that exist."""
+    """Share of a token's experts that are predicted from its best experts of the last 0, 1, 2, ... layers.
+
+    The prediction is the k experts that follow them most often. There is one value for each number of
+    layers that exist, at most LAYERS_BACK.
+    """
     ranks: RankPrediction
 
 
@@ -67,15 +75,15 @@ class Prediction:
     learned_requests: int
     asked_requests: int
     ranks: int
-    """Number of ranks, with experts in consecutive ranges."""
+    """Number of ranks. Experts are placed in consecutive ranges."""
     layers: tuple[LayerPrediction, ...]
 
 
 def examine(profile: Profile, routes: Routes, share: float, ranks: int, seed: int) -> Prediction | None:
-    """Learn from a random `share` of the requests of `routes` and test on the others. None: too few
-    requests.
+    """Learn from a random `share` of the requests of `routes` and test on the others.
 
-    ranks: of a vanilla placement. Raises ConfigError if there are more ranks than experts.
+    ranks: of a vanilla placement. Returns None if there are too few requests. Raises ConfigError if there
+    are more ranks than experts.
     """
     if routes.requests < 2:
         return None
@@ -99,14 +107,16 @@ def examine(profile: Profile, routes: Routes, share: float, ranks: int, seed: in
 def static_top(
     counts: Counts, tokens: npt.NDArray[np.int32], experts: SmallArray, num_experts: int
 ) -> Static:
-    """The static prediction in one layer. counts: what was learned. tokens: [t] and experts: [t, k] chosen
-    later.
+    """Measure the static prediction in one layer.
+
+    counts: what was learned. tokens: [t] and experts: [t, k] chosen later.
 
     If prediction and choice have k experts each, precision and F1 are the same number, `hits`. The papers
-    print two numbers (96.3 % and 78.8 %): they ask whether an id's k experts are ever chosen.
+    print two numbers (96.3 % and 78.8 %), since they ask whether an id's k experts are ever chosen.
 
-    Example: k = 2, token 7 chose experts 0 and 1 before, then 0, 2 and 0, 3: precision 1/2 (0, not 1), of
-    three experts 0, 2, 3 one was predicted: F1 = 2 * 1/2 * 1/3 / (1/2 + 1/3) = 0.4; hits 1/2.
+    Example: k = 2. Token 7 chose experts 0 and 1 before, then 0, 2 and 0, 3. Precision is 1/2 (0 was
+    chosen, 1 was not). One of the three experts 0, 2, 3 was predicted, so F1 = 2 * 1/2 * 1/3 / (1/2 + 1/3)
+    = 0.4. hits is 1/2.
     """
     vocab_size, k = len(counts.starts) - 1, experts.shape[1]
     top = hottest(counts, k)
@@ -121,9 +131,10 @@ def static_top(
 
 
 def look_back(learned: SmallArray, asked: SmallArray, layer: int, num_experts: int) -> tuple[float, ...]:
-    """Accuracies of layer `layer` (from 0). learned, asked: [t, layers, k] experts of two sets of tokens.
+    """Accuracies of predictions from 0, 1, 2, ... earlier layers, for layer `layer`, counted from 0.
 
-    A past that was never seen is shortened by its earliest layer until it was seen.
+    learned, asked: [t, layers, k] experts of two sets of tokens. A past that was never seen is shortened by
+    its earliest layer until it was seen.
     """
     k = learned.shape[2]
     now, past = learned[:, layer], np.zeros(len(learned), dtype=np.int64)
@@ -144,8 +155,10 @@ def look_back(learned: SmallArray, asked: SmallArray, layer: int, num_experts: i
 
 
 def predict_ranks(known: Profile, asked: Routes, ranks: int) -> list[RankPrediction]:
-    """The predictions for each layer, with experts in consecutive ranges and each token id on the rank with
-    most of its choices."""
+    """Measure the rank predictions of each layer.
+
+    Experts are in consecutive ranges. Each token id is on the rank with most of its choices.
+    """
     clusters = vanilla.solve(known, ranks)
     tables = build(known, clusters)
     blind = replace(tables, confidence=np.zeros_like(tables.confidence))

@@ -1,8 +1,9 @@
-"""Statistics of a model's routing from a profile: how skewed it is, and what is chosen together.
+"""Computes statistics of a model's routing from a profile: how skewed it is, and what is chosen together.
 
-For each layer: load of the experts, the concentration of single tokens (Sem-MoE, Table 1 and appendix A.2),
-experts chosen together, and tokens that follow each other. Requests and their topics are in `request_map`,
-and how well routing can be predicted in `routing_prediction`.
+Each layer has statistics of four kinds: the load of the experts, the concentration of single tokens
+(Sem-MoE, Table 1 and appendix A.2), experts chosen together, and tokens that follow each other.
+`request_map` handles requests and their topics. `routing_prediction` measures how well routing can be
+predicted.
 
 Statistics are plain numbers and tuples, which a program can print or write as JSON.
 """
@@ -22,7 +23,7 @@ from moesaic.policy.placement.request_map import RequestMap, map_requests
 FloatArray = npt.NDArray[np.float64]
 
 DISTANCES = (1, 2, 4, 8, 16, 32)
-"""Distances, in tokens of a request, at which experts are compared."""
+"""Distances between two tokens of a request, in tokens, at which their experts are compared."""
 
 
 @dataclass(frozen=True)
@@ -39,50 +40,60 @@ class LayerStatistics:
     layer: int
     """Number of the layer in the model."""
     loads: tuple[float, ...]
-    """Load of each expert over the mean load, largest first."""
+    """Load of each expert divided by the mean load, largest first."""
     max_over_median: float
-    """Max / median of the experts' loads; infinite if half of them have none."""
+    """Max / median of the experts' loads. It is infinite if half of the experts have no load."""
     f1: Quartiles
-    """Over the routes' tokens: share of their experts among the k that their id chose most often."""
+    """Share of a token's experts that are among the k which its id chose most often. Quartiles over the
+    routes' tokens."""
     top_hotness: Quartiles
-    """Over token ids: share of their choices that fell on those k."""
+    """Share of a token id's choices that fell on the k experts it chose most often. Quartiles over token
+    ids."""
     rest_hotness: Quartiles
-    """Over token ids: share of their choices that fell on the most chosen expert besides those k."""
+    """Share of a token id's choices that fell on the next most frequent expert after those k. Quartiles
+    over token ids."""
     kurtosis: Quartiles
-    """Over token ids: kurtosis of their counts of all experts (Pearson's: 3 for a normal distribution). k
-    of E experts chosen equally often: (1 - 3 p (1 - p)) / (p (1 - p)) with p = k / E, 8.8 for 6 of 64."""
+    """Kurtosis of a token id's counts of all experts (Pearson's: 3 for a normal distribution). Quartiles
+    over token ids.
+
+    If k of E experts are chosen equally often, it is (1 - 3 p (1 - p)) / (p (1 - p)) with p = k / E: 8.8
+    for 6 of 64.
+    """
     partners: float
-    """Share of an expert's partners (experts chosen together with it) that are its k - 1 most frequent
-    ones; mean over experts, weighted by load."""
+    """Share of an expert's partners that are its k - 1 most frequent ones. Mean over experts, weighted by
+    load.
+
+    Partners are the experts that are chosen together with it.
+    """
     partners_by_chance: float
-    """The same if experts were chosen independently with the same loads."""
+    """`partners` if experts were chosen independently with the same loads."""
     repeated: tuple[float, ...]
-    """Share of a token's experts that the token DISTANCES earlier in its request chose as well; one value
-    for each distance that occurs."""
+    """Share of a token's experts that an earlier token of its request chose as well, for each of DISTANCES
+    that occurs."""
     repeated_by_chance: float
-    """The same for two random tokens of the profile."""
+    """`repeated` for two random tokens of the profile."""
 
 
 @dataclass(frozen=True)
 class Statistics:
     model: str
     tokens: int
-    """Tokens that were counted."""
+    """Number of tokens that were counted."""
     token_ids: int
-    """Token ids that occurred."""
+    """Number of token ids that occurred."""
     requests: int
-    """Requests in the routes."""
+    """Number of requests in the routes."""
     vocab_size: int
     num_experts: int
     top_k: int
     topics: tuple[str, ...]
     layers: tuple[LayerStatistics, ...]
     requests_map: RequestMap | None
-    """None: there are no routes."""
+    """The map of the requests, or None if there are no routes."""
 
 
 def describe(profile: Profile, routes: Routes) -> Statistics:
-    """The statistics. routes: the profile's own, or a part of them if there are many."""
+    """Compute the statistics. routes: the profile's own, or a part of them if there are many."""
     layers = tuple(_layer(profile, routes, index) for index in range(len(profile.layers)))
     known = np.unique(np.concatenate([counts.known for counts in profile.counts]))
     return Statistics(
@@ -100,7 +111,8 @@ def describe(profile: Profile, routes: Routes) -> Statistics:
 
 
 def sample(routes: Routes, tokens: int, seed: int) -> Routes:
-    """Random whole requests with at most this number of tokens, at least one request, in their order."""
+    """Sample random whole requests with at most `tokens` tokens together, but at least one request. They
+    keep their order."""
     rng = np.random.default_rng(seed)
     order = rng.permutation(routes.requests)
     ends = np.cumsum(np.diff(routes.starts)[order])
@@ -137,10 +149,10 @@ def _quartiles(values: FloatArray) -> Quartiles:
 
 
 def hottest(counts: Counts, k: int) -> SmallArray:
-    """[V, k] the experts that each token id chose most often, the most frequent first; of equal ones the
-    lower.
+    """[V, k] the experts that each token id chose most often, most frequent first. Ties go to the lower
+    number.
 
-    -1 if it chose fewer than k.
+    -1 fills the entries of an id that chose fewer than k experts.
     """
     order, place = _hottest_first(counts)
     found = np.full((len(counts.starts) - 1, k), -1, dtype=np.int16)
@@ -150,8 +162,8 @@ def hottest(counts: Counts, k: int) -> SmallArray:
 
 
 def _hottest_first(counts: Counts) -> tuple[IntArray, IntArray]:
-    """[m] the entries, sorted by falling count within each token id, and [m] the position of each entry
-    within its id."""
+    """[m] order of the entries by falling count within each token id, and [m] the position of each within
+    its id."""
     most = int(counts.counts.max(initial=0))
     order = np.argsort(counts.tokens * (most + 1) + most - counts.counts, kind="stable")
     return order, np.arange(len(order)) - counts.starts[counts.tokens]
@@ -167,10 +179,9 @@ def hits(predicted: SmallArray, experts: SmallArray) -> FloatArray:
 
 
 def hotness(counts: Counts, k: int) -> tuple[FloatArray, FloatArray]:
-    """For each known token id: the share of its choices on its k most frequent experts, and on the next
-    one.
+    """Share of each known token id's choices on its k most frequent experts, and on the next one.
 
-    Example: counts 5, 3, 2 and k = 2: 0.8 and 0.2.
+    Example: counts 5, 3, 2 and k = 2 give 0.8 and 0.2.
     """
     order, place = _hottest_first(counts)
     ranked = counts.counts[order]
@@ -184,7 +195,7 @@ def hotness(counts: Counts, k: int) -> tuple[FloatArray, FloatArray]:
 
 
 def kurtosis(counts: Counts, num_experts: int) -> FloatArray:
-    """For each known token id: m4 / m2^2 of its num_experts counts; 0 if all are equal."""
+    """Kurtosis m4 / m2^2 of each known token id's num_experts counts; 0 if all counts are equal."""
     tokens, size = counts.tokens, len(counts.starts) - 1
     total = np.bincount(tokens, counts.counts, minlength=size)
     mean = (total / num_experts)[tokens]
@@ -214,7 +225,8 @@ def together(experts: SmallArray, num_experts: int) -> IntArray:
 
 
 def map_together(routes: Routes, index: int, num_experts: int) -> tuple[tuple[float, ...], ...]:
-    """[E, E] `together` in layer `index` as a share of each expert's tokens, 0 to 1, for a picture."""
+    """[E, E] share of each expert's tokens that also chose the other expert in layer `index`, 0 to 1, for a
+    picture."""
     experts = routes.experts[:, index]
     tokens = np.bincount(experts.ravel(), minlength=num_experts)
     found = together(experts, num_experts) / np.maximum(tokens, 1)[:, None]
@@ -222,10 +234,11 @@ def map_together(routes: Routes, index: int, num_experts: int) -> tuple[tuple[fl
 
 
 def co_activation(pairs: IntArray, loads: IntArray, k: int) -> tuple[float, float]:
-    """Share of the k - 1 most frequent partners, as measured and by chance; 0 and 0 without pairs.
+    """Share of an expert's k - 1 most frequent partners, as measured and by chance. Both are 0 without
+    pairs.
 
-    Example: k = 2, experts 0 and 1 are always chosen together, and so are 2 and 3: 1 and, with even loads,
-    1/3.
+    Example: k = 2, experts 0 and 1 are always chosen together, and so are 2 and 3. The measured share is 1.
+    By chance it is 1/3 if loads are even.
     """
     if k < 2 or not pairs.any():
         return 0.0, 0.0
@@ -247,9 +260,10 @@ def _top_share(rows: FloatArray, k: int) -> FloatArray:
 
 
 def repeated(routes: Routes, index: int, distance: int) -> float:
-    """Share of a token's experts in layer `index` that the token `distance` earlier in its request chose.
+    """Share of a token's experts in layer `index` that the token `distance` earlier in its request chose as
+    well.
 
-    0 without such tokens.
+    It is 0 if there are no such tokens.
     """
     same = routes.owners[distance:] == routes.owners[:-distance]
     experts = routes.experts[:, index]

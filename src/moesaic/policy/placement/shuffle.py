@@ -1,13 +1,14 @@
-"""Token shuffling under tensor-parallel attention: which row of a batch goes to which rank, in which order.
+"""Plans token shuffling under tensor-parallel attention: which row of a batch goes to which rank, in which
+order.
 
-Every rank holds a partial sum of every row. A reduce-scatter with permuted rows leaves each row on the rank
+Every rank has a partial sum of every row. A reduce-scatter with permuted rows leaves each row on the rank
 with its predicted experts. An all-gather with the inverse permutation restores the batch (Speculative MoE,
-Algorithm 2; Sem-MoE, Algorithm 3). Residual and norm use the permuted order between the two. All ranks
+Algorithm 2; Sem-MoE, Algorithm 3). Between the two, residual and norm use the permuted order. All ranks
 compute the same plan from the same tables.
 
 The papers align the groups of a permutation without saying how. A reduce-scatter of equal shards allows at
-most ceil(rows / ranks) rows on a rank: the least certain rows of a fuller rank move. With shards of any
-size no row moves.
+most ceil(rows / ranks) rows on a rank. Here, the least certain rows of a fuller rank move. With shards of
+any size no row moves.
 """
 
 from __future__ import annotations
@@ -22,24 +23,28 @@ import numpy.typing as npt
 from moesaic.core.tokens import IntArray
 
 Align = Literal["move", "variable", "none"]
-"""move: equal shards; the least certain rows move. variable: every row on its predicted rank, shards of any
-size. none: the batch in its order, cut into equal shards: a reduce-scatter without prediction."""
+"""How rows are divided into shards.
+
+  - move: equal shards. The least certain rows move.
+  - variable: every row is on its predicted rank, and shards have any size.
+  - none: the batch keeps its order and is cut into equal shards: a reduce-scatter without prediction.
+"""
 
 
 @dataclass(frozen=True)
 class Shuffle:
-    """The order and the shards of n rows on some ranks."""
+    """The order of n rows and their division into shards, one for each rank."""
 
     order: IntArray
-    """[n] row order[i] of the batch is at index i: shuffled = batch[order]."""
+    """[n] row order[i] of the batch moves to index i: shuffled = batch[order]."""
     sizes: IntArray
-    """[ranks] number of rows of each rank, which are consecutive."""
+    """[ranks] number of rows of each rank. They are consecutive in the shuffled order."""
     kept: int
     """Number of rows on their predicted rank."""
 
     @cached_property
     def inverse(self) -> IntArray:
-        """[n] row i of the batch is at index inverse[i]: batch = shuffled[inverse]."""
+        """[n] row i of the batch moves to index inverse[i]: batch = shuffled[inverse]."""
         inverse = np.empty_like(self.order)
         inverse[self.order] = np.arange(len(self.order))
         return inverse
@@ -53,17 +58,17 @@ class Shuffle:
 
     @property
     def starts(self) -> IntArray:
-        """[ranks + 1] rank i has indices starts[i] : starts[i + 1]."""
+        """[ranks + 1] bounds of the shards: rank i has indices starts[i] : starts[i + 1]."""
         return np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
 
     @property
     def kept_share(self) -> float:
-        """Share of the rows on their predicted rank; 1 without rows. The rest is what `move` costs in
-        locality."""
+        """Share of the rows on their predicted rank; 1 without rows. The other rows are what `move` costs
+        in locality."""
         return self.kept / len(self.order) if len(self.order) else 1.0
 
     def local_pairs(self, experts: npt.NDArray[Any], owners: npt.NDArray[Any]) -> int:
-        """Number of (row, expert) pairs that are on the row's rank, once the gate has chosen.
+        """Number of (row, expert) pairs with the expert on the row's rank, once the gate has chosen.
 
         experts: [n, k] of the batch in its own order. owners: [E] the rank of each expert.
         """
@@ -71,15 +76,16 @@ class Shuffle:
 
 
 def plan(predicted: IntArray, confidence: npt.NDArray[Any], ranks: int, align: Align) -> Shuffle:
-    """The permutation and the sizes of the shards. Rows of one rank keep the batch's order.
+    """Plan the permutation and the sizes of the shards. Rows of one rank keep the batch's order.
 
-    predicted, confidence: [n] from `predict.predict`. Of equally certain rows the later one moves. Rows
-    that move go, in the batch's order, to the rank with the fewest rows at that moment, of equal ones the
-    lower.
+    predicted, confidence: [n] from `predict.predict`. Between equally certain rows, the later one moves.
+    Rows that move are handled in the batch's order. Each goes to the rank with the fewest rows at that
+    moment; ties go to the lower rank.
 
-    Example: predicted [1, 1, 0, 1, 1], confidence [.9, .2, .5, .8, .7], 2 ranks. Rank 1 may have 3 rows and
-    row 1 is the least certain: order [1, 2, 0, 3, 4], sizes [2, 3], 4 of 5 rows kept. With `variable` the
-    order is [2, 0, 1, 3, 4], sizes [1, 4]; with `none` [0, 1, 2, 3, 4], sizes [3, 2], 3 rows kept.
+    Example: predicted [1, 1, 0, 1, 1], confidence [.9, .2, .5, .8, .7], 2 ranks. Rank 1 may have 3 rows,
+    and row 1 is the least certain. `move` gives order [1, 2, 0, 3, 4] and sizes [2, 3], with 4 of 5 rows
+    kept. `variable` gives order [2, 0, 1, 3, 4] and sizes [1, 4]. `none` gives order [0, 1, 2, 3, 4] and
+    sizes [3, 2], with 3 rows kept.
     """
     rows = len(predicted)
     if align == "none":
@@ -94,7 +100,7 @@ def plan(predicted: IntArray, confidence: npt.NDArray[Any], ranks: int, align: A
 
 
 def _moved(predicted: IntArray, confidence: npt.NDArray[Any], ranks: int) -> IntArray:
-    """[n] the rank of each row with at most ceil(n / ranks) rows on a rank."""
+    """[n] the rank of each row, with at most ceil(n / ranks) rows on a rank."""
     rows = len(predicted)
     capacity = -(-rows // ranks)
     sizes = np.bincount(predicted, minlength=ranks)

@@ -19,12 +19,12 @@ from moesaic.policy.placement.solvers.annealing import (
     AnnealingSearch,
     anneal,
     chosen,
-    crossed,
     dense,
-    mixed,
+    mix,
     overload,
     place,
     polish,
+    recombine,
 )
 from moesaic.policy.placement.solvers.solver import rooms
 from moesaic.policy.placement.solvers.tokens import rank_choices
@@ -172,7 +172,7 @@ def test_more_local_and_evener_than_cross_entropy() -> None:
     """Whatever `spare` would let a rank carry."""
     counts = noise(0, size=24, layers=1, k=4, requests=60).counts[0]
     rows, loads = dense(counts, 24), counts.loads(24).astype(np.float64)
-    rival = speculative.searched(rows, 4, np.random.default_rng(3), speculative.CrossEntropySearch())
+    rival = speculative.search_layer(rows, 4, np.random.default_rng(3), speculative.CrossEntropySearch())
     search = AnnealingSearch(spare=1.0, runs=2, steps=4000, hot=0.01, offspring=4, brief=1000)
     found = place(counts, 24, 4, np.random.default_rng(3), search)
     rates = [float((rows @ np.eye(4)[labels]).max(axis=1).sum()) for labels in (found, rival)]
@@ -188,7 +188,7 @@ def test_mixtures_keep_what_both_agree_on() -> None:
     rows = np.ones((6, 4), dtype=np.float32)
     layer = annealing._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 2, AnnealingSearch())
     one, other = np.array([0, 0, 0, 1, 1, 1]), np.array([1, 1, 0, 0, 0, 1])
-    found = {tuple(mixed(layer, one, other, np.random.default_rng(seed)).tolist()) for seed in range(20)}
+    found = {tuple(mix(layer, one, other, np.random.default_rng(seed)).tolist()) for seed in range(20)}
     assert found == {(0, 0, 0, 1, 1, 1), (0, 0, 1, 1, 1, 0)}
 
 
@@ -198,9 +198,9 @@ def test_offspring_is_at_least_as_good_as_its_parents() -> None:
     layer = annealing._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 4, AnnealingSearch(spare=0.05))
     runs = [rng.permutation(np.arange(16) % 4) for _ in range(3)]
     best = max(layer.value(run) for run in runs)
-    kept = crossed(layer, list(runs), rng, AnnealingSearch(offspring=0))
+    kept = recombine(layer, list(runs), rng, AnnealingSearch(offspring=0))
     assert layer.value(kept) == best
-    found = crossed(layer, list(runs), rng, AnnealingSearch(offspring=4, brief=300, warm=0.01))
+    found = recombine(layer, list(runs), rng, AnnealingSearch(offspring=4, brief=300, warm=0.01))
     assert layer.value(found) > best
     assert np.bincount(found).tolist() == [4, 4, 4, 4]
 

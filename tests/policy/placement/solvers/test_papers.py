@@ -174,7 +174,7 @@ def test_rare_tokens_are_summed_by_favourite() -> None:
 
 def test_search_worked_example() -> None:
     rows = np.array([[2, 0, 2, 0], [0, 3, 0, 3]], dtype=np.float32)
-    found = speculative.searched(rows, 2, np.random.default_rng(0), speculative.CrossEntropySearch())
+    found = speculative.search_layer(rows, 2, np.random.default_rng(0), speculative.CrossEntropySearch())
     assert same_clusters(found, np.array([0, 1, 0, 1]))
 
 
@@ -190,7 +190,7 @@ def test_search_comes_near_the_best_partition(seed: int, room: list[int]) -> Non
     tokens = speculative._heads(rows, settings.heads)
     every = np.array(list(partitions(np.array(room))))
     best = speculative.scores(tokens, every, ranks, settings).max()
-    found = speculative.searched(rows, ranks, np.random.default_rng(seed), settings)
+    found = speculative.search_layer(rows, ranks, np.random.default_rng(seed), settings)
     assert speculative.scores(tokens, found[None], ranks, settings)[0] >= 0.99 * best
 
 
@@ -203,9 +203,9 @@ def test_elites_lead_from_any_start(seed: int, monkeypatch: pytest.MonkeyPatch) 
     start = np.sort(np.arange(16) % 4)
     monkeypatch.setattr(speculative, "_start", lambda *args: start)
     settings = speculative.CrossEntropySearch(stray=0.3, smoothing=0.3, samples=400)
-    found = speculative.searched(rows, 4, np.random.default_rng(seed), settings)
+    found = speculative.search_layer(rows, 4, np.random.default_rng(seed), settings)
     assert same_clusters(found, groups)
-    assert (speculative.searched(rows, 4, rng, replace(settings, steps=0)) == start).all()
+    assert (speculative.search_layer(rows, 4, rng, replace(settings, steps=0)) == start).all()
 
 
 # ---- Sem-MoE
@@ -213,19 +213,19 @@ def test_elites_lead_from_any_start(seed: int, monkeypatch: pytest.MonkeyPatch) 
 
 def test_sem_moe_worked_example() -> None:
     rows = np.array([[[1, 0, 1, 0]], [[0, 1, 0, 1]]], dtype=np.float32)
-    scene = sem_moe.Scene(rows, np.zeros((1, 4, 4)), np.full((1, 4), 0.25), np.array([2, 2]))
-    found = sem_moe.alternated(scene, np.random.default_rng(0), sem_moe.Weights())
+    inputs = sem_moe.Inputs(rows, np.zeros((1, 4, 4)), np.full((1, 4), 0.25), np.array([2, 2]))
+    found = sem_moe.alternate(inputs, np.random.default_rng(0), sem_moe.Weights())
     assert same_clusters(found[0], np.array([0, 1, 0, 1]))
 
 
 def test_shares_of_a_profile() -> None:
     profile = noise(2, 6, layers=2, k=2)
-    scene = sem_moe.made(profile, rooms(6, 3), sem_moe.Weights())
-    assert scene.rows.shape == (12, 2, 6) and (scene.rows.sum(axis=2) == 16).all()
-    assert scene.loads.sum(axis=1) == pytest.approx([1, 1])
-    assert scene.pairs.sum(axis=(1, 2)) == pytest.approx([1, 1])
-    assert np.einsum("lee->l", scene.pairs).tolist() == [0, 0]
-    tokens = sem_moe.made(replace(profile, routes=profile.routes.of([])), rooms(6, 3), sem_moe.Weights())
+    inputs = sem_moe.inputs_of(profile, rooms(6, 3), sem_moe.Weights())
+    assert inputs.rows.shape == (12, 2, 6) and (inputs.rows.sum(axis=2) == 16).all()
+    assert inputs.loads.sum(axis=1) == pytest.approx([1, 1])
+    assert inputs.pairs.sum(axis=(1, 2)) == pytest.approx([1, 1])
+    assert np.einsum("lee->l", inputs.pairs).tolist() == [0, 0]
+    tokens = sem_moe.inputs_of(replace(profile, routes=profile.routes.of([])), rooms(6, 3), sem_moe.Weights())
     assert (tokens.rows.sum(axis=0) == profile.loads).all()
     assert (np.diff(tokens.rows.sum(axis=(1, 2))) <= 0).all()
 
@@ -233,13 +233,15 @@ def test_shares_of_a_profile() -> None:
 @pytest.mark.parametrize("requests", [12, 13, 2])
 def test_requests_fill_their_rooms(requests: int) -> None:
     profile = noise(requests, 6, layers=2, k=2, requests=requests)
-    scene = sem_moe.Scene(
+    inputs = sem_moe.Inputs(
         sem_moe._request_rows(profile, 99), np.zeros((2, 6, 6)), np.zeros((2, 6)), rooms(6, 3)
     )
     room = [requests // 3 + (rank < requests % 3) for rank in range(3)]
     experts = np.tile(np.arange(6) % 3, (2, 1))
-    assert np.bincount(sem_moe.scheduled(scene, experts, sem_moe.Weights()), minlength=3).tolist() == room
-    gathered = sem_moe.gathered(scene, np.random.default_rng(0))
+    assert (
+        np.bincount(sem_moe.place_requests(inputs, experts, sem_moe.Weights()), minlength=3).tolist() == room
+    )
+    gathered = sem_moe.cluster_requests(inputs, np.random.default_rng(0))
     assert sorted(np.bincount(gathered, minlength=3)) == sorted(room)
 
 
@@ -247,27 +249,27 @@ def test_requests_go_where_their_experts_are() -> None:
     rows = np.array(
         [[[5, 0], [5, 0]], [[0, 4], [5, 0]], [[0, 3], [0, 3]], [[0, 2], [0, 2]]], dtype=np.float32
     )
-    scene = sem_moe.Scene(rows, np.zeros((2, 2, 2)), np.zeros((2, 2)), np.array([1, 1]))
+    inputs = sem_moe.Inputs(rows, np.zeros((2, 2, 2)), np.zeros((2, 2)), np.array([1, 1]))
     experts, weights = np.array([[0, 1], [0, 1]]), sem_moe.Weights(alike=0.0)
-    assert sem_moe.scheduled(scene, experts, weights).tolist() == [0, 0, 1, 1]
-    assert sem_moe.scheduled(scene, 1 - experts, weights).tolist() == [1, 1, 0, 0]
+    assert sem_moe.place_requests(inputs, experts, weights).tolist() == [0, 0, 1, 1]
+    assert sem_moe.place_requests(inputs, 1 - experts, weights).tolist() == [1, 1, 0, 0]
 
 
 def test_cost_worked_example() -> None:
     """Rank 0 carries 0.7, 1.4 times its fair share; 3 of 4 choices are local."""
     rows = np.array([[[2, 0]], [[1, 1]]], dtype=np.float32)
-    scene = sem_moe.Scene(rows, np.zeros((1, 2, 2)), np.array([[0.7, 0.3]]), np.array([1, 1]))
-    assert sem_moe.cost(scene, np.array([[0, 1]]), np.array([0, 1])) == pytest.approx(1.4 + 0.25)
+    inputs = sem_moe.Inputs(rows, np.zeros((1, 2, 2)), np.array([[0.7, 0.3]]), np.array([1, 1]))
+    assert sem_moe.cost(inputs, np.array([[0, 1]]), np.array([0, 1])) == pytest.approx(1.4 + 0.25)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_experts_are_placed_near_the_best(seed: int) -> None:
     """Against every placement of a layer's experts, requests given."""
     profile, weights = noise(seed, 6, layers=1, k=2), sem_moe.Weights()
-    scene = sem_moe.made(profile, rooms(6, 3), weights)
+    inputs = sem_moe.inputs_of(profile, rooms(6, 3), weights)
     requests = np.arange(12) % 3
-    found = sem_moe.placed(scene, 0, requests, np.random.default_rng(seed), weights)
-    affinity = sem_moe._affinity(scene, 0, requests, weights)
+    found = sem_moe.place_experts(inputs, 0, requests, np.random.default_rng(seed), weights)
+    affinity = sem_moe._affinity(inputs, 0, requests, weights)
     values = [affinity.value(labels) for labels in partitions(np.array([2, 2, 2]))]
     assert affinity.value(found) >= max(values) - 0.1 * (max(values) - min(values))
 
@@ -277,12 +279,12 @@ def test_more_rounds_cost_no_more(seed: int) -> None:
     """The best round is kept: the first rounds are the same."""
     profile, _ = planted(seed, 12, 4)
     mixed = noise(seed, 12, layers=3, k=3, requests=40)
-    for scene in (sem_moe.made(each, rooms(12, 4), sem_moe.Weights()) for each in (profile, mixed)):
+    for inputs in (sem_moe.inputs_of(each, rooms(12, 4), sem_moe.Weights()) for each in (profile, mixed)):
         costs = []
         for steps in (1, 2, 8):
             weights = sem_moe.Weights(steps=steps)
-            found = sem_moe.alternated(scene, np.random.default_rng(seed), weights)
-            costs.append(sem_moe.cost(scene, found, sem_moe.scheduled(scene, found, weights)))
+            found = sem_moe.alternate(inputs, np.random.default_rng(seed), weights)
+            costs.append(sem_moe.cost(inputs, found, sem_moe.place_requests(inputs, found, weights)))
         assert costs[0] >= costs[1] - 1e-9 and costs[1] >= costs[2] - 1e-9
 
 
@@ -291,13 +293,13 @@ def test_exchanges_follow_the_greedy_pass() -> None:
     pairs = np.zeros((1, 4, 4))
     pairs[0, 0, 3] = pairs[0, 3, 0] = 0.5
     rows = np.full((4, 1, 4), 1, dtype=np.float32)
-    scene = sem_moe.Scene(rows, pairs, np.array([[0.4, 0.3, 0.2, 0.1]]), np.array([2, 2]))
+    inputs = sem_moe.Inputs(rows, pairs, np.array([[0.4, 0.3, 0.2, 0.1]]), np.array([2, 2]))
     requests, rng = np.array([0, 0, 1, 1]), np.random.default_rng(0)
-    greedy = sem_moe.placed(scene, 0, requests, rng, sem_moe.Weights(load=0.0, swaps=0))
+    greedy = sem_moe.place_experts(inputs, 0, requests, rng, sem_moe.Weights(load=0.0, swaps=0))
     assert same_clusters(greedy, np.array([0, 0, 1, 1]))
-    best = sem_moe.placed(scene, 0, requests, rng, sem_moe.Weights(load=0.0))
+    best = sem_moe.place_experts(inputs, 0, requests, rng, sem_moe.Weights(load=0.0))
     assert same_clusters(best, np.array([0, 1, 1, 0]))
-    loads = sem_moe.placed(scene, 0, requests, rng, sem_moe.Weights(experts=0.0, load=9.0, swaps=0))
+    loads = sem_moe.place_experts(inputs, 0, requests, rng, sem_moe.Weights(experts=0.0, load=9.0, swaps=0))
     assert same_clusters(loads, np.array([0, 1, 1, 0]))
 
 
@@ -306,9 +308,9 @@ def test_load_weighs() -> None:
     pairs = np.zeros((1, 4, 4))
     pairs[0, 0, 1] = pairs[0, 1, 0] = 0.5
     rows = np.full((4, 1, 4), 1, dtype=np.float32)
-    scene = sem_moe.Scene(rows, pairs, np.array([[0.4, 0.4, 0.1, 0.1]]), np.array([2, 2]))
-    together = sem_moe.alternated(scene, np.random.default_rng(0), sem_moe.Weights(load=0.0))[0]
-    apart = sem_moe.alternated(scene, np.random.default_rng(0), sem_moe.Weights(load=9.0))[0]
+    inputs = sem_moe.Inputs(rows, pairs, np.array([[0.4, 0.4, 0.1, 0.1]]), np.array([2, 2]))
+    together = sem_moe.alternate(inputs, np.random.default_rng(0), sem_moe.Weights(load=0.0))[0]
+    apart = sem_moe.alternate(inputs, np.random.default_rng(0), sem_moe.Weights(load=9.0))[0]
     assert together[0] == together[1] and apart[0] != apart[1]
 
 

@@ -1,4 +1,4 @@
-"""Solvers that find which tokens and experts belong together: one solver per file, all with one signature."""
+"""Solvers that find which tokens and experts belong together. Each has a file, and all have one signature."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ SOLVERS: dict[str, Solver] = {
     "sem-moe": sem_moe.solve,
     "ours": annealing.solve,
 }
-"""Solvers, by their names on the command line."""
+"""The solvers by their names on the command line."""

@@ -1,4 +1,4 @@
-"""How often two experts serve the same tokens."""
+"""Computes how often two experts serve the same tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def coactivation(counts: Counts, num_experts: int, top_k: int) -> FloatArray:
-    """[E, E] sum over token ids v of c[v, e] * c[v, f] / n[v], where v was seen n[v] times; symmetric.
+    """[E, E] expected number of tokens that choose both experts; symmetric.
 
-    These are the tokens expected to choose both e and f if choices depended on the token id alone: what
-    placement by token id can use. It is also the product of two experts' count vectors, each id weighted so
-    that frequent ones count as often as they occur.
+    An entry is the sum over token ids v of c[v, e] * c[v, f] / n[v]. Here v was seen n[v] times and chose
+    expert e c[v, e] times. This is the expected number if choices depended on the token id alone, which is
+    all that placement by token id can use. It is also the product of two experts' count vectors, weighted
+    so that ids count as often as they occur.
 
-    Example: one id seen twice, expert 0 chosen twice and expert 1 once -> [[2, 1], [1, 0.5]].
+    Example: one id was seen twice, and chose expert 0 twice and expert 1 once -> [[2, 1], [1, 0.5]].
     """
     shape = (len(counts.starts) - 1, num_experts)
     matrix = csr_array((counts.counts.astype(np.float64), counts.experts, counts.starts), shape=shape)

@@ -3,16 +3,21 @@ all layers.
 
 A solver finds the clusters of each layer alone, so their numbers mean nothing across layers. With
 attention-DP the papers' request scheduler (Semantic Parallelism, Algorithm 2) gives a request one rank for
-all layers. What counts is then the sum over layers of its choices on that rank. The paper does not say how
-the numbers of different layers are made to agree.
+all layers. What counts is then its choices on that rank, summed over layers. The paper does not say how the
+numbers of different layers are made to agree.
 
-Here, layer i gives every request (or every token id, without sampled requests) the shares x_i [R] of its
-choices by cluster, minus their mean over all requests. The overlap of two clusters of two layers is the
-covariance of their shares, weighted by choices. Without subtracting the mean, hot clusters would only match
-each other, which balanced dispatch cannot use. The sum of all layers' overlaps is increased layer by layer,
-each time by the best one-to-one numbering given those of the other layers (the Hungarian method), until a
-sweep over all layers changes nothing. That is a local optimum, so the search starts from several layers and
-keeps the best result.
+This module works as follows:
+
+ - *Shares.* Layer i gives every request the shares x_i [R] of its choices by cluster, minus their mean over
+   all requests. Without sampled requests, token ids replace them.
+ - *Overlap.* The overlap of two clusters of two layers is the covariance of their shares, weighted by
+   choices. Without subtracting the mean, hot clusters would only match each other, which balanced dispatch
+   cannot use.
+ - *Search.* The sum of all overlaps is increased layer by layer. Each step finds the best one-to-one
+   numbering of a layer, given those of the others (the Hungarian method). It ends when a sweep over all
+   layers changes nothing.
+ - *Starts.* The result is a local optimum, so the search starts from several layers and keeps the best
+   result.
 """
 
 from __future__ import annotations
@@ -27,23 +32,23 @@ from moesaic.core.tokens import IntArray
 FloatArray = npt.NDArray[np.float64]
 
 STARTS = 8
-"""Number of layers to start from, evenly spread."""
+"""Number of layers from which the search starts, evenly spread."""
 REQUESTS_PER_RANK = 4
-"""Minimum number of sampled requests for each rank. With fewer, token ids are used instead."""
+"""Minimum number of sampled requests for each rank. With fewer, token ids replace requests."""
 MOST = 16384
-"""Maximum number of requests, or of the most frequent token ids, that are used. It bounds memory."""
+"""Maximum number of requests, or of the most frequent token ids, that are used. This bounds memory."""
 EXACT = 1e-9
-"""A smaller relative gain is rounding."""
+"""Smaller relative gains count as rounding errors."""
 
 
 def align(profile: Profile, experts_per_layer: npt.NDArray[np.integer], ranks: int) -> SmallArray:
-    """The same clusters, numbered so that a number means the same in all layers: ranks [layers, E].
+    """Renumber the clusters so that a number means the same in all layers. Returns ranks [layers, E].
 
     experts_per_layer: [layers, E] ranks from 0. Layer 0 keeps its numbers. The result is never worse than
     the input.
 
-    Example: two layers with experts 0, 1 | 2, 3, where every request that chooses 0 and 1 in layer 0
-    chooses 2 and 3 in layer 1: [[0, 0, 1, 1], [0, 0, 1, 1]] -> [[0, 0, 1, 1], [1, 1, 0, 0]].
+    Example: there are two layers with experts 0, 1 | 2, 3. Every request that chooses 0 and 1 in layer 0
+    chooses 2 and 3 in layer 1. Then [[0, 0, 1, 1], [0, 0, 1, 1]] -> [[0, 0, 1, 1], [1, 1, 0, 0]].
     """
     given = np.asarray(experts_per_layer, dtype=np.int64)
     layers = len(given)
@@ -51,15 +56,16 @@ def align(profile: Profile, experts_per_layer: npt.NDArray[np.integer], ranks: i
         return given.astype(np.int16)
     overlap = overlaps(profile, given, ranks)
     starts = np.unique(np.linspace(0, layers - 1, min(layers, STARTS)).astype(np.int64)).tolist()
-    options = [_swept(overlap, np.tile(np.arange(ranks), (layers, 1)))]
-    options += [_swept(overlap, _begun(overlap, start)) for start in starts]
+    options = [_sweep(overlap, np.tile(np.arange(ranks), (layers, 1)))]
+    options += [_sweep(overlap, _start_from(overlap, start)) for start in starts]
     numbers = max(options, key=lambda option: round(agreement(overlap, option), 9))
     numbers = np.argsort(numbers[0])[numbers]
     return np.take_along_axis(numbers, given, axis=1).astype(np.int16)
 
 
 def overlaps(profile: Profile, experts: IntArray, ranks: int) -> FloatArray:
-    """[layers, R, layers, R] covariance of the shares of two layers' clusters; its trace is 1, if not 0."""
+    """[layers, R, layers, R] covariance of the shares of any two clusters. Its trace is 1, unless all are
+    0."""
     layers = len(experts)
     by_request = profile.routes.requests >= REQUESTS_PER_RANK * ranks
     known = np.arange(0) if by_request else _frequent(profile)
@@ -76,9 +82,9 @@ def overlaps(profile: Profile, experts: IntArray, ranks: int) -> FloatArray:
 
 
 def agreement(overlap: FloatArray, numbers: IntArray) -> float:
-    """Sum of the overlaps [layers, R, layers, R] of all pairs of clusters that have the same number.
+    """Sum of the overlaps [layers, R, layers, R] over all pairs of clusters with the same number.
 
-    numbers: [layers, R] of each layer's clusters.
+    numbers: [layers, R] the number of each layer's clusters.
     """
     layers, ranks = numbers.shape
     chosen = _one_hot(numbers).reshape(layers * ranks, ranks)
@@ -93,7 +99,7 @@ def _frequent(profile: Profile) -> IntArray:
 
 
 def _request_choices(profile: Profile, layer: int, experts: IntArray, ranks: int) -> FloatArray:
-    """[requests, R] choices of each request in each cluster of a layer."""
+    """[requests, R] how often each request chooses experts of each cluster of a layer."""
     routes = profile.routes
     requests = min(MOST, routes.requests)
     tokens = int(routes.starts[requests])
@@ -103,7 +109,7 @@ def _request_choices(profile: Profile, layer: int, experts: IntArray, ranks: int
 
 
 def _token_choices(profile: Profile, layer: int, experts: IntArray, ranks: int) -> FloatArray:
-    """[V, R] choices of each token id in each cluster of a layer."""
+    """[V, R] how often each token id chooses experts of each cluster of a layer."""
     counts = profile.counts[layer]
     keys = counts.tokens * ranks + experts[counts.experts]
     found = np.bincount(keys, weights=counts.counts.astype(np.float64), minlength=profile.vocab_size * ranks)
@@ -111,7 +117,7 @@ def _token_choices(profile: Profile, layer: int, experts: IntArray, ranks: int) 
 
 
 def _centred(choices: FloatArray) -> npt.NDArray[np.float32]:
-    """Choices [n, R] -> shares minus the mean over all, times the root of the row's choices."""
+    """[n, R] shares of the choices [n, R] minus the mean over all, times the root of the row's choices."""
     size = choices.sum(axis=1, keepdims=True)
     mean = choices.sum(axis=0) / max(1.0, size.sum())
     shares = choices / np.maximum(size, 1.0)
@@ -120,13 +126,14 @@ def _centred(choices: FloatArray) -> npt.NDArray[np.float32]:
 
 
 def _one_hot(numbers: IntArray) -> FloatArray:
-    """[..., R] -> [..., R, R]: 1 at (cluster, its number)."""
+    """Numbers [..., R] as a matrix [..., R, R] with 1 at (cluster, its number)."""
     found: FloatArray = np.eye(numbers.shape[-1])[numbers]
     return found
 
 
-def _begun(overlap: FloatArray, start: int) -> IntArray:
-    """Numbers [layers, R]: layer `start` keeps its own, each next one follows those before it.
+def _start_from(overlap: FloatArray, start: int) -> IntArray:
+    """Numbers [layers, R] to start with. Layer `start` keeps its own, and each next one follows those
+    before it.
 
     Layer 0 comes after the last one.
     """
@@ -141,8 +148,9 @@ def _begun(overlap: FloatArray, start: int) -> IntArray:
     return numbers
 
 
-def _swept(overlap: FloatArray, numbers: IntArray) -> IntArray:
-    """Numbers [layers, R] that no renumbering of one layer makes better."""
+def _sweep(overlap: FloatArray, numbers: IntArray) -> IntArray:
+    """Renumber one layer at a time until no further change improves the overlap. Returns numbers
+    [layers, R]."""
     layers, ranks = numbers.shape
     numbers, chosen = numbers.copy(), _one_hot(numbers)
     changed = True

@@ -1,30 +1,34 @@
-"""Co-clustering by annealing: exact exchanges of experts, annealed and recombined, with a cap on a rank's
+"""Co-clusters by simulated annealing: exact exchanges of experts, recombined results, and a cap on a rank's
 load.
 
-The objective of a layer is what a user measures. Every token id goes to the rank with most of its choices,
-and the sum of these choices over all token ids is to be as large as possible. Other solvers maximise a
-substitute (pairs of experts that are chosen together, distances to a centre), or alternate between tokens
-and experts, which ends where neither side alone gains. Here two experts of two ranks are exchanged, and the
-gain is that of the objective itself, with tokens choosing their ranks again:
+The objective of a layer is the measure that users see. Every token id goes to the rank with most of its
+choices. The sum of these choices over all token ids should be as large as possible. Other solvers maximise
+a substitute, such as pairs of experts that are chosen together, or distances to a centre. Or they alternate
+between tokens and experts, and stop where neither side alone gains. Here a step exchanges two experts of
+two ranks. Its gain is that of the objective itself, with tokens choosing their ranks again:
 
- 1. *Frequent token ids count individually.* A sample stands for the rarer ones, each weighted by its weight
-    over its probability of being drawn, so that no assignment is favoured.
- 2. *Annealing* (Kirkpatrick et al. 1983) from random assignments. An expert, another rank and a few of its
-    experts are drawn; the heat bath takes one of these exchanges, or none. Runs end up to 2 % apart.
- 3. *Offspring*: the best run and mixtures of two runs are annealed again, shortly and at a low temperature.
-    The placement of speculative.py is one of the runs that are mixed.
- 4. *Polishing* of the best assignment on more token ids: one expert after another takes its best exchange
-    that gains, until there is none.
+ 1. *Token ids.* Frequent token ids count individually. A sample represents the rarer ones. Each sampled id
+    is weighted by its weight over its probability of being drawn, so that no assignment is favoured.
+ 2. *Annealing* (Kirkpatrick et al. 1983) from random assignments. A step draws an expert, another rank and
+    a few experts of that rank. The heat bath takes one of these exchanges, or none. Runs end up to 2 %
+    apart.
+ 3. *Offspring.* The best run and mixtures of two runs are annealed again, for fewer steps and at a low
+    temperature. The placement of speculative.py is one of the runs that are mixed.
+ 4. *Polishing* of the best assignment on more token ids. Each expert in turn makes the exchange that gains
+    most, until no exchange gains.
 
 *Balance* is a cap, not a weight. A rank's load above its fair share plus `spare` of the layer's choices
-costs `price` choices for each choice. A cap means the same in every model; a weight (theta in Speculative
-MoE, whose value is not given) does not. How much balance the best placements cost differs between models.
-So the cap is also kept below the result of cross-entropy (`evener`), the most local of the other solvers.
-To compare with a solver of imbalance m (max over mean) on R ranks, give spare (m - 1) / R and no `evener`.
+costs `price` choices for each choice. A cap means the same in every model. A weight does not (theta in
+Speculative MoE, which gives no value for it). The best placements of different models cost different
+amounts of balance. So the cap also stays below the result of cross-entropy (`evener`), the most local of
+the other solvers. To compare with a solver of imbalance m (max over mean) on R ranks, give spare (m - 1) /
+R and no `evener`.
 
-*Tried and dropped*, since held-out tokens were no more local with it: counting a token id that was seen n
-times n / (n + prior) of its choices; and the posterior mean of a token id's choices in place of its counts,
-in the objective or as labels (linear empirical Bayes over the experts of the layer, or of all layers).
+*Tried and dropped*, since held-out tokens were no more local with it:
+
+ - Counting only n / (n + prior) of the choices of a token id that was seen n times.
+ - Replacing a token id's counts by the posterior mean of its choices, in the objective or as labels. The
+   estimate was linear empirical Bayes over the experts of the layer, or of all layers.
 """
 
 from __future__ import annotations
@@ -48,41 +52,43 @@ FloatArray = npt.NDArray[np.float64]
 RowArray = npt.NDArray[np.float32]
 
 EXACT = 1e-6
-"""A smaller gain, relative to all choices, is rounding."""
+"""Smaller gains, relative to all choices, count as rounding errors."""
 
 
 @dataclass(frozen=True)
 class AnnealingSearch:
-    """The settings of the search."""
+    """The settings of the annealing search."""
 
     spare: float = 0.025
-    """Share of a layer's choices that a rank may carry beyond its fair share, in the profile: 0.025 is 1.05
-    times the mean on 2 ranks and 1.2 times on 8. A larger share gives more local placements."""
+    """Share of a layer's choices that a rank may carry beyond its fair share, in the profile.
+
+    0.025 is 1.05 times the mean on 2 ranks and 1.2 times on 8. A larger share gives more local placements.
+    """
     evener: float | None = 0.9
-    """The cap is also at most this multiple of the busiest rank's load in cross-entropy's placement; None:
-    only `spare` counts."""
+    """Limits the cap to this multiple of the busiest rank's load in cross-entropy's placement. None: only
+    `spare` counts."""
     price: float = 2.0
-    """Choices that each choice above the cap costs."""
+    """Price of each choice above the cap, in choices."""
     heads: int = 2048
     """Number of the most frequent token ids, which count individually during annealing."""
     sample: int = 1024
-    """Number of rarer token ids that stand for the rest."""
+    """Number of sampled token ids that represent the rarer ones."""
     runs: int = 4
     steps: int = 24_000
-    """Steps of one run."""
+    """Number of steps of one run."""
     offspring: int = 8
-    """Number of short runs that start from earlier results."""
+    """Number of short runs, which start from earlier results."""
     brief: int = 10_000
-    """Steps of such a run."""
+    """Number of steps of a short run."""
     warm: float = 1e-3
-    """First temperature of a short run."""
+    """First temperature of a short run, as a share of all choices."""
     width: int = 4
-    """Number of exchanges that a step compares."""
+    """Number of exchanges among which a step chooses."""
     hot: float = 3e-3
     cold: float = 1e-4
-    """First and last temperature, as shares of all choices."""
+    """First (`hot`) and last (`cold`) temperature of a run, as shares of all choices."""
     polish: int = 8192
-    """Number of token ids, frequent ones and sample together, by which the last exchanges are judged."""
+    """Number of token ids, half of them frequent and half sampled, for the polishing."""
 
 
 def solve(
@@ -92,7 +98,10 @@ def solve(
     progress: Progress | None = None,
     search: AnnealingSearch | None = None,
 ) -> Coclusters:
-    """Cluster each layer, then number the clusters of all layers alike. Raises ConfigError: bad `ranks`."""
+    """Cluster each layer, then number the clusters of all layers alike.
+
+    Raises ConfigError unless `ranks` is 1 to the number of experts.
+    """
     chosen_search, size = search or AnnealingSearch(), profile.num_experts
     return each_alone(
         profile, ranks, seed, progress, lambda counts, rng: place(counts, size, ranks, rng, chosen_search)
@@ -102,22 +111,22 @@ def solve(
 def place(
     counts: Counts, num_experts: int, ranks: int, rng: np.random.Generator, search: AnnealingSearch
 ) -> IntArray:
-    """Ranks [E] of one layer's experts.
+    """Find the ranks [E] of one layer's experts.
 
-    Example: token ids that choose experts 0 and 2, and as many that choose 1 and 3: 0 and 2 share a rank.
+    Example: some token ids choose experts 0 and 2, and as many choose 1 and 3. Then 0 and 2 share a rank.
     """
     labels = np.repeat(np.arange(ranks), rooms(num_experts, ranks))
     if ranks in (1, num_experts) or not len(counts.experts):
         return labels
     rows = dense(counts, num_experts)
     loads = rows.sum(axis=0, dtype=np.float64)
-    rival = speculative.searched(rows, ranks, rng, speculative.CrossEntropySearch())
+    rival = speculative.search_layer(rows, ranks, rng, speculative.CrossEntropySearch())
     if search.evener is not None:
         search = replace(search, spare=min(search.spare, search.evener * overload(rival, loads, ranks)))
     small = _Layer.of(chosen(rows, search.heads, search.sample, rng), loads, ranks, search)
     large = _Layer.of(chosen(rows, search.polish // 2, search.polish // 2, rng), loads, ranks, search)
     runs = [anneal(small, rng.permutation(labels), rng, search) for _ in range(search.runs)]
-    return polish(large, crossed(small, [*runs, polish(small, rival)], rng, search))
+    return polish(large, recombine(small, [*runs, polish(small, rival)], rng, search))
 
 
 def overload(labels: IntArray, loads: FloatArray, ranks: int) -> float:
@@ -125,31 +134,32 @@ def overload(labels: IntArray, loads: FloatArray, ranks: int) -> float:
     return float(np.bincount(labels, loads, ranks).max() / loads.sum() - 1 / ranks)
 
 
-def crossed(
+def recombine(
     layer: _Layer, runs: list[IntArray], rng: np.random.Generator, search: AnnealingSearch
 ) -> IntArray:
-    """The best assignment [E] of `runs` and their offspring: short runs, each of which replaces the worst.
+    """The best assignment [E] among `runs` and their offspring.
 
-    They start alternately from the best run and from a mixture of two. Worse results are dropped.
+    Offspring are short runs. They start alternately from the best run and from a mixture of two. Each
+    replaces the worst run if it is better, and is dropped otherwise.
     """
     brief = replace(search, hot=search.warm, steps=search.brief)
     values = [layer.value(run) for run in runs]
     for turn in range(search.offspring):
         best, worst = int(np.argmax(values)), int(np.argmin(values))
         one, other = rng.choice(len(runs), 2, replace=False) if len(runs) > 1 else (best, best)
-        start = mixed(layer, runs[one], runs[other], rng) if turn % 2 else runs[best]
+        start = mix(layer, runs[one], runs[other], rng) if turn % 2 else runs[best]
         found = anneal(layer, start, rng, brief)
         if (value := layer.value(found)) > values[worst]:
             runs[worst], values[worst] = found, value
     return runs[int(np.argmax(values))]
 
 
-def mixed(layer: _Layer, one: IntArray, other: IntArray, rng: np.random.Generator) -> IntArray:
-    """[E] `one`, with a random part of the experts that `other` has on other ranks exchanged.
+def mix(layer: _Layer, one: IntArray, other: IntArray, rng: np.random.Generator) -> IntArray:
+    """[E] the assignment `one`, in which some experts that `other` has on another rank are exchanged at
+    random.
 
-    Ranks of different runs are matched first: those of `other` are numbered so that most load agrees with
-    `one`. Example: 0 0 0 1 1 1 and 1 1 0 0 0 1, which agree except for experts 2 and 5: these are
-    exchanged, or not.
+    First the ranks of `other` are renumbered so that most load agrees with `one`. Example: 0 0 0 1 1 1 and
+    1 1 0 0 0 1 then agree except for experts 2 and 5. These two are exchanged, or not.
     """
     shared = np.zeros((layer.ranks, layer.ranks))
     np.add.at(shared, (other, one), layer.loads)
@@ -164,16 +174,17 @@ def mixed(layer: _Layer, one: IntArray, other: IntArray, rng: np.random.Generato
 
 
 def dense(counts: Counts, num_experts: int) -> RowArray:
-    """[t, E] choices of each token id that was seen, in ascending order of ids."""
+    """[t, E] how often each token id that was seen chose each expert, in ascending order of ids."""
     found = np.zeros((len(counts.known), num_experts), dtype=np.float32)
     found[np.searchsorted(counts.known, counts.tokens), counts.experts] = counts.counts
     return found
 
 
 def chosen(rows: RowArray, heads: int, sample: int, rng: np.random.Generator) -> RowArray:
-    """[E, m] the heaviest `heads` rows and a sample of the others, each as heavy as all that it stands for.
+    """[E, m] the heaviest `heads` rows and a sample of the others. Sampled rows are scaled to the weight
+    that they represent.
 
-    The sample is systematic: a row of weight w is drawn w / step times on average, and then weighs `step`.
+    The sample is systematic. A row of weight w is drawn w / step times on average, and then weighs `step`.
     """
     size = rows.sum(axis=1, dtype=np.float64)
     order = np.argsort(-size, kind="stable")
@@ -193,11 +204,11 @@ def chosen(rows: RowArray, heads: int, sample: int, rng: np.random.Generator) ->
 @dataclass(frozen=True)
 class _Layer:
     rows: RowArray
-    """[E, m] choices of each token."""
+    """[E, m] how often each token chose each expert."""
     loads: FloatArray
-    """[E] all choices of the layer, scaled to the sum of `rows`."""
+    """[E] load of each expert over all choices of the layer, scaled to the sum of `rows`."""
     cap: float
-    """Load of a rank above which it has to pay."""
+    """Load of a rank above which it pays the price."""
     ranks: int
     price: float
 
@@ -214,27 +225,28 @@ class _Layer:
 
 
 class _State:
-    """An assignment that is changed by exchanges."""
+    """An assignment of experts to ranks, with what exchanges need to know."""
 
     def __init__(self, layer: _Layer, labels: IntArray) -> None:
         self.layer = layer
         self.labels = labels.copy()
         """[E] the rank of each expert."""
         self.choices = np.stack([layer.rows[labels == rank].sum(axis=0) for rank in range(layer.ranks)])
-        """[R, m] choices of each token on each rank."""
+        """[R, m] how often each token chose experts of each rank."""
         self.carried = np.bincount(labels, weights=layer.loads, minlength=layer.ranks)
-        """[R] loads."""
+        """[R] load of each rank."""
         self.members = [np.flatnonzero(labels == rank) for rank in range(layer.ranks)]
         self.local = self._local()
         every = range(layer.ranks)
         self._rest = [[[r for r in every if r not in (here, there)] for there in every] for here in every]
-        """The ranks other than two given ones."""
+        """For each two ranks, the list of all other ranks."""
 
     def _local(self) -> float:
         return float(self.choices.max(axis=0).sum(dtype=np.float64))
 
     def gains(self, expert: int, others: IntArray) -> FloatArray:
-        """[n] what exchanging `expert` with each of `others`, all on one other rank, adds to the value."""
+        """[n] gain in value from exchanging `expert` with each of `others`, which are all on one other
+        rank."""
         layer, here, there = self.layer, self.labels.item(expert), self.labels.item(others[0])
         own, given = layer.rows[expert], layer.rows.take(others, axis=0)
         best = np.subtract(self.choices[there] + own, given)
@@ -247,7 +259,7 @@ class _State:
         return gains - layer.price * (self._over(here, more) + self._over(there, -more))
 
     def _over(self, rank: int, more: FloatArray) -> FloatArray:
-        """[n] how much further above the cap `more` load takes a rank."""
+        """[n] how much further above the cap a rank gets by `more` load."""
         excess = self.carried.item(rank) - self.layer.cap
         change: FloatArray = np.maximum(excess + more, 0.0) - max(excess, 0.0)
         return change
@@ -266,7 +278,7 @@ class _State:
 
 
 def anneal(layer: _Layer, labels: IntArray, rng: np.random.Generator, search: AnnealingSearch) -> IntArray:
-    """The best assignment [E] on the path of a run from `labels`."""
+    """The best assignment [E] on the path of an annealing run that starts from `labels`."""
     state, value = _State(layer, labels), layer.value(labels)
     best, best_value = state.labels.copy(), value
     total, last = float(layer.loads.sum()), max(1, search.steps - 1)
@@ -287,7 +299,7 @@ def anneal(layer: _Layer, labels: IntArray, rng: np.random.Generator, search: An
 
 
 def polish(layer: _Layer, labels: IntArray) -> IntArray:
-    """`labels` [E] after exchanges that each gain, until none gains."""
+    """Exchange experts as long as an exchange gains. Returns the changed `labels` [E]."""
     state = _State(layer, labels)
     least = EXACT * float(layer.loads.sum())
     idle, expert = 0, 0

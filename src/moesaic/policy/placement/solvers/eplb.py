@@ -1,8 +1,8 @@
 """Packs experts by load alone, as DeepSeek EPLB does without redundant experts: a baseline without
 affinity.
 
-The heaviest expert is placed first, each on the lightest rank with room. A rank's number means nothing
-across layers.
+The heaviest expert comes first. Each goes to the lightest rank with a free slot. A rank's number means
+nothing across layers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moesaic.policy.placement.solvers.tokens import labelled
 
 
 def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Coclusters:
-    """Example: loads 9 5 4 1, 2 ranks -> experts 0 3 | 1 2."""
+    """Pack each layer's experts. Example: loads 9 5 4 1 on 2 ranks -> experts 0 3 | 1 2."""
     room = rooms(profile.num_experts, ranks)
     layers = len(profile.layers)
     experts = np.empty((layers, profile.num_experts), dtype=np.int16)
@@ -30,7 +30,7 @@ def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None
 
 
 def packed(loads: IntArray, room: IntArray) -> SmallArray:
-    """[E] the rank of each expert. loads: [E]. room: [ranks], sum(room) == E."""
+    """[E] the rank of each expert. loads: [E]. room: [ranks] slots of each rank, sum(room) == E."""
     layer = Layer(
         each=loads.astype(np.float64),
         count=np.ones(len(loads), dtype=np.int64),

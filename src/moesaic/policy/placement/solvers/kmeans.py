@@ -1,11 +1,16 @@
 """Balanced k-means on the experts' token-count vectors, one of the baselines of Speculative MoE.
 
-Each layer alone: an expert is the vector of how often each token id chose it, ids weighted as in `affinity`,
-scaled to length 1, so that hot experts are no further from the rest than cold ones. Vectors enter through
-their products only. Every round assigns all experts at once at the least sum of squared distances to the
-centres with exactly as many as each rank has room for (Malinen and Fränti, Balanced K-Means for Clustering,
-2014), from the starts of k-means++. Of several starts the one with the least sum stays. At the end clusters
-are numbered alike in all layers (`align`).
+Each layer is solved alone:
+
+ - *Vectors.* An expert's vector says how often each token id chose it, with ids weighted as in `affinity`.
+   It is scaled to length 1, so that hot experts are no further from the rest than cold ones. Only products
+   of vectors are computed.
+ - *Rounds.* Every round assigns all experts at once with the least sum of squared distances to the centres.
+   Each centre gets exactly as many experts as its rank has slots (Malinen and Fränti, Balanced K-Means for
+   Clustering, 2014).
+ - *Starts.* The rounds start from several draws of k-means++. The result with the least sum is kept.
+
+At the end clusters are numbered alike in all layers (`align`).
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from moesaic.policy.placement.solvers.tokens import labelled
 
 STARTS = 16
 ROUNDS = 100
-"""Maximum number of rounds from each start; a few are enough."""
+"""Maximum number of rounds from each start. In practice a few are enough."""
 
 
 def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Coclusters:
@@ -39,7 +44,8 @@ def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None
 
 
 def unit(products: FloatArray) -> FloatArray:
-    """[E, E] products of vectors -> products of the same vectors at length 1; a vector of length 0 stays."""
+    """[E, E] products of the vectors after scaling them to length 1. A vector of length 0 stays. products:
+    [E, E]."""
     length = np.sqrt(np.diag(products))
     length = np.where(length > 0, length, 1.0)
     scaled: FloatArray = products / (length[:, None] * length)
@@ -47,9 +53,10 @@ def unit(products: FloatArray) -> FloatArray:
 
 
 def clustered(products: FloatArray, room: IntArray, rng: np.random.Generator) -> SmallArray:
-    """[E] the cluster of each vector. products: [E, E] of the vectors. room: [R], sum(room) == E.
+    """[E] the cluster of each vector.
 
-    Example: vectors 1 0, 0 1, 1 0, 0 1 and room 2 2 -> 0 1 0 1, or 1 0 1 0.
+    products: [E, E] of the vectors. room: [R] size of each cluster, sum(room) == E. Example: vectors 1 0, 0
+    1, 1 0, 0 1 and room 2 2 -> 0 1 0 1, or 1 0 1 0.
     """
     best, least = np.zeros(len(products), dtype=np.int16), np.inf
     for _ in range(STARTS):
@@ -61,7 +68,8 @@ def clustered(products: FloatArray, room: IntArray, rng: np.random.Generator) ->
 
 
 def _spread(products: FloatArray, ranks: int, rng: np.random.Generator) -> list[int]:
-    """R different vectors, each drawn in proportion to its squared distance from the nearest before it."""
+    """Draw R different vectors as centres, each in proportion to its squared distance from the nearest
+    earlier one."""
     square = np.diag(products)
     centres = [int(rng.integers(len(products)))]
     while len(centres) < ranks:
@@ -73,9 +81,9 @@ def _spread(products: FloatArray, ranks: int, rng: np.random.Generator) -> list[
 
 
 def _settled(products: FloatArray, room: IntArray, centres: list[int]) -> SmallArray:
-    """Alternate between assignment and means until nothing changes.
+    """Alternate between assigning vectors and computing means until nothing changes. Returns clusters [E].
 
-    Sizes are fixed, so the lengths of vectors and centres add up to the same in all assignments, and
+    The lengths of vectors and centres add up to the same in all assignments, since sizes are fixed. So
     products are enough.
     """
     slots = np.repeat(np.arange(len(room)), room)
@@ -91,7 +99,7 @@ def _settled(products: FloatArray, room: IntArray, centres: list[int]) -> SmallA
 
 
 def _spread_within(products: FloatArray, found: SmallArray, room: IntArray) -> float:
-    """Sum of squared distances to the centres."""
+    """Sum of squared distances of the vectors to their centres."""
     member = np.eye(len(room))[found]
     inside = (member * (products @ member)).sum(axis=0)
     return float(np.trace(products) - (inside / room).sum())

@@ -1,5 +1,7 @@
-"""The common loop of solvers that look at each layer alone: different seeds, then one numbering for all
-layers."""
+"""The common loop of solvers that look at each layer alone.
+
+Each layer has its own random seed. At the end the clusters of all layers are numbered alike.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ def each_alone(
     progress: Progress | None,
     place: Callable[[Counts, np.random.Generator], IntArray],
 ) -> Coclusters:
-    """place: ranks [E] of one layer's experts. Raises ConfigError where `ranks` is not in 1 .. experts."""
+    """Solve each layer with `place` and number the clusters of all layers alike.
+
+    place: returns the ranks [E] of one layer's experts. Raises ConfigError unless `ranks` is 1 to the
+    number of experts.
+    """
     rooms(profile.num_experts, ranks)
     layers = len(profile.counts)
     found = np.zeros((layers, profile.num_experts), dtype=np.int64)

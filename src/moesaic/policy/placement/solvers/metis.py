@@ -1,10 +1,10 @@
 """Minimum k-cut of the co-activation graph by METIS, one of the baselines of Speculative MoE.
 
-Each layer alone: experts are vertices, an edge weighs the tokens expected to choose both its ends
-(`affinity`). METIS (Karypis and Kumar, 1998, through pymetis, the extra `moesaic[metis]`) bisects
-recursively, which cuts less here than its k-way form. It keeps to sizes only roughly: experts move from
-ranks that have too many to ranks with room, each time the one that loses least weight to its rank. At the
-end clusters are numbered alike in all layers (`align`).
+Each layer is solved alone. Experts are vertices. The weight of an edge is the expected number of tokens
+that choose both its ends (`affinity`). METIS (Karypis and Kumar, 1998, through pymetis, the extra
+`moesaic[metis]`) bisects recursively, which cuts less here than its k-way form. It keeps the sizes only
+roughly. So experts then move from ranks that have too many to ranks with free slots. The expert that loses
+least weight to its rank moves first. At the end clusters are numbered alike in all layers (`align`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IMBALANCE = 1
 
 
 def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Coclusters:
-    """Raises ConfigError if pymetis is not installed."""
+    """Partition each layer's experts. Raises ConfigError if pymetis is not installed."""
     if pymetis is None:
         raise ConfigError.field("--solver", "metis", "the others, or pip install 'moesaic[metis]' first")
     room = rooms(profile.num_experts, ranks)
@@ -48,7 +48,7 @@ def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None
 
 
 def _parts(weights: FloatArray, room: IntArray, seed: int) -> IntArray:
-    """[E] METIS's part of each expert. weights: [E, E], 0 on the diagonal."""
+    """[E] the part that METIS chooses for each expert. weights: [E, E], 0 on the diagonal."""
     scaled = np.rint(weights * (HEAVIEST / max(weights.max(), 1e-300))).astype(np.int64)
     if len(room) in (1, len(weights)) or not scaled.any():
         return np.repeat(np.arange(len(room)), room)

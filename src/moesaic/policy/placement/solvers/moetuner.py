@@ -1,26 +1,27 @@
 """MoETuner (arXiv 2502.06643): balances each layer's experts by load, then maps clusters to ranks by
 traffic.
 
-There are two integer programs. The first one is solved by HiGHS in place of Gurobi:
+There are two integer programs. HiGHS solves the first one here, in place of Gurobi:
 
- 1. For each layer alone: every expert in one cluster, all clusters of equal size, the least sum over the
-    clusters of |load - mean|. The printed form omits the size. It uses no affinity between experts.
- 2. Each layer's clusters are mapped one to one onto ranks, with the least maximum, over pairs of different
-    ranks and adjacent layers, of the choices that move between them. All links count as equal.
+ 1. For each layer alone: every expert is in one cluster, and all clusters have equal size. The sum over the
+    clusters of |load - mean| is minimal. The printed form omits the size. It uses no affinity between
+    experts.
+ 2. Each layer's clusters are mapped one to one onto ranks. A link is a pair of different ranks in adjacent
+    layers. The largest number of choices that move over one link is minimal. All links count as equal.
 
 Gaps are relative to the objective, and the lower bound of a deviation is 0 or close to it. Program 1
 therefore adds the layer's load to the objective, so that a gap of 2.5 % (the paper's) is 2.5 % of the load.
-All ranks are alike. The solver is told so by a constraint: the heaviest expert is on rank 0, the next one
-on 0 or 1, and so on.
+All ranks are alike. A constraint tells the solver so: the heaviest expert is on rank 0, the next one on 0
+or 1, and so on.
 
 In program 2 all links are alike, so what moves between two layers depends only on their relative numbering.
-Solving one layer after another is therefore optimal for all. Each is a bottleneck assignment, which
+Solving one layer after another is therefore optimal for all. Each step is a bottleneck assignment, which
 bisection and the Hungarian method solve exactly. Among equal solutions the one with the fewest moves
 between ranks is taken.
 
-A search ends after a number of nodes, which is the same on every machine; a limit in seconds is the last
-resort. If that leaves no answer, or a worse one than packing by load finds, packing's is taken. `notes`
-names the layers whose loads were not proved to be within the gap.
+A search ends after a number of nodes, which is the same on every machine. A limit in seconds is the last
+resort. If the search has no answer then, or a worse one than packing by load, packing's answer is taken.
+`notes` names the layers with loads that were not proved to be within the gap.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SolverLimits:
-    """The limits of a search for one program."""
+    """The limits of the search for one program."""
 
     gap: float = 0.025
-    """Gap relative to the best possible value; the paper's."""
+    """Gap relative to the best possible value. The default is the paper's."""
     nodes: int = 2000
-    """Nodes of the branch-and-bound tree."""
+    """Maximum number of nodes of the branch-and-bound tree."""
     seconds: float = 30.0
-    """Seconds, this re-implementation's choice. Only a machine that is very slow for its layers reaches it.
-    Seconds, this re-implementation's choice. Only a machine that is very slow for its layers reaches it."""
+    """Maximum seconds. The paper gives none. Only a machine that is very slow for its layers reaches this
+    limit."""
 
 
 def solve(
@@ -62,7 +63,10 @@ def solve(
     progress: Progress | None = None,
     limits: SolverLimits | None = None,
 ) -> Coclusters:
-    """Raises ConfigError if `ranks` is not in 1 .. experts. Nothing is random: `seed` is unused."""
+    """Solve both programs. Nothing is random, so `seed` is unused.
+
+    Raises ConfigError unless `ranks` is 1 to the number of experts.
+    """
     room = rooms(profile.num_experts, ranks)
     layers = len(profile.layers)
     limits = limits or SolverLimits()
@@ -95,8 +99,8 @@ def balanced(load: IntArray, room: IntArray, limits: SolverLimits) -> tuple[IntA
     """Clusters [E] with the least deviation from the mean load, and whether they are proved to be within
     the gap.
 
-    HiGHS's answer, or packing by load if that is better: HiGHS stops at the gap, and may find nothing
-    within its limits. load: [E]. room: [R] experts of each cluster.
+    HiGHS stops at the gap, and may find nothing within its limits. So the answer is packing by load if that
+    is better. load: [E]. room: [R] number of experts of each cluster.
 
     Example: loads 5 4 3 2 into two clusters of two -> 5 and 2, 4 and 3.
     """
@@ -126,8 +130,10 @@ def deviation(load: IntArray, clusters: IntArray, ranks: int) -> float:
 
 
 def _bounds(share: FloatArray, ranks: int, alike: bool) -> Bounds:
-    """Bounds of x [E, R], the deviations [R] and the constant 1: the i-th heaviest expert is on ranks 0 to
-    i."""
+    """Bounds of the variables: x [E, R], the deviations [R] and the constant 1.
+
+    If all ranks are `alike`, the i-th heaviest expert is on ranks 0 to i.
+    """
     most = np.ones((len(share), ranks))
     if alike:
         order = np.argsort(-share, kind="stable")[:ranks]
@@ -137,7 +143,7 @@ def _bounds(share: FloatArray, ranks: int, alike: bool) -> Bounds:
 
 
 def _constraints(share: FloatArray, room: IntArray) -> list[LinearConstraint]:
-    """Each expert in one cluster, clusters full, and deviation >= +-(load - mean)."""
+    """Constraints: each expert is in one cluster, clusters are full, and deviation >= +-(load - mean)."""
     experts, ranks = len(share), len(room)
     one = hstack([kron(eye_array(experts), np.ones((1, ranks))), csr_array((experts, ranks + 1))])
     full = hstack([kron(np.ones((1, experts)), eye_array(ranks)), csr_array((ranks, ranks + 1))])
@@ -156,7 +162,7 @@ def _constraints(share: FloatArray, room: IntArray) -> list[LinearConstraint]:
 
 
 def traffic(transitions: IntArray, clusters: IntArray, ranks: int) -> FloatArray:
-    """[layers - 1, R, R] share of choices that move from a cluster to one of the next layer."""
+    """[layers - 1, R, R] share of choices that move from each cluster to each cluster of the next layer."""
     held = np.eye(ranks)[clusters]
     found = np.einsum("lec,lef,lfd->lcd", held[:-1], transitions.astype(np.float64), held[1:], optimize=True)
     shares: FloatArray = found / np.maximum(found.sum(axis=(1, 2), keepdims=True), 1.0)
@@ -164,9 +170,10 @@ def traffic(transitions: IntArray, clusters: IntArray, ranks: int) -> FloatArray
 
 
 def mapped(traffic: FloatArray) -> IntArray:
-    """The rank [layers, R] of each cluster, those of layer 0 in order. traffic: [layers - 1, R, R].
+    """The rank [layers, R] of each cluster. In layer 0, cluster i is on rank i. traffic:
+    [layers - 1, R, R].
 
-    Example: all that leaves clusters 0, 1 goes to clusters 1, 0 of the next layer -> [[0, 1], [1, 0]].
+    Example: all choices move from clusters 0, 1 to clusters 1, 0 of the next layer -> [[0, 1], [1, 0]].
     """
     numbers = np.tile(np.arange(traffic.shape[1]), (len(traffic) + 1, 1))
     for layer, step in enumerate(traffic):
@@ -175,7 +182,8 @@ def mapped(traffic: FloatArray) -> IntArray:
 
 
 def _costs(moves: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """[R, R] (cluster, its rank): the most that comes from one other rank, and all that does.
+    """Costs [R, R] of each (cluster, rank): the most choices that come from one other rank, and all that
+    do.
 
     moves: [R, R] from the ranks of one layer to the clusters of the next.
     """
@@ -186,7 +194,8 @@ def _costs(moves: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 
 def bottleneck(most: FloatArray, total: FloatArray) -> IntArray:
-    """The column [R] of each row: the least maximum of `most`, then the least sum of `total`, both [R, R].
+    """Assign each row a column [R]: with the least maximum of `most`, then the least sum of `total`, both
+    [R, R].
 
     Example: most [[3, 1], [2, 4]] -> columns 1, 0 with maximum 2.
     """

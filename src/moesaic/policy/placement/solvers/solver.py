@@ -1,4 +1,4 @@
-"""What all solvers share: their signature, and how many experts each rank holds."""
+"""The signature that all solvers share, and how many experts each rank gets."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from moesaic.core.profile import Profile
 from moesaic.core.tokens import IntArray
 
 Progress = Callable[[int, int], None]
-"""Called with (done, total); total is the same in all calls."""
+"""A callback that is called with (done, total). total is the same in all calls."""
 
 
 class Solver(Protocol):
-    """Equal arguments give equal clusters."""
+    """A solver. Equal arguments give equal clusters."""
 
     def __call__(
         self, profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None
     ) -> Coclusters:
-        """Raises ConfigError if `ranks` is not in 1 .. experts."""
+        """Find clusters of tokens and experts. Raises ConfigError unless `ranks` is 1 to the number of
+        experts."""
 
 
 def rooms(num_experts: int, ranks: int) -> IntArray:
-    """[ranks] experts of a layer on each rank. If they cannot be divided evenly, the first ranks hold one
-    more.
+    """[ranks] number of experts of a layer on each rank. If the division has a remainder, the first ranks
+    get one more.
 
     Raises ConfigError unless ranks is 1 to num_experts. Example: 8 experts, 3 ranks -> 3 3 2.
     """

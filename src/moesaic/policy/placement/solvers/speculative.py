@@ -1,27 +1,28 @@
 """Speculative MoE's co-clustering (Algorithm 1): the cross-entropy method over labels of experts and
 tokens.
 
-A matrix p [E, R] holds the probability of each expert on each rank. Every step draws K assignments, scores
-each by the choices that stay on their token's rank, and moves p towards the best 20 %. In a draw
+A matrix p [E, R] has the probability of each expert on each rank. Every step draws K assignments and scores
+each by the choices that stay on their token's rank. Then it moves p towards the best 20 %. A draw has two
+parts:
 
- 1. experts are placed one after another, in random order, each by its p over the ranks that have room left;
- 2. tokens are placed by frequency, heaviest first; a rank that carries 1.1 times the mean load takes no
-    more.
+ 1. Experts are placed one after another, in random order. Each is drawn by its p over the ranks with a free
+    slot.
+ 2. Tokens are placed by frequency, heaviest first. A rank is full once it carries 1.1 times the mean load.
 
-Where the paper is silent or does not work as printed:
+This version differs where the paper gives no detail or does not work as printed:
 
  - *Tokens follow the experts of their draw.* As printed, each token has a p of its own and is drawn
-   independently of the experts. 100,000 labels that say nothing about each other hide what one expert's
-   move is worth: the elite are the luckiest draws, and p of the tokens drifts. Here p of a token is the
-   share of its choices on each rank, which sums up p of the experts it chooses. In a draw it goes to the
-   open rank with most of its choices. Its label is the rank with the largest share, and its confidence is
-   that share.
- - *It starts from a good point.* A uniform p, as printed, is the same under any renumbering of the ranks.
-   Draws first have to agree on numbers, and p settles too early. Here the start is a placement of experts
-   that the same tokens choose, exchanged in pairs until none gains, from which p may stray.
- - *The best draw so far is always among the elite*, so the answer is the best that was drawn.
- - K, the number of steps and the smoothing of p are not given; ours are in `CrossEntropySearch`. The search
-   ends early once p is settled.
+   independently of the experts. With 100,000 independent labels, the effect of moving one expert disappears
+   in noise. The elite are then the luckiest draws, and the tokens' p drifts. Here a token's p is the share
+   of its choices on each rank, which sums up p of the experts it chooses. In a draw it goes to the rank
+   that is not full and has most of its choices. Its label is the rank with the largest share, and its
+   confidence is that share.
+ - *The search starts from a good placement.* A uniform p, as printed, is the same under any renumbering of
+   the ranks. Draws first have to agree on numbers, and p settles too early. Here the start places experts
+   together that the same tokens choose, and exchanges pairs until none gains. p may stray from there.
+ - *The best draw so far is always among the elite*, so the answer is the best one that was drawn.
+ - *Settings.* The paper does not give K, the number of steps and the smoothing of p. `CrossEntropySearch`
+   has the values used here. The search ends early once p is settled.
 """
 
 from __future__ import annotations
@@ -45,30 +46,32 @@ RowArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class CrossEntropySearch:
-    """Settings of the cross-entropy method."""
+    """The settings of the cross-entropy method."""
 
     samples: int = 64
-    """K, assignments drawn in each step."""
+    """K: number of assignments drawn in each step."""
     steps: int = 40
     elite: float = 0.2
-    """rho, the share of the draws that p moves towards (the paper's)."""
+    """rho: share of the draws that p moves towards. The default is the paper's."""
     slack: float = 1.1
-    """f, the load over the mean at which a rank takes no more tokens (the paper's)."""
+    """f: load over the mean load at which a rank is full and gets no more tokens. The default is the
+    paper's."""
     smoothing: float = 0.5
-    """How far p moves in a step; with 1 it forgets its old value."""
+    """How far p moves in a step. With 1 it forgets its old value."""
     stray: float = 0.1
-    """Probability that the start spreads over all ranks."""
+    """Probability mass that the start spreads evenly over all ranks."""
     restarts: int = 16
-    """Number of random starts of the exchanges. The best result is the start."""
+    """Number of random starts of the exchanges. The best result starts the search."""
     balance: float = 0.5
-    """Price of the mean square of the ranks' loads in the start; pairs on one rank are worth 0 to 1."""
+    """Price of the mean square of the ranks' loads in the start. All pairs on one rank together count 0 to
+    1."""
     settled: float = 0.95
-    """Probability of every expert's most likely rank at which the search ends."""
+    """The search ends when the most likely rank of every expert has more than this probability."""
     heads: int = 2048
-    """Number of token ids that count individually. Rarer ones with the same favourite expert count
-    together."""
+    """Number of token ids that count individually. Rarer ones with the same favourite expert are counted as
+    one."""
     blocks: int = 20
-    """Number of checks of a rank's load while it fills."""
+    """How often a rank's load is checked while it fills."""
 
 
 def solve(
@@ -78,22 +81,26 @@ def solve(
     progress: Progress | None = None,
     search: CrossEntropySearch | None = None,
 ) -> Coclusters:
-    """Solve each layer alone, then number all layers alike. Raises ConfigError if `ranks` is not in 1 ..
-    experts."""
+    """Solve each layer alone, then number the clusters of all layers alike.
+
+    Raises ConfigError unless `ranks` is 1 to the number of experts.
+    """
     chosen, size = search or CrossEntropySearch(), profile.num_experts
     return each_alone(
         profile,
         ranks,
         seed,
         progress,
-        lambda counts, rng: searched(dense(counts, size), ranks, rng, chosen),
+        lambda counts, rng: search_layer(dense(counts, size), ranks, rng, chosen),
     )
 
 
-def searched(rows: RowArray, ranks: int, rng: np.random.Generator, settings: CrossEntropySearch) -> IntArray:
-    """Ranks [E] of a layer's experts. rows: [tokens, E] choices.
+def search_layer(
+    rows: RowArray, ranks: int, rng: np.random.Generator, settings: CrossEntropySearch
+) -> IntArray:
+    """Search the ranks [E] of a layer's experts. rows: [tokens, E] how often each token chose each expert.
 
-    Example: tokens that choose experts 0 and 2, and tokens that choose 1 and 3: 0 and 2 share a rank.
+    Example: some tokens choose experts 0 and 2, others choose 1 and 3. Then 0 and 2 share a rank.
     """
     room = rooms(rows.shape[1], ranks)
     tokens = _heads(rows, settings.heads)
@@ -115,7 +122,10 @@ def searched(rows: RowArray, ranks: int, rng: np.random.Generator, settings: Cro
 
 
 def draw(p: FloatArray, room: IntArray, samples: int, rng: np.random.Generator) -> IntArray:
-    """Ranks [samples, E], each rank exactly as often as it has room. p: [E, R] likelihoods."""
+    """Draw assignments: ranks [samples, E]. Each rank gets exactly as many experts as it has slots.
+
+    p: [E, R] likelihoods. room: [R] slots.
+    """
     experts = len(p)
     left = np.tile(room, (samples, 1))
     found = np.empty((samples, experts), dtype=np.int64)
@@ -129,10 +139,13 @@ def draw(p: FloatArray, room: IntArray, samples: int, rng: np.random.Generator) 
 
 
 def scores(tokens: RowArray, experts: IntArray, ranks: int, settings: CrossEntropySearch) -> FloatArray:
-    """[K] choices that stay on their token's rank. tokens: [t, E], heaviest first; experts: ranks [K, E].
+    """[K] number of choices that stay on their token's rank, for each assignment.
 
-    Example: tokens [[3, 1], [3, 0]] and experts [[0, 1]]: the first token fills rank 0 (4 of a mean of 3.5,
-    and 1.1 * 3.5 is the most), the second finds rank 1 alone open: 3 + 0.
+    tokens: [t, E] choices, heaviest token first. experts: [K, E] ranks.
+
+    Example: tokens [[3, 1], [3, 0]] and experts [[0, 1]]. The mean load is 3.5, so a rank is full at 1.1 *
+    3.5. The first token brings 4 to rank 0, which fills it. Only rank 1 is open to the second token. The
+    score is 3 + 0.
     """
     samples = len(experts)
     held = np.eye(ranks, dtype=np.float32)[experts].transpose(1, 0, 2).reshape(-1, samples * ranks)
@@ -151,7 +164,8 @@ def scores(tokens: RowArray, experts: IntArray, ranks: int, settings: CrossEntro
 
 
 def _blocks(size: FloatArray, load: float) -> list[slice]:
-    """Consecutive items, a new block wherever the sum of the sizes before passes a multiple of `load`.
+    """Blocks of consecutive items. A new block begins where the sum of the sizes before passes a multiple
+    of `load`.
 
     Example: sizes 5 1 1 1 1, load 2 -> 5 | 1 | 1 1 | 1.
     """
@@ -161,7 +175,7 @@ def _blocks(size: FloatArray, load: float) -> list[slice]:
 
 
 def dense(counts: Counts, num_experts: int) -> RowArray:
-    """[tokens, E] choices of each token id that was seen, in ascending order of ids."""
+    """[tokens, E] how often each token id that was seen chose each expert, in ascending order of ids."""
     row = np.cumsum(np.diff(counts.starts) > 0)[counts.tokens] - 1
     found = np.zeros((len(counts.known), num_experts), dtype=np.float32)
     found[row, counts.experts] = counts.counts
@@ -169,7 +183,8 @@ def dense(counts: Counts, num_experts: int) -> RowArray:
 
 
 def _heads(rows: RowArray, most: int) -> RowArray:
-    """The heaviest `most` rows, and the others summed by their favourite expert; heaviest first."""
+    """The heaviest `most` rows, and the sums of the other rows by their favourite expert. The heaviest row
+    comes first."""
     order = np.argsort(-rows.sum(axis=1), kind="stable")
     heads, tail = rows[order[:most]], rows[order[most:]]
     favourite = np.eye(rows.shape[1], dtype=np.float32)[tail.argmax(axis=1)]
@@ -181,8 +196,8 @@ def _heads(rows: RowArray, most: int) -> RowArray:
 def _start(
     tokens: RowArray, room: IntArray, rng: np.random.Generator, settings: CrossEntropySearch
 ) -> IntArray:
-    """Ranks [E] of the start: experts that the same tokens choose are together, unless their rank's load
-    grows too large."""
+    """Ranks [E] of the start: experts that the same tokens choose share a rank, unless its load grows too
+    large."""
     size = tokens.sum(axis=1, keepdims=True)
     pairs = (tokens / np.maximum(size, 1)).T.astype(np.float64) @ tokens
     loads = tokens.sum(axis=0, dtype=np.float64) / max(1.0, float(size.sum()))

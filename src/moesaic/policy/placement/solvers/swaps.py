@@ -1,8 +1,8 @@
-"""Exchanges pairs of experts between ranks while that gains: the fine-tuning of Sem-MoE's Algorithm 1.
+"""Exchanges pairs of experts between ranks as long as that gains: the fine-tuning of Sem-MoE's Algorithm 1.
 
-The paper picks two clusters and one expert of each at random and swaps them if that raises the affinity.
-Here the gains of all pairs are known, and a random one of those that gain is taken until there is none. The
-paper's loop would end there with enough steps.
+The paper picks two clusters and one expert of each at random, and swaps them if that raises the affinity.
+Here the gains of all pairs are known. A step takes a random pair among those that gain, until there is
+none. With enough steps, the paper's loop would end there too.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from moesaic.core.tokens import IntArray
 FloatArray = npt.NDArray[np.float64]
 
 EXACT = 1e-9
-"""A smaller gain is rounding."""
+"""Smaller gains count as rounding errors."""
 
 
 @dataclass(frozen=True)
 class Affinity:
-    """The value of one layer's labels [E]; see `value`."""
+    """The terms of the value of one layer's labels [E]. `value` adds them up."""
 
     pairs: FloatArray
-    """[E, E] symmetric: value of two experts on one rank."""
+    """[E, E] value of two experts on one rank; symmetric."""
     ranks: FloatArray
-    """[E, R] value of an expert on a rank."""
+    """[E, R] value of each expert on each rank."""
     loads: FloatArray
-    """[E] load of an expert; a rank's load costs its square."""
+    """[E] load of each expert. A rank costs the square of its load."""
 
     def value(self, labels: IntArray) -> float:
-        """Value of pairs on one rank, plus each expert's value on its rank, minus squares of the ranks'
-        loads."""
+        """Value of the pairs on one rank, plus that of each expert on its rank, minus the squares of the
+        ranks' loads."""
         same = labels[:, None] == labels
         pairs = (self.pairs * same).sum() - np.diagonal(self.pairs).sum()
         carried = np.bincount(labels, weights=self.loads, minlength=self.ranks.shape[1])
         return float(pairs / 2 + self.ranks[np.arange(len(labels)), labels].sum() - (carried**2).sum())
 
     def gains(self, labels: IntArray) -> FloatArray:
-        """[E, E] what exchanging the ranks of two experts adds to the value; on one rank nothing."""
+        """[E, E] gain in value from exchanging the ranks of two experts; 0 if they are on one rank."""
         each = np.arange(len(labels))
         held = np.eye(self.ranks.shape[1])[labels]
         carried = (self.loads @ held)[labels]
-        worth = self.pairs @ held + self.ranks
-        worth[each, labels] -= np.diagonal(self.pairs)
-        moved = worth[:, labels] - worth[each, labels][:, None]
+        values = self.pairs @ held + self.ranks
+        values[each, labels] -= np.diagonal(self.pairs)
+        moved = values[:, labels] - values[each, labels][:, None]
         more = self.loads[:, None] - self.loads
         squares = 2 * more * (carried - carried[:, None] + more)
         gains: FloatArray = moved + moved.T - 2 * self.pairs - squares
@@ -55,9 +55,9 @@ class Affinity:
 
 
 def swapped(affinity: Affinity, labels: IntArray, rng: np.random.Generator, steps: int) -> IntArray:
-    """`labels` [E] after at most `steps` exchanges that each gain.
+    """Make at most `steps` exchanges that each gain. Returns the changed `labels` [E].
 
-    Example: experts 0, 1 and 2, 3 belong together but are placed 0, 2 | 1, 3: one exchange corrects that.
+    Example: experts 0, 1 and 2, 3 belong together but are placed 0, 2 | 1, 3. One exchange corrects that.
     """
     labels = labels.copy()
     for _ in range(steps):

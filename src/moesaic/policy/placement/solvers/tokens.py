@@ -1,4 +1,4 @@
-"""The best rank of each token, given the ranks of the experts."""
+"""Finds the best rank of each token, given the ranks of the experts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from moesaic.core.tokens import IntArray
 
 
 def labelled(profile: Profile, experts: SmallArray) -> Coclusters:
-    """Clusters with the experts [layers, E], whose ranks are 0 .. their maximum, and the tokens that fit
-    them.
+    """Clusters of `experts` and of the tokens that fit them. experts: [layers, E] ranks from 0.
 
-    A token id belongs to the rank that holds most of its choices, the lowest of equal ones; its confidence
-    is the share of its choices there. An id that the profile has never seen has confidence 0 and the label
-    of its nearest known id, or without one the rank with most choices of the layer.
+    A token id belongs to the rank with most of its choices, the lowest of equal ones. Its confidence is the
+    share of its choices there. An id that the profile has never seen has confidence 0 and the label of its
+    nearest known id. Without a nearest id, its label is the rank with most choices of the layer.
 
-    Example: experts 0 1 | 2 3 on two ranks, of token 5 three choices of expert 0, one of expert 2 -> rank
-    0, confidence 0.75.
+    Example: experts 0 1 | 2 3 are on two ranks. Token 5 chose expert 0 three times and expert 2 once. Its
+    rank is 0 and its confidence 0.75.
     """
     ranks = int(experts.max()) + 1
     labels = np.empty((len(experts), profile.vocab_size), dtype=np.int16)

@@ -1,4 +1,4 @@
-"""No solver: experts in consecutive ranges, as engines place them without a placement file.
+"""Places experts in consecutive ranges, as engines do without a placement file. Nothing is solved.
 
 Tokens go to the rank with most of their choices, so that only the experts' placement differs from other
 solvers.
@@ -15,7 +15,8 @@ from moesaic.policy.placement.solvers.tokens import labelled
 
 
 def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Coclusters:
-    """Example: 4 experts, 2 ranks -> experts 0 1 | 2 3 in every layer."""
+    """Place the experts of every layer in ranges. Example: 4 experts, 2 ranks -> experts 0 1 | 2 3 in every
+    layer."""
     row = np.repeat(np.arange(ranks), rooms(profile.num_experts, ranks))
     layers = len(profile.layers)
     if progress is not None:
