@@ -56,18 +56,15 @@ def place(
     """Find a balanced placement. Returns `previous` itself if that is good enough.
 
     load: [L, E] tokens of each expert, finite, not negative. layers: [L] the layers' ids, ascending.
-    servers: id -> capacity weight, the server's share of slots and of load. model: fingerprint of the
-    model, by default that of `previous`.
-
-    slack: how far a layer's peak may exceed the best one found, relatively, in order to save moves. Without
-    `previous`, the search starts from consecutive ranges of experts and slack is 0.
+    servers: id -> capacity weight, the server's share of slots and of load. slack: how far a layer's peak
+    may exceed the best one found, relatively, in order to save moves. Without `previous`, the search starts
+    from consecutive ranges of experts and slack is 0. model: fingerprint, by default that of `previous`.
 
     A layer has max(E + redundant, E * min_replicas) slots. `--min-replicas 2` alone is thus enough for two
     copies of every expert. Redundant slots beyond that follow load. At most E * servers slots can be used.
     Further ones stay empty, since redundant slots are a budget and min_replicas is a promise.
 
-    Raises ConfigError if there are fewer servers than min_replicas, and for invalid loads, counts or
-    weights.
+    Raises ConfigError for fewer servers than min_replicas, and for invalid loads, counts or weights.
 
     Example: load [[8, 4, 2, 2]], servers {0: 1, 1: 1}, redundant 2. There are six slots, three a server.
     The fifth goes to expert 0, which has the largest load per copy, 8. Then experts 0 and 1 both have 4 per
