@@ -1,1 +1,2 @@
-"""How a model larger than its fast memory is computed: schedules as task lists, their prices, the search."""
+"""Offloading for a model larger than its fast memory: schedules as task lists, their prices, and the policy
+search."""

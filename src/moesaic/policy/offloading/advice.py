@@ -1,4 +1,4 @@
-"""What a plan says besides its policy: which improvement would help most, and whether moving weights pays."""
+"""Advice beside a plan: which faster or larger part would help most, and whether moving weights pays off."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from moesaic.policy.offloading.policies import Workload
 from moesaic.policy.offloading.pricing import Price, Pricing
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-"""Batch sizes at which streaming weights is compared with leaving them in place."""
+"""Batch sizes at which streaming weights is compared with leaving them where they are."""
 
 
 @dataclass(frozen=True)
 class Help:
-    """The effect of making one part of the machine twice as large or as fast."""
+    """The effect of one part of the machine being twice as large or as fast."""
 
     name: str
     gain: float
-    """New throughput / present throughput. The policy is searched again."""
+    """Throughput with the better part / throughput now. The policy is searched again for it."""
 
 
 def helps(model: ModelSizes, hardware: Hardware, workload: Workload, now: Price) -> list[Help]:
-    """The effect of doubling each part of the machine, the most helpful first.
+    """The effects of doubling each part of the machine, the most helpful first.
 
-    A measured rate of experts depends on both processor and memory and says nothing of either, so here the
-    roofline prices experts.
+    Here the roofline prices experts. A measured rate of experts depends on both processor and memory, so it
+    cannot show what doubling one of them does.
     """
     bare, base = _by_roofline(hardware), now.throughput
     if bare != hardware:
@@ -68,18 +68,17 @@ def _faster(processor: Processor) -> Processor:
 
 @dataclass(frozen=True)
 class Batch:
-    """The best throughput, in tokens/s, with at most this number of requests at once; None if nothing
-    fits."""
+    """The best throughputs, in tokens/s, with at most this number of requests at once. None: nothing fits."""
 
     requests: int
     streamed: float | None
-    """Whole layers of experts are streamed over the link."""
+    """Throughput if whole layers of experts are streamed over the link."""
     left: float | None
-    """Weights stay: experts are computed where they are, or only chosen ones are loaded."""
+    """Throughput if weights stay: the experts' own level computes them, or only chosen experts are loaded."""
 
 
 def by_batch(model: ModelSizes, hardware: Hardware, workload: Workload, most: int) -> list[Batch]:
-    """The comparison for batches of 1, 2, 4, ... up to `most`."""
+    """Compare both ways for batches of 1, 2, 4, ... up to `most` requests."""
     pricing = Pricing(model, hardware, workload)
     streamed = PolicySearch(pricing, SearchLimits(("cgopipe",), most))
     left = PolicySearch(pricing, SearchLimits(("in-place", "on-demand"), most))
@@ -96,9 +95,10 @@ def by_batch(model: ModelSizes, hardware: Hardware, workload: Workload, most: in
 
 
 def pays_from(batches: list[Batch]) -> int | None:
-    """The batch from which on streaming layers is always faster than leaving weights in place. None: never.
+    """The batch from which on streaming layers is always faster than leaving weights in place, or None.
 
-    Example: streamed 1, 4, 9 and left 3, 3, 3 tokens/s at 1, 2, 4 requests -> 2.
+    Example: at 1, 2, 4 requests, streaming gives 1, 4, 9 tokens/s and leaving gives 3, 3, 3. The answer is
+    2.
     """
     first = None
     for one in batches:
@@ -108,5 +108,5 @@ def pays_from(batches: list[Batch]) -> int | None:
 
 
 def without_offloading(model: ModelSizes, hardware: Hardware, workload: Workload) -> Price | None:
-    """The best price with everything on the fast level; None if that does not fit."""
+    """The price of the best policy with everything on the fast level, or None if that does not fit."""
     return PolicySearch(Pricing(model, hardware, workload), SearchLimits(("cgopipe",), fast_only=True)).best()

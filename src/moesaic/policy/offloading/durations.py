@@ -1,6 +1,6 @@
-"""The duration of each task of a schedule, by the roofline of the level or by the link that it uses.
+"""Predicts the duration of each task of a schedule, by the roofline of its memory level or by its link.
 
-Tables map (kind, lane) to the seconds of one task. Micro-batches have equal sizes, and so have pages.
+Tables map (kind, lane) to the seconds of one task. All micro-batches have one size, and so have all pages.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from moesaic.policy.offloading.tasks import LANES, Kind, Lane
 NOTHING = Work()
 Table = dict[tuple[Kind, Lane], float]
 TENSORS = {Kind.SAVE_QKV: 3, Kind.LOAD_CACHE: 2, Kind.SAVE_CACHE: 2}
-"""Number of transfers of a task that has several: query, key and value."""
+"""Number of transfers of tasks that have several: query, key and value; or key and value."""
 
 
 class Durations:
-    """The durations of one model's tasks on one machine, for requests of one kind."""
+    """Predicts durations for one model on one machine, for requests of one kind."""
 
     def __init__(self, model: ModelSizes, hardware: Hardware, workload: Workload) -> None:
         self._model, self._hardware, self._workload = model, hardware, workload
         self._token = model.cache(1, workload.cache_number)
 
     def decode(self, policy: Policy, dense: bool = False) -> Table:
-        """Durations of a micro-batch's tasks in one layer of a decode step at the mean context.
+        """Durations of a micro-batch's tasks in one layer of a decode step, at the mean context.
 
         dense: the layer has no routed experts, and all its weights are on the fast level.
         """
@@ -43,9 +43,8 @@ class Durations:
         beside = ops.dense(model, rows) if dense else ops.gate(model, rows) + ops.shared(model, rows)
         everything = NOTHING if dense else ops.routed(model, rows)
         here = ops.routed(model, rows, static if policy.in_place else 1.0)
-        answers = (
-            rows * model.top_k * (1 - static)
-        )  # one row for each pair, since then the sum has the same bits everywhere
+        # One row for each pair: the sum then has the same bits wherever an expert is computed.
+        answers = rows * model.top_k * (1 - static)
         table = {
             (Kind.PRE, Lane.FAST): self._computed(fast, ops.query_key_value(model, rows)),
             (Kind.ATTENTION, Lane.FAST): _launched(attention_seconds(attended, fast), fast),
@@ -71,7 +70,7 @@ class Durations:
         return table
 
     def prefill(self, policy: Policy, requests: float, pages: int, dense: bool = False) -> Table:
-        """Durations of one layer's tasks over the prompts of a micro-batch of `requests`."""
+        """Durations of one layer's tasks in prefill, for a micro-batch of `requests` prompts."""
         model, prompt, fast = self._model, self._workload.prompt, self._hardware.fast
         rows = requests * prompt
         attended = ops.causal_attention(model, requests, prompt, self._workload.cache_number)
@@ -91,15 +90,16 @@ class Durations:
         }
 
     def first_layer(self, policy: Policy) -> float:
-        """Seconds to load the streamed experts of one layer while nothing is computed."""
+        """Seconds to load the streamed experts of one layer while nothing else runs."""
         pages = self._pages(policy, 1)
         staged = pages[Kind.STAGE_PAGE, Lane.STAGING] if self._hardware.link.staging is not None else 0.0
         return staged + pages[Kind.LOAD_PAGE, Lane.DOWN]
 
     def slow_memory(self, policy: Policy, moved: dict[Lane, float]) -> float:
-        """Seconds that the slow level's memory is busy in a layer: its processor's reads, and all copies.
+        """Seconds that the slow level's memory is busy in a layer: with its processor's reads and all
+        copies.
 
-        moved: seconds of each lane in that layer. A copy into pinned memory reads and writes.
+        moved: busy seconds of each lane in that layer. A copy into pinned memory both reads and writes.
         """
         link, level = self._hardware.link, self._hardware.slow
         copied = moved[Lane.DOWN] * link.down + moved[Lane.UP] * link.up
@@ -107,7 +107,7 @@ class Durations:
         return copied / level.bandwidth + self._read_there(policy, moved)
 
     def _read_there(self, policy: Policy, moved: dict[Lane, float]) -> float:
-        """Seconds of the slow processor's reads."""
+        """Seconds in which the slow level's processor reads memory in a layer."""
         if not moved[Lane.SLOW]:
             return 0.0
         model, rows, level = self._model, policy.micro_batch, self._hardware.slow
@@ -120,11 +120,11 @@ class Durations:
         return policy.micro_batches * read / level.bandwidth
 
     def likely_experts(self, policy: Policy) -> int:
-        """on-demand in decode: number of experts to load before the layer's gate has chosen.
+        """How many experts the on-demand schedule loads in decode before the layer's gate has chosen.
 
-        It is the number that the link can load between a layer's chosen experts and the next layer's gates,
-        increased by the share of all experts that is chosen, so that the link never waits for the gates.
-        None if more than experts uses the link.
+        The link can load them between a layer's chosen experts and the next layer's gates. Their number
+        grows by the share of all experts that is chosen, so that the link never waits for the gates. It is
+        0 if the link also transfers other things than experts.
         """
         if policy.slow_attention or policy.slow_cache:
             return 0
@@ -136,8 +136,10 @@ class Durations:
         return int(min(away, wanted * self._hardware.link.down / model.expert_bytes))
 
     def _chosen(self, policy: Policy) -> float:
-        """Bytes of the streamed experts that a whole batch should choose in one layer, without those that
-        were loaded before. Experts loaded before are assumed to be chosen as often as any others."""
+        """Expected bytes of the streamed experts that a whole batch chooses in one layer.
+
+        Experts that were loaded before are left out. They are assumed to be chosen as often as any others.
+        """
         model = self._model
         away = 1 - (policy.static_experts + policy.likely_experts) / model.experts
         return ops.distinct(model, policy.batch) * away * model.expert_bytes
@@ -150,21 +152,23 @@ class Durations:
         rows: float = 0.0,
         efficiency: float = 1.0,
     ) -> float:
-        """Seconds of a task on a level. routed: experts with a mean of `rows` rows; beside: the rest of the
-        task."""
+        """Seconds of a task on a level.
+
+        routed: work of experts that get `rows` rows in all. beside: the rest of the task's work.
+        """
         each = ops.rows_each(self._model, rows)
         return _launched(seconds_with_experts(beside, routed, each, level, efficiency), level)
 
     def _pages(self, policy: Policy, pages: int) -> Table:
-        """Durations of loading pages. A page is whole rows of the experts' matrices; the last page may have
-        fewer."""
+        """Durations of loading one page. A page has whole rows of the experts' matrices. The last page may
+        have fewer."""
         model = self._model
         rows = 3 * (model.experts - policy.static_experts) * model.expert_width
         page = math.ceil(rows / max(pages, 1)) * model.expert_bytes / (3 * model.expert_width)
         return {**self._move(Kind.LOAD_PAGE, page), **self._move(Kind.STAGE_PAGE, page)}
 
     def _gathered(self, kind: Kind, size: float) -> Table:
-        """Durations of cache blocks. They are gathered in pinned memory, if there is any, before they are
+        """Durations of moving cache blocks. They are first gathered in pinned memory, if there is any, then
         copied."""
         [(key, took)] = self._move(kind, size).items()
         return {key: took + size / (self._hardware.link.staging or math.inf)}
@@ -180,5 +184,5 @@ def _fast(kind: Kind, work: Work, level: Level) -> Table:
 
 
 def _launched(took: float, level: Level) -> float:
-    """Seconds of a task, with the level's launch time."""
+    """Seconds of a task including the launch time of its level."""
     return took + (level.processor.launch if level.processor else 0.0)

@@ -1,12 +1,13 @@
 """FlexGen's policy search: a linear program for each micro-batch size and number of micro-batches.
 
-Sheng et al., FlexGen, section 4.3, as in its public code, without the disk. The Mixtral variant is that of
-MoE-Lightning's comparison: a layer's weights count all experts, its flops one. A step loads, then computes,
-one after the other: Tgen = load + max(store, compute).
+The source is Sheng et al., FlexGen, section 4.3, as in its public code, without the disk. The Mixtral
+variant is that of MoE-Lightning's comparison: a layer's weights are those of all experts, its flops those
+of one. A step first loads and then computes: Tgen = load + max(store, compute).
 
 The constants fitted to a machine are known to three digits. The loss of small micro-batches, 0.7 % of the
-flops for each halving below 64, is known to one. Under it, two of the twelve published settings hold
-policies that differ by 0.01 %: 0.69 % puts all twelve in their published order, 0.70 % and 0.68 % eleven.
+flops for each halving below 64, is known to one digit. Two of the twelve published settings compare
+policies that differ by 0.01 % under it. A loss of 0.69 % puts all twelve in their published order; 0.70 %
+and 0.68 % put eleven.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ class Constants:
 
     @classmethod
     def of(cls, hardware: Hardware, flops_per_byte: float) -> Constants:
-        """The constants by a machine's peaks. flops_per_byte: flops of attention for each byte of cache
-        that it reads.
+        """The constants from a machine's peaks.
 
-        Raises ConfigError if nothing computes beside the slow level.
+        flops_per_byte: flops of attention for each byte of cache that it reads. Raises ConfigError if no
+        processor computes beside the slow level.
         """
         fast, slow = hardware.fast, hardware.slow
         if fast.processor is None or slow.processor is None:
@@ -80,13 +81,18 @@ FITTED = {
     "t4": _fitted(16, 5.43, 3.51, 1.48, 1.34, 0.93, 4.50),
     "l4": _fitted(24, 5.44, 0.651, 0.603, 0.633, 0.563, 3.79),
 }
-"""The constants that MoE-Lightning's authors fitted. FlexGen's measured throughput was 1 to 10 times off
-these predictions."""
+"""The constants that MoE-Lightning's authors fitted.
+
+FlexGen's measured throughput was 1 to 10 times off these predictions.
+"""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A policy. Shares are those on the GPU; the rest is in RAM. Seconds are those of one layer."""
+    """FlexGen's policy. `weights`, `cache` and `hidden` are shares on the GPU; the rest is in RAM.
+
+    Seconds are those of one layer.
+    """
 
     micro_batch: int
     micro_batches: int
@@ -104,9 +110,10 @@ class Found:
 
 
 def price(model: ModelSizes, machine: Constants, workload: Workload, mu: int, count: int) -> Found | None:
-    """The best shares for `count` micro-batches of `mu` requests; None if nothing fits.
+    """The policy with the best shares for `count` micro-batches of `mu` requests, or None if nothing fits.
 
-    Example: Mixtral 8x7B on the T4 as fitted, 418 and 32 tokens, 40 of 32: 13.3 tokens/s, weights 0.07.
+    Example: Mixtral 8x7B on the T4 as fitted, with 418 prompt and 32 generated tokens. 40 micro-batches of
+    32 give 13.3 tokens/s, with a share of 0.07 of the weights on the GPU.
     """
     job, generate = _Job(model, workload, mu, mu * count), workload.generate
     bounds = np.array([*_times(job, machine), *_memory(job, machine)])
@@ -122,11 +129,12 @@ def price(model: ModelSizes, machine: Constants, workload: Workload, mu: int, co
 
 
 def search(model: ModelSizes, machine: Constants, workload: Workload, walk: bool = False) -> Found:
-    """The best policy with micro-batches of 1, 2, 3, 4, 8, 16, ... requests, in the best number of each. Of
-    equal policies the first wins.
+    """The best policy with micro-batches of 1, 2, 3, 4, 8, 16, ... requests. Of equal policies the first
+    wins.
 
-    walk: increase the number one by one until the throughput falls, as FlexGen does. Else bisection finds
-    that point, since the throughput rises up to it. Raises ConfigError if nothing fits.
+    Each size has its best number of micro-batches. walk: increase that number one by one until the
+    throughput falls, as FlexGen does. Otherwise bisection finds that point, since the throughput rises up
+    to it. Raises ConfigError if nothing fits.
     """
     best: Found | None = None
     for mu in _grid():
@@ -160,7 +168,7 @@ def _walk(priced: Callable[[int], Found | None]) -> Found | None:
 
 
 def _climb(priced: Callable[[int], Found | None]) -> Found | None:
-    """The last count whose price is no worse than that of the count before it."""
+    """The price of the last count that is no worse than the count before it, found by bisection."""
     best = priced(1)
     if best is None:
         return None
@@ -178,7 +186,7 @@ def _climb(priced: Callable[[int], Found | None]) -> Found | None:
 
 
 def _better(priced: Callable[[int], Found | None], count: int) -> Found | None:
-    """The price of `count`, if it fits and is no worse than that of one less."""
+    """The price of `count`, or None if it does not fit or is worse than that of one less."""
     found, before = priced(count), priced(count - 1)
     good = found is not None and before is not None and found.throughput >= before.throughput
     return found if good else None
@@ -214,8 +222,7 @@ Row = tuple[float, float, float, float, float, float]
 
 
 def _times(job: _Job, machine: Constants) -> Iterator[Row]:
-    """Constraints on time: Tpre is at least load, store and compute; Tgen at least load + store and load +
-    compute."""
+    """Constraints on time: Tpre >= load, store and compute; Tgen >= load + store and load + compute."""
     weights, prompts = job.weights, job.row * job.prompt * job.batch
     cache, rows = job.cached * (job.prompt + 1) * job.batch, job.row * job.batch
     load, store = machine.load, machine.store
@@ -233,7 +240,7 @@ def _times(job: _Job, machine: Constants) -> Iterator[Row]:
 
 
 def _memory(job: _Job, machine: Constants) -> Iterator[Row]:
-    """Constraints on memory: the peak of both memories in prefill, and RAM in decode."""
+    """Constraints on memory: the peak of both memories in prefill, and of RAM in decode."""
     model, mu, s, n, layers = job.model, job.mu, job.prompt, job.generate, job.model.layers
     weights, one = job.weights, job.row * s * mu
     prompts, rows = job.row * s * job.batch, job.row * job.batch

@@ -1,4 +1,4 @@
-"""The bytes that a policy keeps in the memory of both levels."""
+"""Computes the bytes that a policy takes in the memory of both levels."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from moesaic.cost.sizes import ModelSizes
 from moesaic.policy.offloading.policies import PREFILL_SHARES, Policy, Workload
 
 PREFILL_ROWS = 8192
-"""Maximum number of rows of a micro-batch in prefill, unless one prompt is longer: enough to be limited by
-compute."""
+"""Maximum number of rows of a micro-batch in prefill, unless one prompt is longer. So many rows are
+compute-bound."""
 
 
 class Footprint:
-    """The bytes for one model, machine and workload."""
+    """Computes footprints for one model, machine and workload."""
 
     def __init__(self, model: ModelSizes, hardware: Hardware, workload: Workload) -> None:
         self.model, self.hardware, self.workload = model, hardware, workload
@@ -24,8 +24,10 @@ class Footprint:
         routed, kept = _routed(model)
         after = max(routed, 2 * model.shared_width, 2 * model.dense_width)
         self._row = (attention + after + kept) * model.row_number
-        """Maximum bytes of one row between the operations of a layer. Memory of attention is kept for the
-        next layer."""
+        """Maximum bytes of one row between the operations of a layer.
+
+        The memory that attention used is kept for the next layer.
+        """
 
     def fast(self, policy: Policy) -> dict[str, float]:
         """Maximum bytes on the fast level in prefill or decode, by content."""
@@ -62,15 +64,18 @@ class Footprint:
         return sum(self.fast(policy).values()) <= fast and sum(self.slow(policy).values()) <= slow
 
     def prefill_requests(self, policy: Policy) -> int:
-        """Maximum number of requests of one micro-batch in prefill. A single one may take more than its
-        share."""
+        """Maximum number of requests of one micro-batch in prefill. A single request may exceed its share
+        of memory."""
         rows = min(PREFILL_ROWS, self._prefill_rows(policy.prefill_share))
         return max(1, min(policy.batch, int(rows // self.workload.prompt)))
 
     @property
     def prefill_shares(self) -> tuple[float, ...]:
-        """The PREFILL_SHARES that are worth a search: only the first if it has room for PREFILL_ROWS, and
-        none that allows as many prompts at once as another."""
+        """The PREFILL_SHARES that differ in effect, so that a search should try them.
+
+        If the first one has room for PREFILL_ROWS, no other is needed. If several shares allow equally many
+        prompts at once, one of them is enough.
+        """
         if self._prefill_rows(PREFILL_SHARES[0]) >= PREFILL_ROWS:
             return PREFILL_SHARES[:1]
         sizes = {
@@ -82,16 +87,17 @@ class Footprint:
         return share * self.hardware.fast.room / self._row
 
     def _workspace(self, policy: Policy) -> float:
-        """Bytes of the larger micro-batch's rows between operations, and of logits."""
+        """Bytes of rows between operations, for the larger micro-batch of prefill and decode, and of
+        logits."""
         requests = self.prefill_requests(policy)
         rows = max(requests * self.workload.prompt, policy.micro_batch)
         return rows * self._row + max(requests, policy.micro_batch) * self.model.vocab * 4
 
 
 def _routed(model: ModelSizes) -> tuple[float, float]:
-    """Maximum numbers of one row inside its experts, and besides them.
+    """How many numbers one row has at most inside its experts, and how many outside them.
 
-    A rank of a group may have the experts of all pairs, with the input and the answer of each. Besides, it
+    A rank of a group may compute the experts of all pairs, with the input and the answer of each. It also
     has the answers to its own rows, which may be all rows, and sums.
     """
     if model.ranks == 1:
@@ -101,22 +107,22 @@ def _routed(model: ModelSizes) -> tuple[float, float]:
 
 
 def pinned(size: float) -> float:
-    """Bytes that pinned memory of this size takes: torch rounds up to a power of two."""
+    """Bytes that pinned memory of this size really takes: torch rounds up to a power of two."""
     return 2.0 ** math.ceil(math.log2(size)) if size > 0 else 0.0
 
 
 def why_not(model: ModelSizes, hardware: Hardware, workload: Workload) -> str:
-    """A message that names the smallest policy and the level that it does not fit."""
+    """A message that names the smallest policy's needs and the level where it does not fit."""
     slow = hardware.slow.processor is not None
     policy = Policy("cgopipe", 1, 1, slow, slow_cache=float(slow), fast_residual=not slow)
     footprint = Footprint(model, hardware, workload)
-    said = []
+    problems = []
     for level, held in ((hardware.fast, footprint.fast(policy)), (hardware.slow, footprint.slow(policy))):
         need = sum(held.values())
         if need > level.room:
-            said.append(_too_much(level, need, held))
+            problems.append(_too_much(level, need, held))
     return f"{model.name} does not fit on {hardware.name}: " + (
-        "; ".join(said) or "no policy of the grid does"
+        "; ".join(problems) or "no policy that was searched does"
     )
 
 

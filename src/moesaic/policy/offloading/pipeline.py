@@ -2,26 +2,27 @@
 
 Each task belongs to a lane. A lane runs its tasks in the order of the list, one at a time. A task begins
 when the tasks that it needs have ended, as with CUDA streams and threads. The planner prices a list, and
-the executor runs the same list. MoE-Lightning, section 4.1, Algorithm 1 and Figure 6:
+the executor runs the same list. These schedules are from MoE-Lightning (section 4.1, Algorithm 1 and Figure
+6):
 
-- cgopipe: attention on the slow processor, two micro-batches ahead of the experts. The next layer's weights
-  are loaded in pages, one with each micro-batch, between the rows that the fast processor waits for. If
-  attention is on the fast processor, the cache of the next micro-batches is loaded between the pages.
+- cgopipe: the slow processor computes attention, two micro-batches ahead of the experts. The next layer's
+  weights are loaded in pages, one with each micro-batch, between the rows that the fast processor waits
+  for. If attention is on the fast processor, the cache of the next micro-batches is loaded between the
+  pages.
 - s2 (FastDecode): the same, but the next layer's weights are loaded whole, before the layer's first rows.
-- s3 (FlexGen, attention on the slow processor): one micro-batch after another in lock-step, weights whole.
-- s4 (FlexGen): lock-step, attention on the fast processor; meanwhile the next micro-batch's cache is
-  loaded.
+- s3 (FlexGen, attention on the slow processor): one micro-batch after another in lockstep, with whole
+  weights.
+- s4 (FlexGen, attention on the fast processor): lockstep. Meanwhile the next micro-batch's cache is loaded.
 - serial: one task after another, as a baseline without overlap.
 
-Two more schedules compute where the data is, or load only what was chosen:
+Two more schedules compute where the data is, or load only chosen experts:
 
-- in-place: each routed expert is computed by the processor of the level that holds it; no weights move. The
-  paper advises it below P1 (section 3.3).
-- on-demand: first all gates of a layer, then the union of the chosen experts is loaded, then experts are
-  computed. During that time and the next layer's gates, experts are loaded that were chosen there in recent
-  steps.
+- in-place: no weights move. The processor of the level that has an expert computes it. The paper advises
+  this below P1 (section 3.3).
+- on-demand: first all gates of a layer run. Then the union of the chosen experts is loaded and computed.
+  During that time and the next layer's gates, experts that the next layer chose in recent steps are loaded.
 
-Tasks of layer `layers` load the first layer of the next step. A step finds its own first layer loaded.
+Tasks of layer `layers` load the first layer of the next step. So a step finds its own first layer loaded.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from moesaic.policy.offloading.tasks import Key, Kind, Lane, Shape, Task, TaskLi
 Schedule = Literal["cgopipe", "s2", "s3", "s4", "serial", "in-place", "on-demand"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 FORCED: dict[Schedule, bool] = {"s2": True, "s3": True, "s4": False}
-"""Schedules that fix where attention runs: True on the slow processor, False on the fast one."""
+"""Schedules that fix the processor of attention: True for the slow one, False for the fast one."""
 AHEAD = 2
-"""Number of micro-batches whose attention is started before the experts of the current one."""
+"""Number of micro-batches that start attention before the experts of the current one run."""
 
 
 def decode(schedule: Schedule, shape: Shape) -> list[Task]:
     """The tasks of one decode step: one row of each request.
 
-    s2 and s3 have attention on the slow processor, s4 on the fast one, whatever `shape` says.
+    s2 and s3 always have attention on the slow processor and s4 on the fast one, whatever `shape` says.
 
-    Example, cgopipe, 1 layer, 1 micro-batch, 1 page: pre-attention, save qkv, attention; load rows, load
-    page (of the next step), post-attention, head.
+    Example: cgopipe with 1 layer, 1 micro-batch and 1 page. The tasks are pre-attention, save qkv,
+    attention, load rows, load page (of the next step), post-attention, head.
     """
     builders = {
         "cgopipe": _cgopipe,
@@ -63,12 +64,14 @@ def decode(schedule: Schedule, shape: Shape) -> list[Task]:
 
 
 def prefill(shape: Shape, rows_move: bool = False) -> list[Task]:
-    """The tasks of prefill: all prompts, one layer after another, on the fast processor. MoE-Lightning,
-    section 4.
+    """The tasks of prefill: all prompts, one layer after another, on the fast processor (MoE-Lightning,
+    section 4).
 
-    shape: micro-batches and pages of prefill; with slow_attention or cache_moves keys and values are copied
-    to the slow level. rows_move: the residual is on the slow level; each micro-batch's part is loaded and
-    stored again. The fast level has room for two micro-batches of both, so the last but one must have been
+    shape: micro-batches and pages of prefill. With slow_attention or cache_moves, keys and values are
+    copied to the slow level. rows_move: the residual is on the slow level, so each micro-batch's part is
+    loaded and stored again.
+
+    The fast level has room for two micro-batches of both. So a micro-batch waits until the last but one is
     stored.
     """
     parts = _Parts(shape)
@@ -92,7 +95,7 @@ def prefill(shape: Shape, rows_move: bool = False) -> list[Task]:
 
 
 def first_layer(shape: Shape) -> list[Task]:
-    """The tasks that load the first layer's weights, if no step before has loaded them."""
+    """The tasks that load the first layer's weights, for a step that no other step precedes."""
     parts = _Parts(shape)
     for page in range(shape.pages_of(0)):
         parts.stage(0, page)
@@ -115,26 +118,31 @@ class _Parts:
                 yield layer, part
 
     def later(self, layer: int, part: int, by: int) -> tuple[int, int]:
-        """(layer, micro-batch) that comes `by` micro-batches later, possibly in the next layer."""
+        """The (layer, micro-batch) that comes `by` micro-batches later, possibly in the next layer."""
         more, part = divmod(part + by, self.count)
         return layer + more, part
 
     # ---- weights
 
     def pages_of(self, part: int) -> range:
-        """The pages that are loaded with a micro-batch."""
+        """The pages that are loaded together with a micro-batch."""
         pages, count = self.shape.pages, self.count
         return range(part * pages // count, (part + 1) * pages // count)
 
     def stage(self, layer: int, page: int) -> None:
-        """W_CtoPin: copy a page into pinned memory. There is room for one layer, so the last layer's page
-        must have been copied on."""
+        """W_CtoPin: copy a page into pinned memory.
+
+        Pinned memory has room for one layer. So the page waits until the same page of the last layer is on
+        the fast level.
+        """
         if self.shape.staged and layer <= self.layers and self.shape.pages_of(layer):
             self.list.add(Kind.STAGE_PAGE, layer, page, [name(Kind.LOAD_PAGE, layer - 1, page)])
 
     def page(self, layer: int, page: int) -> None:
-        """W_PinToG: load a page. There is room for two layers, so the last but one must have been
-        computed."""
+        """W_PinToG: load a page to the fast level.
+
+        There is room for two layers. So the page waits until the last layer but one is computed.
+        """
         if not self.shape.pages_of(layer):
             return
         last = self.count - 1
@@ -159,7 +167,8 @@ class _Parts:
     # ---- a micro-batch
 
     def attend(self, layer: int, part: int) -> None:
-        """Everything from the rows to attention's result on its level; nothing beyond the last layer."""
+        """Add the tasks from the rows to attention's result on its level. Beyond the last layer, add
+        nothing."""
         if layer >= self.layers:
             return
         ended = (Kind.POST, Kind.EXPERTS, Kind.LOAD_ANSWERS)
@@ -173,14 +182,19 @@ class _Parts:
             self.list.add(Kind.SAVE_CACHE, layer, part, [done])
 
     def cache(self, layer: int, part: int) -> None:
-        """Room for the caches of two micro-batches: the last but one must have been attended to."""
+        """Add the task that loads the cache of a micro-batch.
+
+        There is room for the caches of two micro-batches. So it waits until attention of the last but one
+        has ended.
+        """
         if self.shape.slow_attention or not self.shape.cache_moves or layer >= self.layers:
             return
         fewer, before = divmod(part - AHEAD, self.count)
         self.list.add(Kind.LOAD_CACHE, layer, part, [name(Kind.ATTENTION, layer + fewer, before)])
 
     def rows(self, layer: int, part: int) -> list[Key]:
-        """Load the rows after attention to the fast level."""
+        """Add the task that loads the rows after attention to the fast level. Returns the tasks to wait
+        for."""
         if not self.shape.slow_attention:
             return [name(Kind.ATTENTION, layer, part)]
         slow = name(Kind.ATTENTION, layer, part, Lane.SLOW)
@@ -199,7 +213,7 @@ class _Parts:
 
 
 def _cgopipe(parts: _Parts) -> list[Task]:
-    """Algorithm 1 of the paper."""
+    """Algorithm 1 of MoE-Lightning."""
     first = [parts.later(0, 0, by) for by in range(parts.ahead)]
     for layer, part in first:
         parts.cache(layer, part)
@@ -297,9 +311,8 @@ def _on_demand(parts: _Parts) -> list[Task]:
         ]
         chosen = parts.list.add(Kind.LOAD_CHOSEN, layer, 0, gates)
         if parts.shape.guesses and (layer + 1) % parts.layers not in parts.shape.dense:
-            parts.list.add(
-                Kind.LOAD_LIKELY, layer + 1, 0
-            )  # its slot is free, since gates come after the layer's experts
+            # It need not wait for a slot: gates come after the layer's experts.
+            parts.list.add(Kind.LOAD_LIKELY, layer + 1, 0)
         for part in range(parts.count):
             done = parts.list.add(Kind.EXPERTS, layer, part, [gates[part], chosen])
             parts.head(layer, part, [done])

@@ -1,10 +1,12 @@
 """Searches the fastest policy for a job on a machine.
 
-The search covers all variables of MoE-Lightning (section 4.2): batch and micro-batch, attention and experts
-on the fast or slow processor, and the shares of weights and cache on the fast level. It also covers the
-schedules that stream layers, load chosen experts, or compute experts in place. A policy is priced as the
-executor would run it: rounded to whole experts, pages and blocks, including prefill. Its task list is
-priced only if some order of the tasks could be faster than the best policy so far.
+The search covers all variables of MoE-Lightning (section 4.2): batch and micro-batch, the processor of
+attention and of experts, and the shares of weights and cache on the fast level. It also covers the
+schedules that stream layers, load chosen experts, or compute experts in place.
+
+A policy is priced as the executor would run it: rounded to whole experts, pages and blocks, including
+prefill. Its task list is priced only if some order of the tasks could be faster than the best policy so
+far.
 """
 
 from __future__ import annotations
@@ -36,24 +38,27 @@ class SearchLimits:
 
     schedules: tuple[Schedule, ...] = SEARCHED
     largest_batch: float = math.inf
-    """Number of requests."""
+    """Maximum number of requests in a batch."""
     fast_only: bool = False
     """True: nothing may be on the slow level."""
     micro_batch: int | None = None
-    """Requests in a micro-batch; None: searched. The next fields likewise."""
+    """Requests in a micro-batch. None: the search chooses."""
     micro_batches: int | None = None
+    """Number of micro-batches. None: the search chooses."""
     requests: float = math.inf
-    """Requests of the whole job. A last batch that is not full takes as long as a full one."""
+    """Number of requests of the whole job. A last batch that is not full takes as long as a full one."""
     whole_cache: bool = False
-    """True: all of the cache is on one level, which is what the executor can run."""
+    """True: all of the cache is on one level. The executor requires this."""
     near: float = 0.0
-    """Among policies within this share of the best, the one that uses its resources least is taken."""
+    """Among policies whose throughput is within this share of the best, the one that keeps resources least
+    busy is taken."""
 
 
 def search(
     model: ModelSizes, hardware: Hardware, workload: Workload, limits: SearchLimits | None = None
 ) -> Price:
-    """The policy with the highest throughput over prefill and decode; of equal ones the first in the grid.
+    """Find the policy with the highest throughput over prefill and decode; of equal ones the first in the
+    grid.
 
     Raises ConfigError, naming what is missing, if no policy fits.
     """
@@ -64,7 +69,7 @@ def search(
 
 
 class PolicySearch:
-    """All policies of a grid, the most promising first. Repeated questions price nothing twice."""
+    """Searches the policies of a grid, the most promising first. Each policy is priced only once."""
 
     def __init__(self, pricing: Pricing, limits: SearchLimits) -> None:
         self._pricing = pricing
@@ -74,7 +79,7 @@ class PolicySearch:
         self._priced: dict[Policy, Price] = {}
 
     def best(self, largest_batch: float = math.inf) -> Price | None:
-        """The best policy with at most this number of requests; None if none fits."""
+        """The price of the best policy with at most this number of requests, or None if none fits."""
         found: list[tuple[float, Price]] = []
         most, near = 0.0, 1 - self._limits.near
         for bound, policy in self._bounded:
@@ -93,8 +98,10 @@ class PolicySearch:
         return min(good, key=_busy, default=None)
 
     def _filled(self, policy: Policy) -> float:
-        """Share of the slots of all batches that requests fill. Example: 64 requests, 60 at a time: 64 /
-        120."""
+        """Share of the slots of all batches that requests fill.
+
+        Example: 64 requests, 60 at a time, fill 64 / 120.
+        """
         requests = self._limits.requests
         if requests == math.inf:
             return 1.0
@@ -102,14 +109,14 @@ class PolicySearch:
 
 
 def _busy(price: Price) -> float:
-    """Busy seconds of all resources for one generated token."""
+    """Busy seconds of all resources for one generated token of each request."""
     steps = price.workload.generate - 1
     seconds = sum(price.prefill.busy.values()) + steps * sum(price.step.busy.values())
     return seconds / price.policy.batch
 
 
 def candidates(pricing: Pricing, limits: SearchLimits) -> Iterator[Policy]:
-    """Every policy of the grid that fits, with as much on the fast level as fits."""
+    """Every policy of the grid that fits, with as much as possible on the fast level."""
     slow = [True, False] if pricing.hardware.slow.processor is not None else [False]
     for schedule in limits.schedules:
         if schedule == "in-place" and not slow[0]:
@@ -121,7 +128,7 @@ def candidates(pricing: Pricing, limits: SearchLimits) -> Iterator[Policy]:
 
 
 def _sizes(limits: SearchLimits) -> list[int]:
-    """Sizes of a micro-batch."""
+    """The micro-batch sizes to search."""
     if limits.micro_batch is not None:
         return [limits.micro_batch]
     powers = (2**power for power in range(LARGEST.bit_length()))
@@ -129,7 +136,7 @@ def _sizes(limits: SearchLimits) -> list[int]:
 
 
 def _counted(pricing: Pricing, policy: Policy, limits: SearchLimits) -> Iterator[Policy]:
-    """The policies of one micro-batch size: with the counts of the grid, and with the largest count that
+    """The policies of one micro-batch size, with the counts of the grid and with the largest count that
     fits."""
     residuals = (True, False) if _stores(pricing) else (True,)
     for fast_residual, share in itertools.product(residuals, _footprint(pricing).prefill_shares):
@@ -146,7 +153,7 @@ def _counted(pricing: Pricing, policy: Policy, limits: SearchLimits) -> Iterator
 
 
 def _guessing(pricing: Pricing, policy: Policy) -> Policy:
-    """The policy with the experts that can be prefetched while the link would be idle."""
+    """The policy with the number of experts that can be prefetched while the link would be idle."""
     if policy.schedule != "on-demand":
         return policy
     return replace(policy, likely_experts=pricing.durations.likely_experts(policy))
@@ -159,15 +166,14 @@ def _stores(pricing: Pricing) -> bool:
 
 
 def _allowed(pricing: Pricing, policy: Policy) -> Iterator[Policy]:
-    """The policies of `filled` that keep nothing on a level that cannot hold it."""
+    """The policies of `filled` that put nothing on a level that cannot hold it."""
     for one in filled(pricing, policy):
         if one.slow_cache == 0 or _stores(pricing):
             yield one
 
 
 def _most(pricing: Pricing, policy: Policy) -> int:
-    """The largest number of micro-batches, up to the last of COUNTS, that fits in some way; 0 if none
-    does."""
+    """The largest number of micro-batches that fits in some way, up to the last of COUNTS. 0: none fits."""
     low, high = 0, COUNTS[-1] + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -181,7 +187,7 @@ def _most(pricing: Pricing, policy: Policy) -> int:
 def filled(pricing: Pricing, policy: Policy) -> Iterator[Policy]:
     """The policy with the fast level filled: with experts, and with cache if attention is there.
 
-    Three ways: experts first, cache first, or half the room for each.
+    There are three variants: experts first, cache first, or half the room for each.
     """
     for fitting in _filled(_footprint(pricing), replace(policy, schedule=SEARCHED[0])):
         one = replace(fitting, schedule=policy.schedule)
@@ -190,7 +196,8 @@ def filled(pricing: Pricing, policy: Policy) -> Iterator[Policy]:
 
 
 def _memories(hardware: Hardware) -> Hardware:
-    """What a footprint reads of a machine. It is the same for slower and faster machines."""
+    """The parts of a machine that a footprint depends on. They are the same for slower and faster
+    machines."""
     fast, slow = (
         replace(one, name="", bandwidth=1.0, processor=None) for one in (hardware.fast, hardware.slow)
     )
@@ -199,7 +206,8 @@ def _memories(hardware: Hardware) -> Hardware:
 
 @lru_cache(maxsize=16)
 def _footprint(pricing: Pricing) -> Footprint:
-    """One object for all machines with the same memories, so that what fits is computed once."""
+    """The footprint for these memories. Machines with the same memories share one, so that it is computed
+    once."""
     return _shared(pricing.model, _memories(pricing.hardware), pricing.workload)
 
 
@@ -208,8 +216,10 @@ _shared = lru_cache(maxsize=16)(Footprint)
 
 @lru_cache(maxsize=1 << 14)
 def _filled(footprint: Footprint, policy: Policy) -> tuple[Policy, ...]:
-    """The results of each way to fill the fast level, where they fit. They are the same under every
-    schedule."""
+    """The policies that result from each way to fill the fast level, if they fit.
+
+    They are the same for every schedule.
+    """
     shares = (0.0,) if policy.slow_attention else (0.0, 0.5, 1.0)
     found = dict.fromkeys(_fill(footprint, policy, share) for share in shares)
     return tuple(one for one in found if footprint.fits(one))
@@ -223,7 +233,7 @@ def _fill(footprint: Footprint, policy: Policy, for_cache: float) -> Policy:
     expert = model.expert_bytes * max(model.moe_layers - 2, 1)
     static = math.floor(_room(footprint, policy) / expert)
     whole = replace(policy, static_experts=model.experts)
-    if _held(footprint, whole) <= footprint.hardware.fast.room:
+    if _used(footprint, whole) <= footprint.hardware.fast.room:
         policy = whole
     else:
         policy = replace(policy, static_experts=min(max(static, 0), model.experts - 1))
@@ -231,20 +241,20 @@ def _fill(footprint: Footprint, policy: Policy, for_cache: float) -> Policy:
 
 
 def _with_cache(footprint: Footprint, policy: Policy, share: float) -> Policy:
-    """The policy with as many blocks of each request's cache on the fast level as fit in a share of its
+    """The policy with as many cache blocks of each request on the fast level as fit in `share` of its
     room."""
-    nothing, all_of_it = (_held(footprint, replace(policy, slow_cache=slow)) for slow in (1.0, 0.0))
+    nothing, all_of_it = (_used(footprint, replace(policy, slow_cache=slow)) for slow in (1.0, 0.0))
     room = footprint.hardware.fast.room - nothing
     fitting = min(max(share * room, 0.0) / (all_of_it - nothing), 1.0) if all_of_it > nothing else 1.0
     return replace(policy, slow_cache=slow_share(footprint.workload, fitting))
 
 
 def _room(footprint: Footprint, policy: Policy) -> float:
-    """Free bytes on the fast level; negative if it is overfull."""
-    return footprint.hardware.fast.room - _held(footprint, replace(policy, static_experts=0))
+    """Free bytes on the fast level without static experts. Negative if it is overfull."""
+    return footprint.hardware.fast.room - _used(footprint, replace(policy, static_experts=0))
 
 
-def _held(footprint: Footprint, policy: Policy) -> float:
+def _used(footprint: Footprint, policy: Policy) -> float:
     """Bytes used on the fast level."""
     return sum(footprint.fast(policy).values())
 
@@ -256,12 +266,12 @@ def is_fast_only(model: ModelSizes, policy: Policy) -> bool:
 
 
 def by_flexgen(model: ModelSizes, hardware: Hardware, workload: Workload) -> tuple[Price, float]:
-    """FlexGen's policy, rounded and priced as the list of its schedule, and FlexGen's own predicted
-    throughput.
+    """FlexGen's policy, rounded and priced as the task list of its schedule, and the throughput that
+    FlexGen predicts.
 
-    Its constants are the machine's peaks; nothing is fitted. The policy fits by FlexGen's own count of
-    memory, which leaves things out; by ours (`Price.fast`, `Price.slow`) it may not fit. Raises ConfigError
-    if nothing fits.
+    FlexGen's constants are the machine's peaks; nothing is fitted. The policy fits by FlexGen's own count
+    of memory, which leaves things out. By our count (`Price.fast`, `Price.slow`) it may not fit. Raises
+    ConfigError if nothing fits.
     """
     from moesaic.policy.offloading import flexgen
 

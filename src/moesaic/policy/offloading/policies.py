@@ -1,6 +1,6 @@
-"""The job to be done, and a policy for it: which processor computes what, and which level holds what.
+"""A job and a policy for it: which processor computes what, and which level has which data.
 
-A policy holds whole experts, whole pages and whole blocks of the cache only, so what is priced can be run.
+A policy has only whole experts, whole pages and whole cache blocks, so what is priced can be run.
 """
 
 from __future__ import annotations
@@ -13,21 +13,24 @@ from moesaic.policy.offloading.pipeline import Schedule
 from moesaic.policy.offloading.tasks import Shape
 
 PREFILL_SHARES = (1 / 8, 1 / 32)
-"""Shares of the fast level that rows of a micro-batch in prefill may take, unless one prompt needs more. A
-smaller share leaves more for cache and experts; a larger one makes products longer."""
+"""Shares of the fast level that the rows of a prefill micro-batch may take, unless one prompt needs more.
+
+A smaller share leaves more for cache and experts. A larger one makes matrix products larger and faster.
+"""
 BLOCK = 16
-"""Tokens of a block of the cache. A block is on one level."""
+"""Tokens in one block of the cache. A block is on one level."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests of one kind."""
+    """A job: requests that all have the same lengths."""
 
     prompt: int
-    """Tokens of a prompt."""
+    """Tokens of each prompt."""
     generate: int
     cache_number: float = 2.0
-    """Bytes of one cached number: 2 for bf16, a little over 1 for int8, over 0.5 for int4 (their scales)."""
+    """Bytes of one cached number: 2 for bf16, a little over 1 for int8 and over 0.5 for int4, with their
+    scales."""
     unfilled: int = 0
     """Mean number of unused tokens in a request's last cache block."""
 
@@ -43,39 +46,39 @@ class Workload:
 
     @property
     def held(self) -> int:
-        """Tokens of cache that a request takes at the end."""
+        """Tokens of cache that a request takes at the end, including unused ones."""
         return self.context + self.unfilled
 
     @property
     def blocks(self) -> int:
-        """Blocks of a request's cache at the end."""
+        """Cache blocks of a request at the end."""
         return math.ceil(self.context / BLOCK)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """MoE-Lightning's (N, mu, A_g, F_g, r_w, r_c), rounded to what can be run."""
+    """A policy: MoE-Lightning's (N, mu, A_g, F_g, r_w, r_c), rounded to what can be run."""
 
     schedule: Schedule
     micro_batch: int
-    """Requests in a micro-batch: mu."""
+    """Number of requests in a micro-batch: mu."""
     micro_batches: int
     slow_attention: bool
-    """True: attention runs on the slow level's processor, and all of the cache is there: A_g = 0."""
+    """True: attention runs on the slow level's processor, and all of the cache is there (A_g = 0)."""
     static_experts: int = 0
-    """Experts of each layer that are always on the fast level: r_w in whole experts."""
+    """Number of experts of each layer that are always on the fast level: r_w in whole experts."""
     slow_cache: float = 1.0
     """Share of each request's cache on the slow level, in whole blocks: 1 - r_c."""
     fast_residual: bool = True
     """True: the rows of all prompts stay on the fast level between the layers of prefill."""
     likely_experts: int = 0
-    """on-demand: maximum number of each layer's experts that are loaded before its gate has chosen."""
+    """Maximum number of each layer's experts that the on-demand schedule loads before the gate has chosen."""
     prefill_share: float = PREFILL_SHARES[0]
-    """One of PREFILL_SHARES."""
+    """Share of the fast level for the rows of a prefill micro-batch; one of PREFILL_SHARES."""
 
     @property
     def batch(self) -> int:
-        """Requests in a batch: N."""
+        """Number of requests in a batch: N."""
         return self.micro_batch * self.micro_batches
 
     @property
@@ -85,14 +88,16 @@ class Policy:
 
     @property
     def pages(self) -> int:
-        """Pages of a layer's streamed weights: one for each micro-batch with CGOPipe, else a single one."""
+        """Number of pages of a layer's streamed weights: one for each micro-batch with CGOPipe, otherwise
+        one."""
         return self.micro_batches if self.schedule == "cgopipe" else 1
 
 
 def shape_of(policy: Policy, experts: int, layers: int, count: int, prompts: bool = False) -> Shape:
-    """What a pass of `count` micro-batches has to schedule, if every layer has `experts` routed experts.
+    """The shape of a pass of `count` micro-batches over layers that all have `experts` routed experts.
 
-    Both the planner and the executor use it. prompts: one page is loaded with each micro-batch.
+    Both the planner and the executor use it. prompts: True for prefill, where each micro-batch loads one
+    page.
     """
     away = experts - policy.static_experts
     streams = away > 0 and (prompts or policy.schedule not in ("in-place", "on-demand"))
@@ -110,10 +115,10 @@ def shape_of(policy: Policy, experts: int, layers: int, count: int, prompts: boo
 
 
 def slow_share(workload: Workload, fast: float) -> float:
-    """The share of the cache that stays on the slow level if a share `fast` fits on the fast one, in whole
-    blocks.
+    """The share of the cache that stays on the slow level, in whole blocks, if a share `fast` fits on the
+    fast one.
 
-    Example: 104 tokens, half fits: 3 of 7 blocks, 48 tokens, so 0.538 stay.
+    Example: of 104 tokens half fits. 3 of 7 blocks, 48 tokens, are on the fast level, so 0.538 stay.
     """
     tokens = min(math.floor(fast * workload.blocks) * BLOCK, workload.context)
     return 1 - tokens / workload.context

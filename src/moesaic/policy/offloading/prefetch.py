@@ -1,8 +1,8 @@
-"""Chooses the experts that are loaded to the fast level before their layer's gate has chosen: recent
-choices.
+"""Chooses the experts to load to the fast level before their layer's gate has chosen, by recent choices.
 
-Rows of a decode step are the next tokens of the same requests, and some experts are chosen more often than
-others. A wrong guess costs the transfer of its bytes on a link that was idle. It never changes an answer.
+This works since rows of a decode step are the next tokens of the same requests, and since some experts are
+chosen more often than others. A wrong guess costs a transfer on a link that was idle. It never changes an
+answer.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy.typing as npt
 from moesaic.core.tokens import IntArray
 
 FADES = 0.5
-"""Weight of a choice one step later."""
+"""Weight of a choice after one more step; 1 when it is new."""
 
 
 class ExpertPrefetch:
-    """Counts for each layer how often each expert was chosen; recent steps count most.
+    """Counts how often each expert of each layer was chosen. Recent steps count most.
 
     >>> prefetch = ExpertPrefetch(4)
     >>> prefetch.learn(0, np.array([1, 3, 3]))
@@ -32,12 +32,15 @@ class ExpertPrefetch:
         self._counts: dict[int, npt.NDArray[np.float64]] = {}
 
     def learn(self, layer: int, chosen: IntArray) -> None:
-        """Count a step's choices. chosen: [p] experts."""
+        """Count the choices of one step. chosen: [p] experts."""
         counts = np.bincount(chosen, minlength=self._num_experts)
         self._counts[layer] = counts + FADES * self._counts.get(layer, np.zeros(self._num_experts))
 
     def experts(self, layer: int, most: int, without: Collection[int]) -> list[int]:
-        """The most likely experts, at most `most`, among those ever chosen there and not in `without`."""
+        """The most likely experts of a layer, at most `most`.
+
+        Only experts that were chosen there before and are not in `without` count.
+        """
         counts = self._counts.get(layer, np.zeros(0))
         order = np.argsort(-counts, kind="stable")
         known = (int(one) for one in order if counts[one] > 0 and int(one) not in without)

@@ -1,4 +1,4 @@
-"""The price of a policy in time: that of the very lists of tasks that would be run."""
+"""Prices a policy in time, by the very lists of tasks that would be run."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ from moesaic.policy.offloading.tasks import Kind, Lane, Shape, Task
 from moesaic.policy.offloading.timeline import run
 
 NEAR, FAR = 4, 6
-"""Numbers of layers of two short lists. The difference of their prices is the price of two more layers."""
+"""Numbers of layers of two short task lists. Their difference in price is the price of two more layers."""
 LONG = 256
-"""Number of micro-batches above which a pass is priced by its busiest resource: the pipeline's ends no
-longer matter."""
+"""Number of micro-batches above which a pass is priced by its busiest resource.
+
+The pipeline's start and end no longer matter then.
+"""
 SLOW_MEMORY = "slow memory"
-"""A resource besides the lanes, which some lanes share."""
+"""A resource besides the lanes. Some lanes share it."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One pass over all layers."""
+    """The price of one pass over all layers."""
 
     seconds: float
     busy: dict[str, float]
-    """Busy seconds of each resource: the lanes, and the slow level's memory, which lanes share."""
+    """Busy seconds of each resource: of the lanes, and of the slow level's memory, which some lanes share."""
 
     @property
     def bottleneck(self) -> str:
@@ -42,7 +44,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Price:
-    """The prediction for a policy."""
+    """The prediction for a policy: memory and time."""
 
     policy: Policy
     workload: Workload
@@ -51,26 +53,26 @@ class Price:
     slow: dict[str, float]
     prefill: Phase
     step: Phase
-    """One decode step at the mean context."""
+    """The price of one decode step at the mean context."""
 
     @property
     def decode_seconds(self) -> float:
-        """Seconds of all decode steps; prefill produces the first token."""
+        """Seconds of all decode steps. Prefill produces the first token."""
         return (self.workload.generate - 1) * self.step.seconds
 
     @property
     def throughput(self) -> float:
-        """Generated tokens/s over prefill and decode: the paper's metric."""
+        """Generated tokens/s over prefill and decode, the paper's metric."""
         return self.policy.batch * self.workload.generate / (self.prefill.seconds + self.decode_seconds)
 
     @property
     def prefill_throughput(self) -> float:
-        """Prompt tokens/s."""
+        """Prompt tokens/s in prefill."""
         return self.policy.batch * self.workload.prompt / self.prefill.seconds
 
     @property
     def decode_throughput(self) -> float:
-        """Tokens/s in decode."""
+        """Generated tokens/s in decode."""
         return self.policy.batch / self.step.seconds
 
 
@@ -98,22 +100,22 @@ class Pricing:
         return self._step(policy, listed=True)
 
     def prefill(self, policy: Policy, micro_batches: int | None = None) -> Phase:
-        """The price of all prompts, by their task list. micro_batches: None: as the footprint says."""
+        """The price of prefill over all prompts, by its task list. micro_batches: None: as the footprint
+        says."""
         return self._prefill(policy, listed=True, count=micro_batches)
 
     def bound(self, policy: Policy) -> float:
-        """A throughput that no order of the tasks exceeds: each pass takes as long as its busiest
-        resource."""
+        """An upper bound of the throughput: each pass takes only as long as its busiest resource."""
         steps = (self.workload.generate - 1) * self._step(policy, listed=False).seconds
         total = self._prefill(policy, listed=False).seconds + steps
         return policy.batch * self.workload.generate / total
 
     def shape(self, policy: Policy, layers: int | None = None) -> Shape:
-        """What a decode step has to schedule, for all layers with routed experts or for fewer."""
+        """The shape of a decode step, with all layers with routed experts or with fewer."""
         return self._shape(policy, layers, policy.micro_batches)
 
     def prefill_shape(self, policy: Policy, layers: int | None = None, count: int | None = None) -> Shape:
-        """What prefill has to schedule; a page is loaded with each of `count` micro-batches."""
+        """The shape of prefill. A page is loaded with each of `count` micro-batches."""
         count = count or math.ceil(policy.batch / self.footprint.prefill_requests(policy))
         return self._shape(policy, layers, count, prompts=True)
 
@@ -135,14 +137,16 @@ class Pricing:
 
     @property
     def _kinds(self) -> tuple[bool, ...]:
-        """The kinds of layers: with routed experts, and dense ones if there are any."""
+        """The kinds of layers, as values of `dense`: with routed experts, and dense ones if there are any."""
         return (False, True) if self.model.layers > self.model.moe_layers else (False,)
 
     def _phase(
         self, policy: Policy, order: Order, shape: Shape, tables: Sequence[Table], listed: bool
     ) -> Phase:
-        """The price of a pass. tables: durations for each kind of layer. Dense layers are priced by their
-        busiest resource."""
+        """The price of a pass. tables: durations for each kind of layer.
+
+        Dense layers are priced by their busiest resource.
+        """
         busy = self._busy(policy, order, shape, tables[0], shape.layers)
         busy[Lane.FAST.value] += shape.micro_batches * tables[0][Kind.HEAD, Lane.FAST]
         seconds = max(busy.values())
@@ -188,8 +192,8 @@ def tasks_of(order: Order, shape: Shape) -> list[Task]:
 
 
 def _listed(order: Order, shape: Shape, table: Table, handover: float) -> float:
-    """Seconds of the list over all layers: exact for few layers; each further layer costs what the last two
-    do."""
+    """Seconds of the task list over all layers. It is exact for few layers; further ones cost what the last
+    two do."""
     if shape.layers <= FAR:
         return _makespan(order, shape, table, handover)
     near, far = (_makespan(order, replace(shape, layers=layers), table, handover) for layers in (NEAR, FAR))
@@ -208,8 +212,10 @@ def _cached(order: Order, shape: Shape) -> Sequence[Task]:
 
 @lru_cache(maxsize=4096)
 def _counts(order: Order, shape: Shape) -> dict[tuple[Kind, Lane], int]:
-    """Number of tasks of one layer by kind and lane. They grow linearly with the micro-batches, so two
-    lists determine them."""
+    """Number of tasks of one layer by kind and lane.
+
+    It grows linearly with the micro-batches, so lists of two and three micro-batches determine it.
+    """
     paged = shape.pages > 0, order == "cgopipe" or order.startswith("prefill")
     two, three = (
         _small(order, replace(shape, layers=1, micro_batches=2, pages=0), count, *paged) for count in (2, 3)
@@ -219,7 +225,7 @@ def _counts(order: Order, shape: Shape) -> dict[tuple[Kind, Lane], int]:
 
 @lru_cache(maxsize=1024)
 def _small(order: Order, shape: Shape, count: int, streams: bool, paged: bool) -> Counter[tuple[Kind, Lane]]:
-    """The third layer's tasks with `count` micro-batches."""
+    """Count the tasks that one more layer adds, with `count` micro-batches."""
     pages = (count if paged else 1) if streams else 0
     shape = replace(shape, micro_batches=count, pages=pages)
     longer, shorter = (

@@ -1,4 +1,4 @@
-"""Tasks on lanes: the parts of a schedule, which the planner prices and the executor runs."""
+"""Tasks on lanes: the parts of a schedule. The planner prices them and the executor runs them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from enum import Enum
 
 
 class Lane(Enum):
-    """A unit that works independently of the others."""
+    """A unit that works independently of the others, such as a processor or one direction of a link."""
 
-    __hash__ = (
-        object.__hash__
-    )  # the hash of the member itself; Enum hashes the name, in Python, at each look-up
+    # Hash the member itself. Enum would hash its name, in Python, at each look-up.
+    __hash__ = object.__hash__
 
     FAST = "fast compute"
     SLOW = "slow compute"
@@ -22,28 +21,30 @@ class Lane(Enum):
 
 
 class Kind(Enum):
-    """What a task does for one micro-batch of one layer. Tasks on pages have the page's number as
-    micro-batch."""
+    """What a task does for one micro-batch of one layer.
+
+    Tasks on pages have the page's number in place of the micro-batch's.
+    """
 
     __hash__ = object.__hash__
 
     PRE = "pre-attention"
-    """Norm, and the projections of query, key and value."""
+    """Norm, and the projections to query, key and value."""
     SAVE_QKV = "save qkv"
-    """Copy query, key and value to the slow processor's attention."""
+    """Copy query, key and value to the slow level, where attention runs."""
     ATTENTION = "attention"
     LOAD_ROWS = "load rows"
-    """Load the results of that attention."""
+    """Load the results of attention from the slow level."""
     POST = "post-attention"
     """Output projection, gate, shared and routed experts."""
     GATE = "gate"
     """POST without the routed experts."""
     EXPERTS = "experts"
-    """The routed experts alone: each processor computes those that its level holds."""
+    """The routed experts alone. Each processor computes those on its level."""
     SAVE_ROWS = "save rows"
-    """Copy rows to experts on the slow level; in prefill, the residual."""
+    """Copy rows to the experts on the slow level. In prefill: store the residual there."""
     LOAD_ANSWERS = "load answers"
-    """Load the answers of those experts; in prefill, the residual."""
+    """Load the answers of the experts on the slow level. In prefill: load the residual."""
     STAGE_PAGE = "stage page"
     LOAD_PAGE = "load page"
     LOAD_CHOSEN = "load chosen experts"
@@ -57,7 +58,7 @@ class Kind(Enum):
     HEAD = "head"
     """Logits and the next token."""
     SYNC = "sync"
-    """Lock-step: no later task begins before all earlier ones have ended. It takes no time."""
+    """Lockstep: no later task begins before all earlier ones have ended. It takes no time."""
 
 
 LANES = {
@@ -66,36 +67,39 @@ LANES = {
     **dict.fromkeys((Kind.LOAD_CHOSEN, Kind.LOAD_LIKELY, Kind.LOAD_CACHE), Lane.DOWN),
     Kind.STAGE_PAGE: Lane.STAGING,
 }
-"""Lanes of the kinds that the fast processor does not run. Attention and experts may run on the slow one."""
+"""Lanes of the kinds of tasks that the fast processor does not run. Attention and experts may also run on
+SLOW."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What there is to schedule. Fields that are false or 0 make no tasks."""
+    """The input of a schedule. Fields that are false or 0 make no tasks."""
 
     layers: int
     micro_batches: int
     pages: int
-    """Pages of a layer's streamed weights. Schedules without pages move them as one. 0: all weights stay on
-    the fast level."""
+    """Number of pages of a layer's streamed weights. 0: all weights stay on the fast level.
+
+    Schedules without pages move the weights as one page.
+    """
     staged: bool = False
     """True: pages are copied into pinned memory before they are loaded."""
     slow_attention: bool = True
     cache_moves: bool = False
     """True: the fast processor's attention reads a cache on the slow level."""
     slow_experts: bool = False
-    """in-place: some routed experts are on the slow level."""
+    """True: with in-place, some routed experts are on the slow level."""
     fast_experts: bool = True
-    """in-place: some routed experts are on the fast level."""
+    """True: with in-place, some routed experts are on the fast level."""
     cut: bool = False
-    """True: in prefill a micro-batch may continue the last one's prompt, whose cache it attends to."""
+    """True: in prefill, a micro-batch may continue the prompt of the one before, and attends to its cache."""
     guesses: bool = False
-    """on-demand: some experts are loaded before their gate has chosen."""
+    """True: with on-demand, some experts are loaded before the gate has chosen."""
     dense: frozenset[int] = frozenset()
-    """Layers without routed experts. Nothing of theirs is streamed."""
+    """Layers without routed experts. Their weights are not streamed."""
 
     def pages_of(self, layer: int) -> int:
-        """Pages of a layer, possibly of the next step."""
+        """Number of pages of a layer, which may be one of the next step."""
         return 0 if layer % self.layers in self.dense else self.pages
 
 
@@ -107,38 +111,40 @@ class Task:
     micro_batch: int
     """Number of the micro-batch, or of the page."""
     needs: tuple[int, ...]
-    """Places of earlier tasks in the list."""
+    """Indices of the tasks in the list that must end first."""
 
 
 Key = tuple[Kind, Lane, int, int]
 
 
 class TaskList:
-    """A growing list of tasks. Tasks are identified by what they do. A needed task that is not in the list
-    was done before."""
+    """A list of tasks that grows. A task is identified by what it does.
+
+    If a task needs one that is not in the list, that one counts as done before.
+    """
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
-        self._places: dict[Key, int] = {}
+        self._indices: dict[Key, int] = {}
         self._barrier: int | None = None
 
     def add(
         self, kind: Kind, layer: int, part: int, needs: Iterable[Key] = (), lane: Lane | None = None
     ) -> Key:
-        """Add a task. lane: if it is not the kind's own."""
-        found = {self._places[key] for key in needs if key in self._places}
+        """Add a task and return its key. lane: the task's lane if it is not its kind's own."""
+        found = {self._indices[key] for key in needs if key in self._indices}
         if self._barrier is not None:
             found.add(self._barrier)
         key = name(kind, layer, part, lane)
-        self._places[key] = len(self.tasks)
+        self._indices[key] = len(self.tasks)
         self.tasks.append(Task(kind, key[1], layer, part, tuple(sorted(found))))
         return key
 
     def sync(self, layer: int, part: int) -> None:
         """Make all later tasks wait for every task so far."""
-        since, place = self._barrier or 0, len(self.tasks)
-        self.tasks.append(Task(Kind.SYNC, Lane.FAST, layer, part, tuple(range(since, place))))
-        self._barrier = place
+        since, index = self._barrier or 0, len(self.tasks)
+        self.tasks.append(Task(Kind.SYNC, Lane.FAST, layer, part, tuple(range(since, index))))
+        self._barrier = index
 
 
 def name(kind: Kind, layer: int, part: int, lane: Lane | None = None) -> Key:

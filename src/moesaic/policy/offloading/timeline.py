@@ -1,4 +1,4 @@
-"""A list of tasks in virtual time: when each begins and ends, and how busy each lane is."""
+"""Runs a task list in virtual time: when each task begins and ends, and how busy each lane is."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from moesaic.policy.offloading.tasks import Lane, Task
 
 @dataclass(frozen=True)
 class Timeline:
-    """Seconds from the beginning of the first task."""
+    """When tasks begin and end, in seconds from the beginning of the first one."""
 
     starts: Sequence[float]
     ends: Sequence[float]
     busy: dict[Lane, float]
-    """Busy seconds of every lane; 0 for a lane without tasks."""
+    """Busy seconds of each lane; 0 for a lane without tasks."""
 
     @property
     def makespan(self) -> float:
@@ -28,12 +28,15 @@ class Timeline:
 
 
 def run(tasks: Sequence[Task], seconds: Sequence[float], handover: float = 0.0) -> Timeline:
-    """Run the list: each lane runs its tasks in order; a task begins when its lane is free and the tasks
-    that it needs have ended."""
+    """Run the task list. Each lane runs its tasks in order.
+
+    A task begins when its lane is free and the tasks that it needs have ended. seconds: duration of each
+    task. handover: seconds between a task's end and the beginning of a task on another lane that needs it.
+    """
     free = dict.fromkeys(Lane, 0.0)
     busy = dict.fromkeys(Lane, 0.0)
     starts, ends = [0.0] * len(tasks), [0.0] * len(tasks)
-    for place, (task, duration) in enumerate(zip(tasks, seconds, strict=True)):
+    for index, (task, duration) in enumerate(zip(tasks, seconds, strict=True)):
         begin = free[task.lane]
         for need in task.needs:
             known = ends[need]
@@ -42,6 +45,6 @@ def run(tasks: Sequence[Task], seconds: Sequence[float], handover: float = 0.0) 
             if known > begin:
                 begin = known
         end = begin + duration
-        starts[place], ends[place], free[task.lane] = begin, end, end
+        starts[index], ends[index], free[task.lane] = begin, end, end
         busy[task.lane] += duration
     return Timeline(starts, ends, busy)
