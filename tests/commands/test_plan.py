@@ -243,7 +243,7 @@ def test_the_paper_for_people_and_for_machines(monkeypatch: pytest.MonkeyPatch) 
     assert "36 x 14" in text and "equal" in text and "m_c 184.29, b_c 100, residual on GPU" in text
     assert "N 2652" in text and "equal throughput" in text and "8 x 36" in text
     assert re.search(r"S1 MTBench, n 64 +N \? +164 x 19 not known", text)
-    assert "Of policies that are predicted equal we find the first" in text
+    assert "Among policies with equal predictions this search takes the first" in text
     found = json.loads(report.as_json(paper))
     first, second, third = found["settings"]
     assert first["found"] == [36, 14, 504] and first["verdict"] == "equal" and first["measured"] == 15.6

@@ -45,7 +45,7 @@ def test_seconds_is_the_slower_roof() -> None:
     assert seconds(Work(flops=1000, weights=50), level) == 10
     assert seconds(Work(flops=1000, weights=50, cache=50, activations=100), level) == 20
     assert seconds(Work(flops=1000), level, efficiency=0.5) == 20
-    with pytest.raises(ValueError, match="nothing computes beside disk"):
+    with pytest.raises(ValueError, match="no processor computes on disk"):
         seconds(Work(1.0), replace(level, name="disk", processor=None))
 
 

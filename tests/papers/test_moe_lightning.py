@@ -147,7 +147,7 @@ def test_every_setting_is_priced_and_says_its_inputs() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_the_least_that_it_needs() -> None:
-    with pytest.raises(ConfigError, match=r"deepseek-v2: the published model knows grouped-query"):
+    with pytest.raises(ConfigError, match=r"deepseek-v2: the published model covers only grouped-query"):
         search(setting("deepseek-v2", "t4", 77, 32))
     with pytest.raises(ConfigError, match=r"dbrx does not fit on t4: .* 18.4 GiB of GPU"):
         search(setting("dbrx", "t4", 77, 32, free=100))

@@ -1,1 +1,1 @@
-"""Prices: flops and bytes of each operation, machines, and the hierarchical roofline that joins them."""
+"""Prices operations: their flops and bytes, machines, and the hierarchical roofline that joins them."""

@@ -1,7 +1,7 @@
-"""Machines as data: levels of memory, their processors, and the links between levels.
+"""Machines as data: memory levels, their processors, and the links between levels.
 
-A level may be GPU memory, RAM or a disk. A level without a processor only stores. GPU memory over RAM and
-RAM over a disk are records of the same kind, so the same plans apply to both.
+A level may be GPU memory, RAM or a disk. A level without a processor only stores data. GPU memory over RAM
+and RAM over a disk are records of the same kind, so the same plans apply to both.
 """
 
 from __future__ import annotations
@@ -18,55 +18,60 @@ GIB = 2.0**30
 
 @dataclass(frozen=True)
 class Processor:
-    """The processor of a level."""
+    """The processor that computes on a level."""
 
     flops: float
     """Peak flops/s of dense products in the model's own dtype."""
     prefill: float = 1.0
-    """Share of the peak that long products reach."""
+    """Share of the peak that products with many rows reach."""
     attention: float = 1.0
     """Share of its roofline that attention to cached tokens reaches, with one row for each request."""
     overlap: float = 1.0
-    """How much reading and computing overlap, 0 to 1: the share of the shorter one that is done during the
-    longer one. 1 is the roofline of MoE-Lightning; with 0 the processor does one after the other."""
+    """How much reading and computing overlap, 0 to 1: the share of the shorter one that runs during the
+    longer one.
+
+    With 1 it is the roofline of MoE-Lightning. With 0 the processor does one after the other.
+    """
     experts: tuple[tuple[float, float], ...] = ()
-    """(rows for each expert, flops/s) of routed experts read from the level's memory, as measured, fewest
-    rows first. Empty: the roofline prices them."""
+    """Measured (rows for each expert, flops/s) of routed experts in the level's memory, fewest rows first.
+
+    If it is empty, the roofline prices experts.
+    """
     launch: float = 0.0
-    """Seconds of a task besides what it computes."""
+    """Seconds that a task takes besides its computation."""
 
     def experts_flops(self, rows: float) -> float:
-        """Flops/s of routed experts with this mean number of rows each. `experts` must not be empty.
+        """Flops/s of routed experts with a mean of `rows` rows each. `experts` must not be empty.
 
         Between two measured numbers of rows, an expert's seconds are interpolated linearly. With fewer rows
         than the fewest measured, it takes as long as with those.
 
-        Example: 10 with 1 row and 20 with 4: an expert takes 0.1 s and 0.2 s per flop of a row; 2.5 rows
-        take 0.15, so 16.7.
+        Example: 10 flops/s were measured with 1 row and 20 with 4. For one flop in each row, an expert
+        takes 0.1 s and 0.2 s. With 2.5 rows it takes 0.15 s, so the rate is 16.7.
         """
-        place = bisect_right(self.experts, rows, key=lambda one: one[0])
-        if place == len(self.experts):
+        index = bisect_right(self.experts, rows, key=lambda one: one[0])
+        if index == len(self.experts):
             return self.experts[-1][1]
-        more, after = self.experts[place]
-        fewer, before = self.experts[max(place - 1, 0)]
-        part = 0.0 if place == 0 else (rows - fewer) / (more - fewer)
+        more, after = self.experts[index]
+        fewer, before = self.experts[max(index - 1, 0)]
+        part = 0.0 if index == 0 else (rows - fewer) / (more - fewer)
         return rows / ((1 - part) * fewer / before + part * more / after)
 
     def times(self, factor: float) -> Processor:
-        """A processor that is `factor` times as fast."""
+        """The same processor, `factor` times as fast."""
         experts = tuple((rows, factor * flops) for rows, flops in self.experts)
         return replace(self, flops=factor * self.flops, experts=experts)
 
 
 @dataclass(frozen=True)
 class Level:
-    """One memory. The levels of a machine are in order, fastest first."""
+    """A memory level. The levels of a machine are in order, fastest first."""
 
     name: str
     memory: float
-    """Bytes."""
+    """Bytes of memory."""
     bandwidth: float
-    """Bytes/s at which its processor reads it; for a disk, bytes/s at which it is read."""
+    """Bytes/s at which its processor reads it, or at which a disk is read."""
     processor: Processor | None
     usable: float = 0.9
     """Share of the memory that a plan may fill."""
@@ -86,30 +91,31 @@ class Link:
     up: float
     """Bytes/s from the faster level to the slower one."""
     staging: float | None = None
-    """Bytes/s of the copy into pinned memory before a transfer down; None: there is no such copy."""
+    """Bytes/s of the copy into pinned memory before a transfer down. None: there is no such copy."""
     latency: float = 0.0
-    """Seconds of each transfer besides its bytes."""
+    """Seconds that each transfer takes besides its bytes."""
     handover: float = 0.0
     """Seconds between the end of a task and the start of a task of another lane that waited for it."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A fast level, a slow one, and the link between them."""
+    """A machine: a fast level, a slow one, and the link between them."""
 
     name: str
     fast: Level
     slow: Level
     link: Link
     source: str = ""
-    """Where the numbers come from."""
+    """The source of the numbers, for people."""
     measured: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """What `moesaic hardware measure` found, in full. Plans do not read it."""
+    """All results of `moesaic hardware measure`. Plans do not read them."""
 
     def parallel(self, ranks: int) -> Hardware:
-        """`ranks` fast levels used as one: memory, bandwidth and flops add up; link and slow level stay.
+        """The machine with `ranks` fast levels used as one (MoE-Lightning, section 4.3).
 
-        MoE-Lightning, section 4.3. Raises ConfigError for fewer than 1.
+        Memory, bandwidth and flops add up; link and slow level stay the same. Raises ConfigError for fewer
+        than 1.
         """
         if ranks < 1:
             raise ConfigError.field("--gpus", ranks, "an integer of at least 1")
@@ -119,7 +125,8 @@ class Hardware:
         return replace(self, name=self.name if ranks == 1 else f"{ranks} x {self.name}", fast=fast)
 
     def with_slow(self, memory: float | None = None, bandwidth: float | None = None) -> Hardware:
-        """The machine with another slow level, in bytes and bytes/s. None keeps the present value."""
+        """The machine with another memory (bytes) and bandwidth (bytes/s) of the slow level. None keeps a
+        value."""
         slow = replace(
             self.slow,
             memory=self.slow.memory if memory is None else memory,
@@ -128,14 +135,16 @@ class Hardware:
         return replace(self, slow=slow)
 
     def with_link(self, down: float) -> Hardware:
-        """The machine with another link speed, in bytes/s, which includes the overhead of transfers. A disk
-        is read at it."""
+        """The machine with another link speed, in bytes/s, which includes the overhead of transfers.
+
+        If the slow level is a disk, it is read at this speed.
+        """
         link = replace(self.link, down=down, latency=0.0)
         slow = self.slow if self.slow.processor is not None else replace(self.slow, bandwidth=down)
         return replace(self, link=link, slow=slow)
 
     def to_tables(self) -> dict[str, dict[str, Any]]:
-        """The tables of a hardware file, which `from_tables` reads."""
+        """The tables of a hardware file. `from_tables` reads them."""
         tables: dict[str, dict[str, Any]] = {"machine": {"name": self.name, "source": self.source}}
         for key, level in (("fast", self.fast), ("slow", self.slow)):
             tables[key] = {
@@ -144,7 +153,7 @@ class Hardware:
                 "bandwidth_gib": level.bandwidth / GIB,
                 "usable": level.usable,
             }
-            tables[key] |= {} if level.processor is None else _told(level.processor)
+            tables[key] |= {} if level.processor is None else _entries(level.processor)
         tables["link"] = {"down_gib": self.link.down / GIB, "up_gib": self.link.up / GIB}
         if self.link.staging is not None:
             tables["link"]["staging_gib"] = self.link.staging / GIB
@@ -155,16 +164,16 @@ class Hardware:
 
 
 def from_tables(tables: Mapping[str, Any]) -> Hardware:
-    """A machine from the tables of a hardware file (TOML), in GiB, GiB/s and Tflops/s:
+    """Read a machine from the tables of a hardware file (TOML), in GiB, GiB/s and Tflops/s:
 
         [machine]  name, source
         [fast]     name, memory_gib, bandwidth_gib, tflops, usable = 0.9, prefill_efficiency = 1.0,
                    attention_efficiency = 1.0, overlap = 1.0, launch_us = 0,
                    experts = []: tables with rows, gflops
-        [slow]     the same; without tflops nothing computes there, as with a disk
-        [link]     down_gib, up_gib = down_gib, latency_us = 0, handover_us = 0; staging_gib where transfers
-                   go through pinned memory
-        [measured] kept as it is
+        [slow]     the same. Without tflops nothing computes there, as with a disk.
+        [link]     down_gib, up_gib = down_gib, latency_us = 0, handover_us = 0; and staging_gib if
+                   transfers go through pinned memory
+        [measured] anything; it is kept as it is
 
     Raises ConfigError naming the key.
     """
@@ -176,7 +185,7 @@ def from_tables(tables: Mapping[str, Any]) -> Hardware:
     down = _number(link, "link", "down_gib")
     fast = _level(tables, "fast")
     if fast.processor is None:
-        raise ConfigError("hardware file: fast.tflops is missing: what computes on the fast level?")
+        raise ConfigError("hardware file: fast.tflops is missing: the fast level needs a processor")
     staging = _number(link, "link", "staging_gib") * GIB if "staging_gib" in link else None
     return Hardware(
         name=str(machine.get("name", "this machine")),
@@ -200,9 +209,9 @@ _LEVEL_KEYS = (
 )
 
 
-def _told(processor: Processor) -> dict[str, Any]:
-    """The entries of a processor in its level's table."""
-    told: dict[str, Any] = {
+def _entries(processor: Processor) -> dict[str, Any]:
+    """The entries of a processor in the table of its level."""
+    entries: dict[str, Any] = {
         "tflops": processor.flops / 1e12,
         "prefill_efficiency": processor.prefill,
         "attention_efficiency": processor.attention,
@@ -210,8 +219,8 @@ def _told(processor: Processor) -> dict[str, Any]:
         "launch_us": 1e6 * processor.launch,
     }
     if processor.experts:
-        told["experts"] = [{"rows": rows, "gflops": flops / 1e9} for rows, flops in processor.experts]
-    return told
+        entries["experts"] = [{"rows": rows, "gflops": flops / 1e9} for rows, flops in processor.experts]
+    return entries
 
 
 def _level(tables: Mapping[str, Any], key: str) -> Level:
@@ -267,7 +276,7 @@ def _number(
     most: float = float("inf"),
     zero: bool = False,
 ) -> float:
-    """A number of a table. zero: 0 is allowed."""
+    """A number from a table. zero: 0 is allowed."""
     value = table.get(key, default)
     if value is None:
         raise ConfigError(f"hardware file: {where}.{key} is missing")

@@ -1,8 +1,8 @@
-"""Known machines: peak numbers of data sheets, and the hosts of MoE-Lightning's evaluation.
+"""Known machines: the peak numbers of data sheets, and the hosts of MoE-Lightning's evaluation.
 
-GPU figures are bf16 (T4: fp16) tensor flops without sparsity and memory bandwidth, from NVIDIA's data
-sheets; T4 and L4 are as in MoE-Lightning's artifact. A data sheet's 10^9 bytes are taken as they are; the
-papers' "GB" are 2^30 bytes. Real machines do not reach these peaks: measure a machine to predict it.
+GPU figures are tensor flops in bf16 (T4: fp16) without sparsity, and memory bandwidth, from NVIDIA's data
+sheets. T4 and L4 are as in MoE-Lightning's artifact. A data sheet's 10^9 bytes are taken as they are; the
+papers' "GB" are 2^30 bytes. Real machines do not reach these peaks. To predict a machine, measure it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _papers_gpu(gib: float, gibs: float, tflops: float, prefill: float = 1.0) ->
 
 
 def _pcie(gbs: float) -> Link:
-    """PCIe, with a copy into pinned memory by one thread."""
+    """A PCIe link without a copy into pinned memory."""
     return Link(gbs * 1e9, gbs * 1e9, None)
 
 
@@ -59,7 +59,7 @@ MACHINES = {
         Hardware("h200", _gpu(141, 4800, 989), _host(2048, 300, 6.0), _pcie(50), SHEETS),
     )
 }
-"""The machines, by their names for `moesaic plan --hardware`."""
+"""The known machines by their names for `moesaic plan --hardware`."""
 
 
 def machine(name: str) -> Hardware:

@@ -1,7 +1,7 @@
-"""Flops and bytes of each operation of a layer, for rows that are computed together.
+"""Counts flops and bytes of each operation of a layer, for rows that are computed together.
 
-Bytes are counted by kind, since each kind may be on another level: weights, cached keys and values,
-activations. A policy decides on which level they are and over which links they move.
+Bytes are counted by kind (weights, cached keys and values, activations), since each kind may be on another
+level. A policy decides on which level they are and over which links they move.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from moesaic.cost.sizes import ModelSizes
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one operation."""
+    """The work of one or more operations."""
 
     flops: float = 0.0
     weights: float = 0.0
@@ -29,7 +29,7 @@ class Work:
 
     @property
     def intensity(self) -> float:
-        """Flops for each byte: the operational intensity if everything is on one level."""
+        """Flops for each byte: the operational intensity if all data is on one level."""
         return self.flops / self.bytes if self.bytes else 0.0
 
     def __add__(self, other: Work) -> Work:
@@ -47,7 +47,7 @@ class Work:
 def touched(experts: int, top_k: float, rows: float) -> float:
     """Expected number of experts of a layer that `rows` tokens choose together, if all are equally likely.
 
-    Example: 8 experts, 2 a token: 1 row -> 2, 2 rows -> 3.5, 36 rows -> 8.0.
+    Example: of 8 experts each token chooses 2. 1 row -> 2, 2 rows -> 3.5, 36 rows -> 8.0.
     """
     return float(experts * (1.0 - (1.0 - top_k / experts) ** rows))
 
@@ -68,29 +68,32 @@ def rows_each(model: ModelSizes, rows: float) -> float:
 
 
 def _product(model: ModelSizes, rows: float, before: float, after: float, parameters: float) -> Work:
-    """The product of rows of `before` numbers with matrices that gives rows of `after` numbers."""
+    """A product of `rows` rows of `before` numbers with weights of `parameters` numbers, giving rows of
+    `after` numbers."""
     moved = rows * (before + after) * model.row_number
     return Work(2 * rows * parameters, parameters * model.number, 0.0, moved)
 
 
 def query_key_value(model: ModelSizes, rows: float) -> Work:
-    """The projections before attention."""
+    """The projections before attention: query, key and value."""
     wide = model.attention.query + model.attention.cached
     parameters = model.attention.projected(model.hidden)[0]
     return _product(model, rows, model.hidden, wide, parameters)
 
 
 def attention(model: ModelSizes, rows: float, context: float, number: float) -> Work:
-    """Attention in decode: each row reads its own `context` cached tokens; a cached number has `number`
-    bytes."""
+    """Attention in decode: each row reads its own `context` cached tokens. number: bytes of one cached
+    number."""
     flops = rows * context * model.attention.pair_flops
     wide = rows * (model.attention.query + model.attention.output) * model.row_number
     return Work(flops, 0.0, model.cache(rows * context, number), wide)
 
 
 def causal_attention(model: ModelSizes, requests: float, prompt: float, number: float) -> Work:
-    """Attention in prefill: each row of a prompt attends to those before it. Keys and values are read and
-    written once."""
+    """Attention in prefill: each row of a prompt attends to itself and those before it.
+
+    Keys and values are read and written once. number: bytes of one cached number.
+    """
     rows = requests * prompt
     flops = rows * (prompt + 1) / 2 * model.attention.pair_flops
     wide = rows * (model.attention.query + model.attention.output) * model.row_number
@@ -107,9 +110,9 @@ def gate(model: ModelSizes, rows: float) -> Work:
 
 
 def routed(model: ModelSizes, rows: float, share: float = 1.0) -> Work:
-    """The routed experts, or a `share` of them and of the rows' choices. Only chosen experts are read.
+    """The routed experts, or a `share` of them and of the choices. Only chosen experts are read.
 
-    Each row passes top_k experts: 6 * top_k * hidden * width flops.
+    Each row passes top_k experts, which takes 6 * top_k * hidden * width flops.
     """
     pairs = rows * model.top_k * share
     read = distinct(model, rows) * share
@@ -118,12 +121,12 @@ def routed(model: ModelSizes, rows: float, share: float = 1.0) -> Work:
 
 
 def shared(model: ModelSizes, rows: float) -> Work:
-    """The shared experts, which each token of a layer with routed experts passes."""
+    """The shared experts. Each token of a layer with routed experts passes them."""
     return _gated(model, rows, model.shared_width)
 
 
 def dense(model: ModelSizes, rows: float) -> Work:
-    """The feed-forward part of a layer without experts."""
+    """The feed-forward part of a layer without routed experts."""
     return _gated(model, rows, model.dense_width)
 
 
@@ -134,16 +137,16 @@ def _gated(model: ModelSizes, rows: float, width: int) -> Work:
 
 
 def feed_forward(model: ModelSizes, rows: float, share: float = 1.0) -> Work:
-    """The gate, shared experts and a share of the routed experts."""
+    """The gate, the shared experts and a share of the routed experts."""
     return gate(model, rows) + shared(model, rows) + routed(model, rows, share)
 
 
 def between(model: ModelSizes, rows: float, answers: float) -> Work:
-    """The work between the products of a layer: two norms, rotations, residuals, the sum of the experts'
-    answers.
+    """The work between the products of a layer: two norms, rotations, residuals, and the sum of the
+    experts' answers.
 
-    Rows are read and written, each with this number of `answers` of experts; there are hardly any flops. It
-    matters if the rows exceed the caches, in prefill.
+    Rows are read and written, each with `answers` answers of experts. There are hardly any flops. This
+    matters in prefill, when the rows are larger than the processor's caches.
     """
     numbers = (8 + 2 * answers) * model.hidden + 2 * (model.attention.query + model.attention.cached)
     return Work(activations=rows * numbers * model.row_number)

@@ -1,9 +1,9 @@
-"""One rank's part of a model, and of a machine whose processors, memory and link all ranks share.
+"""Computes one rank's part of a model, and of a machine that all ranks share.
 
-In a layer, a rank reads and computes what a model with its heads and experts would, on its part of the
-machine. Each row then chooses a mean number of these experts. What every rank has whole (gates, shared
-experts, dense layers, embeddings, rows) is counted whole. For GPUs that are priced as one, see
-Hardware.parallel.
+In a layer, a rank reads and computes what a model with just its heads and experts would. It does so on its
+part of the processors, memory and link. Each row then chooses a mean number of the rank's experts. What
+every rank has whole is counted whole: gates, shared experts, dense layers, embeddings and rows. For GPUs
+that are priced as one, see Hardware.parallel.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ from moesaic.cost.sizes import Attention, GroupedQuery, Latent, ModelSizes
 
 
 def model_of_rank(model: ModelSizes, ranks: int, experts: int) -> ModelSizes:
-    """The model of one rank. experts: the rank's experts in each layer.
+    """The model sizes of one rank. experts: number of the rank's experts in each layer.
 
-    Example: 8 heads over 2 key-value heads, 2 of 8 experts a token, 4 ranks: 2 heads over 1, 0.5 of 2.
+    Example: 4 ranks, 8 heads over 2 key-value heads, and 2 of 8 experts a token. With 2 experts, a rank has
+    2 heads over 1, and a token chooses 0.5 of its 2 experts.
     """
     attention = _heads(model.attention, ranks)
     return replace(model, attention=attention, experts=experts, top_k=model.top_k / ranks, ranks=ranks)
 
 
 def _heads(attention: Attention, ranks: int) -> Attention:
-    """The attention of one rank. If there are fewer key-value heads than ranks, several ranks hold the
-    same; a latent is whole on each rank."""
+    """The attention of one rank.
+
+    If there are fewer key-value heads than ranks, several ranks have the same one. Each rank has a whole
+    latent.
+    """
     if isinstance(attention, GroupedQuery):
         kept = max(1, attention.kv_heads // ranks)
         return replace(attention, heads=attention.heads // ranks, kv_heads=kept)
@@ -37,9 +41,9 @@ def _heads(attention: Attention, ranks: int) -> Attention:
 def share_of_rank(hardware: Hardware, ranks: int, gpus: int = 0) -> Hardware:
     """An equal part of what the ranks of a host share.
 
-    gpus: 0: the ranks share cores, the bandwidth of RAM, and the disk; memory stays as it is. Else the
-    number of fast levels, each of one rank or several; the ranks share the link and the RAM with its
-    processor.
+    gpus: number of fast levels, each used by one rank or several. The ranks then share the link, and the
+    RAM with its processor. With 0, the ranks share cores, the bandwidth of RAM, and the disk; memory stays
+    as it is.
     """
     fast, slow, link = hardware.fast, hardware.slow, hardware.link
     staging = None if link.staging is None else link.staging / ranks
@@ -53,6 +57,6 @@ def share_of_rank(hardware: Hardware, ranks: int, gpus: int = 0) -> Hardware:
 
 
 def _part(level: Level, parts: int) -> Level:
-    """One of equal parts of a level's processor and bandwidth."""
+    """One of `parts` equal parts of a level's processor and bandwidth."""
     processor = level.processor and level.processor.times(1 / parts)
     return replace(level, bandwidth=level.bandwidth / parts, processor=processor)

@@ -1,5 +1,7 @@
-"""Reads the sizes that cost something from a config.json. It knows more models than models/: a model that
-cannot be served can still be planned."""
+"""Reads the sizes of a model that cost time or memory from its config.json.
+
+It knows more models than models/, so that models can be planned that cannot be served.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from moesaic.cost.sizes import BYTES, GroupedQuery, Latent, ModelSizes
 Raw = Mapping[str, Any]
 _REQUIRED = object()
 LAYERS, MOST = 10_000, 2**31 - 1
-"""Maximum number of layers, and maximum value of all other numbers."""
+"""The maximum number of layers, and the maximum value of all other numbers."""
 
 
 def read(raw: Raw, name: str) -> ModelSizes:
-    """The sizes in a parsed config.json. `name` is what reports call the model.
+    """The sizes in a parsed config.json. name: the model's name in reports.
 
     Raises CheckpointError, naming the key, for an unknown model_type, a missing or wrong number,
     contradicting numbers, and quantized weights.
@@ -132,7 +134,8 @@ def _grouped(raw: Raw) -> GroupedQuery:
 
 
 def _key_heads(raw: Raw, name: str, heads: int, default: Any = _REQUIRED) -> int:
-    """Number of key-value heads, each shared by the same number of query heads."""
+    """Number of key-value heads. Raises CheckpointError if they cannot be divided evenly among the query
+    heads."""
     found = _integer(raw, name, default)
     if heads % found:
         raise _refuse(name, found, f"a divisor of {heads} attention heads")
@@ -140,7 +143,7 @@ def _key_heads(raw: Raw, name: str, heads: int, default: Any = _REQUIRED) -> int
 
 
 def _dense_layers(raw: Raw, layers: int) -> set[int]:
-    """The dense layers of a model whose other layers have routed experts."""
+    """The dense layers that a config.json lists, for a model with routed experts in its other layers."""
     found = raw.get("mlp_only_layers") or []
     if not isinstance(found, list) or any(layer not in range(layers) for layer in found):
         raise _refuse("mlp_only_layers", found, f"a list of layers, 0 to {layers - 1}")

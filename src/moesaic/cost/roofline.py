@@ -1,9 +1,8 @@
-"""The hierarchical roofline model: the speed of an operation by where it runs and where its data comes
-from.
+"""The hierarchical roofline model (MoE-Lightning, section 3.2, Equations 4 to 11).
 
-MoE-Lightning, section 3.2, Equations 4 to 11. Level i computes; the slower level j holds data that
-operation x needs. I_i and I_j are x's flops for each byte that is read at level i, and fetched from level
-j.
+It predicts the speed of an operation from the level that computes it and the level that has its data. Level
+i computes. The slower level j has data that operation x needs. I_i are x's flops for each byte that is read
+at level i. I_j are its flops for each byte that is fetched from level j.
 """
 
 from __future__ import annotations
@@ -15,17 +14,16 @@ from moesaic.cost.ops import Work
 
 
 def seconds(work: Work, level: Level, efficiency: float = 1.0) -> float:
-    """Seconds of an operation whose data is on the level that computes (Equation 8): the slower of its
-    roofs.
+    """Seconds of an operation with data on the level that computes (Equation 8): the slower of its roofs.
 
-    If the processor does not overlap both, a part of the faster roof is added. efficiency: share of the
-    processor's peak that the operation reaches. Raises ValueError if nothing computes.
+    If the processor does not fully overlap both, a part of the faster roof is added. efficiency: share of
+    the processor's peak that the operation reaches. Raises ValueError if the level has no processor.
 
-    Example: 4 flops and 6 bytes at 1 flop/s and 2 bytes/s: 4 s of computing, 3 s of reading; 4 s in all,
-    and with an overlap of 0.5 5.5 s.
+    Example: 4 flops and 6 bytes at 1 flop/s and 2 bytes/s. Computing takes 4 s and reading 3 s. Together
+    they take 4 s, or 5.5 s with an overlap of 0.5.
     """
     if level.processor is None:
-        raise ValueError(f"nothing computes beside {level.name}")
+        raise ValueError(f"no processor computes on {level.name}")
     computing, reading = work.flops / (level.processor.flops * efficiency), work.bytes / level.bandwidth
     return max(computing, reading) + (1 - level.processor.overlap) * min(computing, reading)
 
@@ -35,7 +33,7 @@ def seconds_with_experts(
 ) -> float:
     """Seconds of routed experts with a mean of `rows` rows each, and of the work `beside` them.
 
-    If the experts' rate was measured, it is used for them, and `efficiency` for the rest.
+    If the experts' rate was measured, it is used for them, and `efficiency` only for the rest.
     """
     if level.processor is None or not level.processor.experts or not routed.flops:
         return seconds(beside + routed, level, efficiency)
@@ -49,7 +47,7 @@ def attention_seconds(work: Work, level: Level) -> float:
 
 @dataclass(frozen=True)
 class Roofs:
-    """Two levels and the link between them, in flops/s and bytes/s."""
+    """The roofs of two levels and the link between them, in flops/s and bytes/s."""
 
     peak_i: float
     bandwidth_i: float
@@ -59,35 +57,38 @@ class Roofs:
 
     @classmethod
     def of(cls, hardware: Hardware) -> Roofs:
-        """The roofs of a machine. Raises ValueError if the fast level has no processor. A slow level
-        without one has peak 0."""
+        """The roofs of a machine. If the slow level has no processor, its peak is 0.
+
+        Raises ValueError if the fast level has no processor.
+        """
         fast, slow = hardware.fast, hardware.slow
         if fast.processor is None:
-            raise ValueError(f"nothing computes beside {fast.name}")
+            raise ValueError(f"no processor computes on {fast.name}")
         peak_j = slow.processor.flops if slow.processor else 0.0
         return cls(fast.processor.flops, fast.bandwidth, peak_j, slow.bandwidth, hardware.link.down)
 
     def at_i(self, intensity: float) -> float:
-        """Flops/s on level i with data there (Equations 4, 5, 8)."""
+        """Flops/s on level i for data on level i (Equations 4, 5, 8)."""
         return min(self.peak_i, self.bandwidth_i * intensity)
 
     def at_j(self, intensity: float) -> float:
-        """Flops/s on level j with data there."""
+        """Flops/s on level j for data on level j."""
         return min(self.peak_j, self.bandwidth_j * intensity)
 
     def fetched(self, intensity_i: float, intensity_j: float) -> float:
-        """Flops/s on level i with data fetched from j (Equations 6, 7)."""
+        """Flops/s on level i for data that is fetched from level j (Equations 6, 7)."""
         return min(self.at_i(intensity_i), self.link * intensity_j)
 
     def fetch_pays(self, intensity_j: float) -> bool:
-        """True if computing on i can be faster than computing on j, for an operation whose data is on j."""
+        """True if an operation with data on level j can be faster on level i than on level j."""
         return self.link * intensity_j > self.at_j(intensity_j)
 
     @property
     def p1(self) -> float:
-        """I_j below which fetching never pays (Equation 9): the link's roof crosses level j's own roof.
+        """I_j below which fetching never pays (Equation 9). There the link's roof crosses level j's own
+        roof.
 
-        0 if the link is at least as fast as level j's memory, or if nothing computes on j.
+        It is 0 if the link is at least as fast as level j's memory, or if nothing computes on level j.
         """
         if self.link >= self.bandwidth_j:
             return 0.0
@@ -100,7 +101,7 @@ class Roofs:
     def balance(self, intensity_i: float) -> float:
         """I_j at which level i's memory and the link take equally long (Equation 11).
 
-        Beyond it a larger batch alone does not help: I_i has to grow as well. If level i computes at its
-        peak, it is beyond P2.
+        Beyond it a larger batch alone does not help, since I_i has to grow as well. If level i computes at
+        its peak, this point is beyond P2.
         """
         return self.bandwidth_i * intensity_i / self.link

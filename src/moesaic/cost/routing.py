@@ -1,5 +1,7 @@
-"""How many different experts rows choose together, estimated from recorded rows. Similar rows choose
-fewer."""
+"""Estimates how many different experts rows choose together, from recorded rows.
+
+Similar rows choose fewer different experts.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from moesaic.core.profile import Profile
 
 FloatArray = npt.NDArray[np.float64]
 LAST = 16
-"""Number of last tokens of a request that are used: decode steps compute rows with all of their context."""
+"""Number of tokens used from the end of each request, since decode steps compute rows with a long context."""
 REQUESTS = 128
-"""Maximum number of requests that are used."""
+"""Maximum number of recorded requests that are used."""
 BEYOND = (2, 4, 8, 16, 32, 64)
-"""Multiples of the recorded requests for which the curve is extrapolated."""
+"""Multiples of the number of recorded requests to which the curve is extrapolated."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +29,20 @@ class Routing:
     rows: tuple[float, ...]
     """Numbers of rows, from 1, ascending."""
     shares: tuple[float, ...]
-    """Shares for these numbers, averaged over the layers."""
+    """Shares for these numbers of rows, averaged over the layers."""
 
     @classmethod
     def of(cls, profile: Profile, experts: int, top_k: float) -> Routing:
-        """The routing by the last tokens of a profile's requests.
+        """The routing estimated from the last tokens of a profile's requests.
 
         experts, top_k: of the model's layers. Raises ConfigError for a profile of another model, or without
         routes.
         """
         routes = profile.routes
         if (profile.num_experts, profile.top_k) != (experts, top_k) or not len(routes.tokens):
-            told = f"{routes.requests} requests of {profile.num_experts} experts, {profile.top_k} a token"
+            got = f"{routes.requests} requests of {profile.num_experts} experts, {profile.top_k} a token"
             allowed = f"routes of requests with {experts} experts, {top_k:g} a token"
-            raise ConfigError.field("profile", told, allowed)
+            raise ConfigError.field("profile", got, allowed)
         full = np.flatnonzero(np.diff(routes.starts))
         chosen = full[np.unique(np.linspace(0, len(full) - 1, REQUESTS).astype(int))]
         spans = [
@@ -50,7 +52,8 @@ class Routing:
 
     @classmethod
     def seen(cls, requests: list[npt.NDArray[np.integer]], experts: int) -> Routing:
-        """The routing by recorded rows. requests: expert ids [t, layers, k] of each request's rows."""
+        """The routing estimated from recorded rows. requests: expert ids [t, layers, k] of each request's
+        rows."""
         left = _left(np.stack([_missed(rows, experts) for rows in requests]))
         count = len(requests)
         more = [left[-1] ** times for times in BEYOND]
@@ -59,7 +62,7 @@ class Routing:
         return cls(tuple(map(float, rows)), tuple(shares))
 
     def share(self, rows: float) -> float:
-        """The share of a layer's experts that this number of rows chooses together.
+        """The share of a layer's experts that `rows` rows choose together.
 
         Between two points of the curve it is linear in the logarithm of rows. Less than one row chooses a
         part of what one row does.
@@ -70,20 +73,20 @@ class Routing:
 
 
 def _missed(rows: npt.NDArray[np.integer], experts: int) -> FloatArray:
-    """[layers, E] share of the rows [t, layers, k] that did not choose an expert."""
+    """[layers, E] share of the rows [t, layers, k] that did not choose each expert."""
     counts = [np.bincount(ids.ravel(), minlength=experts) for ids in rows.swapaxes(0, 1)]
     found: FloatArray = 1.0 - np.stack(counts) / len(rows)
     return found
 
 
 def _left(missed: FloatArray) -> FloatArray:
-    """[r, ...] probability that each request's row misses something -> [r + 1, ...] that n rows all miss
-    it.
+    """[r + 1, ...] probability that n rows all miss something, from [r, ...] the probability for each
+    request's row.
 
-    The rows are of n different requests, since those of one request are alike: the mean of the products
-    over all sets.
+    The n rows are of different requests, since rows of one request are alike. The result is the mean of the
+    products over all sets of n requests.
 
-    Example: 0.5 and 0: none 1, one 0.25, both 0.
+    Example: for 0.5 and 0 it is 1 with no row, 0.25 with one and 0 with both.
     """
     left = np.ones((len(missed) + 1, *missed.shape[1:]))
     for count, one in enumerate(missed, 1):

@@ -1,4 +1,4 @@
-"""The sizes of a model that cost time and memory. Pure numbers; names and tensors are in models/."""
+"""The sizes of a model that cost time and memory, as pure numbers. Names and tensors are in models/."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, row_bytes
 from moesaic.cost.routing import Routing
 
 BYTES = {dtype: float(size) for dtype, size in NUMBER_BYTES.items()}
-"""Bytes of a weight."""
+"""Bytes of one weight, by dtype."""
 CACHE_BYTES = {**BYTES, "int8": 1.0, "int4": 0.5}
-"""Bytes of a cached number. Integers are multiples of their row's scale."""
+"""Bytes of one cached number, by dtype. Integers are multiples of their row's scale."""
 SCALE_BYTES = 4.0
 
 
 class Attention(Protocol):
-    """One layer's attention over a cache, counted in numbers (not bytes)."""
+    """The attention of one layer over a cache, counted in numbers (not bytes)."""
 
     @property
     def cached(self) -> int:
-        """Numbers that one token keeps in the cache."""
+        """Numbers that one token has in the cache."""
 
     @property
     def rows(self) -> int:
-        """Number of rows that they form: keys and values of heads, or one latent."""
+        """Number of rows in a token's cache entry: keys and values of each head, or one latent."""
 
     @property
     def query(self) -> int:
-        """Numbers of one row's query, as attention reads it."""
+        """Numbers of one row's query that attention reads."""
 
     @property
     def output(self) -> int:
-        """Numbers of one row's result, as attention writes it."""
+        """Numbers of one row's result that attention writes."""
 
     @property
     def pair_flops(self) -> int:
-        """Flops of one row with one cached token: scores, and the weighted sum."""
+        """Flops of one row with one cached token, for scores and the weighted sum."""
 
     def projected(self, hidden: int) -> tuple[int, int]:
-        """Parameters before attention (query, key, value) and after it (output)."""
+        """Number of parameters before attention (query, key, value) and after it (output)."""
 
 
 @dataclass(frozen=True)
@@ -79,21 +79,21 @@ class GroupedQuery:
 class Latent:
     """Multi-head latent attention in its absorbed form: a token caches one latent and one rotated key.
 
-    DeepSeek-AI, DeepSeek-V2, section 2.1. In the absorbed form key and value are the same latent: a pair
-    costs heads * (2 * (rank + turned) + 2 * rank) flops, and the matrices that expand the latent act on
-    rows instead.
+    The source is DeepSeek-AI, DeepSeek-V2, section 2.1. In the absorbed form key and value are the same
+    latent. A pair costs heads * (2 * (rank + turned) + 2 * rank) flops. The matrices that expand the latent
+    are applied to rows instead.
     """
 
     heads: int
     rank: int
     turned: int
-    """Width of a key's part with rotary position embedding."""
+    """Width of the part of a key that has rotary position embedding."""
     straight: int
-    """Width of a head's key without it."""
+    """Width of the part of a head's key without rotary position embedding."""
     value: int
     """Width of a head's value."""
     query_rank: int | None = None
-    """Inner width of the query's projection; None: a single matrix."""
+    """Inner width of the query's projection. None: it is a single matrix."""
 
     @property
     def cached(self) -> int:
@@ -126,7 +126,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a forward pass reads and computes. Widths are in numbers, `number` is in bytes."""
+    """The sizes of what a forward pass reads and computes. Widths are in numbers, `number` is in bytes."""
 
     name: str
     layers: int
@@ -134,11 +134,11 @@ class ModelSizes:
     vocab: int
     attention: Attention
     moe_layers: int
-    """Number of layers with routed experts; the others are dense."""
+    """Number of layers with routed experts. The others are dense."""
     experts: int
-    """Routed experts of each such layer."""
+    """Number of routed experts of each such layer."""
     top_k: float
-    """Number of them that a token chooses. For a rank's part it need not be whole."""
+    """Number of routed experts that a token chooses. For a rank's part it need not be a whole number."""
     expert_width: int
     shared_width: int = 0
     """Inner width of the shared experts, in layers that have routed experts."""
@@ -147,15 +147,15 @@ class ModelSizes:
     tied: bool = False
     """True if the head's weights are those of the embedding."""
     number: float = 2.0
-    """Bytes of one stored number: 2 for bf16 and fp16."""
+    """Bytes of one stored weight: 2 for bf16 and fp16."""
     compressed: bool = False
-    """Routed experts are stored in 12 bits a number, with a head for each block of their rows."""
+    """True: routed experts are stored in 12 bits a number, with a head for each block of their rows."""
     computed: float | None = None
-    """Bytes of one number of a row; None: as the weights. A CPU computes in float32: 4."""
+    """Bytes of one number of a row. None: the same as a weight. A CPU computes in float32: 4."""
     ranks: int = 1
-    """Of a group: these are the sizes of one rank's part, see cost.ranks."""
+    """Number of ranks, if these are the sizes of one rank's part. See cost.ranks."""
     routing: Routing | None = field(default=None, repr=False)
-    """Which experts are popular; None: each is as likely as the others."""
+    """How popular experts are. None: each is equally likely."""
 
     @property
     def row_number(self) -> float:
@@ -169,7 +169,7 @@ class ModelSizes:
 
     @property
     def expert_bytes(self) -> float:
-        """Of one routed expert, as it is stored."""
+        """Bytes of one routed expert, as it is stored."""
         if not self.compressed:
             return self.expert * self.number
         inner, outer = (row_bytes(COMPRESSED, numbers) for numbers in (self.hidden, self.expert_width))
@@ -197,26 +197,27 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """Numbers of the whole model, norms and biases left out. Mixtral 8x7B: 46.7 billion."""
+        """Number of parameters of the whole model without norms and biases. Mixtral 8x7B: 46.7 billion."""
         return round(self.other / self.number) + self.moe_layers * self.experts * self.expert
 
     @property
     def active(self) -> int:
-        """Numbers that one token passes. Mixtral 8x7B: 12.9 billion."""
+        """Number of parameters that one token passes. Mixtral 8x7B: 12.9 billion."""
         idle = self.moe_layers * (self.experts - self.top_k) * self.expert
         return round(self.parameters - idle)
 
     def cache(self, tokens: float, number: float) -> float:
-        """Bytes that `tokens` keep in one layer's cache; number: bytes of one cached number."""
+        """Bytes of `tokens` tokens in one layer's cache. number: bytes of one cached number."""
         return tokens * self.attention.cached * number
 
     def cache_number(self, dtype: str) -> float:
-        """Bytes of one cached number; where it is an integer, with its part of the scale of its row."""
+        """Bytes of one cached number. For an integer this includes its part of its row's scale."""
         scales = SCALE_BYTES * self.attention.rows if dtype.startswith("int") else 0.0
         return CACHE_BYTES[dtype] + scales / self.attention.cached
 
     def with_number(self, number: float) -> ModelSizes:
-        """Experts in another type than bf16 are not compressed."""
+        """The same sizes with weights of `number` bytes. Experts in another type than bf16 are not
+        compressed."""
         return replace(self, number=number, compressed=self.compressed and number == BYTES["bfloat16"])
 
 
@@ -249,4 +250,4 @@ KNOWN = {
         ModelSizes("qwen3-30b-a3b", 48, 2048, 151936, GroupedQuery(32, 4, 128), 48, 128, 8, 768),
     )
 }
-"""Published models, by the names that `moesaic plan` knows."""
+"""Published models by their names for `moesaic plan`."""

@@ -1,1 +1,1 @@
-"""Published results, computed again for `moesaic plan --paper`. Nothing else in moesaic uses this room."""
+"""Computes published results again, for `moesaic plan --paper`. Nothing else in moesaic uses this package."""

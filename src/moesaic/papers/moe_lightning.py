@@ -1,16 +1,17 @@
 """MoE-Lightning's own policy search, which produced its published policies.
 
 The paper calls it a mixed-integer program. It enumerates micro-batch sizes mu and their number. With both
-fixed, only w is free, the share of expert weights that stays on the GPU, and it has a closed form.
-Attention runs on the CPU and everything else on the GPU; prefill is not part of the objective. The paper's
+fixed, only w is free: the share of expert weights that stays on the GPU. It has a closed form. Attention
+runs on the CPU and everything else on the GPU. Prefill is not part of the objective. The paper's
 simplifications are kept:
 
-- Hidden states and the projections around attention cost nothing; a micro-batch reads all experts.
-- The CPU's attention counts the flops of scores, not those of the weighted sum, at the full context s + n.
-- Tensor parallelism multiplies memory, bandwidth and flops of the GPU, not the link.
-- w is a real number; the engine keeps int(experts * w) whole experts, for Mixtral none below 1/8.
+- Hidden states and the projections around attention cost nothing. A micro-batch reads all experts.
+- The CPU's attention counts the flops of scores at the full context s + n, and not those of the weighted
+  sum.
+- Tensor parallelism multiplies memory, bandwidth and flops of the GPU, but not the link.
+- w is a real number. The engine keeps int(experts * w) whole experts; for Mixtral that is none below 1/8.
 
-"GB" is 2^30 bytes and numbers are fp16. moesaic itself plans with `policy.offloading.planner`.
+"GB" means 2^30 bytes, and numbers are fp16. moesaic itself plans with `policy.offloading.planner`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from moesaic.cost.hardware import GIB, Hardware
 from moesaic.cost.sizes import GroupedQuery, ModelSizes
 
 GPU_SHARE, CPU_SHARE, WORKSPACE = 0.86, 0.8, 1.2
-"""Usable shares of GPU and CPU memory, and the factor for workspaces."""
+"""The usable shares of GPU and CPU memory, and the factor for workspaces."""
 EQUAL = 1 - 1e-9
-"""Throughputs whose ratio is above this count as equal."""
+"""Throughputs count as equal if their ratio is above this."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The input of a search. The GPU of `hardware` is one of `gpus`."""
+    """The input of a search. The GPU of `hardware` is one of `gpus` equal ones."""
 
     model: ModelSizes
     hardware: Hardware
@@ -39,12 +40,14 @@ class Setting:
     generate: int
     gpus: int = 1
     residual_offloaded: bool = False
-    """The variant behind the padded L4 policies: the residuals of all prompts are not kept on the GPU."""
+    """True: the residuals of all prompts are not kept on the GPU. The padded L4 policies come from this
+    variant."""
 
 
 @dataclass(frozen=True)
 class Priced:
-    """A policy with the published model's prediction. Seconds are those of one layer, bytes are peaks."""
+    """A policy with the prediction of the published model. Seconds are those of one layer, bytes are
+    peaks."""
 
     micro_batch: int
     micro_batches: int
@@ -56,7 +59,7 @@ class Priced:
     gpu_bytes: float
     cpu_bytes: float
     throughput: float
-    """Decoded tokens/s, without prefill."""
+    """Generated tokens/s in decode, without prefill."""
     fits: bool
 
     @property
@@ -74,10 +77,11 @@ class Priced:
 
 
 def price(setting: Setting, mu: int, count: int) -> Priced:
-    """The prediction for `count` micro-batches of `mu` requests with the best w. If nothing fits, w is cut
-    to 0 .. 1.
+    """Predict `count` micro-batches of `mu` requests with the best w. If nothing fits, w is clipped to 0 ..
+    1.
 
-    Example: Mixtral 8x7B on the L4, s = 77, n = 32, 324 x 14: w 0.0559, 0.1549 s a layer, 944.66 tokens/s.
+    Example: Mixtral 8x7B on the L4 with s = 77, n = 32 and 14 micro-batches of 324. w is 0.0559, a layer
+    takes 0.1549 s, and decode reaches 944.66 tokens/s.
     """
     model, hardware = setting.model, setting.hardware
     layers, batch = model.layers, mu * count
@@ -110,12 +114,11 @@ def grid() -> Iterator[int]:
 
 
 def search(setting: Setting) -> Priced:
-    """The best policy. For each size of the grid the number of micro-batches grows until nothing fits or
-    the throughput falls.
+    """Find the best policy. Raises ConfigError if nothing fits.
 
-    Of equal policies the first wins. In the published code the last wins. There, if the GPU is the limit,
-    equal policies differ by rounding errors, so its result is any of a `plateau`. Raises ConfigError if
-    nothing fits.
+    For each size of the grid, the number of micro-batches grows until nothing fits or the throughput falls.
+    Of equal policies the first wins. In the published code the last wins. If the GPU is the limit there,
+    equal policies differ by rounding errors, so its result is any policy of a `plateau`.
     """
     best: Priced | None = None
     for mu in grid():
@@ -127,12 +130,12 @@ def search(setting: Setting) -> Priced:
             previous = found.throughput
             if best is None or found.throughput * EQUAL > best.throughput:
                 best = found
-        if not previous:  # not even one micro-batch fits, so no larger one does
+        if not previous:  # Not even one micro-batch fits, so no larger one does.
             break
     if best is None:
         raise ConfigError(
-            f"{setting.model.name} does not fit on {setting.hardware.name}: its published model asks for "
-            f"{price(setting, 1, 1).gpu_bytes / GIB:.1f} GiB of GPU memory at least"
+            f"{setting.model.name} does not fit on {setting.hardware.name}: its published model needs at least "
+            f"{price(setting, 1, 1).gpu_bytes / GIB:.1f} GiB of GPU memory"
         )
     return best
 
@@ -151,8 +154,8 @@ def prefill_seconds(setting: Setting, batch: int) -> float:
     """Seconds of prefill for the whole batch, by the same simplifications. The published search leaves
     prefill out.
 
-    Weights cross the link once a layer, and each token passes top_k experts on the GPU, which reaches its
-    `prefill` share of the peak. Example: Mixtral 8x7B on the T4, 504 prompts of 418: 73 s.
+    Weights cross the link once a layer. Each token passes top_k experts on the GPU, which reaches its
+    `prefill` share of the peak. Example: Mixtral 8x7B on the T4 with 504 prompts of 418 tokens takes 73 s.
     """
     model, processor = setting.model, setting.hardware.fast.processor
     assert processor is not None
@@ -162,7 +165,7 @@ def prefill_seconds(setting: Setting, batch: int) -> float:
 
 
 def with_prefill(setting: Setting, found: Priced) -> float:
-    """Tokens/s over prefill and decode, which is what the paper measured."""
+    """Generated tokens/s over prefill and decode. This is what the paper measured."""
     tokens = found.batch * setting.generate
     return tokens / (prefill_seconds(setting, found.batch) + tokens / found.throughput)
 
@@ -173,7 +176,8 @@ def _experts(model: ModelSizes) -> float:
 
 
 def _gpu_fixed(setting: Setting, mu: int, batch: int) -> float:
-    """Bytes on the GPU besides experts: projections, the larger phase's rows, the workspace of prefill."""
+    """Bytes on the GPU besides experts: projections, rows of the phase that needs more, and the workspace
+    of prefill."""
     model, gpus, s = setting.model, setting.gpus, setting.prompt
     attention, hidden = _grouped(model), model.hidden
     other = 2.0 * model.layers * sum(attention.projected(hidden))
@@ -196,8 +200,10 @@ def _cpu_kept(setting: Setting, batch: int) -> float:
 
 
 def _gpu_seconds(setting: Setting, mu: int) -> float:
-    """Seconds of a micro-batch's experts in one layer. Output rows count the inner width, as in the
-    published code."""
+    """Seconds of a micro-batch's experts in one layer.
+
+    Output rows count the experts' inner width, as in the published code.
+    """
     model, level = setting.model, setting.hardware.fast
     assert level.processor is not None
     flops = 2.0 * mu * model.top_k * model.expert
@@ -217,5 +223,5 @@ def _cpu_seconds(setting: Setting, mu: int) -> float:
 
 def _grouped(model: ModelSizes) -> GroupedQuery:
     if not isinstance(model.attention, GroupedQuery):
-        raise ConfigError(f"{model.name}: the published model knows grouped-query attention only")
+        raise ConfigError(f"{model.name}: the published model covers only grouped-query attention")
     return model.attention

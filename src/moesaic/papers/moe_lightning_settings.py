@@ -1,9 +1,9 @@
-"""What MoE-Lightning evaluated: inputs, published policies and published throughputs.
+"""The settings that MoE-Lightning evaluated: inputs, published policies and published throughputs.
 
 Policies and throughputs are from the paper's Figures 7 and 8, its Tables 4 and 5, and its artifact's
-README. Inputs that the paper leaves out are stated here: m_c, the RAM that was free when a search began;
-b_c, the RAM's bandwidth on the command line; and the variant of the GPU's memory. A T4 counts as 15 GiB, an
-L4 as 24 GiB, the link as 16 GiB/s.
+README. The paper leaves some inputs out, which are stated here. m_c is the RAM that was free when a search
+began. b_c is the RAM's bandwidth on the command line. The third one is the variant of the GPU's memory. A
+T4 counts as 15 GiB, an L4 as 24 GiB, and the link as 16 GiB/s.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from moesaic.policy.offloading.flexgen import search as flexgen_search
 from moesaic.policy.offloading.policies import Workload
 
 SMALL, LARGE = 184.29, 405.0
-"""m_c in GiB: for the 192 GB hosts as in the README's example; for the 416 GB hosts an assumption."""
+"""m_c in GiB: for hosts with 192 GB as in the README's example, and an assumption for hosts with 416 GB."""
 LENGTHS = (32, 64, 128, 256)
-"""Generated tokens in MTBench."""
+"""Numbers of generated tokens in MTBench."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """One setting. None: not published."""
+    """One setting with its published policy and throughput. None: not published."""
 
     name: str
     setting: Setting
@@ -36,14 +36,14 @@ class Published:
     micro_batches: int | None
     batch: int | None
     measured: float | None
-    """Tokens/s over prefill and decode, as the paper reports."""
+    """Generated tokens/s over prefill and decode, as the paper reports them."""
     note: str = ""
 
     @property
     def inputs(self) -> str:
-        """Every input of the search, in one line."""
+        """All inputs of the search, in one line."""
         given, slow = self.setting, self.setting.hardware.slow
-        residual = "residual off-loaded" if given.residual_offloaded else "residual on GPU"
+        residual = "residual offloaded" if given.residual_offloaded else "residual on GPU"
         return (
             f"{given.model.name}, {given.gpus} x {given.hardware.name.partition('-')[0]}, s {given.prompt}, "
             f"n {given.generate}, m_c {slow.memory / GIB:.2f}, b_c {slow.bandwidth / GIB:.0f}, {residual}"
@@ -60,7 +60,7 @@ def setting(
     bandwidth: float = 100,
     residual_offloaded: bool = False,
 ) -> Setting:
-    """A setting. free, bandwidth: of the host's RAM, in GiB and GiB/s."""
+    """Make a setting. free, bandwidth: free memory and bandwidth of the host's RAM, in GiB and GiB/s."""
     hardware = machine(gpu).with_slow(free * GIB, bandwidth * GIB)
     return Setting(KNOWN[model], hardware, prompt, generate, gpus, residual_offloaded)
 
@@ -94,7 +94,7 @@ def _unpadded() -> Iterator[Published]:
         note = "" if n < 256 else "the README's policy is not the optimum of its own search: m_c varied"
         yield Published(f"S2 MTBench, n {n}", given, mu, count, mu * count, reached, note)
     varied = "published for another m_c: README policies vary with free memory"
-    unknown = "the published policy is not known here: +prefill is of the one that is found"
+    unknown = "the published policy is unknown: +prefill is for the policy found"
     for n, size, number, reached, note in (
         (32, 164, 19, 63.0, ""),
         (64, None, None, 101.3, unknown),
@@ -127,7 +127,7 @@ def _tensor_parallel() -> Iterator[Published]:
 
 
 def _helm() -> Iterator[Published]:
-    plateau = "36 x 19 to 36 x 41 are predicted the same throughput: GPU memory is the limit"
+    plateau = "36 x 19 to 36 x 41 have the same predicted throughput: GPU memory is the limit"
     by_hand = "mu 8 is not in the search's grid: FlexGen's policy, set by hand"
     yield Published(
         "S1 synthetic reasoning", setting("mixtral-8x7b", "t4", 256, 50), 36, 26, 936, 26.349, plateau
@@ -139,7 +139,7 @@ def _helm() -> Iterator[Published]:
 
 @dataclass(frozen=True)
 class FlexGenPublished:
-    """A policy of FlexGen's own search, with the throughput that search predicted."""
+    """A policy of FlexGen's own search, with the throughput that the search predicted."""
 
     gpu: str
     prompt: int
@@ -149,7 +149,7 @@ class FlexGenPublished:
     predicted: float
 
     def search(self, walk: bool = False) -> FlexGenFound:
-        """Repeat the search."""
+        """Repeat FlexGen's search. walk: as in `flexgen.search`."""
         model = KNOWN["mixtral-8x7b"]
         return flexgen_search(model, FITTED[self.gpu], Workload(self.prompt, self.generate), walk)
 
@@ -171,4 +171,4 @@ FLEXGEN = tuple(
         ("l4", 1984, 64, 8, 36, 1.25),
     )
 )
-"""The settings with which MoE-Lightning's artifact ran FlexGen."""
+"""The settings in which MoE-Lightning's artifact ran FlexGen."""

@@ -1,4 +1,4 @@
-"""`moesaic plan --paper`: repeats the published searches, and shows every input and the measured
+"""The report of `moesaic plan --paper`: published searches, repeated, with every input and the measured
 throughput."""
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Row:
     last: int
     """The largest number of micro-batches with the same predicted throughput."""
     whole: float
-    """Tokens/s that the published model predicts including prefill, for the published policy if it is
-    known."""
+    """Tokens/s including prefill, predicted by the published model. The policy is the published one if it
+    is known."""
     ours: Price | None
-    """The planner's own policy on the same numbers; None if it finds none that fits."""
+    """The policy of moesaic's planner for the same numbers, or None if none fits."""
 
     @property
     def verdict(self) -> str:
-        """How the published policy relates to the policy that the search finds."""
+        """How the published policy relates to the one that the search finds."""
         wanted, found = self.setting, self.found
         if wanted.batch is None:
             return "not known"
@@ -61,7 +61,7 @@ class FlexGenRow:
 
 @dataclass(frozen=True)
 class Cross:
-    """Table 5: one policy under one schedule, priced as its list of tasks."""
+    """A cell of Table 5: one policy under one schedule, priced by its list of tasks."""
 
     policy: str
     schedule: Schedule
@@ -70,7 +70,7 @@ class Cross:
     peaks: float
     """Tokens/s with the T4's peak numbers."""
     fitted: float
-    """Tokens/s with the link and the prefill that the paper's results imply."""
+    """Tokens/s with the link and the prefill speed that the paper's results imply."""
     measured: float | None
 
 
@@ -82,7 +82,7 @@ class Paper:
 
 
 def reproduce() -> Paper:
-    """Repeat every search."""
+    """Repeat all published searches."""
     rows = [_row(one) for one in settings()]
     flexgen = []
     for wanted in FLEXGEN:
@@ -121,7 +121,8 @@ TABLE_5: tuple[tuple[str, int, int, float, float | None], ...] = (
     ("MoE-Lightning's", 36, 14, 16.816, 30.12),
     ("MoE-Lightning's, larger N", 36, 31, 20.654, None),
 )
-"""Policy, micro-batch size and number, tokens/s measured with S4 and with CGOPipe: MTBench, T4, n = 128."""
+"""Policy, micro-batch size and number, and tokens/s measured with S4 and with CGOPipe, for MTBench on a T4
+with n = 128."""
 
 
 def _cross() -> Iterator[Cross]:
@@ -147,10 +148,10 @@ HEADER = (
 
 
 def as_text(paper: Paper) -> str:
-    """Three tables; the inputs stand below each setting."""
+    """The report as three tables. A setting's inputs are on the line below it."""
     lines = [
-        "MoE-Lightning's own search (GiB, GiB/s; tokens/s). decode: predicted of the policy that is found;",
-        "+prefill: predicted of the published policy with prefill, as was measured; ratio: of both.",
+        "MoE-Lightning's own search (GiB, GiB/s; tokens/s). decode: prediction for the policy found;",
+        "+prefill: prediction for the published policy with prefill, as measured; ratio: +prefill / measured.",
         "",
         HEADER,
     ]
@@ -159,8 +160,8 @@ def as_text(paper: Paper) -> str:
         lines += [f"    {row.setting.note}"] if row.setting.note else []
     lines += [
         "",
-        "Of policies that are predicted equal we find the first, the published code takes one of the later:",
-        "where the GPU is the limit (S8, n 32; S2 summarization) its policy may have more micro-batches.",
+        "Among policies with equal predictions this search takes the first, the published code a later one.",
+        "If the GPU is the limit (S8, n 32; S2 summarization), its policy may have more micro-batches.",
         "",
         "FlexGen's own search, with constants fitted by MoE-Lightning's authors (16 GiB T4, 24 GiB L4)",
         "",
@@ -169,7 +170,11 @@ def as_text(paper: Paper) -> str:
         f"{'GPU':4} {'s':>5} {'n':>4} {'published':>10} {'found':>10} {'':8} {'predicted':>9} {'found':>7}"
     )
     lines += [_flexgen_line(row) for row in paper.flexgen]
-    lines += ["", "Table 5's cross: MTBench padded on the T4, n 128, priced as lists of tasks", ""]
+    lines += [
+        "",
+        "Table 5: each policy with both schedules, MTBench padded on the T4, n 128, priced as task lists",
+        "",
+    ]
     lines.append(
         f"{'policy':26} {'schedule':9} {'mu':>3} {'N':>5} {'by peaks':>9} {'by fitted':>9} {'measured':>9}"
     )

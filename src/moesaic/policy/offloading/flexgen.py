@@ -200,7 +200,7 @@ class _Job:
 
     def __init__(self, model: ModelSizes, workload: Workload, mu: int, batch: int) -> None:
         if not isinstance(model.attention, GroupedQuery):
-            raise ConfigError(f"{model.name}: FlexGen's model knows grouped-query attention only")
+            raise ConfigError(f"{model.name}: FlexGen's model covers only grouped-query attention")
         attention, s, n = model.attention, workload.prompt, workload.generate
         self.model, self.heads, self.prompt, self.generate = model, attention.heads, s, n
         self.mu, self.batch = mu, batch
