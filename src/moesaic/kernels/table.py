@@ -94,7 +94,7 @@ class Recording(Protocol[Result_co]):
 
 class OperationRecorder(Protocol):
     def __call__(self, step: Callable[[], Result], given: torch.Tensor | None = None) -> Recording[Result]:
-        """Run a step and record it. given: experts' rows that it merges; `run` gets new ones."""
+        """Runs a step and records it. given: experts' rows that it merges; each `run` gets new ones."""
         ...
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 ALL_HELD: int
-"""What `experts` and `Tape.run` return, unless a (token, rank) pair's expert was not there."""
+"""The result of `experts` and `Tape.run`, unless the expert of a (token, rank) pair is missing."""
 
 def instruction_sets() -> list[str]: ...
 def use(name: str) -> None: ...

@@ -1,7 +1,7 @@
-"""Thread pools for lanes: two lanes of a schedule compute at once, each with its own threads and memory.
+"""Thread pools for lanes: two lanes of a schedule can compute at once, each with its own threads and memory.
 
-Without such a pool, operations of all threads take turns on the process's shared pool. Bits are the same
-either way.
+Without such a pool, the operations of all threads run one at a time on the process's shared pool. The bits
+are the same either way.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Memory(threading.local):
         return _over(_aligned(size) if self.ended is None else _again(size, self.ended), shape, dtype)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Keep a tensor of the caller that a recording will write again as long as the recording."""
+        """Keeps a tensor of the caller alive as long as the recording, which writes to it at every run."""
         if self.arena is not None:
             self.kept.append(tensor)
         return tensor

@@ -18,7 +18,7 @@ from moesaic.kernels.weights import ExpertWeights
 
 
 def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """rows [n, i] times weight [o, i] transposed, plus bias [o] float32: [n, o]."""
+    """rows [n, i] times weight [o, i] transposed, plus bias [o] float32. Returns [n, o]."""
     n, k = checks.axes(rows, 2)
     rows, columns = checks.rows(rows), len(weight)
     wide = checks.wide(weight, columns, k)
@@ -49,7 +49,10 @@ def linears(
 
 
 def head_linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A matrix per head: rows [n, H, i] times weight [H, i, o], dense in i or in o: [n, H, o]."""
+    """Multiplies each head by its own matrix: rows [n, H, i] times weight [H, i, o]. Returns [n, H, o].
+
+    weight must be dense in i or in o.
+    """
     rows = checks.heads(rows)
     n, heads, k = rows.shape
     columns = checks.axes(weight, 3)[2]
@@ -64,7 +67,7 @@ def head_linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """rows [..., h] over their root mean square, times weight [h]."""
+    """Divides rows [..., h] by their root mean square, and multiplies by weight [h]."""
     checks.is_float(rows)
     if rows.dim() != 2 or rows.stride(1) != 1:
         rows = rows.contiguous()
@@ -80,7 +83,7 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.
 def add_norm(
     rows: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows + added, [n, h], and its norm."""
+    """Returns rows + added, [n, h], and its norm."""
     n, width = checks.axes(rows, 2)
     rows, added = checks.rows(rows), checks.rows(added, n, width)
     checks.exact(weight, width)
@@ -101,7 +104,7 @@ def rope(
     norm: torch.Tensor | None = None,
     epsilon: float = 0.0,
 ) -> torch.Tensor:
-    """Norms each head when `norm` [d] is given, then rotates its pairs; see the reference."""
+    """Normalizes each head if `norm` [d] is given, then rotates its pairs; see the reference."""
     rows = checks.heads(rows)
     n, heads, width = rows.shape
     if width > 1024 or width % 2:
@@ -141,7 +144,7 @@ def gate(
     groups: int = 1,
     groups_kept: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expert ids [n, k] int64, best first (of equal ones the first), and weights [n, k]."""
+    """Returns expert ids [n, k] int64, best first (of equal ones the first), and weights [n, k]."""
     n, hidden = checks.axes(rows, 2)
     rows, count = checks.rows(rows), len(weight)
     checks.exact(weight, count, hidden)
@@ -161,9 +164,9 @@ def experts(
     expert_ids: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Every (token, expert) pair through its expert: rows [n, k, h] float32, unweighted.
+    """Computes every (token, expert) pair. Returns rows [n, k, h] float32, not multiplied by gate weights.
 
-    Raises KeyError for an expert that `weights` does not hold.
+    Raises KeyError for an expert that `weights` does not have.
     """
     n, width = checks.axes(hidden, 2)
     top_k = checks.axes(expert_ids, 2)[1]
@@ -189,7 +192,7 @@ def merge(
     rows: torch.Tensor | None,
     weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """residual + dense + sum of weights * rows [n, k, h], in the order of the top-k ranks."""
+    """Returns residual + dense + sum of weights * rows [n, k, h], in the order of the top-k ranks."""
     n, width = checks.axes(residual, 2)
     residual, dense = checks.rows(residual), None if dense is None else checks.rows(dense, n, width)
     top_k = 0
@@ -203,7 +206,7 @@ def merge(
 
 
 def embed(table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Rows token_ids [n] of a table [V, h]: [n, h] float32."""
+    """Looks up rows token_ids [n] of a table [V, h]. Returns [n, h] float32."""
     n, width, wide = len(token_ids), checks.axes(table, 2)[1], checks.wide(table)
     ids = checks.exact(token_ids, n, dtype=torch.int64)
     out = MEMORY.empty(n, width)
@@ -212,7 +215,7 @@ def embed(table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def join(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """[n, H, a] and [n, H, b] side by side: [n, H, a + b]."""
+    """Concatenates [n, H, a] and [n, H, b]. Returns [n, H, a + b]."""
     left, right = checks.heads(left), checks.heads(right)
     n, heads, width = left.shape
     checks.shape(right, n, heads, right.shape[2])
@@ -225,7 +228,7 @@ def join(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def store(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Rows [n, Hkv, d] into slots [n] of a cache [blocks, block_size, Hkv, stored width]."""
+    """Writes rows [n, Hkv, d] to slots [n] of a cache [blocks, block_size, Hkv, stored width]."""
     heads, width = checks.axes(cache, 4)[2], width_of(cache)
     n, item = len(rows), checks.cache(cache)
     rows = checks.rows(rows, n, heads, width)

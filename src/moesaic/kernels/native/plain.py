@@ -11,8 +11,8 @@ from moesaic.kernels.native import _native
 
 
 def use(name: str | None = None) -> str:
-    """Pick an instruction set; None: the one that auto takes. Returns its name. Raises ValueError if this
-    CPU lacks it."""
+    """Selects an instruction set; None means the one that auto selects. Returns its name. Raises ValueError
+    if this CPU lacks it."""
     sets = _native.instruction_sets()
     name = sets[0] if name is None else name
     if name not in sets:
@@ -22,7 +22,7 @@ def use(name: str | None = None) -> str:
 
 
 def set_threads(threads: int, pin: bool) -> None:
-    """Set the threads of the process's pool. Raises ConfigError, and changes nothing, if the system lacks
+    """Sets the threads of the process's pool. Raises ConfigError, and changes nothing, if the system lacks
     threads."""
     try:
         _native.set_threads(threads, pin)
@@ -33,23 +33,23 @@ def set_threads(threads: int, pin: bool) -> None:
 
 Addresses = npt.NDArray[np.uint64]
 Part = tuple[FloatRows, IntArray, IntArray, FloatRows, IntArray]
-"""Rows [m, h]; row and expert of each pair [p]; answers [q, h]; line of each pair's answer [p]."""
+"""Rows [m, h]; row and expert of each pair [p]; results [q, h]; line of each pair's result [p]."""
 
 
 def experts(table: Addresses, size: tuple[int, int], stored: int, parts: list[Part]) -> None:
-    """Each pair's row through its expert, unweighted, to its line; all parts as one batch.
+    """Computes the pairs of all parts as one batch, and writes each result to its line, without gate weights.
 
-    table [3, E]: addresses of gate [w, h], up [w, h] and down [h, w] of each expert, 0 where it is not held;
-    size: (h, w); stored: which of OF_EXPERTS they are. Raises KeyError for an expert that is not held,
-    ValueError for arrays that do not fit; nothing is written then.
+    table [3, E]: addresses of gate [w, h], up [w, h] and down [h, w] of each expert, 0 for an expert that is
+    not here. size: (h, w). stored: index of their dtype in OF_EXPERTS. Raises KeyError for an expert that is
+    not here, and ValueError for arrays that do not fit. After an error nothing has been written.
     """
     _native.gathered_experts(table, *size, stored, parts)
 
 
 def put(out: FloatRows, lines: IntArray, rows: FloatRows, places: IntArray) -> None:
-    """out[lines] = rows[places], by all threads.
+    """Computes out[lines] = rows[places] on all threads.
 
     out [n, h], rows [m, h] dense; lines, places [p]. Raises ValueError, and writes nothing, for arrays that
-    do not fit and for lines or places that do not exist.
+    do not fit and for lines or places out of range.
     """
     _native.put(out, lines, rows, places)

@@ -21,7 +21,7 @@ class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: to exclude its compiler, torch would load it, which takes more than a second and 70 MB."""
+        """False: to exclude torch.compile, torch would import it, which takes over a second and 70 MB."""
         return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

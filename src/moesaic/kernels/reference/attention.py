@@ -1,8 +1,8 @@
 """Causal attention over a paged KV cache, for rows of many sequences at once.
 
-The paged cache is that of PagedAttention (Kwon et al. 2023): a sequence's tokens lie in blocks named
-by its block table. Query heads that share a key head (grouped-query attention, Ainslie et al. 2023)
-become rows of one product, so keys are never repeated.
+The cache has the layout of PagedAttention (Kwon et al. 2023): a sequence's tokens are stored in the blocks of
+its block table. Query heads that share a key head (grouped-query attention, Ainslie et al. 2023) become rows
+of one product, so keys are never repeated.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def paged_attention(
 ) -> torch.Tensor:
     """Softmax attention of each row over its own sequence, up to its own position.
 
-    query [n, Hq, dk] float32; keys [blocks, block_size, Hkv, dk] and values [blocks, block_size, Hkv,
-    dv] in any float type, or in int8 with their scales behind them (`kernels.cache`), this step's rows
-    already written. values None: the value is the first `value_width` numbers of the key (latent
-    attention). A row sees the last `sliding_window` tokens, itself among them; None means all. Returns
-    [n, Hq, dv] float32.
+    query [n, Hq, dk] float32. keys [blocks, block_size, Hkv, dk] and values [blocks, block_size, Hkv, dv] in
+    any float type, or in int8 with a scale after each row (`kernels.cache`). They already contain this step's
+    rows. values None: the value is the first `value_width` numbers of the key (latent attention). A row
+    attends to the last `sliding_window` tokens, including itself; None means all. Returns float32
+    [n, Hq, dv].
     """
     width = value_width if value_width is not None else width_of(keys if values is None else values)
     out = query.new_empty(query.shape[0], query.shape[1], width)
@@ -56,7 +56,7 @@ def paged_attention(
 def _gather(
     keys: torch.Tensor, values: torch.Tensor | None, blocks: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of blocks [g, w] in order: keys [g, t, Hkv, dk] and values [g, t, Hkv, dv], float32."""
+    """Returns the tokens of blocks [g, w]: keys [g, t, Hkv, dk] and values [g, t, Hkv, dv], float32."""
     flat = blocks.reshape(-1)
     key = decode(keys.index_select(0, flat)).view(len(blocks), -1, keys.shape[2], width_of(keys))
     if values is None:
@@ -65,7 +65,7 @@ def _gather(
 
 
 def _window(group: DecodeGroup, block_size: int, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The blocks that a window can reach, and the position of the first token in them, [g]."""
+    """Returns the blocks that a window can reach, and [g] the position of the first token in them."""
     first = torch.zeros_like(group.lengths)
     if window is None:
         return group.blocks, first
@@ -79,8 +79,9 @@ def _window(group: DecodeGroup, block_size: int, window: int | None) -> tuple[to
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """query [g, Hkv, m, dk], key [g, t, Hkv, dk], value [g, t, Hkv, dv], seen [g, m or 1, t] (the same
-    for every head; None: all of them): [g, Hkv, m, dv].
+    """query [g, Hkv, m, dk], key [g, t, Hkv, dk], value [g, t, Hkv, dv] -> [g, Hkv, m, dv].
+
+    seen: [g, m or 1, t] mask, the same for every head. None means that each row attends to all tokens.
     """
     key, value = key.transpose(1, 2), value.transpose(1, 2)
     if seen is not None and key.shape[1] > 1:
@@ -101,7 +102,7 @@ def _chunk(
     window: int | None,
     out: torch.Tensor,
 ) -> None:
-    """Compute one chunk's rows into `out`, some rows at a time so that memory stays bounded."""
+    """Computes one chunk's rows into `out`, some rows at a time so that memory stays bounded."""
     block_size = keys.shape[1]
     begin = 0 if window is None else max(0, chunk.first - window + 1)
     skipped = begin // block_size
@@ -138,7 +139,7 @@ def attention_plain(
     sliding_window: int | None = None,
     value_width: int | None = None,
 ) -> torch.Tensor:
-    """The same, row by row and head by head: slow and obvious, the test of the fast form."""
+    """As paged_attention, row by row and head by head. It is slow and simple, to test the fast form."""
     width = value_width if value_width is not None else width_of(keys if values is None else values)
     out = torch.empty(query.shape[0], query.shape[1], width)
     flat = [

@@ -1,4 +1,4 @@
-"""Rows as a KV cache stores them, and back. See `kernels.cache` for the layout."""
+"""Converts rows to and from their form in a KV cache. See `kernels.cache` for the layout."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from moesaic.kernels.cache import LEAST_PEAK, LEVELS, SCALE_BYTES
 
 
 def encode(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows [..., d] float32 in `dtype`: [..., stored width].
+    """Converts rows [..., d] float32 to `dtype`. Returns [..., stored width].
 
-    In int8 each number is rounded to the nearest multiple of its row's scale, of two equally near ones to the
-    even. A row with an infinity or a NaN has the scale NaN: all of it is NaN from then on.
+    In int8 each number is rounded to the nearest multiple of its row's scale, ties to even. A row with an
+    infinity or a NaN gets the scale NaN, so all its numbers become NaN.
     """
     if dtype is not torch.int8:
         return rows.to(dtype)
@@ -23,7 +23,7 @@ def encode(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def decode(stored: torch.Tensor) -> torch.Tensor:
-    """The numbers of stored rows [..., stored width]: [..., d] float32."""
+    """Converts stored rows [..., stored width] to [..., d] float32."""
     if stored.dtype is not torch.int8:
         return stored.float()
     integers, scale = stored.tensor_split([-SCALE_BYTES], dim=-1)

@@ -1,6 +1,6 @@
-"""Projections, norms, rotary positions, the gated MLP and the write to a cache, in float32.
+"""Projections, norms, rotary embedding, the gated MLP and the write to a cache, in float32.
 
-Weights stored in a narrower type are multiplied in that type; what leaves is always float32.
+Weights stored in a narrower type are multiplied in that type. Results are always float32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moesaic.kernels.reference.product import product
 
 
 def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """rows [n, i] times weight [o, i] transposed, plus bias [o]: [n, o]."""
+    """rows [n, i] times weight [o, i] transposed, plus bias [o]. Returns [n, o]."""
     answer = product(rows, weight).float()
     return answer if bias is None else answer + bias
 
@@ -23,18 +23,18 @@ def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
 def linears(
     rows: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:
-    """Several projections of the same rows [n, i]: a [n, o] each."""
+    """Several projections of the same rows [n, i]. Returns one [n, o] for each."""
     return tuple(linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
 def head_linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A matrix per head: rows [n, H, i] times weight [H, i, o]: [n, H, o]."""
+    """Multiplies each head by its own matrix: rows [n, H, i] times weight [H, i, o]. Returns [n, H, o]."""
     return torch.matmul(rows.to(weight.dtype).transpose(0, 1), weight).transpose(0, 1).float()
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """rows [..., h] over their root mean square, times weight [h]."""
-    # No temporary as large as `rows`: paging it in cost more than the arithmetic from 2,000 rows on.
+    """Divides rows [..., h] by their root mean square, and multiplies by weight [h]."""
+    # No temporary as large as `rows`: from 2,000 rows on, its page faults cost more than the arithmetic.
     length: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     scale = length.square_().div_(rows.shape[-1]).add_(epsilon).rsqrt_()
     return (rows * scale).mul_(weight)
@@ -43,7 +43,7 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.
 def add_norm(
     rows: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows + added, [n, h], and its `rms_norm`."""
+    """Returns rows + added, [n, h], and its `rms_norm`."""
     total = rows + added
     return total, rms_norm(total, weight, epsilon)
 
@@ -59,8 +59,8 @@ def rope(
 ) -> torch.Tensor:
     """Rotates each pair of rows [n, H, d] by its angle at positions [n], after a norm of each head if given.
 
-    cosine and sine: [positions, d / 2], the whole tables; norm: [d]. A pair is (i, i + d / 2), the half-split
-    form of GPT-NeoX, or, interleaved, (2i, 2i + 1) as in RoFormer. The result keeps the layout of the input.
+    cosine and sine: [positions, d / 2], the whole tables. norm: [d]. A pair is (i, i + d / 2), the half-split
+    form of GPT-NeoX. Interleaved, it is (2i, 2i + 1) as in RoFormer. The result keeps the input's layout.
     """
     if norm is not None:
         rows = rms_norm(rows, norm, epsilon)
@@ -74,19 +74,20 @@ def rope(
 
 
 def store(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Writes rows [n, Hkv, d] to slots [n] (block * block_size + offset) of a cache [blocks, block_size, Hkv,
-    stored width], in any float type or int8.
+    """Writes rows [n, Hkv, d] to slots [n] (block * block_size + offset) of a cache.
+
+    The cache is [blocks, block_size, Hkv, stored width], in any float type or int8.
     """
     cache.flatten(0, 1).index_copy_(0, slots, encode(rows, cache.dtype))
 
 
 def embed(table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Rows token_ids [n] of a table [V, h]: [n, h] float32."""
+    """Looks up rows token_ids [n] of a table [V, h]. Returns [n, h] float32."""
     return functional.embedding(token_ids, table).float()
 
 
 def join(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """[n, H, a] and [n, H, b] side by side: [n, H, a + b]."""
+    """Concatenates [n, H, a] and [n, H, b]. Returns [n, H, a + b]."""
     return torch.cat((left, right), dim=-1)
 
 

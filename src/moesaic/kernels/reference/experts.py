@@ -16,10 +16,10 @@ def experts(
     expert_ids: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Every (token, expert) pair through its expert.
+    """Computes every (token, expert) pair.
 
-    hidden [n, h] float32, expert_ids [n, k] logical ids -> rows [n, k, h] float32, not multiplied by
-    gate weights, in `out` when it is given. Raises KeyError for an expert that `weights` does not hold.
+    hidden [n, h] float32, expert_ids [n, k] logical ids -> rows [n, k, h] float32, not multiplied by gate
+    weights, in `out` if it is given. Raises KeyError for an expert that `weights` does not have.
     """
     tokens, top_k = expert_ids.shape
     if tokens == 1:
@@ -39,7 +39,7 @@ def experts(
 def _one_token(
     weights: ExpertWeights, hidden: torch.Tensor, expert_ids: torch.Tensor, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """One token needs no grouping. Leaving it out saved a fifteenth of its time."""
+    """Computes one token, which needs no grouping. Leaving it out saved a fifteenth of its time."""
     rows = hidden.new_empty(1, expert_ids.shape[1], hidden.shape[1]) if out is None else out
     for rank, expert in enumerate(expert_ids[0].tolist()):
         gate, up, down = weights.of(expert)
@@ -50,7 +50,7 @@ def _one_token(
 
 
 def experts_plain(weights: ExpertWeights, hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-    """The same, pair by pair: slow and obvious, the test of the fast form."""
+    """As `experts`, pair by pair. It is slow and simple, to test the fast form."""
     tokens, top_k = expert_ids.shape
     rows = torch.empty(tokens, top_k, hidden.shape[1])
     for token in range(tokens):
@@ -62,7 +62,7 @@ def experts_plain(weights: ExpertWeights, hidden: torch.Tensor, expert_ids: torc
 
 
 def put(out: FloatRows, lines: IntArray, rows: FloatRows, places: IntArray) -> None:
-    """Put answers from other processes at their pairs: out[lines] = rows[places].
+    """Writes results from other processes to their pairs: out[lines] = rows[places].
 
     out [n, h], rows [m, h], lines and places [p].
     """

@@ -16,14 +16,14 @@ def gate(
     groups: int = 1,
     groups_kept: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over all experts, then the k most likely: ids [n, k] int64, best first, and weights [n, k].
+    """Softmax over all experts, then the k with the highest probability.
 
-    Of equally likely experts, and groups, the first is taken. (transformers uses torch.topk, whose order on
-    ties is not defined: on exact ties its tokens may differ.)
+    Returns ids [n, k] int64, best first, and weights [n, k]. Of equal experts, or groups, the first is taken.
+    (transformers uses torch.topk, whose order on ties is undefined, so on exact ties its tokens may differ.)
 
-    rows [n, h], weight [E, h] float32. normalise: divide the k weights by their sum; then all are
-    multiplied by `scale`. With groups_kept < groups, only experts of the groups with the most likely best
-    expert can be chosen (device-limited routing, DeepSeek-V2, section 2.2.2).
+    rows [n, h], weight [E, h] float32. normalise: divide the k weights by their sum. Then all are multiplied
+    by `scale`. With groups_kept < groups, only experts of the groups whose best expert has the highest
+    probability can be chosen (device-limited routing, DeepSeek-V2, section 2.2.2).
     """
     scores = linear(rows, weight).softmax(-1)
     if groups_kept < groups:
@@ -35,13 +35,13 @@ def gate(
 
 
 def _best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest numbers of each row [n, m] and their indices, both [n, count]; of equal ones the first."""
+    """Returns the largest numbers of each row [n, m] and their indices, both [n, count]; ties in order."""
     places = scores.argsort(dim=-1, descending=True, stable=True)[:, :count].contiguous()
     return scores.gather(-1, places), places
 
 
 def _limit(scores: torch.Tensor, groups: int, groups_kept: int) -> torch.Tensor:
-    """Zero for every expert outside the best groups."""
+    """Sets the scores of all experts outside the best groups to zero."""
     grouped = scores.view(-1, groups, scores.shape[1] // groups)
     best = _best(grouped.amax(-1), groups_kept)[1]
     kept = torch.zeros_like(grouped[..., 0]).scatter_(1, best, 1.0)
@@ -54,7 +54,7 @@ def merge(
     rows: torch.Tensor | None,
     weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """residual + dense + sum of weights [n, k] * rows [n, k, h], in the order of the top-k ranks: [n, h]."""
+    """Returns [n, h] residual + dense + sum of weights [n, k] * rows [n, k, h], in order of the ranks."""
     hidden = residual if dense is None else residual + dense
     if rows is None or weights is None:
         return hidden

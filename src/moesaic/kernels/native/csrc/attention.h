@@ -1,9 +1,9 @@
-// Causal attention over a paged KV cache, the same arithmetic for prefill and decode.
+// Causal attention over a paged KV cache, with the same arithmetic for prefill and decode.
 //
-// The cache is cut at fixed positions, every SPLIT tokens, whatever a step computes. Each split gives a
-// row its largest score, its sum and its weighted values; splits are joined in order by an online softmax
-// (Milakov & Gimelshein 2018; the split form is Flash-Decoding's, Dao et al. 2023). So a row's bits depend
-// neither on its chunk nor on which thread computed which split.
+// The context is split at fixed positions, every SPLIT tokens, whatever a step computes. For each split a row gets its
+// largest score, its sum and its weighted values. Splits are joined in order by an online softmax (Milakov & Gimelshein
+// 2018); Flash-Decoding (Dao et al. 2023) has this split form. So a row's bits depend neither on its chunk nor on the
+// threads.
 #pragma once
 
 #include <algorithm>
@@ -13,17 +13,17 @@
 namespace MOESAIC_ISA {
 
 constexpr int64_t SPLIT = 256;
-constexpr int64_t MOST_LINES = 4 * TILE_ROWS;  // query vectors computed together over the same keys
+constexpr int64_t MOST_LINES = 4 * TILE_ROWS;  // query vectors that are computed together with the same keys
 
 inline int64_t whole_lanes(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
 
-// Query vectors that meet the same keys: some rows of a sequence, some heads of a key head.
+// Query vectors with the same keys: some rows of a sequence, and some query heads of a key head.
 struct Unit {
     int64_t sequence, first_row, rows, head, heads, kv_head;
     int64_t lines() const { return rows * heads; }
 };
 
-// What a unit has gathered: per line the largest score, the sum, and the values weighted by both.
+// Partial result of a unit: for each line the largest score, the sum, and the values weighted by both.
 struct Gathered {
     float* most;
     float* sum;
@@ -36,7 +36,7 @@ struct Gathered {
     }
 };
 
-// Joins `later` to what `line` holds. An empty part (sum 0) changes nothing.
+// Adds `later` to `into` for one line. An empty part (sum 0) changes nothing.
 inline void join(const Gathered& into, const Gathered& later, int64_t line) {
     if (later.sum[line] == 0) return;
     float* values = into.values + line * into.width;
@@ -105,7 +105,7 @@ class AttentionOf {
         }
     }
 
-    // Tokens [first, last) that a row of the unit sees.
+    // A row of the unit attends to tokens [first, last).
     int64_t last_of(const Unit& unit, int64_t row) const {
         return job_.context_lens[unit.sequence] - rows_of(unit.sequence) + unit.first_row + row + 1;
     }
@@ -113,7 +113,7 @@ class AttentionOf {
         return job_.window > 0 ? std::max<int64_t>(0, last_of(unit, row) - job_.window) : 0;
     }
 
-    // All splits of a unit, one after another.
+    // Computes all splits of a unit, one after another.
     void whole(const Unit& unit, int worker) const {
         int64_t lines = unit.lines(), size = Gathered::floats(lines, value_width_);
         float* memory = worker_scratch(worker, work_floats(lines) + 2 * size);
@@ -130,7 +130,7 @@ class AttentionOf {
         finish(unit, all);
     }
 
-    // Few units with long contexts: every split is a task, then splits are joined in the same order.
+    // For few units with long contexts: every split is a task, then splits are joined in the same order.
     void run_split(Array<Unit>& units, int64_t splits) const {
         int64_t size = Gathered::floats(MOST_LINES, value_width_);
         float* parts = scratch(moesaic::kInner, units.size * splits * size);
@@ -166,7 +166,7 @@ class AttentionOf {
         }
     }
 
-    // One split of a unit. `work` holds the packed query, then room for the scores.
+    // Computes one split of a unit. `work` contains the packed query, then memory for the scores.
     void gather(const Unit& unit, int64_t split, float* work, const Gathered& part) const {
         int64_t lines = unit.lines();
         clear(part, lines);
@@ -184,7 +184,7 @@ class AttentionOf {
         weigh(unit, origin, begin, end, scores, part);
     }
 
-    // The sum of values origin + [begin, end), each times its chance.
+    // Computes the sum of values origin + [begin, end), each times its probability.
     void weigh(const Unit& unit, int64_t origin, int64_t begin, int64_t end, float* chances,
                const Gathered& part) const {
         int64_t lines = unit.lines();
@@ -218,7 +218,7 @@ class AttentionOf {
         return in_block(job_.values, slot, unit.kv_head, job_.value_width);
     }
 
-    // `use(i, run, slot)` for each run of tokens origin + [begin, end) that lie in one block, one slot after another.
+    // Calls `use(i, run, slot)` for each run of tokens origin + [begin, end) in consecutive slots of one block.
     template <class Use>
     void each_run(const Unit& unit, int64_t origin, int64_t begin, int64_t end, const Use& use) const {
         const int64_t* table = job_.block_tables + unit.sequence * job_.table_width;
@@ -230,7 +230,7 @@ class AttentionOf {
         }
     }
 
-    // Products of the query with keys origin + [begin, end), block after block.
+    // Computes the products of the query with keys origin + [begin, end), block by block.
     void score(const Unit& unit, int64_t origin, int64_t begin, int64_t end, const float* query,
                float* scores) const {
         const float* rows[MOST_LINES];
@@ -247,7 +247,7 @@ class AttentionOf {
         if constexpr (sizeof(T) == 1) rescale(scores, unit.lines(), scales, begin, end);
     }
 
-    // Numbers [begin, end) of each line times the scales of the rows that they belong to.
+    // Multiplies numbers [begin, end) of each line by the scales of their cached rows.
     static void rescale(float* numbers, int64_t lines, const float* scales, int64_t begin, int64_t end) {
         for (int64_t line = 0; line < lines; line++) {
             float* own = numbers + line * SPLIT;
@@ -255,8 +255,8 @@ class AttentionOf {
         }
     }
 
-    // Scores [begin, end) into exp(scale * score - most), 0 outside [first, last). Vectors lie at fixed
-    // offsets of the split, so the sum over them does not depend on `begin` and `end`.
+    // Replaces scores [begin, end) by exp(scale * score - most), and by 0 outside [first, last). Vectors start at fixed
+    // offsets in the split, so the sum over them does not depend on `begin` and `end`.
     void soften(float* scores, int64_t begin, int64_t end, int64_t first, int64_t last, float* most,
                 float* sum) const {
         if (first >= last) {

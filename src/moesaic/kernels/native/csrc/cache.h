@@ -1,5 +1,5 @@
-// How a KV cache stores a row, the key or the value of one token and head: its numbers in float32 or bf16, or
-// in 8 bits. Then they are whole multiples, -127 to 127, of one float32 that lies behind them, their scale.
+// How a KV cache stores a row, the key or the value of one token and head: as float32, as bf16, or as int8. In int8
+// the numbers are multiples, -127 to 127, of a float32 scale that is stored after them.
 #pragma once
 
 #include <limits>
@@ -8,9 +8,9 @@
 
 namespace MOESAIC_ISA {
 
-constexpr float kLeastPeak = 127 * 0x1p-126f;  // below it the scale would lose digits: the row is taken as 0
+constexpr float kLeastPeak = 127 * 0x1p-126f;  // below it the scale would lose digits, so the row is stored as 0
 
-// Elements of T from a row to the next.
+// Elements of T from one row to the next.
 template <class T>
 constexpr int64_t stored(int64_t width) {
     return width + (sizeof(T) == 1 ? 4 : 0);
@@ -22,7 +22,7 @@ inline float scale_of(const int8_t* row, int64_t width) {
     return scale;
 }
 
-// The largest magnitude of a row, not finite where one of them is not: as bits they are in the same order.
+// The largest magnitude of a row; not finite if one number is not finite. As integers the bits have the same order.
 inline float peak_of(const float* row, int64_t width) {
     uint32_t most = 0;
     for (int64_t i = 0; i < width; i++) {

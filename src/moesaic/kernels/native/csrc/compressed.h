@@ -1,14 +1,16 @@
-// bf16 weights in 12 bits a number, without loss: how they lie in memory, and how they become numbers again.
+// bf16 weights in 12 bits per number, without loss: their layout in memory, and how they are decompressed.
 //
-// A row's numbers stand in blocks of BLOCK, the last one shorter. A block is a head of HEAD bytes and groups of GROUP
-// numbers. Exponents of neighbouring weights are close together, so each is a code of four bits: code c < WINDOW is the
-// head's exponent less c, ZERO is the exponent 0, STRANGE stands for a number that the head gives whole.
-//   head:  exponent, count of strange numbers, two zeros, then for each its place in the block and its bits, 16 bits each
-//   group: sign and mantissa of every number, a byte each; then the codes, two in a byte
-// In a group byte 16 j + i belongs to number 8 j + i, or to 32 + 8 j + i - 8 where i >= 8: vectors of bytes that meet
-// in halves of 16 then give neighbours. The low four bits of code byte q are those of byte q, the high ones of q + 32.
-// kernels/compressed.py writes it. That exponents of trained weights need few bits is DFloat11's observation (Zhang et
-// al. 2025), whose codes have lengths by frequency.
+// A row is stored in blocks of BLOCK numbers; the last one is shorter. A block is a head of HEAD bytes and groups of
+// GROUP numbers. Exponents of neighbouring weights are close together, so each is a code of four bits. A code
+// c < WINDOW is the head's exponent minus c, ZERO is the exponent 0, and STRANGE marks a number that the head stores
+// completely.
+//   head:  exponent, number of strange numbers, two zeros; then for each its index in the block and its bits, 16 bits
+//          each
+//   group: sign and mantissa of every number, one byte each; then the codes, two per byte
+// In a group, byte 16 j + i belongs to number 8 j + i, or to 32 + 8 j + i - 8 if i >= 8. Thus unpacking vectors of
+// bytes within lanes of 16 yields consecutive numbers. The low four bits of code byte q belong to byte q, the high ones
+// to byte q + 32. kernels/compressed.py writes this format. DFloat11 (Zhang et al. 2025) observed that exponents of
+// trained weights need few bits; its codes have lengths by frequency.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +24,7 @@ namespace MOESAIC_ISA {
 constexpr int64_t HEAD = 64, GROUP = 64, GROUP_BYTES = GROUP + GROUP / 2;
 constexpr int WINDOW = 14, ZERO = 14, MOST_STRANGE = 15;
 
-// A byte of them. Rows meet them as they meet bf16.
+// One byte of compressed weights. Rows are packed for them as for bf16 weights.
 struct Compressed {
     uint8_t byte;
 };
@@ -45,7 +47,7 @@ constexpr int64_t span<Compressed>(int64_t numbers) {
 }
 
 #if defined(MOESAIC_AVX512) || defined(MOESAIC_AVX2)
-// What a number's exponent adds to the upper and to the lower byte of its bf16, by code.
+// By code, the exponent's bits in the upper and in the lower byte of a bf16 number.
 struct Exponents {
     __m128i upper, lower;
 
@@ -59,7 +61,7 @@ struct Exponents {
 };
 #endif
 
-// Groups -> their numbers in bf16, in order, a vector a time.
+// Decompresses groups to bf16 numbers in order, one vector at a time.
 #if defined(MOESAIC_AVX512)
 struct Decoder {
     __m512i upper, lower;
@@ -69,7 +71,7 @@ struct Decoder {
         upper = _mm512_broadcast_i32x4(of.upper), lower = _mm512_broadcast_i32x4(of.lower);
     }
 
-    // use(first number, 32 numbers)
+    // Calls use(index of the first number, vector of 32 numbers).
     template <class Use>
     MOESAIC_INLINE void group(const uint8_t* p, const Use& use) const {
         const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
@@ -77,7 +79,7 @@ struct Decoder {
         __m512i numbers = _mm512_loadu_si512(p);
         __m512i codes = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + GROUP)));
         codes = _mm512_and_si512(_mm512_srlv_epi16(codes, shifts), four);
-        // (numbers & sign) | of the upper table; (numbers & ~sign) | of the lower one
+        // (numbers & sign) | upper table; (numbers & ~sign) | lower table
         __m512i high = _mm512_ternarylogic_epi32(numbers, sign, _mm512_shuffle_epi8(upper, codes), 0xea);
         __m512i low = _mm512_ternarylogic_epi32(numbers, sign, _mm512_shuffle_epi8(lower, codes), 0xba);
         use(0, _mm512_unpacklo_epi8(low, high));
@@ -85,7 +87,7 @@ struct Decoder {
     }
 };
 
-inline void put(__m512i numbers, float* out) {  // as `widen` does
+inline void put(__m512i numbers, float* out) {  // in the order of `widen`
     store(out, _mm512_castsi512_ps(_mm512_slli_epi32(numbers, 16)));
     store(out + LANES, _mm512_castsi512_ps(_mm512_and_si512(numbers, _mm512_set1_epi32(int(0xffff0000u)))));
 }
@@ -100,7 +102,7 @@ struct Decoder {
         upper = _mm256_broadcastsi128_si256(of.upper), lower = _mm256_broadcastsi128_si256(of.lower);
     }
 
-    // use(first number, 16 numbers)
+    // Calls use(index of the first number, vector of 16 numbers).
     template <class Use>
     MOESAIC_INLINE void group(const uint8_t* p, const Use& use) const {
         const __m256i sign = _mm256_set1_epi8(char(0x80)), four = _mm256_set1_epi8(0x0f);
@@ -128,7 +130,7 @@ struct Decoder {
 
     explicit Decoder(uint8_t of) : largest(of) {}
 
-    // use(first number, a chunk of numbers)
+    // Calls use(index of the first number, a chunk of numbers).
     template <class Use>
     void group(const uint8_t* p, const Use& use) const {
         bf16 numbers[GROUP];
@@ -146,13 +148,13 @@ inline void put(const bf16* numbers, bf16* out) { std::memcpy(out, numbers, CHUN
 inline void put(const bf16* numbers, float* out) { store(out, low(numbers)), store(out + LANES, high(numbers)); }
 #endif
 
-// The strange numbers of a block, to their places.
+// Writes the strange numbers of a block to their places.
 template <class Near>
 inline void put_strange(const uint8_t* head, Near* out) {
     for (int i = 0; i < std::min<int>(head[1], MOST_STRANGE); i++) {
         uint16_t strange[2];
         std::memcpy(strange, head + 4 + 4 * i, 4);
-        strange[0] %= BLOCK;  // a damaged file's leads nowhere else
+        strange[0] %= BLOCK;  // a damaged file cannot cause a write outside the block
         if constexpr (std::is_same_v<Near, float>) {
             out[place<bf16>(strange[0])] = widen(bf16{strange[1]});
         } else {
@@ -161,8 +163,8 @@ inline void put_strange(const uint8_t* head, Near* out) {
     }
 }
 
-// The numbers of C blocks, `count` of each, as `widen` would give them, or as bf16 where Near is that; zeros behind,
-// up to the end of a group. Blocks and results lie ld and `stride` apart. `passing`: is called for every group of all.
+// Decompresses C blocks of `count` numbers each: to floats in the order of `widen`, or to bf16 if Near is bf16. The
+// last group is filled up with zeros. Blocks are ld apart, results `stride`. Calls `passing` for every group.
 template <int C, class Near, class Passing>
 inline void decompress(const Compressed* blocks, int64_t ld, int64_t count, Near* out, int64_t stride,
                        const Passing& passing) {

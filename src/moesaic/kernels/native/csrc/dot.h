@@ -1,8 +1,8 @@
 // Products of rows with the rows of a weight matrix, [n, k] times [columns, k] transposed.
 //
-// One arithmetic form for any number of rows: a sum over at most BLOCK numbers runs over LANES running
-// sums and is folded once, and the blocks of a longer row are added in order. How many rows or columns
-// share a tile changes which registers are busy, never a bit of the result.
+// There is one order of arithmetic for any number of rows. A sum over at most BLOCK numbers uses LANES running sums
+// and is folded once; the blocks of a longer row are added in order. How many rows or columns share a tile only
+// affects the use of registers, never a bit of the result.
 #pragma once
 
 #include <algorithm>
@@ -16,9 +16,9 @@
 
 namespace MOESAIC_ISA {
 
-constexpr int64_t WIDE = BLOCK + 64 / sizeof(float);  // from a widened column to the next, in other sets of the cache
+constexpr int64_t WIDE = BLOCK + 64 / sizeof(float);  // stride of widened columns: they use different cache sets
 
-// In a register: GCC would read a tile's weights from memory for every row, and rows for every column.
+// Forces x into a register. Otherwise GCC would read a tile's weights from memory for every row, or rows per column.
 template <class V>
 MOESAIC_INLINE void keep([[maybe_unused]] V& x) {
 #if defined(__AVX2__)
@@ -43,22 +43,21 @@ MOESAIC_INLINE void tile_step(Vec (&sums)[R][C], const RowOf<T>* const* rows, co
             for (int c = 0; c < C; c++) w[c] = F::stored(weights[c], v), keep(w[c]);
             for (int r = 0; r < R; r++) {
                 Operand x = F::row(rows[r], v);
-                if constexpr (LANES == 16) keep(x);  // with 32 registers there is one for it
+                if constexpr (LANES == 16) keep(x);  // 32 registers leave one for the row
                 for (int c = 0; c < C; c++) sums[r][c] = fma(x, w[c], sums[r][c]);
             }
         }
     }
 }
 
-// What is needed later, fetched while tiles compute: some of it in each step all the time, since in bursts the memory
-// would be idle between them.
+// Data to prefetch while tiles compute. Each step fetches some of it, since the memory would be idle between bursts.
 struct Stream {
-    const char* line = nullptr;  // the next to be fetched
+    const char* line = nullptr;  // next line to prefetch
     const char* end = nullptr;
-    const char* due = nullptr;   // what lies before it should be on its way
-    int64_t bytes = 0;           // of a step
-    int64_t of_group = 0;        // bytes while a group of numbers is decompressed
-    const char* then = nullptr;  // where it goes on behind the end, if anywhere
+    const char* due = nullptr;   // lines before this one should have been prefetched by now
+    int64_t bytes = 0;           // bytes per step
+    int64_t of_group = 0;        // bytes per group of numbers that is decompressed
+    const char* then = nullptr;  // where to continue after `end`, or null
     int64_t then_size = 0;
 
     Stream() = default;
@@ -75,22 +74,22 @@ struct Stream {
     }
 };
 
-// What the tiles of a strip fetch: nothing; the next tile's columns, to the nearest cache; or also those of a tile
-// LEAD bytes further on, to the next cache. The nearest cache alone has too few requests on their way to the memory.
+// What the tiles of a strip prefetch: nothing; the next tile's columns, to L1; or also those of a tile LEAD bytes
+// further on, to L2. Prefetching to L1 alone keeps too few memory requests in flight.
 enum class Fetch { kNothing, kNext, kNextAndFar };
 constexpr int64_t LEAD = 1 << 14;
 
-// Numbers from the columns of a tile to those that it fetches.
+// Offset in numbers from the columns of a tile to the columns that it prefetches.
 struct Ahead {
     int64_t next = 0, far = 0;
 };
 
 template <class T>
-MOESAIC_INLINE constexpr int64_t lines() {  // of a chunk
+MOESAIC_INLINE constexpr int64_t lines() {  // cache lines of a chunk
     return sizeof(T) * CHUNK > 64 ? 2 : 1;
 }
 
-// Whole chunks of a tile: `count` numbers.
+// Multiplies the whole chunks of a tile: `count` numbers.
 template <class T, int R, int C, Fetch kFetch>
 MOESAIC_INLINE void tile_steps(Vec (&sums)[R][C], const RowOf<T>* (&x)[R], const T* (&w)[C], int64_t count,
                                Ahead ahead, Stream& stream) {
@@ -110,7 +109,7 @@ MOESAIC_INLINE void tile_steps(Vec (&sums)[R][C], const RowOf<T>* (&x)[R], const
     stream = mine;
 }
 
-// The total of each sum, in registers until then.
+// Computes the total of each sum, in registers.
 template <int R, int C>
 MOESAIC_INLINE void fold(const Vec (&sums)[R][C], float (&totals)[R * C + 3]) {
     Vec flat[R * C + 3];
@@ -131,7 +130,7 @@ MOESAIC_INLINE void tile(const RowOf<T>* const* rows, const T* const* weights, i
     for (int c = 0; c < C; c++) w[c] = weights[c];
     int64_t whole = count / CHUNK * CHUNK;
     T rest[C][CHUNK];
-    if (whole < count) {  // before the sums fill the registers
+    if (whole < count) {  // before the sums occupy the registers
         std::memset(rest, 0, sizeof rest);
         for (int c = 0; c < C; c++) std::memcpy(rest[c], w[c] + whole, size_t(count - whole) * sizeof(T));
     }
@@ -159,18 +158,18 @@ MOESAIC_INLINE void tile(const RowOf<T>* const* rows, const T* const* weights, i
     }
 }
 
-// Columns of a tile of so many rows. Few rows need several, or the multiply-adds wait for each other; with more than
-// four the lines that are read and fetched at one time push each other out of the nearest cache.
+// Number of columns of a tile with this many rows. With few rows it must be several, or the multiply-adds wait for each
+// other. With more than four, the lines that are read and prefetched at a time evict each other from L1.
 constexpr int columns_of(int rows) { return rows <= 3 ? 4 : TILE_COLUMNS; }
 
-// As many columns of a weight matrix as fit a tile of R rows, several times over. `then`: the weights behind them,
-// which the last tiles fetch, or null.
+// Multiplies the columns of a weight matrix, in tiles of R rows and C columns. `then`: the weights after them, which
+// the last tiles prefetch, or null.
 template <class T, int R, int C>
 inline void strip(const RowOf<T>* const* rows, const T* weights, int64_t ld, int64_t columns, int64_t count,
                   Fetch fetch, const T* then, Stream& stream, bool first, float* out, int64_t stride) {
     const T* w[C];
     int64_t column = 0, whole = columns / C * C, far = LEAD / (C * count * int64_t(sizeof(T))) * C;
-    auto to = [&](int64_t later) {  // from the columns of this tile to so many columns further on
+    auto to = [&](int64_t later) {  // offset from this tile to the columns `later` further on
         if (column + later < whole) return later * ld;
         return then != nullptr ? then + (column + later - whole) * ld - w[0] : 0;
     };
@@ -187,7 +186,7 @@ inline void strip(const RowOf<T>* const* rows, const T* weights, int64_t ld, int
     }
 }
 
-// The strip of n rows, at most R. C: columns of a tile; 0: as they suit n.
+// The strip of n rows, at most R. C: columns of a tile; 0 means the number that suits n.
 template <class T, int R = TILE_ROWS, int C = 0>
 inline void strip_of(int64_t n, const RowOf<T>* const* rows, const T* weights, int64_t ld, int64_t columns,
                      int64_t count, Fetch fetch, const T* then, Stream& stream, bool first, float* out,
@@ -201,8 +200,8 @@ inline void strip_of(int64_t n, const RowOf<T>* const* rows, const T* weights, i
     }
 }
 
-// Whether T's numbers are made floats once for all tiles of n rows, not again in each: with many rows that pays, where
-// the nearest cache has room for the columns of a tile and its rows.
+// Whether T's numbers are converted to float once for all tiles of n rows, instead of in each tile. That is faster with
+// many rows, if L1 has room for the columns and the rows of a tile.
 template <class T>
 inline bool widened(int64_t n) {
     constexpr int64_t kRoom = (WIDE_ROWS * BLOCK + WIDE_COLUMNS * WIDE) * int64_t(sizeof(float));
@@ -210,14 +209,14 @@ inline bool widened(int64_t n) {
     return fits && n >= MANY_ROWS;
 }
 
-// A block of a column as numbers of type N, in an order in which rows that were packed for T meet them.
+// Converts a block of columns to type N, in the order of rows that were packed for T.
 template <class T, class N>
 inline void bring_near(const T* columns, int64_t ld, int64_t some, int64_t count, N* out, Stream&) {
     for (int64_t c = 0; c < some; c++) widen<T>(columns + c * ld, count, out + c * WIDE);
 }
 
-// `multiply` where C columns at a time are made numbers of type N once, for all tiles of R rows: they stay in the
-// nearest cache, and the rows pass by from the next one. `tile`: columns of a tile of C of them; 0: as they suit rows.
+// As `multiply`, but converts C columns at a time to type N, once for all tiles of R rows. The columns stay in L1, and
+// the rows are read from L2. kTile: columns of a tile if there are C columns; 0 means the number that suits the rows.
 template <class T, class N, int R, int C, int kTile>
 void multiply_near(const RowOf<T>* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
                    float* out, int64_t stride, Stream& stream) {
@@ -245,10 +244,11 @@ void multiply_near(const RowOf<T>* const* rows, int64_t n, const T* weights, int
 }
 
 // out[r * stride + c] = rows[r] . weights[c * ld ..] for n rows and all `columns`, over k numbers.
-// Reads each weight once for every TILE_ROWS rows; keep `columns` so few that they stay in the L2 cache.
-// `then`: as many weights that this thread will read next, if it knows. A single tile of rows fetches what it needs
-// next itself. Several share out what comes after these columns, which lie in the L2 cache for all but the first; from
-// there they fetch them too, but float32 columns would push the rows out of the nearest cache.
+// This reads each weight once per TILE_ROWS rows, so `columns` must be few enough to stay in L2.
+// `then`: the weights that this thread will probably read next, as many as these; or null. A single tile of rows
+// prefetches the columns that it needs next. With several tiles, each prefetches a part of `then`. Their own columns
+// are in L2 for all but the first tile. They prefetch these to L1 as well, except in float32, where the columns would
+// evict the rows from L1.
 template <class T>
 void multiply(const RowOf<T>* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
               float* out, int64_t stride, const T* then = nullptr) {
@@ -267,7 +267,7 @@ void multiply(const RowOf<T>* const* rows, int64_t n, const T* weights, int64_t 
                                                                                   stride, stream);
         }
     }
-    for (int64_t t = 0; t < tiles; t++) {  // of like size: 8 rows are 4 and 4, not 6 and 2
+    for (int64_t t = 0; t < tiles; t++) {  // tiles of similar size: 8 rows are 4 and 4, not 6 and 2
         int64_t r = n * t / tiles, some = n * (t + 1) / tiles - r;
         for (int64_t begin = 0; begin < k; begin += BLOCK) {
             int64_t count = k - begin < BLOCK ? k - begin : BLOCK;
@@ -291,18 +291,18 @@ inline void bring_near(const Compressed* columns, int64_t ld, int64_t some, int6
     }
 }
 
-// The same of compressed weights, which are made bf16 once for all rows, or floats where bf16 would be. They are
-// fetched LEAD bytes ahead all the while, as much in the time of decompressing as in that of a tile of rows.
+// The same for compressed weights. They are converted once for all rows, to bf16, or to float where bf16 weights would
+// be. They are prefetched LEAD bytes ahead at a constant rate, while decompressing and while multiplying.
 template <>
 inline void multiply(const RowOf<Compressed>* const* rows, int64_t n, const Compressed* weights, int64_t ld,
                      int64_t columns, int64_t k, float* out, int64_t stride, const Compressed* then) {
-    constexpr int64_t kGroup = GROUP_BYTES + 20;  // with its part of a head: rather too much
+    constexpr int64_t kGroup = GROUP_BYTES + 20;  // with its share of a head; slightly too much
     constexpr int64_t kStep = kGroup * CHUNK * TILE_COLUMNS / GROUP;
     int64_t turns = 1 + (n + TILE_ROWS - 1) / TILE_ROWS, lead = std::min(columns * ld, LEAD);
     Stream stream(weights + lead, columns * ld - lead, kStep / turns);
     stream.of_group = kGroup / turns;
     if (then != nullptr) stream.then = reinterpret_cast<const char*>(then), stream.then_size = lead;
-    auto by = [&](auto multiply_some, int64_t some) {  // in the order in which they lie
+    auto by = [&](auto multiply_some, int64_t some) {  // in the order of the columns in memory
         for (int64_t c = 0; c < columns; c += some) {
             multiply_some(rows, n, weights + c * ld, ld, std::min(some, columns - c), k, out + c, stride, stream);
         }

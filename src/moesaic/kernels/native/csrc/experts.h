@@ -1,8 +1,8 @@
 // The routed experts of one layer: gate, up, SiLU and down over the experts that a batch is routed to.
 //
-// Tokens are grouped by expert through pointers, never copied per expert. Work is split by (expert, band
-// of columns), so a single hot expert keeps every thread busy; the down bands of an expert follow once
-// its inner rows are there.
+// Tokens are grouped by expert through indices, and never copied per expert. Work is split by (expert, band of
+// columns), so that a single busy expert uses every thread. The down bands of an expert start when its inner rows are
+// complete.
 #pragma once
 
 #include <algorithm>
@@ -13,24 +13,24 @@
 
 namespace MOESAIC_ISA {
 
-constexpr int64_t INNER_COLUMNS = 64;  // of gate and of up that stay in the L2 cache: whole chunks
+constexpr int64_t INNER_COLUMNS = 64;  // of gate and of up, so that they stay in L2; a multiple of a chunk
 constexpr int64_t DOWN_COLUMNS = 128;
 
 struct Group {  // the (token, rank) pairs of one active expert
     int64_t expert, begin, end;
-    int64_t place;  // of its first row, in sets of rows that are packed together
-    int64_t room;   // of its first inner row, where those of an earlier group may have been
-    std::atomic<int64_t> missing;  // bands of inner rows that are not there yet
-    std::atomic<int64_t> unread;   // down bands that still need them
+    int64_t place;  // index of its first row among all rows, in sets that are packed together
+    int64_t room;   // index of its first inner row; an earlier group may have used the same memory
+    std::atomic<int64_t> missing;  // bands of inner rows that are not computed yet
+    std::atomic<int64_t> unread;   // down bands that still read them
 };
 
-struct Band {  // neighbouring strips of columns: one task
+struct Band {  // consecutive strips of columns, the work of one task
     int64_t group, begin, end;
     bool down;
 };
 
-// Pairs in the order of their experts (stable): fills `pairs` and `groups`. The first pair whose expert is
-// not held, or no expert, is returned; else kAllHeld.
+// Sorts the pairs by expert (stable): fills `pairs` and `groups`. Returns kAllHeld, or the first pair whose expert does
+// not exist or is not in this process.
 inline int64_t group_by_expert(const moesaic::Experts& job, Array<int64_t>& pairs, Array<Group>& groups) {
     int64_t total = job.pairs();
     Array<int64_t> next(job.experts + 1);
@@ -51,15 +51,15 @@ inline int64_t group_by_expert(const moesaic::Experts& job, Array<int64_t>& pair
     return moesaic::kAllHeld;
 }
 
-// Columns of one task: all of an expert's where many experts share the work, fewer where few do, always whole
-// strips. Long tasks know what they will read next; short ones keep every thread busy.
+// Columns of one task, in whole strips: all columns of an expert if there are many experts, fewer if there are few. A
+// long task knows what it reads next; short tasks keep every thread busy.
 inline int64_t band_columns(int64_t columns, int64_t strip, int64_t groups) {
     int64_t wanted = 8 * moesaic::pool().threads(), strips = (columns + strip - 1) / strip;
     int64_t bands = std::min(strips, (wanted + groups - 1) / groups);
     return (strips + bands - 1) / bands * strip;
 }
 
-// Inner bands first, an expert's down bands behind the inner bands of the next one.
+// Orders the bands: the inner bands of each expert come before the down bands of the one before it.
 inline void order_bands(const moesaic::Experts& job, int64_t inner, int64_t down, Array<Group>& groups,
                         Array<Band>& bands) {
     auto add = [&](int64_t g, bool is_down) {
@@ -75,8 +75,8 @@ inline void order_bands(const moesaic::Experts& job, int64_t inner, int64_t down
     if (groups.size > 0) add(groups.size - 1, true);
 }
 
-// The weights behind a thread's last strip of a band: those of the band that it will most likely claim next. A
-// guess: a wrong one costs the fetching of weights that another thread reads.
+// The weights that follow a thread's last strip of a band: those of the band that it will most likely claim next. A
+// wrong guess costs the prefetch of weights that another thread reads.
 template <class T>
 struct After {
     const moesaic::Experts& job;
@@ -142,7 +142,7 @@ void down_strip(const moesaic::Experts& job, const Group& group, int64_t begin, 
     });
 }
 
-// Gives every group its place among all rows; returns how many these are.
+// Sets the place of every group among all rows. Returns the number of rows.
 template <class T>
 int64_t place_groups(Array<Group>& groups) {
     int64_t rows = 0;
@@ -153,11 +153,12 @@ int64_t place_groups(Array<Group>& groups) {
     return rows;
 }
 
-// Groups that have inner rows at a time: so many that hardly anybody waits for a room to be read, and few enough
-// that rooms of many rows stay in a cache.
+// Number of groups that have inner rows at a time. It is large enough that threads rarely wait for memory to be read,
+// and small enough that the memory for many rows stays in a cache.
 inline int64_t rooms(int64_t bands_of_group) { return 3 + 2 * moesaic::pool().threads() / bands_of_group; }
 
-// Gives every group a room for its inner rows, from the `taken` groups before it on; returns the rows of all rooms.
+// Assigns every group memory for its inner rows, which it shares with the `taken`-th group before it. Returns the
+// number of rows of all this memory.
 template <class T>
 int64_t give_rooms(Array<Group>& groups, int64_t taken, int64_t placed) {
     int64_t largest = 0;
@@ -167,14 +168,14 @@ int64_t give_rooms(Array<Group>& groups, int64_t taken, int64_t placed) {
     return shared ? taken * largest : placed;
 }
 
-// For what somebody is at who began before.
+// Waits for tasks that other threads began earlier.
 inline void wait_for(const std::atomic<int64_t>& left) {
     for (int tries = 0; left.load(std::memory_order_acquire) > 0; tries++) {
         if (tries > 1000) std::this_thread::yield();
     }
 }
 
-// The rows as `inner_strip` wants them: one after another, or where they are packed together the rows of each group.
+// Packs the rows as `inner_strip` reads them: row after row, or group after group if rows are packed in sets.
 template <class T>
 const RowOf<T>* packed_rows(const moesaic::Experts& job, const Array<int64_t>& pairs, const Array<Group>& groups,
                             int64_t placed) {
@@ -217,7 +218,7 @@ int64_t experts_of(const moesaic::Experts& job) {
     parallel(bands.size, 3 * total * job.h * job.w, [&](int64_t task, int) {
         Band band = bands[task];
         Group& group = groups[band.group];
-        // Whatever is waited for was claimed before this task: somebody is at it.
+        // Tasks that this one waits for were claimed before it, so other threads are computing them.
         if (band.down) wait_for(group.missing);
         if (!band.down && band.group >= apart) wait_for(groups[band.group - apart].unread);
         Registers<T> registers;
@@ -238,7 +239,7 @@ int64_t experts_of(const moesaic::Experts& job) {
 
 #if defined(MOESAIC_AMX_BF16)
 struct Compressed;
-constexpr bool kCompresses = false;  // tiles are loaded from rows of bf16
+constexpr bool kCompresses = false;  // tiles are loaded from bf16 rows
 #else
 constexpr bool kCompresses = true;
 #endif
@@ -250,7 +251,7 @@ inline int64_t experts(const moesaic::Experts& job) {
     return job.stored == moesaic::Stored::kWide ? experts_of<float>(job) : experts_of<Narrow>(job);
 }
 
-// A dense MLP is one expert that every row is routed to.
+// A dense MLP is a single expert to which every row is routed.
 inline void gated_mlp(const moesaic::GatedMlp& job) {
     uint64_t gate = uint64_t(job.gate), up = uint64_t(job.up), down = uint64_t(job.down);
     moesaic::Stored stored = job.wide ? moesaic::Stored::kWide : moesaic::Stored::kNarrow;

@@ -1,4 +1,4 @@
-// Calls of several clients as one batch: rows are read and answers written where they lie.
+// Combines the calls of several clients into one batch. Rows are read, and results written, in place.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -23,8 +23,8 @@ using Matrix = nb::ndarray<U, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 class Gathered {
    public:
-    // part: hidden [m, h], of each pair its row and its expert [p], answers [q, h], and of each pair its line there.
-    // They must live, and stay where they are, until the batch is computed; so none is converted.
+    // part: hidden [m, h]; row and expert of each pair [p]; results [q, h]; line of each pair in the results [p].
+    // The arrays must stay valid until the batch is computed, so none is converted.
     void add(nb::handle part, int64_t h) {
         auto hidden = nb::cast<Matrix<const float>>(part[0], false);
         auto places = nb::cast<Vector<const int64_t>>(part[1], false);
@@ -38,7 +38,7 @@ class Gathered {
         }
         for (size_t row = 0; row < hidden.shape(0); row++) rows.push_back(uint64_t(hidden.data() + int64_t(row) * h));
         for (size_t i = 0; i < pairs; i++) {
-            size_t place = size_t(places.data()[i]), line = size_t(lines.data()[i]);  // negative ones are huge
+            size_t place = size_t(places.data()[i]), line = size_t(lines.data()[i]);  // negative numbers become huge
             if (place >= hidden.shape(0) || line >= answers.shape(0)) {
                 throw nb::value_error("a pair names a row or a line that is none");
             }
@@ -61,7 +61,7 @@ class Gathered {
     std::vector<int64_t> row_of, ids;
 };
 
-// Rows that came in, to the lines where they are wanted: row places[i] of `rows` is line lines[i] of `out`.
+// Copies rows to lines: row places[i] of `rows` to line lines[i] of `out`.
 class Put {
    public:
     Put(const Matrix<float>& out, const Vector<const int64_t>& lines, const Matrix<const float>& rows,
@@ -71,7 +71,7 @@ class Put {
         if (out.shape(1) != rows.shape(1) || places.shape(0) != lines.shape(0)) {
             throw nb::value_error("rows, places and lines do not fit");
         }
-        for (int64_t i = 0; i < count_; i++) {  // negative ones are huge
+        for (int64_t i = 0; i < count_; i++) {  // negative numbers become huge
             if (size_t(lines_[i]) >= out.shape(0) || size_t(places_[i]) >= rows.shape(0)) {
                 throw nb::value_error("a row or a line that is none");
             }
@@ -90,7 +90,7 @@ class Put {
     }
 
    private:
-    static constexpr int64_t kPiece = 1 << 16;  // bytes that are worth a turn of their own
+    static constexpr int64_t kPiece = 1 << 16;  // minimum bytes for a task of their own
 
     void copy(int64_t piece) const {
         for (int64_t i = piece * piece_; i < std::min(count_, (piece + 1) * piece_); i++) {

@@ -1,11 +1,11 @@
-// A matrix per head, in both layouts that the up-projections of latent attention need.
+// One matrix per head, in both memory layouts that the up-projections of latent attention use.
 #pragma once
 
 #include "linear.h"
 
 namespace MOESAIC_ISA {
 
-// Head `head` of rows [first, last): sums over k where the numbers of one output lie together.
+// Head `head` for rows [first, last). The inputs of one output are contiguous, so each output is a sum over k.
 template <class T>
 void head_dot(const moesaic::HeadLinear& job, int64_t head, int64_t first, int64_t last, RowOf<T>* memory) {
     int64_t width = padded(job.k);
@@ -22,7 +22,7 @@ void head_dot(const moesaic::HeadLinear& job, int64_t head, int64_t first, int64
     }
 }
 
-// The same where the columns of one input lie together.
+// The same for weights in which the outputs of one input are contiguous.
 template <class T>
 void head_outer(const moesaic::HeadLinear& job, int64_t head, int64_t first, int64_t last, float* memory) {
     const T* weight = static_cast<const T*>(job.weight) + head * job.weight_head;

@@ -1,17 +1,17 @@
-// Gate, up and SiLU in tiles: what they give stands as the panels that the down projection reads, with no number moved
-// from lane to lane but for the pairs.
+// Gate, up and SiLU with AMX tiles. The results are stored as the panels that the down projection reads, so numbers
+// only move between lanes to form pairs.
 #pragma once
 
 namespace MOESAIC_ISA {
 
-// One number of each of 16 rows and the number after it, side by side.
+// Interleaves one number of each of 16 rows with the number after it.
 inline __m512i paired(Vec number, Vec after) {
     alignas(64) static constexpr uint16_t kOrder[2 * LANES] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                                8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), rounded(number, after));
 }
 
-// silu(gate) * up of blocks [columns][P * SIDE] as the numbers of P panels, zeros behind.
+// Computes silu(gate) * up of blocks [columns][P * SIDE], stored as P panels padded with zeros.
 template <int P>
 inline void silu_panels(const float* gate, const float* up, int64_t columns, int64_t panel, bf16* inner) {
     for (int64_t row = 0; row < P * SIDE; row += SIDE) {
@@ -33,7 +33,7 @@ inline void inner_panels(const Strip& gate, const Strip& up, const bf16* hidden,
     silu_panels<P>(left, right, gate.columns, panel, inner);
 }
 
-// The same of few rows: a vector of columns for each, not of rows that are not there.
+// The same for few rows: vectors hold columns of a row instead of mostly absent rows.
 inline void inner_rows(const Strip& gate, const Strip& up, const bf16* hidden, int64_t n, bf16* inner) {
     float left[FEW * INNER_COLUMNS] = {}, right[FEW * INNER_COLUMNS] = {};
     products_of<1>(gate, hidden, ToRows<1>(left, INNER_COLUMNS, n));

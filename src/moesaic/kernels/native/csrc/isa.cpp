@@ -45,17 +45,17 @@ const Table kAvx512Bf16 = beside_avx512(avx512_bf16::kProducts);
 const Table kAmxBf16 = beside_avx512(amx_bf16::kProducts);
 #endif
 
-bool multiplies_bf16() {  // CPUID leaf 7, subleaf 1, EAX bit 5; compilers know no name for it before GCC 11
+bool multiplies_bf16() {  // CPUID leaf 7, subleaf 1, EAX bit 5; compilers before GCC 11 have no name for it
     unsigned a = 0, b = 0, c = 0, d = 0;
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
 }
 #endif
 
 #if defined(MOESAIC_HAS_AMX_BF16)
-constexpr int kTileData = 18;  // number of the state
+constexpr int kTileData = 18;  // number of the state component
 constexpr int kSupported = 0x1021, kRequest = 0x1023;  // ARCH_GET_XCOMP_SUPP, ARCH_REQ_XCOMP_PERM
 
-bool has_tiles() {  // CPUID leaf 7, EDX bits 22 and 24: bf16 and the tiles; and a kernel that keeps their registers
+bool has_tiles() {  // CPUID leaf 7, EDX bits 22 and 24: bf16 and tiles; and whether the kernel saves tile registers
     unsigned a = 0, b = 0, c = 0, d = 0;
     unsigned long states = 0;
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1) &&

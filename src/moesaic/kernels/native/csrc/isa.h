@@ -1,4 +1,4 @@
-// Which instruction sets were compiled in, and which of them this CPU has.
+// Which instruction sets were compiled, and which of them this CPU supports.
 #pragma once
 
 #include <string>
@@ -8,11 +8,11 @@
 
 namespace moesaic {
 
-// Fastest first; the portable one is always there. Behind it what nobody gets who does not ask: it rounds rows.
+// The sets in order of speed, the portable one last. After it come sets that are only used by name: they round rows.
 std::vector<const Table*> available();
-// The table with this name, or null.
+// Returns the table with this name, or null.
 const Table* find(const std::string& name);
-// Whether this process may run it: Linux gives a process the registers of tiles when it asks for them.
+// Whether this process may use it. A Linux process must ask for the tile registers before it uses them.
 bool permitted(const Table* table);
 
 }  // namespace moesaic

@@ -1,5 +1,5 @@
-// Compiled once per instruction set: MOESAIC_ISA names the namespace and the table. The sets that round rows
-// bring their products alone; isa.cpp takes the rest from avx512.
+// Compiled once per instruction set. MOESAIC_ISA is the name of the namespace and of the table. The sets that round
+// rows only contain matrix products; isa.cpp takes the other operations from avx512.
 #if !defined(MOESAIC_AVX512_BF16)
 #include "attention.h"
 #endif

@@ -1,4 +1,4 @@
-// Projections: several matrices over the same rows, split over threads by columns.
+// Projections: several matrices times the same rows, split over threads by columns.
 #pragma once
 
 #include <algorithm>
@@ -17,15 +17,15 @@ using moesaic::scratch;
 using moesaic::worker_scratch;
 
 #if defined(MOESAIC_AMX_BF16)
-constexpr int64_t PANEL = 4 * SIDE;  // rows whose results are held before they are used
+constexpr int64_t PANEL = 4 * SIDE;  // rows whose results are kept at a time before they are used
 #else
 constexpr int64_t PANEL = 16 * TILE_ROWS;
 #endif
-constexpr int64_t COLUMNS = 64;           // of a task at most: its weights stay in the L2 cache
-constexpr int64_t FEW_COLUMNS = 16;       // and at least
+constexpr int64_t COLUMNS = 64;           // maximum columns of a task, so that its weights stay in L2
+constexpr int64_t FEW_COLUMNS = 16;       // minimum columns of a task
 
 template <class U>
-struct Array {  // std::vector would instantiate code for one instruction set that others then share
+struct Array {  // std::vector would compile code for one instruction set that others would share
     U* data;
     int64_t size = 0;
     explicit Array(int64_t capacity) : data(new U[size_t(capacity)]) {}
@@ -36,11 +36,11 @@ struct Array {  // std::vector would instantiate code for one instruction set th
     const U& operator[](int64_t i) const { return data[i]; }
 };
 
-// Runs `body(task, worker)` for every task: on the pool, or here when all of them together are too little work
-// to wake anyone for. `products`: multiply-adds, roughly.
+// Runs `body(task, worker)` for every task: on the pool, or on this thread if all tasks together are too little work to
+// wake other threads. products: approximate number of multiply-adds.
 template <class Body>
 inline void parallel(int64_t count, int64_t products, const Body& body) {
-    constexpr int64_t kWorth = 100'000;  // some five microseconds
+    constexpr int64_t kWorth = 100'000;  // takes about five microseconds
     if (products < kWorth) {
         for (int64_t task = 0; task < count; task++) body(task, 0);
         return;
@@ -50,7 +50,7 @@ inline void parallel(int64_t count, int64_t products, const Body& body) {
         const_cast<Body*>(&body));
 }
 
-// `body(begin, end)` over [0, count) in pieces worth a task each.
+// Runs `body(begin, end)` over [0, count), in pieces that are large enough for a task each.
 template <class Body>
 inline void parallel_rows(int64_t count, int64_t floats_a_row, const Body& body) {
     constexpr int64_t kPiece = 1 << 16;
@@ -62,13 +62,13 @@ inline void parallel_rows(int64_t count, int64_t floats_a_row, const Body& body)
     });
 }
 
-// Memory for packed rows of `numbers` together, whole chunks.
+// Memory for packed rows of `numbers` together, a multiple of a chunk.
 template <class T>
 inline RowOf<T>* room_of(moesaic::Slot slot, int64_t numbers) {
     return reinterpret_cast<RowOf<T>*>(scratch(slot, numbers * int64_t(sizeof(RowOf<T>)) / 4));
 }
 
-// n rows [k], the first of which lies at row_at(0), in the order of T's vectors. row_at may be null behind the last.
+// Packs n rows [k] in the order of T's vectors. Row i is at row_at(i), which may return null for i >= n.
 template <class T, class RowAt>
 inline const RowOf<T>* packed_at(int64_t n, int64_t k, moesaic::Slot slot, const RowAt& row_at) {
     constexpr int64_t kSet = kTogether<T>;
@@ -84,7 +84,7 @@ inline const RowOf<T>* packed_at(int64_t n, int64_t k, moesaic::Slot slot, const
     return out;
 }
 
-// Rows [n, k] in the order of T's vectors; the rows themselves where they need no change.
+// Packs rows [n, k] in the order of T's vectors. Returns the rows themselves if that changes nothing.
 template <class T>
 inline const RowOf<T>* packed(const float* rows, int64_t n, int64_t k, moesaic::Slot slot) {
     if constexpr (kInOrder<T>) {
@@ -93,7 +93,7 @@ inline const RowOf<T>* packed(const float* rows, int64_t n, int64_t k, moesaic::
     return packed_at<T>(n, k, slot, [&](int64_t row) { return row < n ? rows + row * k : nullptr; });
 }
 
-// Packed rows of one task, PANEL at most, as `multiply` takes them.
+// Calls `use` with the packed rows of one task in the form that `multiply` takes, at most PANEL at a time.
 template <class T, class Use>
 inline void panels(const RowOf<T>* rows, int64_t width, int64_t n, const Use& use) {
     for (int64_t begin = 0; begin < n; begin += PANEL) {
@@ -108,7 +108,7 @@ inline void panels(const RowOf<T>* rows, int64_t width, int64_t n, const Use& us
     }
 }
 
-// Columns of one part that a task multiplies, with all rows or some.
+// The columns of one part that a task multiplies, with all rows or some of them.
 template <class T>
 struct Share {
     const moesaic::Part* part;
@@ -122,7 +122,7 @@ inline int64_t strips_of(const moesaic::Linear& job, int64_t columns) {
     return strips;
 }
 
-// Columns of a task: fewer where there would be too few tasks to share (a gate, a key projection).
+// Columns of a task. They are fewer if there would be too few tasks for the threads (a gate, a key projection).
 inline int64_t task_columns(const moesaic::Linear& job) {
     int64_t columns = COLUMNS;
     while (columns > FEW_COLUMNS && strips_of(job, columns) < 4 * moesaic::pool().threads()) columns /= 2;
@@ -141,11 +141,11 @@ template <class T>
 void linear_of(const moesaic::Linear& job) {
     const RowOf<T>* rows = packed<T>(job.rows, job.n, job.k, kRows);
     int64_t width = padded(job.k);
-    // Many rows are split too: a narrow matrix has few columns to share.
+    // Many rows are split too, since a narrow matrix has few columns to split.
     int64_t bands = job.n > 4 * PANEL ? (job.n + 4 * PANEL - 1) / (4 * PANEL) : 1;
     int64_t band = in_sets<T>((job.n + bands - 1) / bands);
     int64_t columns = task_columns(job), tasks = strips_of(job, columns) * bands, products = 0;
-    int64_t like = std::max<int64_t>(job.n, 4);  // rows: fewer wait for the weights as long
+    int64_t like = std::max<int64_t>(job.n, 4);  // rows: fewer wait for the weights as long as four
     for (int64_t p = 0; p < job.num_parts; p++) products += like * job.k * job.parts[p].columns;
     parallel(tasks, products, [&](int64_t task, int) {
         Registers<T> registers;
@@ -153,7 +153,7 @@ void linear_of(const moesaic::Linear& job) {
         Share<T> mine = share_of<T>(job, columns, task / bands);
         const moesaic::Part& part = *mine.part;
         panels<T>(rows + first * width, width, last - first, [&](int64_t row, int64_t n, auto x) {
-            // Tasks take like times, so threads claim them in turn.
+            // Tasks take similar times, so threads claim them in turn.
             int64_t next = row + n == last - first ? task + moesaic::pool().threads() : tasks;
             const T* then = next < tasks ? share_of<T>(job, columns, next / bands).weight : nullptr;
             float* out = part.out + (first + row) * part.columns + mine.begin;
@@ -168,8 +168,8 @@ void linear_of(const moesaic::Linear& job) {
 
 inline void linear(const moesaic::Linear& job) { job.wide ? linear_of<float>(job) : linear_of<Narrow>(job); }
 
-// out[columns] = sum over i of x[i] * weight[i * ld ..], in the order of i: for weights whose columns,
-// not rows, lie together. R rows at once, C chunks of columns.
+// out[columns] = sum over i of x[i] * weight[i * ld ..], in the order of i. It is for weights whose columns are
+// contiguous instead of rows. R rows at once, C chunks of columns.
 template <class T, int R, int C>
 MOESAIC_INLINE void outer_tile(const float* const* x, const T* const* weights, int64_t offset, int64_t k,
                        float* const* out) {
@@ -191,12 +191,12 @@ MOESAIC_INLINE void outer_tile(const float* const* x, const T* const* weights, i
     }
 }
 
-// The same for n rows and `columns` numbers of each weight row, into out[row * stride ..].
+// The same for n rows and `columns` numbers of each weight row. Writes to out[row * stride ..].
 template <class T>
 inline void outer(const float* const* x, int64_t n, const T* const* weights, int64_t columns, int64_t k,
                   float* out, int64_t stride) {
     constexpr int R = LANES == 16 ? 4 : 2, C = LANES == 16 ? 2 : 1;
-    float spare[C * CHUNK];  // where a tile's rows behind the last one go
+    float spare[C * CHUNK];  // output of a tile's rows beyond the last one
     for (int64_t r = 0; r < n; r += R) {
         const float* rows[R];
         int64_t some = n - r < R ? n - r : R, column = 0;

@@ -1,4 +1,4 @@
-// The Python module: plain functions over addresses and sizes. Shapes and types are checked by ops.py.
+// The Python module: plain functions on addresses and sizes. ops.py checks shapes and types.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -30,7 +30,7 @@ U* at(Address address) {
     return reinterpret_cast<U*>(address);
 }
 
-// Runs `call` without the interpreter's lock: other Python threads go on meanwhile.
+// Runs `call` without the GIL, so that other Python threads continue.
 template <class Call>
 auto outside_python(const Call& call) {
     nb::gil_scoped_release release;
@@ -38,15 +38,15 @@ auto outside_python(const Call& call) {
     return call();
 }
 
-// The operations of one step in their order, to be run again in one call, in the workshop of the thread that
-// calls: what they read and write stays where it was, what lies there may change.
+// The operations of one step in order, to be run again in one call on the workshop of the calling thread. The addresses
+// that they read and write stay the same; the content may change.
 class Tape {
    public:
     Tape() = default;
-    Tape(const Tape&) = delete;  // its jobs look at it
+    Tape(const Tape&) = delete;  // its jobs refer to it
     Tape& operator=(const Tape&) = delete;
 
-    // A (token, rank) pair whose expert was not held, or kAllHeld.
+    // Returns kAllHeld, or a (token, rank) pair whose expert is missing.
     int64_t run(Address rows) {
         if ((given == 0) != (rows == 0)) throw nb::value_error("rows are given at every run or never");
         now = rows;
@@ -59,11 +59,11 @@ class Tape {
         });
     }
     std::vector<std::function<int64_t()>> jobs;
-    // Experts' rows that a recorded merge read, which lie elsewhere at each run, and where: 0 for none.
+    // Experts' rows that a recorded merge reads: their address when recorded, and in the current run. 0 means none.
     Address given = 0, now = 0;
 };
 
-thread_local Tape* recorded = nullptr;  // where this thread's operations are noted while they run
+thread_local Tape* recorded = nullptr;  // receives this thread's operations while they run
 
 template <class Job>
 void perform(void (*operation)(const Job&), const Job& job) {
@@ -112,7 +112,7 @@ void head_linear(Address rows, int64_t row_stride, int64_t head_stride, Address 
                        weight_column, at<float>(out), n, heads, k, columns, wide});
 }
 
-// Which of Stored. Raises ValueError where it is none, or these kernels have it not.
+// Converts a number to Stored. Raises ValueError if it is invalid, or if these kernels do not support it.
 Stored stored_as(int number) {
     if (number < 0 || number > int(Stored::kCompressed)) throw nb::value_error("stored is 0, 1 or 2");
     if (Stored(number) == Stored::kCompressed && !active->compressed) {
@@ -128,7 +128,7 @@ int64_t experts(Address hidden, Address ids, Address gate, Address up, Address d
                            at<uint64_t>(down), at<float>(out), n, top_k, h, w, experts, stored_as(stored)});
 }
 
-// Not to be recorded: what it reads lies somewhere else each time.
+// It is not recorded, because it reads other memory at each call.
 void gathered_experts(const Matrix<const uint64_t>& table, int64_t h, int64_t w, int stored, nb::list parts) {
     Gathered batch;
     Stored as = stored_as(stored);
@@ -231,7 +231,7 @@ void set_threads(int threads, bool pin) {
     if (has_own_workshop()) throw std::runtime_error("this thread has a pool of its own: call shared_pool() first");
     try {
         outside_python([&] { shared_workshop().configure(threads, pin); });
-    } catch (const std::system_error& error) {  // the system has no more threads
+    } catch (const std::system_error& error) {  // the system cannot start more threads
         PyErr_SetString(PyExc_OSError, error.what());
         throw nb::python_error();
     }
@@ -256,13 +256,13 @@ void shared_pool() {
 
 NB_MODULE(_native, m) {
     using namespace moesaic;
-    // A child forked in the middle of another thread's operation would find the mutex taken for ever.
+    // In a child that is forked during another thread's operation, the mutex would otherwise stay locked forever.
     pthread_atfork([] { shared_workshop().busy.lock(); }, [] { shared_workshop().busy.unlock(); },
                    [] { shared_workshop().busy.unlock(); });
-    nb::set_leak_warnings(false);  // a recording may outlive the interpreter's last look
+    nb::set_leak_warnings(false);  // a recording may outlive the interpreter's leak check
     m.doc() = "CPU kernels over addresses and sizes; see ops.py for shapes";
     m.attr("ALL_HELD") = kAllHeld;
-    m.def("instruction_sets", names, "what this CPU can run, fastest first; behind portable: only by name");
+    m.def("instruction_sets", names, "sets that this CPU supports, fastest first; those after portable are used by name only");
     m.def("use", use, "name"_a);
     m.def("active", [] { return std::string(active->name); });
     m.def("set_threads", set_threads, "threads"_a, "pin"_a);

@@ -1,13 +1,13 @@
-// AVX-512 with BF16: rows that meet bf16 weights are rounded to bf16 too, and two products at a time are added
-// to a float32 sum. Nothing is widened. Numbers below 2^-126 count as zero.
+// AVX-512 with BF16. Rows that are multiplied by bf16 weights are rounded to bf16 too, and two products at a time are
+// added to a float32 sum. Nothing is converted to float. Numbers below 2^-126 count as zero.
 #pragma once
 
 namespace MOESAIC_ISA {
 
 struct Paired : bf16 {};  // a bf16 weight whose rows are rounded
-using Narrow = Paired;    // bf16 weights as products take them
+using Narrow = Paired;    // the type of bf16 weights in products
 
-using Pairs = __m512bh;  // a chunk, in its natural order
+using Pairs = __m512bh;  // a chunk in natural order
 
 inline Vec fma(Pairs a, Pairs b, Vec c) { return _mm512_dpbf16_ps(c, a, b); }
 

@@ -20,12 +20,12 @@
 namespace moesaic {
 namespace {
 
-constexpr int64_t kMoment = 10'000;        // nanoseconds that a thread spins and keeps its core
-constexpr int64_t kPatience = 2'000'000;   // and that it spins at all, before it sleeps
+constexpr int64_t kMoment = 10'000;        // nanoseconds that a thread spins without yielding its core
+constexpr int64_t kPatience = 2'000'000;   // nanoseconds that it spins at all before it sleeps
 #if defined(__SANITIZE_ADDRESS__)
-constexpr size_t kHugePage = SIZE_MAX;     // AddressSanitizer watches what malloc gives
+constexpr size_t kHugePage = SIZE_MAX;     // AddressSanitizer only checks memory from malloc
 #else
-constexpr size_t kHugePage = 1 << 21;      // bytes; scratch from here on comes from the system
+constexpr size_t kHugePage = 1 << 21;      // bytes; larger scratch memory is mapped from the system
 #endif
 
 int64_t now() {
@@ -64,7 +64,7 @@ void place_this_thread(const std::vector<int>& cpus) {
 #endif
 }
 
-thread_local Workshop* current = nullptr;  // null: the shared one
+thread_local Workshop* current = nullptr;  // null means the shared one
 
 }  // namespace
 
@@ -79,7 +79,7 @@ Pool::Pool(int threads, const std::vector<int>& cpus, Workshop* owner) {
                 work(worker);
             });
         }
-    } catch (...) {  // the system has no more threads
+    } catch (...) {  // the system cannot start more threads
         stop();
         throw;
     }
@@ -111,7 +111,7 @@ void Pool::run(int64_t count, Task task, void* context) {
     gate_ = kOpen;
     epoch_++;
     if (sleepers_ > 0) {
-        { std::lock_guard<std::mutex> lock(mutex_); }  // no worker is between its look and its sleep
+        { std::lock_guard<std::mutex> lock(mutex_); }  // waits for workers that are between their check and their sleep
         wake_.notify_all();
     }
     take_tasks(0);
@@ -132,7 +132,7 @@ void Pool::work(int worker) {
             wake_.wait(lock, [&] { return published(seen); });
             sleepers_--;
         }
-        seen = epoch_;  // first: stop() sets stop_ before it counts, so an end that is seen here is known below
+        seen = epoch_;  // must be read before stop_: stop() sets stop_ before it increments epoch_
         if (stop_) return;
         if (!arrive()) continue;
         take_tasks(worker);
@@ -157,15 +157,15 @@ bool Pool::arrive() {
 }
 
 void Pool::leave() {
-    if (gate_.fetch_sub(1) != 1) return;  // others are inside, or the caller still works
+    if (gate_.fetch_sub(1) != 1) return;  // other workers are inside, or the caller is still working
     if (caller_sleeps_) {
         { std::lock_guard<std::mutex> lock(mutex_); }
         done_.notify_one();
     }
 }
 
-// Whether `ready` came true within the patience. After a moment the core is offered to others meanwhile: who has
-// nothing else to run comes back at once, and whoever needs it loses no more than a switch.
+// Returns whether `ready` became true within kPatience. After kMoment the thread yields its core between checks. If no
+// other thread wants the core it continues at once; otherwise the other loses no more than a thread switch.
 bool Pool::spin_until(bool (Pool::*ready)(uint32_t) const, uint32_t seen) {
     int64_t start = now();
     while (!(this->*ready)(seen)) {
@@ -182,13 +182,13 @@ Memory::Memory(Memory&& other) noexcept
 
 namespace {
 
-// What is never written costs no memory, and what is given back leaves no hole among other allocations.
+// Mapped memory that is never written uses no RAM, and freeing it leaves no hole among other allocations.
 float* take(size_t bytes) {
     if (bytes < kHugePage) return static_cast<float*>(std::aligned_alloc(64, bytes));
     void* found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (found == MAP_FAILED) return nullptr;
 #if defined(MADV_HUGEPAGE)
-    madvise(found, bytes, MADV_HUGEPAGE);  // where the kernel has none it says so, and that is all
+    madvise(found, bytes, MADV_HUGEPAGE);  // an error means that the kernel has no huge pages, and is ignored
 #endif
     return static_cast<float*>(found);
 }
@@ -220,7 +220,7 @@ float* Memory::room(int64_t floats) {
 
 namespace {
 
-thread_local std::unique_ptr<Workshop> owned;  // ends with its thread
+thread_local std::unique_ptr<Workshop> owned;  // is destroyed at the end of its thread
 
 void after_fork() {  // in the child, which has one thread
     shared_workshop().forget_threads();
@@ -233,7 +233,7 @@ Workshop::~Workshop() { dismiss(); }
 
 void Workshop::dismiss() {
     pool_.reset();
-    if (!given_.empty()) place_this_thread(given_);  // new threads inherit its cores
+    if (!given_.empty()) place_this_thread(given_);  // since new threads inherit its CPUs
     given_.clear();
 }
 
@@ -275,12 +275,12 @@ void Workshop::configure(int threads, bool pin, std::vector<int> cpus) {
 float* Workshop::scratch(Slot slot, int64_t floats) { return memories_[slot].room(floats); }
 
 float* Workshop::worker_scratch(int worker, int64_t floats) {
-    if (worker_memories_.empty()) pool();  // small work runs without asking for the pool
+    if (worker_memories_.empty()) pool();  // small operations run without creating the pool
     return worker_memories_[size_t(worker)].room(floats);
 }
 
 Workshop& shared_workshop() {
-    static Workshop* one = new Workshop;  // never ends: threads may compute while the process exits
+    static Workshop* one = new Workshop;  // never destroyed: threads may compute while the process exits
     return *one;
 }
 

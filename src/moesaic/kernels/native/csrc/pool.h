@@ -1,5 +1,5 @@
-// Threads that compute, and the memory that their operations keep: one such workshop for the process, and one
-// for each thread that asks for its own. Threads that nobody needs sleep.
+// Threads that compute, and the memory of their operations. The process has one such Workshop, and each thread that
+// asks for one has its own. Idle threads sleep.
 #pragma once
 
 #include <atomic>
@@ -15,14 +15,14 @@ namespace moesaic {
 
 class Workshop;
 
-// A job is `count` tasks, claimed one at a time by whoever is free: the caller, and every worker that
-// arrives before the job is done. Nobody waits for a worker that has not arrived, so a worker without
-// a core costs its help and nothing else. Which thread runs a task never changes what it computes.
+// A job consists of `count` tasks. Free threads claim one task at a time: the caller, and every worker that arrives
+// before the job is done. Nobody waits for a worker that has not arrived, so a worker without a core only costs its
+// help. Which thread runs a task never affects its result.
 class Pool {
    public:
     using Task = void (*)(void* context, int64_t task, int worker);
 
-    // cpus: where each thread is pinned, the caller (0) among them; empty: nowhere. owner: whose memory workers use.
+    // cpus: CPUs that threads are pinned to, the caller (0) first; empty: not pinned. owner: whose memory workers use.
     Pool(int threads, const std::vector<int>& cpus, Workshop* owner);
     ~Pool();
     Pool(const Pool&) = delete;
@@ -30,7 +30,7 @@ class Pool {
 
     int threads() const { return int(workers_.size()) + 1; }
     void run(int64_t count, Task task, void* context);
-    // The task that whoever is free next will claim, if the job has it: most likely what the caller does next.
+    // The next task that a thread will claim, if the job has it: most likely the caller's next task.
     int64_t unclaimed() const { return next_.load(std::memory_order_relaxed); }
 
    private:
@@ -49,7 +49,7 @@ class Pool {
     void* context_ = nullptr;
     int64_t count_ = 0;
     alignas(64) std::atomic<int64_t> next_{0};
-    alignas(64) std::atomic<uint32_t> gate_{0};  // kOpen while workers may arrive, plus workers inside
+    alignas(64) std::atomic<uint32_t> gate_{0};  // kOpen while workers may arrive, plus the number of workers inside
     alignas(64) std::atomic<uint32_t> epoch_{0};
     std::atomic<bool> stop_{false};
     std::atomic<int> sleepers_{0};
@@ -60,7 +60,7 @@ class Pool {
     std::vector<std::thread> workers_;
 };
 
-// Memory that is kept from call to call, 64-byte aligned. A slot has one user at a time.
+// Memory that is reused from call to call, 64-byte aligned. A slot has one user at a time.
 enum Slot { kRows, kInner, kWork, kSlots };
 
 class Memory {
@@ -75,7 +75,7 @@ class Memory {
     int64_t size_ = 0;
 };
 
-// A pool and the memory of its operations. They compute one at a time: whoever starts one holds `busy`.
+// A pool and the memory of its operations. An operation holds `busy`, so one runs at a time.
 class Workshop {
    public:
     Workshop() = default;
@@ -84,15 +84,15 @@ class Workshop {
     Workshop& operator=(const Workshop&) = delete;
 
     // Replaces the pool, or fails and changes nothing. threads < 1: one per core that this process may use.
-    // cpus: where to pin; empty with `pin`: to all that this thread may use.
+    // cpus: CPUs to pin threads to. If it is empty and `pin` is true: all CPUs that this thread may use.
     void configure(int threads, bool pin, std::vector<int> cpus = {});
-    // Made when first used.
+    // The pool is created when it is first used.
     Pool& pool();
-    // CPUs that this thread might use before it was pinned.
+    // CPUs that this thread could use before it was pinned.
     std::vector<int> cpus() const;
     float* scratch(Slot slot, int64_t floats);
     float* worker_scratch(int worker, int64_t floats);
-    // In a forked child: threads do not survive, and their records leak.
+    // For a forked child: threads do not survive a fork, and the memory of their objects leaks.
     void forget_threads();
 
     std::mutex busy;
@@ -104,24 +104,24 @@ class Workshop {
     int threads_ = 0;
     bool pin_ = false;
     std::vector<int> cpus_;
-    std::vector<int> given_;  // of the thread that was pinned, before it was
+    std::vector<int> given_;  // CPUs of the thread before it was pinned
     Memory memories_[kSlots];
     std::vector<Memory> worker_memories_;
 };
 
-// The process's, for every thread that did not ask for its own.
+// The workshop of the process, for every thread without its own.
 Workshop& shared_workshop();
-// Where the calling thread computes: its own, the one whose worker it is, or the shared one.
+// The workshop of the calling thread: its own, that of which it is a worker, or the shared one.
 Workshop& workshop();
-// Gives the calling thread its own until it returns to the shared one, or ends.
+// Gives the calling thread its own workshop, until it returns to the shared one or ends.
 void own_workshop(int threads, std::vector<int> cpus);
 void return_to_shared();
 bool has_own_workshop();
 
-// Bytes of a core's first data cache; of a small one where the system does not say.
+// Bytes of a core's L1 data cache; the size of a small one if the system does not report it.
 int64_t nearest_cache();
 
-// Of the calling thread's workshop. Not inline: each instruction set would compile them for itself.
+// These use the calling thread's workshop. They are not inline: each instruction set would compile its own copy.
 Pool& pool();
 float* scratch(Slot slot, int64_t floats);
 float* worker_scratch(int worker, int64_t floats);

@@ -1,4 +1,4 @@
-// What is done row by row: norms, rotary positions, the top-k gate, the merge of the experts' rows.
+// Operations on single rows: norms, rotary embedding, the top-k gate, the merge of expert outputs.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace MOESAIC_ISA {
 
-inline Vec load_some(const float* p, int64_t count) {  // zeros behind
+inline Vec load_some(const float* p, int64_t count) {  // padded with zeros
     if (count >= LANES) return load(p);
     float lanes[LANES] = {};
     std::memcpy(lanes, p, size_t(count) * 4);
@@ -83,7 +83,8 @@ inline void rope(const moesaic::Rope& job) {
     });
 }
 
-// Zero for every expert outside the groups whose best expert is likeliest (of equal ones the first).
+// Sets the scores of all experts outside the best groups to zero. A group's score is that of its best expert; ties go
+// to the first group.
 inline void limit_groups(const moesaic::Gate& job, float* scores) {
     int64_t size = job.experts / job.groups;
     Array<float> best(job.groups);

@@ -1,15 +1,15 @@
-// Vectors of one instruction set: the same few names over AVX-512, AVX2 and portable code, and how rows meet
-// weights.
+// Vectors of one instruction set: the same few functions for AVX-512, AVX2 and portable code, and how rows are packed
+// for weights.
 //
-// Every operation is the same sequence of roundings whoever calls it, so a sum that is written once has
-// the same bits everywhere within one instruction set. The compiler may not contract or reorder: the
-// build passes -ffp-contract=off, and multiply-adds are asked for by name.
+// Every operation is the same sequence of roundings for every caller, so the same sum has the same bits everywhere
+// within one instruction set. The compiler must not contract or reorder: the build passes -ffp-contract=off, and
+// multiply-adds are called by name.
 #pragma once
 
-// For loops over registers: a call in between would spill them all. And for prefetches: GCC takes a function that
-// does nothing else for one without effects, and drops its calls.
+// For loops over registers, since a call within would spill them all. And for prefetches: GCC assumes that a function
+// which only prefetches has no effects, and drops its calls.
 #define MOESAIC_INLINE __attribute__((always_inline)) inline
-// So that what a loop indexes stays in registers.
+// Unrolls a loop, so that the elements it indexes stay in registers.
 #if defined(__clang__)
 #define MOESAIC_UNROLL _Pragma("unroll")
 #else
@@ -29,8 +29,8 @@
 
 namespace MOESAIC_ISA {
 
-// Weights are taken CHUNK at a time, as two vectors. For bf16 these are the even and the odd numbers (one
-// shift and one mask widen them), so rows that meet bf16 weights lie in memory in that order: `pack`.
+// Weights are read CHUNK at a time, as two vectors. For bf16 these are the even and the odd numbers, which one shift
+// and one mask convert to float. So rows for bf16 weights are stored in that order by `pack`.
 constexpr int64_t CHUNK = 2 * LANES;
 
 inline int64_t padded(int64_t count) { return (count + CHUNK - 1) / CHUNK * CHUNK; }
@@ -68,9 +68,9 @@ inline Vec low(const int8_t* p) { return widen_int8(p); }
 inline Vec high(const int8_t* p) { return widen_int8(p + LANES); }
 
 template <class T>
-constexpr bool kInOrder = sizeof(T) != 2;  // the vectors of a chunk are its halves
+constexpr bool kInOrder = sizeof(T) != 2;  // the two vectors of a chunk are its halves
 
-// The sums of a chunk of columns, one vector each of those above, in the columns' order.
+// Stores the sums of a chunk of columns, one vector for each vector above, in the order of the columns.
 template <class T>
 inline void store_chunk(float* to, Vec a, Vec b) {
     if constexpr (kInOrder<T>) {
@@ -80,16 +80,16 @@ inline void store_chunk(float* to, Vec a, Vec b) {
     }
 }
 
-constexpr int64_t BLOCK = 1024;  // numbers of a row whose products run over the same sums (dot.h)
+constexpr int64_t BLOCK = 1024;  // maximum numbers of a row whose products are added to the same sums (dot.h)
 
-// T's that so many numbers of a row take, where a row begins with the first of them.
+// Number of elements T that store this many numbers of a row, from its beginning.
 template <class T>
 constexpr int64_t span(int64_t numbers) {
     return numbers;
 }
 
-// How rows meet stored numbers of type T: the type that rows are packed in, and the vectors of a chunk, which
-// `fma` multiplies.
+// How rows are multiplied by stored numbers of type T: the type that rows are packed in, and the vectors of a chunk
+// that `fma` multiplies.
 template <class T>
 struct Form {
     using Row = float;
@@ -102,7 +102,7 @@ struct Form {
 template <class T>
 using RowOf = typename Form<T>::Row;
 
-// Where number i of a row lies once packed for weights of type T.
+// Index of number i of a row that is packed for weights of type T.
 template <class T>
 inline int64_t place(int64_t i) {
     if (kInOrder<T>) return i;
@@ -110,13 +110,13 @@ inline int64_t place(int64_t i) {
     return i - in + in / 2 + (in & 1) * LANES;
 }
 
-// Whether a tile makes floats of T's numbers before it multiplies.
+// Whether T's numbers must be converted to float before they are multiplied.
 template <class T>
 constexpr bool kToWiden = false;
 template <>
 constexpr bool kToWiden<bf16> = true;
 
-// stored [count] -> out [padded(count)] in the order of T's vectors, zeros behind.
+// stored [count] -> out [padded(count)] as float in the order of T's vectors, padded with zeros.
 template <class T>
 inline void widen(const T* stored, int64_t count, float* out) {
     int64_t whole = count / CHUNK * CHUNK;
@@ -131,21 +131,21 @@ inline void widen(const T* stored, int64_t count, float* out) {
 }
 
 template <class T>
-constexpr int64_t kTogether = 1;  // rows that are packed together
+constexpr int64_t kTogether = 1;  // number of rows that are packed together as a set
 
-// What a thread holds while it multiplies with weights of type T.
+// Register state that a thread needs while it multiplies by weights of type T.
 template <class T>
 struct Registers {
     Registers() {}
 };
 
-// So many rows, filled up to whole sets of those that are packed together.
+// Rounds a number of rows up to whole sets that are packed together.
 template <class T>
 inline int64_t in_sets(int64_t rows) {
     return (rows + kTogether<T> - 1) / kTogether<T> * kTogether<T>;
 }
 
-// row [count] -> out [padded(count)] in the order of T's vectors, zeros behind.
+// row [count] -> out [padded(count)] in the order of T's vectors, padded with zeros.
 template <class T>
 inline void pack(const float* row, int64_t count, RowOf<T>* out) {
     int64_t whole = count / CHUNK * CHUNK;
@@ -165,7 +165,7 @@ inline void pack(const float* row, int64_t count, RowOf<T>* out) {
     }
 }
 
-// The rows [count] of one set -> out [kTogether, padded(count)].
+// Packs the rows [count] of one set -> out [kTogether, padded(count)].
 template <class T>
 inline void pack_set(const float* const* rows, int64_t count, RowOf<T>* out) {
     pack<T>(rows[0], count, out);
@@ -179,15 +179,15 @@ inline void pack_set(const float* const* rows, int64_t count, RowOf<T>* out) {
 #include "pairs_avx512.h"
 #else
 namespace MOESAIC_ISA {
-using Narrow = bf16;  // bf16 weights as products take them
+using Narrow = bf16;  // the type of bf16 weights in products
 }
 #endif
 
 namespace MOESAIC_ISA {
 
 
-// exp(x) to about one unit in the last place; infinity where that is more than 2^127.5 or so, and below -87 it is
-// exp(-87). NaN stays NaN: of a NaN and a number, vmax and vmin give the second.
+// exp(x) to about one unit in the last place. It is infinity above about 2^127.5, and exp(-87) for x below -87. NaN
+// stays NaN, because vmin and vmax return their second argument if one is NaN.
 inline Vec exponential(Vec x) {
     x = vmin(set1(89.0f), vmax(set1(-87.0f), x));
     Vec n = nearest(mul(x, set1(1.44269504088896341f)));
@@ -211,7 +211,7 @@ inline Vec silu_times(Vec gate, Vec up) {
     return mul(divide(gate, below), up);
 }
 
-// A sum over lanes, always folded in halves: the order does not depend on where the vector came from.
+// Sums over lanes, always by halves, so that the order does not depend on where the vector came from.
 inline float total(Vec x) {
     float lanes[LANES];
     store(lanes, x);

@@ -1,4 +1,4 @@
-// AVX2 with FMA: 8 floats a vector.
+// AVX2 with FMA: 8 floats per vector.
 #pragma once
 
 #include <immintrin.h>
@@ -45,7 +45,7 @@ inline Vec widen_int8(const int8_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
 
-// Lanes [from, to) of a, the others of b.
+// Lanes [from, to) of a, and the other lanes of b.
 inline Vec inside(Vec a, Vec b, int64_t from, int64_t to) {
     __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     __m256i before = _mm256_cmpgt_epi32(_mm256_set1_epi32(int(from)), lanes);
@@ -53,7 +53,7 @@ inline Vec inside(Vec a, Vec b, int64_t from, int64_t to) {
     return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(in));
 }
 
-// a[0], b[0], a[1], b[1], ..
+// Stores a[0], b[0], a[1], b[1], ...
 inline void store_in_turn(float* p, Vec a, Vec b) {
     Vec low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
     store(p, _mm256_permute2f128_ps(low, high, 0x20)), store(p + LANES, _mm256_permute2f128_ps(low, high, 0x31));
@@ -62,7 +62,7 @@ inline void store_in_turn(float* p, Vec a, Vec b) {
 MOESAIC_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 MOESAIC_INLINE void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
-// The totals of four vectors, written to out[0..3].
+// Writes the totals of four vectors to out[0..3].
 inline void totals4(const Vec* x, float* out) {
     __m256 c = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(c), _mm256_extractf128_ps(c, 1)));

@@ -1,4 +1,4 @@
-// AVX-512 (F and BW): 16 floats a vector.
+// AVX-512 (F and BW): 16 floats per vector.
 #pragma once
 
 #include <immintrin.h>
@@ -10,8 +10,8 @@ namespace MOESAIC_ISA {
 using Vec = __m512;
 constexpr int64_t LANES = 16;
 constexpr int TILE_ROWS = 6, TILE_COLUMNS = 4;  // 24 sums, 4 weights and a row in 32 registers
-constexpr int WIDE_ROWS = 4, WIDE_COLUMNS = 6;  // where columns stay and rows pass by: as many sums, fewer rows
-constexpr int64_t MANY_ROWS = 32;               // from which on that pays
+constexpr int WIDE_ROWS = 4, WIDE_COLUMNS = 6;  // for multiply_near: as many sums, fewer rows
+constexpr int64_t MANY_ROWS = 32;               // minimum number of rows for which multiply_near is faster
 
 inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
@@ -42,18 +42,18 @@ inline Vec widen_int8(const int8_t* p) {
 }
 
 #if defined(MOESAIC_AVX512_BF16)
-// Two vectors as one of bf16, to nearest even.
+// Rounds two vectors to one vector of bf16, to nearest even.
 inline __m512i rounded(Vec low, Vec high) { return __m512i(_mm512_cvtne2ps_pbh(high, low)); }
 #endif
 
-// Lanes [from, to) of a, the others of b.
+// Lanes [from, to) of a, and the other lanes of b.
 inline Vec inside(Vec a, Vec b, int64_t from, int64_t to) {
     __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     __mmask16 in = _mm512_cmpge_epi32_mask(lanes, _mm512_set1_epi32(int(from)));
     return _mm512_mask_mov_ps(b, _mm512_mask_cmplt_epi32_mask(in, lanes, _mm512_set1_epi32(int(to))), a);
 }
 
-// a[0], b[0], a[1], b[1], ..
+// Stores a[0], b[0], a[1], b[1], ...
 inline void store_in_turn(float* p, Vec a, Vec b) {
     const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
@@ -68,7 +68,7 @@ inline __m256 fold512(Vec x) {
     return _mm256_add_ps(_mm512_castps512_ps256(x), upper);
 }
 
-// The totals of four vectors, written to out[0..3].
+// Writes the totals of four vectors to out[0..3].
 inline void totals4(const Vec* x, float* out) {
     __m256 a = _mm256_hadd_ps(fold512(x[0]), fold512(x[1]));
     __m256 b = _mm256_hadd_ps(fold512(x[2]), fold512(x[3]));
@@ -76,7 +76,7 @@ inline void totals4(const Vec* x, float* out) {
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(c), _mm256_extractf128_ps(c, 1)));
 }
 
-// The same of eight vectors, additions in the same order, half the instructions.
+// The same for eight vectors, with additions in the same order and half the instructions.
 MOESAIC_INLINE void totals8(const Vec* x, float* out) {
     Vec half[4], quarter[2];
     for (int i = 0; i < 4; i++) {

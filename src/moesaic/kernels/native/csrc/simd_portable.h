@@ -1,5 +1,5 @@
-// Any CPU, by the vector extension of GCC and Clang: 4 floats a vector. A multiply-add is two roundings
-// here, except on 64-bit ARM, which has the fused one.
+// For any CPU, with the vector extension of GCC and Clang: 4 floats per vector. A multiply-add rounds twice here,
+// except on 64-bit ARM, which has a fused one.
 #pragma once
 
 #include <cmath>
@@ -82,13 +82,13 @@ inline Vec widen_odd(const uint16_t* p) {
 
 inline Vec widen_int8(const int8_t* p) { return Vec{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
 
-// Lanes [from, to) of a, the others of b.
+// Lanes [from, to) of a, and the other lanes of b.
 inline Vec inside(Vec a, Vec b, int64_t from, int64_t to) {
     for (int64_t i = 0; i < LANES; i++) b[i] = i >= from && i < to ? a[i] : b[i];
     return b;
 }
 
-// a[0], b[0], a[1], b[1], ..
+// Stores a[0], b[0], a[1], b[1], ...
 inline void store_in_turn(float* p, Vec a, Vec b) {
     store(p, Vec{a[0], b[0], a[1], b[1]}), store(p + LANES, Vec{a[2], b[2], a[3], b[3]});
 }
@@ -96,7 +96,7 @@ inline void store_in_turn(float* p, Vec a, Vec b) {
 MOESAIC_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 MOESAIC_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p); }
 
-// The totals of four vectors, written to out[0..3].
+// Writes the totals of four vectors to out[0..3].
 inline void totals4(const Vec* x, float* out) {
     for (int i = 0; i < 4; i++) out[i] = (x[i][0] + x[i][1]) + (x[i][2] + x[i][3]);
 }

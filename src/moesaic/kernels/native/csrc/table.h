@@ -1,5 +1,5 @@
-// What one instruction set offers. Arrays are row-major and dense unless a stride is named; `wide` says
-// that stored numbers are float32, else they are bf16. Rows of a KV cache are those of cache.h.
+// The operations of one instruction set. Arrays are row-major, and dense unless a stride is given. `wide` means that
+// stored numbers are float32, otherwise they are bf16. Rows of a KV cache are stored as in cache.h.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct Linear {
 // A matrix per head: out[n, heads, columns] = rows[n, heads, k] times weight[heads, k, columns].
 struct HeadLinear {
     const float* rows;
-    int64_t row_stride;  // numbers from one row to the next; heads follow each other
+    int64_t row_stride;  // numbers from one row to the next
     int64_t head_stride;
     const void* weight;
     int64_t weight_head, weight_k, weight_column;  // strides in numbers; one of the last two is 1
@@ -36,7 +36,7 @@ struct HeadLinear {
 
 enum class Stored { kNarrow, kWide, kCompressed };  // bf16, float32, bf16 in 12 bits (compressed.h)
 
-struct Scattered {  // rows and answers that lie anywhere: those of a server's clients
+struct Scattered {  // rows and results at arbitrary addresses: those of a server's clients
     const uint64_t* rows;   // [n] addresses of [h]; null: the rows are not scattered
     const int64_t* row_of;  // [pairs]
     const uint64_t* out;    // [pairs] addresses of [h]
@@ -46,13 +46,13 @@ struct Scattered {  // rows and answers that lie anywhere: those of a server's c
 struct Experts {
     const float* hidden;  // [n, h]
     const int64_t* ids;   // [n, top_k]
-    const uint64_t* gate;  // [experts] addresses of [w, h], 0 where the expert is not held
+    const uint64_t* gate;  // [experts] addresses of [w, h], 0 for an expert that is not in this process
     const uint64_t* up;
     const uint64_t* down;  // [h, w]
     float* out;            // [n, top_k, h]
     int64_t n, top_k, h, w, experts;
     Stored stored;
-    Scattered apart = {};  // in place of hidden, top_k and out
+    Scattered apart = {};  // replaces hidden, top_k and out
 
     int64_t pairs() const { return apart.rows ? apart.pairs : n * top_k; }
     int64_t row_of(int64_t pair) const { return apart.rows ? apart.row_of[pair] : pair / top_k; }
@@ -77,11 +77,11 @@ struct Attention {
     const void* keys;    // [blocks, block_size, kv_heads, key_width]
     const void* values;  // the same with value_width, or null: the first value_width numbers of the key
     const int64_t* query_starts;   // [sequences + 1] rows of each sequence
-    const int64_t* context_lens;   // [sequences] tokens in the cache, this step's among them
+    const int64_t* context_lens;   // [sequences] tokens in the cache, including this step's
     const int64_t* block_tables;   // [sequences, table_width]
     float* out;                    // [n, heads, value_width]
     int64_t n, sequences, table_width, block_size, heads, kv_heads, key_width, value_width;
-    int64_t window;  // tokens that a row sees, itself among them; 0: all
+    int64_t window;  // tokens that a row attends to, including itself; 0: all
     float scale;
     int64_t item;  // bytes of a cached number: 4 float32, 2 bf16, 1 int8 (see cache.h)
 };
@@ -91,10 +91,10 @@ struct Store {
     const int64_t* slots;  // [n]
     void* cache;           // [slots, heads, width]
     int64_t n, heads, width;
-    int64_t item;  // as of Attention
+    int64_t item;  // as in Attention
 };
 
-// out = rows (+ added) over their root mean square, times weight; rows + added goes to `sum`.
+// out = rows (+ added) divided by their root mean square, times weight. rows + added is written to `sum`.
 struct Norm {
     const float* rows;   // [n] rows of h numbers, row_stride apart
     const float* added;  // [n, h] or null
@@ -105,7 +105,7 @@ struct Norm {
     float epsilon;
 };
 
-// Rotates the pairs of each head by the angles of its row's position; norms the head first when asked.
+// Rotates the pairs of each head by the angles of its row's position, after an optional norm of the head.
 struct Rope {
     const float* rows;  // [n, heads, width] with strides
     int64_t row_stride, head_stride;
@@ -139,7 +139,7 @@ struct Merge {
     int64_t n, top_k, h;
 };
 
-// out[n, width] = table[ids], widened.
+// out[n, width] = table[ids], converted to float.
 struct Embed {
     const void* table;  // [vocabulary, width]
     const int64_t* ids;  // [n]
@@ -148,7 +148,7 @@ struct Embed {
     bool wide;
 };
 
-// out[n, heads, left_width + right_width]: the numbers of `left`, then those of `right`.
+// out[n, heads, left_width + right_width]: `left` and `right` concatenated.
 struct Join {
     const float* left;
     const float* right;
@@ -159,13 +159,13 @@ struct Join {
 
 constexpr int64_t kAllHeld = -1;
 
-// Where weights are multiplied: all that rounding the rows changes.
+// Operations that multiply by weights: all that depends on whether rows are rounded.
 struct Products {
     const char* name;
-    bool compressed;  // whether experts may be
+    bool compressed;  // whether they support compressed experts
     void (*linear)(const Linear&);
     void (*head_linear)(const HeadLinear&);
-    int64_t (*experts)(const Experts&);  // kAllHeld, or which (token, rank) pair's is not
+    int64_t (*experts)(const Experts&);  // kAllHeld, or the (token, rank) pair whose expert is missing
     void (*gated_mlp)(const GatedMlp&);
 };
 

@@ -1,14 +1,15 @@
-// AMX with BF16: the products of 16 columns of weights and a panel of 16 rows in one instruction, 32 numbers of each at a
-// time. Weights are read where they lie; rows are rounded to bf16, as in pairs_avx512.h, and laid in panels once.
+// AMX with BF16: one instruction computes the products of 16 columns of weights and a panel of 16 rows, for 32 numbers
+// of each. Weights are read in place. Rows are rounded to bf16, as in pairs_avx512.h, and packed as panels once.
 //
-// Of 32 numbers the instruction adds the products with even numbers one after another, those with odd ones too, then both
-// to each other and that to the sum, always in this order. So a sum knows its row and its column and nothing beside them.
+// Of 32 numbers the instruction adds the products of the even ones one after another, and likewise those of the odd
+// ones. Then it adds the two results, and adds that to the sum. The order is always the same, so a sum only depends on
+// its row and its column.
 #pragma once
 
 namespace MOESAIC_ISA {
 
-struct Tiled : bf16 {};  // a bf16 weight whose rows are rounded and lie in panels
-using Narrow = Tiled;    // bf16 weights as products take them
+struct Tiled : bf16 {};  // a bf16 weight whose rows are rounded and packed as panels
+using Narrow = Tiled;    // the type of bf16 weights in products
 
 constexpr int64_t SIDE = 16;  // columns, or rows, of a tile
 
@@ -20,14 +21,15 @@ struct Form<Tiled> {
     using Row = bf16;
 };
 
-struct alignas(64) Shapes {  // of the eight tile registers, as the instruction reads it
+struct alignas(64) Shapes {  // shapes of the eight tile registers, in the format of the instruction
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t bytes_a_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE};
 };
 
-// A sixth of a microsecond to take, so once a task. Given back at its end: the kernel would save them at every switch of
-// threads, and a thread's next task may be another library's.
+// Tile registers of a task. Configuring them takes a sixth of a microsecond, so it is done once per task. They are
+// released at its end: otherwise the kernel would save them at every thread switch, and the thread's next task may be
+// another library's.
 template <>
 struct Registers<Tiled> {
     Registers() {
@@ -39,7 +41,7 @@ struct Registers<Tiled> {
     Registers& operator=(const Registers&) = delete;
 };
 
-// GCC's intrinsics do not tell the compiler that a tile is read from memory.
+// GCC's intrinsics do not tell the compiler that a tile load reads memory.
 template <int N>
 MOESAIC_INLINE void load_tile(const bf16* from, int64_t ld) {
     asm volatile("tileloadd (%0,%1,2), %%tmm%c2" ::"r"(from), "r"(ld), "i"(N) : "memory");
@@ -82,7 +84,7 @@ MOESAIC_INLINE void transpose(Vec (&x)[SIDE]) {
     }
 }
 
-// Numbers [i, i + CHUNK) of a row [count], or zeros behind its end, as pairs.
+// Numbers [i, i + CHUNK) of a row [count] as bf16 pairs, with zeros after its end.
 MOESAIC_INLINE Vec pairs_of(const float* row, int64_t i, int64_t count) {
     float rest[CHUNK];
     if (i + CHUNK > count) {
@@ -93,7 +95,7 @@ MOESAIC_INLINE Vec pairs_of(const float* row, int64_t i, int64_t count) {
     return _mm512_castsi512_ps(rounded(load(row + i), load(row + i + LANES)));
 }
 
-// Rows [count], null where there is none, as a panel: [CHUNK numbers][pair of them][row][2], zeros behind.
+// Packs rows [count], null for absent ones, as a panel [CHUNK numbers][pair][row][2], padded with zeros.
 template <>
 inline void pack_set<Tiled>(const float* const* rows, int64_t count, bf16* out) {
     for (int64_t i = 0; i < count; i += CHUNK) {
@@ -104,7 +106,7 @@ inline void pack_set<Tiled>(const float* const* rows, int64_t count, bf16* out) 
     }
 }
 
-// CHUNK numbers of C tiles of columns, ld apart, with those of P panels.
+// Multiplies CHUNK numbers of C tiles of columns, ld apart, by those of P panels.
 template <int C, int P, int c = 0>
 MOESAIC_INLINE void tiles_step(const Tiled* weights, int64_t ld, const bf16* rows, int64_t panel) {
     if constexpr (c == 0) load_tile<6>(rows, CHUNK);
@@ -137,8 +139,8 @@ struct Source {
     int64_t ld, k;
 };
 
-// block[column][row] of C tiles of columns and P panels, which are padded with zeros. `columns`: fewer than SIDE
-// if the only tile lacks some.
+// Computes block[column][row] for C tiles of columns and P panels, which are padded with zeros. columns: less than SIDE
+// if the only tile has fewer.
 template <int C, int P>
 inline void tiles(const Source& from, const bf16* panels, float* block, int64_t columns = SIDE) {
     int64_t panel = SIDE * padded(from.k), whole = C == 1 && columns < SIDE ? 0 : from.k / CHUNK * CHUNK;
@@ -149,7 +151,7 @@ inline void tiles(const Source& from, const bf16* panels, float* block, int64_t 
         tiles_step<C, P>(weights, from.ld, panels, panel);
         weights += CHUNK, panels += CHUNK * SIDE;
     }
-    for (int64_t i = whole; i < from.k; i += CHUNK) {  // the last numbers, or columns, behind which lies something else
+    for (int64_t i = whole; i < from.k; i += CHUNK) {  // the last numbers, or columns, after which other data follows
         alignas(64) Tiled copies[C * SIDE][CHUNK];
         std::memset(static_cast<void*>(copies), 0, sizeof copies);
         int64_t lines = C == 1 ? columns : C * SIDE, numbers = from.k - i < CHUNK ? from.k - i : CHUNK;
@@ -162,7 +164,7 @@ inline void tiles(const Source& from, const bf16* panels, float* block, int64_t 
     store_tiles<C, P>(block);
 }
 
-constexpr int64_t FEW = 4;  // rows that are sooner picked from a block than transposed with the others
+constexpr int64_t FEW = 4;  // maximum number of rows for which gathering is faster than transposing the block
 
 // from[0], from[stride], ...
 inline Vec lane_of(const float* from, int64_t stride) {
@@ -170,7 +172,7 @@ inline Vec lane_of(const float* from, int64_t stride) {
     return _mm512_i32gather_ps(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(int(stride))), from, 4);
 }
 
-// Where the blocks of a strip go: through one block to out[row * stride + column].
+// Writes the blocks of a strip to out[row * stride + column], through one temporary block.
 template <int P>
 struct ToRows {
     float* out;
@@ -199,7 +201,7 @@ struct ToRows {
     }
 };
 
-// Or one behind another: [columns][P * SIDE].
+// Writes the blocks of a strip one after another: [columns][P * SIDE].
 template <int P>
 struct ToBlocks {
     float* first;
@@ -208,7 +210,7 @@ struct ToBlocks {
     void done(int64_t, int64_t) {}
 };
 
-// Columns of a matrix and those that follow, or null. `fresh`: they come from memory, each fetched beside the one before.
+// Columns of a matrix and those that follow, or null. fresh: they come from memory, so each tile prefetches the next.
 struct Strip {
     const Tiled* weights;
     const Tiled* then;
@@ -223,7 +225,7 @@ struct Strip {
     }
 };
 
-// The columns of a strip from `column` on, C tiles at a time, then fewer.
+// Multiplies the columns of a strip from `column` on, C tiles at a time, then fewer.
 template <int C, int P, class To>
 inline void products(const Strip& strip, const bf16* panels, To& to, int64_t column = 0) {
     for (; column + C * SIDE <= strip.columns; column += C * SIDE) {
@@ -240,14 +242,14 @@ inline void products(const Strip& strip, const bf16* panels, To& to, int64_t col
     }
 }
 
-// A strip's products with P panels. What comes from memory comes faster the fewer columns are read at a time.
+// Multiplies a strip by P panels. Weights in memory are read faster if fewer columns are read at a time.
 template <int P, class To>
 inline void products_of(const Strip& strip, const bf16* panels, To&& to) {
     if constexpr (P == 2) return products<2, 2>(strip, panels, to);
     strip.fresh ? products<1, P>(strip, panels, to) : products<4, P>(strip, panels, to);
 }
 
-// As in dot.h, of n rows in panels.
+// As `multiply` in dot.h, for n rows in panels.
 template <class T>
 void multiply(const bf16* panels, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k, float* out,
               int64_t stride, const T* then = nullptr) {
