@@ -23,7 +23,7 @@ class Traffic:
     reduce_scatter: int = 0
     all_gather: int = 0
     all_to_all: int = 0
-    """Activations to experts, and their answers."""
+    """Activations sent to experts, and the experts' outputs."""
     metadata: int = 0
     """Metadata of an all-to-all's activations, and notes."""
     messages: int = 0
@@ -57,7 +57,7 @@ class Group(Protocol):
         ...
 
     def all_reduce(self, rows: FloatArray) -> FloatArray:
-        """The sum of each rank's addend, on every rank. All addends have the same shape."""
+        """Returns the sum of all ranks' addends, on every rank. All addends have the same shape."""
         ...
 
     def reduce_scatter(

@@ -135,7 +135,7 @@ class OneShotGroup:
         self._peers.close()
 
     def _open(self, counts: Sequence[int]) -> list[tuple[int, FloatArray]]:
-        """Begin a round: memory for this many numbers to each other rank."""
+        """Begins a round. Returns memory for this many numbers to each other rank."""
         sizes = [0 if rank == self.rank else FLOAT * count for rank, count in enumerate(counts)]
         views = self._peers.open(sizes)
         return [(rank, _floats(view)) for rank, view in enumerate(views) if rank != self.rank]
@@ -144,7 +144,7 @@ class OneShotGroup:
         return self._peers.exchange()
 
     def _sum(self, own: FloatArray) -> FloatArray:
-        """End the round: the sum of all ranks' addends, in the order of the ranks."""
+        """Ends the round. Returns the sum of all ranks' addends, in the order of the ranks."""
         total = np.empty_like(own)
         for rank, received in enumerate(self._exchange()):
             part = own if rank == self.rank else self._fitting(received, own.size)
@@ -155,13 +155,13 @@ class OneShotGroup:
         return total
 
     def _fitting(self, part: memoryview, count: int) -> FloatArray:
-        """`part` as `count` numbers. Raises ConnectionLost if it has another size."""
+        """Returns `part` as `count` numbers. Raises ConnectionLost if it has another size."""
         if len(part) != FLOAT * count:
             raise self._broken(f"a rank sent {len(part)} bytes where {FLOAT * count} were expected")
         return _floats(part)
 
     def _rows(self, part: memoryview, width: int) -> FloatArray:
-        """`part` as rows."""
+        """Returns `part` as rows. Raises ConnectionLost if its size does not fit."""
         if len(part) % (FLOAT * width):
             raise self._broken(f"a rank sent {len(part)} bytes, which are no rows of {width} numbers")
         return _floats(part).reshape(-1, width)
@@ -171,7 +171,7 @@ class OneShotGroup:
         return ConnectionLost(why)
 
     def _count(self, kind: str, metadata: int = 0) -> None:
-        """Count the bytes that the transport has sent since the last count as this kind."""
+        """Counts the bytes that the transport has sent since the last count as this kind."""
         payload = self._peers.sent - self._counted - metadata
         self._counted = self._peers.sent
         for name, count in ((kind, payload), ("metadata", metadata)):
@@ -179,7 +179,7 @@ class OneShotGroup:
 
 
 def local_group(size: int) -> list[OneShotGroup]:
-    """The ranks of a group whose ranks are threads of this process."""
+    """Returns the ranks of a group whose ranks are threads of this process."""
     return [OneShotGroup(peers) for peers in local_peers(size)]
 
 
@@ -188,7 +188,7 @@ def _floats(memory: memoryview) -> FloatArray:
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:
-    """[ranks + 1] where each rank's part begins."""
+    """Returns [ranks + 1] where each rank's part begins."""
     return [0, *itertools.accumulate(map(int, sizes))]
 
 
@@ -197,7 +197,7 @@ def _spans(starts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _pick(rows: FloatArray, order: IntArray | None, start: int, stop: int, into: FloatArray) -> None:
-    """Copy rows start to stop of rows[order]."""
+    """Copies rows start to stop of rows[order] to `into`."""
     out = into.reshape(-1, rows.shape[1])
     if order is None:
         out[...] = rows[start:stop]

@@ -1,4 +1,4 @@
-"""The packets of an all-to-all-v: the rows for one rank with what that rank needs to know about them.
+"""The packets of an all-to-all-v: the rows for one rank, and what that rank needs to know about them.
 
     rows, width of the metadata, width of a row     3 int64
     row numbers at the sender                       int32 [m]
@@ -28,7 +28,7 @@ _HEADER, _ALIGN = 24, 64
 
 @dataclass(frozen=True)
 class Outgoing:
-    """Some rows of a batch for one rank. They are gathered on their way into the transport."""
+    """Some rows of a batch for one rank. They are copied directly into the transport's memory."""
 
     hidden: FloatArray
     """[n, h] the whole batch."""
@@ -79,7 +79,7 @@ def packet_bytes(outgoing: Outgoing) -> int:
 
 
 def write_packet(outgoing: Outgoing, into: memoryview) -> None:
-    """Write the packet. `into` has `packet_bytes` bytes."""
+    """Writes the packet. `into` has `packet_bytes` bytes."""
     rows, top_k = outgoing.experts.shape
     width = outgoing.hidden.shape[1]
     np.frombuffer(into, np.int64, 3)[:] = rows, top_k, width
@@ -91,7 +91,7 @@ def write_packet(outgoing: Outgoing, into: memoryview) -> None:
 
 
 def read_packet(received: memoryview) -> Packet:
-    """Views of what arrived. Raises ConnectionLost if it is not a packet."""
+    """Returns views of a received packet. Raises ConnectionLost if it is not a packet."""
     if len(received) < _HEADER:
         raise ConnectionLost(f"a rank sent {len(received)} bytes, which is no packet")
     rows, top_k, width = np.frombuffer(received, np.int64, 3).tolist()

@@ -31,25 +31,29 @@ class Route:
     """[n, k] rank of the expert, or of the chosen copy."""
 
     def rows(self, rank: int) -> IntArray:
-        """[m] rows with an expert on that rank, ascending."""
+        """Returns [m] rows with an expert on that rank, ascending."""
         return np.flatnonzero((self.owners == rank).any(axis=1))
 
     def pairs(self, rank: int) -> tuple[IntArray, IntArray]:
-        """[p] row and [p] top-k index of each pair that goes to that rank, row by row, as in
-        `Packet.pairs`."""
+        """Returns [p] row and [p] top-k index of each pair that goes to that rank.
+
+        They are ordered by row, as in `Packet.pairs`.
+        """
         row, chosen = np.nonzero(self.owners == rank)
         return row, chosen
 
     def experts(self, rank: int) -> npt.NDArray[np.int32]:
-        """[m, k] the experts that those rows need there."""
+        """Returns [m, k] the experts on that rank that its rows need; NONE for experts elsewhere."""
         rows = self.rows(rank)
         there = self.owners[rows] == rank
         return np.where(there, self.expert_ids[rows], NONE).astype(np.int32)
 
 
 def dispatch(group: Group, route: Route, hidden: FloatArray, weights: FloatArray) -> list[Packet]:
-    """Send hidden [n, h] and gate weights [n, k] to the ranks of their experts. Returns [ranks] the packets
-    from each rank."""
+    """Sends hidden [n, h] and gate weights [n, k] to the ranks of their experts.
+
+    Returns [ranks] the packets from each rank.
+    """
     outgoing = []
     for rank in range(group.size):
         rows = route.rows(rank)
@@ -58,10 +62,10 @@ def dispatch(group: Group, route: Route, hidden: FloatArray, weights: FloatArray
 
 
 def combine_pairs(group: Group, route: Route, answers: Sequence[FloatArray]) -> FloatArray:
-    """Unweighted expert rows, one for each pair: answers[r] [p, h] for `Packet.pairs` of rank r -> [n, k,
-    h].
+    """Returns expert outputs [n, k, h], without gate weights, one for each pair.
 
-    A merge in top-k order then gives the bits of one process, whatever the placement.
+    answers[r] [p, h] are for `Packet.pairs` of rank r. A merge in top-k order then gives the bits of a single
+    process, whatever the placement.
     """
     pairs = [route.pairs(rank) for rank in range(group.size)]
     out = np.empty((*route.owners.shape, answers[0].shape[1]), np.float32)
@@ -71,10 +75,10 @@ def combine_pairs(group: Group, route: Route, answers: Sequence[FloatArray]) -> 
 
 
 def combine_sums(group: Group, route: Route, answers: Sequence[FloatArray]) -> FloatArray:
-    """One weighted sum for each row and rank: answers[r] [m, h] for the rows of rank r's packet -> [n, h].
+    """Returns [n, h]: the sum over ranks of one weighted sum per row.
 
-    This is fewer bytes than pairs. Sums are added in the order of the ranks, so they equal one process up
-    to rounding.
+    answers[r] [m, h] are for the rows of rank r's packet. This needs fewer bytes than pairs. Sums are added
+    in the order of the ranks, so they equal those of a single process up to rounding.
     """
     rows = [route.rows(rank) for rank in range(group.size)]
     out = np.zeros((len(route.owners), answers[0].shape[1]), np.float32)

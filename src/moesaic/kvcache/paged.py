@@ -1,5 +1,4 @@
-"""A paged KV cache: one tensor of blocks for each layer. The scheduler decides which request has which
-block."""
+"""A paged KV cache: one tensor of blocks per layer. The scheduler decides which request uses which block."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ class PagedKV:
         kernels: Kernels,
         at_once: bool = False,
     ) -> None:
-        """at_once: take all memory now, not when blocks are first written."""
+        """at_once: allocate all memory now, not when blocks are first written."""
         self._store = kernels.store
         self.device = device
         shape = (num_layers, num_blocks, block_size, layout.kv_heads)
@@ -48,7 +47,7 @@ class PagedKV:
             self._values = _zeros((*shape, width), dtype, device, at_once)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor) -> None:
-        """Store rows.
+        """Stores rows.
 
         key: [n, kv_heads, key_width]. value: [n, kv_heads, value_width], or None if it is part of the key.
         slots: [n] block * block_size + offset.
@@ -58,20 +57,23 @@ class PagedKV:
             self._store(self._values[layer], value, slots)
 
     def keys(self, layer: int) -> torch.Tensor:
-        """[blocks, block_size, kv_heads, stored width of a key]"""
+        """Returns [blocks, block_size, kv_heads, stored width of a key]."""
         return self._keys[layer]
 
     def values(self, layer: int) -> torch.Tensor:
-        """[blocks, block_size, kv_heads, stored width of a value], or [..., value_width] of the keys."""
+        """Returns [blocks, block_size, kv_heads, stored width of a value], or [..., value_width] of keys."""
         return self._values[layer]
 
 
 def _zeros(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, at_once: bool
 ) -> tuple[torch.Tensor, ...]:
-    """One tensor for each layer. On a CPU, the system provides the memory page by page, when a block is
-    first written, in huge pages, which numpy requests. A layer begins at a huge page. Blocks are given
-    out from the first on, so only the last used page is partly used."""
+    """Returns one tensor of zeros for each layer.
+
+    On a CPU, the system provides the memory page by page when a block is first written. numpy requests huge
+    pages, and each layer begins at one. Blocks are used from the first on, so only the last page in use is
+    partly used.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device).unbind()
     size = math.prod(shape[1:]) * dtype.itemsize

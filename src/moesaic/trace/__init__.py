@@ -1,6 +1,5 @@
-"""Traces: what every process of a run did and when, in a file that opens in Perfetto
-(https://ui.perfetto.dev).
+"""Traces: what every process of a run did and when, in a file for Perfetto (https://ui.perfetto.dev).
 
 Each process writes its own part (track). The process that started them joins the parts (parts). Observers
-in `runtime.tracing` and `experts.tracing` decide what is written; without `--trace` there are none.
+in `runtime.tracing` and `experts.tracing` decide what is written. Without `--trace` there are none.
 """

@@ -22,7 +22,7 @@ MOST = 1 << 16
 
 
 def part_of(trace: str | None, process: str, incarnation: int = 1) -> str | None:
-    """The file that a process writes its part of the trace `trace` into; None: there is no trace.
+    """Returns the file for a process's part of the trace `trace`; None: there is no trace.
 
     Example: "t.json", "expert server 0", 2 -> "t.json.parts/expert-server-0.2.json"
     """
@@ -32,7 +32,7 @@ def part_of(trace: str | None, process: str, incarnation: int = 1) -> str | None
 
 
 def whole_of(part: str | None) -> str | None:
-    """The trace that a part belongs to, as typed. Example: t.json.parts/expert-server-0.2.json -> t.json"""
+    """Returns the trace of a part, as typed. Example: t.json.parts/expert-server-0.2.json -> t.json"""
     return None if part is None else str(Path(part).parent).removesuffix(PARTS)
 
 
@@ -54,7 +54,7 @@ def folder_of(file: Path) -> Path:
 
 @contextmanager
 def collecting(trace: str | None) -> Iterator[None]:
-    """Join the parts that the block's processes write, once the block and they have ended.
+    """Joins the parts that the block's processes write, once the block and they have ended.
 
     A run that wrote nothing leaves no file. None: there is no trace. Raises ConfigError, before the block,
     if the file cannot be written.
@@ -77,7 +77,7 @@ def collecting(trace: str | None) -> Iterator[None]:
 
 
 def join(file: Path) -> None:
-    """Join all parts of the trace `file` into it as one JSON object, then remove them.
+    """Joins all parts of the trace `file` into it as one JSON object, then removes them.
 
     If no process wrote a part, the file stays as it is.
     """
@@ -90,7 +90,7 @@ def join(file: Path) -> None:
 
 
 def events(part: Path) -> Iterator[str]:
-    """The events of a part, each as JSON. An incomplete last event is left out."""
+    """Yields the events of a part, each as JSON. An incomplete last event is left out."""
     with part.open(encoding="utf-8") as lines:
         for line in lines:
             if line.endswith("},\n"):
@@ -109,7 +109,7 @@ def _write(file: Path, parts: list[Path]) -> None:
 
 
 def _prepare(trace: str, file: Path) -> None:
-    """Make an empty folder for the parts. Parts of a killed run are removed."""
+    """Makes an empty folder for the parts. Removes parts of a killed run."""
     try:
         file.open("a").close()
         folder = folder_of(file)

@@ -1,13 +1,13 @@
-"""Recording of routing while requests are served: files of attention workers, collected into a profile.
+"""Records routing while requests are served: attention workers write files, which are collected in a profile.
 
-For a profile FILE, each worker writes into the folder FILE.parts
+For a profile FILE, each worker writes to the folder FILE.parts
 
-    memory                              the value of --record-routing-memory, for workers whose model needs
-    more attention-worker-0.1.json           its model
+    memory                              value of --record-routing-memory, for workers whose model needs more
+    attention-worker-0.1.json           its model
     attention-worker-0.1.000000.rows    records of `core.routing`, then .000001.rows and so on
 
-and the process that started the workers collects them. It removes a file of rows once it has read all of
-it. The files are memory-mapped, so a killed worker leaves all that it has written.
+The process that started the workers collects them. It removes a file of rows once it has read all of it.
+The files are memory-mapped, so a killed worker leaves all that it has written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moesaic.trace.parts import folder_of, whole_of
 
 LOG = logging.getLogger(__name__)
 MEMORY = "memory"
-"""Name of the file."""
+"""Name of the file with the memory limit."""
 WINDOW = 1 << 22
 """Bytes of a file of rows."""
 INTERVAL = 60.0
@@ -40,14 +40,14 @@ INTERVAL = 60.0
 OPEN_SHARE = 0.25
 """Share of the memory for rows of requests that have not ended."""
 PARTS = 40
-"""Bits of a request's id. The bits above hold the number of the part that it comes from."""
+"""Bits of a request's id. The bits above are the number of the part that it comes from."""
 
 
 class RowFile:
-    """A RowSink: the files of one worker. A full disk ends the recording, not the worker."""
+    """A RowSink that writes the files of one worker. A full disk ends the recording, not the worker."""
 
     def __init__(self, part: Path, model: RoutedModel) -> None:
-        """part: the .json file, see `parts.part_of`, in a folder made by `prepare`.
+        """part: the .json file (see `parts.part_of`), in a folder made by `prepare`.
 
         Raises ConfigError if it cannot be written, or if the memory is too small for the model's counts.
         """
@@ -59,7 +59,7 @@ class RowFile:
         self._window: Rows | None = None
         try:
             _check_memory(model, part.with_name(MEMORY).read_text(encoding="utf-8"))
-            self._turn()
+            self._open_next()
             unfinished = part.with_suffix(".tmp")
             unfinished.write_text(json.dumps(asdict(model)), encoding="utf-8")
             unfinished.replace(part)
@@ -72,22 +72,22 @@ class RowFile:
         while len(rows) and self._window is not None:
             fitting = rows[: self._capacity - self._at]
             into = self._window[self._at : self._at + len(fitting)]
-            for name in self._kind.names or ():  # the request last: it marks the record as complete
+            for name in self._kind.names or ():  # the request id last: it marks the record as complete
                 into[name] = fitting[name]
             self._at += len(fitting)
             rows = rows[len(fitting) :]
             if self._at == self._capacity:
-                self._go_on()
+                self._open_next_or_stop()
 
-    def _go_on(self) -> None:
+    def _open_next_or_stop(self) -> None:
         try:
-            self._turn()
+            self._open_next()
         except OSError as error:
             self._window = None
             LOG.warning("%s: %s; this worker's routing ends here", self._part, error.strerror)
 
-    def _turn(self) -> None:
-        """Open the next file. It is written before it is mapped: a full disk would else kill the process."""
+    def _open_next(self) -> None:
+        """Opens the next file. It is written before it is mapped; else a full disk would kill the process."""
         self._number, self._at, self._window = self._number + 1, 0, None
         path = _rows_of(self._part, self._number)
         blank = memoryview(bytes(self._capacity * self._kind.itemsize))
@@ -104,7 +104,7 @@ class RowFile:
 
 @dataclass
 class _Part:
-    """How far a worker's files have been read."""
+    """How far the files of a worker have been read."""
 
     path: Path
     number: int
@@ -114,7 +114,7 @@ class _Part:
 
 
 class Collector:
-    """Reads what the workers write and makes a profile of it. For one thread at a time."""
+    """Reads what the workers write and makes a profile of it. Used by one thread at a time."""
 
     def __init__(self, file: Path, most_bytes: int) -> None:
         self._file = file
@@ -126,7 +126,7 @@ class Collector:
         self._saved = 0
 
     def collect(self) -> None:
-        """Read everything written so far."""
+        """Reads everything written so far."""
         for path in sorted(folder_of(self._file).glob("*.json")):
             part = self._parts.setdefault(path, _Part(path, len(self._parts)))
             model = self._model = self._model or _read_model(path)
@@ -141,14 +141,14 @@ class Collector:
             self._tally.add(self._assembly.take()[1])
 
     def save(self, last: bool = False) -> None:
-        """Write the profile if there is anything new. last: compress it."""
+        """Writes the profile if there is anything new. last: compress it."""
         tally = self._tally
         if tally is not None and tally.requests and (last or tally.requests > self._saved):
             tally.profile().save(self._file, compress=last)
             self._saved = tally.requests
 
     def sum_up(self, share: float) -> None:
-        """Log what the profile lacks, if a worker wrote anything. share: of --record-routing-share."""
+        """Logs what the profile lacks, if a worker wrote anything. share: of --record-routing-share."""
         if self._tally is None or self._assembly is None:
             return
         left_out = self._tally.left_out + self._assembly.given_up
@@ -162,10 +162,10 @@ class Collector:
 
 @contextmanager
 def recording(config: RecordConfig, interval: float = INTERVAL) -> Iterator[None]:
-    """Record the routing of the block's workers. A thread updates the profile; the end of the block does
-    too.
+    """Records the routing of the block's workers.
 
-    interval: seconds between updates. Raises ConfigError, before the block, if the file cannot be written.
+    A thread updates the profile every `interval` seconds, and the end of the block does too. Raises
+    ConfigError, before the block, if the file cannot be written.
     """
     if config.record_routing is None:
         yield
@@ -202,19 +202,19 @@ def _keep_up(collector: Collector, over: threading.Event, interval: float) -> No
 
 
 def _check_memory(model: RoutedModel, memory: str) -> None:
-    """Raises ConfigError if the memory is too small to count anything."""
+    """Raises ConfigError if the memory is too small for the empty counts."""
     if _tally(model, parse_bytes("--record-routing-memory", memory)).full:
         allowed = "more: the empty counts of this model need it"
         raise ConfigError.field("--record-routing-memory", memory, allowed)
 
 
 def _tally(model: RoutedModel, most_bytes: int) -> Tally:
-    """A tally with the memory that rows of open requests leave."""
+    """Returns a tally that uses the memory left beside rows of open requests."""
     return Tally(model, most_bytes - int(OPEN_SHARE * most_bytes))
 
 
 def _capacity(model: RoutedModel) -> int:
-    """Records in a file."""
+    """Returns the number of records in a file."""
     return max(1, WINDOW // model.row.itemsize)
 
 
@@ -229,7 +229,7 @@ def _read_model(part: Path) -> RoutedModel:
 
 
 def _unread(part: _Part, model: RoutedModel) -> Iterator[Rows]:
-    """New rows of a part, file by file."""
+    """Yields new rows of a part, file by file."""
     path = _rows_of(part.path, part.file)
     while path.is_file():
         rows = np.fromfile(path, model.row, offset=part.at * model.row.itemsize)
@@ -245,9 +245,9 @@ def _unread(part: _Part, model: RoutedModel) -> Iterator[Rows]:
 
 
 def prepare(file: Path, memory: str) -> None:
-    """Make an empty folder for the parts of the profile `file`. Parts of a killed run are removed.
+    """Makes an empty folder for the parts of the profile `file`. Removes parts of a killed run.
 
-    memory: of --record-routing-memory. Raises ConfigError if the folder cannot be made.
+    memory: value of --record-routing-memory. Raises ConfigError if the folder cannot be made.
     """
     try:
         file.open("ab").close()

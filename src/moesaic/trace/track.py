@@ -1,7 +1,7 @@
 """One process's part of a trace: rows of spans, in a file that outlives the process.
 
-Events are lines of Chrome's trace event format. They are written into mapped memory of the file, so they
-survive the process. There is no buffer to flush; SIGKILL loses at most the line that it interrupts.
+Events are lines of Chrome's trace event format. They are written to mapped memory of the file, so they
+survive the process. There is no buffer to flush. SIGKILL loses at most the line that it interrupts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moesaic.trace.parts import order_of, process_of, whole_of
 
 LOG = logging.getLogger(__name__)
 WINDOW = 1 << 20
-"""Bytes of the file that are mapped at a time, some 8000 events."""
+"""Bytes of the file that are mapped at a time, enough for about 8000 events."""
 
 
 MOST_IDS = 1 << 22
@@ -28,13 +28,13 @@ MOST_IDS = 1 << 22
 
 
 class Row:
-    """Another row of a process, for the same thread."""
+    """An additional row of a process, used by the same thread."""
 
     def __init__(self, write: Callable[..., None]) -> None:
         self._write = write
 
     def span(self, name: str, begin: float, end: float, **arguments: object) -> None:
-        """As `Track.span`, in this row."""
+        """As `Track.span`, for this row."""
         self._write("X", name, args=arguments, **_microseconds(begin, end))
 
 
@@ -45,7 +45,7 @@ class Track:
     """
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        """path: from `parts.part_of`. clock: seconds, monotonic, the same for all processes of a host.
+        """path: from `parts.part_of`. clock: monotonic seconds, the same clock for all processes of a host.
 
         Raises ConfigError if the file cannot be written.
         """
@@ -65,7 +65,7 @@ class Track:
         self._name_row()
 
     def span(self, name: str, begin: float, end: float, **arguments: object) -> None:
-        """Write a span from `begin` to `end`, in seconds.
+        """Writes a span from `begin` to `end`, in seconds.
 
         Both are rounded down to whole microseconds, so nested and adjacent spans stay so. Example:
         span("layer 3", 1.0000019, 1.0000051, rows=8) is at 1000001, with length 4.
@@ -73,7 +73,7 @@ class Track:
         self._event("X", name, args=arguments, **_microseconds(begin, end))
 
     def row(self, name: str, number: int) -> Row:
-        """Another row of this process, `number` (from 1) rows below the first.
+        """Adds another row of this process, `number` (from 1) rows below the first.
 
         Example: row("link down", 3) of expert server 0 -> "expert server 0: link down"
         """
@@ -82,22 +82,22 @@ class Track:
         return Row(partial(self._event, ids=ids))
 
     def count(self, what: str, value: int) -> None:
-        """Write the new value of a counter, which has a row of its own below the others.
+        """Writes the new value of a counter, which has its own row below the others.
 
-        Perfetto shows the argument's name behind the event's: "expert server 0: pairs waiting".
+        Perfetto shows the argument's name after the event's: "expert server 0: pairs waiting".
         """
         self._event("C", f"{self._process}:", ts=int(self.now() * 1e6), args={what: value})
 
     def close(self) -> None:
-        """Close the file; nothing more is written. A process that ends need not close it."""
+        """Closes the file; nothing more is written. A process that ends need not close it."""
         if self._window is not None:
             self._window.close()
             self._window = None
         os.close(self._file)
 
     def _name_row(self) -> None:
-        """The viewer shows the starting process as a process and the others as its threads, in rows below
-        it."""
+        """Names the row. The viewer shows the starting process as a process and the others as its threads,
+        in rows below it."""
         self._event("M", "process_name", args={"name": "moesaic"})
         self._name(self._process)
 
@@ -106,7 +106,7 @@ class Track:
         self._event("M", "thread_sort_index", ids, args={"sort_index": order_of(self._process)})
 
     def _event(self, kind: str, name: str, ids: Mapping[str, int] | None = None, **fields: object) -> None:
-        """Write an event. ids: of the row, if it is not the first."""
+        """Writes an event. ids: those of the row, if it is not the first."""
         if self._window is None:
             return
         event = {"ph": kind, "name": name, **(ids or self._ids), **fields}
@@ -114,7 +114,7 @@ class Track:
 
     def _write(self, line: bytes) -> None:
         if self._at + len(line) > WINDOW:
-            self._turn()
+            self._advance()
         window = self._window
         if window is not None:
             end = self._at + len(line)
@@ -122,8 +122,8 @@ class Track:
             window[end - 1] = line[-1]  # the end of the line marks it as complete
             self._at = end
 
-    def _turn(self) -> None:
-        """Continue in the next window."""
+    def _advance(self) -> None:
+        """Continues in the next window."""
         old, self._window = self._window, None
         if old is not None:
             old.close()
@@ -133,7 +133,8 @@ class Track:
             LOG.warning("%s: %s; the trace of this process ends here", self._path, error.strerror)
 
     def _next_window(self) -> mmap.mmap:
-        """Map the next window. It is written before it is mapped: a full disk would else kill the process."""
+        """Maps the next window. It is written before it is mapped: a full disk would otherwise kill the
+        process."""
         blank = memoryview(b" " * WINDOW)
         written = 0
         while written < WINDOW:
@@ -145,6 +146,6 @@ class Track:
 
 
 def _microseconds(begin: float, end: float) -> dict[str, Any]:
-    """Begin and length, both rounded down. Example: 1.0000019 to 1.0000051 -> at 1000001, with length 4."""
+    """Returns begin and length, rounded down. Example: 1.0000019 to 1.0000051 -> 1000001, length 4."""
     start = int(begin * 1e6)
     return {"ts": start, "dur": int(end * 1e6) - start}
