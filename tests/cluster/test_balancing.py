@@ -34,19 +34,19 @@ def busy(seconds: float) -> ExpertServerStats:
 
 def test_counts_go_on_when_a_process_is_replaced() -> None:
     loads = Loads(1, 2, seconds=10.0)
-    loads.heard(0, 1, busy(1.0), [[5, 0]])
-    loads.heard(0, 1, busy(2.0), [])
-    loads.heard(0, 1, busy(3.0), [[8, 1]])
-    loads.heard(0, 2, busy(0.5), [[2, 0]])
-    loads.heard(1, 1, busy(0.0), [[0, 4]])
+    loads.add_report(0, 1, busy(1.0), [[5, 0]])
+    loads.add_report(0, 1, busy(2.0), [])
+    loads.add_report(0, 1, busy(3.0), [[8, 1]])
+    loads.add_report(0, 2, busy(0.5), [[2, 0]])
+    loads.add_report(1, 1, busy(0.0), [[0, 4]])
     assert loads.total.tolist() == [[10, 5]]
 
 
 def test_the_window_slides_and_forgets_who_left() -> None:
     loads = Loads(1, 2, seconds=10.0)
     loads.tick(0.0, [0, 1])
-    loads.heard(0, 1, busy(0.5), [[6, 0]])
-    loads.heard(1, 1, busy(0.0), [[0, 2]])
+    loads.add_report(0, 1, busy(0.5), [[6, 0]])
+    loads.add_report(1, 1, busy(0.0), [[0, 2]])
     loads.tick(1.0, [0, 1])
     assert loads.window().tolist() == [[6, 2]]
     assert loads.balancedness().tolist() == [pytest.approx(4 / 6)]
@@ -62,7 +62,7 @@ def test_the_window_slides_and_forgets_who_left() -> None:
 
 def test_a_report_of_another_shape_is_not_counted() -> None:
     loads = Loads(1, 2, seconds=10.0)
-    loads.heard(0, 1, busy(0.0), [[1, 2, 3]])
+    loads.add_report(0, 1, busy(0.0), [[1, 2, 3]])
     assert loads.total.tolist() == [[0, 0]]
 
 
@@ -76,7 +76,7 @@ def filled(balancing: Balancing, load: list[list[int]], share: float) -> float:
     for step in range(1, INTERVALS + 1):
         for server in (0, 1):
             half = (np.array(load) * step).tolist()
-            balancing.loads.heard(server, 1, busy(step * interval * share), half)
+            balancing.loads.add_report(server, 1, busy(step * interval * share), half)
         balancing.loads.tick(step * interval, [0, 1])
     return balancing._cluster.rebalance_interval
 

@@ -175,7 +175,7 @@ def test_whoever_says_something_else_first_is_dropped(
         peer.send(word)
         with pytest.raises(ConnectionLost):
             peer.receive(20.0)
-        what = f"it said {type(word).__name__}, not Enlist with a positive capacity"
+        what = f"it sent {type(word).__name__}, not Enlist with a positive capacity"
         assert lines.get(timeout=20.0) == f"dropped {name} at {doorway.address}: {what}"
         assert welcome == [] and lines.empty()
     finally:

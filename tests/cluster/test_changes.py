@@ -101,7 +101,7 @@ class Scene:
 
     def holds(self, member: Member) -> None:
         """Its answer."""
-        member.holds, member.stage = member.told, Stage.SERVING
+        member.confirmed_hold, member.stage = member.last_hold, Stage.SERVING
 
     def settle(self) -> None:
         self.members.workers[0].settled = self.publisher.version

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from moesaic.cluster import local
-from moesaic.cluster.change_queue import ChangeQueue, _Wanted
+from moesaic.cluster.change_queue import ChangeQueue, _QueuedChange
 from moesaic.commands.processes import as_lines
 from moesaic.config import ClusterConfig, ExpertServerConfig
 from moesaic.core.errors import ConnectionLost, ScalingError
@@ -136,12 +136,12 @@ def test_that_nobody_watches_is_told() -> None:
         assert not status["watched"] and len(status["processes"]) == 3
         [failure] = status["failures"]
         assert failure["what"] == (
-            "the supervisor ended, nobody watches the processes any more: SystemExit: a bug"
+            "the supervisor has stopped, so processes are not restarted any more: SystemExit: a bug"
         )
-        assert "nobody watches the processes any more: what dies now stays dead" in as_lines(
+        assert "the supervisor has stopped, so processes are not restarted any more" in as_lines(
             asdict(served.supervisor.report())
         )
-        with pytest.raises(ScalingError, match="nobody watches"):
+        with pytest.raises(ScalingError, match="the supervisor has stopped"):
             served.supervisor.scale(expert_servers=3).result(10)
         inbox = served.supervisor._members.inbox
         while not inbox.empty():
@@ -195,7 +195,7 @@ def test_a_change_under_way_ends_with_the_watch() -> None:
         future = served.supervisor.scale(expert_servers=3)
         served.until(lambda: served.supervisor.report().change is not None)
         unwatch(served)
-        with pytest.raises(ScalingError, match="nobody watches"):
+        with pytest.raises(ScalingError, match="the supervisor has stopped"):
             future.result(10)
         assert served.supervisor.report().change is None
 
@@ -206,9 +206,12 @@ def test_without_any_worker_left_and_nobody_to_start_one_the_service_ends() -> N
     with cluster(expert_servers=1) as served:
         unwatch(served)
         served.submit(*workload(1, TOKENS))
-        with pytest.raises(ConnectionLost, match="attention worker 0 was the last one"):
+        with pytest.raises(ConnectionLost, match="attention worker 0 was the last attention worker"):
             served.finish(Plan((5, killing(served, "attention worker 0"))))
-        assert served.supervisor.how_it_ended() == "nobody watches the processes any more"
+        assert (
+            served.supervisor.how_it_ended()
+            == "the supervisor has stopped, so processes are not restarted any more"
+        )
 
 
 @SLOW
@@ -217,7 +220,7 @@ def test_a_watch_that_ends_while_the_only_worker_is_away_ends_the_service() -> N
     with cluster(expert_servers=1) as served:
         served.supervisor._router.leave(0)
         doing(served, raising(SystemExit("a bug")))()
-        with pytest.raises(ConnectionLost, match="nobody watches"):
+        with pytest.raises(ConnectionLost, match="the supervisor has stopped"):
             served.until(lambda: False)
 
 
@@ -274,12 +277,12 @@ def test_a_change_that_breaks_is_not_done() -> None:
         yield
         raise KeyError("a bug")
 
-    steering._queue.append(_Wanted("scaling", breaking(), future))
+    steering._queue.append(_QueuedChange("scaling", breaking(), future))
     steering.advance(0.0)
     with pytest.raises(KeyError):
         steering.advance(0.0)
     assert steering.under_way is None
-    with pytest.raises(ScalingError, match="scaling broke off: KeyError: 'a bug'"):
+    with pytest.raises(ScalingError, match="scaling failed: KeyError: 'a bug'"):
         future.result(0)
     steering.stop("the end")
     scene.members.stop()

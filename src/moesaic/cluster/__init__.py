@@ -1,1 +1,1 @@
-"""The processes of a cluster: a supervisor that restarts them, a router for requests, scaling and joining."""
+"""The processes of a cluster: a supervisor that restarts them, request routing, scaling, and joining."""

@@ -42,9 +42,9 @@ class Balancing:
         self._missed = 0
 
     def rebalanced(self, now: float, placement: Placement, servers: Mapping[int, float]) -> Placement | None:
-        """The next placement, if moving to it pays. Usually None, and always None between two intervals.
+        """Returns the next placement if moving to it pays off, and None otherwise.
 
-        servers: id -> capacity weight.
+        It always returns None between two intervals. servers: id -> capacity weight.
         """
         if now < self._next or not self.loads.full():
             return None
@@ -62,7 +62,7 @@ class Balancing:
     def wanted_servers(
         self, now: float, waiting: int, busy: Mapping[Process, float], servers: int, missed: int = 0
     ) -> int:
-        """How many expert servers there should be, given `servers` now.
+        """Returns how many expert servers there should be, given `servers` now.
 
         waiting: number of requests that wait. busy: process -> seconds that it has computed so far. missed:
         number of missed latency objectives so far.
@@ -78,7 +78,7 @@ class Balancing:
 
 
 def autoscale_rule(cluster: ClusterConfig) -> AutoscaleRule | None:
-    """The rule that --autoscale states; None without it.
+    """Returns the rule of --autoscale; None without it.
 
     Raises ConfigError if it is not MIN:MAX or contradicts other flags.
     """
@@ -98,6 +98,6 @@ def autoscale_rule(cluster: ClusterConfig) -> AutoscaleRule | None:
 
 
 def autoscaler(cluster: ClusterConfig) -> Autoscaler | None:
-    """The autoscaler of `cluster`; None if the number of servers changes only by command."""
+    """Returns the autoscaler of `cluster`; None if the number of servers changes only by command."""
     rule = autoscale_rule(cluster)
     return None if rule is None else Autoscaler(rule)

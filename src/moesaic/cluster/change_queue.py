@@ -1,7 +1,6 @@
-"""The changes that a cluster is waiting to make: requested by users, by joining servers, and by its own
-load.
+"""The changes that a cluster has still to make: requested by users, by joining servers, or by its own load.
 
-Changes happen one at a time, in the order of the requests. Changes that the load requests come last.
+Changes happen one at a time, in the order of the requests. Changes due to load come last.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from moesaic.core.tokens import IntArray
 
 LOG = logging.getLogger(__name__)
 RETRY_SECONDS = 5.0
-"""Seconds to wait after a failed change that the load had requested."""
+"""Seconds to wait after a failed change that was due to load or to a lost server."""
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _QueuedChange:
     what: str
     """Description for people."""
     change: Change
@@ -54,7 +53,7 @@ class ChangeQueue:
         clock: Callable[[], float],
         note: Callable[[str], None],
     ) -> None:
-        """note: records a failure for people. Raises ConfigError for an --autoscale that is not possible."""
+        """note: records a failure. Raises ConfigError for an --autoscale that is not possible."""
         autoscaler(cluster)
         router.objectives = Objectives.of(cluster, clock)
         self.balancing: Balancing | None = None
@@ -67,8 +66,8 @@ class ChangeQueue:
         self._cluster = cluster
         self._clock = clock
         self._note = note
-        self._queue: deque[_Wanted] = deque()
-        self._now: _Wanted | None = None
+        self._queue: deque[_QueuedChange] = deque()
+        self._current: _QueuedChange | None = None
         self._quiet_until = -math.inf
 
     @property
@@ -78,24 +77,24 @@ class ChangeQueue:
     @property
     def under_way(self) -> str | None:
         """Description of the change under way; None if there is none."""
-        wanted = self._now
+        wanted = self._current
         return None if wanted is None else wanted.what
 
     def lay_out(self, layout: ExpertLayout) -> None:
         """Set the layout of the experts."""
         self.changes.layout = layout
         copies, servers = self._cluster.redundant_experts, len(self._members.servers)
-        most = layout.num_experts * (servers - 1)  # a server holds an expert once at most
+        most = layout.num_experts * (servers - 1)  # a server holds at most one copy of an expert
         what = "--redundant-experts: got %d; with --expert-servers %d at most %d have a place"
         if copies > most:
             LOG.warning(what, copies, servers, most)
         self.balancing = Balancing(layout, self._cluster, self._clock())
 
-    # ---- who asks
+    # ---- requests
 
     def scale(self, servers: int | None, workers: int | None, future: Future[None]) -> None:
-        """Request these numbers. It is refused while another requested change is under way."""
-        pending = [self._now, *self._queue]
+        """Requests these numbers. It is refused while another requested change is under way."""
+        pending = [self._current, *self._queue]
         try:
             if any(wanted is not None and wanted.future is not None for wanted in pending):
                 raise ScalingError("the cluster is being scaled already; wait for its end", conflict=True)
@@ -104,72 +103,74 @@ class ChangeQueue:
         except (ScalingError, ConfigError) as error:
             future.set_exception(error)
             return
-        self._queue.append(_Wanted("scaling", self.changes.scale(servers, workers), future))
+        self._queue.append(_QueuedChange("scaling", self.changes.scale(servers, workers), future))
 
     def join(self, process: RemoteProcess) -> None:
-        """A server of another machine joins."""
+        """Adds a change for a server that joins from another machine."""
         if self.layout is None or self._cluster.expert_servers == 0:
             process.kill()  # it will try again
             return
         what = f"an expert server joins from {process.peer}"
-        self._queue.append(_Wanted(what, self.changes.add_server(process, process.capacity)))
+        self._queue.append(_QueuedChange(what, self.changes.add_server(process, process.capacity)))
 
-    def heard(self, member: Member, load: list[list[int]]) -> None:
-        """Take in a server's report. load: [L][E] pairs, see `Loads.heard`."""
+    def add_report(self, member: Member, load: list[list[int]]) -> None:
+        """Adds a server's report. load: [L][E] pairs, see `Loads.add_report`."""
         if self.balancing is not None:
-            self.balancing.loads.heard(member.number, member.incarnation, member.stats, load)
+            self.balancing.loads.add_report(member.number, member.incarnation, member.stats, load)
 
     def advance(self, now: float) -> None:
-        """Advance the change under way; if there is none, begin the next one."""
+        """Continues the change under way, or begins the next one."""
         if self.balancing is not None:
             self.balancing.loads.tick(now, [member.number for member in self._members.servers])
-        if self._now is None:
-            self._now = self._next(now)
-        if self._now is None:
+        if self._current is None:
+            self._current = self._next(now)
+        if self._current is None:
             return
         try:
-            next(self._now.change)
+            next(self._current.change)
         except StopIteration:
-            self._end(self._now, None)
+            self._end(self._current, None)
         except (ScalingError, ConfigError) as error:
-            self._note(f"{self._now.what}: {error}")
+            self._note(f"{self._current.what}: {error}")
             self._quiet_until = now + RETRY_SECONDS
-            self._end(self._now, error)
+            self._end(self._current, error)
         except Exception as error:
             self._quiet_until = now + RETRY_SECONDS
-            self._end(self._now, ScalingError(f"{self._now.what} broke off: {type(error).__name__}: {error}"))
+            self._end(
+                self._current, ScalingError(f"{self._current.what} failed: {type(error).__name__}: {error}")
+            )
             raise
 
     def stop(self, why: str) -> None:
-        """Refuse all waiting changes. why: the reason that their users get."""
-        open_changes, self._now = [self._now, *self._queue], None
+        """Refuses all waiting changes. why: the reason for their users."""
+        open_changes, self._current = [self._current, *self._queue], None
         self._queue.clear()
         for wanted in open_changes:
             if wanted is not None and wanted.future is not None:
                 wanted.future.set_exception(ScalingError(why))
 
-    # ---- inside
+    # ---- internal
 
-    def _end(self, wanted: _Wanted, error: Exception | None) -> None:
-        self._now = None
+    def _end(self, wanted: _QueuedChange, error: Exception | None) -> None:
+        self._current = None
         LOG.info("%s: %s", wanted.what, error or "done")
         if wanted.future is not None and error is None:
             wanted.future.set_result(None)
         elif wanted.future is not None:
             wanted.future.set_exception(error)
 
-    def _next(self, now: float) -> _Wanted | None:
+    def _next(self, now: float) -> _QueuedChange | None:
         gone = [member for member in self._members.servers if member.stage is Stage.STOPPED]
         if gone and now >= self._quiet_until:
             left = len(self._members.servers) - 1
             change = self.changes.remove_server(gone[0], max(1, min(self._cluster.min_replicas, left)))
-            return _Wanted(f"{gone[0].name} is gone", change)
+            return _QueuedChange(f"{gone[0].name} is gone", change)
         if self._queue:
             return self._queue.popleft()
         return self._by_load(now) if now >= self._quiet_until else None
 
-    def _by_load(self, now: float) -> _Wanted | None:
-        """The change that the load requests; usually None."""
+    def _by_load(self, now: float) -> _QueuedChange | None:
+        """Returns the change that the load requires; usually None."""
         balancing, placement = self.balancing, self._publisher.placement
         if balancing is None or placement is None:
             return None
@@ -180,12 +181,12 @@ class ChangeQueue:
         wanted = balancing.wanted_servers(now, waiting, busy, len(servers), missed)
         if wanted != len(servers):
             what = f"autoscaling from {len(servers)} to {wanted} expert servers"
-            return _Wanted(what, self.changes.scale(wanted, None))
+            return _QueuedChange(what, self.changes.scale(wanted, None))
         new = balancing.rebalanced(now, placement, self._members.capacities)
         if new is None:
             return None
         self.rebalances += 1
-        return _Wanted("rebalancing", self.changes.rebalance(new))
+        return _QueuedChange("rebalancing", self.changes.rebalance(new))
 
     def _load(self) -> IntArray:
         assert self.layout is not None

@@ -17,19 +17,19 @@ class Cores:
         self._group = worker.parallel.tensor_parallel_size
 
     def threads(self, alike: int) -> int:
-        """Number of threads for each of `alike` processes of one role.
+        """Returns the number of threads for each of `alike` processes of one role.
 
         Workers and servers mostly wait for each other, and waiting threads sleep. So each role gets all
-        cores: one worker and one server on two cores were a third to two thirds faster with two threads
+        cores. One worker and one server on two cores were a third to two thirds faster with two threads
         each than with one, with every schedule.
         """
         return max(1, len(self._cores) // max(1, alike))
 
     def cpus(self, role: Role, place: int, ranks: int | None) -> tuple[int, ...]:
-        """The cores that --pin-threads assigns to a process; empty: any core.
+        """Returns the cores that --pin-threads assigns to a process; empty: any core.
 
-        Attention worker and expert server of a rank share the rank's part of the cores. Without ranks, all
-        workers share the cores among each other, and so do all servers. A tensor-parallel group has a core
+        Attention worker and expert server of a rank share the rank's part of the cores. Without ranks, the
+        workers divide the cores among each other, and so do the servers. A tensor-parallel group has a core
         for each of its processes. place: index of the process among those of its role, from 0.
         """
         if not self._pinned:

@@ -10,12 +10,12 @@ from moesaic.policy.placement.dispatch import Affinity, Dispatch, RoundRobin, Ro
 
 
 def dispatch_of(cluster: ClusterConfig, placement: Placement | None) -> tuple[DispatchName, Dispatch]:
-    """The name of the dispatch rule, and the rule itself.
+    """Returns the name of the dispatch rule, and the rule itself.
 
-    placement: what the file of --placement says. Without --dispatch the rule is affinity if the placement has
-    tables and each worker has a server of its own rank; else it is least-loaded. A worker's rank is its
-    number, which a restarted worker keeps. Raises ConfigError for `affinity` without tables, and for tables
-    that cannot be read.
+    placement: what the file of --placement specifies. Without --dispatch the rule is affinity if the
+    placement has tables and each worker has a server of its own rank; otherwise it is least-loaded. A
+    worker's rank is its number, which a restarted worker keeps. Raises ConfigError for `affinity` without
+    tables, and for tables that cannot be read.
     """
     name = cluster.dispatch
     if name == "round-robin":

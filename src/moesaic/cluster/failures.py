@@ -1,4 +1,4 @@
-"""Records failures for people, and keeps the supervisor running after unexpected exceptions."""
+"""Records failures, and keeps the supervisor running after unexpected exceptions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moesaic.core.cluster_status import Failure
 
 LOG = logging.getLogger(__name__)
 MOST = 50
-"""Number of failures that are kept: the last ones."""
+"""Maximum number of failures that are kept, the latest ones."""
 
 
 class Failures:
@@ -24,13 +24,12 @@ class Failures:
         return list(self._last)
 
     def note(self, what: str, error: BaseException | None = None) -> None:
-        """Record a failure as one line. error: its traceback goes to the log."""
+        """Records a failure as one line. error: its traceback goes to the log."""
         LOG.warning("%s", what, exc_info=error)
         self._last.append(Failure(time.time(), what))
 
     def survive(self, action: Callable[[], None]) -> str | None:
-        """Run `action`. Returns what it raised, as one line, or None. A failure that repeats is recorded
-        once.
+        """Runs `action`. Returns its exception as one line, or None. A failure that repeats is recorded once.
 
         Example: three actions that raise KeyError(7) leave one line, "the supervisor: KeyError: 7".
         """

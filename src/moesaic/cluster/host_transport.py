@@ -12,7 +12,7 @@ COMPILED = "moesaic.transport._shm"
 
 
 def host_transport(asked: Transport) -> HostTransport:
-    """The transport that `--transport` means in this installation.
+    """Returns the transport that `--transport` means in this installation.
 
     Raises ConfigError for shm if the compiled module is missing.
 

@@ -34,22 +34,22 @@ class RemoteProcess:
     connection: StreamConnection
     peer: str
     capacity: float = 1.0
-    """Capacity weight, as the server gave it."""
+    """Capacity weight that the server sent."""
 
     @property
     def pid(self) -> int | None:
         return None
 
     def how_it_ended(self) -> str:
-        """Why it ended, for people, once the connection is lost."""
+        """How the process ended, in words for people. Called once the connection is lost."""
         return f"the connection to {self.peer} is lost"
 
     def kill(self) -> None:
-        """Close the connection. The server joins again when it notices."""
+        """Closes the connection. The server joins again when it notices."""
         self.connection.close()
 
     def stop(self) -> None:
-        """Ask the server to leave, and wait until it has."""
+        """Asks the server to leave, and waits until it has."""
         with contextlib.suppress(ConnectionLost):
             self.connection.send(messages.Shutdown())
             self.connection.ended(STOP_SECONDS)  # an immediate close could arrive before the message
@@ -60,7 +60,7 @@ class JoinListener:
     """Listens at `address`, tcp:HOST:PORT."""
 
     def __init__(self, address: str, secret: bytes, welcome: Callable[[RemoteProcess], None]) -> None:
-        """welcome: called with each server that passed the handshake, in a thread of its own.
+        """welcome: called with each server that has passed the handshake, in a thread of its own.
 
         Raises ConfigError if it cannot listen there.
         """
@@ -77,11 +77,11 @@ class JoinListener:
         self._acceptor = Acceptor(listening, self.address, self._enlisted, welcome, MAX_PENDING)
 
     def close(self) -> None:
-        """Stop listening. A second call does nothing."""
+        """Stops listening. A second call does nothing."""
         self._acceptor.close()
 
     def _enlisted(self, sock: socket.socket) -> RemoteProcess:
-        """Authenticate a peer and read its first message. Raises for anything that is not an expert
+        """Authenticates a peer and reads its first message. Raises for anything that is not an expert
         server."""
         host, port = sock.getpeername()[:2]
         prove_as_server(sock, self._secret, Deadline(HANDSHAKE_SECONDS))
@@ -90,6 +90,6 @@ class JoinListener:
             undo.callback(connection.close)
             word = connection.receive(HANDSHAKE_SECONDS)
             if not isinstance(word, messages.Enlist) or not 0 < word.capacity < math.inf:
-                raise ConnectionLost(f"it said {type(word).__name__}, not Enlist with a positive capacity")
+                raise ConnectionLost(f"it sent {type(word).__name__}, not Enlist with a positive capacity")
             undo.pop_all()
             return RemoteProcess(connection, f"{host}:{port}", word.capacity)

@@ -40,11 +40,13 @@ class Loads:
         self.total: IntArray = np.zeros(self._shape, dtype=np.int64)
         """[L, E] pairs that all servers, past ones included, have computed so far."""
 
-    def heard(self, server: int, incarnation: int, stats: ExpertServerStats, load: list[list[int]]) -> None:
-        """Take in a report of a server's process.
+    def add_report(
+        self, server: int, incarnation: int, stats: ExpertServerStats, load: list[list[int]]
+    ) -> None:
+        """Adds a report of a server's process.
 
-        load: [L][E] pairs since the process started; empty: no pairs since the last report. Example:
-        reports [[5, 0]] and [[8, 1]] of one process, then [[2, 0]] of its successor: 10 and 1 pairs.
+        load: [L][E] pairs since the process started; empty means no pairs since the last report. Example:
+        reports [[5, 0]] and [[8, 1]] of one process, then [[2, 0]] of its successor -> 10 and 1 pairs.
         """
         record = self._servers.get(server)
         if record is None:
@@ -62,7 +64,7 @@ class Loads:
                 record.known = pairs
 
     def tick(self, now: float, servers: Collection[int]) -> None:
-        """Close the interval if it is over. Servers that are not in `servers` are forgotten."""
+        """Ends the interval if its time is over. Servers that are not in `servers` are forgotten."""
         if self._ends is None:
             self._ends = now + self._interval
         if now < self._ends:
@@ -75,26 +77,26 @@ class Loads:
             record.busy = [*record.busy[-INTERVALS:], 0.0]
 
     def window(self) -> IntArray:
-        """[L, E] pairs in the window."""
+        """Returns [L, E] pairs in the window."""
         totals = np.zeros(self._shape, dtype=np.int64)
         for record in list(self._servers.values()):
             totals += record.window.totals
         return totals
 
     def full(self) -> bool:
-        """True once every server has filled the window."""
+        """Whether every server has reports for the whole window."""
         windows = [len(record.window) for record in self._servers.values()]
         return bool(windows) and min(windows) == INTERVALS
 
     def balancedness(self) -> np.ndarray:
-        """[L] mean / max of the servers' pairs in the window; 1 is perfect balance."""
+        """Returns [L] mean / max of the servers' pairs in the window; 1 is perfect balance."""
         columns = [record.window.totals.sum(axis=1) for record in list(self._servers.values())]
         if not columns:
             return np.ones(self._shape[0])
         return balance.balancedness(np.stack(columns, axis=1))
 
     def utilisation(self) -> float:
-        """Mean share of the window, 0 to 1, during which servers computed."""
+        """Returns the mean share of the window, 0 to 1, during which servers computed."""
         shares = [
             sum(record.busy[:-1]) / (self._interval * len(record.busy[:-1]))
             for record in self._servers.values()

@@ -24,7 +24,7 @@ class ChildProcess:
         return self.process.pid
 
     def how_it_ended(self) -> str:
-        """Why it ended, for people, once the connection is lost."""
+        """How the process ended, in words for people. Called once the connection is lost."""
         try:
             code = self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -33,12 +33,12 @@ class ChildProcess:
         return f"{self.name} {self.pid} {how}"
 
     def kill(self) -> None:
-        """Kill the process now. Its connection reports the end."""
+        """Kills the process now. Its connection reports the end."""
         if self.process.poll() is None:
             self.process.kill()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Close the connection, which ends the process. It is killed if that takes longer than `timeout`
+        """Closes the connection, which ends the process. Kills it if that takes longer than `timeout`
         seconds."""
         self.connection.close()
         try:
@@ -49,12 +49,12 @@ class ChildProcess:
 
 
 def spawn_worker(config: WorkerConfig) -> ChildProcess:
-    """Start an attention worker. It loads in the background and sends Ready on the connection."""
+    """Starts an attention worker. It loads in the background and sends Ready on the connection."""
     return _spawn("moesaic.runtime", config.to_json(), "worker process")
 
 
 def spawn_server(config: ExpertServerConfig) -> ChildProcess:
-    """Start an expert server. It waits for its first Hold, loads, and sends Holds on the connection."""
+    """Starts an expert server. It waits for its first Hold, loads, and sends Holds on the connection."""
     return _spawn("moesaic.experts", config.to_json(), "expert server")
 
 
@@ -62,7 +62,7 @@ def _spawn(module: str, config: str, name: str) -> ChildProcess:
     ours, theirs = stream_pair()
     with theirs:
         command = [sys.executable, "-m", module, "--connection-fd", str(theirs.fileno()), "--config", config]
-        # In a process group of its own: Ctrl-C reaches the engine only, which drains and then ends its
+        # In a process group of its own, so that Ctrl-C only reaches the engine. It drains, then ends its
         # worker.
         process = subprocess.Popen(
             command,

@@ -1,4 +1,4 @@
-"""One process of a cluster as the supervisor sees it: starting, serving, dead, or dead too often."""
+"""One process of a cluster as the supervisor knows it: starting, serving, dead, or dead too often."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class Process(Protocol):
         ...
 
     def how_it_ended(self) -> str:
-        """Why it ended, for people, once the connection is lost."""
+        """How the process ended, in words for people. Called once the connection is lost."""
         ...
 
     def kill(self) -> None:
-        """Kill the process now. Its connection reports the end."""
+        """Kills the process now. Its connection reports the end."""
         ...
 
     def stop(self) -> None:
-        """Close the connection, which ends the process, and wait for the end."""
+        """Closes the connection, which ends the process, and waits for the end."""
         ...
 
 
@@ -64,19 +64,20 @@ class RestartRule:
 
 @dataclass
 class Member:
-    """A slot for a process in the cluster. Its processes may die and be replaced; `incarnation` counts
-    them."""
+    """A place for a process in the cluster. If its process dies, the next one takes the place; `incarnation`
+    counts them."""
 
     role: Role
     number: int
     """Number of the member, never used for another one."""
     incarnation: int = 0
     child: Process | None = None
+    """Its running process, if there is one."""
     stage: Stage = Stage.STARTING
     on_trial: bool = False
     """True while it is being added. If it keeps dying, the change has failed, not the service."""
     elsewhere: bool = False
-    """True if it joined from outside. The supervisor cannot restart it."""
+    """True if it joined from another machine. The supervisor cannot restart it."""
     last_seen: float = 0.0
     """Time of the last message, on the supervisor's clock."""
     deaths: list[float] = field(default_factory=list)
@@ -85,19 +86,19 @@ class Member:
     restart_at: float = 0.0
     last_failure: str | None = None
     complaint: str | None = None
-    """Why it could not do what it was last asked; None if it could."""
+    """Why it could not carry out its last message; None if it could."""
     address: str = ""
-    """Of a server: the address where clients find it, once it is known."""
-    told: int = -1
-    """Of a server: number of the last Hold that was sent to it."""
-    holds: int = -1
-    """Of a server: number of the last Hold that it confirmed."""
+    """For a server: address for its clients, once it is known."""
+    last_hold: int = -1
+    """For a server: number of the last Hold that was sent to it."""
+    confirmed_hold: int = -1
+    """For a server: number of the last Hold that it has confirmed."""
     settled: int = -1
-    """Of a worker: every call under way was routed by this version of the directory, or a later one."""
+    """For a worker: no call under way was routed by a version of the directory before this one."""
     kernels: str = ""
     threads: int = 0
     capacity: float = 0.0
-    """Of a server: capacity weight, which sets its share of experts and load."""
+    """For a server: capacity weight, which sets its share of experts and load."""
     stats: ExpertServerStats = field(default_factory=ExpertServerStats)
 
     @property
@@ -110,8 +111,8 @@ class Member:
         return self.stage in (Stage.SERVING, Stage.DRAINING)
 
     def died(self, how: str, now: float, rule: RestartRule) -> bool:
-        """Its process ended. Returns False if it must not be restarted: it died too often, or it is
-        leaving."""
+        """Records that its process ended. Returns False if it must not be restarted: it died too often, or it
+        is leaving."""
         self.last_failure, self.child = how, None
         self.all_deaths += 1
         self.deaths = [death for death in self.deaths if now - death < rule.window] + [now]

@@ -1,4 +1,4 @@
-"""The processes of a cluster: starts them, reads from each in a thread of its own, ends them."""
+"""The processes of a cluster: starts them, reads from each in a thread of its own, and ends them."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ FROM_SERVER = (messages.Holds, messages.ServerReport, messages.Failed)
 class Members:
     """The members of a cluster. Only the supervisor's thread changes them.
 
-    hear: called in that thread with each message of a member's process, or with its ConnectionLost. If the
-    supervisor has failed, only ConnectionLost is passed on, from reader threads, one at a time.
+    on_message: called in that thread with each message of a member's process, or with its ConnectionLost. If
+    the supervisor has failed, only ConnectionLost is passed on, from reader threads, one at a time.
     """
 
     def __init__(
         self,
         worker: WorkerConfig,
         router: Router,
-        hear: Callable[[Member, messages.Message | ConnectionLost], None],
+        on_message: Callable[[Member, messages.Message | ConnectionLost], None],
         clock: Callable[[], float],
         cluster: ClusterConfig = ClusterConfig(),
     ) -> None:
@@ -49,7 +49,7 @@ class Members:
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """Work for the supervisor's thread; None ends the thread."""
         self.watched = True
-        """True while the supervisor's thread runs. Without it, requests go on but nothing is restarted."""
+        """True while the supervisor's thread runs. Without it, requests continue but nothing is restarted."""
         self._alone = threading.Lock()
         """Lock for reader threads that do urgent work in place of the supervisor's thread."""
         self._stopping = False
@@ -57,7 +57,7 @@ class Members:
         """Deaths of members that have left."""
         self._worker_config = worker
         self._router = router
-        self._hear = hear
+        self._on_message = on_message
         self._clock = clock
         self._count = dict.fromkeys(Role, 0)
         self._ending: list[threading.Thread] = []
@@ -77,8 +77,8 @@ class Members:
         return {member.number: member.capacity for member in self.servers}
 
     def add(self, role: Role, on_trial: bool = False, capacity: float | None = None) -> Member:
-        """Add a member without a process; `spawn` or `adopt` follows. capacity: weight of a server that
-        joined."""
+        """Adds a member without a process; `spawn_*` or `adopt` follows. capacity: weight of a server that
+        joined from another machine."""
         member = Member(role, self._count[role], on_trial=on_trial)
         self._count[role] += 1
         if role is Role.SERVER:
@@ -91,7 +91,7 @@ class Members:
         return member
 
     def spawn_worker(self, member: Member) -> None:
-        """Start its next process."""
+        """Starts the worker's next process."""
         place = self._place(member, self.workers)
         cpus = self._cores.cpus(Role.WORKER, place, self._ranks)
         config = replace(
@@ -106,7 +106,7 @@ class Members:
         self._listen(member, spawn_worker(config))
 
     def spawn_server(self, member: Member, layout: ExpertLayout) -> None:
-        """Start its next process, which waits for a Hold."""
+        """Starts the server's next process, which waits for a Hold."""
         cpus = self._cores.cpus(Role.SERVER, self._place(member, self.servers_here), self._ranks)
         model = self._worker_config.model
         config = ExpertServerConfig(
@@ -126,7 +126,7 @@ class Members:
         self._listen(member, spawn_server(config))
 
     def adopt(self, member: Member, process: Process, layout: ExpertLayout) -> None:
-        """Take in a server that joined from outside."""
+        """Adds a server that joined from another machine."""
         member.elsewhere = True
         model, scheduler = self._worker_config.model, self._worker_config.scheduler
         enlisted = messages.Enlisted(
@@ -143,7 +143,7 @@ class Members:
         self._listen(member, process)
 
     def remove(self, member: Member) -> None:
-        """Remove a member. Its process is asked to end, in the background. Its requests have moved before."""
+        """Removes a member, and ends its process in the background. Its requests must have moved before."""
         self.workers = [other for other in self.workers if other is not member]
         self.servers = [other for other in self.servers if other is not member]
         self.past_deaths += member.all_deaths
@@ -155,7 +155,7 @@ class Members:
             thread.start()
 
     def stop(self) -> None:
-        """End every process."""
+        """Ends every process."""
         with self._alone:
             self._stopping = True
             children = [member.child for member in self.all if member.child is not None]
@@ -166,8 +166,8 @@ class Members:
 
     @staticmethod
     def _place(member: Member, alike: list[Member]) -> int:
-        """Index of a member among `alike`. Numbers cannot serve as indices: those of members that left are
-        not reused."""
+        """Returns the index of a member among `alike`. Its number is no index: numbers of members that left
+        are not reused."""
         return [other.number for other in alike].index(member.number)
 
     @property
@@ -176,7 +176,7 @@ class Members:
         return len(self.servers_here) if self._worker_config.model.device == "cuda" else 0
 
     def _part(self, member: Member) -> str | None:
-        """File for its next process's part of the trace; None: there is no trace."""
+        """Returns the file for its next process's part of the trace; None: there is no trace."""
         return part_of(self._worker_config.trace, member.name, member.incarnation + 1)
 
     def _server_threads(self, layout: ExpertLayout) -> int:
@@ -192,22 +192,21 @@ class Members:
         threading.Thread(target=self._read, args=arguments, name=member.name, daemon=True).start()
 
     def _read(self, member: Member, incarnation: int, child: Process) -> None:
-        """Reader thread of a process. What requests wait for goes directly to the router, the rest to the
-        inbox."""
+        """Runs the reader thread of a process. Messages that requests wait for go directly to the router, the
+        others to the inbox."""
 
         def put(message: messages.Message | ConnectionLost) -> None:
             if self.watched:
-                self.inbox.put(lambda: hear(message))
-            elif isinstance(
-                message, ConnectionLost
-            ):  # all other messages concern changes, which nobody makes
+                self.inbox.put(lambda: pass_on(message))
+            elif isinstance(message, ConnectionLost):
+                # All other messages concern changes, which nobody makes without the supervisor.
                 with self._alone:
                     if not self._stopping:
-                        hear(message)
+                        pass_on(message)
 
-        def hear(message: messages.Message | ConnectionLost) -> None:
+        def pass_on(message: messages.Message | ConnectionLost) -> None:
             if incarnation == member.incarnation:
-                self._hear(member, message)
+                self._on_message(member, message)
 
         while True:
             try:
@@ -220,7 +219,7 @@ class Members:
             if message is None:
                 continue
             if member.role is Role.SERVER and not isinstance(message, FROM_SERVER):
-                put(ConnectionLost(f"an expert server said {type(message).__name__}"))
+                put(ConnectionLost(f"an expert server sent {type(message).__name__}"))
                 return
             match message:
                 case messages.Tokens() | messages.Admitted() | messages.PromptLogprobs() | messages.Stats():
@@ -229,10 +228,10 @@ class Members:
                     put(message)
 
     def _leave(self, member: Member) -> None:
-        """Move a worker's requests to other workers, even while the supervisor is busy or has failed."""
+        """Moves a worker's requests to other workers, even while the supervisor is busy or has failed."""
         self._router.leave(member.number)
         if not self.watched and not self._router.serves:
-            self._router.fail(f"{member.name} was the last one, and nobody restarts it")
+            self._router.fail(f"{member.name} was the last attention worker, and the supervisor has stopped")
 
 
 def _dismiss(child: Process) -> None:

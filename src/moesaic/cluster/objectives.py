@@ -9,7 +9,7 @@ from moesaic.config import ClusterConfig
 
 
 class Objectives:
-    """Limits in seconds; None: no limit. `clock` is the clock of `Request.arrival`.
+    """Latency limits in seconds; None: no limit. `clock` is the clock of `Request.arrival`.
 
     Example: limits of 1 and 0.1, a request that arrives at 5: tokens at 6.5, 6.55 and 7 miss the first and
     the second limit once each.
@@ -41,7 +41,7 @@ class Objectives:
         return self.missed_ttft + self.missed_itl
 
     def token(self, arrival: float, last: float | None) -> float | None:
-        """Count a token that arrives now; returns the time.
+        """Counts a token that arrives now. Returns the time, or None without limits.
 
         arrival: time of its request. last: what this method returned for the token before; None for the
         first token.

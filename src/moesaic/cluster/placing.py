@@ -13,9 +13,9 @@ from moesaic.policy.placement import balance
 
 
 def read_placement(cluster: ClusterConfig) -> Placement | None:
-    """What the file of --placement says of the expert servers; None if it says nothing of them.
+    """Reads the placement of the expert servers in the file of --placement; None if there is none.
 
-    Raises ConfigError for a file that cannot be read or names other servers.
+    Raises ConfigError for a file that cannot be read or that names other servers.
     """
     if cluster.placement is None or cluster.expert_servers == 0:
         return None
@@ -28,7 +28,7 @@ def first_placement(
     capacities: Mapping[int, float],
     placement: Placement | None,
 ) -> Placement:
-    """The placement that `cluster`'s servers, numbered from 0, start with.
+    """Returns the placement that `cluster`'s servers, numbered from 0, start with.
 
     capacities: server -> weight. placement: see `read_placement`. Raises ConfigError if it was made for
     another model.

@@ -1,7 +1,7 @@
-"""Tells each server what to hold, and each attention worker which server holds what.
+"""Tells each server which experts to hold, and each attention worker which server holds which experts.
 
 While the placement changes there are two placements: the current one, by which clients route, and the next
-one. A server holds what either of them gives it. So both can be served until no call uses the old one.
+one. A server holds the experts of both, so both can be served until no call uses the old one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Held = dict[int, list[int]]
 
 
 def union(server: int, placements: Collection[Placement | None]) -> Held:
-    """What `server` holds in at least one of `placements`.
+    """Returns the experts of `server` in at least one of `placements`.
 
-    Example: layer 0 gives it experts 1 and 2 in one and 2 and 5 in the other: {0: [1, 2, 5]}.
+    Example: layer 0 gives it experts 1 and 2 in one placement, 2 and 5 in the other -> {0: [1, 2, 5]}.
     """
     held: dict[int, set[int]] = {}
     for placement in placements:
@@ -46,35 +46,35 @@ class Publisher:
         self._holds = 0
 
     def hold(self, member: Member) -> None:
-        """Tell a server what to hold now. A server that is being restarted gets the message after its
-        start."""
+        """Tells a server which experts to hold now. A server that is being restarted gets the message after
+        its start."""
         if member.child is None:
             return
         self._holds += 1
-        member.told, member.complaint = self._holds, None
+        member.last_hold, member.complaint = self._holds, None
         held = union(member.number, (self.placement, self.coming))
         secret = b"" if member.elsewhere else self._secret  # a server that joined knows the secret already
-        _send(member, messages.Hold(member.told, held, secret))
+        _send(member, messages.Hold(member.last_hold, held, secret))
 
     def serve(self, placement: Placement) -> None:
-        """Route by `placement` from now on."""
+        """Routes by `placement` from now on."""
         self.placement, self.coming = placement, None
         self.publish()
 
     def publish(self) -> None:
-        """Send the directory to every worker."""
+        """Sends the directory to every worker."""
         self.version += 1
         for member in self._members.workers:
             if member.in_service:
                 self.introduce(member)
 
     def introduce(self, member: Member) -> None:
-        """Send the directory to one worker."""
+        """Sends the directory to one worker."""
         if self.placement is not None:
             _send(member, messages.Serving(self.directory(self.placement), self._secret))
 
     def directory(self, placement: Placement) -> Directory:
-        """The directory of the servers that serve now."""
+        """Returns the directory of the servers that serve now."""
         serving = [member for member in self._members.servers if member.stage is Stage.SERVING]
         return Directory(
             self.version,
@@ -83,13 +83,15 @@ class Publisher:
         )
 
     def settled(self, version: int) -> bool:
-        """True if no worker has a call under way that was routed by a directory before `version`."""
+        """Whether no worker has a call under way that was routed by a directory before `version`."""
         return all(member.settled >= version for member in self._members.workers if member.in_service)
 
 
 def holding(members: Collection[Member]) -> bool:
-    """True if each of these servers has loaded what it was last told to hold."""
-    return all(member.stage is Stage.SERVING and member.holds == member.told for member in members)
+    """Whether each of these servers has loaded the experts of its last Hold."""
+    return all(
+        member.stage is Stage.SERVING and member.confirmed_hold == member.last_hold for member in members
+    )
 
 
 def _send(member: Member, message: messages.Message) -> None:

@@ -1,4 +1,4 @@
-"""Snapshots of a cluster for people, admin endpoints and metrics."""
+"""Snapshots of a cluster for users, admin endpoints and metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moesaic.core.placement import Placement, ranges
 def process_status(
     member: Member, placement: Placement | None, now: float, watched: bool = True
 ) -> ProcessStatus:
-    """Status of one process.
+    """Returns the status of one process.
 
     now: time on the clock of `member.last_seen`. watched: whether the supervisor would restart it.
     """
@@ -47,7 +47,7 @@ def process_status(
 
 
 def counters(members: Members, router: Router, rebalances: int) -> ClusterCounters:
-    """All counts since the start."""
+    """Returns all counts since the start."""
     experts = router.stats().experts
     return ClusterCounters(
         process_deaths=members.past_deaths + sum(member.all_deaths for member in members.all),
@@ -63,10 +63,10 @@ def counters(members: Members, router: Router, rebalances: int) -> ClusterCounte
 
 
 def layer_replicas(placement: Placement, servers: Collection[Member]) -> list[LayerReplicas]:
-    """Copies of experts in each layer, counting servers that serve now.
+    """Counts the copies of experts in each layer, on servers that serve now.
 
-    Example: expert 0 on servers 0 and 1, expert 1 on server 1, which is being restarted: experts have 1 and
-    0 copies; 0 is single, 1 is missing; {0: "1", 1: "0"}.
+    Example: expert 0 is on servers 0 and 1, expert 1 on server 1, which is being restarted. Then the experts
+    have 1 and 0 copies: 0 is single, 1 is missing, and the copies are {0: "1", 1: "0"}.
     """
     alive = [member.number for member in servers if member.stage is Stage.SERVING]
     found = []
@@ -79,11 +79,10 @@ def layer_replicas(placement: Placement, servers: Collection[Member]) -> list[La
 
 
 def layer_locality(placement: Placement | None, stats: ExpertStats) -> list[LayerLocality]:
-    """Local activation rate of each layer of `placement`; empty if workers have no server of their own
-    rank.
+    """Returns the local activation rate of each layer of `placement`.
 
-    Example: layers 1 and 2, 8 pairs sent for each, 6 and 2 of them to the own server -> rates 0.75 and
-    0.25.
+    It is empty if workers have no server of their own rank. Example: layers 1 and 2, 8 pairs sent for each,
+    6 and 2 of them to the own server -> rates 0.75 and 0.25.
     """
     layers = () if placement is None else placement.layers
     sent = zip(layers, stats.layer_pairs, stats.local_pairs, strict=False)

@@ -1,9 +1,8 @@
 """Several attention workers behind one connection, which the engine uses.
 
-The router knows the worker of each request and the tokens that it has received. When a worker dies, its
-requests go to other workers, or wait for its successor. The new worker computes prompt and generated tokens
-again and continues. A sampled token depends only on the request's seed and its position, so the engine
-notices nothing.
+The router knows the worker of each request and its tokens so far. When a worker dies, its requests go to
+other workers, or wait until it is restarted. The new worker computes prompt and generated tokens again and
+continues. A sampled token depends only on the request's seed and its position, so the engine notices nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class _Entry:
     """KV blocks that it uses at its worker."""
     tokens: list[int] = field(default_factory=list)
     moved: bool = False
-    """True if another worker had it before."""
+    """True if another worker ran it before."""
     last: float | None = None
     """Time of its last token, as `Objectives.token` returned it."""
 
@@ -52,13 +51,13 @@ class _Worker:
 
 
 class Router:
-    """A `Connection` to all workers together. Thread-safe."""
+    """A `Connection` to all workers together. It is thread-safe."""
 
     def __init__(self, dispatch: Dispatch = least_loaded) -> None:
         self.dispatch = dispatch
-        """Chooses the worker of a request, also after its worker died. Called with the lock held."""
+        """Chooses the worker of a request, also after its worker has died. Called with the lock held."""
         self.objectives = Objectives()
-        """Counts every token. Called with the lock held."""
+        """Counts every token for latency objectives. Called with the lock held."""
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[Message | ConnectionLost] = queue.SimpleQueue()
         self._lost: ConnectionLost | None = None
@@ -97,50 +96,49 @@ class Router:
         return item
 
     def close(self) -> None:
-        """Close the connection: the engine's `receive` reports the end."""
+        """Closes the connection: the engine's `receive` reports the end."""
         self.fail("closed")
 
     # ---- the supervisor's side
 
     def tell(self, message: Message) -> None:
-        """Send the engine a message that comes from no worker in service."""
+        """Sends the engine a message that comes from no worker in service."""
         self._outbox.put(message)
 
     def fail(self, reason: str) -> None:
-        """Report that nothing can be served any more."""
+        """Reports that nothing can be served any more."""
         self._outbox.put(ConnectionLost(reason))
 
     def join(self, worker: int, connection: Connection, info: WorkerInfo) -> None:
-        """A worker is ready. Waiting requests go to it."""
+        """Adds a worker that is ready, and sends it waiting requests."""
         with self._lock:
             self._workers[worker] = _Worker(connection, info)
             self._place([key for key, entry in self._entries.items() if entry.worker is None])
 
     def drain(self, worker: int) -> None:
-        """Give this worker no new requests: it is going to leave."""
+        """Gives this worker no new requests, because it will leave."""
         with self._lock:
             if worker in self._workers:
                 self._workers[worker].draining = True
 
     def drained(self, worker: int) -> bool:
-        """True if all its requests have ended."""
+        """Whether all its requests have ended."""
         with self._lock:
             return worker not in self._workers or not self._workers[worker].requests
 
     @property
     def serves(self) -> bool:
-        """True if there is a worker."""
+        """Whether there is a worker."""
         with self._lock:
             return bool(self._workers)
 
     def stats(self) -> WorkerStats:
-        """Statistics of all workers together, past ones included."""
+        """Returns statistics of all workers together, including past ones."""
         with self._lock:
             return _sum([self._past, *(worker.stats for worker in self._workers.values())])
 
     def leave(self, worker: int) -> None:
-        """A worker has left. Its requests go to other workers, or wait for one; its late messages are
-        ignored."""
+        """Removes a worker. Its requests go to others, or wait for one. Its late messages are ignored."""
         with self._lock:
             gone = self._workers.pop(worker, None)
             if gone is None:
@@ -154,7 +152,7 @@ class Router:
             self._place(orphans)
 
     def take(self, worker: int, message: Message) -> None:
-        """Take in a worker's message to the engine."""
+        """Passes a worker's message on to the engine."""
         with self._lock:
             if worker not in self._workers:
                 return
@@ -164,14 +162,14 @@ class Router:
                 case messages.Admitted():
                     message = self._first_time(message)
                 case messages.Stats(stats):
-                    if worker in self._workers:  # the other case: it has just started, or was given up
+                    if worker in self._workers:  # otherwise it has just started, or was given up
                         self._workers[worker].stats = stats
                     every = [self._past, *(worker.stats for worker in self._workers.values())]
                     message = messages.Stats(_sum(every))
             self._outbox.put(message)
 
     def tell_ready(self) -> None:
-        """Describe all workers to the engine as one. Without workers the engine keeps what it knows."""
+        """Describes all workers to the engine as one. Without workers the engine keeps what it knows."""
         with self._lock:
             infos = [worker.info for worker in self._workers.values()]
         totals = {
@@ -182,17 +180,17 @@ class Router:
             self.tell(messages.Ready(replace(infos[0], **totals)))
 
     def loads(self) -> dict[int, WorkerLoad]:
-        """The load of each worker, for dispatch."""
+        """Returns the load of each worker that gets new requests."""
         return {
             worker: WorkerLoad(record.info.num_blocks, record.blocks, record.requests)
             for worker, record in self._workers.items()
             if not record.draining
         }
 
-    # ---- inside, with the lock held
+    # ---- internal, with the lock held
 
     def _place(self, request_ids: list[int]) -> None:
-        """Send each of these requests to a worker; without workers they wait."""
+        """Sends each of these requests to a worker. Without workers they wait."""
         if not self.loads():
             return
         chosen: dict[int, list[_Entry]] = {}
@@ -209,7 +207,7 @@ class Router:
             _send(self._workers[worker], submit)
 
     def _measure(self, entry: _Entry) -> None:
-        """Update the number of blocks that the request uses at its worker."""
+        """Updates the number of blocks that the request uses at its worker."""
         if entry.worker is not None:
             worker = self._workers[entry.worker]
             rows = len(entry.request.prompt_token_ids) + len(entry.tokens)
@@ -218,7 +216,7 @@ class Router:
             entry.blocks = blocks
 
     def _end(self, request_id: int) -> _Entry | None:
-        """Forget a request. Returns it if it was known."""
+        """Removes a request. Returns it if it was known."""
         entry = self._entries.pop(request_id, None)
         if entry is not None and entry.worker is not None:
             worker = self._workers[entry.worker]
@@ -249,7 +247,7 @@ class Router:
                 self._end(request_id)
 
     def _first_time(self, message: messages.Admitted) -> messages.Admitted:
-        """The message without requests that moved: the engine has heard of them before."""
+        """Removes requests that moved from the message, since the engine knows that they were admitted."""
         known = [
             index
             for index, request_id in enumerate(message.request_ids)
@@ -266,18 +264,18 @@ def _send(worker: _Worker, message: Message) -> None:
     try:
         worker.connection.send(message)
     except ConnectionLost:
-        pass  # its requests move when the supervisor notices the end
+        pass  # its requests move when its reader thread notices the end
 
 
 def _counters(stats: WorkerStats) -> WorkerStats:
-    """The part of a worker's statistics that outlives it: counts, no state."""
+    """Returns the part of a worker's statistics that outlives it: counts, but no state."""
     return replace(
         stats, running=0, waiting=0, blocks=replace(stats.blocks, total=0, free=0, cached=0, used=0)
     )
 
 
 def _sum(records: list[WorkerStats]) -> WorkerStats:
-    """The sum, field by field, of records and nested records."""
+    """Returns the sum of records, field by field, including nested records."""
 
     def add(parts: list[object]) -> object:
         first = parts[0]

@@ -1,12 +1,12 @@
 """Changes of a running cluster, one process at a time, while it serves.
 
 A change is a generator. It does what it can, yields while it has to wait, and is resumed by the supervisor
-after each event. What can fail comes before any client routes by the new placement. So a change either
-happens or leaves everything as it was:
+after each event. Everything that can fail is done before any client routes by the new placement. So a change
+either succeeds or leaves everything as it was:
 
-    the new server loads its share; the others load what they get more    (on failure all is dropped)
+    the new server loads its share; the others load their additional experts    (dropped on failure)
     the new placement is published
-    once no call under way was routed by the old one: servers drop what they no longer need
+    once no call under way was routed by the old one, servers drop the experts they no longer need
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Changes:
         limits: ScalingLimits | None = None,
     ) -> None:
         self.layout: ExpertLayout | None = None
-        """Known once the first worker has sent it."""
+        """Set when the first worker has sent it."""
         self._members = members
         self._publisher = publisher
         self._router = router
@@ -78,14 +78,12 @@ class Changes:
     # ---- the changes
 
     def scale(self, servers: int | None, workers: int | None) -> Change:
-        """Change to these numbers of expert servers and attention workers; None: as many as now.
+        """Changes to these numbers of expert servers and attention workers; None: as many as now.
 
         If a step fails, the steps before it are undone.
         """
-        before, placement = (
-            (len(self._members.servers), len(self._members.workers)),
-            self._publisher.placement,
-        )
+        before = (len(self._members.servers), len(self._members.workers))
+        placement = self._publisher.placement
         wanted = before[0] if servers is None else servers, before[1] if workers is None else workers
         self.check(*wanted)
         try:
@@ -100,8 +98,7 @@ class Changes:
             raise ScalingError(f"{error}; the cluster is as it was", conflict) from error
 
     def check(self, servers: int, workers: int) -> None:
-        """Raises ScalingError for numbers that are never possible, ConfigError for values that are no
-        numbers."""
+        """Raises ConfigError for numbers below 1, and ScalingError for numbers that other settings forbid."""
         apart = self._cluster.expert_servers > 0
         if workers < 1:
             raise ConfigError.field("attention_workers", workers, "at least 1")
@@ -126,7 +123,7 @@ class Changes:
             )
 
     def add_server(self, process: Process | None = None, capacity: float | None = None) -> Change:
-        """Add a server, which takes its share.
+        """Adds a server, which takes its share of the experts.
 
         process: a server that joined, with its weight, `capacity`. None: a new one on this machine.
         """
@@ -142,14 +139,14 @@ class Changes:
         member.on_trial = False
 
     def remove_server(self, member: Member, least: int | None = None) -> Change:
-        """Remove a server. The others take over its experts, then it ends. least: copies, in place of
-        min_replicas."""
+        """Removes a server. The others take over its experts, then it ends. least: minimum number of copies,
+        in place of min_replicas."""
         left = [other.number for other in self._members.servers if other is not member]
         yield from self._move(self._placed(left, least), leaving=member)
         self._members.remove(member)
 
     def add_worker(self) -> Change:
-        """Add an attention worker. It gets new requests once it is ready."""
+        """Adds an attention worker. It gets new requests once it is ready."""
         member = self._members.add(Role.WORKER, on_trial=True)
         try:
             self._members.spawn_worker(member)
@@ -161,8 +158,8 @@ class Changes:
         self._router.tell_ready()
 
     def remove_worker(self, member: Member) -> Change:
-        """Remove an attention worker. It gets no new requests and finishes its own; after a time they move
-        instead."""
+        """Removes an attention worker. It gets no new requests and finishes its own. After some time they
+        move instead."""
         if member.stage is Stage.SERVING:
             member.stage = Stage.DRAINING
         self._router.drain(member.number)
@@ -174,13 +171,13 @@ class Changes:
         self._router.tell_ready()
 
     def rebalance(self, new: Placement) -> Change:
-        """Move experts between the same servers."""
+        """Moves experts between the same servers."""
         yield from self._move(new)
 
-    # ---- their parts
+    # ---- parts of changes
 
     def _towards(self, servers: int, workers: int) -> Change:
-        """Add first, then remove; the youngest members are removed first."""
+        """Adds members first, then removes the newest ones."""
         members = self._members
         while len(members.servers) < servers:
             yield from self.add_server()
@@ -192,7 +189,7 @@ class Changes:
             yield from self.remove_server(members.servers[-1])
 
     def _restore(self, placement: Placement | None) -> Change:
-        """Restore the placement before the change, where the servers are the same."""
+        """Restores the placement before the change, if its servers still exist."""
         now, servers = self._publisher.placement, {member.number for member in self._members.servers}
         if placement is None or now is None or placement.held == now.held:
             return
@@ -200,7 +197,7 @@ class Changes:
             yield from self._move(replace(placement, version=now.version + 1))
 
     def _placed(self, servers: Collection[int], least: int | None = None) -> Placement:
-        """A placement for these servers that moves little."""
+        """Returns a placement for these servers that moves few experts."""
         assert self.layout is not None
         load, layers = self._load(), self.layout.layers
         weights = {server: self._members.capacities[server] for server in servers}
@@ -218,7 +215,7 @@ class Changes:
         leaving: Member | None = None,
         process: Process | None = None,
     ) -> Change:
-        """Load the new experts, publish the new placement, then drop the old experts."""
+        """Loads the new experts, publishes the new placement, then drops the old experts."""
         publisher, old = self._publisher, self._publisher.placement
         publisher.coming = new
         takers = [
@@ -248,18 +245,17 @@ class Changes:
                 publisher.hold(member)
 
     def _settle(self, version: int) -> Change:
-        """Wait until no worker has a call under way that was routed by a directory before `version`."""
+        """Waits until no worker has a call under way that was routed by a directory before `version`."""
         again = self._clock() + self._limits.nudge
         while not self._publisher.settled(version):
             yield
-            if (
-                self._clock() > again
-            ):  # a worker without requests notices late answers only when it gets a directory
+            if self._clock() > again:
+                # A worker without requests notices late answers only when it receives a directory.
                 self._publisher.publish()
                 again = self._clock() + self._limits.nudge
 
     def _join(self, member: Member, process: Process | None) -> Change:
-        """A new server loads, and clients connect to it before they need it."""
+        """Waits until a new server has loaded, and until clients have connected to it."""
         assert self.layout is not None
         if process is None:
             self._members.spawn_server(member, self.layout)
@@ -277,8 +273,7 @@ class Changes:
     def _wait(
         self, done: Callable[[], bool], seconds: float = math.inf, needed: Collection[Member] = ()
     ) -> Change:
-        """Wait until `done`. Raises ScalingError if one of `needed` cannot do its part, or after
-        `seconds`."""
+        """Waits for `done`. Raises ScalingError if one of `needed` cannot do its part, or after `seconds`."""
         end = self._clock() + seconds
         while not done():
             for member in needed:

@@ -1,13 +1,12 @@
-"""Starts attention workers and expert servers, restarts the dead ones, and carries out changes while they
-serve.
+"""Starts attention workers and expert servers, restarts dead ones, and changes their number while they serve.
 
-One thread owns all of it. A reader thread for each process passes on what that process sends. Nothing that
-requests need goes through the supervisor: clients and servers connect directly, and each client decides
-alone that a server is gone (`policy.fleet.replicas`). The supervisor restarts processes and changes the
-cluster (`cluster.scaling`).
+One thread does all of it. A reader thread per process passes on its messages. Nothing that requests need goes
+through the supervisor: clients and servers connect directly, and each client decides by itself that a server
+is gone (`policy.fleet.replicas`). The supervisor restarts processes and changes the cluster
+(`cluster.scaling`).
 
 An unexpected exception ends only the action that raised it. It is logged and recorded, and the supervisor
-goes on. If its thread ends all the same, requests go on, but dead processes are not restarted.
+continues. If its thread ends nevertheless, requests continue, but dead processes are not restarted.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from moesaic.core.placement import Placement
 from moesaic.transport.secret import create_secret
 
 TICK = 0.1
-"""Seconds between two looks at the clock."""
+"""Maximum seconds between two checks of the processes."""
 FROZEN_SECONDS = 5.0
-"""Seconds without a sign of life after which a process is killed and restarted."""
-NOBODY_WATCHES = "nobody watches the processes any more"
+"""Seconds without a message after which a process is killed and restarted."""
+UNSUPERVISED = "the supervisor has stopped, so processes are not restarted any more"
 
 
 class Supervisor:
@@ -65,20 +64,20 @@ class Supervisor:
         apart, transport = cluster.expert_servers > 0, host_transport(cluster.transport)
         self._transport = transport if apart else None
         member = replace(worker, remote_experts=apart, supervised=True, transport=transport)
-        self._members = Members(member, router, self._hear, clock, cluster)
+        self._members = Members(member, router, self._receive, clock, cluster)
         self._publisher = Publisher(self._members, self._secret)
         self._failures = Failures()
         self._note = self._failures.note
-        self._steering = ChangeQueue(self._members, self._publisher, router, cluster, clock, self._note)
+        self._changes = ChangeQueue(self._members, self._publisher, router, cluster, clock, self._note)
         self._announced = False
         self._ended: str | None = None
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
-        self._doorway: JoinListener | None = None
+        self._join_listener: JoinListener | None = None
         if cluster.cluster_address is not None:
-            self._doorway = JoinListener(cluster.cluster_address, self._secret, self._welcome)
+            self._join_listener = JoinListener(cluster.cluster_address, self._secret, self._welcome)
 
     def start(self) -> None:
-        """Start the attention workers. The first worker's layout starts the servers."""
+        """Starts the attention workers. The servers start when the first worker has sent its layout."""
         for role, number in (
             (Role.WORKER, self._cluster.attention_workers),
             (Role.SERVER, self._cluster.expert_servers),
@@ -90,53 +89,51 @@ class Supervisor:
         self._thread.start()
 
     def stop(self) -> None:
-        """End every process."""
+        """Ends every process."""
         self._members.inbox.put(None)
         if self._thread.ident is not None:
             self._thread.join()
-        self._steering.stop("the cluster was stopped")
-        if self._doorway is not None:
-            self._doorway.close()
+        self._changes.stop("the cluster was stopped")
+        if self._join_listener is not None:
+            self._join_listener.close()
         self._members.stop()
 
-    # ---- for other threads
+    # ---- called by other threads
 
     def scale(self, expert_servers: int | None = None, attention_workers: int | None = None) -> Future[None]:
-        """Change to these numbers of processes; None: as many as now. The future ends when the change is
-        done.
+        """Changes to these numbers of processes; None: as many as now. The future ends with the change.
 
-        The future raises ConfigError for values that are no numbers, and ScalingError if nothing was
-        changed.
+        The future raises ConfigError for numbers below 1, and ScalingError if nothing was changed.
         """
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
         if self._members.watched:
-            self._members.inbox.put(lambda: self._steering.scale(expert_servers, attention_workers, future))
+            self._members.inbox.put(lambda: self._changes.scale(expert_servers, attention_workers, future))
         else:
-            future.set_exception(ScalingError(NOBODY_WATCHES))
+            future.set_exception(ScalingError(UNSUPERVISED))
         return future
 
     def how_it_ended(self) -> str:
-        """Why the cluster ended, for people, once the router's connection is lost."""
-        return self._ended or ("the cluster was stopped" if self._members.watched else NOBODY_WATCHES)
+        """How the cluster ended, in words for people. Called once the router's connection is lost."""
+        return self._ended or ("the cluster was stopped" if self._members.watched else UNSUPERVISED)
 
     def status(self) -> list[ProcessStatus]:
-        """Status of every process: the attention workers, then the expert servers."""
+        """Returns the status of every process: the attention workers, then the expert servers."""
         now, placement, watched = self._clock(), self._publisher.placement, self._members.watched
         return [process_status(member, placement, now, watched) for member in self._members.all]
 
     def report(self) -> ClusterStatus:
-        """The status of the whole cluster."""
+        """Returns the status of the whole cluster."""
         placement, members = self.placement, self._members
         return ClusterStatus(
             directory_version=self._publisher.version,
             placement_version=None if placement is None else placement.version,
-            change=self._steering.under_way,
+            change=self._changes.under_way,
             processes=self.status(),
             replicas=[] if placement is None else layer_replicas(placement, members.servers),
             failures=self._failures.all(),
-            counters=counters(members, self._router, self._steering.rebalances),
-            join_address=None if self._doorway is None else self._doorway.address,
+            counters=counters(members, self._router, self._changes.rebalances),
+            join_address=None if self._join_listener is None else self._join_listener.address,
             transport=self._transport,
             dispatch=self._dispatch,
             locality=layer_locality(placement, self._router.stats().experts),
@@ -144,8 +141,8 @@ class Supervisor:
         )
 
     def load(self) -> ClusterLoad | None:
-        """The load of the experts; None if there are no expert servers."""
-        balancing = self._steering.balancing
+        """Returns the load of the experts; None if there are no expert servers."""
+        balancing = self._changes.balancing
         if balancing is None:
             return None
         loads = balancing.loads
@@ -156,17 +153,17 @@ class Supervisor:
         """The current placement."""
         return self._publisher.placement
 
-    # ---- the loop
+    # ---- the thread
 
     def _run(self) -> None:
         try:
             self._loop()
         except BaseException as error:
             self._members.watched = False
-            self._steering.stop(NOBODY_WATCHES)
-            self._note(f"the supervisor ended, {NOBODY_WATCHES}: {type(error).__name__}: {error}")
+            self._changes.stop(UNSUPERVISED)
+            self._note(f"{UNSUPERVISED}: {type(error).__name__}: {error}")
             if not (self._announced and self._router.serves):
-                self._end(NOBODY_WATCHES)
+                self._end(UNSUPERVISED)
             raise
 
     def _loop(self) -> None:
@@ -181,16 +178,15 @@ class Supervisor:
             now = self._clock()
             self._tick(now)
             if self._announced and self._ended is None:
-                self._survive(partial(self._steering.advance, now))
+                self._survive(partial(self._changes.advance, now))
 
     def _survive(self, action: Callable[[], None]) -> None:
-        """Run `action`. An exception before the cluster serves ends the service: else the start would
-        hang."""
+        """Runs `action`. An exception before the cluster serves ends the service, as the start would hang."""
         failure = self._failures.survive(action)
         if failure is not None and not self._announced:
             self._end(failure)
 
-    def _hear(self, member: Member, message: messages.Message | ConnectionLost) -> None:
+    def _receive(self, member: Member, message: messages.Message | ConnectionLost) -> None:
         member.last_seen = self._clock()
         match message:
             case ConnectionLost():
@@ -208,7 +204,7 @@ class Supervisor:
                 self._holds(member, message)
             case messages.ServerReport(stats, load):
                 member.stats = stats
-                self._steering.heard(member, load)
+                self._changes.add_report(member, load)
             case messages.Failed() if message.user_error and not self._announced:
                 self._router.tell(message)
             case messages.Failed():
@@ -219,48 +215,47 @@ class Supervisor:
         self._announce()
 
     def _holds(self, member: Member, message: messages.Holds) -> None:
-        member.address, member.holds = message.address, message.version
+        member.address, member.confirmed_hold = message.address, message.version
         member.kernels, member.threads = message.kernels, message.threads
         others = {other.kernels for other in self._members.servers if other.kernels}
         if len(others) > 1 and member.stage is Stage.STARTING:
             self._note(
-                f"{member.name} has other kernels than the rest ({', '.join(sorted(others))}): bits differ"
+                f"{member.name} has other kernels than the rest ({', '.join(sorted(others))}), so bits differ"
             )
         if member.stage is Stage.STARTING:
             member.stage = Stage.SERVING
             self._publisher.publish()
 
     def _tick(self, now: float) -> None:
-        heard_all = (
-            self._members.inbox.empty()
-        )  # if the inbox is not empty, this thread was late, not the process
+        # If the inbox is not empty, this thread was late, not the process.
+        heard_all = self._members.inbox.empty()
         for member in self._members.all:
-            self._survive(partial(self._look_after, member, heard_all, now))
+            self._survive(partial(self._check, member, heard_all, now))
 
-    def _look_after(self, member: Member, heard_all: bool, now: float) -> None:
+    def _check(self, member: Member, heard_all: bool, now: float) -> None:
         if member.stage is Stage.WAITING and now >= member.restart_at and self._ended is None:
             self._spawn(member)
         silent = heard_all and now - member.last_seen > FROZEN_SECONDS
         if member.in_service and silent and member.child is not None:
-            self._note(f"{member.name} shows no sign of life: killing it")
+            self._note(f"{member.name} sent nothing for {FROZEN_SECONDS:g} s: killing it")
             member.child.kill()
             member.last_seen = now
 
     def _announce(self) -> None:
-        """Tell the engine, once everything serves, that it may submit requests."""
+        """Tells the engine, once all processes serve, that it may submit requests."""
         if not self._announced and all(member.stage is Stage.SERVING for member in self._members.all):
             self._announced = True
             self._router.tell_ready()
 
     def _welcome(self, process: RemoteProcess) -> None:
-        """Take in a joined server. Called in a thread of the join listener."""
+        """Adds a server that has joined. Called in a thread of the join listener."""
         if self._members.watched:
-            self._members.inbox.put(lambda: self._steering.join(process))
+            self._members.inbox.put(lambda: self._changes.join(process))
         else:
             process.stop()
 
     def _end(self, why: str) -> None:
-        """Report that nothing can be served any more."""
+        """Reports that nothing can be served any more."""
         if self._ended is None:
             self._ended = why
             self._router.fail(why)
@@ -270,12 +265,12 @@ class Supervisor:
     def _spawn(self, member: Member) -> None:
         if member.role is Role.WORKER:
             self._members.spawn_worker(member)
-        elif self._steering.layout is not None:
-            self._members.spawn_server(member, self._steering.layout)
+        elif self._changes.layout is not None:
+            self._members.spawn_server(member, self._changes.layout)
             self._publisher.hold(member)
 
     def _lost(self, member: Member) -> None:
-        """A process has ended. A worker's requests move; a server's clients have noticed before."""
+        """A process has ended. A worker's requests move; the clients of a server have noticed already."""
         assert member.child is not None
         how = member.child.how_it_ended()
         member.child.connection.close()
@@ -286,11 +281,11 @@ class Supervisor:
         if member.role is Role.WORKER:
             self._router.leave(member.number)
         if self._members.watched and not expected and not (again and self._announced):
-            self._end(how if again else f"{member.name} keeps dying, the last time so: {how}")
+            self._end(how if again else f"{member.name} keeps dying; last failure: {how}")
 
     def _lay_out(self, layout: ExpertLayout) -> None:
-        """The first layout decides the placement and starts the servers."""
-        if self._steering.layout is not None:
+        """Sets the placement for the first layout, and starts the servers."""
+        if self._changes.layout is not None:
             return
         try:
             capacities = self._members.capacities
@@ -300,10 +295,10 @@ class Supervisor:
         except ConfigError as error:
             self._router.tell(messages.Failed(str(error), user_error=True))
             return
-        self._steering.lay_out(layout)
+        self._changes.lay_out(layout)
         for member in self._members.servers:
             self._spawn(member)
 
 
 def _nothing() -> None:
-    """The action that follows when no message came."""
+    """The action if no message has arrived."""

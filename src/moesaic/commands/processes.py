@@ -32,7 +32,7 @@ def as_lines(status: Status) -> list[str]:
     if status["join_address"]:
         lines.append(f"expert servers of other machines join at {status['join_address']}")
     if not status["watched"]:
-        lines.append("nobody watches the processes any more: what dies now stays dead")
+        lines.append("the supervisor has stopped, so processes are not restarted any more")
     if missing:
         lines.append(f"{missing} experts have no copy now: their tokens wait")
     return lines

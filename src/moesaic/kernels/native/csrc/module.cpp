@@ -262,7 +262,7 @@ NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // a recording may outlive the interpreter's leak check
     m.doc() = "CPU kernels over addresses and sizes; see ops.py for shapes";
     m.attr("ALL_HELD") = kAllHeld;
-    m.def("instruction_sets", names, "sets that this CPU supports, fastest first; those after portable are used by name only");
+    m.def("instruction_sets", names, "sets that this CPU supports, fastest first; those after portable only by name");
     m.def("use", use, "name"_a);
     m.def("active", [] { return std::string(active->name); });
     m.def("set_threads", set_threads, "threads"_a, "pin"_a);
