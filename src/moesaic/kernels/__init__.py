@@ -1,2 +1,1 @@
-"""The arithmetic of the models: the torch reference, native CPU kernels, and the table that picks one of
-them."""
+"""The arithmetic of the models: a torch reference, native CPU kernels, and a table that selects them."""

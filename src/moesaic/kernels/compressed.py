@@ -15,7 +15,7 @@ import numpy.typing as npt
 from moesaic.core.stored import BLOCK, COMPRESSED, GROUP, GROUP_BYTES, HEAD, row_bytes
 
 WINDOW = 14
-"""Codes below this tell how far the exponent is below the head's exponent."""
+"""Codes below this are the difference from the head's exponent."""
 ZERO, STRANGE = 14, 15
 """Codes of exponent 0, and of a number that is stored completely in the head."""
 MOST_STRANGE = 15

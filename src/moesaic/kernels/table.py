@@ -178,7 +178,7 @@ REFERENCE = Kernels(
 
 
 ROUNDING = frozenset({"avx512_bf16", "amx_bf16"})
-"""Instruction sets that round rows which meet bf16 weights to bf16. They are picked by name only."""
+"""Instruction sets that round rows to bf16 for bf16 weights. They are only used by name."""
 
 
 def instruction_sets() -> tuple[str, ...]:

@@ -103,7 +103,7 @@ def _index(path: Path) -> dict[str, str]:
         table = json.loads(file.read_bytes())["weight_map"]
         return {str(name): Path(shard).name for name, shard in table.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{file}: is no index of tensors ({error!r})") from error
+        raise CheckpointError(f"{file}: not an index of tensors ({error!r})") from error
 
 
 def _read(file: Path) -> _Header:
@@ -113,7 +113,7 @@ def _read(file: Path) -> _Header:
         length = int.from_bytes(opened.read(8), "little")
         begin = 8 + length
         if begin > size:
-            raise ValueError(f"{size} bytes, of which the header is said to be {begin}")
+            raise ValueError(f"its header has {begin} bytes, but the file {size}")
         entries = json.loads(opened.read(length))
     if not isinstance(entries, dict):
         raise ValueError(f"its header is a {type(entries).__name__}")

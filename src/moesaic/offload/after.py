@@ -22,7 +22,7 @@ Do = Callable[[Task, Part], None]
 
 
 class AfterAttention(Protocol):
-    """Carries out the stages after attention. `tasks` has the task kinds it handles; POST is always one."""
+    """Runs the stages after attention. `tasks` has the task kinds that it handles; POST is always one."""
 
     @property
     def tasks(self) -> Mapping[Kind, Do]: ...
