@@ -61,7 +61,7 @@ def test_a_table_with_both_predictions(found: Planned) -> None:
     assert ["at", "this", "link", "/", "measured", f"{phase.at_link / 2:.2f}"] in lines
     assert ["link", "0.01", "GiB/s"] in lines
     assert phase.as_json()["predicted_at_link_seconds"] == phase.at_link
-    assert told.endswith("beside passes (sampling, text, the API): 0.50 s")
+    assert told.endswith("outside passes (sampling, text, the API): 0.50 s")
 
 
 def test_what_loaded_nothing_has_no_other_prediction(found: Planned) -> None:

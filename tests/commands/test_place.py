@@ -169,7 +169,7 @@ def test_tables_for_people(file: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main(["place", str(file), "--ranks", "2", "--solver", "eplb", "-o", str(path)]) == 0
     text = capsys.readouterr().out
     assert "measured on  80 requests" in text and "unseen ids" in text
-    assert "solved by eplb on everything that the profile counts" in text
+    assert "is solved by eplb on the whole profile" in text
     rows = [line.split()[:2] for line in text.splitlines() if "%" in line and "unseen" not in line]
     assert [row[0] for row in rows] == ["vanilla", "request", "eplb", "request"]
     assert max(map(len, text.split(str(path))[0].splitlines())) <= 80
@@ -200,7 +200,7 @@ def test_unseen_tokens_of_a_live_recording_take_the_nearest_known_one(
     made.save(file)
     nearest = nearest_known(files.resolve("demo"), np.arange(300, 320, dtype=np.int32))
     assert cli.main(["place", *map(str, (file, *words))]) == 0
-    assert "--model MODEL finds their nearest known" in capsys.readouterr().out
+    assert "--model MODEL finds their nearest known ids" in capsys.readouterr().out
     without = Tables.load(tmp_path / "p.tables.npz")
     unseen = np.setdiff1d(np.arange(made.vocab_size), made.counts[0].known)
     assert (without.scores[unseen] == without.scores[0]).all(), "an average token's"
@@ -225,7 +225,7 @@ def test_a_picture_of_one_layer_before_and_after(
         "vanilla placement, ids on their best rank",
         "placed by kmeans, ids on their best rank",
     ]
-    assert "layer 2: how often the 40 commonest token ids" in text
+    assert "layer 2: how often the 40 most common token ids" in text
     dealt_out, vanilla, placed = (
         float(share) for share in re.findall(r">([\d.]+)% of the choices stay", text)
     )
@@ -237,8 +237,8 @@ def test_a_picture_of_one_layer_before_and_after(
 def test_what_is_refused(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     to = ("-o", tmp_path / "p.json")
     for words, message in (
-        ((file, "--ranks", 2), "--output-file: say where to write"),
-        ((file, "--ranks", 2, "--compare", *to), "say with --solver whose placement"),
+        ((file, "--ranks", 2), "--output-file: give a file for the placement"),
+        ((file, "--ranks", 2, "--compare", *to), "give --solver to choose the written placement"),
         ((file, "--ranks", 9, *to), "--ranks: got 9; allowed: 1 to 8"),
         ((file, "--ranks", 0, *to), "--ranks: got 0"),
         ((file, "--ranks", 2, "--share", 0, *to), "--share: got 0"),
@@ -250,8 +250,11 @@ def test_what_is_refused(file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         ((tmp_path / "none.npz", "--ranks", 2, *to), "No such file"),
         ((file, "--ranks", 2, *to, "--plot", tmp_path / "p.png"), "ends in .svg"),
         ((file, "--ranks", 2, *to, "--plot", tmp_path / "nowhere" / "p.svg"), "an existing directory"),
-        ((file, "--ranks", 2, "--compare", "--plot", tmp_path / "p.svg"), "--plot: draws the placement"),
-        ((file, "--ranks", 2, *to, "--plot-layer", 2), "--plot-layer: say with --plot"),
+        (
+            (file, "--ranks", 2, "--compare", "--plot", tmp_path / "p.svg"),
+            "--plot: draws the written placement",
+        ),
+        ((file, "--ranks", 2, *to, "--plot-layer", 2), "--plot-layer: allowed only with --plot"),
         (
             (file, "--ranks", 2, *to, "--plot", tmp_path / "p.svg", "--plot-layer", 3),
             "--plot-layer: got 3; allowed: one with routed experts: 1, 2, 4",

@@ -66,15 +66,15 @@ def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     for text in (
         "mixtral-8x7b (46.7 billion parameters",
         "cgopipe",
-        "attention computed beside",
+        "attention computed at",
         "RAM, 24 cores",
-        "may be filled",
+        "usable",
         "link down",
         "bottleneck",
         "end to end",
         "What would help most: ",
-        "requests at once on; with fewer, leave the weights",
-        "Machine: MoE-Lightning's artifact: peaks",
+        "concurrent requests on. With fewer, leave the weights",
+        "Source of the machine's figures: MoE-Lightning's artifact: peaks",
     ):
         assert text in shown, text
 
@@ -130,7 +130,7 @@ def test_a_hardware_file_and_the_demo(file: Path) -> None:
     report = plan(options)
     assert report.hardware.name == "two cores" and report.hardware.link.staging == 4 * GIB
     text = as_text(report)
-    assert "arena" in text and "numbers of its file" in text and "MiB" in text
+    assert "arena" in text and "figures: its file" in text and "MiB" in text
     assert report.model.experts == 24
 
 
@@ -173,7 +173,7 @@ def test_models_by_name_directory_and_file(tmp_path: Path) -> None:
         ([*LINE, "--host-memory", "-1GiB"], "--host-memory: got '-1GiB'"),
         ([*LINE, "--host-memory=-1GiB"], "--host-memory: got '-1GiB'; allowed: a positive size"),
         ([*LINE, "--host-memory", "--host-bandwidth", "2GiB"], "--host-memory: got nothing"),
-        ([*LINE, "--paper"], "--paper: has models, machines and lengths of its own"),
+        ([*LINE, "--paper"], "--paper: has its own models, machines and lengths"),
         (["plan", "deepseek-v3", *LINE[2:]], "deepseek-v3 does not fit on l4: one request needs"),
     ],
 )

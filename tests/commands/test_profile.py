@@ -227,7 +227,7 @@ def test_what_is_served_is_recorded(tmp_path: Path) -> None:
     out = tmp_path / "live.npz"
     record = ("--record-routing", str(out), "--record-routing-share", "1")
     err = said_by_a_server("--attention-workers", "2", *record)
-    assert err == f"moesaic: the routing is in {out}: look at it with moesaic profile show {out}\n"
+    assert err == f"moesaic: the routing is in {out}: print it with moesaic profile show {out}\n"
     made = Profile.load(out)
     assert sorted(np.diff(made.routes.starts).tolist())[-1] in (22, 24)
     assert set(np.diff(made.routes.starts) - made.routes.prompts) == {2, 4}

@@ -51,7 +51,7 @@ def test_tables_for_people(file: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert show(ShowProfile(file, ranks=4)) == 0
     text = capsys.readouterr().out
     assert "240, with 30 of 50 ids" in text and "10 requests, predicted from the other 2" in text
-    assert "2 of 8 a layer, 6 layers" in text and "4 ranks, vanilla placement" in text
+    assert "top 2 of 8 in 6 layers" in text and "4 ranks, vanilla placement" in text
     assert re.search(r"the same topic in \d+\.\d%, 42\.9% by chance", text)
     for title in ("hottest other", "kurtosis", "max / median", "partners", "precision", "by 5", "2-gram"):
         assert title in text
@@ -93,7 +93,7 @@ def test_counts_without_routes(tmp_path: Path, capsys: pytest.CaptureFixture[str
     without_routes(profile()).save(tmp_path / "p.npz")
     assert show(ShowProfile(tmp_path / "p.npz", plot=tmp_path / "p.svg")) == 0
     out = capsys.readouterr().out
-    assert "nothing is predicted" in out and "240, with 30 of 50 ids" in out
+    assert "no predictions" in out and "240, with 30 of 50 ids" in out
     assert "not in this profile" in (tmp_path / "p.svg").read_text()
 
 

@@ -127,7 +127,7 @@ def test_rows_of_padding_are_told_apart(
     assert cli.main(command(path, files, "--pad")) == 0
     printed = capsys.readouterr()
     assert "predicted for 12 + 6 tokens, prompts padded to 30" in printed.err
-    assert "beside tokens: 56 rows of padding" in printed.out
+    assert "padding: 56 rows in addition to the tokens" in printed.out
 
 
 def test_what_is_done_is_not_planned_for(

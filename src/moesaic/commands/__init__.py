@@ -1,1 +1,1 @@
-"""What the commands do. Each file is one command, imported only when it is called."""
+"""The commands. Each is a module of its own, which is imported only when the command runs."""

@@ -1,4 +1,4 @@
-"""Activation maps side by side, before and after a placement was solved, as an SVG. Pure."""
+"""Draws activation maps of several placements side by side, as an SVG. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from moesaic.commands.panels import WIDTH, Panel, cells, page
 from moesaic.policy.placement.activation_map import ActivationMap
 
 LEFT, TOP, WIDE, TALL = 30, 88, WIDTH - 46, 480
-"""Of the map in its panel."""
+"""Position and size of the map in its panel, in pixels."""
 HEIGHT = TOP + TALL + 30
 LABELS = 16
-"""Most ranks that are named along a side."""
+"""Maximum number of ranks whose names are drawn along a side."""
 
 
 def draw(title: str, maps: Sequence[tuple[str, ActivationMap]]) -> str:
-    """An SVG: of each map its name, what is local, and the choices; those that stay on a rank in one colour,
-    the others in another, the darker the more often."""
+    """An SVG with one panel for each named map. It shows the map's local share and all choices of experts.
+
+    Local choices have one colour and remote ones another. Frequent choices are darker.
+    """
     return page(title, [_panel(name, found) for name, found in maps], columns=len(maps), height=HEIGHT)
 
 
@@ -39,7 +41,7 @@ def _panel(name: str, found: ActivationMap) -> Panel:
 
 
 def _only(found: ActivationMap, local: bool) -> list[list[float]]:
-    """[n, E] the shares inside the blocks of one rank, or outside of them; 0 elsewhere."""
+    """[n, E] shares of the local choices, or of the remote ones; 0 elsewhere."""
     down, across = _owners(found.tokens_of), _owners(found.experts_of)
     return [
         [value if (here == there) is local else 0.0 for there, value in zip(across, row, strict=True)]
@@ -48,12 +50,12 @@ def _only(found: ActivationMap, local: bool) -> list[list[float]]:
 
 
 def _owners(sizes: Sequence[int]) -> list[int]:
-    """Example: sizes 2, 1 -> 0, 0, 1."""
+    """The rank of each row or column. Example: sizes 2, 1 -> 0, 0, 1."""
     return [rank for rank, size in enumerate(sizes) for _ in range(size)]
 
 
 def _borders(found: ActivationMap) -> Iterator[str]:
-    """Lines between ranks, and the names of the ranks."""
+    """SVG elements: lines between ranks, and the names of the ranks."""
     right, bottom = LEFT + WIDE, TOP + TALL
     named = len(found.experts_of) <= LABELS
     for rank, (begin, end) in enumerate(_spans(found.experts_of, LEFT, WIDE)):
@@ -69,7 +71,7 @@ def _borders(found: ActivationMap) -> Iterator[str]:
 
 
 def _spans(sizes: Sequence[int], start: float, length: float) -> Iterator[tuple[float, float]]:
-    """Where each rank begins and ends, in pixels."""
+    """Start and end of each rank, in pixels."""
     ends = [0, *accumulate(sizes)]
     return pairwise(start + length * end / ends[-1] for end in ends)
 

@@ -1,4 +1,4 @@
-"""What `moesaic serve` tells while it loads and once it serves."""
+"""What `moesaic serve` prints while it loads and once it serves."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from moesaic.core.messages import Loading, Message, Ready, WorkerInfo
 
 
 class Announcer:
-    """Shows a progress bar on a terminal until the worker is ready, then what was chosen and where it serves.
+    """Shows a progress bar until the worker is ready, then prints the chosen settings and the address.
 
-    The bar goes to stderr, the rest to stdout: a table for people, or one line of JSON.
+    The bar goes to stderr, if that is a terminal. The rest goes to stdout: tables, or one line of JSON.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Announcer:
         as_json: bool,
         cluster: Callable[[], ClusterStatus] | None = None,
     ) -> None:
-        """cluster: who serves what, where several processes do."""
+        """cluster: returns the status of the processes. None if one worker process does everything."""
         self._cluster = cluster
         self._announced = False
         self._name = name
@@ -69,7 +69,7 @@ class Announcer:
         self._bar.stop()
 
     def observe(self, message: Message) -> None:
-        """Take in a message of the worker."""
+        """Handle one message of the worker."""
         match message:
             case Loading():
                 self._bar.update(self._task, completed=message.done, total=message.total)
@@ -91,30 +91,30 @@ class Announcer:
             text = "\n".join([*parts, f"Serving {self._name} at {url}"])
         try:
             print(text, flush=True)
-        except OSError as error:  # a full disk, a pipe that nobody reads: no reason not to serve
+        except OSError as error:  # a full disk or a closed pipe must not keep the server from serving
             print(f"moesaic: stdout: {error.strerror}; serving {self._name} at {url}", file=sys.stderr)
-            sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  what the old one still holds fails no more
+            sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  later writes must not fail again
 
 
 def requests_of_maximum_length(info: WorkerInfo) -> int:
-    """How many of them the KV cache holds at once."""
+    """Number of requests of the maximum length that the KV cache holds at once."""
     return info.num_blocks // -(-info.max_model_len // info.block_size)
 
 
 def capacity_line(info: WorkerInfo) -> str:
-    """For people: what the KV cache is good for."""
+    """One line: the capacity of the KV cache in tokens and in requests."""
     many = requests_of_maximum_length(info)
     return f"KV cache holds {info.kv_tokens} tokens, {many} requests of the maximum length"
 
 
 def as_record(name: str, url: str, info: WorkerInfo) -> dict[str, object]:
-    """The same for machines."""
+    """The announcement as JSON: event, model, URL, the fields of WorkerInfo and the KV cache's capacity."""
     sizes = {"kv_tokens": info.kv_tokens, "kv_requests": requests_of_maximum_length(info)}
     return {"event": "serving", "model": name, "url": url} | asdict(info) | sizes
 
 
 def as_table(name: str, info: WorkerInfo) -> Table:
-    """What was loaded and chosen, a row each."""
+    """A table of the loaded model and the chosen settings."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -130,7 +130,7 @@ def as_table(name: str, info: WorkerInfo) -> Table:
         "threads": str(info.threads) + each,
         **({"collectives": info.collectives} if info.ranks > 1 else {}),
         "context length": f"{info.max_model_len} tokens",
-        "batch": f"{info.max_num_seqs} requests, {info.max_num_batched_tokens} tokens a step",
+        "batch": f"{info.max_num_seqs} requests, {info.max_num_batched_tokens} tokens per step",
         "KV cache": in_bytes(info.kv_bytes),
     }
     for label, value in rows.items():

@@ -1,4 +1,4 @@
-"""`moesaic bench serve`: prints what was measured."""
+"""`moesaic bench serve`: measures a server and prints the report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moesaic.bench.report import print_report
 
 
 def run(options: ServeBench, as_json: bool) -> int:
-    """Measure a server; returns the exit code: 1 when every request failed."""
+    """Measure a server and print the report. Returns the exit code, 1 if every request failed."""
     report = bench_serve.run(options)
     if as_json:
         print(report.to_json(options.save_detailed))

@@ -1,4 +1,4 @@
-"""`moesaic bench throughput`: prints what was measured."""
+"""`moesaic bench throughput`: measures the engine in this process and prints the report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moesaic.config import WorkerConfig
 
 
 def run(options: ThroughputBench, worker: WorkerConfig, as_json: bool) -> int:
-    """Measure the engine in this process; returns the exit code."""
+    """Measure the engine in this process and print the report. Returns the exit code."""
     with announced(worker.trace):
         report = throughput.run(options, worker)
     if as_json:

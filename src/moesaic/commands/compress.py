@@ -1,4 +1,4 @@
-"""`moesaic compress`: shows how far it is, and what the weights took and take."""
+"""`moesaic compress`: compresses a checkpoint, with progress, and prints the size before and after."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MB = 10**6
 
 
 def run(options: Compress, as_json: bool) -> int:
-    """Write the checkpoint and print what it takes; returns the exit code.
+    """Write the compressed checkpoint and print its size. Returns the exit code.
 
     Raises ConfigError for a checkpoint that cannot be compressed and files that cannot be read or written.
     """
@@ -38,8 +38,8 @@ def run(options: Compress, as_json: bool) -> int:
         raise ConfigError(f"{error.filename or options.target}: {error.strerror}") from error
     seconds = time.monotonic() - begun
     if as_json:
-        said = {"model": options.model, "directory": str(options.directory), **asdict(sizes)}
-        print(json.dumps({**said, "share": sizes.share, "seconds": round(seconds, 3)}))
+        report = {"model": options.model, "directory": str(options.directory), **asdict(sizes)}
+        print(json.dumps({**report, "share": sizes.share, "seconds": round(seconds, 3)}))
     else:
         print(
             f"{options.directory}: {in_bytes(sizes.bytes_after)} of {in_bytes(sizes.bytes_before)} "

@@ -1,4 +1,4 @@
-"""The settings of `moesaic compress`; the command line is generated from here."""
+"""The settings of `moesaic compress`, from which its command line is generated."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from moesaic.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Compress:
-    """Write a checkpoint whose routed experts take 12 bits a number, without loss."""
+    """Write a checkpoint whose routed experts take 12 bits per number, without loss."""
 
     model: str
-    """A directory, a hub id, or demo, with its experts in bf16."""
+    """A Hugging Face directory, a hub id, or demo. Its experts must be stored in bf16."""
     directory: Path
-    """Where the other checkpoint is written; it does not exist yet, or is empty."""
+    """Directory of the compressed checkpoint. It must not exist yet, or be empty."""
 
     def __post_init__(self) -> None:
         path = self.target
@@ -26,5 +26,5 @@ class Compress:
 
     @property
     def target(self) -> Path:
-        """The directory, whatever ~ and links stand for."""
+        """The absolute directory, with ~ and links resolved."""
         return self.directory.expanduser().resolve()

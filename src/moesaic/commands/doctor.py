@@ -1,4 +1,4 @@
-"""`moesaic doctor`: what this machine has, what moesaic will use of it, and what could be better."""
+"""`moesaic doctor`: prints what this machine has, what moesaic will use, and what could be better."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Choice:
-    """What the settings called auto come to here."""
+    """The values that moesaic chooses on this machine for settings that are auto or None."""
 
     device: str
     kernels: str
@@ -28,7 +28,7 @@ class Choice:
 
 
 def run(as_json: bool) -> int:
-    """Print the report; returns the exit code."""
+    """Print the report. Returns the exit code."""
     machine = examine()
     choice = choose(machine)
     notes = warnings(machine, choice)
@@ -46,7 +46,7 @@ def run(as_json: bool) -> int:
 
 
 def choose(machine: Machine) -> Choice:
-    """What `moesaic serve` takes when nothing is said."""
+    """The settings that `moesaic serve` uses without flags."""
     device = "cuda" if machine.gpus else "cpu"
     kernels = table.pick(device)
     own = machine.gpus or table.instruction_sets()
@@ -55,32 +55,37 @@ def choose(machine: Machine) -> Choice:
 
 
 def warnings(machine: Machine, choice: Choice) -> list[str]:
-    """What costs speed or may go wrong, each with what to do about it."""
+    """Problems of speed and likely failures, one line each, with what to do about it."""
     notes = []
     if choice.device == "cpu" and machine.nvidia_driver:
         build = f"torch {machine.torch} (build: {machine.torch_build})"
         notes.append(f"there is an NVIDIA driver, but {build} sees no GPU: install a CUDA build of torch")
     if len(machine.gpus) > 1:
-        notes.append(f"{len(machine.gpus)} GPUs, one is used: choose it with CUDA_VISIBLE_DEVICES")
+        notes.append(f"moesaic uses one of the {len(machine.gpus)} GPUs: choose it with CUDA_VISIBLE_DEVICES")
     if choice.device == "cpu" and not table.instruction_sets():
         notes.append(
-            "moesaic was installed without its native kernels, the torch reference computes instead: install "
+            "moesaic was installed without its native kernels and uses the slow torch reference: install "
             "a C++17 compiler (Debian: apt install g++), then reinstall moesaic"
         )
     if choice.device == "cpu" and not {"avx2", "neon"} & set(machine.instruction_sets):
-        notes.append("this CPU has neither AVX2 nor NEON: computing will be very slow")
+        notes.append("this CPU has neither AVX2 nor NEON: moesaic will be very slow on it")
     if machine.cpu_quota is not None and machine.cpu_quota < machine.cores:
         fit = max(1, int(machine.cpu_quota))
         notes.append(
-            f"this container may use {machine.cpu_quota:.1f} cores' time but sees {machine.cores} cores: "
-            f"give --threads {fit}, or every step waits for the scheduler"
+            f"this container sees {machine.cores} cores but may use the time of {machine.cpu_quota:.1f}: "
+            f"give --threads {fit}, or the system will pause the threads in every step"
         )
     if machine.memory_available < 2 * GIB:
         free = in_bytes(machine.memory_available)
-        notes.append(f"{free} of memory are available: the demo fits, larger models need their weights' size")
+        notes.append(
+            f"only {free} of memory are available, and a model needs at least the size of its weights"
+        )
     if machine.hub_cache_free < 20 * GIB:
         free = in_bytes(machine.hub_cache_free)
-        notes.append(f"{free} are left on the disk of {machine.hub_cache}: set HF_HOME to a larger one")
+        notes.append(
+            f"only {free} are free on the disk of {machine.hub_cache}: set HF_HOME to a directory on a "
+            "larger disk"
+        )
     return notes
 
 
@@ -88,7 +93,7 @@ def _print(machine: Machine, choice: Choice, notes: list[str]) -> None:
     console = Console(highlight=False)
     console.print(_table("This machine", _facts(machine)))
     chosen = {name: str(value) for name, value in asdict(choice).items()}
-    chosen["threads"] += ", but 1 for a model of less than 256 MiB"
+    chosen["threads"] += ", or 1 for a model of less than 256 MiB"
     console.print(_table("moesaic will use", chosen))
     for note in notes:
         console.print(f"[yellow]warning[/]: {escape(note)}", soft_wrap=True)
@@ -97,7 +102,7 @@ def _print(machine: Machine, choice: Choice, notes: list[str]) -> None:
 
 
 def _facts(machine: Machine) -> dict[str, str]:
-    quota = "" if machine.cpu_quota is None else f", limited to {machine.cpu_quota:.1f} cores' time"
+    quota = "" if machine.cpu_quota is None else f", limited to the time of {machine.cpu_quota:.1f} cores"
     limit = "" if machine.memory_limit is None else f", limited to {in_bytes(machine.memory_limit)}"
     gpus = [
         f"{gpu.name}, {in_bytes(gpu.free)} of {in_bytes(gpu.memory)} free, capability {gpu.capability}"
@@ -108,9 +113,9 @@ def _facts(machine: Machine) -> dict[str, str]:
         "system": machine.system,
         "CPU": machine.cpu,
         "cores": f"{machine.cores} of {machine.cores_online}{quota}",
-        "instructions": " ".join(machine.instruction_sets) or "none of those that matter",
+        "instructions": " ".join(machine.instruction_sets) or "none that moesaic uses",
         "memory": f"{free} of {total} available{limit}",
-        "GPUs": "\n".join(gpus) or "none that torch sees",
+        "GPUs": "\n".join(gpus) or "none visible to torch",
         "Python": machine.python,
         "torch": f"{machine.torch}, {machine.torch_build} build, CPU code for {machine.torch_cpu_capability}",
         "model cache": f"{machine.hub_cache}, {in_bytes(machine.hub_cache_free)} free",

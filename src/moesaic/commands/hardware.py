@@ -1,4 +1,4 @@
-"""`moesaic hardware measure`: this machine in numbers, for people and as a file for `moesaic plan`."""
+"""`moesaic hardware measure`: measures this machine, prints a report and writes a file for `moesaic plan`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from moesaic.hardware.measure import FULL, SHORT, Effort, Measuring
 
 
 def run(options: MeasureHardware, json: bool) -> int:
-    """Measure, write the file, and print what was found; returns the exit code.
+    """Measure, write the file, and print the report. Returns the exit code.
 
-    Raises ConfigError for a device that is not there, a disk that cannot be measured, and a file that cannot
-    be written.
+    Raises ConfigError for a missing device, a disk that cannot be measured, and a file that cannot be
+    written.
     """
     if options.output_file is not None:
         file.check(options.output_file)
@@ -40,10 +40,9 @@ def run(options: MeasureHardware, json: bool) -> int:
 
 
 def now(model: str, device: Device = "auto") -> Hardware:
-    """What `moesaic plan MODEL --hardware this` takes: less of everything, the disk where the model lies.
+    """A short measurement for `moesaic plan MODEL --hardware this`. It measures the disk of the model.
 
-    device: cpu for plans that a CPU carries out, also where there is a GPU.
-
+    device: cpu for plans that a CPU executes, even if there is a GPU.
     Raises ConfigError for a disk that cannot be measured.
     """
     path = Path(model).expanduser()
@@ -51,14 +50,18 @@ def now(model: str, device: Device = "auto") -> Hardware:
     try:
         hardware = measure(MeasureHardware(path=folder, device=device), SHORT)
     except ConfigError as error:
-        raise ConfigError(f"--hardware this: {error}; moesaic hardware measure has a --path") from error
-    line = f"{hardware.name}: {hardware.source}; `moesaic hardware measure` takes longer and writes a file"
+        how = "choose a disk with moesaic hardware measure --path"
+        raise ConfigError(f"--hardware this: {error}; {how}") from error
+    line = f"{hardware.name}: {hardware.source}; `moesaic hardware measure` is more exact and writes a file"
     Console(stderr=True).print(line, soft_wrap=True, highlight=False, markup=False)
     return hardware
 
 
 def measure(options: MeasureHardware, effort: Effort) -> Hardware:
-    """GPU memory over RAM where there is a GPU, else RAM over the disk."""
+    """Measure the two memory levels of this machine: GPU memory and RAM if there is a GPU, else RAM and disk.
+
+    Raises ConfigError for a missing device and a disk that cannot be measured.
+    """
     device = None if options.device == "cpu" else cuda.find()
     if options.device == "cuda" and device is None:
         raise ConfigError.field("--device", "cuda", "auto, cpu: torch sees no GPU")
@@ -72,7 +75,7 @@ def measure(options: MeasureHardware, effort: Effort) -> Hardware:
 
 
 def _on_experts_of(folder: Path, effort: Effort) -> Effort:
-    """With products of the sizes that the checkpoint in this folder has, where there is one."""
+    """`effort` with matrix products of the sizes of the checkpoint in `folder`, if there is one."""
     try:
         model = read(json_module.loads((folder / "config.json").read_text(encoding="utf-8")), str(folder))
     except (OSError, ValueError, MoesaicError):

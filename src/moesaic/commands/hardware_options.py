@@ -1,4 +1,4 @@
-"""The settings of `moesaic hardware measure`; the command line is generated from here."""
+"""The settings of `moesaic hardware measure`, from which its command line is generated."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class MeasureHardware:
 
     _: KW_ONLY
     output_file: Path | None = None
-    """Where the hardware file is written (.toml); None: it is printed only."""
+    """File for the figures (.toml). None: the figures are only printed."""
     path: Path = Path()
-    """A large file to read, such as a shard of a checkpoint, or a directory on the disk to measure: its
-    largest *.safetensors is read, or a file of 1 GiB is written there and deleted."""
+    """A large file to read, such as a shard of a checkpoint, or a directory on the disk to measure. In a
+    directory the largest *.safetensors is read, or a file of 1 GiB is written and deleted."""
     threads: int | None = None
-    """Threads that compute; None: one per core."""
+    """Number of compute threads. None: one per core."""
     device: Device = "auto"
-    """cuda: GPU memory over RAM; cpu: RAM over the disk; auto: cuda where there is one."""
+    """Memory levels to measure. cuda: GPU memory and RAM; cpu: RAM and disk; auto: cuda if there is a GPU."""
     name: str | None = None
-    """Of the machine, for people; None: its processor's."""
+    """Name of the machine, for people. None: the name of its processor."""
 
     def __post_init__(self) -> None:
         check_threads(self.threads)

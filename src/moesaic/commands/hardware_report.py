@@ -1,4 +1,4 @@
-"""What `moesaic hardware measure` found, as tables."""
+"""The report of `moesaic hardware measure`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from moesaic.cost.hardware import GIB, Hardware, Level
 
 Lines = Sequence[Mapping[str, Any]]
 DIFFERS = 1.5
-"""Times the first read's bandwidth, from which on a repeated read is remarked upon."""
+"""A remark is printed if repeated reads are at least this many times as fast as the first one."""
 
 
 def as_text(hardware: Hardware, written: Path | None) -> str:
-    """Tables, and what there is to remark below them. written: the file, None when there is none."""
+    """Tables, and remarks below them. written: the file that was written, or None."""
     found = hardware.measured
     parts = [f"{hardware.name}: {hardware.source}", in_text(_levels(hardware))]
     for prefix, where in (("", ""), ("fast_", ", fast level"), ("slow_", ", slow level")):
         if f"{prefix}memory" in found:
             parts += [f"Weights read for one row{where}", in_text(_memory(found[f"{prefix}memory"]))]
             shape = f", experts of {found['experts']}" if "experts" in found else ""
-            parts += [f"Products, Gflops/s{where}{shape}", in_text(_products(found[f"{prefix}products"]))]
+            parts += [
+                f"Matrix products, Gflops/s{where}{shape}",
+                in_text(_products(found[f"{prefix}products"])),
+            ]
     if "disk" in found:
         parts += [f"Reading {found['file']}", in_text(_disk(found["disk"]))]
     if "link" in found:
@@ -38,27 +41,29 @@ def as_text(hardware: Hardware, written: Path | None) -> str:
 
 
 def remarks(hardware: Hardware) -> list[str]:
-    """What a reader of the numbers has to know, a sentence each."""
+    """What a reader must know to judge the figures, one remark each."""
     found = hardware.measured
-    said: list[str] = []
+    notes: list[str] = []
     if "disk" not in found:
-        return said
+        return notes
     if not found["direct"]:
-        said.append("This file system has no O_DIRECT: reads went through the page cache, which was emptied.")
+        notes.append(
+            "This file system has no O_DIRECT: reads went through the page cache, which was emptied."
+        )
     if "write_gib" not in found:
-        said.append("Nothing was written: the link up is taken to be as fast as the link down.")
+        notes.append("Writing was not measured: the link up is assumed to be as fast as the link down.")
     first = next(line["gib"] for line in found["disk"] if not line["repeated"])
     ratio = hardware.link.down / GIB / first
     if ratio > DIFFERS:
-        said.append(
-            f"Repeated reads, which plans are given, are {ratio:.1f} times as fast as the first: something "
-            "below this system may cache them. What is larger than its cache is read at the first one's rate."
+        notes.append(
+            f"Repeated reads are {ratio:.1f} times as fast as the first one, and plans use their rate. A "
+            "cache below this system may be the reason. Larger data than it holds is read at the first rate."
         )
-    return said
+    return notes
 
 
 def _levels(hardware: Hardware) -> Table:
-    table = _table("", "memory", "GiB/s", "Gflops/s", "of it in prefill")
+    table = _table("", "memory", "GiB/s", "Gflops/s", "prefill efficiency")
     for level in (hardware.fast, hardware.slow):
         table.add_row(level.name, in_bytes(level.memory), _gib(level.bandwidth), *_processor(level))
     table.add_row("link down", "", _gib(hardware.link.down), "", "")
@@ -83,7 +88,7 @@ def _memory(lines: Lines) -> Table:
 
 def _products(lines: Lines) -> Table:
     kinds = list(dict.fromkeys((line["shape"], line["dtype"]) for line in lines))
-    table = _table("rows a matrix", *(f"{shape}, {dtype}" for shape, dtype in kinds))
+    table = _table("rows per matrix", *(f"{shape}, {dtype}" for shape, dtype in kinds))
     rates = {(line["shape"], line["dtype"], line["rows"]): line["gflops"] for line in lines}
     for rows in dict.fromkeys(line["rows"] for line in lines):
         table.add_row(str(rows), *(f"{rates[*kind, rows]:.1f}" for kind in kinds))
@@ -91,15 +96,15 @@ def _products(lines: Lines) -> Table:
 
 
 def _disk(lines: Lines) -> Table:
-    table = _table("bytes a read", "threads", "", "GiB/s")
+    table = _table("size of a read", "threads", "", "GiB/s")
     for line in lines:
-        when = "again" if line["repeated"] else "the first time"
+        when = "repeated" if line["repeated"] else "first time"
         table.add_row(in_bytes(1024 * line["block_kib"]), str(line["readers"]), when, f"{line['gib']:.2f}")
     return table
 
 
 def _link(lines: Lines) -> Table:
-    table = _table("", "memory of the host", "GiB/s")
+    table = _table("", "host memory", "GiB/s")
     for line in lines:
         table.add_row(line["way"], "pinned" if line["pinned"] else "pageable", f"{line['gib']:.2f}")
     return table

@@ -14,9 +14,9 @@ from moesaic.transport.secret import read_secret
 
 
 def run(options: Join, as_json: bool) -> int:
-    """Serve until the cluster sends this server away, or Ctrl-C ends it."""
+    """Serve until the cluster removes this server, or until Ctrl-C. Returns the exit code."""
 
-    def told(enlisted: Enlisted) -> None:
+    def joined(enlisted: Enlisted) -> None:
         layout = enlisted.layout
         if as_json:
             print(
@@ -39,4 +39,4 @@ def run(options: Join, as_json: bool) -> int:
     listen = None if options.listen is None else f"tcp:{options.listen}"
     capacity = options.capacity or float(threads)
     joining = JoinOptions(f"tcp:{options.address}", secret, listen, model, threads, options.kernels, capacity)
-    return join(joining, told, lost)
+    return join(joining, joined, lost)

@@ -1,4 +1,4 @@
-"""What this machine has, as far as an unprivileged process can see."""
+"""Finds out what this machine has, without any privileges."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INSTRUCTION_SETS = {
     "bf16": ("bf16",),
     "sve": ("sve",),
 }
-"""Name for people -> the kernel's flags that must all be there."""
+"""Displayed name -> flags in /proc/cpuinfo. All of them must be present."""
 
 
 @dataclass(frozen=True)
@@ -39,44 +39,46 @@ class Gpu:
 
     name: str
     memory: int
-    """Bytes."""
+    """Size of the GPU's memory in bytes."""
     free: int
+    """Free memory in bytes."""
     capability: str
+    """CUDA compute capability, such as "9.0"."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """All of it. Sizes in bytes."""
+    """Hardware, limits and libraries of this machine. Sizes are in bytes."""
 
     system: str
     python: str
     cpu: str
     cores: int
-    """That this process may run on."""
+    """Number of cores that this process may run on."""
     cores_online: int
     cpu_quota: float | None
-    """Cores' worth of time that a container may use; None without a limit."""
+    """CPU time that a container may use, in cores. None without a limit."""
     instruction_sets: list[str]
     memory_total: int
     memory_available: int
-    """Without swapping, and within a container's limit."""
+    """Memory that can be used without swapping and within the container's limit."""
     memory_limit: int | None
-    """A container's; None without one."""
+    """The container's memory limit. None without a limit."""
     gpus: list[Gpu]
     nvidia_driver: bool
-    """Whether one is loaded, whatever torch sees."""
+    """True if an NVIDIA driver is loaded, even if torch sees no GPU."""
     torch: str
     torch_build: str
-    """"CPU", or the version of CUDA or ROCm that it was built for."""
+    """"CPU", or the version of CUDA or ROCm that torch was built for."""
     torch_cpu_capability: str
     hub_cache: str
-    """Where downloaded models are kept."""
+    """Directory of downloaded models."""
     hub_cache_free: int
-    """Left on that disk."""
+    """Free space on the disk of that directory."""
 
 
 def examine() -> Machine:
-    """Look at this machine."""
+    """Examine this machine."""
     cpuinfo = _CPUINFO.read_text() if _CPUINFO.is_file() else ""
     cache = hub_cache()
     return Machine(
@@ -101,18 +103,18 @@ def examine() -> Machine:
 
 
 def cpu_name(cpuinfo: str) -> str:
-    """From the text of /proc/cpuinfo; ARM kernels do not tell."""
+    """The CPU's name in the text of /proc/cpuinfo, which ARM kernels do not give; else platform's."""
     return next(iter(_fields(cpuinfo, ("model name", "Model"))), platform.processor() or platform.machine())
 
 
 def instruction_sets(cpuinfo: str) -> list[str]:
-    """Those of INSTRUCTION_SETS that the first core has."""
+    """The names in INSTRUCTION_SETS that the first core supports."""
     flags = set(next(iter(_fields(cpuinfo, ("flags", "Features"))), "").split())
     return [name for name, needed in INSTRUCTION_SETS.items() if flags.issuperset(needed)]
 
 
 def cpu_quota(cgroup: Path) -> float | None:
-    """The time limit of a control group, versions 2 and 1, in cores."""
+    """The CPU time limit of a control group, version 2 or 1, in cores. None without a limit."""
     new, old = cgroup / "cpu.max", cgroup / "cpu" / "cpu.cfs_quota_us"
     if new.is_file():
         quota, period = new.read_text().split()
@@ -124,22 +126,22 @@ def cpu_quota(cgroup: Path) -> float | None:
 
 
 def memory_limit(cgroup: Path) -> int | None:
-    """The memory limit of a control group, versions 2 and 1, in bytes."""
+    """The memory limit of a control group, version 2 or 1, in bytes. None without a limit."""
     for file in (cgroup / "memory.max", cgroup / "memory" / "memory.limit_in_bytes"):
         if file.is_file():
             text = file.read_text().strip()
-            # Version 1 says "no limit" with a number near 2^63.
+            # Version 1 expresses "no limit" by a number near 2^63.
             return None if text == "max" or math.log2(int(text) + 1) > 60 else int(text)
     return None
 
 
 def nearest_existing(path: Path) -> Path:
-    """`path`, or the closest folder above it that is there."""
+    """`path`, or the closest parent folder that exists."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def _fields(text: str, names: Sequence[str]) -> list[str]:
-    """Values of the lines "name : value" whose name is one of `names`, in order."""
+    """The values of the lines "name : value" whose name is in `names`, in the order of the lines."""
     pairs = (line.split(":", 1) for line in text.splitlines() if ":" in line)
     return [value.strip() for name, value in pairs if name.strip() in names]
 

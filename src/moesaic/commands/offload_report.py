@@ -1,4 +1,4 @@
-"""A batch over a model larger than its memory: the plan before it, and what came of it."""
+"""Reports of a batch run over a model larger than its memory: the plan, and what was measured."""
 
 from __future__ import annotations
 
@@ -21,23 +21,28 @@ PHASES = ("prefill", "decode")
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """All passes with prompts, or all without."""
+    """Figures of one phase: prefill (all passes with prompts) or decode (all other passes)."""
 
     name: str
     passes: int
     tokens: int
     padding: int
-    """Rows that were computed beside those of tokens."""
+    """Number of padding rows that were computed in addition to the tokens' rows."""
     predicted: float
-    """Seconds, and so below."""
+    """Predicted seconds."""
     at_link: float
-    """Predicted again, with the speed that the link had in these passes."""
+    """Predicted seconds with the speed that the link had in these passes."""
     measured: float
+    """Measured seconds."""
     link_busy: float
+    """Seconds during which the link loaded weights."""
     loaded: int
-    """Bytes of weights."""
+    """Bytes of loaded weights."""
     link: float | None
-    """Bytes/s while something was loaded; None where nothing was, or where rows and cache come too."""
+    """Speed of the link while it loaded weights, in bytes/s.
+
+    None if it loaded nothing, or if it also carries rows and cache.
+    """
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -54,7 +59,7 @@ class PhaseReport:
 
 
 def phases(planned: Planned, passes: Sequence[PassStats]) -> list[PhaseReport]:
-    """Prefill and decode, where there was any of it."""
+    """The figures of prefill and decode. A phase without passes is left out."""
     parts = [(name, [one for one in passes if one.prefill is (name == "prefill")]) for name in PHASES]
     return [_phase(planned, name, mine) for name, mine in parts if mine]
 
@@ -81,66 +86,69 @@ def _over_disk(planned: Planned) -> bool:
 
 
 def plan_text(planned: Planned, job: Job) -> str:
-    """What was chosen, in three lines."""
+    """The plan in three lines: policy, memory and predicted throughput."""
     over_disk = _over_disk(planned)
     policy, price, ranks = planned.price.policy, planned.price, planned.worker.parallel.tensor_parallel_size
     away = planned.model.experts - policy.static_experts
-    beside = "" if over_disk else _attention(policy)
+    attention = "" if over_disk else _attention(policy)
     verb = "stay in" if policy.in_place else "come from"
     slow = "the disk" if over_disk else "RAM"
-    guessed = f", up to {policy.likely_experts} before they are asked for" if policy.likely_experts else ""
-    rest = f"{away} of each layer's {planned.model.experts} experts {verb} {slow}{guessed}"
+    prefetched = f", up to {policy.likely_experts} of them prefetched" if policy.likely_experts else ""
+    rest = f"{away} of each layer's {planned.model.experts} experts {verb} {slow}{prefetched}"
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     padded = "" if job.padded is None else f", prompts padded to {job.padded}"
     prefill = price.prefill_throughput * job.prompt / job.computed
     held = ", ".join(f"{name} {in_bytes(size)}" for name, size in price.fast.items() if size >= 1 << 20)
     return (
         f"{policy.schedule}: {policy.batch} requests at a time in {policy.micro_batches} micro-batches of "
-        f"{policy.micro_batch}; {rest if away else 'all experts fit'}{each}{beside}\n"
+        f"{policy.micro_batch}; {rest if away else 'all experts fit'}{each}{attention}\n"
         f"memory{each}: {in_bytes(sum(price.fast.values()))} ({held})\n"
         f"predicted for {job.prompt} + {job.generate} tokens{padded}: prefill {prefill:.1f}, decode "
-        f"{price.decode_throughput:.1f} tokens/s (each limited by the {price.prefill.bottleneck} and the "
+        f"{price.decode_throughput:.1f} tokens/s (limited by {price.prefill.bottleneck} and by "
         f"{price.step.bottleneck}), {price.throughput:.1f} generated tokens/s over both"
     )
 
 
 def _attention(policy: Policy) -> str:
-    """Where it is computed, with a GPU."""
+    """Where attention is computed and where the KV cache is, on a machine with a GPU."""
     if policy.slow_attention:
-        return "; the CPU attends to the cache in RAM"
-    return "; the cache comes from RAM" if policy.slow_cache else "; the cache is on the GPU"
+        return "; the CPU computes attention over the KV cache in RAM"
+    return "; the KV cache comes from RAM" if policy.slow_cache else "; the KV cache is on the GPU"
 
 
 def _lines(one: PhaseReport) -> dict[str, str]:
-    """What a phase's column says."""
-    told = {"passes": str(one.passes), "tokens": str(one.tokens), "predicted": f"{one.predicted:.2f} s"}
+    """The cells of a phase's column: label -> text."""
+    cells = {"passes": str(one.passes), "tokens": str(one.tokens), "predicted": f"{one.predicted:.2f} s"}
     if one.link is not None:
-        told["at this link"] = f"{one.at_link:.2f} s"
-    told["measured"] = f"{one.measured:.2f} s"
+        cells["at this link"] = f"{one.at_link:.2f} s"
+    cells["measured"] = f"{one.measured:.2f} s"
     if one.measured:
-        told["predicted / measured"] = f"{one.predicted / one.measured:.2f}"
+        cells["predicted / measured"] = f"{one.predicted / one.measured:.2f}"
         if one.link is not None:
-            told["at this link / measured"] = f"{one.at_link / one.measured:.2f}"
-        told["link busy"] = f"{one.link_busy / one.measured:.0%}"
-    told["read"] = in_bytes(one.loaded)
+            cells["at this link / measured"] = f"{one.at_link / one.measured:.2f}"
+        cells["link busy"] = f"{one.link_busy / one.measured:.0%}"
+    cells["read"] = in_bytes(one.loaded)
     if one.link is not None:
-        told["link"] = f"{one.link / GIB:.2f} GiB/s"
-    return told
+        cells["link"] = f"{one.link / GIB:.2f} GiB/s"
+    return cells
 
 
 def result_text(found: Sequence[PhaseReport], seconds: float, ranks: int = 1) -> str:
-    """Predicted and measured, phase by phase; of several ranks the first one's. seconds: of the whole run."""
+    """A table of predicted and measured figures for each phase, and remarks below it.
+
+    With several ranks the figures are those of the first. seconds: duration of the whole run.
+    """
     table, columns = Table(box=SIMPLE_HEAD), [_lines(one) for one in found]
     table.add_column("")
     for one in found:
         table.add_column(one.name, justify="right")
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "") for column in columns))
-    beside = seconds - sum(one.measured for one in found)
+    rest = seconds - sum(one.measured for one in found)
     link = ""
     if any(one.link is not None for one in found):
         link = "\nat this link: predicted again, with the speed that the link had in these passes"
-    whose = f"\nthe first of {ranks} ranks; each reads its own experts" if ranks > 1 else ""
+    whose = f"\nfigures of the first of {ranks} ranks; each reads its own experts" if ranks > 1 else ""
     rows = sum(one.padding for one in found)
-    padding = f"\nbeside tokens: {rows} rows of padding" if rows else ""
-    return f"{in_text(table)}{link}{padding}{whose}\nbeside passes (sampling, text, the API): {beside:.2f} s"
+    padding = f"\npadding: {rows} rows in addition to the tokens" if rows else ""
+    return f"{in_text(table)}{link}{padding}{whose}\noutside passes (sampling, text, the API): {rest:.2f} s"

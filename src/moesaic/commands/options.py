@@ -1,4 +1,4 @@
-"""The settings of `moesaic scale` and `moesaic join`; the command line is generated from here."""
+"""The settings of `moesaic scale` and `moesaic join`, from which their command lines are generated."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from moesaic.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Scale:
-    """Have another number of processes behind a running server."""
+    """Change the number of processes of a running server."""
 
     base_url: str = "http://127.0.0.1:8000"
-    """Where the server is."""
+    """URL of the server."""
     api_key: str | None = None
-    """Sent as `Authorization: Bearer KEY`; None: MOESAIC_API_KEY."""
+    """Key that is sent as `Authorization: Bearer KEY`. None: the value of MOESAIC_API_KEY."""
     expert_servers: int | None = None
-    """How many there shall be; None: as many as there are."""
+    """New number of expert servers. None: unchanged."""
     attention_workers: int | None = None
-    """How many there shall be; None: as many as there are."""
+    """New number of attention workers. None: unchanged."""
 
     def __post_init__(self) -> None:
         for flag, number in (
@@ -34,27 +34,27 @@ class Scale:
 
 @dataclass(frozen=True)
 class Join:
-    """Be an expert server of a running cluster."""
+    """Run an expert server that joins a running cluster."""
 
     address: str
     """HOST:PORT, the --cluster-address of the cluster."""
     _: KW_ONLY
     secret_file: str
-    """Copy of the cluster's --cluster-secret-file, with mode 600."""
+    """A copy of the cluster's --cluster-secret-file, with mode 600."""
     role: Literal["expert-server"] = "expert-server"
-    """What to be."""
+    """Role of this process in the cluster."""
     listen: str | None = None
-    """HOST:PORT where attention workers reach this server; None: a free port of the address that the cluster
-    sees."""
+    """HOST:PORT at which attention workers reach this server. None: a free port of the address that the
+    cluster sees."""
     model: str | None = None
-    """Directory of the checkpoint on this machine; None: the path that it has on the cluster's."""
+    """Directory of the checkpoint on this machine. None: the same path as on the cluster's machine."""
     threads: int | None = None
-    """Threads that compute; None: one per core."""
+    """Number of compute threads. None: one per core."""
     capacity: float | None = None
-    """This server's share of the experts and of the load: a weight beside those of the cluster's own servers,
-    which are their threads or what --expert-capacities says. None: --threads."""
+    """Relative share of the experts and of the load that this server gets. The cluster's own servers have
+    their --expert-capacities, or else their number of threads. None: --threads."""
     kernels: KernelName | None = None
-    """Implementation of the arithmetic; None: the cluster's. Answers have the same bits only where all
+    """Kernels that compute the experts. None: those of the cluster. Answers have the same bits only if all
     servers use the native kernels of one instruction set."""
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Small charts on one page, as an SVG that reads on light and on dark pages. Pure."""
+"""Draws small charts on one page, as an SVG for light and dark backgrounds. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 440, 270
-"""Of one panel."""
+"""Size of one panel in pixels."""
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 60, 40
 WIDE, TALL = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 LIGHT = ("#0969da", "#1a7f37", "#bc4c00", "#8250df", "#bf3989", "#57606a")
 DARK = ("#58a6ff", "#3fb950", "#f0883e", "#bc8cff", "#f778ba", "#8b949e")
-"""Of lines and of groups of dots; after the last one they begin anew."""
+"""Colours of lines and of groups of dots, on light and dark backgrounds. They repeat after the last one."""
 SHADES = 8
-"""Of a heat map, beside none."""
+"""Number of shades of a heat map, in addition to no colour at all."""
 
 Point = tuple[float, float]
 
@@ -33,7 +33,7 @@ class Panel:
 
 
 def lines(title: str, across: str, up: str, drawn: Sequence[Line]) -> Panel:
-    """Lines from 0 up. Those without points are left out. across, up: names of the axes."""
+    """A panel with lines on a y axis from 0. Lines without points are left out. across, up: axis names."""
     drawn = [line for line in drawn if line.points]
     if not drawn:
         return Panel(title, [f'<text x="{LEFT}" y="{TOP + 20}">not in this profile</text>'])
@@ -50,7 +50,7 @@ def lines(title: str, across: str, up: str, drawn: Sequence[Line]) -> Panel:
 
 
 def dots(title: str, groups: Sequence[Line]) -> Panel:
-    """Points in a plane whose axes have no meaning. Those without points are left out."""
+    """A panel with groups of points in a plane without axes. Groups without points are left out."""
     groups = [group for group in groups if group.points]
     points = [point for group in groups for point in group.points]
     if not points:
@@ -62,7 +62,7 @@ def dots(title: str, groups: Sequence[Line]) -> Panel:
 
 
 def heat(title: str, across: str, up: str, rows: Sequence[Sequence[float]]) -> Panel:
-    """A square of values, 0 or more, in shades up to the largest; row 0 at the top."""
+    """A panel with a square heat map of values >= 0. The largest value is darkest; row 0 is at the top."""
     most = max((value for row in rows for value in row), default=0) or 1.0
     size = TALL / max(len(rows), 1)
     left = LEFT + (WIDE - TALL) / 2
@@ -74,9 +74,9 @@ def heat(title: str, across: str, up: str, rows: Sequence[Sequence[float]]) -> P
 
 
 def cells(rows: Sequence[Sequence[float]], most: float, kind: str = "cell") -> list[str]:
-    """Squares of size 1 for the values of `rows`, 0 to `most`: a path for each shade but that of 0.
+    """SVG paths of squares of size 1 for the values of `rows`, which are 0 to `most`.
 
-    kind: "cell", or "far" for those in another colour.
+    Each shade above 0 is one path. kind: "cell", or "far" for another colour.
     """
     found: list[list[str]] = [[] for _ in range(SHADES + 1)]
     for i, row in enumerate(rows):
@@ -90,7 +90,7 @@ def cells(rows: Sequence[Sequence[float]], most: float, kind: str = "cell") -> l
 
 
 def page(title: str, panels: Sequence[Panel], columns: int = 2, height: int = HEIGHT) -> str:
-    """The file: `columns` panels of that height in a row."""
+    """The SVG file, with `columns` panels in each row. height: height of a panel in pixels."""
     wide, tall = columns * WIDTH, 36 + -(-len(panels) // columns) * height
     parts = [f'<text class="head" x="8" y="24">{escape(title)}</text>']
     for number, panel in enumerate(panels):
@@ -103,7 +103,10 @@ def page(title: str, panels: Sequence[Panel], columns: int = 2, height: int = HE
 
 
 def step(span: float, count: int) -> float:
-    """Of about `count` marks on an axis: 1, 2 or 5 times a power of ten. Example: 13 and 6 -> 2."""
+    """The distance of about `count` marks on an axis of length `span`: 1, 2 or 5 times a power of ten.
+
+    Example: 13 and 6 -> 2.
+    """
     rough = span / count
     power = 10.0 ** math.floor(math.log10(rough))
     return min((factor * power for factor in (1, 2, 5, 10)), key=lambda size: abs(size - rough))

@@ -1,4 +1,4 @@
-"""`moesaic place`: measures solvers on held-out requests, writes one's placement, and draws it."""
+"""`moesaic place`: measures solvers on held-out requests, writes the placement of one and draws it."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ from moesaic.policy.placement.solvers import SOLVERS
 
 Clock = Callable[[], float]
 DRAWN = 160
-"""Token ids in a picture."""
+"""Number of token ids in a picture."""
 
 
 @dataclass(frozen=True)
 class _Solving:
-    """How solvers are called."""
+    """Calls solvers with the settings of a run."""
 
     options: Place
     show: Show
     clock: Clock
 
     def solve(self, name: str, profile: Profile, what: str) -> tuple[Coclusters, Placement, float]:
-        """Clusters, the placement with its copies, and the seconds that both took."""
+        """Run solver `name`. Returns the clusters, the placement with copies, and the seconds of both.
+
+        what: name of the progress bar.
+        """
         options, begun = self.options, self.clock()
         clusters = SOLVERS[name](profile, options.ranks, options.seed, partial(self.show, what))
         placement = redundancy.place(profile, clusters, options.redundant_experts)
@@ -45,11 +48,11 @@ class _Solving:
 
 
 def run(options: Place, json: bool, clock: Clock = time.monotonic) -> int:
-    """Measure, write, and print what came out; returns the exit code.
+    """Measure solvers, write a placement, and print the report. Returns the exit code.
 
-    Raises ConfigError for a file that is no profile, for requests that cannot be split, for ranks and copies
-    that the experts are too few for, for a --model or --plot-layer that is not the profile's, and for files
-    that cannot be written.
+    Raises ConfigError for a file that is not a profile, for requests that cannot be split, and for files that
+    cannot be written. The same holds for too many ranks or copies, and for a --model or --plot-layer that the
+    profile does not have.
     """
     profile = Profile.load(options.file)
     if not profile.tokens:
@@ -66,7 +69,10 @@ def run(options: Place, json: bool, clock: Clock = time.monotonic) -> int:
 
 
 def place(profile: Profile, options: Place, solving: _Solving) -> Report:
-    """What was asked for, done. The file is solved on all counts: what it is worth is measured before."""
+    """Measure the wanted solvers on held-out requests, then write the chosen placement.
+
+    The measured placements are solved on a share of the requests. The written one is solved on all of them.
+    """
     learned, others = held_out.split(profile, options.share, options.seed)
     trials: list[Trial] = []
     skipped: list[str] = []
@@ -74,9 +80,9 @@ def place(profile: Profile, options: Place, solving: _Solving) -> Report:
         try:
             clusters, placement, seconds = solving.solve(name, learned, name)
         except ConfigError as error:
-            if name != "metis" or not options.compare:  # it needs a package that few have
+            if name != "metis" or not options.compare:  # metis needs an optional package
                 raise
-            skipped.append(f"metis is left out: {error}")
+            skipped.append(f"metis was skipped: {error}")
             continue
         found = held_out.measured(learned, clusters, placement, others)
         trials.append(Trial(name, seconds, found, clusters.notes))
@@ -94,7 +100,7 @@ def place(profile: Profile, options: Place, solving: _Solving) -> Report:
 
 def _write(profile: Profile, options: Place, name: str, solving: _Solving) -> Written:
     assert options.output_file is not None
-    clusters, placement, seconds = solving.solve(name, profile, f"{name}, on everything")
+    clusters, placement, seconds = solving.solve(name, profile, f"{name}, on the whole profile")
     file = options.output_file.with_suffix(TABLES)
     tables = redundancy.tables_of(profile, clusters, placement)
     save(
@@ -108,7 +114,10 @@ def _write(profile: Profile, options: Place, name: str, solving: _Solving) -> Wr
 
 
 def _layer_drawn(profile: Profile, options: Place) -> int:
-    """Its index among the profile's layers. Raises ConfigError for a number that it has not."""
+    """The index of the drawn layer among the profile's layers.
+
+    Raises ConfigError for a layer that the profile does not have.
+    """
     if options.plot_layer is None:
         return len(profile.layers) // 2
     if options.plot_layer not in profile.layers:
@@ -118,8 +127,11 @@ def _layer_drawn(profile: Profile, options: Place) -> int:
 
 
 def _draw(path: Path, profile: Profile, options: Place, name: str, clusters: Coclusters) -> None:
-    """The commonest token ids of a layer: dealt out in their order, then each where it is best off, with
-    vanilla's experts and with those of `clusters`."""
+    """Draw the activation maps of a layer for its most common token ids.
+
+    The first map distributes the ids over the ranks in their order. The other two put each id on the rank
+    with most of its experts: in the vanilla placement, and in that of `clusters`.
+    """
     index = _layer_drawn(profile, options)
     tokens = commonest(profile, index, DRAWN)
     vanilla = SOLVERS["vanilla"](profile, options.ranks, options.seed)
@@ -131,17 +143,18 @@ def _draw(path: Path, profile: Profile, options: Place, name: str, clusters: Coc
             (f"placed by {name}, ids on their best rank", clusters),
         )
     ]
-    title = f"{profile.model}, layer {profile.layers[index]}: how often the {len(tokens)} commonest token ids"
+    layer = f"{profile.model}, layer {profile.layers[index]}"
+    title = f"{layer}: how often the {len(tokens)} most common token ids choose each expert"
     try:
-        path.write_text(activation_picture.draw(f"{title} choose each expert", maps), encoding="utf-8")
+        path.write_text(activation_picture.draw(title, maps), encoding="utf-8")
     except OSError as error:
         raise ConfigError.field("--plot", str(path), f"a file to write into ({error.strerror})") from error
 
 
 def save(placement: Placement, tables: Tables, path: Path) -> None:
-    """Write the placement, and beside it the tables that it names: both or neither.
+    """Write the placement, and next to it the tables that it names. Writes both files or neither.
 
-    Raises ConfigError where they cannot be written.
+    Raises ConfigError if they cannot be written.
     """
     beside = path.with_name(placement.tables)
     unfinished = [file.with_name(f"{file.name}.new") for file in (beside, path)]

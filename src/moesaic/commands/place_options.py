@@ -1,4 +1,4 @@
-"""The settings of `moesaic place`; the command line is generated from here."""
+"""The settings of `moesaic place`, from which its command line is generated."""
 
 from __future__ import annotations
 
@@ -12,40 +12,41 @@ from moesaic.core.errors import ConfigError
 
 SolverName = Literal["ours", "sem-moe", "speculative", "eplb", "moetuner", "metis", "kmeans", "vanilla"]
 TABLES = ".tables.npz"
-"""What the file of tables ends in, in place of .json."""
+"""Suffix of the file of tables, in place of .json."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Say which rank holds which experts, by what tokens were seen to choose."""
+    """Place experts on ranks by the experts that tokens of a profile chose."""
 
     file: Path
-    """What `moesaic profile` wrote."""
+    """Profile that `moesaic profile` wrote."""
     _: KW_ONLY
     ranks: int
-    """Ranks to place the experts on: those of --data-parallel-size or --tensor-parallel-size."""
+    """Number of ranks: --data-parallel-size or --tensor-parallel-size of the server."""
     solver: SolverName | None = None
-    """How: co-clustering of tokens and experts (ours; speculative, cross-entropy; sem-moe, alternating),
-    groups of experts (kmeans, metis), load and transitions (moetuner), load (eplb), or consecutive ranges
-    (vanilla). None: ours, or with --compare nobody's is written."""
+    """Solver of the placement. ours, speculative (cross-entropy) and sem-moe (alternating) cluster tokens
+    and experts together. kmeans and metis group experts. moetuner uses load and transitions, eplb only load.
+    vanilla gives each rank consecutive experts. None: ours; with --compare no placement is written."""
     output_file: Path | None = None
-    """Where the placement is written (.json); tables of tokens go beside it (.tables.npz)."""
+    """File for the placement (.json). Its tables of tokens are written next to it (.tables.npz)."""
     redundant_experts: int = 0
-    """Copies of each layer's experts beyond one of each, where they are asked for most."""
+    """Number of additional expert copies in each layer, placed where they are needed most."""
     share: float = 0.2
-    """Share of the recorded requests that solvers see while they are measured, on all the others. What is
-    written is then solved on everything that was counted."""
+    """Share of the recorded requests that solvers see for the measurement. They are measured on all others.
+    The written placement is then solved on the whole profile."""
     seed: int = 0
-    """Of the solvers, and of which requests they see."""
+    """Seed of the solvers and of the requests that they see."""
     compare: Annotated[bool, Parameter(negative="")] = False
-    """Measure all solvers, a row each."""
+    """Measure all solvers, one row each."""
     model: str | None = None
-    """The profile's model: a directory, a hub id, or demo. Tokens that the profile never saw then take the
-    nearest known one in its embedding. What `moesaic profile` wrote has that; live recordings don't."""
+    """The profile's model: a Hugging Face directory, a hub id, or demo. A token id that the profile never saw
+    then uses the nearest known id in the model's embedding. Profiles of `moesaic profile` contain these
+    nearest ids; recordings of a server do not."""
     plot: Path | None = None
-    """Draw a layer's activation map, before and after, into this file, an SVG."""
+    """Draw a layer's activation map before and after into this SVG file."""
     plot_layer: int | None = None
-    """Number of the layer that is drawn; None: the middle one of those with routed experts."""
+    """Layer to draw. None: the middle one of the layers with routed experts."""
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -66,11 +67,11 @@ class Place:
         if path is None:
             if not self.compare:
                 raise ConfigError(
-                    "--output-file: say where to write the placement, or --compare to write none"
+                    "--output-file: give a file for the placement, or --compare to write no placement"
                 )
             return
         if self.compare and self.solver is None:
-            raise ConfigError("--output-file: say with --solver whose placement of all that are compared")
+            raise ConfigError("--output-file: with --compare, give --solver to choose the written placement")
         if path.suffix != ".json" or not path.absolute().parent.is_dir() or path.is_dir():
             allowed = "a file that ends in .json, in an existing directory"
             raise ConfigError.field("--output-file", str(path), allowed)
@@ -79,21 +80,21 @@ class Place:
         path = self.plot
         if path is None:
             if self.plot_layer is not None:
-                raise ConfigError("--plot-layer: say with --plot where to draw it")
+                raise ConfigError("--plot-layer: allowed only with --plot")
             return
         if self.output_file is None:
-            raise ConfigError("--plot: draws the placement that is written; say with -o where")
+            raise ConfigError("--plot: draws the written placement; give --output-file as well")
         if path.suffix.lower() != ".svg" or not path.absolute().parent.is_dir() or path.is_dir():
             raise ConfigError.field("--plot", str(path), "a file that ends in .svg, in an existing directory")
 
     @property
     def chosen(self) -> SolverName | None:
-        """Whose placement is written; None: nobody's."""
+        """The solver whose placement is written. None if no placement is written."""
         return None if self.output_file is None else self.solver or "ours"
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """Who is measured, in the order of the table."""
+        """The solvers that are measured, in the order of the table."""
         if self.compare:
             return tuple(reversed(get_args(SolverName)))
         return tuple(dict.fromkeys(("vanilla", self.solver or "ours")))

@@ -1,4 +1,4 @@
-"""What `moesaic place` found, for people and for machines."""
+"""The report of `moesaic place`, as tables or as JSON."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from moesaic.policy.placement.held_out import Measured
 from moesaic.policy.placement.locality import Locality
 
 NUMBER_BYTES = 4
-"""Of one number of a row on its way: float32."""
+"""Bytes of one number of a row that is sent between ranks (float32)."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A solver on requests that it did not see."""
+    """The measurement of a solver on requests that it did not see."""
 
     solver: str
     seconds: float
-    """To solve."""
+    """Seconds that the solver took."""
     found: Measured
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Written:
-    """What is in the files."""
+    """The written files, and how their placement was solved."""
 
     solver: str
     file: Path
     tables: Path
     seconds: float
-    """To solve on all that was counted."""
+    """Seconds that the solver took on the whole profile."""
     tables_bytes: int
-    """In memory."""
+    """Size of the tables in memory, in bytes."""
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Report:
-    """All of it."""
+    """The result of `moesaic place`."""
 
     options: Place
     profile: Profile
     learned_requests: int
     held_out: Routes
     unseen: float
-    """Share of the held-out tokens with an id that no solver saw."""
+    """Share of the held-out tokens whose id no solver saw."""
     trials: Sequence[Trial]
     skipped: Sequence[str]
-    """Solvers that could not run, a line each."""
+    """One line for each solver that could not run."""
     written: Written | None
 
 
@@ -67,7 +67,7 @@ class Report:
 
 
 def as_json(report: Report) -> str:
-    """One line. Bytes are null where the profile does not say how long a row is."""
+    """The report as one line of JSON. Bytes are null if the profile does not have the length of a row."""
     profile, options, written = report.profile, report.options, report.written
     found: dict[str, Any] = {
         "profile": str(options.file),
@@ -123,34 +123,37 @@ def _level(level: Locality, hidden: int) -> dict[str, Any]:
 
 
 def as_text(report: Report) -> str:
-    """A table of what was measured, and what was written."""
+    """The report for people: facts, a table of the measurements, notes, and the written files."""
     lines = [in_text(_facts(report)), "", in_text(_table(report))]
     lines += [f"{trial.solver}: {note}" for trial in report.trials for note in trial.notes]
     lines += report.skipped
     if report.profile.nearest is None:
-        lines.append("ids never seen stay unknown: --model MODEL finds their nearest known ones")
+        lines.append("unseen ids stay unknown: --model MODEL finds their nearest known ids")
     written = report.written
     if written is None:
-        lines.append("nothing was written: that takes --solver and -o")
+        lines.append("no placement was written: give --solver and --output-file to write one")
     else:
-        lines += [f"{written.solver}, on everything: {note}" for note in written.notes]
+        lines += [f"{written.solver}, on the whole profile: {note}" for note in written.notes]
         lines.append(f"wrote {written.file} and {written.tables.name}")
-        how = f"{written.solver} on everything that the profile counts, {written.seconds:.1f} s"
         if report.options.plot is not None:
             lines.append(f"drew {report.options.plot}")
-        lines.append(f"they were solved by {how}; the table is of placements solved on a share")
+        lines.append(
+            f"the written placement is solved by {written.solver} on the whole profile, in "
+            f"{written.seconds:.1f} s; the table's are solved on a share of the requests"
+        )
     return "\n".join(lines)
 
 
 def _facts(report: Report) -> Table:
     profile, options = report.profile, report.options
-    copies = f", {options.redundant_experts} more copies a layer" if options.redundant_experts else ""
+    copies = f" and {options.redundant_experts} redundant copies" if options.redundant_experts else ""
     held_out = f"{report.held_out.requests:,} requests, {len(report.held_out.tokens):,} tokens"
     rows = {
         "model": profile.model,
-        "ranks": f"{options.ranks}, {profile.num_experts} experts in {len(profile.layers)} layers{copies}",
+        "experts": f"{profile.num_experts}{copies} in each of {len(profile.layers)} layers",
+        "ranks": f"{options.ranks}",
         "solved on": f"{report.learned_requests:,} requests",
-        "measured on": f"{held_out}, {report.unseen:.1%} of them unseen ids",
+        "measured on": f"{held_out}, {report.unseen:.1%} with unseen ids",
         "remote": _unit(profile),
     }
     shown = Table(show_header=False, box=None, pad_edge=False)
@@ -160,9 +163,8 @@ def _facts(report: Report) -> Table:
 
 
 def _unit(profile: Profile) -> str:
-    return (
-        f"{'bytes' if profile.hidden else 'rows'} of a token to other ranks and back; dedup.: once to a rank"
-    )
+    unit = "bytes" if profile.hidden else "rows"
+    return f"{unit} per token to other ranks and back; dedup.: once per rank"
 
 
 def _table(report: Report) -> Table:

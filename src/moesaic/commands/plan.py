@@ -1,4 +1,4 @@
-"""`moesaic plan`: which policy does a job fastest, what it is predicted to reach, and what would help."""
+"""`moesaic plan`: finds the fastest policy for a job, predicts its speed, and says what would help."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from moesaic.policy.offloading.policies import Workload
 
 
 def run(options: Plan, json: bool) -> int:
-    """Print the plan and, where asked, draw it; returns the exit code.
+    """Print the plan and, if wanted, draw it. Returns the exit code.
 
-    Raises ConfigError for a model or a machine that is not understood, for a model that does not fit, and
-    for a picture that cannot be written.
+    Raises ConfigError for an unknown model or machine, for a model that does not fit, and for a picture that
+    cannot be written.
     """
     waiting = Console(stderr=True)
     if options.paper:
@@ -49,7 +49,7 @@ def run(options: Plan, json: bool) -> int:
 
 
 def plan(options: Plan, here: Hardware | None = None) -> Report:
-    """What was asked for, searched and priced. here: this machine, where it was measured for the plan."""
+    """Search for the best policy and price it. here: this machine, if it was measured for the plan."""
     assert options.model is not None and options.hardware is not None
     assert options.prompt_len is not None and options.gen_len is not None
     model = find_model(options.model)
@@ -73,7 +73,7 @@ def plan(options: Plan, here: Hardware | None = None) -> Report:
 
 
 def _measured_now(options: Plan) -> Hardware | None:
-    """This machine, where it is asked for. A model that is not there is refused before it is measured."""
+    """This machine, measured now, for `--hardware this`; else None. Checks the model before it measures."""
     if options.hardware != THIS or options.model is None:
         return None
     from moesaic.commands import hardware
@@ -83,7 +83,10 @@ def _measured_now(options: Plan) -> Hardware | None:
 
 
 def find_model(name: str) -> ModelSizes:
-    """A known name, `demo`, a checkpoint's directory, or a config.json. Raises ConfigError."""
+    """The sizes of a model: a known name, `demo`, a checkpoint's directory, or a config.json.
+
+    Raises ConfigError if there is no such model.
+    """
     if name in KNOWN:
         return KNOWN[name]
     path = Path(moesaic.__file__).parent / "demo" if name == "demo" else Path(name).expanduser()
@@ -101,7 +104,7 @@ def find_model(name: str) -> ModelSizes:
 
 
 def find_hardware(name: str) -> Hardware:
-    """A known machine, or a .toml file. Raises ConfigError."""
+    """The figures of a known machine, or of a .toml file. Raises ConfigError if there are none."""
     if name in MACHINES:
         return MACHINES[name]
     if not name.endswith(".toml"):

@@ -1,4 +1,4 @@
-"""The settings of `moesaic plan`; the command line is generated from here."""
+"""The settings of `moesaic plan`, from which its command line is generated."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from moesaic.core.errors import ConfigError
 PolicyName = Literal["moe-lightning", "flexgen"]
 CacheType = Literal["float32", "bfloat16", "int8", "int4"]
 THIS = "this"
-"""--hardware: the machine that the command runs on."""
+"""Value of --hardware for the machine that the command runs on."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Say how to run a model that is larger than the fast memory, and how fast that will be."""
+    """Plan how to run a model that is larger than the fast memory, and predict the throughput."""
 
     model: str | None = None
     """A checkpoint's directory, a config.json, `demo`, or a known name: mixtral-8x7b, mixtral-8x22b, dbrx,
@@ -27,34 +27,37 @@ class Plan:
     _: KW_ONLY
     hardware: str | None = None
     """A known machine (t4, l4, t4-large-host, t4-measured, l4-measured, a100-40, a100-80, h100, h200), a file
-    (.toml) as `moesaic hardware measure` writes it, or `this`: this machine, measured now, more roughly."""
+    (.toml) that `moesaic hardware measure` wrote, or `this`: this machine, after a short measurement."""
     host_memory: str | None = None
-    """The slow level's memory, such as 192GiB; None: the machine's."""
+    """Size of the slow level's memory, such as 192GiB. None: that of the machine."""
     host_bandwidth: str | None = None
-    """What the slow level's memory reads in a second, such as 100GiB; None: the machine's."""
+    """Bytes that the slow level's memory reads per second, such as 100GiB. None: that of the machine."""
     prompt_len: int | None = None
     """Tokens of a prompt."""
     gen_len: int | None = None
     """Tokens that each request generates."""
     profile: Path | None = None
-    """What `moesaic profile` wrote for the model: which experts are popular; None: each is as likely."""
+    """Profile of the model that `moesaic profile` wrote. It says how often each expert is chosen. None: all
+    experts are chosen equally often."""
     gpus: int = 1
-    """Fast levels used as one, by tensor parallelism. They share one link."""
+    """Number of GPUs that work as one fast level, by tensor parallelism. They share one link."""
     kv_cache_dtype: CacheType = "bfloat16"
-    """Type of cached keys and values. Integers have a scale for each token and head."""
+    """Type of cached keys and values. Integer types have a scale for each token and head."""
     policy: PolicyName = "moe-lightning"
-    """Whose search: all of MoE-Lightning's variables over our lists of tasks, or FlexGen's linear program."""
+    """Search for the policy. moe-lightning: search all variables of MoE-Lightning, and simulate each policy's
+    tasks. flexgen: FlexGen's linear program."""
     paper: Annotated[bool, Parameter(negative="")] = False
-    """Reproduce the published policies of MoE-Lightning and of FlexGen on its machines, with every input."""
+    """Reproduce the published policies of MoE-Lightning, and of FlexGen on its machines. Print every
+    input."""
     plot: Path | None = None
-    """Draw rooflines, throughput by memory and the map of policies into this file, an SVG."""
+    """Draw rooflines, throughput by memory and the map of policies into this SVG file."""
 
     def __post_init__(self) -> None:
         if self.plot is not None and self.plot.suffix.lower() != ".svg":
             raise ConfigError.field("--plot", str(self.plot), "a file that ends in .svg")
         if self.gpus < 1:
             raise ConfigError.field("--gpus", self.gpus, "an integer of at least 1")
-        self.slow_memory, self.slow_bandwidth  # noqa: B018  refused here
+        self.slow_memory, self.slow_bandwidth  # noqa: B018  raises ConfigError for wrong sizes
         if self.paper:
             self._check_paper()
             return
@@ -74,14 +77,14 @@ class Plan:
     def _check_paper(self) -> None:
         given = (self.model, self.hardware, self.prompt_len, self.gen_len, self.plot)
         if any(value is not None for value in given):
-            raise ConfigError("--paper: has models, machines and lengths of its own; give it alone")
+            raise ConfigError("--paper: has its own models, machines and lengths; give no other flag with it")
 
     @property
     def slow_memory(self) -> float | None:
-        """Bytes."""
+        """--host-memory in bytes; None if it is not given. Raises ConfigError for a wrong size."""
         return None if self.host_memory is None else parse_bytes("--host-memory", self.host_memory)
 
     @property
     def slow_bandwidth(self) -> float | None:
-        """Bytes/s."""
+        """--host-bandwidth in bytes/s; None if it is not given. Raises ConfigError for a wrong size."""
         return None if self.host_bandwidth is None else parse_bytes("--host-bandwidth", self.host_bandwidth)

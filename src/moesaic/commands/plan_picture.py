@@ -1,6 +1,6 @@
-"""A plan as one page of charts: rooflines with their turning points, throughput by memory, a map of policies.
+"""Draws a plan as charts: rooflines with their turning points, throughput by memory, a map of policies.
 
-MoE-Lightning's Figures 4, 5, 1 and 10, for the model and the machine of the plan.
+The charts are MoE-Lightning's Figures 4, 5, 1 and 10, for the model and the machine of the plan.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from moesaic.policy.offloading.planner import SearchLimits
 from moesaic.policy.offloading.pricing import Price
 
 CACHES = {"bf16": "bfloat16", "int8": "int8", "int4": "int4"}
-"""Type of cached numbers, as the picture and as the sizes call it."""
+"""Type of cached numbers: label in the picture -> name in ModelSizes."""
 FACTORS = (0.5, 1, 2, 4, 8)
-"""Of the link and of the slow level, in the map of policies."""
+"""Factors of the link's and of the slow level's speed in the map of policies."""
 MEMORIES = (0.4, 0.55, 0.75, 1.0, 1.4, 2.0)
-"""Of the slow level's memory, in the curve."""
+"""Factors of the slow level's memory in the chart of throughput by memory."""
 
 
 def draw(report: Report) -> str:
-    """An SVG. Figures 1 and 10 search anew for each point."""
+    """The charts as an SVG. Throughput by memory and the map search for a new policy at each point."""
     title = f"{report.model.name} on {report.hardware.name}"
     return page(title, [_attention(report), _experts(report), _by_memory(report), *_map(report)])
 
 
-# ---- rooflines: both axes are powers of ten, x flops a byte that is fetched, y Gflops/s
+# ---- rooflines: both axes are powers of ten; x is flops per fetched byte, y is Gflops/s
 
 ACROSS, UP = "flops for each byte (10^x)", "Gflops/s (10^y)"
 
@@ -43,7 +43,7 @@ def _log(intensity: float, flops: float) -> Point:
 
 
 def _roofs(roofs: Roofs, hardware: Hardware, low: float, high: float) -> list[Line]:
-    """From `low` to `high` flops a byte."""
+    """The rooflines of both levels and of the link, from `low` to `high` flops per byte."""
     span = [low * (high / low) ** (step / 60) for step in range(61)]
     fast, slow = _short(hardware.fast), _short(hardware.slow)
     drawn = [Line(fast, [_log(x, roofs.at_i(x)) for x in span])]
@@ -53,12 +53,15 @@ def _roofs(roofs: Roofs, hardware: Hardware, low: float, high: float) -> list[Li
 
 
 def _short(level: Level) -> str:
-    """Its first word: the legend has little room."""
+    """The first word of the level's name, since the legend has little room."""
     return level.name.replace(",", " ").split()[0]
 
 
 def _attention(report: Report) -> Panel:
-    """Each context's cache is on the slow level; the type of its numbers sets the intensity."""
+    """The roofline of attention in decode, with all of the cache on the slow level.
+
+    The type of the cached numbers determines the intensity.
+    """
     roofs = Roofs.of(report.hardware)
     work = {
         name: ops.attention(report.model, 1, report.workload.context, report.model.cache_number(dtype))
@@ -75,7 +78,10 @@ def _attention(report: Report) -> Panel:
 
 
 def _experts(report: Report) -> Panel:
-    """Experts come from the slow level once for the batch, and are read once for each micro-batch."""
+    """The roofline of routed experts in decode.
+
+    Their weights are fetched from the slow level once per batch, and read once per micro-batch.
+    """
     roofs, model, policy = Roofs.of(report.hardware), report.model, report.price.policy
     fast = ops.routed(model, policy.micro_batch).intensity
     fetched = ops.routed(model, policy.batch)
@@ -96,7 +102,7 @@ def _experts(report: Report) -> Panel:
 
 
 def _marked(panel: Panel, drawn: Sequence[Line], marks: Sequence[tuple[str, float, float]]) -> Panel:
-    """With named dots at (flops a byte, flops/s), on the scale that `lines` took from the same lines."""
+    """`panel` with labelled dots at (label, flops per byte, flops/s). drawn: the lines that set its scale."""
     points = [point for line in drawn for point in line.points]
     low, high = min(x for x, _ in points), max(x for x, _ in points)
     top = 1.05 * max(y for _, y in points)
@@ -119,7 +125,7 @@ def _marked(panel: Panel, drawn: Sequence[Line], marks: Sequence[tuple[str, floa
 
 
 def _by_memory(report: Report) -> Panel:
-    """Our policies and FlexGen's, each with as much of the slow level's memory."""
+    """Throughput of the planned policy and of FlexGen's, by the size of the slow level's memory."""
     held = report.hardware.slow.memory
     memories = [factor * held for factor in MEMORIES]
     searches: dict[str, Callable[[Hardware], Price]] = {
@@ -144,7 +150,10 @@ def _throughput(search: Callable[[Hardware], Price], hardware: Hardware, memory:
 
 
 def _map(report: Report) -> list[Panel]:
-    """Shares on the slow level by link and by slow level, both half to 8 times; the best link on top."""
+    """Heat maps of what is on the slow level: link speed down, slow level's speed across.
+
+    Both vary from 1/2 to 8 times. The fastest link is at the top.
+    """
     found = [
         [_best(report, _scaled(report.hardware, link, slow)) for slow in FACTORS]
         for link in reversed(FACTORS)
@@ -165,7 +174,7 @@ def _map(report: Report) -> list[Panel]:
 
 
 def _scaled(hardware: Hardware, link: float, slow: float) -> Hardware:
-    """Memory, bandwidth and processor of the slow level; both directions of the link."""
+    """`hardware` with factors for the slow level (memory, bandwidth, processor) and for the link."""
     level, joined = hardware.slow, hardware.link
     quick = level.processor and replace(level.processor, flops=slow * level.processor.flops)
     there = replace(level, memory=slow * level.memory, bandwidth=slow * level.bandwidth, processor=quick)

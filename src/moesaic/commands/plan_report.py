@@ -1,4 +1,4 @@
-"""What `moesaic plan` found, for people and for machines."""
+"""The report of `moesaic plan`, as tables or as JSON."""
 
 from __future__ import annotations
 
@@ -21,52 +21,57 @@ from moesaic.policy.offloading.pricing import Phase, Price, Pricing
 
 @dataclass(frozen=True)
 class Report:
-    """All of it."""
+    """The result of `moesaic plan`."""
 
     model: ModelSizes
     hardware: Hardware
     workload: Workload
     price: Price
     flexgen_predicts: float | None = None
-    """What FlexGen's own model says of its policy, in tokens/s."""
+    """Throughput in tokens/s that FlexGen's own cost model predicts for its policy."""
     helps: Sequence[Help] = ()
     batches: list[Batch] = field(default_factory=list)
     fast_only: Price | None = None
-    """The best with everything on the fast level, where that fits."""
+    """The best price with everything on the fast level. None if that does not fit."""
 
 
 WORTH = 1.1
-"""Times the throughput without offloading, from which on it is worth having."""
+"""Offloading is recommended if it is at least this many times as fast as everything on the fast level."""
 
 
 def advice(report: Report) -> list[str]:
-    """What to make of the plan, a sentence each."""
-    price, said = report.price, list(_too_much(report))
+    """Conclusions from the plan, one or two sentences each."""
+    price, notes = report.price, list(_too_much(report))
     if report.fast_only is not None:
-        said.append(_everything_fast(price.throughput, report.fast_only.throughput))
+        notes.append(_everything_fast(price.throughput, report.fast_only.throughput))
     worthwhile = [one for one in report.helps if one.gain > 1.02]
     if worthwhile:
         best = worthwhile[0]
-        said.append(f"What would help most: {best.name} (twice of it: {best.gain:.2f} times the throughput).")
+        notes.append(
+            f"What would help most: {best.name}. Doubling it gives {best.gain:.2f} times the throughput."
+        )
     elif report.helps:
-        said.append("Nothing alone helps: no part of the machine, doubled, gives 2 % more.")
+        notes.append("Doubling any single part of the machine would give less than 2 % more throughput.")
     if report.batches:
-        said.append(_crossing(report.batches))
-    return said
+        notes.append(_crossing(report.batches))
+    return notes
 
 
 def _too_much(report: Report) -> Iterator[str]:
-    """Only FlexGen's policies may not fit: its search counts memory by its own model."""
-    for level, held in _held(report):
-        if sum(held.values()) > level.room:
+    """A sentence for each level that is too small for the policy.
+
+    This only happens with FlexGen's policies, since its search counts memory by its own model.
+    """
+    for level, parts in _levels(report):
+        if sum(parts.values()) > level.room:
             yield (
-                f"This policy does not fit: it needs {in_bytes(sum(held.values()))} of {level.name}, and "
-                f"{_room(level)} may be filled. FlexGen's search counts less."
+                f"This policy does not fit: it needs {in_bytes(sum(parts.values()))} of {level.name}, and "
+                f"{_room(level)} are usable. FlexGen's search assumes a smaller need."
             )
 
 
-def _held(report: Report) -> Sequence[tuple[Level, Mapping[str, float]]]:
-    """Both levels, and the bytes that are on them, by what they are for."""
+def _levels(report: Report) -> Sequence[tuple[Level, Mapping[str, float]]]:
+    """Both memory levels, each with its contents: name -> bytes."""
     return (report.hardware.fast, report.price.fast), (report.hardware.slow, report.price.slow)
 
 
@@ -74,28 +79,30 @@ def _everything_fast(planned: float, fast: float) -> str:
     if planned < WORTH * fast:
         return (
             "Offloading is not worth it here: everything fits on the fast level and reaches "
-            f"{fast:.1f} tokens/s there, {fast / planned:.0%} of this plan. Serve it as usual."
+            f"{fast:.1f} tokens/s there, {fast / planned:.0%} of this plan's. Use moesaic serve."
         )
     return (
-        f"Everything would fit on the fast level, at {fast:.1f} tokens/s; this plan reaches "
-        f"{planned / fast:.2f} times that with a larger batch."
+        f"Everything would fit on the fast level and reach {fast:.1f} tokens/s there. This plan reaches "
+        f"{planned / fast:.2f} times as many with a larger batch."
     )
 
 
 def _crossing(batches: list[Batch]) -> str:
     first = pays_from(batches)
     if first is None:
-        return "Moving weights is not worth it here at any batch: compute experts where they are."
+        return (
+            "Streaming weights does not pay at any batch size here: compute experts where their weights are."
+        )
     if first == batches[0].requests:
-        return "Moving whole layers of weights pays from a single request on."
+        return "Streaming whole layers of weights pays even for a single request."
     return (
-        f"Moving whole layers of weights pays from about {first} requests at once on; with fewer, leave the "
-        "weights where they are."
+        f"Streaming whole layers of weights pays from about {first} concurrent requests on. With fewer, "
+        "leave the weights where they are."
     )
 
 
 def as_json(report: Report) -> str:
-    """One object; seconds, bytes and tokens/s."""
+    """The report as one JSON object. Units are seconds, bytes and tokens/s."""
     price = report.price
     return json.dumps(
         {
@@ -134,19 +141,22 @@ def _phase(phase: Phase, layers: int, throughput: float) -> dict[str, Any]:
 
 
 def as_text(report: Report) -> str:
-    """Tables, and the advice below them."""
+    """The report as tables, with the advice below them."""
     parts = [_title(report), in_text(_policy(report)), in_text(_memory(report)), in_text(_times(report))]
     parts.append(in_text(_predicted(report)))
     if report.batches:
         parts.append(in_text(_batches(report)))
-    return "\n".join([*parts, *advice(report), "", f"Machine: {_source(report.hardware)}"])
+    return "\n".join(
+        [*parts, *advice(report), "", f"Source of the machine's figures: {_source(report.hardware)}"]
+    )
 
 
 def _title(report: Report) -> str:
     model, workload = report.model, report.workload
     return (
         f"{model.name} ({in_words(model.parameters)} parameters, {in_bytes(model.weights)}) on "
-        f"{report.hardware.name}, prompts of {workload.prompt}, {workload.generate} generated tokens each"
+        f"{report.hardware.name}; each request has {workload.prompt} prompt tokens and generates "
+        f"{workload.generate}"
     )
 
 
@@ -155,15 +165,15 @@ def _policy(report: Report) -> Table:
     fast, slow = report.hardware.fast.name, report.hardware.slow.name
     rows = {
         "schedule": policy.schedule,
-        "batch": f"{policy.batch} = {policy.micro_batches} micro-batches of {policy.micro_batch}",
-        "attention computed beside": slow if policy.slow_attention else fast,
-        "experts computed beside": f"{slow} (decode)" if policy.in_place else fast,
-        "experts kept": f"{policy.static_experts} of {model.experts} a layer in {fast}",
-        "pages of a layer": str(policy.pages) if not policy.in_place else "none: weights stay",
-        **({"experts guessed": f"{policy.likely_experts} of a layer"} if policy.likely_experts else {}),
-        "cache kept": f"{1 - policy.slow_cache:.0%} in {fast}, {policy.slow_cache:.0%} in {slow}",
-        "residual of prefill": fast if policy.fast_residual else slow,
-        "prompts computed at a time": str(_prompts(report)),
+        "batch": f"{policy.batch} requests = {policy.micro_batches} micro-batches of {policy.micro_batch}",
+        "attention computed at": slow if policy.slow_attention else fast,
+        "experts computed at": f"{slow} (in decode)" if policy.in_place else fast,
+        "static experts": f"{policy.static_experts} of {model.experts} per layer stay in {fast}",
+        "weight pages per layer": str(policy.pages) if not policy.in_place else "none: weights stay in place",
+        **({"experts prefetched": f"{policy.likely_experts} per layer"} if policy.likely_experts else {}),
+        "KV cache": f"{1 - policy.slow_cache:.0%} in {fast}, {policy.slow_cache:.0%} in {slow}",
+        "prefill residuals": f"in {fast if policy.fast_residual else slow}",
+        "prompts per prefill pass": str(_prompts(report)),
     }
     return _pairs("Policy", rows)
 
@@ -174,10 +184,10 @@ def _prompts(report: Report) -> int:
 
 
 def _memory(report: Report) -> Table:
-    table = _table("Memory at most", "", "needed", "may be filled")
-    for level, held in _held(report):
-        table.add_row(level.name, in_bytes(sum(held.values())), _room(level))
-        for name, size in held.items():
+    table = _table("Peak memory", "", "needed", "usable")
+    for level, parts in _levels(report):
+        table.add_row(level.name, in_bytes(sum(parts.values())), _room(level))
+        for name, size in parts.items():
             if size:
                 table.add_row(f"  {name}", in_bytes(size), "")
     return table
@@ -188,14 +198,14 @@ def _room(level: Level) -> str:
 
 
 def _times(report: Report) -> Table:
-    table = _table("Time of each resource, ms a layer", "", "prefill", "decode step")
+    table = _table("Busy time of each resource, ms per layer", "", "prefill", "decode step")
     layers, price = report.model.layers, report.price
     for name in price.step.busy:
         before, step = (_milliseconds(phase.busy, name, layers) for phase in (price.prefill, price.step))
         if before != "0.0" or step != "0.0":
             table.add_row(name, before, step)
     whole = [f"{1000 * phase.seconds / layers:.1f}" for phase in (price.prefill, price.step)]
-    table.add_row("a layer", *whole)
+    table.add_row("whole layer", *whole)
     table.add_row("bottleneck", price.prefill.bottleneck, price.step.bottleneck)
     return table
 
@@ -209,16 +219,16 @@ def _predicted(report: Report) -> Table:
     whole = price.prefill.seconds + price.decode_seconds
     rows = {
         "prefill": f"{price.prefill_throughput:.0f} prompt tokens/s, {price.prefill.seconds:.0f} s",
-        "decode": f"{price.decode_throughput:.1f} tokens/s, {price.step.seconds:.2f} s a step",
+        "decode": f"{price.decode_throughput:.1f} tokens/s, {price.step.seconds:.2f} s per step",
         "end to end": f"{price.throughput:.1f} tokens/s, {whole:.0f} s",
     }
     if report.flexgen_predicts is not None:
-        rows["by FlexGen's own model"] = f"{report.flexgen_predicts:.1f} tokens/s"
+        rows["end to end, by FlexGen's cost model"] = f"{report.flexgen_predicts:.1f} tokens/s"
     return _pairs("Predicted", rows)
 
 
 def _batches(report: Report) -> Table:
-    table = _table("Tokens/s by requests at once", "requests", "layers streamed", "weights left in place")
+    table = _table("Tokens/s by batch size", "requests", "layers streamed", "weights left in place")
     for one in report.batches:
         shown = ["does not fit" if rate is None else f"{rate:.1f}" for rate in (one.streamed, one.left)]
         table.add_row(str(one.requests), *shown)
@@ -226,7 +236,7 @@ def _batches(report: Report) -> Table:
 
 
 def _source(hardware: Hardware) -> str:
-    return hardware.source or "numbers of its file"
+    return hardware.source or "its file"
 
 
 def _pairs(title: str, rows: Mapping[str, str]) -> Table:

@@ -1,4 +1,4 @@
-"""Who serves what, as a table for people."""
+"""The status of a cluster's processes, as tables for people."""
 
 from __future__ import annotations
 
@@ -11,42 +11,44 @@ from rich.console import Console
 from rich.table import Table
 
 Status = Mapping[str, Any]
-"""A ClusterStatus as JSON has it."""
-WAYS = {"shm": "shared memory", "socket": "Unix sockets"}
-"""`--transport`, for people."""
+"""A ClusterStatus as a JSON object."""
+TRANSPORTS = {"shm": "shared memory", "socket": "Unix sockets"}
+"""Value of --transport -> its name in sentences."""
 
 
 def as_lines(status: Status) -> list[str]:
-    """The tables and what there is to warn of, to be printed one below the other."""
+    """Tables of the processes, followed by notes and warnings. Print them one below the other."""
     lines = [in_text(table) for table in (_servers(status), _others(status)) if table.row_count]
     single = sum(len(layer["single"]) for layer in status["replicas"])
     missing = sum(len(layer["missing"]) for layer in status["replicas"])
     if single:
         how = "--min-replicas 2, or moesaic place --redundant-experts"
-        lines.append(f"{single} experts have one copy; with two ({how}) none waits when its server dies")
+        lines.append(
+            f"{single} experts have only one copy, so their tokens wait if its server dies; see {how}"
+        )
     if status["transport"]:
         lines.append(
-            f"attention workers reach the expert servers of this host by {WAYS[status['transport']]}"
+            f"attention workers reach the expert servers of this host by {TRANSPORTS[status['transport']]}"
         )
     lines.append(f"requests are dispatched by {status['dispatch']}")
     if status["join_address"]:
-        lines.append(f"expert servers of other machines join at {status['join_address']}")
+        lines.append(f"expert servers on other machines can join at {status['join_address']}")
     if not status["watched"]:
-        lines.append("the supervisor has stopped, so processes are not restarted any more")
+        lines.append("the supervisor has failed: a process that dies now is not restarted")
     if missing:
         lines.append(f"{missing} experts have no copy now: their tokens wait")
     return lines
 
 
 def in_text(table: Table) -> str:
-    """As it looks on stdout."""
+    """The table as text, with the colours and the width of stdout."""
     text = io.StringIO()
     Console(file=text, force_terminal=sys.stdout.isatty()).print(table)
     return text.getvalue().rstrip("\n")
 
 
 def _servers(status: Status) -> Table:
-    """A row for each expert server; their capacities where they differ."""
+    """A table with a row for each expert server. It has the capacities if they differ."""
     servers = [process for process in status["processes"] if process["role"] == "expert server"]
     same = len({process["capacity"] for process in servers}) < 2
     numbers = ["experts", "layers", "threads"] if same else ["experts", "layers", "capacity", "threads"]
@@ -61,7 +63,7 @@ def _servers(status: Status) -> Table:
 
 
 def _others(status: Status) -> Table:
-    """A row for each attention worker."""
+    """A table with a row for each attention worker."""
     table = Table(box=None, pad_edge=False)
     table.add_column("process")
     table.add_column("pid", justify="right")
@@ -73,5 +75,5 @@ def _others(status: Status) -> Table:
 
 
 def _place(process: Status) -> str:
-    """Its pid, or its address where it is on another machine."""
+    """The process's pid, or its address if it is on another machine."""
     return str(process["address"] if process["pid"] is None else process["pid"])

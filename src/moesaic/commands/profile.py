@@ -1,4 +1,4 @@
-"""`moesaic profile`: shows what goes on, and what the file holds."""
+"""`moesaic profile`: records a profile, with progress, and prints a summary of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moesaic.profiling.run import Report
 
 
 def run(options: ProfileOptions, model: ModelConfig, as_json: bool) -> int:
-    """Write the profile; returns the exit code."""
+    """Record and write the profile, then print a summary. Returns the exit code."""
     with progress(Console(stderr=True), time.monotonic, "tok/s") as show:
         report = profiling.run(options, model, show)
     if as_json:
@@ -39,5 +39,5 @@ def _print(report: Report, console: Console) -> None:
     if report.shortened:
         table.add_row("cut to the context length", str(report.shortened))
     if report.not_counted:
-        table.add_row("not counted: --max-memory is full", str(report.not_counted))
+        table.add_row("prompts not counted: --max-memory is full", str(report.not_counted))
     console.print(table)

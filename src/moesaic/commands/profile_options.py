@@ -1,4 +1,4 @@
-"""The settings of `moesaic profile show`; the command line is generated from here."""
+"""The settings of `moesaic profile show`, from which its command line is generated."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from moesaic.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class ShowProfile:
-    """Say how skewed and how predictable a model's routing is."""
+    """Show how skewed and how predictable a model's routing is."""
 
     file: Path
-    """What `moesaic profile` wrote."""
+    """Profile that `moesaic profile` wrote."""
     _: KW_ONLY
     plot: Path | None = None
-    """Draw the statistics into this file, an SVG."""
+    """Draw the statistics into this SVG file."""
     ranks: int = 8
-    """Ranks whose consecutive ranges of experts a token's place is predicted among; fewer where the model has
-    fewer experts."""
+    """Number of ranks for the prediction of a token's rank. Each rank has a consecutive range of experts. A
+    model with fewer experts has fewer ranks."""
     profile_share: float = 0.2
-    """Share of the requests that predictions are learned from; they are asked about the others."""
+    """Share of the requests from which predictions are learned. They are tested on the other requests."""
     tokens: int = 100_000
-    """Most tokens of the recorded requests that are looked at; counts are of all."""
+    """Maximum number of tokens of recorded requests that are examined. Counts include all tokens."""
     seed: int = 0
-    """Which requests are learned from."""
+    """Seed that chooses the requests for learning."""
 
     def __post_init__(self) -> None:
         if self.plot is not None and self.plot.suffix.lower() != ".svg":

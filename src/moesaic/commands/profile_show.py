@@ -1,4 +1,4 @@
-"""`moesaic profile show`: how skewed and how predictable a model's routing is."""
+"""`moesaic profile show`: prints how skewed and how predictable a model's routing is."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from moesaic.policy.placement.routing_statistics import (
 
 
 def show(options: ShowProfile, as_json: bool = False) -> int:
-    """Print the statistics and, where asked, draw them; returns the exit code.
+    """Print the statistics and, if wanted, draw them. Returns the exit code.
 
-    Raises ConfigError for a file that is no profile or counts nothing, and for a picture that cannot be
+    Raises ConfigError for a file that is not a profile or has no tokens, and for a picture that cannot be
     written.
     """
     profile = Profile.load(options.file)
@@ -51,7 +51,7 @@ def show(options: ShowProfile, as_json: bool = False) -> int:
 
 
 def report(statistics: Statistics, prediction: Prediction | None) -> dict[str, object]:
-    """What `--json` prints: the fields of both, with null for what is infinite."""
+    """The object that `--json` prints: the fields of both arguments, with null for infinite values."""
     found = asdict(statistics)
     for layer in found["layers"]:
         if layer["max_over_median"] == float("inf"):
@@ -85,7 +85,7 @@ def _print(statistics: Statistics, prediction: Prediction | None) -> None:
     console.print(_company(statistics.layers))
     console.print(_repeats(statistics.layers))
     if prediction is None:
-        console.print("nothing is predicted: that takes two recorded requests")
+        console.print("no predictions: they need at least two recorded requests")
         return
     console.print(_experts(prediction))
     console.print(_ranks(prediction))
@@ -95,8 +95,8 @@ def _facts(statistics: Statistics, prediction: Prediction | None) -> Table:
     rows = {
         "model": statistics.model,
         "tokens": f"{statistics.tokens:,}, with {statistics.token_ids:,} of {statistics.vocab_size:,} ids",
-        "experts": f"{statistics.top_k} of {statistics.num_experts} a layer, {len(statistics.layers)} layers",
-        "requests": f"{statistics.requests:,} looked at",
+        "experts": f"top {statistics.top_k} of {statistics.num_experts} in {len(statistics.layers)} layers",
+        "requests": f"{statistics.requests:,} examined",
     }
     if prediction is not None:
         asked, learned = prediction.asked_requests, prediction.learned_requests
@@ -104,7 +104,7 @@ def _facts(statistics: Statistics, prediction: Prediction | None) -> Table:
     found = statistics.requests_map
     if found is not None and found.neighbours is not None and found.neighbours_by_chance is not None:
         chance = f"{found.neighbours_by_chance:.1%} by chance"
-        rows["topics"] = f"a request's nearest one has the same topic in {found.neighbours:.1%}, {chance}"
+        rows["topics"] = f"the nearest request has the same topic in {found.neighbours:.1%}, {chance}"
     shown = Table(show_header=False, box=None)
     for name, value in rows.items():
         shown.add_row(name, escape(value))
@@ -116,7 +116,7 @@ def _concentration(layers: Sequence[LayerStatistics]) -> Group:
     for layer in layers:
         shares = [_three(part, ".3f") for part in (layer.f1, layer.top_hotness, layer.rest_hotness)]
         shown.add_row(str(layer.layer), *shares, _three(layer.kurtosis, ".1f"))
-    return _titled("Concentration of single tokens: p25/p50/p75", shown)
+    return _titled("Concentration of each token id's experts: p25/p50/p75", shown)
 
 
 def _company(layers: Sequence[LayerStatistics]) -> Group:
@@ -124,14 +124,15 @@ def _company(layers: Sequence[LayerStatistics]) -> Group:
     for layer in layers:
         skew = (f"{layer.loads[0]:.2f}", f"{layer.max_over_median:.2f}")
         shown.add_row(str(layer.layer), *skew, f"{layer.partners:.1%}", f"{layer.partners_by_chance:.1%}")
-    return _titled("Skew of the load, and experts chosen together with their commonest partners", shown)
+    return _titled("Load skew, and choices together with an expert's most common partners", shown)
 
 
 def _repeats(layers: Sequence[LayerStatistics]) -> Group:
     distances = DISTANCES[: len(layers[0].repeated)]
     shown = _table("layer", "by chance", *map(str, distances))
     rows = [(str(layer.layer), [layer.repeated_by_chance, *layer.repeated]) for layer in layers]
-    return _titled("Experts that a token so many before in the request chose, too", _with_mean(shown, rows))
+    title = "Experts that an earlier token also chose, by distance in tokens"
+    return _titled(title, _with_mean(shown, rows))
 
 
 def _experts(prediction: Prediction) -> Group:
@@ -140,7 +141,7 @@ def _experts(prediction: Prediction) -> Group:
         (str(part.layer), [part.static.precision, part.static.f1, part.static.hits, *part.look_back])
         for part in prediction.layers
     ]
-    title = f"Experts predicted: a token id's static top-k; looking back by 0 to {LAYERS_BACK} layers"
+    title = f"Experts predicted from the token id, and from 0 to {LAYERS_BACK} earlier layers"
     return _titled(title, _with_mean(shown, rows))
 
 
@@ -152,7 +153,7 @@ def _ranks(prediction: Prediction) -> Group:
 
 
 def _with_mean(shown: Table, rows: Sequence[tuple[str, Sequence[float]]]) -> Table:
-    """Percentages, and below them their means over the layers that have them."""
+    """`shown` with the rows as percentages, and a last row of their means over all layers with a value."""
     longest = max(len(values) for _, values in rows)
     for name, values in rows:
         shown.add_row(name, *(f"{value:.1%}" for value in values))

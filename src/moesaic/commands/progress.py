@@ -1,4 +1,4 @@
-"""How far long work is, with its rate and the time left."""
+"""Shows the progress of long work, with its rate and the time left."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 LOG_SECONDS = 30.0
-"""Between two lines of progress where the error stream is no terminal."""
+"""Seconds between two lines of progress if stderr is not a terminal."""
 
 Show = Callable[[str, int, int], None]
-"""What is being done, done so far, in all."""
+"""Reports progress: (name of the work, units done, units in total)."""
 
 
 @contextmanager
 def progress(console: Console, clock: Callable[[], float], unit: str = "tok/s") -> Iterator[Show]:
-    """A bar for each thing that is done on a terminal, else a line now and then. unit: of the rate."""
+    """A progress bar for each piece of work on a terminal, otherwise a line every LOG_SECONDS.
+
+    unit: the unit of the rate.
+    """
     if not console.is_terminal:
         yield _log(console, clock, unit)
         return

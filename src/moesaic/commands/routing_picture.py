@@ -1,4 +1,4 @@
-"""The statistics of a profile as one page of charts."""
+"""Draws the statistics of a profile as one page of charts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moesaic.policy.placement.routing_statistics import DISTANCES, LayerStatisti
 def draw(
     statistics: Statistics, prediction: Prediction | None, pairs: Sequence[Sequence[float]], middle: int
 ) -> str:
-    """An SVG. pairs: [E, E] experts chosen together in the layer at index `middle`."""
+    """The charts as an SVG. pairs: [E, E] how often experts are chosen together in layer index `middle`."""
     layers = statistics.layers
     number = layers[middle].layer
     title = f"{statistics.model}: {statistics.tokens:,} tokens, {statistics.requests:,} requests"
@@ -36,7 +36,7 @@ _CONCENTRATION: tuple[tuple[str, str, Callable[[LayerStatistics], Quartiles]], .
     ("Hotness of the hottest expert beside these", "share", lambda layer: layer.rest_hotness),
     ("Kurtosis of a token's counts", "kurtosis", lambda layer: layer.kurtosis),
 )
-"""Of single tokens: Table 1 of Sem-MoE, and its appendix A.2."""
+"""Charts of single tokens: title, y axis and values. They show Table 1 of Sem-MoE and its appendix A.2."""
 _STATIC: dict[str, Callable[[LayerPrediction], float]] = {
     "precision": lambda layer: layer.static.precision,
     "F1": lambda layer: layer.static.f1,
@@ -86,7 +86,7 @@ def _topics(statistics: Statistics) -> Panel:
 
 
 def _static(prediction: Prediction) -> Panel:
-    """hits: how much of a token's experts its id alone predicts."""
+    """The chart of predictions from the token id. hits: share of a token's experts that are predicted."""
     return _predicted(prediction, "Experts predicted from the token id (its top k)", _STATIC)
 
 

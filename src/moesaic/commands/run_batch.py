@@ -1,4 +1,4 @@
-"""`moesaic run-batch`: prints how the run ended."""
+"""`moesaic run-batch`: answers a batch file and prints a summary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moesaic.tokenizer import Tokenizer
 
 
 def run(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig, as_json: bool) -> int:
-    """Do what is missing of the output; returns the exit code."""
+    """Answer the lines that have no result yet, and print a summary. Returns the exit code."""
     planned = None
     if offload.fast_memory is not None:
         planned = _planned(options, worker, offload)
@@ -45,9 +45,9 @@ def run(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig, as_json
 
 
 def _planned(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig) -> Planned | None:
-    """The plan for what is missing on this machine, told on stderr; None where nothing is.
+    """Plan the lines without results on this machine, and print the plan on stderr. None if there are none.
 
-    Raises ConfigError for experts that cannot be streamed, before anything is measured or planned.
+    Raises ConfigError for experts that cannot be streamed, before it measures or plans anything.
     """
     path = files.resolve(worker.model.model, worker.model.revision)
     tokenizer, done = Tokenizer(path, options.chat_template), answered(options.output_file)

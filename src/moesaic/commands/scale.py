@@ -1,4 +1,4 @@
-"""`moesaic scale`: asks a running server for another number of processes."""
+"""`moesaic scale`: changes the number of processes of a running server."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from moesaic.core.errors import ConfigError
 
 
 def run(options: Scale, as_json: bool) -> int:
-    """Returns once that is so; prints who serves what then. Raises ApiError when nothing was changed."""
+    """Change the number of processes, wait for it, and print the new status. Returns the exit code.
+
+    Raises ApiError if nothing was changed.
+    """
     if options.expert_servers is None and options.attention_workers is None:
-        raise ConfigError("--expert-servers or --attention-workers: say how many there shall be")
+        raise ConfigError("--expert-servers or --attention-workers: give at least one of them")
     status = asyncio.run(_scale(options))
     print(json.dumps(status) if as_json else "\n".join(as_lines(status)))
     return 0

@@ -1,4 +1,4 @@
-"""`moesaic serve`: a worker process, and the HTTP API in this one."""
+"""`moesaic serve`: starts worker processes, and serves the HTTP API in this process."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from moesaic.transport.base import Connection
 
 
 class Observed:
-    """A connection that shows each message to `observe` once it was handed on.
+    """A connection that calls `observe` with each message after the engine has handled it.
 
-    Observing at the next `receive` means that the engine heard of the message before anyone else did.
+    It calls `observe` at the next `receive`, since the engine has handled the previous message by then.
     """
 
     def __init__(self, connection: Connection, observe: Callable[[Message], None]) -> None:
@@ -51,14 +51,14 @@ class Observed:
 def run(
     config: WorkerConfig, cluster: ClusterConfig, server: ServerConfig, record: RecordConfig, as_json: bool
 ) -> int:
-    """Serve until a signal or the worker's death ends it. Returns the exit code."""
+    """Serve until a signal arrives or the worker dies. Returns the exit code."""
     name = server.served_model_name or config.model.model
     template = Path(server.chat_template) if server.chat_template else None
     with (
         _stoppable(),
         closing(bind(server.host, server.port)) as listener,
         announced(config.trace),
-        announced(record.record_routing, "the routing is in {0}: look at it with moesaic profile show {0}"),
+        announced(record.record_routing, "the routing is in {0}: print it with moesaic profile show {0}"),
         launch(
             config, cluster, chat_template=template, max_waiting=server.max_queue, record=record
         ) as launched,
@@ -68,7 +68,10 @@ def run(
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """A signal before the server has its own handlers: nothing was asked yet, and what was started ends."""
+    """End quietly at a signal that arrives before the server has installed its own handlers.
+
+    No request has arrived by then, and the processes that were started end with this one.
+    """
 
     def stop(signum: int, frame: object) -> None:
         raise SystemExit(0)
@@ -85,8 +88,8 @@ def _stoppable() -> Iterator[None]:
 
 
 def _serve(launched: Launched, listener: socket, name: str, server: ServerConfig, as_json: bool) -> int:
-    """The HTTP API in front of `launched`."""
-    from moesaic.server.app import create_app  # slow to import: the worker loads meanwhile
+    """Serve the HTTP API of `launched`. Returns the exit code."""
+    from moesaic.server.app import create_app  # a slow import, during which the worker already loads
     from moesaic.server.async_engine import AsyncEngine
     from moesaic.server.service import Service
 
@@ -112,5 +115,5 @@ def _serve(launched: Launched, listener: socket, name: str, server: ServerConfig
 
 
 def reported(launched: Launched) -> Callable[[], ClusterStatus] | None:
-    """How to ask for the processes; None: there is one."""
+    """The function that reports the status of the processes. None if one worker process does everything."""
     return None if launched.supervisor is None else launched.supervisor.report

@@ -1,4 +1,4 @@
-"""Standard streams that nobody reads."""
+"""Replaces standard streams that are closed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from pathlib import Path
 
 
 def replace_closed() -> None:
-    """Started with `>&-`: no socket of ours may take stdout's number, and libraries expect a file."""
+    """Replace standard streams that were closed at the start, as by `>&-`.
+
+    Otherwise a socket could get stdout's file number. Libraries also expect a file.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             replace(name)
 
 
 def replace(name: str) -> None:
-    """From now on nobody reads it."""
+    """Replace stream `name` by a file that discards everything."""
     setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  open until the end

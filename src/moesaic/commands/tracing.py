@@ -1,4 +1,4 @@
-"""Says where the trace of a run is."""
+"""Prints where a run has written its trace."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 def announced(
     trace: str | None, said: str = "the trace is in {}: open it at https://ui.perfetto.dev"
 ) -> Iterator[None]:
-    """Say on stderr, when the block has ended, where the trace of its run is and what opens it.
+    """At the end of the block, print on stderr where the trace is and what opens it.
 
-    Nothing is said where no trace was wanted, or none was written: a setting kept the run from beginning.
+    Prints nothing if no trace was wanted, or if none was written since the run failed at its start.
+    said: the message, with {} in place of the file.
     """
     before = _state(trace)
     try:
@@ -25,7 +26,7 @@ def announced(
 
 
 def _state(trace: str | None) -> tuple[int, int] | None:
-    """When the file was written, and its bytes; None: there is nothing in it."""
+    """(modification time, size in bytes) of the file. None if it is missing or empty."""
     if trace is None or not Path(trace).is_file():
         return None
     found = Path(trace).stat()

@@ -1,10 +1,10 @@
-"""Numbers for people."""
+"""Formats numbers for people."""
 
 from __future__ import annotations
 
 
 def in_bytes(count: float) -> str:
-    """1536 -> "1.5 KiB"."""
+    """A size in bytes as text. Example: 1536 -> "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -13,7 +13,7 @@ def in_bytes(count: float) -> str:
 
 
 def in_words(count: float) -> str:
-    """30_500_000_000 -> "30.5 billion"."""
+    """A large number as text. Example: 30_500_000_000 -> "30.5 billion"."""
     for unit, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

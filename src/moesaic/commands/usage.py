@@ -1,4 +1,4 @@
-"""What the command line says of itself: short flags in the help; errors in one line that names the flag."""
+"""Formats the help of the command line, and turns its errors into one line that names the flag."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ KINDS = {int: "an integer", float: "a number", bool: "true or false"}
 
 
 class GroupedFlags(DefaultFormatter):
-    """The help of a command: its flags by subject, and short flags beside the long ones."""
+    """Formats the help of a command: flags in groups, with short flags next to the long ones."""
 
     def __init__(self, shorts: Mapping[str, str], everything: bool = False) -> None:
-        """shorts: "-o" -> "--output-file". everything: explain every flag of a command that has many, not
-        only the essential ones."""
+        """shorts: short flag -> long flag, as "-o" -> "--output-file". everything: explain every flag of a
+        command with many flags, not only the essential ones."""
         super().__init__()
         self._shorts = shorts
         self._everything = everything
@@ -61,12 +61,12 @@ class GroupedFlags(DefaultFormatter):
 
 
 def _flags_of(entries: list[HelpEntry]) -> str:
-    """Example: "--threads, --mmap"."""
+    """The names of the flags in one text. Example: "--threads, --mmap"."""
     return ", ".join(next(n for n in entry.positive_names if n.startswith("--")) for entry in entries)
 
 
 def one_line(error: cyclopts.CycloptsError) -> str:
-    """The message of an error of cyclopts, in our form."""
+    """The message of a cyclopts error, in the form "flag: got value; allowed: values"."""
     match error:
         case cyclopts.CoercionError() if error.argument is not None and error.argument.tokens:
             flag, value = error.argument.name, error.argument.tokens[-1].value
@@ -76,18 +76,18 @@ def one_line(error: cyclopts.CycloptsError) -> str:
             return f"{flag}: got {value}; allowed: {allowed(error.argument.hint)}"
         case exceptions.UnusedCliTokensError():
             extra = " ".join(error.unused_tokens or [])
-            return f"got {extra!r}, which no argument takes; see --help"
+            return f"got {extra!r}, which is not an argument of this command; see --help"
     return " ".join(str(error).split())
 
 
 def _behind(flag: str, words: list[str]) -> str:
-    """What stands behind a flag that was given no value: a word with a hyphen, which is not taken for one."""
+    """The word after a flag that got no value. The parser does not accept a word with a hyphen as a value."""
     found = [after for word, after in pairwise(words) if word == flag and not after.startswith("--")]
     return repr(found[-1]) if found else "nothing"
 
 
 def allowed(hint: object) -> str:
-    """What a flag of type `hint` takes, in words."""
+    """The values that a flag of type `hint` accepts, in words."""
     choices = [choice for part in _parts(hint) for choice in _literals(part)]
     if choices:
         return ", ".join(map(str, choices))
