@@ -34,7 +34,7 @@ def as_lines(status: Status) -> list[str]:
     if status["join_address"]:
         lines.append(f"expert servers on other machines can join at {status['join_address']}")
     if not status["watched"]:
-        lines.append("the supervisor has failed: a process that dies now is not restarted")
+        lines.append("the supervisor has stopped, so processes are not restarted any more")
     if missing:
         lines.append(f"{missing} experts have no copy now: their tokens wait")
     return lines

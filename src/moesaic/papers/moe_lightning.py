@@ -134,8 +134,8 @@ def search(setting: Setting) -> Priced:
             break
     if best is None:
         raise ConfigError(
-            f"{setting.model.name} does not fit on {setting.hardware.name}: its published model needs at least "
-            f"{price(setting, 1, 1).gpu_bytes / GIB:.1f} GiB of GPU memory"
+            f"{setting.model.name} does not fit on {setting.hardware.name}: its published model needs "
+            f"at least {price(setting, 1, 1).gpu_bytes / GIB:.1f} GiB of GPU memory"
         )
     return best
 

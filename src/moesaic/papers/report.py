@@ -151,7 +151,7 @@ def as_text(paper: Paper) -> str:
     """The report as three tables. A setting's inputs are on the line below it."""
     lines = [
         "MoE-Lightning's own search (GiB, GiB/s; tokens/s). decode: prediction for the policy found;",
-        "+prefill: prediction for the published policy with prefill, as measured; ratio: +prefill / measured.",
+        "+prefill: prediction for the published policy with prefill; ratio: +prefill / measured.",
         "",
         HEADER,
     ]
