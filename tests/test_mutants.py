@@ -76,7 +76,22 @@ def test_a_seed_draws_the_same_mutants_again() -> None:
 
 LARGER = "def larger(a, b):\n    return a if a > b else b\n"
 HALF = "from sample import numbers\n\n\ndef half(n):\n    return n // 2\n"
-ONE = "from sample import numbers\n\n\ndef test_it():\n    assert numbers.larger(2, 1) == 2\n"
+ONE = """
+from pathlib import Path
+
+from sample import numbers
+
+ran = []
+
+
+def test_it():
+    ran.append(1)
+    assert numbers.larger(2, 1) == 2
+
+
+def test_that_its_neighbour_disturbs():
+    assert not ran or ">=" not in Path(numbers.__file__).read_text()
+"""
 OTHERS = """
 from tests.help import half
 

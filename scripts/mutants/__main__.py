@@ -9,7 +9,8 @@
 Each mutant is one change of one line: a comparison, an operator, a constant, a condition or a default is
 another, a statement is gone, or two arguments change places. Lines are drawn with equal chances. The work is
 done in a copy of the tree. The tests nearest to the changed file run first, then all others of the tier that
-can reach it. A mutant survives when all of them pass. One with which the tests take too long is caught.
+can reach it. A test that fails has to fail again by itself. A mutant survives when all of them pass, and one
+with which they take too long is caught.
 Some mutants change nothing that can be observed, so not every survivor is a gap.
 """
 
@@ -69,17 +70,25 @@ class Trial:
         near = reach.nearest(mutation.path, self.copied.package, tests)
         with self.copied.mutated(mutation):
             for part, workers in ((near, 1), ([one for one in tests if one not in near], self.workers)):
-                if not part:
-                    continue
-                done = self.copied.pytest(part, self.marks, workers, self.limit, "-x")
-                if not done.good:
-                    by = (
-                        "took too long"
-                        if done.code is None
-                        else next(iter(done.failed), "pytest itself broke")
-                    )
+                if part and (by := self._failure(part, workers)):
                     return Outcome(mutation, True, by, time.monotonic() - start)
         return Outcome(mutation, False, "", time.monotonic() - start)
+
+    def _failure(self, tests: list[Path], workers: int) -> str:
+        """The first test that fails, by itself too: else its neighbours disturbed it."""
+        disturbed: list[str] = []
+        while True:
+            left_out = [word for one in disturbed for word in ("--deselect", one)]
+            done = self.copied.pytest(tests, self.marks, workers, self.limit, "-x", *left_out)
+            if done.good:
+                return ""
+            if done.code is None:
+                return "took too long"
+            if not done.failed:
+                return f"pytest ended with {done.code}: {done.last_line}"
+            if not self.copied.pytest(done.failed[:1], self.marks, 1, self.limit).good:
+                return done.failed[0]
+            disturbed.append(done.failed[0])
 
 
 def found(root: Path, package: str, only: str) -> list[mutations.Mutation]:

@@ -52,7 +52,7 @@ class Tree:
     def python(self) -> Path:
         return self.root / ".venv" / "bin" / "python"
 
-    def pytest(self, tests: Sequence[Path], marks: str, workers: int, limit: float, *more: str) -> Run:
+    def pytest(self, tests: Sequence[Path | str], marks: str, workers: int, limit: float, *more: str) -> Run:
         """Run the tests in these files, all of them where none is given."""
         command = [str(self.python), "-m", "pytest", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
         command += ["-m", marks, *more, *(word for one in self.deselected for word in ("--deselect", one))]
