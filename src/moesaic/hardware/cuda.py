@@ -80,7 +80,7 @@ class Copy:
     pinned: bool
     """True if the host's memory is pinned."""
     bandwidth: float
-    """Bytes/s."""
+    """Measured bytes/s."""
 
 
 def copies(device: Device, size: int, stopwatch: Stopwatch, show: Show) -> tuple[Copy, ...]:

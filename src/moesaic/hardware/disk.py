@@ -51,7 +51,7 @@ class Read:
     readers: int
     """Number of threads. Each reads every `readers`-th block."""
     bandwidth: float
-    """Bytes/s."""
+    """Measured bytes/s."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Reading:
     dtype: str
     """Dtype of the matrix."""
     bandwidth: float
-    """Bytes/s."""
+    """Measured bytes/s."""
 
 
 def read(kernels: Kernels, dtype: torch.dtype, size: int, stopwatch: Stopwatch, device: str = "cpu") -> float:

@@ -82,7 +82,7 @@ class Rate:
     rows: int
     """Rows that each matrix is multiplied with."""
     flops: float
-    """Flops/s."""
+    """Measured flops/s."""
 
 
 def rates(
