@@ -1,2 +1,1 @@
-"""Measurements of this machine by microbenchmarks: memory, disk, link and products. The pipeline itself
-never runs."""
+"""Measures this machine by microbenchmarks: memory, disk, link and matrix products. No model runs."""

@@ -1,4 +1,4 @@
-"""A CUDA device and the link to it. No real GPU has run this code yet; its tests run it on the CPU."""
+"""A CUDA device and the link to it. No real GPU has run this code yet. Its tests run it on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Way = Literal["down", "up", "staging"]
 
 
 class Device(Protocol):
-    """A processor with memory of its own."""
+    """A device: a processor with its own memory."""
 
     @property
     def name(self) -> str:
@@ -32,15 +32,15 @@ class Device(Protocol):
         ...
 
     def pinned(self, size: int) -> torch.Tensor:
-        """[size] uint8 of host memory that the device reads by itself."""
+        """A uint8 tensor [size] of pinned host memory, which the device reads by itself."""
         ...
 
     def wait(self) -> None:
-        """Wait until it has finished all its work."""
+        """Wait until the device has finished all its work."""
         ...
 
     def release(self) -> None:
-        """Give back the memory that torch keeps and nothing uses: a worker may need it next."""
+        """Free the memory that torch has cached and that nothing uses. A worker may need it next."""
         ...
 
 
@@ -73,10 +73,10 @@ def find() -> Device | None:
 
 @dataclass(frozen=True)
 class Copy:
-    """One way of copying between host and device."""
+    """The measured speed of one kind of copy between host and device."""
 
     way: Way
-    """"down" to the device, "up" from it, "staging" from memory to pinned memory."""
+    """"down": to the device. "up": from it. "staging": from ordinary host memory to pinned memory."""
     pinned: bool
     """True if the host's memory is pinned."""
     bandwidth: float
@@ -84,7 +84,7 @@ class Copy:
 
 
 def copies(device: Device, size: int, stopwatch: Stopwatch, show: Show) -> tuple[Copy, ...]:
-    """All ways of copying, `size` bytes at a time. Staging uses as many threads as torch has here."""
+    """Measure all kinds of copies, `size` bytes at a time. Staging uses as many threads as torch has."""
     there = torch.ones(size, dtype=torch.uint8, device=device.name)
     here, pinned = torch.ones(size, dtype=torch.uint8), device.pinned(size)
     pinned.fill_(1)

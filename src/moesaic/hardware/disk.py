@@ -1,7 +1,7 @@
-"""How fast a disk is read without the page cache, by the size of a read and the number of reading threads.
+"""Measures how fast a disk is read without the page cache, by size of a read and number of reading threads.
 
 A cache of the hypervisor or the disk may serve a second read faster than the first. Checkpoints are read
-again and again, so the repeated reads count. The first read is reported besides.
+again and again, so the repeated reads count. The first read is reported separately.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from moesaic.offload.arena import Arena
 from moesaic.offload.reading import ALIGNMENT, DirectFile
 
 LANDING = 64 << 20
-"""Bytes that the reads of one thread go to in turn, so that they do not stay in a processor's cache.
+"""Size of the memory that one thread reads into, in bytes. It is too large to stay in a processor's cache.
 
-They are memory of an arena, as for weights: a disk fills huge pages faster than small ones.
+It is memory of an arena, as for weights, since a disk fills huge pages faster than small ones.
 """
 READERS = (1, 2)
 
@@ -38,12 +38,12 @@ class Sizes:
     least: int = 64 << 20
     """Minimum size of a file that is read."""
     blocks: tuple[int, ...] = (128 << 10, 1 << 20, 8 << 20)
-    """Sizes of one read."""
+    """Sizes of one read that are measured."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """One way of reading."""
+    """The measured speed of one way of reading."""
 
     repeated: bool
     block: int
@@ -56,30 +56,31 @@ class Read:
 
 @dataclass(frozen=True)
 class Disk:
-    """The measured disk."""
+    """The measurements of a disk."""
 
     file: str
-    """The file that was read, for people."""
+    """A description of the file that was read."""
     memory: int
-    """Bytes of the file system."""
+    """Size of the file system in bytes."""
     direct: bool
-    """True if reads bypassed the page cache. Else the cached pages were dropped before."""
+    """True if reads bypassed the page cache. If not, the file's cached pages were dropped before the first
+    read."""
     reads: tuple[Read, ...]
     write: float | None
-    """Bytes/s of writing to the disk itself; None if nothing was written."""
+    """Bytes/s of writing to the disk itself. None: nothing was written."""
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s of the best repeated read by one thread, which is how weights are read."""
+        """Bytes/s of the best repeated read by one thread. Weights are read in this way."""
         return max(one.bandwidth for one in self.reads if one.repeated and one.readers == 1)
 
 
 def measure(path: Path, sizes: Sizes, limit: float, clock: Clock, show: Show) -> Disk:
-    """Measure reading a file: that at `path`, or the largest *.safetensors of that directory.
+    """Measure reading the file at `path`, or the largest *.safetensors of that directory.
 
-    If neither has sizes.least bytes, a file is written there and deleted. limit: seconds for each figure;
-    four times as many for the first read and for writing. Raises ConfigError for a path that does not
-    exist, that cannot be read or written, and for a full disk.
+    If it has fewer than sizes.least bytes, or there is none, a file is written there and deleted at the
+    end. limit: seconds for each figure. The first read and writing take up to four times as long. Raises
+    ConfigError for a path that does not exist or that cannot be read or written, and for a full disk.
     """
     try:
         found = _to_read(path, sizes.least)
@@ -105,7 +106,8 @@ def _to_read(path: Path, least: int) -> Path | None:
 def _written(
     folder: Path, sizes: Sizes, limit: float, clock: Clock, show: Show
 ) -> Iterator[tuple[Path, float]]:
-    """A file of random bytes, and the bytes/s at which it was written. It is deleted at the end."""
+    """Write a file of random bytes. Yields its path and the bytes/s of writing. Deletes the file at the
+    end."""
     size = min(sizes.file, shutil.disk_usage(folder).free // 2) // ALIGNMENT * ALIGNMENT
     if size < sizes.least:
         raise ConfigError.field("--path", str(folder), f"a disk with {2 * sizes.least} bytes left")
@@ -116,7 +118,8 @@ def _written(
 
 
 def _fill(file: IO[bytes], size: int, piece: int, end: float, clock: Clock, show: Show) -> int:
-    """Write piece after piece, each to the disk itself, until `end`. Returns the bytes."""
+    """Write piece after piece to the disk itself until the clock reaches `end`. Returns the number of
+    bytes."""
     random, done = os.urandom(piece), 0
     while done < size and (not done or clock() < end):
         show("writing the file to read", done, size)
@@ -177,7 +180,7 @@ class _Reader:
         """Read blocks first, first + step * block, ... of the first `span` bytes, for at most `limit`
         seconds.
 
-        again: start over at the end. Returns the bytes read and the seconds.
+        again: start over after the last block. Returns the bytes read and the seconds.
         """
         slots = max(1, min(LANDING, span) // block)
         memory = Arena(slots * block).take(slots * block).numpy().data

@@ -1,4 +1,4 @@
-"""Hardware files: TOML that `moesaic.cost.hardware.from_tables` reads once it is parsed."""
+"""Hardware files: TOML with the tables that `moesaic.cost.hardware.from_tables` reads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from moesaic.cost.hardware import Hardware
 
 
 def check(path: Path) -> None:
-    """Raises ConfigError for a path that cannot become such a file, before a minute is spent on measuring."""
+    """Raises ConfigError for a path that cannot become a hardware file, before time is spent on measuring."""
     if path.suffix != ".toml" or path.is_dir() or not path.absolute().parent.is_dir():
         allowed = "a file that ends in .toml, in an existing directory"
         raise ConfigError.field("--output-file", str(path), allowed)
 
 
 def save(hardware: Hardware, path: Path) -> None:
-    """Write the file, completely or not at all. Raises ConfigError if it cannot be written."""
+    """Write a hardware file, completely or not at all. Raises ConfigError if it cannot be written."""
     unfinished = path.with_name(f"{path.name}.new")
     try:
         unfinished.write_text(as_toml(hardware.to_tables()), encoding="utf-8")

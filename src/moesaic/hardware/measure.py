@@ -1,4 +1,4 @@
-"""Makes a machine description from measurements: GPU memory over RAM, or RAM over a disk."""
+"""Describes a machine by measurements: GPU memory over RAM, or RAM over a disk."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ from moesaic.kernels.table import Kernels, pick
 from moesaic.runtime.machine import available_memory, cores
 
 DTYPES = (torch.bfloat16, torch.float32)
-"""Dtypes of weights. Plans use the first one that the kernels keep as it is: checkpoints are bf16."""
+"""Dtypes of weights that are measured. A plan uses the first one that the kernels store as it is.
+
+bf16 comes first, since checkpoints are bf16.
+"""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long is measured, and how much at a time."""
+    """How long to measure, and how much data at a time."""
 
     seconds: float = 0.5
     """Seconds for each figure."""
     read: int = 512 << 20
-    """Minimum bytes of memory that are read."""
+    """Minimum number of bytes of memory that are read."""
     copied: int = 256 << 20
     """Bytes of one copy to or from a GPU."""
     disk: disk.Sizes = field(default_factory=disk.Sizes)
@@ -39,35 +42,37 @@ class Effort:
 
 
 FULL = Effort()
-"""A measurement of well under a minute."""
+"""An effort of well under a minute."""
 SHORT = Effort(
     seconds=0.15,
     read=256 << 20,
     disk=disk.Sizes(file=256 << 20, blocks=(1 << 20, 8 << 20)),
     products=products.Sizes(matrices=16, rows=(1, 4, 16, 512), most_rows=1024),
 )
-"""A measurement of about ten seconds."""
+"""An effort of about ten seconds."""
 
 
 @dataclass(frozen=True)
 class Processing:
-    """A memory and the processor beside it."""
+    """Measurements of a memory and of the processor that computes on it."""
 
     name: str
     kernels: str
     memory: int
-    """Free bytes."""
+    """Free bytes of the memory."""
     readings: tuple[Reading, ...]
     rates: tuple[Rate, ...]
 
     @property
     def dtype(self) -> str:
-        """Dtype of the weights that `level` describes."""
+        """Dtype of the weights for which `level` describes the speed."""
         return self.readings[0].dtype
 
     def level(self, usable: float = 0.9) -> Level:
-        """The level: bandwidth with all threads, peak flops/s, and the share of the peak in long products,
-        for weights of `dtype`."""
+        """The memory level, for weights of `dtype`.
+
+        It has the bandwidth with all threads, the peak flops/s, and the share of the peak in long products.
+        """
         bandwidth = [one.bandwidth for one in self.readings if one.dtype == self.dtype][-1]
         efficiency = products.prefill_efficiency(self.rates, self.dtype)
         overlap = products.overlap(self.rates, self.dtype, bandwidth)
@@ -79,27 +84,31 @@ class Processing:
 
 @dataclass(frozen=True)
 class Measuring:
-    """How a machine is measured."""
+    """Measures a machine."""
 
     effort: Effort
     show: Show
     threads: int | None = None
-    """Number of compute threads; None: one for each core."""
+    """Number of compute threads. None: one for each core."""
     clock: Clock = time.perf_counter
 
     def ram_over_disk(self, path: Path, name: str) -> Hardware:
-        """Fast level: RAM with the CPU. Slow level: the disk of `path`, which computes nothing. Raises
-        ConfigError."""
+        """Measure RAM with the CPU as fast level, and the disk of `path`, which computes nothing, as slow
+        level.
+
+        Raises ConfigError if the disk cannot be measured.
+        """
         begun = self.clock()
         found = disk.measure(path, self.effort.disk, self.effort.seconds, self.clock, self.show)
         processing = self._cpu()
         slow = Level("disk", found.memory, found.bandwidth, None)
         link = Link(found.bandwidth, found.bandwidth if found.write is None else found.write)
         hardware = Hardware(name, processing.level(), slow, link)
-        return self._told(hardware, begun, processing, {**_processing("", processing), **_disk(found)})
+        return self._described(hardware, begun, processing, {**_processing("", processing), **_disk(found)})
 
     def gpu_over_ram(self, device: Device, name: str) -> Hardware:
-        """Fast level: the device's memory. Slow level: RAM with the CPU, reached through pinned memory."""
+        """Measure the device's memory as fast level. The slow level is RAM with the CPU, reached through
+        pinned memory."""
         begun = self.clock()
         cpu, gpu = self._cpu(), self._device(device)
         moved = cuda.copies(device, self.effort.copied, self._watch(device), self.show)
@@ -108,11 +117,11 @@ class Measuring:
         link = Link(speed["down"], speed["up"], speed["staging"])
         hardware = Hardware(name, gpu.level(), cpu.level(0.8), link)
         found = {**_processing("fast_", gpu), **_processing("slow_", cpu), "link": _copies(moved)}
-        return self._told(hardware, begun, gpu, found)
+        return self._described(hardware, begun, gpu, found)
 
     def _cpu(self) -> Processing:
         kernels, threads, free = pick("cpu", "auto"), self.threads or cores(), available_memory()
-        dtypes, watch = _kept(kernels), self._watch()
+        dtypes, watch = _stored_dtypes(kernels), self._watch()
         size = memory.enough(self.effort.read, free)
         ways = [(dtype, count) for dtype in dtypes for count in dict.fromkeys((1, threads))]
         readings: list[Reading] = []
@@ -141,21 +150,23 @@ class Measuring:
         watch = Stopwatch(self.effort.seconds, self.clock)
         return watch if device is None else replace(watch, wait=device.wait)
 
-    def _told(self, hardware: Hardware, begun: float, fast: Processing, found: dict[str, Any]) -> Hardware:
+    def _described(
+        self, hardware: Hardware, begun: float, fast: Processing, found: dict[str, Any]
+    ) -> Hardware:
         took = self.clock() - begun
         source = f"measured in {took:.0f} s by microbenchmarks: {fast.kernels}, weights in {fast.dtype}"
         sizes = self.effort.products
         form = ", compressed where bf16" if sizes.compressed else ""
-        told = {"seconds": round(took, 1), "experts": f"{sizes.hidden} x {sizes.width}{form}"}
-        return replace(hardware, source=source, measured={**told, **found})
+        figures = {"seconds": round(took, 1), "experts": f"{sizes.hidden} x {sizes.width}{form}"}
+        return replace(hardware, source=source, measured={**figures, **found})
 
 
-def _kept(kernels: Kernels) -> list[torch.dtype]:
+def _stored_dtypes(kernels: Kernels) -> list[torch.dtype]:
     return [dtype for dtype in DTYPES if dtype in kernels.stored]
 
 
 def _processing(prefix: str, found: Processing) -> dict[str, Any]:
-    """The figures for the file, in GiB/s and Gflops/s."""
+    """The figures for the hardware file, in GiB/s and Gflops/s."""
     return {
         f"{prefix}memory": [
             {"threads": one.threads, "dtype": one.dtype, "gib": one.bandwidth / GIB} for one in found.readings
@@ -168,8 +179,8 @@ def _processing(prefix: str, found: Processing) -> dict[str, Any]:
 
 
 def _disk(found: Disk) -> dict[str, Any]:
-    told: dict[str, Any] = {"file": found.file, "direct": found.direct}
-    told["disk"] = [
+    figures: dict[str, Any] = {"file": found.file, "direct": found.direct}
+    figures["disk"] = [
         {
             "repeated": one.repeated,
             "block_kib": one.block // 1024,
@@ -178,7 +189,7 @@ def _disk(found: Disk) -> dict[str, Any]:
         }
         for one in found.reads
     ]
-    return told if found.write is None else {**told, "write_gib": found.write / GIB}
+    return figures if found.write is None else {**figures, "write_gib": found.write / GIB}
 
 
 def _copies(found: Sequence[Copy]) -> list[dict[str, Any]]:

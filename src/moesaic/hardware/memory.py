@@ -1,4 +1,4 @@
-"""How fast weights are read from memory: one row times a matrix that is larger than any cache.
+"""Measures how fast weights are read from memory: one row times a matrix that is larger than any cache.
 
 A decode step of one request reads every weight in this way, with the same kernel.
 """
@@ -14,14 +14,14 @@ from moesaic.hardware.timing import Stopwatch
 from moesaic.kernels.table import Kernels
 
 COLUMNS = 4096
-"""Columns of the matrix: a hidden size."""
+"""Number of columns of the matrix, a typical hidden size."""
 TIMES_THE_CACHES = 8
 _CACHES = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A measurement of reading memory."""
+    """The measured speed of reading memory."""
 
     threads: int
     dtype: str
@@ -31,33 +31,32 @@ class Reading:
 
 
 def read(kernels: Kernels, dtype: torch.dtype, size: int, stopwatch: Stopwatch, device: str = "cpu") -> float:
-    """Bytes/s at which a matrix of about `size` bytes is read, with as many threads as the kernels have."""
+    """Bytes/s of reading a matrix of about `size` bytes, with as many threads as the kernels have."""
     rows = max(1, size // (COLUMNS * dtype.itemsize))
-    matrix = torch.full(
-        (rows, COLUMNS), 0.01, dtype=dtype, device=device
-    )  # written, since zeros would share one page
+    # Written to, since zeros would share one page.
+    matrix = torch.full((rows, COLUMNS), 0.01, dtype=dtype, device=device)
     row = torch.full((1, COLUMNS), 0.01, device=device)
     return matrix.nbytes / stopwatch.seconds(lambda: kernels.linear(row, matrix))
 
 
 def enough(least: int, available: int, caches: Path = _CACHES) -> int:
-    """Bytes to read: `least`, or more if caches are large, but at most an eighth of what is available.
+    """Number of bytes to read: `least`, or more if caches are large, but at most an eighth of `available`.
 
-    Example: 12 last-level caches of 32 MiB: 8 * 12 * 32 MiB = 3 GiB, where 24 GiB are available.
+    Example: with 12 last-level caches of 32 MiB and 24 GiB available, it is 8 * 12 * 32 MiB = 3 GiB.
     """
     return max(1, min(max(least, TIMES_THE_CACHES * _cache_bytes(caches)), available // 8))
 
 
 def beyond_caches(available: int, caches: Path = _CACHES) -> int:
-    """Bytes of matrices that few rows do not find in a cache, at most a 32nd of what is available.
+    """Size of matrices that products with few rows do not find in a cache, at most a 32nd of `available`.
 
-    Example: a last-level cache of 260 MiB: 520 MiB, where 24 GiB are available.
+    Example: with a last-level cache of 260 MiB and 24 GiB available, it is 520 MiB.
     """
     return min(2 * _cache_bytes(caches), available // 32)
 
 
 def _cache_bytes(root: Path) -> int:
-    """Bytes of all last-level caches together; 0 if the kernel does not say."""
+    """Bytes of all last-level caches together, or 0 if the kernel does not list them."""
     found: dict[str, int] = {}
     for processor in root.glob("cpu[0-9]*"):
         levels = sorted(processor.glob("cache/index[0-9]*"))
@@ -68,7 +67,7 @@ def _cache_bytes(root: Path) -> int:
 
 
 def _size(text: str) -> int:
-    """'32768K' -> 33554432."""
+    """Parse a size of the kernel: '32768K' -> 33554432."""
     text = text.strip()
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)

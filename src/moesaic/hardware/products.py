@@ -1,8 +1,9 @@
-"""The flops/s of the engine's own products, by dtype of the weights and by rows for each matrix.
+"""Measures the flops/s of the engine's own matrix products, by dtype of the weights and rows for each
+matrix.
 
 Two shapes are measured. Routed experts of a layer are grouped: each has the same number of rows, and each
 row has several experts. Projections are single matrices, one after another. There are so many matrices that
-few rows do not find them in a cache.
+products with few rows do not find them in a cache.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from moesaic.kernels.weights import ExpertWeights
 
 Shape = Literal["experts", "dense"]
 WEIGHTS = 16 * 3 * 2048 * 768
-"""Numbers of all experts together."""
+"""Number of weights of all experts together."""
 FEWEST, MOST = 2, 64
 """Minimum and maximum number of matrices, whatever their size."""
 SHAPES: tuple[Shape, ...] = ("experts", "dense")
@@ -31,7 +32,7 @@ SHAPES: tuple[Shape, ...] = ("experts", "dense")
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that are multiplied."""
+    """The sizes of the products to measure."""
 
     hidden: int = 2048
     width: int = 768
@@ -39,26 +40,27 @@ class Sizes:
     matrices: int = 16
     """Number of experts, and of projections."""
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 64, 512, 2048)
-    """Rows for each matrix."""
+    """Numbers of rows for each matrix that are measured."""
     most_rows: int = 2048
-    """Maximum rows of a pass. With many rows for each, fewer matrices are used."""
+    """Maximum number of rows of a pass. With many rows for each matrix, fewer matrices are used."""
     top_k: int = 8
-    """Experts of a row. Their answers are stored separately: with many rows that is more memory than caches
-    have."""
+    """Number of experts of a row. Their answers are stored separately. With many rows these exceed the
+    caches."""
     compressed: bool = False
-    """True: bf16 experts are compressed if the kernels compute from that."""
+    """True: bf16 experts are compressed, if the kernels compute from compressed weights."""
 
     def of_experts(self, hidden: int, width: int, top_k: int, compressed: bool = False) -> Sizes:
-        """The same with a model's own experts, in such a number that no cache holds them."""
+        """The same sizes with a model's own experts, in such a number that no cache can hold them."""
         matrices = min(max(math.ceil(WEIGHTS / (3 * hidden * width)), FEWEST), MOST)
         return replace(
             self, hidden=hidden, width=width, top_k=top_k, matrices=matrices, compressed=compressed
         )
 
     def beyond(self, size: int, number: int) -> Sizes:
-        """The same with so many matrices, of `number` bytes a number, that each shape takes `size` bytes.
+        """The same sizes with so many matrices that each shape takes `size` bytes. number: bytes of one
+        weight.
 
-        Example: 16 of 2048 x 2048 in bf16 are 128 MiB: 64 of them are beyond 512 MiB.
+        Example: 16 matrices of 2048 x 2048 in bf16 are 128 MiB. 64 of them take 512 MiB.
         """
         least = number * self.hidden * min(self.hidden, 3 * self.width)
         return replace(self, matrices=max(self.matrices, math.ceil(size / least)))
@@ -74,13 +76,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Rate:
-    """The speed of one product."""
+    """The measured speed of one product."""
 
     shape: Shape
     dtype: str
-    """Dtype of the weights; rows are float32."""
+    """Dtype of the weights. Rows are float32."""
     rows: int
-    """Rows that each matrix is multiplied with."""
+    """Number of rows that each matrix is multiplied with."""
     flops: float
     """Measured flops/s."""
 
@@ -106,21 +108,21 @@ def rates(
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """torch.bfloat16 -> "bfloat16"."""
+    """The name of a dtype: torch.bfloat16 -> "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def peak(found: Sequence[Rate], dtype: str) -> float:
-    """Flops/s of the fastest product with weights of that dtype."""
+    """Flops/s of the fastest product with weights of `dtype`."""
     return max(one.flops for one in found if one.dtype == dtype)
 
 
 def prefill_efficiency(found: Sequence[Rate], dtype: str) -> float:
-    """Share of the peak that long products reach: the products with the most rows, as many flops of each
+    """Share of the peak that long products reach: those with the most rows, with equal flops for each
     shape.
 
-    Example: experts at 75 Gflops/s and projections at 100 with 2048 rows: 85.7 together. The peak is 100:
-    0.857.
+    Example: with 2048 rows, experts reach 75 Gflops/s and projections 100. Together that is 85.7. The peak
+    is 100, so the share is 0.857.
     """
     longest = max(one.rows for one in found)
     rates = [one.flops for one in found if one.rows == longest and one.dtype == dtype]
@@ -128,19 +130,19 @@ def prefill_efficiency(found: Sequence[Rate], dtype: str) -> float:
 
 
 def by_rows(found: Sequence[Rate], dtype: str) -> tuple[tuple[float, float], ...]:
-    """(rows for each expert, flops/s) of the routed experts with weights of that dtype, fewest rows first."""
+    """(rows for each expert, flops/s) of the routed experts with weights of `dtype`, fewest rows first."""
     mine = [one for one in found if one.shape == "experts" and one.dtype == dtype]
     return tuple(sorted((float(one.rows), one.flops) for one in mine))
 
 
 def overlap(found: Sequence[Rate], dtype: str, bandwidth: float) -> float:
-    """How much reading weights and computing overlap, 0 to 1: the share of the shorter one that is done
-    during the longer one.
+    """How much reading weights and computing overlap, 0 to 1.
 
-    It is derived from the times of products with few rows. bandwidth: bytes/s at which weights are read.
+    It is the share of the shorter one that runs during the longer one, derived from the times of products
+    with few rows. bandwidth: bytes/s at which weights are read.
 
-    Example: weights of 2 bytes at 1 byte/s, a peak of 2 flops/s. With 2 rows reading a weight takes 2 s,
-    and so does computing. 4 s in all are an overlap of 0, 3 s are 0.5.
+    Example: weights have 2 bytes, are read at 1 byte/s, and the peak is 2 flops/s. With 2 rows, reading a
+    weight takes 2 s, and so does computing. 4 s in all mean an overlap of 0; 3 s mean 0.5.
     """
     top, size = peak(found, dtype), getattr(torch, dtype).itemsize
     beyond = shorter = 0.0
@@ -153,7 +155,7 @@ def overlap(found: Sequence[Rate], dtype: str, bandwidth: float) -> float:
 
 
 Job = tuple[Shape, int, float, Callable[[], object]]
-"""Shape, rows, flops, and the function that computes it."""
+"""The shape, rows and flops of a product, and the function that computes it."""
 
 
 def _jobs(kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str) -> Iterator[Job]:
@@ -180,8 +182,8 @@ def _jobs(kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str) -> It
 def _ids(experts: int, rows: int, top_k: int) -> torch.Tensor:
     """[n, k] expert ids of rows with `top_k` experts each, so that each expert has `rows` rows.
 
-    If that is not possible, some experts have one more. Example: 4 experts of 3 rows, 2 of each row: 0 1, 2
-    3, 0 1 ..
+    If that is not possible, some experts have one more row. Example: 4 experts of 3 rows each, 2 experts a
+    row: 0 1, 2 3, 0 1, ...
     """
     each = min(top_k, experts)
     pairs = math.ceil(experts * rows / each) * each
@@ -212,5 +214,5 @@ def _compressed(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Random numbers, not constants: GPUs draw less power on constants and run faster."""
+    """Random numbers. A GPU draws less power on constants and runs faster, so constants would flatter it."""
     return torch.empty(shape, dtype=dtype, device=device).uniform_(-0.05, 0.05)

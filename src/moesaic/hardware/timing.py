@@ -1,4 +1,4 @@
-"""Times functions that can be run again."""
+"""Times functions that can be run repeatedly."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from dataclasses import dataclass
 
 Clock = Callable[[], float]
 Show = Callable[[str, int, int], None]
-"""Called with what is measured, the figures so far, and the figures in all."""
+"""A callback that is called with what is measured, the figures so far, and the number of figures."""
 
 SHORTEST = 0.01
-"""Minimum seconds of one timing. Faster functions are run several times in it."""
+"""Minimum seconds of one timing. A faster function is run several times for each timing."""
 
 
 def _at_once() -> None:
-    """Nothing to wait for: a CPU has finished when the call returns."""
+    """Wait for nothing: a CPU has finished when the call returns."""
 
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Times one function after another."""
+    """Measures how long functions take."""
 
     limit: float
-    """Seconds for each figure."""
+    """Seconds to spend on each figure."""
     clock: Clock = time.perf_counter
     wait: Callable[[], None] = _at_once
-    """Waits until the device has finished all its work."""
+    """A function that waits until the device has finished all its work."""
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Seconds of one run: the median of the timings that fit into `limit`, after a first run that does
         not count.
 
-        A first run that takes longer than `limit` is the only one, and counts.
+        If the first run takes longer than `limit`, it is the only one and counts.
         """
         first = max(self._timed(run, 1), 1e-9)
         if first >= self.limit:

@@ -1,4 +1,4 @@
-"""From a job and a machine to the settings of a worker whose model is larger than its fast memory."""
+"""Finds the settings of a worker with a model larger than its fast memory, from a job and a machine."""
 
 from moesaic.planning.plan import Planned, longest_request, plan
 from moesaic.planning.search import USABLE, Job

@@ -1,6 +1,6 @@
-"""Plans a worker whose model is larger than its fast memory: from a job and a machine to its settings.
+"""Plans a worker with a model larger than its fast memory: from a job and a machine to its settings.
 
-After the run it also predicts what the passes should have taken, to compare with what they took.
+After the run it also predicts how long the passes should have taken, to compare with what they took.
 """
 
 from __future__ import annotations
@@ -29,40 +29,43 @@ from moesaic.policy.offloading.planner import SearchLimits
 from moesaic.policy.offloading.pricing import Price, Pricing
 
 ROW_BYTES = 4.0
-"""Bytes of a number in a row: rows are float32. A CPU caches float32 as well, unless told otherwise."""
+"""Bytes of one number of a row, which is float32. On a CPU cached numbers are float32 by default, too."""
 SAMPLING = 14
 """Maximum number of copies of a row's logits in memory while its token is sampled."""
 NEAR = 0.01
-"""Policies whose speeds differ by less than this share count as equal. If the disk is the limit, many are."""
+"""Policies count as equal if their speeds differ by less than this share. Many do when the disk is the
+limit."""
 OVER_DISK: tuple[Schedule, ...] = ("cgopipe", "on-demand")
-"""Schedules that work with a disk as slow level, in the order of the search."""
+"""Schedules that work with a disk as the slow level, in the order of the search."""
 OVER_RAM: tuple[Schedule, ...] = ("cgopipe", "in-place", "on-demand")
-"""Schedules of a GPU over RAM, where the CPU can compute."""
+"""Schedules for a GPU over RAM, where the CPU can compute."""
 COMPUTED_BESIDE: tuple[Schedule, ...] = ("in-place", "s2", "s3")
 """Schedules in which the CPU computes."""
 GATED_FIRST: tuple[Schedule, ...] = ("on-demand", "in-place")
 """Schedules that compute a layer's gates before they load any of its experts."""
 OF_A_GROUP: tuple[Schedule, ...] = ("cgopipe",)
-"""Schedules of a group of processes. Its ranks exchange rows between gate and experts, so these are one
-task."""
+"""Schedules for a group of processes.
+
+The ranks exchange rows between gate and experts, so gate and experts have to be one task.
+"""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A policy and what it was chosen for. For a group of processes: those of each rank."""
+    """A policy and its inputs. For a group of processes they are those of each rank."""
 
     model: ModelSizes
     hardware: Hardware
-    """The machine, with the fast level reduced to the memory that it may take."""
+    """The machine, with the fast level reduced to the memory that the worker may take."""
     price: Price
     worker: WorkerConfig
-    """Settings of the worker that carries out the policy."""
+    """Settings of the worker that runs the policy."""
 
     def predicted(self, done: PassStats, link: float | None = None) -> float:
         """Seconds that these passes should have taken, by the roofline of their rows. Logits are not
         included.
 
-        link: bytes/s that the slow level reached, if known; None: the plan's.
+        link: bytes/s that the slow level reached, if known. None: the plan's figure.
         """
         hardware = self.hardware if link is None else self.hardware.with_link(link)
         sequences = done.passes * done.sequences
@@ -84,16 +87,17 @@ def plan(
 ) -> Planned:
     """Plan a worker: RAM over the checkpoint's disk, or a GPU over RAM.
 
-    gpus: number of GPUs for the ranks; 0: the fast level is RAM. Raises ConfigError for a fast memory that
-    is too small, naming the smallest that is enough; for flags that the plan sets or that leave no choice;
-    and for a machine of the other kind.
+    gpus: number of GPUs for the ranks. 0: the fast level is RAM. Raises ConfigError for
+
+     - a fast memory that is too small; the message names the smallest that is enough,
+     - flags that the plan sets or that leave no choice,
+     - a machine without the levels that are needed.
     """
     gpu, ranks = gpus > 0, worker.parallel.tensor_parallel_size
     _refuse_planned(worker, options, gpu)
     _refuse_machine(hardware, options, gpu)
-    if (
-        gpu and hardware.link.staging is None
-    ):  # pages go through pinned memory, which the CPU reads and writes
+    if gpu and hardware.link.staging is None:
+        # Pages go through pinned memory, which the CPU reads and writes.
         hardware = replace(hardware, link=replace(hardware.link, staging=hardware.slow.bandwidth / 2))
     model, limits = _sizes(worker, options.profile), _limits(options, job, ranks, gpu)
     if ranks > 1:
@@ -114,7 +118,7 @@ def plan(
 
 
 def _experts_of_rank(worker: WorkerConfig, model: ModelSizes) -> int:
-    """The most experts of a layer that one rank has.
+    """The largest number of experts of one layer that a rank has.
 
     Raises ConfigError if the heads cannot be divided, and for a placement of another model's experts.
     """
@@ -128,7 +132,7 @@ def _experts_of_rank(worker: WorkerConfig, model: ModelSizes) -> int:
 
 
 def _refuse_machine(hardware: Hardware, options: OffloadConfig, gpu: bool) -> None:
-    """Raises ConfigError for a disk that should compute, or that should be a GPU's slow memory."""
+    """Raises ConfigError if a disk should compute, or should be a GPU's slow memory."""
     if gpu == (hardware.slow.processor is not None):
         return
     levels = "GPU memory over RAM" if gpu else "RAM over a disk, which computes nothing"
@@ -138,7 +142,7 @@ def _refuse_machine(hardware: Hardware, options: OffloadConfig, gpu: bool) -> No
 
 
 def _cap(options: OffloadConfig, hardware: Hardware, gpu: bool) -> int:
-    """The fast memory in bytes."""
+    """The fast memory in bytes. Raises ConfigError if it is not a size, or more than the GPU has."""
     assert options.fast_memory is not None
     if options.fast_memory == "auto":
         if not gpu:
@@ -152,8 +156,7 @@ def _cap(options: OffloadConfig, hardware: Hardware, gpu: bool) -> int:
 
 
 def _refuse_planned(worker: WorkerConfig, options: OffloadConfig, gpu: bool) -> None:
-    """Raises ConfigError for flags that the plan sets, and for schedules that this machine or group does
-    not have."""
+    """Raises ConfigError for flags that the plan sets, and for schedules that this machine or group lacks."""
     if options.offload_schedule in COMPUTED_BESIDE and not gpu:
         allowed = "auto, cgopipe, on-demand, s4, serial over a disk, which computes nothing"
         raise ConfigError.field("--offload-schedule", options.offload_schedule, allowed)
@@ -181,7 +184,7 @@ def _refuse_planned(worker: WorkerConfig, options: OffloadConfig, gpu: bool) -> 
 def longest_request(worker: WorkerConfig) -> int:
     """Maximum number of tokens of one request, prompt and answer, by the settings and by the model.
 
-    Raises ConfigError for a --max-model-len that the model does not have.
+    Raises ConfigError for a --max-model-len above the model's own.
     """
     own = registry.read_spec(files.resolve(worker.model.model, worker.model.revision)).max_position
     given = worker.model.max_model_len or own
@@ -205,7 +208,7 @@ def _limits(options: OffloadConfig, job: Job, ranks: int, gpu: bool) -> SearchLi
 
 
 def _settings(worker: WorkerConfig, pricing: Pricing, price: Price, tokens: int) -> WorkerConfig:
-    """The planned settings. tokens: capacity of the cache."""
+    """The worker's settings for a policy. tokens: capacity of the cache."""
     policy, workload = price.policy, pricing.workload
     token = pricing.model.layers * pricing.model.cache(1, workload.cache_number)
     block = worker.cache.block_size
@@ -228,14 +231,17 @@ def _settings(worker: WorkerConfig, pricing: Pricing, price: Price, tokens: int)
         max_num_seqs=policy.batch,
         max_num_batched_tokens=policy.batch * workload.prompt,
     )
-    held = worker.parallel.tensor_parallel_size * math.ceil(tokens / block) * block * round(token)
-    cache = replace(worker.cache, kv_cache_memory=str(held))
+    size = worker.parallel.tensor_parallel_size * math.ceil(tokens / block) * block * round(token)
+    cache = replace(worker.cache, kv_cache_memory=str(size))
     model = replace(worker.model, max_model_len=min(longest_request(worker), tokens))
     return replace(worker, model=model, cache=cache, scheduler=scheduler, offload=offload)
 
 
 def _padded(worker: WorkerConfig, longest: int | None) -> WorkerConfig:
-    """The settings with padding. Prompts are then computed completely, without a shared prefix."""
+    """The settings with padding to `longest`, if that is given.
+
+    With padding, prompts are computed completely, without a shared prefix.
+    """
     if longest is None:
         return worker
     assert worker.offload is not None
@@ -244,8 +250,8 @@ def _padded(worker: WorkerConfig, longest: int | None) -> WorkerConfig:
 
 
 def _sizes(worker: WorkerConfig, profile: str | None) -> ModelSizes:
-    """The model's sizes. profile: file with its routing. Raises ConfigError for a profile of another
-    model."""
+    """The model's sizes, with its routing from the file `profile`. Raises ConfigError for another model's
+    profile."""
     path = files.resolve(worker.model.model, worker.model.revision)
     raw: dict[str, Any] = files.read_json(path / "config.json")
     model = replace(read(raw, worker.model.model), computed=ROW_BYTES, tied=registry.is_tied(path))

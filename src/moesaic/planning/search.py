@@ -1,4 +1,5 @@
-"""Searches the best policy of a job on a machine under a memory cap, with a cache for the longest request."""
+"""Searches the best policy for a job on a machine under a memory cap, with a cache for the longest
+request."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from moesaic.policy.offloading.pricing import Price, Pricing
 
 MIB = 1 << 20
 USABLE = 0.95
-"""Usable share of --fast-memory. The rest is lost between the allocator's pieces."""
+"""Usable share of --fast-memory. The rest is lost to fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -23,23 +24,23 @@ class Job:
     """The requests of a job. Lengths are in tokens."""
 
     requests: float
-    """Number of requests; math.inf: more will come."""
+    """Number of requests, or math.inf if their number is not known."""
     prompt: int
     """Mean length of a prompt."""
     generate: int
     longest: int
     """Maximum final length of a request, prompt and answer."""
     padded: int | None = None
-    """Length that each prompt is padded to; None: no padding."""
+    """Length to which each prompt is padded. None: no padding."""
 
     @property
     def computed(self) -> int:
-        """Computed tokens of a prompt, with padding."""
+        """Computed tokens of each prompt, including padding."""
         return self.prompt if self.padded is None else self.padded
 
 
 class JobSearch:
-    """The search for one job, under any cap."""
+    """Searches policies for one job, under any memory cap."""
 
     def __init__(
         self, model: ModelSizes, hardware: Hardware, job: Job, cache_number: float, limits: SearchLimits
@@ -50,16 +51,18 @@ class JobSearch:
         self._longest = math.ceil(job.longest / BLOCK) * BLOCK
         self._limits = limits
         self._token = model.layers * model.cache(1, cache_number)
-        comes = hardware.slow.processor is not None
-        self._beside = 2 * self._longest * self._token / model.layers if comes else 0.0
-        """Bytes of the longest request's cache in one layer, twice, if it is loaded for attention. A policy
-        assumes that all requests have the mean length."""
+        is_loaded = hardware.slow.processor is not None
+        self._beside = 2 * self._longest * self._token / model.layers if is_loaded else 0.0
+        """Bytes for the longest request's cache in one layer, twice, if it is loaded for attention.
+
+        They are needed since a policy assumes that all requests have the mean length.
+        """
 
     def within(self, cap: int) -> tuple[Pricing, Price, int] | None:
-        """The best policy under `cap`, and the tokens that its cache holds: at least those of the longest
-        request.
+        """The best policy under `cap`, and the capacity of its cache in tokens, or None if nothing fits.
 
-        If the longest request has more tokens than a batch of mean requests, memory is reserved for it.
+        The cache has room for the longest request at least. If that has more tokens than a batch of mean
+        requests, memory is reserved for it.
         """
         for aside in (0.0, self._longest * self._token):
             pricing = self._pricing(cap, aside + self._beside)
@@ -73,8 +76,11 @@ class JobSearch:
         return None
 
     def least(self, cap: int) -> int | None:
-        """The smallest cap, in MiB, under which a policy fits. None if the cap is not the cause: the slow
-        level is too small, or all experts would fit and the schedule needs some that do not."""
+        """The smallest cap, in MiB, under which a policy fits, or None if the cap is not the cause.
+
+        Then the slow level is too small, or the schedule needs some experts on the slow level while all
+        would fit on the fast one.
+        """
         low, high = 0, self._enough()
         if not self._fits(high):
             return None
@@ -84,12 +90,12 @@ class JobSearch:
         return None if high * MIB <= cap else high
 
     def why_not(self, cap: int) -> str:
-        """A message which says that no policy fits, and why."""
-        said = why_not(self.model, self._pricing(cap).hardware, self._workload)
-        return f"--offload-schedule {' or '.join(self._limits.schedules)}: {said}"
+        """A message that no policy fits, and why."""
+        reason = why_not(self.model, self._pricing(cap).hardware, self._workload)
+        return f"--offload-schedule {' or '.join(self._limits.schedules)}: {reason}"
 
     def _enough(self) -> int:
-        """MiB in which every policy fits."""
+        """A number of MiB in which every policy fits."""
         requests = min(self._limits.largest_batch, planner.LARGEST * planner.COUNTS[-1])
         token = self._token + 4 * self.model.hidden * self.model.row_number
         return 1024 + math.ceil(2 * (self.model.weights + requests * self._longest * token) / MIB)
@@ -100,7 +106,7 @@ class JobSearch:
         return any(True for _ in planner.candidates(pricing, self._limits))
 
     def _pricing(self, cap: float, aside: float = 0.0) -> Pricing:
-        """The pricing under a cap. aside: reserved bytes of the cap."""
+        """The pricing under a cap. aside: bytes of the cap that are reserved."""
         memory = max(cap - aside / USABLE, 0.0)
         fast = replace(self._hardware.fast, name="--fast-memory", memory=memory, usable=USABLE)
         return Pricing(self.model, replace(self._hardware, fast=fast), self._workload)

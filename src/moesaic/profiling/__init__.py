@@ -1,2 +1,1 @@
-"""`moesaic profile`: runs prompts through the engine in this process and records the experts of their
-tokens."""
+"""`moesaic profile`: runs prompts through the engine in this process and records their tokens' experts."""

@@ -17,10 +17,11 @@ from moesaic.models.registry import read_spec
 def with_nearest(
     profile: Profile, file: Path, model: str, show: Callable[[int, int], None] | None = None
 ) -> Profile:
-    """The same profile with `nearest`, from the embedding of `model`: a directory, a hub id, or demo.
+    """The same profile with `nearest`, computed from the embedding of `model`: a directory, a hub id, or
+    demo.
 
-    file: of the profile, for messages. show: called with tokens done and tokens in all. Raises ConfigError
-    if the profile was made for another model.
+    file: path of the profile, for messages. show: called with the tokens done and their total. Raises
+    ConfigError if the profile was made for another model.
     """
     path = files.resolve(model)
     profile.check(read_spec(path).routed.model, str(file))

@@ -1,4 +1,4 @@
-"""Prompts and their topics, from files of several formats."""
+"""Reads prompts and their topics from files of several formats."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 from moesaic.core.errors import ConfigError
 
 TEXTS = ("prompt", "question", "text", "turns")
-"""Fields that may hold a prompt, in order of preference."""
+"""Fields that may contain a prompt, in order of preference."""
 TOPICS = ("topic", "category", "domain")
 
 
 @dataclass(frozen=True)
 class Prompt:
     text: str | list[int]
-    """The text, or its token ids."""
+    """The prompt's text, or its token ids."""
     topic: str
     where: str = field(default="", compare=False)
-    """File and line, for messages."""
+    """File and line of the prompt, for messages."""
 
 
 def read(files: Sequence[Path], most: int | None = None) -> list[Prompt]:
-    """The first `most` prompts of each file. Raises ConfigError naming a line that is not a prompt.
+    """Read the first `most` prompts of each file. Raises ConfigError naming a line that is not a prompt.
 
     Example: a.jsonl with {"question": "1 + 1?"} -> Prompt("1 + 1?", "a").
     """

@@ -1,4 +1,4 @@
-"""Runs prompts through the engine in this process and makes a profile of their rows' experts."""
+"""Runs prompts through the engine in this process and makes a profile of their tokens' experts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from moesaic.profiling.prompts import Prompt, read
 from moesaic.tokenizer import Tokenizer
 
 AT_ONCE = 256
-"""Number of prompts submitted to the engine together."""
+"""Number of prompts that are submitted to the engine together."""
 OPEN_SHARE = 0.25
 """Share of the memory for rows of prompts that have not ended."""
 
 Show = Callable[[str, int, int], None]
-"""Called with the activity, tokens done, and tokens in all."""
+"""A callback that is called with the activity, the tokens done and their total."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,16 @@ class Report:
     num_experts: int
     top_k: int
     prompt_tokens: int
-    """Prompt tokens that were recorded."""
+    """Number of prompt tokens that were recorded."""
     generated_tokens: int
     seconds: float
     """Seconds that the engine ran."""
     shortened: int
-    """Prompts that were cut to the model's context length."""
+    """Number of prompts that were cut to the model's context length."""
     routes_kept: int
-    """Prompts whose routes are in the file."""
+    """Number of prompts with routes in the file."""
     not_counted: int
-    """Prompts that were not counted because --max-memory was full."""
+    """Number of prompts that were not counted because --max-memory was full."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -64,14 +64,15 @@ class Report:
 
 
 class Gatherer:
-    """A RowSink that counts requests as they end. Request i of the engine is prompt i."""
+    """A RowSink that counts the rows of requests once these have ended. Request i of the engine is prompt
+    i."""
 
     def __init__(
         self, model: RoutedModel, options: ProfileOptions, topics: Sequence[int], show: Callable[[int], None]
     ) -> None:
-        """topics: of each prompt. show: called with the number of rows so far.
+        """topics: the topic of each prompt. show: called with the number of rows so far.
 
-        Raises ConfigError for too little memory.
+        Raises ConfigError if --max-memory is too small.
         """
         waiting = int(OPEN_SHARE * options.most_bytes)
         self.tally = Tally(model, options.most_bytes - waiting, options.seed)
@@ -104,7 +105,7 @@ def run(
     show: Show,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Report:
-    """Load the model, run the prompts, write the profile."""
+    """Load the model, run the prompts, and write the profile."""
     prompts = read(options.prompts, options.max_prompts)
     path = files.resolve(model.model, model.revision)
     routed = read_spec(path).routed
@@ -150,8 +151,10 @@ def run(
 
 
 def _encoded(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """The token ids of a prompt. Raises ConfigError, with file and line, for a prompt that the engine would
-    refuse."""
+    """The token ids of a prompt.
+
+    Raises ConfigError, with file and line, for a prompt that the engine would refuse.
+    """
     try:
         tokens = tokenizer.encode(prompt.text) if isinstance(prompt.text, str) else prompt.text
     except RequestError as error:
@@ -174,16 +177,15 @@ def _cut(prompts: list[list[int]], max_tokens: int, max_model_len: int) -> tuple
 
 def _feed(llm: LLM, tokens: list[list[int]], max_tokens: int, gatherer: Gatherer) -> None:
     """Run all prompts through the engine."""
-    params = replace(
-        llm.default_sampling, max_tokens=max_tokens + 1
-    )  # the last generated token is not computed
+    # One more than asked for: the last generated token is not computed.
+    params = replace(llm.default_sampling, max_tokens=max_tokens + 1)
     for start in range(0, len(tokens), AT_ONCE):
         llm.generate(tokens[start : start + AT_ONCE], params)
         gatherer.fold()
 
 
 def _settings(model: ModelConfig) -> dict[str, Any]:
-    """Keyword arguments for `LLM`. Without a prefix cache, since tokens from the cache would not be
+    """Keyword arguments for `LLM`. They disable the prefix cache, since tokens from the cache are not
     recorded."""
     chosen = {name: value for name, value in asdict(model).items() if name != "model"}
     return chosen | {"enable_prefix_caching": False}
