@@ -125,8 +125,10 @@ class Hardware:
         return replace(self, name=self.name if ranks == 1 else f"{ranks} x {self.name}", fast=fast)
 
     def with_slow(self, memory: float | None = None, bandwidth: float | None = None) -> Hardware:
-        """The machine with another memory (bytes) and bandwidth (bytes/s) of the slow level. None keeps a
-        value."""
+        """The machine with another memory (bytes) and bandwidth (bytes/s) of the slow level.
+
+        None keeps a value.
+        """
         slow = replace(
             self.slow,
             memory=self.slow.memory if memory is None else memory,

@@ -82,8 +82,10 @@ def query_key_value(model: ModelSizes, rows: float) -> Work:
 
 
 def attention(model: ModelSizes, rows: float, context: float, number: float) -> Work:
-    """Attention in decode: each row reads its own `context` cached tokens. number: bytes of one cached
-    number."""
+    """Attention in decode: each row reads its own `context` cached tokens.
+
+    number: bytes of one cached number.
+    """
     flops = rows * context * model.attention.pair_flops
     wide = rows * (model.attention.query + model.attention.output) * model.row_number
     return Work(flops, 0.0, model.cache(rows * context, number), wide)
@@ -101,11 +103,13 @@ def causal_attention(model: ModelSizes, requests: float, prompt: float, number: 
 
 
 def output_projection(model: ModelSizes, rows: float) -> Work:
+    """The output projection after attention."""
     parameters = model.attention.projected(model.hidden)[1]
     return _product(model, rows, model.attention.output, model.hidden, parameters)
 
 
 def gate(model: ModelSizes, rows: float) -> Work:
+    """The gate (router), which scores every routed expert."""
     return _product(model, rows, model.hidden, model.experts, model.hidden * model.experts)
 
 

@@ -85,10 +85,10 @@ class Roofs:
 
     @property
     def p1(self) -> float:
-        """I_j below which fetching never pays (Equation 9). There the link's roof crosses level j's own
-        roof.
+        """I_j below which fetching never pays (Equation 9).
 
-        It is 0 if the link is at least as fast as level j's memory, or if nothing computes on level j.
+        There the link's roof crosses level j's own roof. It is 0 if the link is at least as fast as level
+        j's memory, or if nothing computes on level j.
         """
         if self.link >= self.bandwidth_j:
             return 0.0

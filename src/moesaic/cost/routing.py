@@ -52,8 +52,10 @@ class Routing:
 
     @classmethod
     def seen(cls, requests: list[npt.NDArray[np.integer]], experts: int) -> Routing:
-        """The routing estimated from recorded rows. requests: expert ids [t, layers, k] of each request's
-        rows."""
+        """The routing estimated from recorded rows.
+
+        requests: expert ids [t, layers, k] of each request's rows.
+        """
         left = _left(np.stack([_missed(rows, experts) for rows in requests]))
         count = len(requests)
         more = [left[-1] ** times for times in BEYOND]

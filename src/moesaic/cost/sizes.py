@@ -216,8 +216,10 @@ class ModelSizes:
         return CACHE_BYTES[dtype] + scales / self.attention.cached
 
     def with_number(self, number: float) -> ModelSizes:
-        """The same sizes with weights of `number` bytes. Experts in another type than bf16 are not
-        compressed."""
+        """The same sizes with weights of `number` bytes.
+
+        Experts in another type than bf16 are not compressed.
+        """
         return replace(self, number=number, compressed=self.compressed and number == BYTES["bfloat16"])
 
 

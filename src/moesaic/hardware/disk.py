@@ -106,8 +106,10 @@ def _to_read(path: Path, least: int) -> Path | None:
 def _written(
     folder: Path, sizes: Sizes, limit: float, clock: Clock, show: Show
 ) -> Iterator[tuple[Path, float]]:
-    """Write a file of random bytes. Yields its path and the bytes/s of writing. Deletes the file at the
-    end."""
+    """Write a file of random bytes.
+
+    Yields its path and the bytes/s of writing. Deletes the file at the end.
+    """
     size = min(sizes.file, shutil.disk_usage(folder).free // 2) // ALIGNMENT * ALIGNMENT
     if size < sizes.least:
         raise ConfigError.field("--path", str(folder), f"a disk with {2 * sizes.least} bytes left")
@@ -118,8 +120,10 @@ def _written(
 
 
 def _fill(file: IO[bytes], size: int, piece: int, end: float, clock: Clock, show: Show) -> int:
-    """Write piece after piece to the disk itself until the clock reaches `end`. Returns the number of
-    bytes."""
+    """Write piece after piece to the disk itself until the clock reaches `end`.
+
+    Returns the number of bytes.
+    """
     random, done = os.urandom(piece), 0
     while done < size and (not done or clock() < end):
         show("writing the file to read", done, size)

@@ -107,8 +107,10 @@ class Measuring:
         return self._described(hardware, begun, processing, {**_processing("", processing), **_disk(found)})
 
     def gpu_over_ram(self, device: Device, name: str) -> Hardware:
-        """Measure the device's memory as fast level. The slow level is RAM with the CPU, reached through
-        pinned memory."""
+        """Measure the device's memory as fast level.
+
+        The slow level is RAM with the CPU, reached through pinned memory.
+        """
         begun = self.clock()
         cpu, gpu = self._cpu(), self._device(device)
         moved = cuda.copies(device, self.effort.copied, self._watch(device), self.show)

@@ -57,8 +57,9 @@ class Sizes:
         )
 
     def beyond(self, size: int, number: int) -> Sizes:
-        """The same sizes with so many matrices that each shape takes `size` bytes. number: bytes of one
-        weight.
+        """The same sizes with so many matrices that each shape takes `size` bytes.
+
+        number: bytes of one weight.
 
         Example: 16 matrices of 2048 x 2048 in bf16 are 128 MiB. 64 of them take 512 MiB.
         """

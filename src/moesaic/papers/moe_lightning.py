@@ -46,8 +46,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Priced:
-    """A policy with the prediction of the published model. Seconds are those of one layer, bytes are
-    peaks."""
+    """A policy with the prediction of the published model.
+
+    Seconds are those of one layer, bytes are peaks.
+    """
 
     micro_batch: int
     micro_batches: int
@@ -77,8 +79,9 @@ class Priced:
 
 
 def price(setting: Setting, mu: int, count: int) -> Priced:
-    """Predict `count` micro-batches of `mu` requests with the best w. If nothing fits, w is clipped to 0 ..
-    1.
+    """Predict `count` micro-batches of `mu` requests with the best w.
+
+    If nothing fits, w is clipped to 0 .. 1.
 
     Example: Mixtral 8x7B on the L4 with s = 77, n = 32 and 14 micro-batches of 324. w is 0.0559, a layer
     takes 0.1549 s, and decode reaches 944.66 tokens/s.
@@ -151,11 +154,11 @@ def plateau(setting: Setting, found: Priced) -> int:
 
 
 def prefill_seconds(setting: Setting, batch: int) -> float:
-    """Seconds of prefill for the whole batch, by the same simplifications. The published search leaves
-    prefill out.
+    """Seconds of prefill for the whole batch, by the same simplifications.
 
-    Weights cross the link once a layer. Each token passes top_k experts on the GPU, which reaches its
-    `prefill` share of the peak. Example: Mixtral 8x7B on the T4 with 504 prompts of 418 tokens takes 73 s.
+    The published search leaves prefill out. Weights cross the link once a layer. Each token passes top_k
+    experts on the GPU, which reaches its `prefill` share of the peak. Example: Mixtral 8x7B on the T4 with
+    504 prompts of 418 tokens takes 73 s.
     """
     model, processor = setting.model, setting.hardware.fast.processor
     assert processor is not None

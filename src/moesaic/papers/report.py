@@ -50,6 +50,8 @@ class Row:
 
 @dataclass(frozen=True)
 class FlexGenRow:
+    """A setting of FlexGen. Policies are (micro-batch size, number of micro-batches)."""
+
     gpu: str
     prompt: int
     generate: int
@@ -76,6 +78,8 @@ class Cross:
 
 @dataclass(frozen=True)
 class Paper:
+    """All results of the report."""
+
     rows: Sequence[Row]
     flexgen: Sequence[FlexGenRow]
     cross: Sequence[Cross]

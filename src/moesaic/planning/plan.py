@@ -62,8 +62,9 @@ class Planned:
     """Settings of the worker that runs the policy."""
 
     def predicted(self, done: PassStats, link: float | None = None) -> float:
-        """Seconds that these passes should have taken, by the roofline of their rows. Logits are not
-        included.
+        """Seconds that these passes should have taken, by the roofline of their rows.
+
+        Logits are not included.
 
         link: bytes/s that the slow level reached, if known. None: the plan's figure.
         """
@@ -250,8 +251,10 @@ def _padded(worker: WorkerConfig, longest: int | None) -> WorkerConfig:
 
 
 def _sizes(worker: WorkerConfig, profile: str | None) -> ModelSizes:
-    """The model's sizes, with its routing from the file `profile`. Raises ConfigError for another model's
-    profile."""
+    """The model's sizes, with its routing from the file `profile`.
+
+    Raises ConfigError for another model's profile.
+    """
     path = files.resolve(worker.model.model, worker.model.revision)
     raw: dict[str, Any] = files.read_json(path / "config.json")
     model = replace(read(raw, worker.model.model), computed=ROW_BYTES, tied=registry.is_tied(path))

@@ -18,6 +18,8 @@ TOPICS = ("topic", "category", "domain")
 
 @dataclass(frozen=True)
 class Prompt:
+    """A prompt with its topic."""
+
     text: str | list[int]
     """The prompt's text, or its token ids."""
     topic: str

@@ -64,8 +64,10 @@ class Report:
 
 
 class Gatherer:
-    """A RowSink that counts the rows of requests once these have ended. Request i of the engine is prompt
-    i."""
+    """A RowSink that counts the rows of requests once these have ended.
+
+    Request i of the engine is prompt i.
+    """
 
     def __init__(
         self, model: RoutedModel, options: ProfileOptions, topics: Sequence[int], show: Callable[[int], None]
@@ -185,8 +187,10 @@ def _feed(llm: LLM, tokens: list[list[int]], max_tokens: int, gatherer: Gatherer
 
 
 def _settings(model: ModelConfig) -> dict[str, Any]:
-    """Keyword arguments for `LLM`. They disable the prefix cache, since tokens from the cache are not
-    recorded."""
+    """Keyword arguments for `LLM`.
+
+    They disable the prefix cache, since tokens from the cache are not recorded.
+    """
     chosen = {name: value for name, value in asdict(model).items() if name != "model"}
     return chosen | {"enable_prefix_caching": False}
 

@@ -160,16 +160,20 @@ class Durations:
         return _launched(seconds_with_experts(beside, routed, each, level, efficiency), level)
 
     def _pages(self, policy: Policy, pages: int) -> Table:
-        """Durations of loading one page. A page has whole rows of the experts' matrices. The last page may
-        have fewer."""
+        """Durations of loading one page.
+
+        A page has whole rows of the experts' matrices. The last page may have fewer.
+        """
         model = self._model
         rows = 3 * (model.experts - policy.static_experts) * model.expert_width
         page = math.ceil(rows / max(pages, 1)) * model.expert_bytes / (3 * model.expert_width)
         return {**self._move(Kind.LOAD_PAGE, page), **self._move(Kind.STAGE_PAGE, page)}
 
     def _gathered(self, kind: Kind, size: float) -> Table:
-        """Durations of moving cache blocks. They are first gathered in pinned memory, if there is any, then
-        copied."""
+        """Durations of moving cache blocks.
+
+        They are first gathered in pinned memory, if there is any, then copied.
+        """
         [(key, took)] = self._move(kind, size).items()
         return {key: took + size / (self._hardware.link.staging or math.inf)}
 

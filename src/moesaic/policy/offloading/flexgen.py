@@ -129,12 +129,11 @@ def price(model: ModelSizes, machine: Constants, workload: Workload, mu: int, co
 
 
 def search(model: ModelSizes, machine: Constants, workload: Workload, walk: bool = False) -> Found:
-    """The best policy with micro-batches of 1, 2, 3, 4, 8, 16, ... requests. Of equal policies the first
-    wins.
+    """The best policy with micro-batches of 1, 2, 3, 4, 8, 16, ... requests.
 
-    Each size has its best number of micro-batches. walk: increase that number one by one until the
-    throughput falls, as FlexGen does. Otherwise bisection finds that point, since the throughput rises up
-    to it. Raises ConfigError if nothing fits.
+    Of equal policies the first wins. Each size has its best number of micro-batches. walk: increase that
+    number one by one until the throughput falls, as FlexGen does. Otherwise bisection finds that point,
+    since the throughput rises up to it. Raises ConfigError if nothing fits.
     """
     best: Found | None = None
     for mu in _grid():

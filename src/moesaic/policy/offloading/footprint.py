@@ -64,8 +64,10 @@ class Footprint:
         return sum(self.fast(policy).values()) <= fast and sum(self.slow(policy).values()) <= slow
 
     def prefill_requests(self, policy: Policy) -> int:
-        """Maximum number of requests of one micro-batch in prefill. A single request may exceed its share
-        of memory."""
+        """Maximum number of requests of one micro-batch in prefill.
+
+        A single request may exceed its share of memory.
+        """
         rows = min(PREFILL_ROWS, self._prefill_rows(policy.prefill_share))
         return max(1, min(policy.batch, int(rows // self.workload.prompt)))
 

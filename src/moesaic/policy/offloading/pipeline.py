@@ -167,8 +167,10 @@ class _Parts:
     # ---- a micro-batch
 
     def attend(self, layer: int, part: int) -> None:
-        """Add the tasks from the rows to attention's result on its level. Beyond the last layer, add
-        nothing."""
+        """Add the tasks from the rows to attention's result on its level.
+
+        Beyond the last layer, add nothing.
+        """
         if layer >= self.layers:
             return
         ended = (Kind.POST, Kind.EXPERTS, Kind.LOAD_ANSWERS)
@@ -193,8 +195,10 @@ class _Parts:
         self.list.add(Kind.LOAD_CACHE, layer, part, [name(Kind.ATTENTION, layer + fewer, before)])
 
     def rows(self, layer: int, part: int) -> list[Key]:
-        """Add the task that loads the rows after attention to the fast level. Returns the tasks to wait
-        for."""
+        """Add the task that loads the rows after attention to the fast level.
+
+        Returns the tasks to wait for.
+        """
         if not self.shape.slow_attention:
             return [name(Kind.ATTENTION, layer, part)]
         slow = name(Kind.ATTENTION, layer, part, Lane.SLOW)

@@ -160,8 +160,10 @@ def _guessing(pricing: Pricing, policy: Policy) -> Policy:
 
 
 def _stores(pricing: Pricing) -> bool:
-    """True if the slow level can hold rows and cache. A level without a processor is the disk, which
-    cannot."""
+    """True if the slow level can hold rows and cache.
+
+    A level without a processor is the disk, which cannot.
+    """
     return pricing.hardware.slow.processor is not None
 
 
@@ -196,8 +198,10 @@ def filled(pricing: Pricing, policy: Policy) -> Iterator[Policy]:
 
 
 def _memories(hardware: Hardware) -> Hardware:
-    """The parts of a machine that a footprint depends on. They are the same for slower and faster
-    machines."""
+    """The parts of a machine that a footprint depends on.
+
+    They are the same for slower and faster machines.
+    """
     fast, slow = (
         replace(one, name="", bandwidth=1.0, processor=None) for one in (hardware.fast, hardware.slow)
     )
@@ -206,8 +210,10 @@ def _memories(hardware: Hardware) -> Hardware:
 
 @lru_cache(maxsize=16)
 def _footprint(pricing: Pricing) -> Footprint:
-    """The footprint for these memories. Machines with the same memories share one, so that it is computed
-    once."""
+    """The footprint for these memories.
+
+    Machines with the same memories share one, so that it is computed once.
+    """
     return _shared(pricing.model, _memories(pricing.hardware), pricing.workload)
 
 

@@ -100,8 +100,10 @@ class Pricing:
         return self._step(policy, listed=True)
 
     def prefill(self, policy: Policy, micro_batches: int | None = None) -> Phase:
-        """The price of prefill over all prompts, by its task list. micro_batches: None: as the footprint
-        says."""
+        """The price of prefill over all prompts, by its task list.
+
+        micro_batches: their number. None: the number that the footprint gives.
+        """
         return self._prefill(policy, listed=True, count=micro_batches)
 
     def bound(self, policy: Policy) -> float:
@@ -192,8 +194,10 @@ def tasks_of(order: Order, shape: Shape) -> list[Task]:
 
 
 def _listed(order: Order, shape: Shape, table: Table, handover: float) -> float:
-    """Seconds of the task list over all layers. It is exact for few layers; further ones cost what the last
-    two do."""
+    """Seconds of the task list over all layers.
+
+    It is exact for few layers; further ones cost what the last two do.
+    """
     if shape.layers <= FAR:
         return _makespan(order, shape, table, handover)
     near, far = (_makespan(order, replace(shape, layers=layers), table, handover) for layers in (NEAR, FAR))

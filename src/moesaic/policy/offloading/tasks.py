@@ -105,6 +105,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Task:
+    """One task of a schedule."""
+
     kind: Kind
     lane: Lane
     layer: int
@@ -148,4 +150,5 @@ class TaskList:
 
 
 def name(kind: Kind, layer: int, part: int, lane: Lane | None = None) -> Key:
+    """The key of a task. lane: its lane if it is not its kind's own."""
     return kind, lane or LANES.get(kind, Lane.FAST), layer, part

@@ -107,8 +107,10 @@ def token_scores(profile: Profile, homes: SmallArray, ranks: int) -> FloatArray:
 
 
 def request_scores(scores: FloatArray, routes: Routes) -> FloatArray:
-    """[r, ranks] sum of `scores` [V, ranks] over the tokens of each request's prompt. Its answer is not
-    known yet."""
+    """[r, ranks] sum of `scores` [V, ranks] over the tokens of each request's prompt.
+
+    Its answer is not known yet.
+    """
     places = np.arange(len(routes.tokens)) - routes.starts[routes.owners]
     prompt = places < routes.prompts[routes.owners]
     owners, tokens = routes.owners[prompt], routes.tokens[prompt]
@@ -241,8 +243,9 @@ class Locality:
     def remote_bytes(
         self, hidden_size: int, number_bytes: int, deduplicate: bool = False, partial: bool = False
     ) -> float:
-        """Bytes that a token sends to other ranks and receives from them, over all layers. Only payload
-        counts.
+        """Bytes that a token sends to other ranks and receives from them, over all layers.
+
+        Only payload counts.
 
         number_bytes: bytes of one number. deduplicate: a token is sent once to each rank, not once for each
         pair. partial: each rank answers with one sum, not with a row for each pair.
@@ -282,8 +285,10 @@ def token_level(clusters: Coclusters, routes: Routes, nearest: TokenArray | None
 def request_level(
     profile: Profile, homes: SmallArray, ranks: int, routes: Routes, rule: Rule = "affinity"
 ) -> Locality:
-    """Locality with attention-DP. `profile` scores the prompts. homes: [layers, E, copies] ranks of each
-    expert."""
+    """Locality with attention-DP.
+
+    `profile` scores the prompts. homes: [layers, E, copies] ranks of each expert.
+    """
     scores = request_scores(token_scores(profile, homes, ranks), routes)
     own = request_ranks(scores, np.diff(routes.starts), rule)
     return measure(routes.experts, homes, own[routes.owners], ranks)

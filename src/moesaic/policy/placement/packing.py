@@ -144,8 +144,10 @@ def kept(layer: Layer, before: BoolArray, limit: float) -> BoolArray:
 
 
 def pack(layer: Layer, kept: BoolArray) -> BoolArray:
-    """[E, N] True where a server gets a copy. Copies of `kept` stay where possible, the rest are placed by
-    load / capacity."""
+    """[E, N] True where a server gets a copy.
+
+    Copies of `kept` stay where possible, the rest are placed by load / capacity.
+    """
     held = np.zeros_like(kept)
     left = layer.room.copy()
     free = left - kept.sum(axis=0)

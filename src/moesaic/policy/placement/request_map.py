@@ -33,8 +33,10 @@ class RequestMap:
 
 
 def map_requests(routes: Routes, num_experts: int, most: int = 1000) -> RequestMap | None:
-    """Map at most `most` requests, taken evenly. Requests without tokens are left out. None: nothing is
-    left."""
+    """Map at most `most` requests, taken evenly.
+
+    Requests without tokens are left out. None: nothing is left.
+    """
     filled = np.flatnonzero(np.diff(routes.starts))
     if not len(filled):
         return None

@@ -58,6 +58,8 @@ class RankPrediction:
 
 @dataclass(frozen=True)
 class LayerPrediction:
+    """The quality of all predictions in one layer."""
+
     layer: int
     """Number of the layer in the model."""
     static: Static
@@ -72,6 +74,8 @@ class LayerPrediction:
 
 @dataclass(frozen=True)
 class Prediction:
+    """The quality of all predictions, learned from some requests and tested on others (`asked`)."""
+
     learned_requests: int
     asked_requests: int
     ranks: int

@@ -28,6 +28,8 @@ DISTANCES = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True)
 class Quartiles:
+    """The 25th, 50th and 75th percentile of a value."""
+
     p25: float
     p50: float
     p75: float
@@ -76,6 +78,8 @@ class LayerStatistics:
 
 @dataclass(frozen=True)
 class Statistics:
+    """The statistics of a model's routing."""
+
     model: str
     tokens: int
     """Number of tokens that were counted."""
@@ -111,8 +115,10 @@ def describe(profile: Profile, routes: Routes) -> Statistics:
 
 
 def sample(routes: Routes, tokens: int, seed: int) -> Routes:
-    """Sample random whole requests with at most `tokens` tokens together, but at least one request. They
-    keep their order."""
+    """Sample random whole requests with at most `tokens` tokens together, but at least one request.
+
+    They keep their order.
+    """
     rng = np.random.default_rng(seed)
     order = rng.permutation(routes.requests)
     ends = np.cumsum(np.diff(routes.starts)[order])
@@ -149,8 +155,9 @@ def _quartiles(values: FloatArray) -> Quartiles:
 
 
 def hottest(counts: Counts, k: int) -> SmallArray:
-    """[V, k] the experts that each token id chose most often, most frequent first. Ties go to the lower
-    number.
+    """[V, k] the experts that each token id chose most often, most frequent first.
+
+    Ties go to the lower number.
 
     -1 fills the entries of an id that chose fewer than k experts.
     """
@@ -234,8 +241,9 @@ def map_together(routes: Routes, index: int, num_experts: int) -> tuple[tuple[fl
 
 
 def co_activation(pairs: IntArray, loads: IntArray, k: int) -> tuple[float, float]:
-    """Share of an expert's k - 1 most frequent partners, as measured and by chance. Both are 0 without
-    pairs.
+    """Share of an expert's k - 1 most frequent partners, as measured and by chance.
+
+    Both are 0 without pairs.
 
     Example: k = 2, experts 0 and 1 are always chosen together, and so are 2 and 3. The measured share is 1.
     By chance it is 1/3 if loads are even.

@@ -63,8 +63,10 @@ class Shuffle:
 
     @property
     def kept_share(self) -> float:
-        """Share of the rows on their predicted rank; 1 without rows. The other rows are what `move` costs
-        in locality."""
+        """Share of the rows on their predicted rank; 1 without rows.
+
+        The other rows are what `move` costs in locality.
+        """
         return self.kept / len(self.order) if len(self.order) else 1.0
 
     def local_pairs(self, experts: npt.NDArray[Any], owners: npt.NDArray[Any]) -> int:

@@ -1,10 +1,10 @@
-"""Numbers the clusters of all layers alike. A request stays on one rank, so a rank has to mean the same in
-all layers.
+"""Numbers the clusters of all layers alike.
 
-A solver finds the clusters of each layer alone, so their numbers mean nothing across layers. With
-attention-DP the papers' request scheduler (Semantic Parallelism, Algorithm 2) gives a request one rank for
-all layers. What counts is then its choices on that rank, summed over layers. The paper does not say how the
-numbers of different layers are made to agree.
+A request stays on one rank, so a rank has to mean the same in all layers. A solver finds the clusters of
+each layer alone, so their numbers mean nothing across layers. With attention-DP the papers' request
+scheduler (Semantic Parallelism, Algorithm 2) gives a request one rank for all layers. What counts is then
+its choices on that rank, summed over layers. The paper does not say how the numbers of different layers are
+made to agree.
 
 This module works as follows:
 
@@ -64,8 +64,10 @@ def align(profile: Profile, experts_per_layer: npt.NDArray[np.integer], ranks: i
 
 
 def overlaps(profile: Profile, experts: IntArray, ranks: int) -> FloatArray:
-    """[layers, R, layers, R] covariance of the shares of any two clusters. Its trace is 1, unless all are
-    0."""
+    """[layers, R, layers, R] covariance of the shares of any two clusters.
+
+    Its trace is 1, unless all are 0.
+    """
     layers = len(experts)
     by_request = profile.routes.requests >= REQUESTS_PER_RANK * ranks
     known = np.arange(0) if by_request else _frequent(profile)
@@ -132,10 +134,10 @@ def _one_hot(numbers: IntArray) -> FloatArray:
 
 
 def _start_from(overlap: FloatArray, start: int) -> IntArray:
-    """Numbers [layers, R] to start with. Layer `start` keeps its own, and each next one follows those
-    before it.
+    """Numbers [layers, R] to start with.
 
-    Layer 0 comes after the last one.
+    Layer `start` keeps its own, and each next one follows those before it. Layer 0 comes after the last
+    one.
     """
     layers, ranks = overlap.shape[:2]
     numbers = np.tile(np.arange(ranks), (layers, 1))
@@ -149,8 +151,10 @@ def _start_from(overlap: FloatArray, start: int) -> IntArray:
 
 
 def _sweep(overlap: FloatArray, numbers: IntArray) -> IntArray:
-    """Renumber one layer at a time until no further change improves the overlap. Returns numbers
-    [layers, R]."""
+    """Renumber one layer at a time until no further change improves the overlap.
+
+    Returns numbers [layers, R].
+    """
     layers, ranks = numbers.shape
     numbers, chosen = numbers.copy(), _one_hot(numbers)
     changed = True

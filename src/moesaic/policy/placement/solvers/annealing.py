@@ -65,8 +65,8 @@ class AnnealingSearch:
     0.025 is 1.05 times the mean on 2 ranks and 1.2 times on 8. A larger share gives more local placements.
     """
     evener: float | None = 0.9
-    """Limits the cap to this multiple of the busiest rank's load in cross-entropy's placement. None: only
-    `spare` counts."""
+    """`spare` is at most this multiple of what the busiest rank of cross-entropy's placement has beyond its
+    fair share. None: no such limit."""
     price: float = 2.0
     """Price of each choice above the cap, in choices."""
     heads: int = 2048
@@ -181,10 +181,10 @@ def dense(counts: Counts, num_experts: int) -> RowArray:
 
 
 def chosen(rows: RowArray, heads: int, sample: int, rng: np.random.Generator) -> RowArray:
-    """[E, m] the heaviest `heads` rows and a sample of the others. Sampled rows are scaled to the weight
-    that they represent.
+    """[E, m] the heaviest `heads` rows and a sample of the others.
 
-    The sample is systematic. A row of weight w is drawn w / step times on average, and then weighs `step`.
+    Sampled rows are scaled to the weight that they represent. The sample is systematic. A row of weight w
+    is drawn w / step times on average, and then weighs `step`.
     """
     size = rows.sum(axis=1, dtype=np.float64)
     order = np.argsort(-size, kind="stable")

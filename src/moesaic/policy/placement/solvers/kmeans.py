@@ -32,6 +32,10 @@ ROUNDS = 100
 
 
 def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Coclusters:
+    """Cluster each layer's experts, then number the clusters of all layers alike.
+
+    Raises ConfigError unless `ranks` is 1 to the number of experts.
+    """
     room = rooms(profile.num_experts, ranks)
     layers = len(profile.layers)
     experts = np.empty((layers, profile.num_experts), dtype=np.int16)
@@ -44,8 +48,10 @@ def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None
 
 
 def unit(products: FloatArray) -> FloatArray:
-    """[E, E] products of the vectors after scaling them to length 1. A vector of length 0 stays. products:
-    [E, E]."""
+    """[E, E] products of the vectors after scaling them to length 1. A vector of length 0 stays.
+
+    products: [E, E].
+    """
     length = np.sqrt(np.diag(products))
     length = np.where(length > 0, length, 1.0)
     scaled: FloatArray = products / (length[:, None] * length)

@@ -170,8 +170,9 @@ def traffic(transitions: IntArray, clusters: IntArray, ranks: int) -> FloatArray
 
 
 def mapped(traffic: FloatArray) -> IntArray:
-    """The rank [layers, R] of each cluster. In layer 0, cluster i is on rank i. traffic:
-    [layers - 1, R, R].
+    """The rank [layers, R] of each cluster.
+
+    In layer 0, cluster i is on rank i. traffic: [layers - 1, R, R].
 
     Example: all choices move from clusters 0, 1 to clusters 1, 0 of the next layer -> [[0, 1], [1, 0]].
     """

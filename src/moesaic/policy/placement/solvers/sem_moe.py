@@ -85,8 +85,10 @@ def solve(
     progress: Progress | None = None,
     weights: Weights | None = None,
 ) -> Coclusters:
-    """Place experts and requests in turns. Raises ConfigError unless `ranks` is 1 to the number of
-    experts."""
+    """Place experts and requests in turns.
+
+    Raises ConfigError unless `ranks` is 1 to the number of experts.
+    """
     weights = weights or Weights()
     inputs = inputs_of(profile, rooms(profile.num_experts, ranks), weights)
     experts = alternate(inputs, np.random.default_rng(seed), weights, progress)
@@ -197,8 +199,10 @@ def place_requests(inputs: Inputs, experts: IntArray, weights: Weights) -> IntAr
 
 
 def requests_per_rank(requests: int, ranks: int) -> IntArray:
-    """[R] number of requests on each rank. Example: 5 requests, 3 ranks -> 2, 2, 1; 1 request, 2 ranks ->
-    1, 0."""
+    """[R] number of requests on each rank.
+
+    Example: 5 requests, 3 ranks -> 2, 2, 1; 1 request, 2 ranks -> 1, 0.
+    """
     return requests // ranks + (np.arange(ranks) < requests % ranks).astype(np.int64)
 
 

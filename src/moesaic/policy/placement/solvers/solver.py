@@ -22,15 +22,17 @@ class Solver(Protocol):
     def __call__(
         self, profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None
     ) -> Coclusters:
-        """Find clusters of tokens and experts. Raises ConfigError unless `ranks` is 1 to the number of
-        experts."""
+        """Find clusters of tokens and experts.
+
+        Raises ConfigError unless `ranks` is 1 to the number of experts.
+        """
 
 
 def rooms(num_experts: int, ranks: int) -> IntArray:
-    """[ranks] number of experts of a layer on each rank. If the division has a remainder, the first ranks
-    get one more.
+    """[ranks] number of experts of a layer on each rank.
 
-    Raises ConfigError unless ranks is 1 to num_experts. Example: 8 experts, 3 ranks -> 3 3 2.
+    If the division has a remainder, the first ranks get one more. Raises ConfigError unless ranks is 1 to
+    num_experts. Example: 8 experts, 3 ranks -> 3 3 2.
     """
     if not 1 <= ranks <= num_experts:
         raise ConfigError.field("--ranks", ranks, f"1 to {num_experts}, the experts of a layer")

@@ -164,8 +164,9 @@ def scores(tokens: RowArray, experts: IntArray, ranks: int, settings: CrossEntro
 
 
 def _blocks(size: FloatArray, load: float) -> list[slice]:
-    """Blocks of consecutive items. A new block begins where the sum of the sizes before passes a multiple
-    of `load`.
+    """Blocks of consecutive items.
+
+    A new block begins where the sum of the sizes before passes a multiple of `load`.
 
     Example: sizes 5 1 1 1 1, load 2 -> 5 | 1 | 1 1 | 1.
     """
@@ -183,8 +184,10 @@ def dense(counts: Counts, num_experts: int) -> RowArray:
 
 
 def _heads(rows: RowArray, most: int) -> RowArray:
-    """The heaviest `most` rows, and the sums of the other rows by their favourite expert. The heaviest row
-    comes first."""
+    """The heaviest `most` rows, and the sums of the other rows by their favourite expert.
+
+    The heaviest row comes first.
+    """
     order = np.argsort(-rows.sum(axis=1), kind="stable")
     heads, tail = rows[order[:most]], rows[order[most:]]
     favourite = np.eye(rows.shape[1], dtype=np.float32)[tail.argmax(axis=1)]

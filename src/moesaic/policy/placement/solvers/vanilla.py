@@ -15,8 +15,10 @@ from moesaic.policy.placement.solvers.tokens import labelled
 
 
 def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Coclusters:
-    """Place the experts of every layer in ranges. Example: 4 experts, 2 ranks -> experts 0 1 | 2 3 in every
-    layer."""
+    """Place the experts of every layer in ranges.
+
+    Example: 4 experts, 2 ranks -> experts 0 1 | 2 3 in every layer.
+    """
     row = np.repeat(np.arange(ranks), rooms(profile.num_experts, ranks))
     layers = len(profile.layers)
     if progress is not None:
