@@ -77,7 +77,7 @@ def test_killed_at_every_turn_it_answers_what_an_undisturbed_run_answers(files):
     if len(results(files[1])) < LINES:
         assert process.returncode == 1
         last = err.rstrip().split("\n")[-1]
-        assert "the worker is gone" in last and "the same command goes on from there" in last
+        assert "the worker is gone" in last and "run the same command again to continue" in last
 
     code, _, err = finish(files, demo=True)
     assert code == 0
@@ -93,7 +93,7 @@ def test_ctrl_c_ends_the_worker_too(files):
     when_gone(worker)
     assert process.returncode == 130
     assert "Traceback" not in err
-    assert "run the same command again to go on" in out
+    assert "run the same command again to continue" in out
 
 
 def test_a_setting_that_is_wrong_is_one_line(files, tmp_path):

@@ -85,7 +85,7 @@ def test_a_signal_stops_at_once_and_says_how_to_go_on(files, signum):
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 128 + signum
     assert "Traceback" not in err
-    assert "run the same command again to go on" in out
+    assert "run the same command again to continue" in out
     assert finish(files)[0] == 0
     one_result_each(files[1], ids)
 
@@ -95,7 +95,7 @@ def test_a_file_size_limit_is_a_full_disk(files):
     ids = write_input(files[0], 40)
     code, _, err = finish(files, max_file_bytes=4000)
     assert code == 1
-    assert err.count("\n") == 1 and "File too large; the same command goes on" in err
+    assert err.count("\n") == 1 and "File too large; run the same command again" in err
     assert 3000 < files[1].stat().st_size <= 4000
     kept = len(results(files[1]))
     assert 0 < kept < 40
@@ -122,7 +122,7 @@ def test_a_full_disk_leaves_whole_lines(files, small_disk):
     output = small_disk / "out.jsonl"
     code, _, err = finish((files[0], output))
     assert code == 1
-    assert err.count("\n") == 1 and "No space left on device; the same command goes on" in err
+    assert err.count("\n") == 1 and "No space left on device; run the same command again" in err
     kept = len(results(output))
     assert 0 < kept < 40
     assert finish((files[0], output))[0] == 1

@@ -114,7 +114,9 @@ def test_the_death_of_the_worker_ends_the_run_and_keeps_what_was_done(files):
     fake = FakeServer(delay=0.001)
     dead = refusal(503, "engine_dead")
     fake.answer = lambda body: dead if len(fake.seen) > 10 else completion(body)
-    with pytest.raises(EngineDeadError, match="refused with engine_dead; .* of 20 results are in .* goes on"):
+    with pytest.raises(
+        EngineDeadError, match="refused with engine_dead; .* of 20 results are in .*to continue"
+    ):
         run(fake, files)
     before = results(files[1])
     assert 0 < len(before) < 20

@@ -119,7 +119,7 @@ def test_objectives_that_are_given():
         ({"status": 400}, "HTTP 400: no thanks"),
         ({"cut_after": 2}, "127.0.0.1"),
         ({"fail_after": 2}, "the worker is gone"),
-        ({"usage": False}, "tells no token counts"),
+        ({"usage": False}, "sends no token counts"),
     ],
 )
 def test_failures_are_counted_and_told(settings, said):

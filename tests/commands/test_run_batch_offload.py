@@ -336,4 +336,4 @@ def test_a_rank_that_dies_ends_the_run_by_name(shared: Path, files: tuple[Path, 
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1, err
     last = err.strip().splitlines()[-1]
-    assert "rank 1 of the group is gone" in last and "the same command goes on from there" in last, err
+    assert "rank 1 of the group is gone" in last and "run the same command again to continue" in last, err

@@ -115,7 +115,7 @@ def _job(number: int, custom_id: str, value: dict[str, Any]) -> Job | BadLine:
 def result_of(job: Job, reply: Reply, result_id: str) -> dict[str, Any]:
     """The output line of an answered job; the answer may be an error."""
     response = {"status_code": reply.status, "request_id": reply.request_id, "body": reply.body}
-    error = None if reply.status == 200 else _error(job.line, *_blame(reply))
+    error = None if reply.status == 200 else _error(job.line, *_error_of(reply))
     return {"id": result_id, "custom_id": job.custom_id, "response": response, "error": error}
 
 
@@ -151,8 +151,8 @@ def _raw_lines(file: Any) -> Iterator[tuple[int, bytes | None]]:
             yield number, raw
 
 
-def _blame(reply: Reply) -> tuple[str, str]:
-    """(code, reason) of an unsuccessful answer."""
+def _error_of(reply: Reply) -> tuple[str, str]:
+    """(error code, message) of an unsuccessful answer."""
     error = reply.body.get("error") if isinstance(reply.body, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
     return error_code(reply) or f"http_{reply.status}", str(message or f"HTTP {reply.status}")

@@ -129,7 +129,8 @@ class Output:
         os.ftruncate(self._fd, whole)
 
     def _failed(self, error: OSError) -> OutputError:
-        return OutputError(f"{_FLAG}: {self.path}: {error.strerror}; the same command goes on from here")
+        how = "run the same command again to continue"
+        return OutputError(f"{_FLAG}: {self.path}: {error.strerror}; {how}")
 
 
 def answered(path: Path) -> set[Key]:

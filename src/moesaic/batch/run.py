@@ -52,9 +52,11 @@ def run_with(
         tally, seconds, stopped_by = Tally(), 0.0, None
         passes: tuple[PassStats, ...] = ()
         if total > len(done.keys):
-            errand = _Errand(options, output, done.keys, total, tally, shown)
-            seconds, stopped_by = asyncio.run(errand.until_signal(service, options.max_in_flight or window))
-            passes = errand.passes
+            batch_run = _BatchRun(options, output, done.keys, total, tally, shown)
+            seconds, stopped_by = asyncio.run(
+                batch_run.until_signal(service, options.max_in_flight or window)
+            )
+            passes = batch_run.passes
         return Summary(
             output=str(options.output_file),
             total=total,
@@ -78,9 +80,9 @@ def _survey(options: RunBatch, model_name: str, done: Done) -> int:
         total += 1
         if item.key in done.keys:
             known.add(item.key)
-    strangers = done.keys - known
-    if strangers:
-        what = f"a result of {next(iter(strangers))!r}, which {options.input_file} does not have"
+    unknown = done.keys - known
+    if unknown:
+        what = f"a result of {next(iter(unknown))!r}, which {options.input_file} does not have"
         raise ConfigError(f"--output-file: {options.output_file} holds {what}")
     others = done.models - {model_name}
     if others:
@@ -90,8 +92,8 @@ def _survey(options: RunBatch, model_name: str, done: Done) -> int:
 
 
 @dataclass
-class _Errand:
-    """Sends the lines that have no result yet."""
+class _BatchRun:
+    """Answers the lines that have no result yet."""
 
     options: RunBatch
     output: Output
@@ -116,7 +118,8 @@ class _Errand:
             except EngineDeadError as error:
                 have = len(self.done) + self.tally.completed + self.tally.failed
                 where = f"{have} of {self.total} results are in {self.options.output_file}"
-                raise EngineDeadError(f"{error}; {where}, the same command goes on from there") from error
+                how = "run the same command again to continue"
+                raise EngineDeadError(f"{error}; {where}; {how}") from error
         return self.seconds, caught[0] if caught else None
 
     async def _work(self, service: Service, window: int) -> None:

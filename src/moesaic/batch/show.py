@@ -50,8 +50,8 @@ class Summary:
         return self.completion_tokens / self.seconds if self.seconds > 0 else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        told = {name: value for name, value in asdict(self).items() if name != "passes"}
-        return told | {"output_throughput": self.output_throughput}
+        fields = {name: value for name, value in asdict(self).items() if name != "passes"}
+        return fields | {"output_throughput": self.output_throughput}
 
     def to_json(self) -> str:
         return json.dumps(self.as_json())
@@ -78,7 +78,7 @@ def print_summary(summary: Summary, console: Console) -> None:
     if summary.unfinished:
         console.print(
             f"{summary.unfinished} of {summary.total} lines are unfinished: "
-            f"run the same command again to go on",
+            f"run the same command again to continue",
             soft_wrap=True,
             highlight=False,
             markup=False,

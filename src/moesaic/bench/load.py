@@ -31,7 +31,7 @@ class Outcome:
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str | None = None
-    """One line, if the request failed; then only `started` is valid besides."""
+    """One line if the request failed, else None. After a failure only `started` is valid."""
 
     @property
     def tpot(self) -> float:
@@ -86,7 +86,7 @@ class _LatencyRecorder:
         if not self._ended and self._last is None:
             self._outcome.error = "the stream ended without an answer"
         elif not self._usage:
-            self._outcome.error = "the server tells no token counts (stream_options.include_usage)"
+            self._outcome.error = "the server sends no token counts (stream_options.include_usage)"
         elif self._last is None:  # tokens without text, such as a lone end-of-sequence token
             self._outcome.ttft = self._outcome.latency
 

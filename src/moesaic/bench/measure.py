@@ -128,7 +128,7 @@ def is_good(outcome: Outcome, objectives: Mapping[str, float]) -> bool:
 
 
 def parse_metrics(text: str) -> tuple[str, ...]:
-    """'ttft,tpot' -> ('ttft', 'tpot')"""
+    """The metrics in the text. Example: 'ttft,tpot' -> ('ttft', 'tpot')."""
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     for name in names:
         if name not in METRICS:
@@ -137,7 +137,7 @@ def parse_metrics(text: str) -> tuple[str, ...]:
 
 
 def parse_percentiles(text: str) -> tuple[float, ...]:
-    """'50,99.9' -> (50.0, 99.9)"""
+    """The percentiles in the text. Example: '50,99.9' -> (50.0, 99.9)."""
     allowed = "numbers from 0 to 100, separated by commas"
     try:
         values = tuple(float(part) for part in text.split(",") if part.strip())
@@ -149,7 +149,10 @@ def parse_percentiles(text: str) -> tuple[float, ...]:
 
 
 def parse_goodput(entries: Sequence[str]) -> dict[str, float]:
-    """('ttft:500 tpot:50',) or ('ttft:500', 'tpot:50') -> {'ttft': 500.0, 'tpot': 50.0}"""
+    """Metric -> maximum milliseconds.
+
+    Example: ('ttft:500 tpot:50',) or ('ttft:500', 'tpot:50') -> {'ttft': 500.0, 'tpot': 50.0}.
+    """
     goals: dict[str, float] = {}
     for entry in re.split(r"[,\s]+", " ".join(entries).strip()):
         if not entry:
@@ -163,7 +166,10 @@ def parse_goodput(entries: Sequence[str]) -> dict[str, float]:
 
 
 def parse_slo(text: str) -> float:
-    """'5x-light' -> 5.0: each objective is that multiple of the latency at light load."""
+    """The factor in the text. Each objective is the latency at light load times this factor.
+
+    Example: '5x-light' -> 5.0.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)x-light", text)
     if match is None or float(match[1]) <= 0:
         raise ConfigError.field("--slo", text, "a factor of the light load's latency, such as 5x-light")

@@ -139,7 +139,7 @@ def _latencies(spreads: Mapping[str, Spread]) -> Table:
 
 
 def _flat(summary: Summary) -> Iterator[tuple[str, float]]:
-    """mean_ttft_ms, median_ttft_ms, std_ttft_ms, p99_ttft_ms, ..."""
+    """(name, value) pairs with vLLM's names: mean_ttft_ms, median_ttft_ms, std_ttft_ms, p99_ttft_ms, ..."""
     for name, spread in summary.spreads.items():
         yield f"mean_{name}_ms", spread.mean
         yield f"median_{name}_ms", spread.median

@@ -1,4 +1,4 @@
-"""`moesaic bench throughput`: the `LLM` class in this process, all requests at once."""
+"""`moesaic bench throughput`: measures the `LLM` class in this process, with all requests at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moesaic.trace.parts import collecting, part_of
 
 
 class Generator(Protocol):
-    """The one method of `LLM` that is measured."""
+    """The method of `LLM` that is measured."""
 
     def generate(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
@@ -33,16 +33,16 @@ class Generator(Protocol):
 
 @dataclass(frozen=True)
 class Throughput:
-    """What `moesaic bench throughput` found out."""
+    """The result of `moesaic bench throughput`."""
 
     model: str
     num_prompts: int
     prompt_tokens: int
     output_tokens: int
     prefill_seconds: float
-    """Of a pass over other prompts of the same lengths that generates one token each."""
+    """Seconds of a separate run that generates one token for each of other prompts of the same lengths."""
     elapsed_time: float
-    """Seconds of the whole run."""
+    """Seconds of the measured run, from prefill to the last token."""
 
     @property
     def requests_per_second(self) -> float:
@@ -50,7 +50,7 @@ class Throughput:
 
     @property
     def tokens_per_second(self) -> float:
-        """Prompt and generated tokens."""
+        """Prompt and generated tokens per second."""
         return (self.prompt_tokens + self.output_tokens) / self.elapsed_time
 
     @property
@@ -59,12 +59,15 @@ class Throughput:
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Of the prefill pass."""
+        """Prompt tokens per second in the prefill run."""
         return self.prompt_tokens / self.prefill_seconds
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """Tokens after the first ones over the time that the prefill pass leaves; None if it leaves none."""
+        """Generated tokens per second, without each request's first token and without the prefill time.
+
+        None if no tokens or no time is left.
+        """
         seconds = self.elapsed_time - self.prefill_seconds
         tokens = self.output_tokens - self.num_prompts
         return tokens / seconds if seconds > 0 and tokens > 0 else None
@@ -80,7 +83,7 @@ def run(
     console: Console | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Throughput:
-    """Load the model and measure; what is going on goes to `console` (stderr). A trace has all passes."""
+    """Load the model and measure. Progress goes to `console` (stderr). A trace contains all runs."""
     shown, name = console or Console(stderr=True), worker.model.model
     with collecting(worker.trace):
         with shown.status(f"loading {name}"):
@@ -98,7 +101,7 @@ def measure(
     console: Console,
     clock: Callable[[], float],
 ) -> Throughput:
-    """A warm-up, the prefill pass, the run."""
+    """Run a warm-up, then the prefill run, then the measured run."""
     warmup, prefill, whole = (_items(options, vocab_size, seed) for seed in (2, 1, 0))
     with console.status("warm-up"):
         _generate(llm, warmup[:8], 2)
@@ -121,7 +124,7 @@ def measure(
 
 
 def print_report(report: Throughput, console: Console) -> None:
-    """A table for people."""
+    """Print the result as a table."""
     table = Table(title=f"{report.model}, {report.num_prompts} requests", show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -137,7 +140,7 @@ def print_report(report: Throughput, console: Console) -> None:
 
 
 def check_fits(options: ThroughputBench, max_model_len: int) -> None:
-    """ConfigError when the longest request would exceed the context."""
+    """Raise ConfigError if the longest request would exceed the context."""
     longest = sum(length.high for length in _ranges(options))
     if longest > max_model_len:
         allowed = f"{max_model_len} together, the model's context length"
@@ -152,7 +155,10 @@ def _ranges(options: ThroughputBench) -> tuple[Range, Range]:
 
 
 def _items(options: ThroughputBench, vocab_size: int, number: int) -> list[Item]:
-    """The lengths depend on the seed alone, the tokens also on `number`: no pass helps the next one."""
+    """The requests of a run. The lengths depend only on the seed, the tokens also on `number`.
+
+    Different tokens keep the prefix cache of one run from helping the next one.
+    """
     given, wanted = _ranges(options)
     return random_items(
         options.num_prompts,
@@ -165,7 +171,7 @@ def _items(options: ThroughputBench, vocab_size: int, number: int) -> list[Item]
 
 
 def _generate(llm: Generator, items: Sequence[Item], max_tokens: int | None) -> list[Completion]:
-    """Answers of exactly the wanted lengths."""
+    """Generate answers of exactly the wanted lengths. max_tokens: one length for all in their place."""
     prompts = [item.prompt for item in items if isinstance(item.prompt, list)]
     lengths = [max_tokens or item.output_len for item in items]
     return llm.generate(prompts, [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths])

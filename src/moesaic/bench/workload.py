@@ -1,4 +1,4 @@
-"""What is sent: prompts, their lengths and their times. Pure but for reading files."""
+"""The requests of a benchmark: prompts, lengths and times. Pure functions, except for reading files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True)
 class Item:
-    """One request to be sent."""
+    """One request."""
 
     prompt: Prompt
     output_len: int
-    """Tokens asked for."""
+    """Number of tokens to generate."""
     arrival: float = 0.0
-    """Seconds after the start."""
+    """Time of sending, in seconds after the start."""
 
 
 _WORDS = """
@@ -40,7 +40,7 @@ POOL_TEXT = " ".join(
     f"{word}{number} {word.upper()} {word.title()}s, {number * number}: ({word}_{number}) [{word}ing];"
     for number, word in enumerate(_WORDS.split())
 )
-"""A text whose tokens are the alphabet of random prompts when only the server knows the vocabulary."""
+"""A text with many different tokens. Random prompts use them if only the server knows the vocabulary."""
 
 
 def token_pool(token_ids: Sequence[int]) -> list[int]:
@@ -51,16 +51,16 @@ def token_pool(token_ids: Sequence[int]) -> list[int]:
 def random_prompts(
     lengths: Sequence[int], pool: Sequence[int] | range, rng: np.random.Generator
 ) -> list[Prompt]:
-    """Prompts of these lengths, each token drawn from `pool`. No two begin alike, so that no cache helps."""
+    """Prompts of these lengths, with tokens drawn from `pool`. A prefix cache cannot help random prompts."""
     alphabet = np.asarray(pool)
     return [alphabet[rng.integers(0, len(alphabet), length)].tolist() for length in lengths]
 
 
 def read_prompts(path: Path) -> list[tuple[str, int | None]]:
-    """(text, wanted output tokens) of each line of a JSONL file.
+    """(text, output tokens) of each line of a JSONL file.
 
-    The text is the field prompt, question or text, or the first of turns (MT-Bench); the length is
-    output_tokens, where there is one.
+    The text is the field prompt, question or text, or the first of turns (MT-Bench). The number of output
+    tokens is the field output_tokens, or None without that field.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -73,7 +73,10 @@ def read_prompts(path: Path) -> list[tuple[str, int | None]]:
 
 
 def cycled(rows: Sequence[tuple[str, int | None]], count: int, output_len: int) -> list[tuple[str, int]]:
-    """`count` of them, from the beginning again when there are too few."""
+    """The first `count` rows; starts again at the first row if there are too few.
+
+    output_len: output tokens of a row without a number of its own.
+    """
     wanted = (rows[index % len(rows)] for index in range(count))
     return [(text, own or output_len) for text, own in wanted]
 
