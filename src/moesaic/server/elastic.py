@@ -22,7 +22,7 @@ router = APIRouter(route_class=StrictJsonRoute)
 
 @router.get("/v1/fault_tolerance/status", responses=errors(401, 403, 404))
 async def status(service: Serving) -> ClusterStatus:
-    """Every process, which experts each server holds, copies of each expert, and what failed."""
+    """Report every process, the experts of each server, the copies of each expert, and all failures."""
     return _cluster(service, "the status names processes and addresses").report()
 
 

@@ -186,13 +186,20 @@ class EngineCollector(Collector):
         yield self._successes()
         yield from self._group(worker.experts.group)
         itl = meter.inter_token_latency
-        yield self._histogram("time_to_first_token", "Arrival to first token.", meter.time_to_first_token)
+        first = meter.time_to_first_token
+        yield self._histogram("time_to_first_token", "Time from arrival to the first token.", first)
         yield self._histogram("inter_token_latency", "Time between two tokens of a request.", itl)
         yield self._histogram("time_per_output_token", "The older name of inter_token_latency.", itl)
-        yield self._histogram("e2e_request_latency", "Arrival to last token.", meter.e2e_latency)
-        yield self._histogram("request_queue_time", "Arrival to being computed.", meter.queue_time)
-        yield self._histogram("request_prefill_time", "Being computed to first token.", meter.prefill_time)
-        yield self._histogram("request_decode_time", "First token to last token.", meter.decode_time)
+        yield self._histogram(
+            "e2e_request_latency", "Time from arrival to the last token.", meter.e2e_latency
+        )
+        yield self._histogram("request_queue_time", "Time from arrival to admission.", meter.queue_time)
+        yield self._histogram(
+            "request_prefill_time", "Time from admission to the first token.", meter.prefill_time
+        )
+        yield self._histogram(
+            "request_decode_time", "Time from the first to the last token.", meter.decode_time
+        )
 
     def _blocks(self, blocks: BlockStats) -> GaugeMetricFamily:
         text = "KV blocks: free, cached for their prefix, used by a request. They add up to the pool."
@@ -230,7 +237,8 @@ class EngineCollector(Collector):
         return family
 
     def _histogram(self, name: str, text: str, values: Distribution) -> HistogramMetricFamily:
-        family = HistogramMetricFamily(f"moesaic:{name}_seconds", f"{text} Seconds.", labels=["model_name"])
+        about = f"{text} In seconds."
+        family = HistogramMetricFamily(f"moesaic:{name}_seconds", about, labels=["model_name"])
         family.add_metric([self._model_name], values.cumulative(), values.total)
         return family
 
