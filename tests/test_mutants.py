@@ -150,18 +150,23 @@ def test_tests_are_found_by_what_they_import(sample: Path) -> None:
         ("a/__init__.py", ["tests/a/test_a.py"]),
         ("a/other/d.py", ["tests/a/test_d.py"]),
         ("c/e.py", ["tests/test_c.py"]),
-        ("a/f.py", ["tests/a/test_b.py", "tests/a/test_b_more.py", "tests/a/test_a.py", "tests/a/test_d.py"]),
+        ("f.py", []),
     ],
 )
-def test_the_nearest_tests_are_those_with_the_name(path: str, first: list[str]) -> None:
-    names = ["a/test_b.py", "a/test_b_more.py", "a/test_a.py", "a/test_d.py", "test_c.py", "x/test_b.py"]
+def test_tests_with_the_name_come_first_and_then_the_nearest(path: str, first: list[str]) -> None:
+    far = [f"x/test_{number}.py" for number in range(reach.FEW)]
+    names = [
+        *far,
+        "a/test_b.py",
+        "a/test_b_more.py",
+        "a/test_a.py",
+        "a/test_d.py",
+        "test_c.py",
+        "x/test_b.py",
+    ]
     tests = [Path("tests") / name for name in names]
-    assert reach.nearest(f"src/sample/{path}", "sample", tests) == [Path(one) for one in first]
-
-
-def test_where_no_name_fits_the_first_few_are_nearest() -> None:
-    tests = [Path(f"tests/x/test_{number}.py") for number in range(20)]
-    assert reach.nearest("src/sample/y/z.py", "sample", tests) == tests[: reach.FEW]
+    found = reach.nearest(f"src/sample/{path}", "sample", tests)
+    assert found == [*(Path(one) for one in first), *tests[: reach.FEW]]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 FOLDERS = ("tests", "scripts", "benchmarks", "examples", "training")
 """What tests import beside the package; each file's name starts with its folder's."""
 FEW = 8
-"""Files that are tried first where no name fits: those with the fewest imports in between."""
+"""Files that are tried first whatever their names: those with the fewest imports in between."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ def read(root: Path, package: str) -> Reach:
 
 
 def nearest(path: str, package: str, tests: list[Path]) -> list[Path]:
-    """Those of `tests` that are tried first: whose names say that they test the file, else its folder's.
+    """Those of `tests` that are tried first: whose names say that they test the file, and the first few.
 
     src/PACKAGE/a/b.py has tests/a/test_b*.py, or else tests/test_b*.py and tests/test_a*.py.
     """
@@ -82,10 +82,9 @@ def nearest(path: str, package: str, tests: list[Path]) -> list[Path]:
         beginnings = tuple(f"test_{name}" for name in names)
         here = [one for one in tests if one.parent == Path("tests") / folder]
         if found := [one for one in here if one.name.startswith(beginnings)]:
-            return found
+            return [*found, *(one for one in tests[:FEW] if one not in found)]
         names.append(folder.name)
-    same_folder = [one for one in tests if one.parent == Path("tests") / inner.parent]
-    return same_folder or tests[:FEW]
+    return tests[:FEW]
 
 
 def _mentioned(name: str, tree: ast.Module, is_package: bool) -> Iterator[str]:
