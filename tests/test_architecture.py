@@ -41,8 +41,8 @@ EDGES: dict[str, tuple[str, ...]] = {
     "hardware": ("core", "cost", "kernels", "offload.arena", "offload.reading", "runtime.machine"),
     # programs
     "runtime": (
-        *("config", "core", "experts.client", "experts.connector", "experts.remote", "kernels", "kvcache"),
-        *("collectives", "models", "offload", "policy", "trace", "transport"),
+        *("config", "core", "experts.client", "experts.connector", "experts.observer", "experts.remote"),
+        *("kernels", "kvcache", "collectives", "models", "offload", "policy", "trace", "transport"),
     ),
     "cluster": (
         *("config", "core", "policy.fleet.autoscale", "policy.placement.balance"),

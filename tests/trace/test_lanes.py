@@ -17,7 +17,7 @@ from moesaic.offload.passes import Passes
 from moesaic.policy.offloading.tasks import Kind, Lane, Task
 from moesaic.policy.offloading.timeline import Timeline, run
 from moesaic.runtime.build import build_worker
-from moesaic.runtime.lane_tracing import LaneRows
+from moesaic.runtime.tracing import LaneRows
 from moesaic.trace.track import Track
 from moesaic.transport.local import local_pair
 
@@ -37,9 +37,9 @@ def test_a_pass_is_written_where_it_was_in_time(tmp_path: Path) -> None:
     track = Track(file, lambda: now)
     rows = LaneRows(track)
     times = run(TASKS, [2.0, 3.0, 0.0, 1.0])
-    rows(TASKS, times)
+    rows.write(TASKS, times)
     now = 20.0
-    rows(TASKS, times)
+    rows.write(TASKS, times)
     track.span("step", 5.0, 11.0)
     track.close()
     worker, fast, down = trace_reader.rows(trace_reader.part(file))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,25 @@ from moesaic import LLM, SamplingParams
 from moesaic.config import ExpertServerConfig, ModelConfig, WorkerConfig
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.tokens import TokenBatch
+from moesaic.experts import wire
 from moesaic.experts.backend import CallPairs
-from moesaic.experts.tracing import TracedBackend, TracedExpertScheduler
+from moesaic.experts.server import ExpertServer
+from moesaic.experts.tracing import ServerTrace
 from moesaic.policy.scheduling.microqueue import MostTokensFirst
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
-from moesaic.policy.scheduling.schedulers.expert_server import Enough
-from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
+from moesaic.policy.scheduling.schedulers.expert_server import Enough, ExpertServerScheduler
 from moesaic.runtime.build import build_worker
-from moesaic.runtime.executor import Executor
-from moesaic.runtime.tracing import StepTrace, TracedExecutor, TracedScheduler
+from moesaic.runtime.observer import Unobserved
+from moesaic.runtime.tracing import StepPieces, WorkerTrace
 from moesaic.trace.track import Track
+from moesaic.transport.calls import Call, Caller
+from moesaic.transport.listening import Listener, connect
 from moesaic.transport.local import local_pair
+
+SECRET = b"a secret of the tests"
+WIDTH = 4
+PATIENCE = 120.0
+"""Seconds after which something hangs."""
 
 
 class Clock:
@@ -70,7 +79,7 @@ def plan(step: int, *rows: int) -> StepPlan:
 
 def test_answers_cut_a_step_into_layers(track: Track, clock: Clock, spans: Callable[[], Any]) -> None:
     """Two decodes and a chunk of 5 rows. The experts of layer 1 answer at once, those of layer 2 at 11."""
-    timeline, step = StepTrace(track), plan(4, 1, 1, 5)
+    timeline, step = StepPieces(track), plan(4, 1, 1, 5)
     timeline.begin(step, "step")
     clock.now = 2.0
     timeline.dispatched(1, 28, begin=1.0)
@@ -84,8 +93,9 @@ def test_answers_cut_a_step_into_layers(track: Track, clock: Clock, spans: Calla
     timeline.answered(10.0, 11.0)
     clock.now = 12.0
     timeline.end()
-    with timeline.sampling(2):
-        clock.now = 13.0
+    timeline.sampling()
+    clock.now = 13.0
+    timeline.sampled(2)
     rows = {"step": 4, "rows": 7, "decode": 2, "prefill": 5}
     assert [(s.name, s.begin / 1e6, s.end / 1e6, s.args) for s in spans()] == [
         ("layer 1", 0, 3, rows),
@@ -98,41 +108,39 @@ def test_answers_cut_a_step_into_layers(track: Track, clock: Clock, spans: Calla
 
 
 def test_a_look_for_answers_that_are_missing_is_no_piece(track: Track, spans: Callable[[], Any]) -> None:
-    timeline = StepTrace(track)
+    timeline = StepPieces(track)
     timeline.resume(plan(0, 1))
     timeline.end()
     assert spans() == []
     timeline.answered(1.0, 2.0)  # found between steps, for a step that goes on later
-    with timeline.sampling(1):
-        pass
+    timeline.sampling()
+    timeline.sampled(1)
     assert [span.name for span in spans()] == ["sampling"]
 
 
 def test_sampling_lies_in_the_last_run(track: Track, clock: Clock, spans: Callable[[], Any]) -> None:
-    timeline = StepTrace(track)
+    timeline = StepPieces(track)
     timeline.begin(plan(0, 1), "to sampler")
     clock.now = 1.0
-    with timeline.sampling(1):
-        clock.now = 2.0
+    timeline.sampling()
+    clock.now = 2.0
+    timeline.sampled(1)
     timeline.end()
     assert [(span.name, span.begin) for span in spans()] == [("to sampler", 0), ("sampling", 10**6)]
 
 
 class Doubling:
-    """An Arithmetic that takes three seconds."""
+    """An ExpertBackend that takes three seconds."""
 
     name = "doubling"
-    held = {2: [0, 1]}  # noqa: RUF012
+    held = {2: [0, 1, 2, 3], 5: [0, 1, 2, 3]}  # noqa: RUF012
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.told: list[object] = []
 
-    def take(self, wanted: object) -> None:
-        self.told.append(("take", wanted))
+    def take(self, wanted: object) -> None: ...
 
-    def keep(self, wanted: object) -> None:
-        self.told.append(("keep", wanted))
+    def keep(self, wanted: object) -> None: ...
 
     def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
         self.clock.now += 3.0
@@ -140,48 +148,86 @@ class Doubling:
             one.out[one.lines] = 2 * one.hidden[one.rows]
 
 
-def of_one_row(experts: list[int]) -> CallPairs:
-    """A call that wants these experts for a row of ones."""
-    count = len(experts)
-    hidden, out = np.ones((1, 4), dtype=np.float32), np.zeros((count, 4), dtype=np.float32)
-    return CallPairs(
-        hidden, np.zeros(count, dtype=np.int32), np.array(experts, np.int32), out, np.arange(count)
-    )
+class Place:
+    """A server that is observed, and clients on their connections."""
+
+    def __init__(self, folder: Path, clock: Clock, track: Track, rule: Enough) -> None:
+        layout = ExpertLayout({2: "a", 5: "b"}, "gate", "up", "down", WIDTH, 2, 4, 2, "float32")
+        self.listener = Listener(f"unix:{folder}/server", SECRET)
+        scheduler = ExpertServerScheduler(layout.layers, MostTokensFirst(), rule)
+        observer = ServerTrace(track)
+        self.server = ExpertServer(layout, Doubling(clock), self.listener, scheduler, clock, observer)
+        self.callers: list[Caller] = []
+
+    def join(self) -> Caller:
+        self.callers.append(connect(self.listener.address, SECRET, "shm", 1 << 20))
+        self.until(lambda: self.server.clients == len(self.callers))
+        return self.callers[-1]
+
+    def ask(self, caller: Caller, layer: int, experts: list[int]) -> Call:
+        """These experts for a row of ones. Returns when the server has taken it in."""
+        calls, none = self.server.served.calls, np.zeros(len(experts), dtype=np.int64)
+        call = caller.open(wire.size(1, len(experts), WIDTH, False), len(experts), 4 * WIDTH)
+        assert call is not None
+        wire.write(call.request, layer, np.array(experts), none, None, np.ones((1, WIDTH), np.float32))
+        caller.post(call)
+        self.until(lambda: self.server.served.calls > calls)
+        return call
+
+    def until(self, done: Callable[[], object]) -> None:
+        end = time.monotonic() + PATIENCE
+        while not done():
+            assert time.monotonic() < end, "nothing happened"
+            self.server.turn(0.001)
+
+    def close(self) -> None:
+        self.server.close()
+        for caller in self.callers:
+            caller.close()
+
+
+@pytest.fixture
+def place(tmp_path: Path, clock: Clock, track: Track) -> Iterator[Place]:
+    made = Place(tmp_path, clock, track, Enough(pairs=6, wait=1e9))
+    yield made
+    made.close()
+
+
+def waiting(part: Path) -> list[int]:
+    """What was counted so far."""
+    return [event["args"]["pairs waiting"] for event in trace_reader.part(part) if event["ph"] == "C"]
 
 
 def test_a_servers_run_says_whose_pairs_it_computed(
-    track: Track, clock: Clock, part: Path, spans: Callable[[], Any]
+    place: Place, part: Path, spans: Callable[[], Any]
 ) -> None:
-    """Two calls of client 7 and one of client 8: six pairs of three experts."""
-    service = TracedExpertScheduler(track, [2, 5], MostTokensFirst(), Enough())
-    inner = Doubling(clock)
-    arithmetic = TracedBackend(inner, service, track)
-    parts = [of_one_row([0, 1]), of_one_row([1, 1, 3]), of_one_row([0])]
-    for call, (client, mine) in enumerate(zip((7, 8, 7), parts, strict=True)):
-        service.arrived(call, client, 2, mine.experts, 0.0)
-    run = service.next_run(0.0)
-    assert run is not None and [call for call, _ in run.parts] == [0, 1, 2]
-    arithmetic.run(2, parts)
-    assert all((mine.out == 2).all() for mine in parts)
+    """Two calls of one client, one of a second, and a third that asks nothing: six pairs of three experts."""
+    first, second, _ = place.join(), place.join(), place.join()
+    place.ask(first, 2, [0, 1])
+    place.ask(second, 2, [1, 1, 3])
+    call = place.ask(first, 2, [0])
+    place.until(lambda: place.server.served.runs == 1)
+    assert (np.frombuffer(call.answer, dtype=np.float32) == 2).all()
     [span] = spans()
     assert (span.name, span.end - span.begin) == ("layer 2", 3 * 10**6)
     assert span.args == {"pairs": 6, "experts": 3, "clients": 2}
-    counted = [event["args"]["pairs waiting"] for event in trace_reader.part(part) if event["ph"] == "C"]
-    assert counted == [2, 5, 6, 0]
-    arithmetic.take({2: [1]})
-    arithmetic.keep({2: [0]})
-    assert inner.told == [("take", {2: [1]}), ("keep", {2: [0]})]
-    assert (arithmetic.name, arithmetic.held) == ("doubling", {2: [0, 1]})
+    assert waiting(part) == [2, 5, 6, 0]
 
 
-def test_a_client_that_left_is_forgotten(track: Track) -> None:
-    service = TracedExpertScheduler(track, [0], MostTokensFirst(), Enough())
-    service.arrived(0, 7, 0, np.array([1]), 0.0)
-    service.client_left(7)
-    service.arrived(1, 8, 0, np.array([1]), 0.0)
-    run = service.next_run(0.0)
-    assert run is not None and service.served_clients == 1
-    assert service._owner == {}
+def test_the_pairs_of_a_client_that_left_are_counted_no_more(
+    place: Place, part: Path, spans: Callable[[], Any]
+) -> None:
+    first, second, third = place.join(), place.join(), place.join()
+    place.ask(first, 5, [1, 2, 3])
+    place.ask(second, 2, [1, 2])
+    first.close()
+    place.until(lambda: place.server.clients == 2)
+    assert waiting(part) == [3, 5, 2] and not spans()
+    third.close()
+    place.until(lambda: place.server.served.runs == 1)
+    [span] = spans()
+    assert (span.name, span.args) == ("layer 2", {"pairs": 2, "experts": 2, "clients": 1})
+    assert waiting(part)[3:] == [2, 0]
 
 
 def worker(trace: str | None) -> Any:
@@ -193,9 +239,9 @@ def worker(trace: str | None) -> Any:
 
 def test_without_a_trace_nothing_is_in_place(part: Path) -> None:
     plain = worker(None)
-    assert (type(plain._executor), type(plain._scheduler)) == (Executor, LockstepScheduler)
+    assert type(plain._observer) is type(plain._executor._observer) is Unobserved
     traced = worker(str(part))
-    assert (type(traced._executor), type(traced._scheduler)) == (TracedExecutor, TracedScheduler)
+    assert type(traced._observer) is WorkerTrace and traced._executor._observer is traced._observer
 
 
 def test_a_worker_that_does_everything_writes_steps(

@@ -14,7 +14,7 @@ from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import ExpertServerStats
 from moesaic.experts.backend import ExpertBackend
 from moesaic.experts.server import ExpertServer
-from moesaic.experts.tracing import TracedBackend, TracedExpertScheduler
+from moesaic.experts.tracing import ServerTrace
 from moesaic.models.headers import STORED
 from moesaic.policy.scheduling import minimum_batch
 from moesaic.policy.scheduling.microqueue import QueuePolicy, policy_named
@@ -73,11 +73,8 @@ def serve(
     listener = Listener(config.address, secret or first.secret)
     rule, policy = _start_rule(config, max(map(len, first.experts.values()), default=0)), _policy(config)
     service = ExpertServerScheduler(config.layout.layers, policy, rule)
-    if config.trace is not None:
-        track = Track(Path(config.trace), time.monotonic)
-        service = traced = TracedExpertScheduler(track, config.layout.layers, policy, rule)
-        backend = TracedBackend(backend, traced, track)
-    server = ExpertServer(config.layout, backend, listener, service, time.monotonic)
+    observer = None if config.trace is None else ServerTrace(Track(Path(config.trace), time.monotonic))
+    server = ExpertServer(config.layout, backend, listener, service, time.monotonic, observer)
     loader = _ExpertLoader(supervisor, backend, listener.address, config.threads)
     loader.report(first)
     stopped = threading.Event()

@@ -21,6 +21,7 @@ from moesaic.experts import wire
 from moesaic.experts.barrier_client import BarrierClient
 from moesaic.experts.client import ExpertRequest, RequestHandle
 from moesaic.experts.connector import Connector
+from moesaic.experts.observer import ClientObserver, UnobservedClient
 from moesaic.experts.outstanding import End, Memory, Posted, Sent, Submission, Summed, every_pair
 from moesaic.kernels.reference.experts import put
 from moesaic.kernels.table import Put
@@ -47,6 +48,7 @@ class RemoteExperts:
         tell: int | None = None,
         everyone: bool = False,
         put: Put = put,
+        observer: ClientObserver | None = None,
     ) -> None:
         """bell: the one that `connector` rings. tell: keep what comes in for `arrivals`, and of
         submissions of at most so many rows only once all of it is there. everyone: each
@@ -54,6 +56,7 @@ class RemoteExperts:
         put: copies answers to where they are wanted.
         """
         self._layout = layout
+        self._observer: ClientObserver = observer or UnobservedClient()
         self._tell = tell
         self._everyone = everyone
         self._barrier_client = BarrierClient(layout.hidden)
@@ -76,6 +79,7 @@ class RemoteExperts:
     # ---- RoutedExperts
 
     def submit(self, ask: ExpertRequest) -> RequestHandle:
+        began = self._clock()
         handle = RequestHandle(self._submitted)
         self._submitted += 1
         asked = ask.arrays
@@ -87,21 +91,30 @@ class RemoteExperts:
         if self._everyone:
             self._send_empty(submission)
         give_way()
+        self._observer.sent(handle, ask, began)
         return handle
 
     def poll(self, handle: RequestHandle) -> torch.Tensor | None:
+        began = self._clock()
         submission = self._submissions[handle.number]
         if submission.missing:
             self._pump()
-        return None if submission.missing else self.rows(handle)
+        if submission.missing:
+            return None
+        rows = self.rows(handle)
+        self._observer.answered(handle, began)
+        return rows
 
     def release(self, handle: RequestHandle) -> None:
         self._submissions.pop(handle.number).release()
+        self._observer.released(handle)
 
     def arrivals(self) -> list[tuple[RequestHandle, IntArray]]:
         """The pairs (row * k + rank) that came in since the last call, by submission."""
+        began = self._clock()
         self._pump()
         news, self._news = self._news, []
+        self._observer.collected(news, began)
         return news
 
     def rows(self, handle: RequestHandle) -> torch.Tensor:
@@ -112,11 +125,15 @@ class RemoteExperts:
 
     def enter(self, work: bool) -> None:
         self._barrier_client.enter(work)
+        self._observer.at_barrier(work)
 
     def entered(self) -> bool:
         if self._barrier_client.waiting:
             self._pump()
-        return self._barrier_client.entered()
+        entered = self._barrier_client.entered()
+        if entered:
+            self._observer.at_barrier(False)
+        return entered
 
     # ---- the servers
 
@@ -160,6 +177,7 @@ class RemoteExperts:
         news = wait(ends, (wakeup, self._wakeup.fileno()), min(limits, default=None), SPIN)
         if not self._barrier_client.idle:
             self._waited += self._clock() - started
+        self._observer.waited(started)
         return news
 
     def stats(self) -> ExpertStats:

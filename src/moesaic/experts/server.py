@@ -19,6 +19,7 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.experts import wire
 from moesaic.experts.backend import CallPairs, ExpertBackend
+from moesaic.experts.observer import ServerObserver, UnobservedServer
 from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerScheduler, Run
 from moesaic.policy.scheduling.step_barrier import StepBarrier
 from moesaic.transport.calls import Answerer, Incoming
@@ -71,7 +72,9 @@ class ExpertServer:
         listener: Listener,
         service: ExpertServerScheduler,
         clock: Callable[[], float],
+        observer: ServerObserver | None = None,
     ) -> None:
+        self._observer: ServerObserver = observer or UnobservedServer()
         self._layout = layout
         self._backend = backend
         self._listener = listener
@@ -109,6 +112,7 @@ class ExpertServer:
         now = self._clock()
         run = self._service.next_run(now)
         if run is not None:
+            self._observer.queued(self._service.waiting_pairs)
             self._run(run, now)
             return
         patience = self._service.wait(now)
@@ -160,11 +164,13 @@ class ExpertServer:
             return
         self._service.client_joined(client)  # a run may have begun without it
         self._service.arrived(call, client, request.layer, request.experts, self._clock())
+        self._observer.queued(self._service.waiting_pairs)
 
     def _forget(self, client: int) -> None:
         end = self._ends.pop(client)
         end.close()
         self._service.client_left(client)
+        self._observer.queued(self._service.waiting_pairs)
         self._open(self._barrier.left(client))
         self._calls = {number: call for number, call in self._calls.items() if call.end is not end}
 
@@ -184,7 +190,9 @@ class ExpertServer:
         parts = [self._part(call, pairs) for call, pairs in calls]
         try:
             if any(len(part.experts) for part in parts):
+                began = self._clock()
                 self._backend.run(run.layer, parts)
+                self._observer.computed(run.layer, parts, len({id(call.end) for call, _ in calls}), began)
         except KeyError as missing:
             self._refuse(run, missing)
             left = [(number, pairs) for number, pairs in run.parts if number in self._calls]

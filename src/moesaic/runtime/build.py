@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -36,7 +35,6 @@ from moesaic.runtime import memory_levels, offloaded, out_of_memory, tracing
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.group import build_rank
 from moesaic.runtime.group.launcher import RankLauncher, of_rank
-from moesaic.runtime.lane_tracing import LaneRows
 from moesaic.runtime.model_loading import (
     LoadedModel,
     check_shared,
@@ -46,6 +44,7 @@ from moesaic.runtime.model_loading import (
     load_model,
     num_blocks_of,
 )
+from moesaic.runtime.observer import WorkerObserver
 from moesaic.runtime.routing_recorder import recorder
 from moesaic.runtime.step.forward import Forward
 from moesaic.runtime.step.layerwise import LayerwiseRunner
@@ -98,22 +97,19 @@ def build_worker(
     blocks = KVBlocks(num_blocks, block_size, config.cache.enable_prefix_caching)
     rows = scheduling.max_num_batched_tokens
     experts: RoutedExperts = DirectExperts(loaded.model.experts, loaded.kernels, rows)
-    trace = tracing.timeline(config.trace, clock)
+    observer = tracing.observer_of(config.trace, clock)
     recorded = 0 if config.model.enforce_eager else -(-max_model_len // block_size)
     remote: RemoteExperts | None = None
     combine = _combine(scheduling, layout, loaded.device)
     if layout is not None and combine is not None:
-        experts = remote = _remote(config, layout, clock, trace, loaded.kernels.put)
+        experts = remote = _remote(config, layout, clock, observer, loaded.kernels.put)
     scheduler = _scheduler(config, limits, blocks, layout)
     forward = Forward(loaded.model, experts, kv, block_size, loaded.device, recorded, combine)
     layered = None if remote is None else LayerwiseRunner(forward, remote)
-    make: Callable[..., Executor] = Executor
-    if trace is not None:
-        scheduler, make = tracing.TracedScheduler(scheduler, trace), partial(tracing.TracedExecutor, trace)
     seen = recorder(config, spec, routing)
     parts = loaded.model, forward, loaded.device, connection, experts, layered, seen
-    executor = make(*parts, logits=forward.logits)
-    worker = Worker(connection, scheduler, executor, clock, journal, experts, wakeup)
+    executor = Executor(*parts, logits=forward.logits, observer=observer)
+    worker = Worker(connection, scheduler, executor, clock, journal, experts, wakeup, observer=observer)
     return worker, _describe(loaded, layout, scheduling, max_model_len, block_size, num_blocks, kv_dtype)
 
 
@@ -175,18 +171,15 @@ def _build_offloaded(
     kv_dtype = kv_type(config.cache, loaded)
     num_blocks = num_blocks_of(config, loaded, max_model_len, kv_dtype)
     kv = memory_levels.cache(config, offload, loaded, num_blocks)
-    trace = tracing.timeline(config.trace, clock)
-    observe = None if trace is None else LaneRows(trace.track)
-    forward = offloaded.join(config, offload, loaded, layout, kv, observe)
+    observer = tracing.observer_of(config.trace, clock)
+    forward = offloaded.join(config, offload, loaded, layout, kv, observer.pass_ended)
     limits = BatchLimits(scheduling.max_num_seqs, scheduling.max_num_batched_tokens, max_model_len)
     pool = block_pool(num_blocks, block_size, config.cache.enable_prefix_caching, offload.padded)
-    scheduler: Scheduler = LockstepScheduler(limits, pool)
-    make: Callable[..., Executor] = Executor
-    if trace is not None:
-        scheduler, make = tracing.TracedScheduler(scheduler, trace), partial(tracing.TracedExecutor, trace)
-    device, rows = loaded.device, offload.logit_rows
-    executor = make(loaded.model, forward, device, connection, forward.experts, logit_rows=rows)
-    worker = Worker(connection, scheduler, executor, clock, journal, forward.experts, linger=LINGER)
+    scheduler = LockstepScheduler(limits, pool)
+    parts = loaded.model, forward, loaded.device, connection, forward.experts
+    executor = Executor(*parts, logit_rows=offload.logit_rows, observer=observer)
+    stats = forward.experts
+    worker = Worker(connection, scheduler, executor, clock, journal, stats, linger=LINGER, observer=observer)
     return worker, _describe(loaded, layout, scheduling, max_model_len, block_size, num_blocks, kv_dtype)
 
 
@@ -228,7 +221,7 @@ def _remote(
     config: WorkerConfig,
     layout: ExpertLayout,
     clock: Callable[[], float],
-    trace: tracing.StepTrace | None,
+    observer: WorkerObserver,
     put: Put,
 ) -> RemoteExperts:
     """The servers' client. Shared memory holds two of the largest steps on each connection."""
@@ -237,10 +230,7 @@ def _remote(
     wakeup = Wakeup()
     connector = Connector(heap, wakeup, config.transport)
     schedule = config.scheduler.schedule
-    make: Callable[..., RemoteExperts] = RemoteExperts
-    if trace is not None:
-        make = partial(tracing.TracedRemote, trace)
-    return make(
+    return RemoteExperts(
         layout,
         Replicas(own=config.own_server),
         connector,
@@ -249,6 +239,7 @@ def _remote(
         tell=minimum_batch.rows(layout.num_experts, layout.top_k) if schedule == "async" else None,
         everyone=schedule == "barrier",
         put=put,
+        observer=observer,
     )
 
 

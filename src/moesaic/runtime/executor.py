@@ -27,6 +27,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
     StepDone,
     StepPlan,
 )
+from moesaic.runtime.observer import UNOBSERVED, WorkerObserver
 from moesaic.runtime.routing_recorder import RoutingRecorder
 from moesaic.runtime.sampling.sampler import Sampler, token_logprobs
 from moesaic.runtime.step.layerwise import LayerwiseRunner
@@ -51,6 +52,7 @@ class Executor:
         recorder: RoutingRecorder | None = None,
         logit_rows: int | None = None,
         logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        observer: WorkerObserver = UNOBSERVED,
     ) -> None:
         """layered: for schedulers that run the model segment by segment. recorder: of the rows' routing.
         logit_rows: whose logits are in memory at one time, at most. logits: of what steps return; None: the
@@ -64,6 +66,7 @@ class Executor:
         self._experts = experts
         self._layered = layered
         self._recorder = recorder
+        self._observer = observer
         self._logit_rows = logit_rows
         self._scored_rows = min(SCORED_SLICE, logit_rows or SCORED_SLICE)
         self._done: list[Event] = []
@@ -81,7 +84,11 @@ class Executor:
             case EnterBarrier():
                 self._experts.enter(action.work)
             case RunSegment():
-                self._run_layer(action)
+                self._observer.started(action.plan, action.segment)
+                try:
+                    self._run_layer(action)
+                finally:
+                    self._observer.paused()
             case Forget() if self._layered is not None:
                 self._layered.forget(action.runs)
             case RunStep():
@@ -111,7 +118,14 @@ class Executor:
     def _advance(self, done: list[Event]) -> None:
         for step, (plan, walk) in list(self._walks.items()):
             with torch.inference_mode():
-                hidden = walk.advance()
+                if walk.handle is None:  # it has asked no experts yet
+                    self._observer.started(plan)
+                else:
+                    self._observer.resumed(plan)
+                try:
+                    hidden = walk.advance()
+                finally:
+                    self._observer.paused()
                 if hidden is not None:
                     if self._recorder is not None:
                         self._recorder.step(plan, walk.chosen)
@@ -158,6 +172,7 @@ class Executor:
             )
 
     def _finish(self, plan: StepPlan, hidden: torch.Tensor) -> StepDone:
+        self._observer.sampling()
         for sequence in plan.scored:
             self._score(plan, int(sequence), hidden)
         tokens = np.zeros(0, dtype=np.int64)
@@ -165,6 +180,7 @@ class Executor:
             tokens, logprobs = self._sample(plan.request_ids[plan.sampled], self._sampled_rows(plan, hidden))
             if logprobs:
                 self._logprobs[plan.step] = logprobs
+        self._observer.sampled(len(plan.sampled))
         return StepDone(plan.step, tokens)
 
     def _sample(self, ids: IntArray, hidden: torch.Tensor) -> tuple[IntArray, list[TokenLogprob | None]]:

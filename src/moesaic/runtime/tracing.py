@@ -1,106 +1,212 @@
-"""What an attention worker writes into a trace. The loop and the scheduler know nothing of it.
+"""What an attention worker writes into a trace.
 
-Of its time in one row there are:
+Its own row of the trace has these spans:
 
     schedule    the scheduler's answer to an event
-    layer l     rows on their way from the experts before to the gate of layer l, whose experts are asked
-    dispatch    in it: the rows are sent to the servers
+    layer l     rows on their way from the experts of the layer before to the gate of layer l
+    dispatch    inside `layer l`: the rows are sent to the servers of that layer's experts
     wait        for experts, and for nothing else
     collect     answers came in and were put in their places
     to sampler  rows on their way from the last experts through the last block
-    sampling    from there to tokens; a part of `to sampler` where the model is run place by place
+    sampling    from there to tokens; a part of `to sampler` where the model runs segment by segment
     step        a whole step, where the experts are computed in this process
-    gate        waiting for the other workers, before a step that all begin together
+    gate        waiting for the other workers before a step that all of them begin together
 
-and in another one, `pairs at servers`, how many (row, expert) pairs are asked for and not answered.
+The counter `pairs at servers` says how many (row, expert) pairs were sent and not answered yet.
+
+A worker whose model is larger than its fast memory has a further row for each lane. A span there is a task,
+named after its kind, with its layer and its micro-batch, or its page where it loads one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
-from moesaic.core.metrics import WorkerStats
 from moesaic.core.tokens import IntArray
 from moesaic.experts.client import ExpertRequest, RequestHandle
-from moesaic.experts.remote import RemoteExperts
-from moesaic.policy.scheduling.schedulers.actions import (
-    Action,
-    Event,
-    RunSegment,
-    RunStep,
-    Scheduler,
-    StepDone,
-    StepPlan,
-)
-from moesaic.runtime.executor import Executor
-from moesaic.runtime.step.running_step import RunningStep
-from moesaic.trace.track import Track
+from moesaic.policy.offloading.tasks import Kind, Lane, Task
+from moesaic.policy.offloading.timeline import Timeline
+from moesaic.policy.scheduling.schedulers.actions import Event, StepPlan
+from moesaic.runtime.observer import UNOBSERVED, WorkerObserver
+from moesaic.trace.track import Row, Track
+
+LANES = tuple(Lane)
+"""The order of the lanes' rows in a trace."""
+
+
+def observer_of(trace: str | None, clock: Callable[[], float]) -> WorkerObserver:
+    """The observer of a worker. trace: the file of its part of a trace; None: nothing is written.
+
+    Raises ConfigError when the file cannot be written.
+    """
+    return UNOBSERVED if trace is None else WorkerTrace(Track(Path(trace), clock))
+
+
+@dataclass
+class _OpenRequest:
+    """A request to expert servers whose answer is not complete."""
+
+    layer: int
+    missing: int
+    """Pairs without an answer."""
+
+
+class WorkerTrace:
+    """A WorkerObserver that writes into a track."""
+
+    def __init__(self, track: Track) -> None:
+        self._track = track
+        self._pieces = StepPieces(track)
+        self._lanes = LaneRows(track)
+        self._open: dict[int, _OpenRequest] = {}
+        """By the number of the request's handle."""
+        self._at_barrier = False
+
+    # ---- steps
+
+    def scheduled(self, event: Event, began: float) -> None:
+        self._track.span("schedule", began, self._track.now(), event=type(event).__name__)
+
+    def started(self, plan: StepPlan, segment: int = 0) -> None:
+        self._pieces.begin(plan, "to sampler" if segment else "step")
+
+    def resumed(self, plan: StepPlan) -> None:
+        self._pieces.resume(plan)
+
+    def paused(self) -> None:
+        self._pieces.end()
+
+    def sampling(self) -> None:
+        self._pieces.sampling()
+
+    def sampled(self, rows: int) -> None:
+        self._pieces.sampled(rows)
+
+    def pass_ended(self, tasks: Sequence[Task], times: Timeline) -> None:
+        self._lanes.write(tasks, times)
+
+    # ---- requests to expert servers
+
+    def sent(self, handle: RequestHandle, request: ExpertRequest, began: float) -> None:
+        layer, pairs = request.layer, request.expert_ids.numel()
+        self._open[handle.number] = _OpenRequest(layer, pairs)
+        self._pieces.dispatched(layer, pairs, began)
+        self._count()
+
+    def answered(self, handle: RequestHandle, began: float) -> None:
+        end = self._track.now()
+        self._pieces.answered(began, end)
+        found = self._open.get(handle.number)
+        if found is not None:
+            self._track.span("collect", began, end, layers=[found.layer], pairs=found.missing)
+            self._close(handle)
+
+    def collected(self, news: Sequence[tuple[RequestHandle, IntArray]], began: float) -> None:
+        found = [
+            (self._open[handle.number], handle, pairs)
+            for handle, pairs in news
+            if handle.number in self._open
+        ]
+        if found:
+            layers = sorted({request.layer for request, _, _ in found})
+            count = sum(len(pairs) for _, _, pairs in found)
+            self._track.span("collect", began, self._track.now(), layers=layers, pairs=count)
+        for request, handle, pairs in found:
+            request.missing -= len(pairs)
+            if not request.missing:
+                self._close(handle)
+
+    def released(self, handle: RequestHandle) -> None:
+        self._close(handle)
+
+    def waited(self, began: float) -> None:
+        end = self._track.now()
+        if self._open:
+            layers = sorted({request.layer for request in self._open.values()})
+            self._track.span("wait", began, end, layers=layers, pairs=self._pairs)
+        elif self._at_barrier:
+            self._track.span("gate", began, end)
+
+    def at_barrier(self, waiting: bool) -> None:
+        self._at_barrier = waiting
+
+    @property
+    def _pairs(self) -> int:
+        """Pairs at servers."""
+        return sum(request.missing for request in self._open.values())
+
+    def _close(self, handle: RequestHandle) -> None:
+        if self._open.pop(handle.number, None) is not None:
+            self._count()
+
+    def _count(self) -> None:
+        self._track.count("pairs at servers", self._pairs)
 
 
 @dataclass
 class _Piece:
-    """Of a step or a run, without a wait in it."""
+    """Part of a step or a run that computes without waiting."""
 
     plan: StepPlan
     begin: float
     name: str
     inner: list[tuple[str, float, float, dict[str, object]]] = field(default_factory=list)
-    """Name, begin, end and arguments of what lies in it."""
+    """Name, begin, end and arguments of the spans inside it."""
 
 
-class StepTrace:
-    """Cuts the worker's time into pieces: an answer of the experts ends one and begins the next."""
+class StepPieces:
+    """Cuts a worker's time into pieces: an answer of the experts ends one and begins the next."""
 
     def __init__(self, track: Track) -> None:
-        self.track = track
+        self._track = track
         self._plan: StepPlan | None = None
         self._piece: _Piece | None = None
+        self._sampling = 0.0
+        """When sampling began."""
 
     def begin(self, plan: StepPlan, name: str) -> None:
-        """Rows of `plan` are on their way; `name`: where to, unless it turns out to be a layer."""
-        self._plan, self._piece = plan, _Piece(plan, self.track.now(), name)
+        """Rows of `plan` begin to compute. name: of the piece, unless it leads to the gate of a layer."""
+        self._plan, self._piece = plan, _Piece(plan, self._track.now(), name)
 
     def resume(self, plan: StepPlan) -> None:
-        """They go on as soon as there is an answer."""
+        """Rows of `plan` go on computing as soon as `answered` is called."""
         self._plan, self._piece = plan, None
 
     def answered(self, begin: float, end: float) -> None:
-        """A look for the answer, from `begin` to `end`, found it."""
+        """The answer was found by a poll from `begin` to `end`."""
         if self._plan is not None:
             self._write(begin)
             self._piece = _Piece(self._plan, end, "to sampler")
 
     def dispatched(self, layer: int, pairs: int, begin: float) -> None:
-        """The piece led to the gate of `layer`; its rows were sent since `begin`."""
+        """The piece led to the gate of `layer`. Its rows were sent from `begin` until now."""
         if self._piece is not None:
             self._piece.name = f"layer {layer}"
             self._add("dispatch", begin, layer=layer, pairs=pairs)
 
-    @contextmanager
-    def sampling(self, rows: int) -> Iterator[None]:
-        """Tokens are picked in the block."""
-        begin = self.track.now()
-        yield
+    def sampling(self) -> None:
+        """Sampling begins."""
+        self._sampling = self._track.now()
+
+    def sampled(self, rows: int) -> None:
+        """Sampling ends."""
         if self._piece is None:
-            self.track.span("sampling", begin, self.track.now(), rows=rows)
+            self._track.span("sampling", self._sampling, self._track.now(), rows=rows)
         else:
-            self._add("sampling", begin, rows=rows)
+            self._add("sampling", self._sampling, rows=rows)
 
     def end(self) -> None:
-        """The rows wait, or are through."""
-        self._write(self.track.now())
+        """The rows wait for experts or have passed the last layer."""
+        self._write(self._track.now())
         self._plan = self._piece = None
 
     def _add(self, name: str, begin: float, **arguments: object) -> None:
         assert self._piece is not None
-        self._piece.inner.append((name, begin, self.track.now(), arguments))
+        self._piece.inner.append((name, begin, self._track.now(), arguments))
 
     def _write(self, end: float) -> None:
         piece = self._piece
@@ -109,180 +215,31 @@ class StepTrace:
         batch = piece.plan.batch
         decodes = int(np.count_nonzero(np.diff(batch.query_starts) == 1))
         rows = {"rows": batch.num_rows, "decode": decodes, "prefill": batch.num_rows - decodes}
-        self.track.span(piece.name, piece.begin, end, step=piece.plan.step, **rows)
+        self._track.span(piece.name, piece.begin, end, step=piece.plan.step, **rows)
         for name, inner_begin, inner_end, arguments in piece.inner:
-            self.track.span(name, inner_begin, inner_end, **arguments)
+            self._track.span(name, inner_begin, inner_end, **arguments)
 
 
-def timeline(trace: str | None, clock: Callable[[], float]) -> StepTrace | None:
-    """Of a worker whose part of the trace is the file `trace`; None: there is no trace.
+class LaneRows:
+    """Writes the tasks of each pass into the rows of their lanes."""
 
-    Raises ConfigError when the file cannot be written.
-    """
-    return None if trace is None else StepTrace(Track(Path(trace), clock))
+    def __init__(self, track: Track) -> None:
+        """track: the worker's own row."""
+        self._track = track
+        self._rows: dict[Lane, Row] = {}
+        self._passes = 0
 
+    def write(self, tasks: Sequence[Task], times: Timeline) -> None:
+        """Write a pass that has just ended."""
+        begin = self._track.now() - times.makespan
+        for task, start, end in zip(tasks, times.starts, times.ends, strict=True):
+            if task.kind is not Kind.SYNC:
+                place = "page" if task.kind in (Kind.LOAD_PAGE, Kind.STAGE_PAGE) else "micro_batch"
+                what = {"pass": self._passes, "layer": task.layer, place: task.micro_batch}
+                self._row(task.lane).span(task.kind.value, begin + start, begin + end, **what)
+        self._passes += 1
 
-class TracedScheduler:
-    """A Scheduler whose answers are seen."""
-
-    def __init__(self, scheduler: Scheduler, timeline: StepTrace) -> None:
-        self._scheduler = scheduler
-        self._track = timeline.track
-
-    def handle(self, event: Event, now: float) -> list[Action]:
-        begin = self._track.now()
-        actions = self._scheduler.handle(event, now)
-        self._track.span("schedule", begin, self._track.now(), event=type(event).__name__)
-        return actions
-
-    def stats(self) -> WorkerStats:
-        return self._scheduler.stats()
-
-
-class TracedExecutor(Executor):
-    """Its steps and runs are seen, piece by piece."""
-
-    def __init__(self, timeline: StepTrace, *parts: Any, **named: Any) -> None:
-        """parts, named: of an Executor."""
-        super().__init__(*parts, **named)
-        self._timeline = timeline
-
-    def execute(self, action: Action) -> None:
-        match action:
-            case RunSegment():
-                self._timeline.begin(action.plan, "to sampler" if action.segment else "step")
-                try:
-                    super().execute(action)
-                finally:
-                    self._timeline.end()
-            case RunStep(plan):
-                super().execute(action)
-                self._walks[plan.step] = plan, _TracedStep(self._walks[plan.step][1], plan, self._timeline)
-            case _:
-                super().execute(action)
-
-    def _finish(self, plan: StepPlan, hidden: torch.Tensor) -> StepDone:
-        with self._timeline.sampling(len(plan.sampled)):
-            return super()._finish(plan, hidden)
-
-
-class _TracedStep(RunningStep):
-    """Another walk, seen."""
-
-    def __init__(self, walk: RunningStep, plan: StepPlan, timeline: StepTrace) -> None:
-        self._walk = walk
-        self.chosen = walk.chosen
-        self._plan = plan
-        self._timeline = timeline
-        self._begun = False
-
-    def advance(self) -> torch.Tensor | None:
-        if self._begun:
-            self._timeline.resume(self._plan)
-        else:
-            self._begun = True
-            self._timeline.begin(self._plan, "step")
-        try:
-            return self._walk.advance()
-        finally:
-            self._timeline.end()
-
-    @property
-    def ready(self) -> bool:
-        return self._walk.ready
-
-
-@dataclass
-class _Question:
-    """A submission that is not answered yet."""
-
-    layer: int
-    left: int
-    """Pairs that did not come in."""
-
-
-class TracedRemote(RemoteExperts):
-    """What is asked and waited for is seen, and how many pairs are with the servers."""
-
-    def __init__(self, timeline: StepTrace, *parts: Any, **more: Any) -> None:
-        """parts, more: of RemoteExperts."""
-        super().__init__(*parts, **more)
-        self._timeline = timeline
-        self._track = timeline.track
-        self._open: dict[int, _Question] = {}
-        """By ticket."""
-        self._at_gate = False
-        """It has rows and waits for others to begin with them."""
-
-    def submit(self, ask: ExpertRequest) -> RequestHandle:
-        begin = self._track.now()
-        handle = super().submit(ask)
-        self._open[handle.number] = _Question(ask.layer, ask.expert_ids.numel())
-        self._timeline.dispatched(ask.layer, ask.expert_ids.numel(), begin)
-        self._count()
-        return handle
-
-    def poll(self, handle: RequestHandle) -> torch.Tensor | None:
-        begin = self._track.now()
-        rows = super().poll(handle)
-        if rows is not None:
-            end = self._track.now()
-            self._timeline.answered(begin, end)
-            question = self._open.get(handle.number)
-            if question is not None:
-                self._track.span("collect", begin, end, layers=[question.layer], pairs=question.left)
-                self._close(handle)
-        return rows
-
-    def release(self, handle: RequestHandle) -> None:
-        super().release(handle)
-        self._close(handle)
-
-    def arrivals(self) -> list[tuple[RequestHandle, IntArray]]:
-        begin = self._track.now()
-        news = super().arrivals()
-        found = [
-            (self._open[handle.number], handle, pairs)
-            for handle, pairs in news
-            if handle.number in self._open
-        ]
-        if found:
-            layers = sorted({question.layer for question, _, _ in found})
-            count = sum(len(pairs) for _, _, pairs in found)
-            self._track.span("collect", begin, self._track.now(), layers=layers, pairs=count)
-        for question, handle, pairs in found:
-            question.left -= len(pairs)
-            if not question.left:
-                self._close(handle)
-        return news
-
-    def wait(self, timeout: float | None, wakeup: int) -> bool:
-        begin = self._track.now()
-        news = super().wait(timeout, wakeup)
-        end = self._track.now()
-        if self._open:
-            layers = sorted({question.layer for question in self._open.values()})
-            self._track.span("wait", begin, end, layers=layers, pairs=self._pairs_out)
-        elif self._at_gate:
-            self._track.span("gate", begin, end)
-        return news
-
-    def enter(self, work: bool) -> None:
-        super().enter(work)
-        self._at_gate = work
-
-    def entered(self) -> bool:
-        entered = super().entered()
-        self._at_gate = self._at_gate and not entered
-        return entered
-
-    @property
-    def _pairs_out(self) -> int:
-        return sum(question.left for question in self._open.values())
-
-    def _close(self, handle: RequestHandle) -> None:
-        if self._open.pop(handle.number, None) is not None:
-            self._count()
-
-    def _count(self) -> None:
-        self._track.count("pairs at servers", self._pairs_out)
+    def _row(self, lane: Lane) -> Row:
+        if lane not in self._rows:
+            self._rows[lane] = self._track.row(lane.value, LANES.index(lane) + 1)
+        return self._rows[lane]

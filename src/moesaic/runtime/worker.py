@@ -25,6 +25,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
     StepFailed,
 )
 from moesaic.runtime.executor import Executor
+from moesaic.runtime.observer import UNOBSERVED, WorkerObserver
 from moesaic.transport.base import Connection
 from moesaic.transport.wakeup import Wakeup
 
@@ -48,6 +49,7 @@ class Worker:
         experts: RoutedExperts | None = None,
         wakeup: Wakeup | None = None,
         linger: float = 0.0,
+        observer: WorkerObserver = UNOBSERVED,
     ) -> None:
         """experts: who is asked for them, where that is not this process. bell: rings at each message.
 
@@ -60,6 +62,7 @@ class Worker:
         self._experts = experts
         self._wakeup = wakeup
         self._linger = linger
+        self._observer = observer
         self._clock = clock
         self._journal = journal
         self._events: deque[Event] = deque()
@@ -93,6 +96,7 @@ class Worker:
         event = self._events.popleft()
         now = self._clock()
         actions = self._scheduler.handle(event, now)
+        self._observer.scheduled(event, now)
         if self._journal is not None:
             self._journal(event, now, actions)
         self._carry_out(actions)

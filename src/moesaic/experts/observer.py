@@ -1,0 +1,79 @@
+"""What a client of expert servers and an expert server report to an observer, such as a trace.
+
+Times are seconds of the process's clock. Every method is called by the thread that computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from moesaic.core.tokens import IntArray
+from moesaic.experts.backend import CallPairs
+
+if TYPE_CHECKING:  # the client needs torch, which a server on the native kernels never imports
+    from moesaic.experts.client import ExpertRequest, RequestHandle
+
+
+class ClientObserver(Protocol):
+    """Follows the requests of one worker to its expert servers."""
+
+    def sent(self, handle: RequestHandle, request: ExpertRequest, began: float) -> None:
+        """The pairs of `request` were sent to their servers. Sending began at `began`."""
+        ...
+
+    def answered(self, handle: RequestHandle, began: float) -> None:
+        """A poll that began at `began` found the complete answer."""
+        ...
+
+    def collected(self, news: Sequence[tuple[RequestHandle, IntArray]], began: float) -> None:
+        """These pairs came in, by request. Looking for them began at `began`."""
+        ...
+
+    def released(self, handle: RequestHandle) -> None:
+        """The answer is no longer needed."""
+        ...
+
+    def waited(self, began: float) -> None:
+        """The worker had nothing to compute since `began`."""
+        ...
+
+    def at_barrier(self, waiting: bool) -> None:
+        """True: the worker has rows and waits at the barrier of a step. False: it passed, or has no rows."""
+        ...
+
+
+class ServerObserver(Protocol):
+    """Follows the runs of one expert server."""
+
+    def queued(self, pairs: int) -> None:
+        """The number of pairs that wait to be computed has changed to `pairs`."""
+        ...
+
+    def computed(self, layer: int, parts: Sequence[CallPairs], clients: int, began: float) -> None:
+        """A run computed `parts`, which came from so many clients. It began at `began`."""
+        ...
+
+
+class UnobservedClient:
+    """A ClientObserver that ignores everything."""
+
+    def sent(self, handle: RequestHandle, request: ExpertRequest, began: float) -> None: ...
+
+    def answered(self, handle: RequestHandle, began: float) -> None: ...
+
+    def collected(self, news: Sequence[tuple[RequestHandle, IntArray]], began: float) -> None: ...
+
+    def released(self, handle: RequestHandle) -> None: ...
+
+    def waited(self, began: float) -> None: ...
+
+    def at_barrier(self, waiting: bool) -> None: ...
+
+
+class UnobservedServer:
+    """A ServerObserver that ignores everything."""
+
+    def queued(self, pairs: int) -> None: ...
+
+    def computed(self, layer: int, parts: Sequence[CallPairs], clients: int, began: float) -> None: ...

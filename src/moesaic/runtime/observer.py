@@ -1,0 +1,67 @@
+"""What an attention worker reports to an observer, such as a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from moesaic.experts.observer import ClientObserver, UnobservedClient
+from moesaic.policy.offloading.tasks import Task
+from moesaic.policy.offloading.timeline import Timeline
+from moesaic.policy.scheduling.schedulers.actions import Event, StepPlan
+
+
+class WorkerObserver(ClientObserver, Protocol):
+    """Follows the events, steps and expert requests of one worker.
+
+    Each step calls a few of these methods. Nothing is called between the operations of a step.
+    """
+
+    def scheduled(self, event: Event, began: float) -> None:
+        """The scheduler has handled `event`, which it got at `began`."""
+        ...
+
+    def started(self, plan: StepPlan, segment: int = 0) -> None:
+        """The rows of `plan` begin to compute, from a segment of the model on. A whole step has segment 0."""
+        ...
+
+    def resumed(self, plan: StepPlan) -> None:
+        """A suspended step looks for the answer of its experts and goes on if it is there."""
+        ...
+
+    def paused(self) -> None:
+        """The step that started or resumed last has ended or waits for experts."""
+        ...
+
+    def sampling(self) -> None:
+        """Sampling begins."""
+        ...
+
+    def sampled(self, rows: int) -> None:
+        """The tokens of so many rows were sampled."""
+        ...
+
+    def pass_ended(self, tasks: Sequence[Task], times: Timeline) -> None:
+        """A pass over a model larger than the fast memory has just ended. times: of each task."""
+        ...
+
+
+class Unobserved(UnobservedClient):
+    """A WorkerObserver that ignores everything."""
+
+    def scheduled(self, event: Event, began: float) -> None: ...
+
+    def started(self, plan: StepPlan, segment: int = 0) -> None: ...
+
+    def resumed(self, plan: StepPlan) -> None: ...
+
+    def paused(self) -> None: ...
+
+    def sampling(self) -> None: ...
+
+    def sampled(self, rows: int) -> None: ...
+
+    def pass_ended(self, tasks: Sequence[Task], times: Timeline) -> None: ...
+
+
+UNOBSERVED = Unobserved()
