@@ -13,6 +13,7 @@ from moesaic import LLM, SamplingParams
 from moesaic.experts.client import DirectExperts, ExpertRequest, RequestHandle
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.policy.scheduling.schedulers.actions import Action, Emit, Event
+from moesaic.runtime.step.eager import EagerRunner
 
 
 class Counting(DirectExperts):
@@ -20,12 +21,12 @@ class Counting(DirectExperts):
 
     numbers_read = bytes_read = 0
 
-    def submit(self, ask: ExpertRequest) -> RequestHandle:
-        weights: ExpertWeights = self._weights[ask.layer]
-        for expert in torch.unique(ask.expert_ids).tolist():
+    def submit(self, request: ExpertRequest) -> RequestHandle:
+        weights: ExpertWeights = self._weights[request.layer]
+        for expert in torch.unique(request.expert_ids).tolist():
             Counting.numbers_read += sum(tensor.numel() for tensor in weights.of(expert))
             Counting.bytes_read += sum(tensor.nbytes for tensor in weights.of(expert))
-        return super().submit(ask)
+        return super().submit(request)
 
 
 class Stopwatch:
@@ -57,15 +58,15 @@ def run(llm: LLM, stopwatch: Stopwatch, prompts: list[list[int]], new: int) -> A
 
 def reads_per_step(llm: LLM, stopwatch: Stopwatch, prompts: list[list[int]], new: int) -> Answer:
     """Mean weights that one decode step reads, as numbers and in bytes, counted from the real routing."""
-    forward, model = llm._worker._executor._forward, llm._worker._executor._model
-    experts, recorder = forward._experts, forward._make_recorder
-    forward._experts = Counting(model.experts, model.kernels, forward._experts._rows)
-    forward._make_recorder = None  # recorded steps do not pass through Python
+    executor, model = llm._worker._executor, llm._worker._executor._model
+    recorded, eager = executor._runner, executor._runner._eager
+    counting = Counting(model.experts, model.kernels, eager.experts._rows)
+    executor._runner = EagerRunner(eager.stages, counting)  # recorded steps do not pass through Python
     Counting.numbers_read = Counting.bytes_read = 0
     run(llm, stopwatch, prompts, 1)
     prefill_numbers, prefill_bytes = Counting.numbers_read, Counting.bytes_read
     run(llm, stopwatch, prompts, new)
-    forward._experts, forward._make_recorder = experts, recorder
+    executor._runner = recorded
     numbers = (Counting.numbers_read - 2 * prefill_numbers) / (new - 1)
     read = (Counting.bytes_read - 2 * prefill_bytes) / (new - 1)
     unread = [t for w in model.experts.values() for e in w.held for t in w.of(e)]

@@ -98,16 +98,16 @@ class _Calibrating(DirectExperts):
     checkpoint: Checkpoint
     found: dict[int, float]
 
-    def submit(self, ask: ExpertRequest) -> RequestHandle:
-        layer = ask.layer
+    def submit(self, request: ExpertRequest) -> RequestHandle:
+        layer = request.layer
         gate = _gate(self.checkpoint, layer)
-        rows = ask.hidden.numpy()
-        t, k = direction(self.pattern, layer, len(gate)), ask.expert_ids.shape[1]
+        rows = request.hidden.numpy()
+        t, k = direction(self.pattern, layer, len(gate)), request.expert_ids.shape[1]
         logits, x0 = rows @ gate.T, rows[:, 0]
         if layer not in self.found:
             self.found[layer] = solve(logits, x0, t, k, self.share)
         ids = top_k(logits, x0, self.found[layer], t, k)
-        return super().submit(replace(ask, expert_ids=torch.from_numpy(ids.astype(np.int64))))
+        return super().submit(replace(request, expert_ids=torch.from_numpy(ids.astype(np.int64))))
 
 
 class _Counting(DirectExperts):
@@ -115,11 +115,11 @@ class _Counting(DirectExperts):
 
     pairs: dict[int, np.ndarray]
 
-    def submit(self, ask: ExpertRequest) -> RequestHandle:
-        experts = self._weights[ask.layer].num_experts
-        counts = np.bincount(ask.expert_ids.numpy().reshape(-1), minlength=experts)
-        self.pairs[ask.layer] = self.pairs.get(ask.layer, 0) + counts
-        return super().submit(ask)
+    def submit(self, request: ExpertRequest) -> RequestHandle:
+        experts = self._weights[request.layer].num_experts
+        counts = np.bincount(request.expert_ids.numpy().reshape(-1), minlength=experts)
+        self.pairs[request.layer] = self.pairs.get(request.layer, 0) + counts
+        return super().submit(request)
 
 
 def calibrate(path: Path, pattern: str, share: float) -> None:
@@ -183,9 +183,9 @@ def _model(path: Path) -> LLM:
 
 def _put(llm: LLM, kind: Any) -> Any:
     """An instance of `kind` in place of the model's experts."""
-    forward, model = llm._worker._executor._forward, llm._worker._executor._model
-    forward._experts = kind(model.experts, model.kernels, forward._experts._rows)
-    return forward._experts
+    runner, model = llm._worker._executor._runner, llm._worker._executor._model
+    runner.experts = kind(model.experts, model.kernels, runner.experts._rows)
+    return runner.experts
 
 
 def _generate(llm: LLM, new: int) -> None:

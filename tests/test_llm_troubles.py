@@ -13,7 +13,7 @@ from moesaic import LLM, SamplingParams
 from moesaic.core.errors import CheckpointError, RequestError
 from moesaic.experts.client import DirectExperts
 from moesaic.runtime.executor import Executor
-from moesaic.runtime.step.forward import Forward
+from moesaic.runtime.step.recorded import RecordedRunner
 from tests.support.failing_methods import raises_at
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -31,7 +31,7 @@ def test_an_interrupted_step_leaves_the_engine_working(
 ) -> None:
     prompts = [list(range(1, 100)), [5, 6, 7]]
     wanted = [result.outputs[0].token_ids for result in llm.generate(prompts, GREEDY)]
-    raises_at(monkeypatch, Forward, "begin", call, error)
+    raises_at(monkeypatch, RecordedRunner, "begin", call, error)
     with pytest.raises(type(error)):
         llm.generate([[9, 8, 7, *prompt] for prompt in prompts], GREEDY)
     assert [result.outputs[0].token_ids for result in llm.generate(prompts, GREEDY)] == wanted
@@ -78,7 +78,7 @@ def test_an_interrupted_stream_takes_no_token_from_another(llm: LLM, monkeypatch
     steady, other = llm.stream([5, 6, 7], params), llm.stream([9, 9], params)
     tokens = [token for _ in range(3) for token in next(steady).token_ids]
     next(other)
-    raises_at(monkeypatch, Forward, "begin", 2, KeyboardInterrupt())
+    raises_at(monkeypatch, RecordedRunner, "begin", 2, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         list(other)
     tokens += [token for output in steady for token in output.token_ids]

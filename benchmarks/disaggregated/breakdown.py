@@ -131,7 +131,7 @@ def watch_worker() -> None:
     from moesaic.policy.scheduling import kvblocks
     from moesaic.policy.scheduling.schedulers import asynchronous, barrier, lockstep, runs
     from moesaic.runtime import executor, worker
-    from moesaic.runtime.step import forward, layerwise
+    from moesaic.runtime.step import layerwise, running_step, stages
 
     watch = Stopwatch()
     watch.wrap(worker.Worker, "turn", "messages")
@@ -143,15 +143,15 @@ def watch_worker() -> None:
     for name in ("allocate", "commit", "free"):
         watch.wrap(kvblocks.KVBlocks, name, "page table")
     watch.wrap(batch.AttentionBatch, "build", "page table")
-    watch.wrap(forward.Walk, "advance", "pre-processing")
+    watch.wrap(running_step.RunningStep, "advance", "pre-processing")
     watch.wrap(layerwise.LayerwiseRunner, "run", "pre-processing")
     watch.wrap(remote.RemoteExperts, "_pump", "pre-processing")
-    watch.wrap(forward, "to_gate", "execution")
+    watch.wrap(stages, "until_gate", "execution")
     for name in ("dense", "merge"):
         watch.wrap(block.Block, name, "execution")
     watch.wrap(recording.Recording, "run", "execution")
     watch.wrap(remote.RemoteExperts, "submit", "post-processing")
-    watch.by_layer(remote.RemoteExperts, "submit", lambda client, ask: int(ask.layer))
+    watch.by_layer(remote.RemoteExperts, "submit", lambda client, request: int(request.layer))
     watch.wrap(remote.RemoteExperts, "wait", "waiting")
     watch.wrap(executor.Executor, "_finish", "sampling")
     start(watch, "worker")

@@ -28,7 +28,7 @@ from moesaic.core.profile import Profile, Routes
 from moesaic.core.tables import Tables
 from moesaic.policy.placement import predict
 from moesaic.policy.placement.solvers import SOLVERS
-from moesaic.runtime.group.counts import GroupCounts
+from moesaic.runtime.group.experts import GroupCounts
 from moesaic.runtime.group.forecast import BatchOrder, ExpectedRanks
 from moesaic.transport.peers import Peers
 

@@ -123,7 +123,7 @@ class Session:
     @property
     def _made(self) -> Any:
         """What makes its passes."""
-        return self.llm._worker._executor._forward.passes  # type: ignore[attr-defined]
+        return self.llm._worker._executor._runner.passes  # type: ignore[attr-defined]
 
 
 def sampling(job: Job) -> list[SamplingParams]:

@@ -21,7 +21,7 @@ from moesaic.core.profile import Profile, Routes
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement import predict
 from moesaic.policy.placement.solvers.tokens import labelled
-from moesaic.runtime.group.counts import GroupCounts
+from moesaic.runtime.group.experts import GroupCounts
 from moesaic.runtime.group.forecast import BatchOrder, ExpectedRanks
 from moesaic.transport.peers import local_peers
 

@@ -84,7 +84,7 @@ def generated(config: WorkerConfig, directory: Directory) -> dict[int, list[int]
     ours.send(messages.Serving(directory, SECRET))
     ours.send(messages.Submit(requests))
     found: dict[int, list[int]] = {request.request_id: [] for request in requests}
-    with closing(worker._experts):  # type: ignore[type-var]
+    with closing(worker._servers):  # type: ignore[type-var]
         while any(len(tokens) < NEW for tokens in found.values()):
             worker.turn(1.0)
             while (message := ours.receive(0.0)) is not None:

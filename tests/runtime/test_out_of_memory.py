@@ -56,7 +56,7 @@ PLACES = {
     "weights": ("build_rank.load_model", "--kv-cache-memory: got '4MiB'; allowed: less"),
     "what is free": ("build_rank.free_memory", "--kv-cache-memory: got 'auto'; allowed: less"),
     "cache": ("build_rank.PagedKV", "--kv-cache-memory: got '4MiB'; allowed: less"),
-    "step": ("sharded.ModelInMemory.run", "a step: CUDA out of memory; allowed: fewer rows at a time"),
+    "step": ("sharded.ShardedModel.run", "a step: CUDA out of memory; allowed: fewer rows at a time"),
 }
 
 

@@ -97,12 +97,12 @@ def test_a_setting_that_does_not_fit_is_told_in_one_line() -> None:
 BROKEN = """
 import torch
 from moesaic.runtime.__main__ import main
-from moesaic.runtime.step.forward import Forward
+from moesaic.runtime.step.recorded import RecordedRunner
 
 def broken(*arguments):
     raise {error}
 
-Forward.begin = broken
+RecordedRunner.begin = broken
 raise SystemExit(main())
 """
 BUG = "RuntimeError('no memory left\\nby far')"

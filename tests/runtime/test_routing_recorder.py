@@ -260,11 +260,11 @@ def test_places_of_the_model_come_one_after_another() -> None:
     recorder = RoutingRecorder(SMALL, assembly.add)
     recorder.admit(admission(0))
     recorder.admit(admission(1))
-    recorder.layer(run(0, [0], range(2)), 0, choice(0, 1))
-    recorder.layer(run(1, [1], range(2)), 0, choice(7, 7))
-    recorder.layer(run(2, [1], range(2)), 0, choice(2, 3))
-    recorder.layer(run(3, [1, 0], range(2), range(2)), 1, choice(4, 5, 6, 7))
-    recorder.through(run(4, [0, 1], range(2), range(2)))
+    recorder.segment(run(0, [0], range(2)), 0, choice(0, 1))
+    recorder.segment(run(1, [1], range(2)), 0, choice(7, 7))
+    recorder.segment(run(2, [1], range(2)), 0, choice(2, 3))
+    recorder.segment(run(3, [1, 0], range(2), range(2)), 1, choice(4, 5, 6, 7))
+    recorder.last_segment(run(4, [0, 1], range(2), range(2)))
     recorder.release(Release([0, 1]))
     ids, routes = assembly.take()
     assert ids.tolist() == [0, 1]
@@ -276,10 +276,10 @@ def test_a_unit_that_was_dropped_is_not_recorded() -> None:
     rows: list[Rows] = []
     recorder = RoutingRecorder(SMALL, rows.append)
     recorder.admit(admission(0))
-    recorder.layer(run(0, [0], range(2)), 0, choice(0, 1))
+    recorder.segment(run(0, [0], range(2)), 0, choice(0, 1))
     recorder.release(Release([0]))
     assert [row["position"].tolist() for row in rows] == [[ENDED]]
-    recorder.through(run(1, [0], range(2)))
+    recorder.last_segment(run(1, [0], range(2)))
     assert len(rows) == 1
 
 

@@ -1,11 +1,10 @@
-"""The one interface to the routed experts, and its simplest form: a direct call.
+"""The one interface to the routed experts, and its simplest implementation: a direct call.
 
 The routed experts are a pure function
 
     experts(layer, hidden[n, h], expert_ids[n, k]) -> rows[n, k, h]      float32, unweighted
 
-Gate weights are applied once, at merge, by whoever asked. Remote servers, offloaded weights and
-all-to-all answer the same two calls.
+The caller applies the gate's weights once, at merge. Expert servers answer the same calls.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Protocol
 import torch
 
 from moesaic.core.experts import Directory
-from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
@@ -26,27 +24,33 @@ from moesaic.kernels.weights import ExpertWeights
 
 @dataclass(frozen=True)
 class RequestHandle:
-    """Names one submission. Tickets of one client are never reused."""
+    """Names one request. A client never uses a number twice."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class ExpertRequest:
-    """A question to the experts of a layer."""
+    """Rows, and the experts of one layer that each of them needs."""
 
     layer: int
     hidden: torch.Tensor
     """[n, h] float32"""
     expert_ids: torch.Tensor
-    """[n, k] int64, logical."""
+    """[n, k] int64, logical ids."""
     weights: torch.Tensor | None = None
-    """[n, k] float32, if partial sums are wanted: of a row's pairs that one server answers the first is their
-    weighted sum, the others are zeros."""
+    """[n, k] float32 gate weights, if partial sums are wanted. None: the answers are unweighted.
+
+    Where a server answers several pairs of a row, the first of them gets their weighted sum and the others
+    get zeros.
+    """
 
     @cached_property
     def arrays(self) -> RequestArrays:
-        """A recorded step asks the same again and again: of tensors on the CPU these are views."""
+        """The request as numpy arrays: views, where the tensors are on the CPU.
+
+        They are kept because a recorded step submits the same request at every replay.
+        """
         hidden, top_k = self.hidden.cpu().contiguous().numpy(), self.expert_ids.shape[1]
         return RequestArrays(
             hidden,
@@ -58,7 +62,7 @@ class ExpertRequest:
 
 @dataclass(frozen=True)
 class RequestArrays:
-    """A question pair by pair; (row, rank) is pair row * k + rank."""
+    """A request pair by pair. Pair row * k + rank stands for the rank-th expert of a row."""
 
     hidden: FloatRows
     """[n, h]"""
@@ -70,73 +74,92 @@ class RequestArrays:
 
 
 class RoutedExperts(Protocol):
-    """Asynchronous by contract: other work may run between the two calls."""
+    """Computes routed experts. Other work may run between `submit` and `poll`."""
 
-    def submit(self, ask: ExpertRequest) -> RequestHandle: ...
+    def submit(self, request: ExpertRequest) -> RequestHandle: ...
 
     def poll(self, handle: RequestHandle) -> torch.Tensor | None:
-        """rows [n, k, h] float32, unweighted unless partial sums were asked for, until the next call;
-        None while some are missing. They may lie on the CPU though the question did not."""
+        """The answer [n, k, h] float32, or None while rows are missing. It holds until the next call.
+
+        It is unweighted unless partial sums were asked for. It may be on the CPU though the request was not.
+        """
         ...
 
     def release(self, handle: RequestHandle) -> None:
-        """The rows of this ticket were used: their memory may hold others."""
+        """The answer was used, so its memory may be used again."""
         ...
 
-    @property
-    def busy(self) -> bool:
-        """True while some ticket's rows are not all there."""
-        ...
 
-    def update(self, directory: Directory, secret: bytes) -> None:
-        """Who serves the experts from now on."""
-        ...
+class ExpertServers(Protocol):
+    """The expert servers of a worker, as its loop sees them."""
 
     @property
     def settled(self) -> int:
-        """No call under way was routed by a directory older than this version; -1: there was none yet."""
+        """No call under way was routed by a directory older than this version. -1: there is no directory."""
+        ...
+
+    def update(self, directory: Directory, secret: bytes) -> None:
+        """Use these servers from now on."""
         ...
 
     def wait(self, timeout: float | None, wakeup: int) -> bool:
         """Sleep until rows come in or the file descriptor `wakeup` is readable, at most `timeout` seconds.
 
-        False when the time was over.
+        Returns False when the time was over.
         """
         ...
 
-    def enter(self, work: bool) -> None:
-        """This worker is at the beginning of a step that all begin together, with or without rows."""
+    def enter_barrier(self, work: bool) -> None:
+        """Wait at the barrier of a step that all workers begin together. work: with rows or without."""
         ...
 
-    def entered(self) -> bool:
-        """True once after `enter`, when all begin."""
+    def passed_barrier(self) -> bool:
+        """True once after `enter_barrier`, when all workers begin the step."""
         ...
 
-    def stats(self) -> ExpertStats: ...
+
+class NoServers:
+    """The ExpertServers of a worker that computes all experts itself."""
+
+    settled = -1
+
+    def update(self, directory: Directory, secret: bytes) -> None:
+        """Ignores the directory."""
+
+    def wait(self, timeout: float | None, wakeup: int) -> bool:
+        """Returns at once: no answer is awaited."""
+        return False
+
+    def enter_barrier(self, work: bool) -> None:
+        """Has no barrier."""
+        raise RuntimeError("the barrier schedule needs expert servers")
+
+    def passed_barrier(self) -> bool:
+        return False
 
 
 class DirectExperts:
-    """All experts of all layers in this process, computed when asked."""
+    """`RoutedExperts` with all experts of all layers in this process. `submit` computes the answer."""
 
     def __init__(self, weights: Mapping[int, ExpertWeights], kernels: Kernels, rows: int) -> None:
-        """rows: of the largest step."""
+        """rows: the most rows of a step."""
         self._weights = weights
         self._kernels = kernels
         self._rows = rows
         self._answer: tuple[RequestHandle, torch.Tensor] | None = None
         self._submitted = 0
-        self._entering = False
         self._memory: torch.Tensor | None = None
-        """[rows, k, h] of every answer, from the first one on; what no step reaches the system never gives.
-        Fresh memory for each would be paged in anew, which took a fifth of the time of a prefill."""
+        """[rows, k, h] of every answer, allocated at the first one. The system provides only the pages that a
+        step reaches. Fresh memory for each answer took a fifth of the time of a prefill."""
 
-    def submit(self, ask: ExpertRequest) -> RequestHandle:
-        if ask.weights is not None:
-            raise ValueError("a direct call has no bytes to save: partial sums are for servers")
+    def submit(self, request: ExpertRequest) -> RequestHandle:
+        """Raises ValueError for a request of partial sums."""
+        if request.weights is not None:
+            raise ValueError("partial sums are for expert servers: a direct call sends nothing")
         handle = RequestHandle(self._submitted)
         self._submitted += 1
-        out = self._room(ask.hidden, ask.expert_ids)
-        rows = self._kernels.experts(self._weights[ask.layer], ask.hidden, ask.expert_ids, out)
+        out = self._answer_memory(request.hidden, request.expert_ids)
+        rows = self._kernels.experts(self._weights[request.layer], request.hidden, request.expert_ids, out)
         self._answer = (handle, rows)
         return handle
 
@@ -146,34 +169,8 @@ class DirectExperts:
     def release(self, handle: RequestHandle) -> None:
         self._answer = None
 
-    @property
-    def busy(self) -> bool:
-        return False
-
-    def update(self, directory: Directory, secret: bytes) -> None:
-        """Nobody else is asked."""
-
-    @property
-    def settled(self) -> int:
-        return -1
-
-    def wait(self, timeout: float | None, wakeup: int) -> bool:
-        """Every answer is there at once."""
-        return True
-
-    def enter(self, work: bool) -> None:
-        """There is nobody to wait for."""
-        self._entering = work
-
-    def entered(self) -> bool:
-        entering, self._entering = self._entering, False
-        return entering
-
-    def stats(self) -> ExpertStats:
-        return ExpertStats()
-
-    def _room(self, hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        """[n, k, h], over the answer before."""
+    def _answer_memory(self, hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        """[n, k, h] in the memory of the answer before."""
         if self._memory is None:
             self._memory = hidden.new_empty(self._rows, expert_ids.shape[1], hidden.shape[1])
         return self._memory[: len(hidden)]

@@ -78,20 +78,22 @@ class RemoteExperts:
 
     # ---- RoutedExperts
 
-    def submit(self, ask: ExpertRequest) -> RequestHandle:
+    def submit(self, request: ExpertRequest) -> RequestHandle:
         began = self._clock()
         handle = RequestHandle(self._submitted)
         self._submitted += 1
-        asked = ask.arrays
-        submission = Submission(handle, ask.layer, asked.hidden, asked.experts, asked.weights, asked.top_k)
+        pairs = request.arrays
+        submission = Submission(
+            handle, request.layer, pairs.hidden, pairs.experts, pairs.weights, pairs.top_k
+        )
         self._submissions[handle.number] = submission
         if self._wakeup.rung:  # a connection stands, perhaps the one to the own rank's server
             self._pump()
-        self._send(submission, every_pair(len(asked.experts), asked.top_k)[0])
+        self._send(submission, every_pair(len(pairs.experts), pairs.top_k)[0])
         if self._everyone:
             self._send_empty(submission)
         give_way()
-        self._observer.sent(handle, ask, began)
+        self._observer.sent(handle, request, began)
         return handle
 
     def poll(self, handle: RequestHandle) -> torch.Tensor | None:
@@ -123,17 +125,18 @@ class RemoteExperts:
         out = submission.room(self._memory)
         return torch.from_numpy(out).view(-1, submission.top_k, out.shape[1])
 
-    def enter(self, work: bool) -> None:
+    def enter_barrier(self, work: bool) -> None:
         self._barrier_client.enter(work)
         self._observer.at_barrier(work)
 
-    def entered(self) -> bool:
-        if self._barrier_client.waiting:
-            self._pump()
-        entered = self._barrier_client.entered()
-        if entered:
+    def passed_barrier(self) -> bool:
+        if not self._barrier_client.waiting:
+            return False
+        self._pump()
+        passed = self._barrier_client.entered()
+        if passed:
             self._observer.at_barrier(False)
-        return entered
+        return passed
 
     # ---- the servers
 

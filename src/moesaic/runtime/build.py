@@ -11,10 +11,11 @@ from moesaic.config import ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.messages import Layout, WorkerInfo
+from moesaic.core.metrics import ExpertStats
 from moesaic.core.offload import Offload
 from moesaic.core.routing import RowSink
 from moesaic.core.stored import COMPRESSED
-from moesaic.experts.client import DirectExperts, RoutedExperts
+from moesaic.experts.client import DirectExperts, NoServers, RoutedExperts
 from moesaic.experts.connector import Connector
 from moesaic.experts.remote import RemoteExperts
 from moesaic.kernels.table import Put
@@ -46,9 +47,11 @@ from moesaic.runtime.model_loading import (
 )
 from moesaic.runtime.observer import WorkerObserver
 from moesaic.runtime.routing_recorder import recorder
-from moesaic.runtime.step.forward import Forward
+from moesaic.runtime.step.eager import EagerRunner
 from moesaic.runtime.step.layerwise import LayerwiseRunner
-from moesaic.runtime.step.running_step import Combine
+from moesaic.runtime.step.recorded import RecordedRunner
+from moesaic.runtime.step.running_step import Combine, SegmentRunner
+from moesaic.runtime.step.stages import BlockStages
 from moesaic.runtime.worker import Journal, Worker
 from moesaic.transport.base import Connection
 from moesaic.transport.wakeup import Wakeup
@@ -104,13 +107,33 @@ def build_worker(
     if layout is not None and combine is not None:
         experts = remote = _remote(config, layout, clock, observer, loaded.kernels.put)
     scheduler = _scheduler(config, limits, blocks, layout)
-    forward = Forward(loaded.model, experts, kv, block_size, loaded.device, recorded, combine)
-    layered = None if remote is None else LayerwiseRunner(forward, remote)
+    runner = _runner(loaded, kv, experts, block_size, recorded, combine)
+    layered = None if remote is None else LayerwiseRunner(runner, remote)
     seen = recorder(config, spec, routing)
-    parts = loaded.model, forward, loaded.device, connection, experts, layered, seen
-    executor = Executor(*parts, logits=forward.logits, observer=observer)
-    worker = Worker(connection, scheduler, executor, clock, journal, experts, wakeup, observer=observer)
+    servers = NoServers() if remote is None else remote
+    stats = ExpertStats if remote is None else remote.stats
+    parts = loaded.model, runner, loaded.device, connection, servers, layered, seen
+    executor = Executor(*parts, observer=observer)
+    joined = connection, scheduler, executor, clock, journal, servers, stats, wakeup
+    worker = Worker(*joined, observer=observer)
     return worker, _describe(loaded, layout, scheduling, max_model_len, block_size, num_blocks, kv_dtype)
+
+
+def _runner(
+    loaded: LoadedModel,
+    kv: PagedKV,
+    experts: RoutedExperts,
+    block_size: int,
+    table_width: int,
+    combine: Combine | None,
+) -> SegmentRunner:
+    """table_width: see RecordedRunner; 0: nothing is recorded. combine: None where a direct call answers."""
+    direct = Combine(False, 0, 0, loaded.device)
+    stages = BlockStages(loaded.model, kv, block_size, loaded.device, combine or direct)
+    eager = EagerRunner(stages, experts)
+    if not table_width or loaded.kernels.recorder is None:
+        return eager
+    return RecordedRunner(eager, loaded.kernels.recorder, table_width, direct=combine is None)
 
 
 def _build_group(
@@ -143,10 +166,13 @@ def _build_group(
     padded, rows = (None, None) if offload is None else (offload.padded, offload.logit_rows)
     blocks = block_pool(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching, padded)
     device = loaded.device
-    executor = Executor(loaded.model, forward, device, connection, forward.experts, logit_rows=rows)
+    executor = Executor(loaded.model, forward, device, connection, NoServers(), logit_rows=rows)
     scheduler = LockstepScheduler(limits, blocks)
     linger = 0.0 if offload is None else LINGER
-    worker = Worker(connection, scheduler, executor, clock, journal, forward.experts, wakeup, linger)
+    stats = forward.stats
+    worker = Worker(
+        connection, scheduler, executor, clock, journal, expert_stats=stats, wakeup=wakeup, linger=linger
+    )
     block_size = config.cache.block_size
     info = _describe(loaded, None, scheduling, max_model_len, block_size, num_blocks, kv_dtype)
     kv_bytes = group.size * info.kv_bytes
@@ -176,10 +202,12 @@ def _build_offloaded(
     limits = BatchLimits(scheduling.max_num_seqs, scheduling.max_num_batched_tokens, max_model_len)
     pool = block_pool(num_blocks, block_size, config.cache.enable_prefix_caching, offload.padded)
     scheduler = LockstepScheduler(limits, pool)
-    parts = loaded.model, forward, loaded.device, connection, forward.experts
+    parts = loaded.model, forward, loaded.device, connection, NoServers()
     executor = Executor(*parts, logit_rows=offload.logit_rows, observer=observer)
-    stats = forward.experts
-    worker = Worker(connection, scheduler, executor, clock, journal, stats, linger=LINGER, observer=observer)
+    stats = forward.stats
+    worker = Worker(
+        connection, scheduler, executor, clock, journal, None, stats, linger=LINGER, observer=observer
+    )
     return worker, _describe(loaded, layout, scheduling, max_model_len, block_size, num_blocks, kv_dtype)
 
 

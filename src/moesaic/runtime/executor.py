@@ -1,8 +1,6 @@
-"""Carries out the actions of a scheduler: admits, computes, samples, tells the engine."""
+"""Carries out the actions of a scheduler: admits requests, computes steps, samples, reports to the engine."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -10,7 +8,7 @@ import torch
 from moesaic.core import messages
 from moesaic.core.request import TokenLogprob
 from moesaic.core.tokens import IntArray
-from moesaic.experts.client import RoutedExperts
+from moesaic.experts.client import ExpertServers
 from moesaic.models.model import Model
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
@@ -31,7 +29,7 @@ from moesaic.runtime.observer import UNOBSERVED, WorkerObserver
 from moesaic.runtime.routing_recorder import RoutingRecorder
 from moesaic.runtime.sampling.sampler import Sampler, token_logprobs
 from moesaic.runtime.step.layerwise import LayerwiseRunner
-from moesaic.runtime.step.running_step import RunningStep, StepRunner
+from moesaic.runtime.step.running_step import Step, StepResult, StepRunner
 from moesaic.transport.base import Connection
 
 SCORED_SLICE = 128
@@ -44,56 +42,56 @@ class Executor:
     def __init__(
         self,
         model: Model,
-        forward: StepRunner,
+        runner: StepRunner,
         device: torch.device,
         connection: Connection,
-        experts: RoutedExperts,
-        layered: LayerwiseRunner | None = None,
+        servers: ExpertServers,
+        layerwise: LayerwiseRunner | None = None,
         recorder: RoutingRecorder | None = None,
         logit_rows: int | None = None,
-        logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
         observer: WorkerObserver = UNOBSERVED,
     ) -> None:
-        """layered: for schedulers that run the model segment by segment. recorder: of the rows' routing.
-        logit_rows: whose logits are in memory at one time, at most. logits: of what steps return; None: the
-        model's."""
+        """layerwise: for schedulers that run the model segment by segment.
+
+        logit_rows: maximum number of rows whose logits are computed at once; None: all rows of a step.
+        """
         self._model = model
-        self._forward = forward
+        self._runner = runner
         self._device = device
         self._connection = connection
-        self._logits = logits or model.logits
         self._sampler = Sampler(model.spec.vocab_size)
-        self._experts = experts
-        self._layered = layered
+        self._servers = servers
+        self._layerwise = layerwise
         self._recorder = recorder
         self._observer = observer
         self._logit_rows = logit_rows
         self._scored_rows = min(SCORED_SLICE, logit_rows or SCORED_SLICE)
-        self._done: list[Event] = []
-        """Happened and not told."""
-        self._walks: dict[int, tuple[StepPlan, RunningStep]] = {}
-        """Steps under way."""
+        self._events: list[Event] = []
+        """Ends of runs that `progress` has not returned yet."""
+        self._steps: dict[int, tuple[StepPlan, Step]] = {}
+        """Steps under way, by number."""
         self._logprobs: dict[int, list[TokenLogprob | None]] = {}
-        """Of a step whose tokens were not told yet, one per sampled sequence; none when nobody asked."""
+        """Log-probabilities of steps whose tokens were not sent yet, one per sampled sequence. A step where
+        no request wants any has no entry."""
 
     def execute(self, action: Action) -> None:
-        """Carry out one action. What RunStep begins goes on in `progress`."""
+        """Carry out one action. A step that RunStep begins is computed in `progress`."""
         match action:
             case Admit():
                 self._admit(action)
             case EnterBarrier():
-                self._experts.enter(action.work)
+                self._servers.enter_barrier(action.work)
             case RunSegment():
                 self._observer.started(action.plan, action.segment)
                 try:
-                    self._run_layer(action)
+                    self._run_segment(action)
                 finally:
                     self._observer.paused()
-            case Forget() if self._layered is not None:
-                self._layered.forget(action.runs)
+            case Forget() if self._layerwise is not None:
+                self._layerwise.forget(action.runs)
             case RunStep():
                 with torch.inference_mode():
-                    self._walks[action.plan.step] = action.plan, self._forward.begin(action.plan.batch)
+                    self._steps[action.plan.step] = action.plan, self._runner.begin(action.plan.batch)
             case Emit():
                 self._emit(action)
             case Release():
@@ -103,58 +101,61 @@ class Executor:
                     self._recorder.release(action)
 
     def progress(self) -> list[Event]:
-        """Go on with every step under way as far as the experts have answered; what happened."""
-        done: list[Event] = []
-        if self._layered is not None:  # before a run's end: the next one should take them along
-            done += self._layered.arrived()
-        done, self._done = done + self._done, []
-        if self._experts.entered():
-            done.append(BarrierPassed())
-        self._advance(done)
-        while len(self._walks) > 1 and any(walk.ready for _, walk in self._walks.values()):
-            self._advance(done)  # its answer came with another's
-        return done
+        """Go on with every step under way as far as its experts have answered. Returns what happened."""
+        events: list[Event] = []
+        if (
+            self._layerwise is not None
+        ):  # before the end of a run, so that the next run can include these rows
+            events += self._layerwise.arrived()
+        events, self._events = events + self._events, []
+        if self._servers.passed_barrier():
+            events.append(BarrierPassed())
+        self._advance(events)
+        while len(self._steps) > 1 and any(step.ready for _, step in self._steps.values()):
+            self._advance(events)  # one step's answer came while another one was computed
+        return events
 
-    def _advance(self, done: list[Event]) -> None:
-        for step, (plan, walk) in list(self._walks.items()):
+    def _advance(self, events: list[Event]) -> None:
+        for number, (plan, step) in list(self._steps.items()):
             with torch.inference_mode():
-                if walk.handle is None:  # it has asked no experts yet
-                    self._observer.started(plan)
-                else:
+                if step.suspended:
                     self._observer.resumed(plan)
+                else:
+                    self._observer.started(plan)
                 try:
-                    hidden = walk.advance()
+                    result = step.advance()
                 finally:
                     self._observer.paused()
-                if hidden is not None:
+                if result is not None:
                     if self._recorder is not None:
-                        self._recorder.step(plan, walk.chosen)
-                    done.append(self._finish(plan, hidden))
-                    del self._walks[step]
+                        self._recorder.step(plan, result.expert_ids)
+                    events.append(self._finish(plan, result))
+                    del self._steps[number]
 
     def abandon(self) -> list[int]:
         """Give up the steps under way, after an error. Returns their numbers."""
-        steps = list(self._walks)
-        self._walks.clear()
+        steps = list(self._steps)
+        self._steps.clear()
         return steps
 
     @property
     def busy(self) -> bool:
-        """True while something is under way that ends in an event."""
-        return bool(self._walks or self._done) or (self._layered is not None and self._experts.busy)
+        """True while something is under way that will end in an event."""
+        return bool(self._steps or self._events) or (self._layerwise is not None and self._layerwise.busy)
 
-    def _run_layer(self, action: RunSegment) -> None:
-        assert self._layered is not None
+    def _run_segment(self, action: RunSegment) -> None:
+        assert self._layerwise is not None
         with torch.inference_mode():
-            hidden = self._layered.run(action)
-            if hidden is None:
-                self._done.append(SegmentDone(action.plan.step))
+            result = self._layerwise.run(action)
+            if result is None:
+                self._events.append(SegmentDone(action.plan.step))
                 if self._recorder is not None:
-                    self._recorder.layer(action.plan, action.segment, self._layered.chosen(action.plan.step))
+                    expert_ids = self._layerwise.expert_ids(action.plan.step)
+                    self._recorder.segment(action.plan, action.segment, expert_ids)
             else:
                 if self._recorder is not None:
-                    self._recorder.through(action.plan)
-                self._done.append(self._finish(action.plan, hidden))
+                    self._recorder.last_segment(action.plan)
+                self._events.append(self._finish(action.plan, result))
 
     def _admit(self, action: Admit) -> None:
         for request, generated in zip(action.requests, action.generated, strict=True):
@@ -171,23 +172,30 @@ class Executor:
                 )
             )
 
-    def _finish(self, plan: StepPlan, hidden: torch.Tensor) -> StepDone:
+    def _finish(self, plan: StepPlan, result: StepResult) -> StepDone:
+        """Score prompts and sample the next tokens."""
         self._observer.sampling()
         for sequence in plan.scored:
-            self._score(plan, int(sequence), hidden)
+            self._score(plan, int(sequence), result.hidden)
         tokens = np.zeros(0, dtype=np.int64)
         if len(plan.sampled):
-            tokens, logprobs = self._sample(plan.request_ids[plan.sampled], self._sampled_rows(plan, hidden))
+            tokens, logprobs = self._sample(plan, result)
             if logprobs:
                 self._logprobs[plan.step] = logprobs
         self._observer.sampled(len(plan.sampled))
         return StepDone(plan.step, tokens)
 
-    def _sample(self, ids: IntArray, hidden: torch.Tensor) -> tuple[IntArray, list[TokenLogprob | None]]:
-        """The next token of each request, and log-probabilities where any of them asked: else none at all."""
-        most = self._logit_rows or len(ids)
+    def _sample(self, plan: StepPlan, result: StepResult) -> tuple[IntArray, list[TokenLogprob | None]]:
+        """The next token of each sampled sequence, and their log-probabilities.
+
+        The second list is empty if no request wants log-probabilities.
+        """
+        ids = plan.request_ids[plan.sampled]
+        if result.logits is not None and len(ids) == len(result.logits):
+            return self._sampler.sample(ids, result.logits)
+        hidden, most = self._sampled_rows(plan, result.hidden), self._logit_rows or len(ids)
         if len(ids) <= most:
-            return self._sampler.sample(ids, self._logits(hidden))
+            return self._sampler.sample(ids, self._model.logits(hidden))
         tokens: list[IntArray] = []
         logprobs: list[TokenLogprob | None] = []
         for begin in range(0, len(ids), most):
@@ -198,7 +206,7 @@ class Executor:
         return np.concatenate(tokens), logprobs if any(logprobs) else []
 
     def _sampled_rows(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
-        """Of the rows whose logits are wanted, those that a token is sampled from: in most steps all."""
+        """The rows of `hidden` that a token is sampled from: in most steps all of them."""
         batch = plan.batch
         if len(plan.sampled) == len(batch.logit_rows):
             return hidden

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from functools import partial
 
 from moesaic.config import ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
@@ -11,7 +12,6 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.offload import Offload
 from moesaic.core.tokens import TokenBatch
-from moesaic.experts.client import DirectExperts
 from moesaic.kernels import table
 from moesaic.kvcache.paged import PagedKV
 from moesaic.models import files, registry
@@ -28,7 +28,7 @@ from moesaic.policy.offloading.pipeline import FORCED, SCHEDULES
 from moesaic.policy.offloading.policies import Policy
 from moesaic.runtime.memory_levels import Core, Levels, cores_of, levels, setup_of
 from moesaic.runtime.model_loading import LoadedModel, context_length, device_of, layout_of, load_model
-from moesaic.runtime.step.running_step import RunningStep, StepGenerator
+from moesaic.runtime.step.running_step import StepResult, WholeStep
 
 
 def check(config: WorkerConfig) -> None:
@@ -76,33 +76,24 @@ def over_disk(config: WorkerConfig) -> bool:
 
 
 @dataclass
-class Offloaded:
-    """Begins steps, as `Forward` does."""
+class OffloadedRunner:
+    """A StepRunner whose steps are passes over a model that is larger than the fast memory."""
 
     passes: Passes
-    experts: StreamedExperts
     core: Core
-    """Of the fast processor, while it computes a pass."""
+    """The core of the fast processor, which computes the passes."""
 
-    def begin(self, batch: TokenBatch) -> RunningStep:
-        return RunningStep(self.experts, self._stages(batch))
-
-    def _stages(self, batch: TokenBatch) -> StepGenerator:
-        """A whole pass: it waits for nobody."""
-        yield from ()
-        with self.core():
-            return self.passes.run(batch)
-
-
-class StreamedExperts(DirectExperts):
-    """Nobody asks these: a pass computes its experts itself. They know what passes did."""
-
-    def __init__(self, passes: Passes, kernels: table.Kernels) -> None:
-        super().__init__({}, kernels, rows=0)
-        self._passes = passes
+    def begin(self, batch: TokenBatch) -> WholeStep:
+        """See `StepRunner`."""
+        return WholeStep(partial(self._compute, batch))
 
     def stats(self) -> ExpertStats:
-        return ExpertStats(passes=self._passes.stats())
+        """Statistics of the passes so far."""
+        return ExpertStats(passes=self.passes.stats())
+
+    def _compute(self, batch: TokenBatch) -> StepResult:
+        with self.core():
+            return StepResult(self.passes.run(batch))
 
 
 def load(
@@ -135,7 +126,7 @@ def join(
     layout: ExpertLayout,
     kv: PagedKV,
     observe: Observe | None = None,
-) -> Offloaded:
+) -> OffloadedRunner:
     """The parts together. kv: of all layers, on the level that the policy says. observe: hears of passes."""
     path = files.resolve(config.model.model, config.model.revision)
     held = levels(config, offload, loaded, layout)
@@ -145,7 +136,7 @@ def join(
         slow = SlowExperts(registry.load_experts(path, held.slow, every, dtype=layout.dtype), held.slow)
     after = LocalAfterAttention(loaded.model, held.experts, held.static, held.down, held.up, slow)
     passes = passes_over(config, offload, Pieces(loaded, held, after, layout.num_experts, kv), observe)
-    return Offloaded(passes, StreamedExperts(passes, loaded.kernels), cores_of(offload, loaded.kernels)[0])
+    return OffloadedRunner(passes, cores_of(offload, loaded.kernels)[0])
 
 
 @dataclass(frozen=True)

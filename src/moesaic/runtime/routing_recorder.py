@@ -72,26 +72,26 @@ class RoutingRecorder:
                 self._hand_over()
                 self._sink(ending(self._model, request, self._prompts.pop(request)))
 
-    def step(self, plan: StepPlan, chosen: ChosenExperts) -> None:
+    def step(self, plan: StepPlan, expert_ids: ChosenExperts) -> None:
         """A step is through. chosen: [n, k] expert ids of its rows, layer after layer."""
         if not self._prompts:
             return
         rows, owners = self._rows(plan)
         if owners:
-            ids = [one.cpu().numpy() if isinstance(one, torch.Tensor) else one for one in chosen]
+            ids = [one.cpu().numpy() if isinstance(one, torch.Tensor) else one for one in expert_ids]
             self._keep(np.concatenate(ids, axis=1).take(rows, axis=0), plan, rows, owners)
 
-    def layer(self, plan: StepPlan, segment: int, chosen: torch.Tensor) -> None:
+    def segment(self, plan: StepPlan, segment: int, expert_ids: torch.Tensor) -> None:
         """A run came to the gate of the place-th layer with experts. chosen: [n, k] of its rows."""
         mine = self._mine(plan)
-        ids = chosen.cpu().numpy() if mine else np.zeros(0)
+        ids = expert_ids.cpu().numpy() if mine else np.zeros(0)
         for request, start, stop in mine:
             if segment == 0:
                 shape = (stop - start, len(self._model.layers), self._model.top_k)
                 self._units[request] = np.empty(shape, dtype=np.int16)
             self._units[request][:, segment] = ids[start:stop]
 
-    def through(self, plan: StepPlan) -> None:
+    def last_segment(self, plan: StepPlan) -> None:
         """A run passed the last layer."""
         for request, start, stop in self._mine(plan):
             experts = self._units.pop(request).reshape(stop - start, -1)

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
-from moesaic.core.metrics import WorkerStats
-from moesaic.experts.client import RoutedExperts
+from moesaic.core.metrics import ExpertStats, WorkerStats
+from moesaic.experts.client import ExpertServers, NoServers
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Admit,
@@ -30,14 +30,15 @@ from moesaic.transport.base import Connection
 from moesaic.transport.wakeup import Wakeup
 
 STATS_INTERVAL = 0.25
-"""Seconds between two snapshots to the engine while busy; falling idle sends one at once."""
+"""Seconds between two statistics sent to the engine while the worker is busy. An idle worker sends them at
+once."""
 
 Journal = Callable[[Event, float, list[Action]], None]
-"""Is shown every event, its time and the actions it led to (for replays)."""
+"""Gets every event, its time and the actions that it led to, so that a run can be replayed."""
 
 
 class Worker:
-    """Joins a connection, a scheduler and an executor. `clock` is the engine's: seconds, monotonic."""
+    """Connects the engine, a scheduler and an executor."""
 
     def __init__(
         self,
@@ -46,20 +47,23 @@ class Worker:
         executor: Executor,
         clock: Callable[[], float],
         journal: Journal | None = None,
-        experts: RoutedExperts | None = None,
+        servers: ExpertServers | None = None,
+        expert_stats: Callable[[], ExpertStats] = ExpertStats,
         wakeup: Wakeup | None = None,
         linger: float = 0.0,
         observer: WorkerObserver = UNOBSERVED,
     ) -> None:
-        """experts: who is asked for them, where that is not this process. bell: rings at each message.
+        """clock: the engine's, seconds, monotonic. servers: None where this process computes all experts.
 
-        linger: seconds in which, while nothing is under way, another message may follow the last one. For
-        callers who send so many and then wait: a stream without pauses would hold up the first step.
+        expert_stats: takes a snapshot of what the experts counted. wakeup: rings at each message; needed with
+        `servers`. linger: seconds that an idle worker waits for a further message after each one. It is for
+        clients that send many requests and then wait: a stream without pauses would delay the first step.
         """
         self._connection = connection
         self._scheduler = scheduler
         self._executor = executor
-        self._experts = experts
+        self._servers = NoServers() if servers is None else servers
+        self._expert_stats = expert_stats
         self._wakeup = wakeup
         self._linger = linger
         self._observer = observer
@@ -69,26 +73,29 @@ class Worker:
         self._stopping = False
         self._last_stats = -STATS_INTERVAL
         self._unreported = False
-        """Something happened since the last snapshot."""
+        """Something happened since the last statistics."""
         self._settled = -1
 
     def run(self) -> None:
-        """Until the engine says so. Raises ConnectionLost when it, or another rank of the group, is gone."""
-        self._events.append(Arrived([]))  # a scheduler that has something to say first can say it
+        """Work until the engine sends Shutdown.
+
+        Raises ConnectionLost when the engine or another rank of the group is gone.
+        """
+        self._events.append(Arrived([]))  # so that a scheduler can act before the first request
         while not self._stopping:
             self.turn(timeout=None)
 
     def turn(self, timeout: float | None) -> bool:
-        """Take in what arrived and handle one event.
+        """Receive messages and handle one event.
 
-        Waits `timeout` seconds (None: for ever) only when there is nothing to do. False when
-        nothing was done.
+        Waits up to `timeout` seconds (None: for ever), but only when there is nothing to do. Returns False
+        when nothing was done.
         """
         busy = bool(self._events) or self._executor.busy
-        self._collect(0.0 if busy else timeout, 0.0 if busy else self._linger)
+        self._receive(0.0 if busy else timeout, 0.0 if busy else self._linger)
         if not self._events and not self._stopping:
             self._progress(timeout)
-        self._settle()
+        self._report_settled()
         if not self._events or self._stopping:
             if self._unreported:
                 self._report(self._clock())
@@ -105,12 +112,11 @@ class Worker:
 
     def stats(self) -> WorkerStats:
         """A snapshot of this worker."""
-        stats = self._scheduler.stats()
-        return stats if self._experts is None else replace(stats, experts=self._experts.stats())
+        return replace(self._scheduler.stats(), experts=self._expert_stats())
 
     def _progress(self, timeout: float | None) -> None:
-        """The steps under way as far as they get; where they wait for experts, so does the worker, until
-        something happened or a message is there."""
+        """Go on with the steps under way. Where they wait for experts, the worker sleeps until an answer or a
+        message arrives."""
         limit = timeout
         if self._unreported:  # a worker that waits for others to begin is busy, perhaps for ever
             limit = STATS_INTERVAL if timeout is None else min(timeout, STATS_INTERVAL)
@@ -121,20 +127,22 @@ class Worker:
             except BaseException:
                 self._events += map(StepFailed, self._executor.abandon())
                 raise
-            if self._events or not self._executor.busy or self._experts is None or self._wakeup is None:
+            if self._events or not self._executor.busy or self._wakeup is None:
                 return
-            news = self._experts.wait(limit, self._wakeup.fileno()) and not self._wakeup.rung
+            news = self._servers.wait(limit, self._wakeup.fileno()) and not self._wakeup.rung
 
-    def _settle(self) -> None:
-        """Tell once nothing under way was routed by an older directory."""
-        settled = -1 if self._experts is None else self._experts.settled
+    def _report_settled(self) -> None:
+        """Report once that no call under way was routed by an older directory."""
+        settled = self._servers.settled
         if settled > self._settled:
             self._settled = settled
             self._connection.send(messages.Settled(settled))
 
-    def _collect(self, timeout: float | None, linger: float) -> None:
-        """Messages into events, each `linger` seconds behind the one before at most; a step's end stays
-        behind what arrived while it ran."""
+    def _receive(self, timeout: float | None, linger: float) -> None:
+        """Turn messages into events. linger: seconds to wait for a further message after each one.
+
+        The end of a step stays behind what arrived while the step ran.
+        """
         if self._wakeup is not None:
             self._wakeup.clear()
         message = self._connection.receive(timeout)
@@ -144,8 +152,8 @@ class Worker:
                     self._put(Arrived(list(message.requests), list(message.generated)))
                 case messages.Cancel():
                     self._put(Cancelled(message.request_ids))
-                case messages.Serving() if self._experts is not None:
-                    self._experts.update(message.directory, message.secret)
+                case messages.Serving():
+                    self._servers.update(message.directory, message.secret)
                 case messages.Shutdown():
                     self._stopping = True
                 case _:
@@ -153,21 +161,25 @@ class Worker:
             message = self._connection.receive(linger)
 
     def _put(self, event: Event) -> None:
-        """Behind what waits, but before the step's end; arrivals become one event, hence one step."""
+        """Queue an event, but before the end of a step. Consecutive arrivals become one event, so one
+        step."""
         ended = self._events and isinstance(self._events[-1], StepDone | StepFailed | SegmentDone)
-        done = self._events.pop() if ended else None
+        end = self._events.pop() if ended else None
         last = self._events[-1] if self._events else None
         if isinstance(event, Arrived) and isinstance(last, Arrived):
             last.extend(event)
         else:
             self._events.append(event)
-        if done is not None:
-            self._events.append(done)
+        if end is not None:
+            self._events.append(end)
 
     def _carry_out(self, actions: list[Action]) -> None:
-        """One after another. After an error the worker can go on: the scheduler hears that the step failed,
-        and the sampler knows whom the scheduler knows. Releases come first: who hears the last token may end
-        this process at once, and what is recorded of a request has its end by then."""
+        """Carry out the actions, releases first.
+
+        A client that has its last token may end this process at once, and by then the records of its request
+        are complete. After an error the worker can go on: the scheduler gets StepFailed, and the sampler
+        keeps the same requests as the scheduler.
+        """
         left = deque(sorted(actions, key=lambda action: not isinstance(action, Release)))
         try:
             while left:

@@ -16,9 +16,11 @@ from moesaic.experts.remote import RemoteExperts
 from moesaic.kvcache.paged import PagedKV
 from moesaic.policy.scheduling.schedulers.actions import RowSource, RunSegment, StepPlan
 from moesaic.runtime.model_loading import LoadedModel, load_model
-from moesaic.runtime.step.forward import Forward
+from moesaic.runtime.step.eager import EagerRunner
 from moesaic.runtime.step.layerwise import LayerwiseRunner
-from moesaic.runtime.step.running_step import Combine
+from moesaic.runtime.step.recorded import RecordedRunner
+from moesaic.runtime.step.running_step import Combine, SegmentRunner
+from moesaic.runtime.step.stages import BlockStages
 
 ROWS, PROMPT, BLOCK = 6, 5, 4
 TABLES = np.arange(2 * ROWS).reshape(ROWS, 2)
@@ -34,8 +36,8 @@ class Answered:
         self.open: dict[int, torch.Tensor] = {}
         self._submitted = 0
 
-    def submit(self, ask: ExpertRequest) -> RequestHandle:
-        answer = self._direct.poll(self._direct.submit(ask))
+    def submit(self, request: ExpertRequest) -> RequestHandle:
+        answer = self._direct.poll(self._direct.submit(request))
         assert answer is not None
         handle = RequestHandle(self._submitted)
         self._submitted += 1
@@ -60,12 +62,16 @@ class Engine:
         spec = loaded.model.spec
         kv = PagedKV(spec.kv, spec.num_layers, TABLES.size, BLOCK, torch.float32, CPU, loaded.kernels)
         direct = DirectExperts(loaded.model.experts, loaded.kernels, ROWS * PROMPT)
-        self.whole = Forward(loaded.model, direct, kv, BLOCK, CPU)
+        stages = BlockStages(loaded.model, kv, BLOCK, CPU, Combine(False, ROWS, spec.top_k, CPU))
+        self.whole = EagerRunner(stages, direct)
         self.experts = Answered(direct)
         remote = cast(RemoteExperts, self.experts)
-        combine = Combine(False, ROWS, spec.top_k, CPU)
-        self.forward = Forward(loaded.model, remote, kv, BLOCK, CPU, 2 if recorded else 0, combine)
-        self.layered = LayerwiseRunner(self.forward, remote)
+        eager = EagerRunner(stages, remote)
+        self.runner: SegmentRunner = eager
+        if recorded:
+            assert loaded.kernels.recorder is not None
+            self.runner = RecordedRunner(eager, loaded.kernels.recorder, 2, direct=False)
+        self.layered = LayerwiseRunner(self.runner, remote)
         self.segments = len(spec.moe_layers)
         self.runs = 0
         with torch.inference_mode():
@@ -77,7 +83,8 @@ class Engine:
         run, self.runs = self.runs, self.runs + 1
         plan = StepPlan(run, batch, NOTHING, NOTHING, NOTHING, NOTHING)
         with torch.inference_mode():
-            return run, self.layered.run(RunSegment(plan, segment, sources))
+            result = self.layered.run(RunSegment(plan, segment, sources))
+            return run, None if result is None else result.hidden
 
 
 def prompts() -> TokenBatch:
@@ -97,7 +104,7 @@ def decodes() -> TokenBatch:
 
 def wanted(engine: Engine) -> torch.Tensor:
     with torch.inference_mode():
-        return engine.whole.begin(decodes()).finish().clone()
+        return engine.whole.begin(decodes()).finish().hidden.clone()
 
 
 def together(engine: Engine) -> torch.Tensor:
@@ -151,8 +158,9 @@ def test_a_recording_serves_the_next_rows_when_its_own_went_on_elsewhere() -> No
     engine, dice = Engine(recorded=True), random.Random(5)
     for _ in range(20):
         parted(engine, dice)
-    assert 1 <= len(engine.forward._free) <= 3
-    recordings = [id(one) for one in engine.forward._free]
+    assert isinstance(engine.runner, RecordedRunner)
+    assert 1 <= len(engine.runner._free) <= 3
+    recordings = [id(one) for one in engine.runner._free]
     for _ in range(20):
         parted(engine, dice)
-    assert sorted(id(one) for one in engine.forward._free) == sorted(recordings)
+    assert sorted(id(one) for one in engine.runner._free) == sorted(recordings)

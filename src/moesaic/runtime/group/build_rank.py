@@ -24,10 +24,9 @@ from moesaic.models.shard import Shard
 from moesaic.runtime import memory_levels, offloaded, out_of_memory
 from moesaic.runtime.group import offloaded_group
 from moesaic.runtime.group.collective_layouts import AllReduce, CollectiveLayout, DeepSpeed, ReduceScatter
-from moesaic.runtime.group.counts import GroupCounts
-from moesaic.runtime.group.experts import GroupExperts
+from moesaic.runtime.group.experts import GroupCounts, GroupExperts
 from moesaic.runtime.group.forecast import BatchOrder, ExpectedRanks
-from moesaic.runtime.group.sharded import InGroup, ModelInMemory, RankSteps
+from moesaic.runtime.group.sharded import RankRunner, ShardedModel
 from moesaic.runtime.model_loading import (
     LoadedModel,
     check_shared,
@@ -150,7 +149,7 @@ def load_rank(
 
 def join(
     config: WorkerConfig, group: Group, where: ExpertOwners, loaded: LoadedModel, num_blocks: int
-) -> RankSteps:
+) -> RankRunner:
     """The parts of a loaded rank, put together. All ranks have as many KV blocks."""
     if config.offload is not None:
         return _paged(config, config.offload, group, where, loaded, num_blocks)
@@ -158,8 +157,8 @@ def join(
     size, dtype = config.cache.block_size, kv_type(config.cache, loaded)
     kv = PagedKV(model.spec.kv, model.spec.num_layers, num_blocks, size, dtype, loaded.device, loaded.kernels)
     collectives = _collectives(config.parallel, group, where, loaded.kernels, model.expert_weights, counted)
-    run = ModelInMemory(model, kv, size, group, collectives).run
-    return RankSteps(run, group, _named(config.parallel, where), InGroup(loaded.kernels, group, counted))
+    run = ShardedModel(model, kv, size, group, collectives).run
+    return RankRunner(run, group, _named(config.parallel, where), counted)
 
 
 def _paged(
@@ -169,7 +168,7 @@ def _paged(
     where: ExpertOwners,
     loaded: LoadedModel,
     num_blocks: int,
-) -> RankSteps:
+) -> RankRunner:
     """A rank whose experts come from the slow level."""
     kv = memory_levels.cache(config, offload, loaded, num_blocks)
     counted, kernels = GroupCounts(), loaded.kernels
@@ -179,12 +178,11 @@ def _paged(
     after = offloaded_group.GroupAfterAttention(loaded.model, group, collectives, weights)
     pieces = offloaded.Pieces(loaded, held, after, where.most, kv)
     passes = offloaded.passes_over(config, offload, pieces)
-    experts = InGroup(kernels, group, counted, passes.stats)
-    return RankSteps(passes.run, group, _named(config.parallel, where), experts)
+    return RankRunner(passes.run, group, _named(config.parallel, where), counted, passes.stats)
 
 
 @out_of_memory.told
-def follower(config: WorkerConfig, group: Group) -> RankSteps:
+def follower(config: WorkerConfig, group: Group) -> RankRunner:
     """A rank but the first, which says how many KV blocks there are. Returns when all are ready."""
     where = placed(config)
     loaded = load_rank(config, group, where)

@@ -24,9 +24,9 @@ import torch
 from moesaic.collectives.group import Group, equal_sizes
 from moesaic.core.tokens import IntArray
 from moesaic.models.block import Block, Gated
+from moesaic.runtime.group.arrays import to_device, to_host
 from moesaic.runtime.group.experts import GroupExperts
 from moesaic.runtime.group.forecast import RowAssignment
-from moesaic.runtime.group.host_copies import to_device, to_host
 
 
 class CollectiveLayout(Protocol):

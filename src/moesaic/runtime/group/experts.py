@@ -8,6 +8,7 @@ sums of the down projection, are added up in the order of the ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,8 +20,17 @@ from moesaic.core.tokens import IntArray
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.block import Gated
-from moesaic.runtime.group.counts import GroupCounts
-from moesaic.runtime.group.host_copies import to_device, to_host
+from moesaic.runtime.group.arrays import to_device, to_host
+
+
+@dataclass
+class GroupCounts:
+    """What a rank counts besides the bytes of its transport. The fields are those of GroupStats."""
+
+    pairs: int = 0
+    local_pairs: int = 0
+    shuffled_rows: int = 0
+    kept_rows: int = 0
 
 
 class GroupExperts:

@@ -12,7 +12,7 @@ from moesaic.core.tables import Tables
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement import predict
 from moesaic.policy.placement.shuffle import Align, Shuffle, plan
-from moesaic.runtime.group.counts import GroupCounts
+from moesaic.runtime.group.experts import GroupCounts
 
 NONE: IntArray = np.zeros(0, dtype=np.int64)
 

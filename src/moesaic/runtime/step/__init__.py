@@ -1,1 +1,1 @@
-"""One step through the model: run operation by operation, replayed from a recording, or layer by layer."""
+"""One step through the model: run operation by operation, replayed from a recording, or run by segments."""

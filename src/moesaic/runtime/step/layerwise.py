@@ -1,9 +1,8 @@
-"""Runs the model segment by segment, with rows of any requests: the mechanism under the asynchronous
-scheduler.
+"""Runs the model segment by segment, with rows of any requests. The asynchronous scheduler needs it.
 
-Rows that are asked for together walk together. As long as all of them go on as one batch, which is mostly
-so, they stay on the walk that they are on, as a whole step does; a walk of others begins in the middle of the
-model with what was merged for its rows.
+Rows of one run share one step. While all of them go on as one batch, which is the usual case, they stay in
+that step. A run with other rows begins a new step in the middle of the model. It starts from what the experts
+answered for its rows.
 """
 
 from __future__ import annotations
@@ -15,90 +14,95 @@ import torch
 from moesaic.core.tokens import TokenBatch
 from moesaic.experts.remote import RemoteExperts
 from moesaic.policy.scheduling.schedulers.actions import PartsArrived, RowSource, RunSegment
-from moesaic.runtime.step.forward import Forward
-from moesaic.runtime.step.running_step import RunningStep
+from moesaic.runtime.step.running_step import RunningStep, SegmentRunner, StepResult
 
 
 @dataclass(frozen=True)
 class _PendingRun:
-    """A run whose experts were asked. What its rows need to go on is held by the walk."""
+    """A run that waits for its experts. The step has what its rows need to go on."""
 
     batch: TokenBatch
-    walk: RunningStep
+    step: RunningStep
 
 
 class LayerwiseRunner:
-    """Keeps the rows of every run until they went on together, or the scheduler forgets it."""
+    """Keeps the rows of every run until all of them went on, or until the scheduler forgets the run."""
 
-    def __init__(self, forward: Forward, experts: RemoteExperts) -> None:
-        """experts: those that `forward` asks."""
-        self._forward = forward
+    def __init__(self, runner: SegmentRunner, experts: RemoteExperts) -> None:
+        """experts: those that the steps of `runner` ask."""
+        self._runner = runner
         self._experts = experts
         self._runs: dict[int, _PendingRun] = {}
         self._run_of: dict[int, int] = {}
-        """Ticket -> run."""
+        """Number of a request's handle -> run."""
 
-    def run(self, action: RunSegment) -> torch.Tensor | None:
-        """Carry out one run. At the last segment: hidden states [m, h] of the batch's logit_rows, else
-        None."""
+    @property
+    def busy(self) -> bool:
+        """Whether `arrived` will return something although no further run begins."""
+        return self._experts.busy
+
+    def run(self, action: RunSegment) -> StepResult | None:
+        """Carry out one run. Returns the result of its step at the last segment, else None."""
         run, batch = action.plan.step, action.plan.batch
-        before = self._together(action)
+        before = self._whole_run(action)
         if before is not None:
-            walk = before.walk
-            assert walk.handle is not None
-            hidden = walk.go_on(self._experts.rows(walk.handle))
+            step = before.step
+            assert step.handle is not None
+            result = step.resume(self._experts.rows(step.handle))
         else:
-            walk = self._begun(action)
-            hidden = walk.go_on(None)
-        if hidden is None:
-            assert walk.handle is not None
-            self._runs[run], self._run_of[walk.handle.number] = _PendingRun(batch, walk), run
-        return hidden
+            step = self._begin(action)
+            result = step.resume(None)
+        if result is None:
+            assert step.handle is not None
+            self._runs[run], self._run_of[step.handle.number] = _PendingRun(batch, step), run
+        return result
 
-    def chosen(self, run: int) -> torch.Tensor:
-        """[n, k] the expert ids of a run's rows, at the layer whose experts it asked."""
-        held = self._runs[run].walk.held
-        assert held is not None and held.gated.expert_ids is not None
-        return held.gated.expert_ids
+    def expert_ids(self, run: int) -> torch.Tensor:
+        """[n, k] expert ids of a run's rows, at the layer whose experts it waits for."""
+        pending = self._runs[run].step.pending
+        assert pending is not None and pending.gated.expert_ids is not None
+        return pending.gated.expert_ids
 
     def arrived(self) -> list[PartsArrived]:
-        """What the experts answered since the last call: one event, so that the scheduler sees all of it
-        before it chooses."""
+        """What the experts answered since the last call.
+
+        It is one event, so the scheduler sees all answers before it chooses the next run.
+        """
         news = [(self._run_of.get(handle.number), pairs) for handle, pairs in self._experts.arrivals()]
         parts = [(run, pairs) for run, pairs in news if run is not None]
         return [PartsArrived(parts)] if parts else []
 
     def forget(self, runs: list[int]) -> None:
-        """Nobody needs these runs any more. Those that went on together, or broke off before they asked, are
-        unknown."""
+        """Drop what is kept of these runs. Runs that went on as a whole, or that failed before their request,
+        are unknown and ignored."""
         for run in runs:
-            asked = self._taken(run)
-            if asked is not None:
-                asked.walk.drop()
+            pending = self._take(run)
+            if pending is not None:
+                pending.step.drop()
 
-    def _together(self, action: RunSegment) -> _PendingRun | None:
-        """The run before, where this one has all of its rows and no others; it is over then."""
+    def _whole_run(self, action: RunSegment) -> _PendingRun | None:
+        """The earlier run whose rows are exactly those of `action`, if there is one. It is forgotten."""
         if len(action.sources) != 1:
             return None
         before = action.sources[0].run
-        return self._taken(before) if self._runs[before].batch is action.plan.batch else None
+        return self._take(before) if self._runs[before].batch is action.plan.batch else None
 
-    def _taken(self, run: int) -> _PendingRun | None:
-        asked = self._runs.pop(run, None)
-        if asked is not None and asked.walk.handle is not None:
-            del self._run_of[asked.walk.handle.number]
-        return asked
+    def _take(self, run: int) -> _PendingRun | None:
+        pending = self._runs.pop(run, None)
+        if pending is not None and pending.step.handle is not None:
+            del self._run_of[pending.step.handle.number]
+        return pending
 
-    def _begun(self, action: RunSegment) -> RunningStep:
+    def _begin(self, action: RunSegment) -> RunningStep:
         if action.segment == 0:
-            return self._forward.begin(action.plan.batch)
-        merged = torch.cat([self._merged(source) for source in action.sources])
-        return self._forward.begin_behind(action.segment, action.plan.batch, merged)
+            return self._runner.begin(action.plan.batch)
+        hidden = torch.cat([self._merged(source) for source in action.sources])
+        return self._runner.begin_at_segment(action.segment, action.plan.batch, hidden)
 
     def _merged(self, source: RowSource) -> torch.Tensor:
         """Hidden states of these rows after the experts of their last layer."""
-        walk = self._runs[source.run].walk
-        assert walk.held is not None and walk.handle is not None
+        step = self._runs[source.run].step
+        assert step.pending is not None and step.handle is not None
         mine = slice(source.start, source.stop)
-        rows = self._experts.rows(walk.handle)[mine].to(walk.held.gated.residual.device)
-        return walk.held.each(lambda tensor: tensor[mine]).merge(rows)
+        rows = self._experts.rows(step.handle)[mine].to(step.pending.gated.residual.device)
+        return step.pending.map(lambda tensor: tensor[mine]).merge(rows)

@@ -1,8 +1,8 @@
-"""A step under way: it goes through the stages and stops where it waits for experts."""
+"""A step under way. It runs the stages of the model and stops where it waits for experts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -12,26 +12,42 @@ from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.experts.client import ExpertRequest, RequestHandle, RoutedExperts
 from moesaic.models.block import Block, Gated
 
+ChosenExperts = Sequence[torch.Tensor | IntArray]
+"""[n, k] expert ids of a step's rows, one entry for each routed layer. A recorded step has arrays: views of
+the memory that it writes at every replay."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step computed. It holds until the next step."""
+
+    hidden: torch.Tensor
+    """[m, h] hidden states of the batch's logit_rows after the last block, before the final norm."""
+    logits: torch.Tensor | None = None
+    """[m, V] float32 logits of `hidden`. None: the step did not compute them."""
+    expert_ids: ChosenExperts = ()
+    """Expert ids of all rows; empty where the runner does not keep them."""
+
 
 class Combine:
-    """How a row's answers become one: the two values of --combine.
+    """How the answers for one row become one sum: the two values of --combine.
 
-    exact: the servers answer pair by pair, and the merge weighs them in the order of the ranks, as one
-    process does. partial: each server weighs and sums what it has of a row (Expert-as-a-Service, section 4),
-    which is fewer bytes and equal up to rounding; the merge adds the sums.
+    exact: the servers answer pair by pair, and the merge weights the answers in top-k order, as one process
+    does. partial: each server weights and sums what it has of a row (Expert-as-a-Service, section 4). That
+    takes fewer bytes and is equal up to rounding. The merge adds the sums.
     """
 
     def __init__(self, partial: bool, rows: int, top_k: int, device: torch.device) -> None:
-        """rows: of the largest step."""
+        """rows: the most rows of a step."""
         self._ones = torch.ones(rows, top_k, device=device) if partial else None
 
-    def ask(self, layer: int, gated: Gated) -> tuple[ExpertRequest, Gated]:
-        """The question, and what its answer is merged with."""
+    def request(self, layer: int, gated: Gated) -> tuple[ExpertRequest, Gated]:
+        """The request to the experts, and the rows that their answer is merged with."""
         assert gated.expert_ids is not None and gated.weights is not None
         if self._ones is None:
             return ExpertRequest(layer, gated.normed, gated.expert_ids), gated
-        ask = ExpertRequest(layer, gated.normed, gated.expert_ids, weights=gated.weights)
-        return ask, replace(gated, weights=self._ones[: len(gated.weights)])
+        request = ExpertRequest(layer, gated.normed, gated.expert_ids, weights=gated.weights)
+        return request, replace(gated, weights=self._ones[: len(gated.weights)])
 
 
 @dataclass(frozen=True)
@@ -41,104 +57,148 @@ class PendingMerge:
     block: Block
     gated: Gated
     dense: torch.Tensor | None
+    """[n, h] output of the dense stage, if the layer has one."""
 
     def merge(self, rows: torch.Tensor | None) -> torch.Tensor:
-        """rows [n, k, h] -> hidden states [n, h] behind the block."""
+        """rows [n, k, h] from the experts -> hidden states [n, h] after the block."""
         return self.block.merge(self.gated, self.dense, rows)
 
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PendingMerge:
-        """The same of other tensors."""
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PendingMerge:
+        """The same merge, with `change` applied to each tensor."""
         gated = self.gated
         assert gated.expert_ids is not None and gated.weights is not None
-        kept = gated.residual, gated.normed, gated.expert_ids, gated.weights
+        tensors = gated.residual, gated.normed, gated.expert_ids, gated.weights
         dense = None if self.dense is None else change(self.dense)
-        return PendingMerge(self.block, Gated(*map(change, kept)), dense)
+        return PendingMerge(self.block, Gated(*map(change, tensors)), dense)
 
 
-ChosenExperts = list[torch.Tensor | IntArray]
-"""[n, k] expert ids of a step's rows, layer after layer; arrays where a recording writes them each time."""
-
-StepGenerator = Generator[ExpertRequest | PendingMerge | None, torch.Tensor | None, torch.Tensor]
-"""Yields what it asks, and then, where it needs the answer, which it is sent, what that will be merged with
-(None: no rows); returns hidden states."""
+StepGenerator = Generator[ExpertRequest | PendingMerge | None, torch.Tensor | None, StepResult]
+"""The stages of a step. For each routed layer it yields a request and then the merge that needs its answer
+(None for a step without rows), and is sent the answer. It returns the result of the step."""
 
 
 class StepDropped(Exception):
-    """Is thrown into stages from which nobody goes on, once nothing of theirs will be asked again."""
+    """Is thrown into the generator of a step that nobody continues."""
+
+
+class Step(Protocol):
+    """A step under way, as the executor sees it."""
+
+    @property
+    def suspended(self) -> bool:
+        """True while the step waits for the answer to a request."""
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether `advance` would get any further."""
+        ...
+
+    def advance(self) -> StepResult | None:
+        """Go on as far as answers are there. Returns None where the step waits for experts.
+
+        The result is returned once. The keys and values of all rows are in the cache then.
+        """
+        ...
 
 
 class RunningStep:
-    """Stages that are suspended while experts compute, so that another walk may go on meanwhile."""
+    """A `Step` that is suspended while its experts compute, so that another step can run meanwhile."""
 
-    def __init__(
-        self, experts: RoutedExperts, stages: StepGenerator, chosen: ChosenExperts | None = None
-    ) -> None:
-        """chosen: where the stages put the expert ids of their rows."""
-        self.chosen: ChosenExperts = [] if chosen is None else chosen
-        """At the end, until the next step: [n, k] expert ids of all rows, layer after layer."""
+    def __init__(self, experts: RoutedExperts, generator: StepGenerator) -> None:
         self.handle: RequestHandle | None = None
-        """Of the question whose answer it waits for; None: before the first one, and at the end."""
-        self.held: PendingMerge | None = None
-        """What that answer will be merged with."""
+        """The request whose answer the step waits for. None before the first one and at the end."""
+        self.pending: PendingMerge | None = None
+        """The merge that needs that answer."""
         self._experts = experts
-        self._stages = stages
+        self._generator = generator
 
-    def advance(self) -> torch.Tensor | None:
-        """Go on as far as answers are there. Returns hidden states [m, h] of the batch's logit_rows after the
-        last block, before the final norm, once; None: it waits for experts. The keys and values of all rows
-        are in the cache then, and the result holds until the next step."""
+    def advance(self) -> StepResult | None:
+        """See `Step`."""
         while True:
             answer = None if self.handle is None else self._experts.poll(self.handle)
             if self.handle is not None and answer is None:
                 return None
-            hidden = self.go_on(answer)
-            if hidden is not None:
-                return hidden
+            result = self.resume(answer)
+            if result is not None:
+                return result
 
-    def go_on(self, answer: torch.Tensor | None) -> torch.Tensor | None:
-        """To the next question, or to the end: the same result. answer: [n, k, h] to the question before."""
-        used, self.handle, self.held = self.handle, None, None
+    def resume(self, answer: torch.Tensor | None) -> StepResult | None:
+        """Go on until the next request, or to the end. Returns the result at the end, else None.
+
+        answer: [n, k, h] of the request before; None at the beginning.
+        """
+        used, self.handle, self.pending = self.handle, None, None
         try:
-            ask = self._stages.send(answer)
+            request = self._generator.send(answer)
         except StopIteration as end:
-            hidden: torch.Tensor = end.value
-            return hidden
+            result: StepResult = end.value
+            return result
         finally:
             if used is not None:
                 self._experts.release(used)
-        assert isinstance(ask, ExpertRequest)
-        self.handle = self._experts.submit(ask)
-        held = self._stages.send(None)
-        assert not isinstance(held, ExpertRequest)
-        self.held = held
+        assert isinstance(request, ExpertRequest)
+        self.handle = self._experts.submit(request)
+        pending = self._generator.send(None)
+        assert not isinstance(pending, ExpertRequest)
+        self.pending = pending
         return None
 
     def drop(self) -> None:
-        """Nobody goes on from here. The last question has its answer, so that other steps may have the memory
-        of this one."""
+        """End a step that nobody continues. Its last request must have been answered, since other steps may
+        use the memory of this one afterwards."""
         try:
-            self._stages.throw(StepDropped())
+            self._generator.throw(StepDropped())
         except StepDropped:
             pass
         if self.handle is not None:
             self._experts.release(self.handle)
 
     @property
+    def suspended(self) -> bool:
+        return self.handle is not None
+
+    @property
     def ready(self) -> bool:
-        """Whether `advance` would get any further."""
         return self.handle is None or self._experts.poll(self.handle) is not None
 
-    def finish(self) -> torch.Tensor:
-        """`advance` to the end, where experts answer at once."""
-        hidden = self.advance()
-        if hidden is None:
+    def finish(self) -> StepResult:
+        """`advance` to the end. Raises RuntimeError if the experts do not answer at once."""
+        result = self.advance()
+        if result is None:
             raise RuntimeError("this step waits for experts")
-        return hidden
+        return result
+
+
+class WholeStep:
+    """A `Step` that computes its experts itself and never waits for them."""
+
+    suspended = False
+    ready = True
+
+    def __init__(self, compute: Callable[[], StepResult]) -> None:
+        self._compute = compute
+
+    def advance(self) -> StepResult:
+        """See `Step`."""
+        return self._compute()
 
 
 class StepRunner(Protocol):
-    """What begins the steps of a worker: one process, or a group of them."""
+    """Begins the steps of a worker."""
+
+    def begin(self, batch: TokenBatch) -> Step:
+        """Begin a step. `Step.advance` computes it."""
+        ...
+
+
+class SegmentRunner(Protocol):
+    """A StepRunner whose steps can begin between two layers."""
 
     def begin(self, batch: TokenBatch) -> RunningStep:
-        """Start a step. `RunningStep.advance` goes on with it whenever the experts have answered."""
+        """See `StepRunner`."""
+        ...
+
+    def begin_at_segment(self, segment: int, batch: TokenBatch, hidden: torch.Tensor) -> RunningStep:
+        """Begin a step after the experts of the first `segment` routed layers. hidden: [n, h] behind them."""
         ...

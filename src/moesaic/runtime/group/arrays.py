@@ -1,17 +1,34 @@
-"""A step's rows as bytes: what the first rank of a group tells the others before each step.
+"""Arrays that leave a rank: rows that its transport sends, and a step as bytes.
 
-sizes: rows, sequences, blocks of a table, wanted logits     4 int64
-token ids, positions [n], query starts [s + 1], context lengths [s], block tables [s, b], logit rows [m]
+The first rank announces each step to the others as
+
+    sizes: rows, sequences, blocks of a table, wanted logits     4 int64
+    token ids, positions [n], query starts [s + 1], context lengths [s], block tables [s, b], logit rows [m]
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.tokens import TokenBatch
 
 _SIZES = 4
+
+
+def to_host(rows: torch.Tensor) -> npt.NDArray[Any]:
+    """Rows in the CPU's memory, once a GPU has computed them. On a CPU nothing is copied."""
+    array: npt.NDArray[Any] = rows.cpu().numpy()
+    return array
+
+
+def to_device(rows: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """Rows in the memory of `device`. On a CPU nothing is copied."""
+    return torch.from_numpy(rows).to(device)
 
 
 def pack(batch: TokenBatch) -> bytes:
@@ -26,7 +43,7 @@ def unpack(message: bytes) -> TokenBatch:
     """Raises ConnectionLost for bytes that `pack` did not write."""
     if len(message) % 8 or len(message) < 8 * _SIZES:
         raise ConnectionLost(f"a step of {len(message)} bytes")
-    numbers = np.frombuffer(bytearray(message), dtype=np.int64)  # torch wants to be able to write
+    numbers = np.frombuffer(bytearray(message), dtype=np.int64)  # torch wants writable memory
     rows, sequences, blocks, wanted = numbers[:_SIZES].tolist()
     counts = [rows, rows, sequences + 1, sequences, sequences * blocks, wanted]
     if min(counts) < 0 or sum(counts) != len(numbers) - _SIZES:

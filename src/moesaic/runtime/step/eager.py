@@ -1,0 +1,48 @@
+"""Steps that run operation by operation."""
+
+from __future__ import annotations
+
+import torch
+
+from moesaic.core.tokens import TokenBatch
+from moesaic.experts.client import ExpertRequest, RoutedExperts
+from moesaic.kernels.batch import AttentionBatch
+from moesaic.runtime.step.running_step import RunningStep, StepGenerator, StepResult
+from moesaic.runtime.step.stages import BlockStages
+
+
+class EagerRunner:
+    """Runs any step, and steps that begin between two layers."""
+
+    def __init__(self, stages: BlockStages, experts: RoutedExperts) -> None:
+        self.stages = stages
+        self.experts = experts
+
+    def begin(self, batch: TokenBatch) -> RunningStep:
+        """Begin a step. Without rows it still sends an empty request to the experts of each layer."""
+        generator = self._rows(batch) if batch.num_rows else self._no_rows()
+        return RunningStep(self.experts, generator)
+
+    def begin_at_segment(self, segment: int, batch: TokenBatch, hidden: torch.Tensor) -> RunningStep:
+        """See `SegmentRunner`."""
+        first = self.stages.model.spec.moe_layers[segment - 1] + 1
+        return RunningStep(self.experts, self._rows(batch, hidden, first))
+
+    def _rows(self, batch: TokenBatch, hidden: torch.Tensor | None = None, first: int = 0) -> StepGenerator:
+        device = self.stages.device
+        attention = AttentionBatch.build(batch, self.stages.block_size, device)
+        positions = torch.from_numpy(batch.positions).to(device)
+        token_ids = torch.from_numpy(batch.token_ids).to(device)
+        every = yield from self.stages.run(token_ids, positions, attention, hidden, first)
+        wanted = every.hidden[torch.from_numpy(batch.logit_rows).to(device)]
+        return StepResult(wanted, expert_ids=every.expert_ids)
+
+    def _no_rows(self) -> StepGenerator:
+        """Servers that wait for the rows of every worker wait for this worker's empty requests too."""
+        spec, device = self.stages.model.spec, self.stages.device
+        hidden = torch.zeros((0, spec.hidden_size), device=device)
+        ids = torch.zeros((0, spec.top_k), dtype=torch.int64, device=device)
+        for layer in spec.moe_layers:
+            yield ExpertRequest(layer, hidden, ids)
+            yield None
+        return StepResult(hidden)

@@ -1,0 +1,83 @@
+"""The stages of every block, in order, layer after layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moesaic.kernels.batch import AttentionBatch
+from moesaic.kvcache.paged import PagedKV
+from moesaic.models.block import Block, Gated
+from moesaic.models.model import Model
+from moesaic.runtime.step.running_step import Combine, PendingMerge, StepGenerator, StepResult
+
+
+@dataclass(frozen=True)
+class BlockStages:
+    """The stages of a model over its KV cache."""
+
+    model: Model
+    kv: PagedKV
+    block_size: int
+    device: torch.device
+    combine: Combine
+
+    def run(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        hidden: torch.Tensor | None = None,
+        first: int = 0,
+    ) -> StepGenerator:
+        """Every stage of every block from layer `first` on. Returns the hidden states [n, h] of all rows.
+
+        hidden: [n, h] before layer `first`; None: the embeddings of the tokens.
+        """
+        if hidden is None:
+            hidden = self.model.embed(token_ids)
+        expert_ids: list[torch.Tensor] = []
+        for layer, block in enumerate(self.model.blocks[first:], first):
+            gated = until_gate(block, layer, hidden, positions, attention, self.kv)
+            del hidden  # as in every stage: many rows are megabytes, which go as soon as nothing needs them
+            if gated.expert_ids is None:
+                hidden = block.merge(gated, block.dense(gated.normed), None)
+                continue
+            expert_ids.append(gated.expert_ids)  # so a recording never reuses their memory
+            request, gated = self.combine.request(layer, gated)
+            yield request
+            pending = PendingMerge(block, gated, block.dense(gated.normed))
+            del gated, request
+            answer = yield pending
+            hidden = pending.merge(None if answer is None else answer.to(self.device))
+            del pending, answer
+        return StepResult(hidden, expert_ids=expert_ids)
+
+
+def until_gate(
+    block: Block,
+    layer: int,
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    attention: AttentionBatch,
+    kv: PagedKV,
+) -> Gated:
+    """The stages of a block up to its gate. Afterwards the cache has the rows' keys and values."""
+    return block.gate(hidden, until_output_projection(block, layer, hidden, positions, attention, kv))
+
+
+def until_output_projection(
+    block: Block,
+    layer: int,
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    attention: AttentionBatch,
+    kv: PagedKV,
+) -> torch.Tensor:
+    """The stages of a block up to its output projection [n, h]: a partial sum where ranks share the heads."""
+    rows = block.pre_attention(hidden, positions)
+    kv.write(layer, rows.key, rows.value, attention.slots)
+    attended = block.attention(rows.query, kv.keys(layer), kv.values(layer), attention)
+    del rows
+    return block.output_projection(attended)
