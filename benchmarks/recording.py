@@ -38,7 +38,9 @@ from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConf
 from moesaic.core import messages
 from moesaic.core.request import Request, SamplingParams
 from moesaic.core.routing import draw
-from moesaic.runtime import build
+from moesaic.runtime import in_memory
+from moesaic.runtime.build import build_worker
+from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.routing_recorder import SEED, TOGETHER, recorder
 from moesaic.runtime.worker import Worker
 from moesaic.trace.parts import part_of
@@ -157,7 +159,7 @@ def cpu(arguments: argparse.Namespace) -> tuple[list[tuple[float, float, int]], 
         timed.append(Timed(recorder(*given)))
         return timed[0]
 
-    with tempfile.TemporaryDirectory() as folder, patch.object(build, "recorder", made):
+    with tempfile.TemporaryDirectory() as folder, patch.object(in_memory, "recorder", made):
         file = Path(folder) / "profile.npz"
         part = part_of(str(file), "attention worker 0")
         assert part is not None
@@ -170,7 +172,7 @@ def cpu(arguments: argparse.Namespace) -> tuple[list[tuple[float, float, int]], 
             record=part,
             record_share=arguments.share,
         )
-        worker, info = build.build_worker(config, theirs, time.monotonic)
+        worker, info = build_worker(WorkerContext(config, theirs, time.monotonic))
         collector = Collector(file, MOST_BYTES)
         rounds, profiles = [], []
         for number in track(range(arguments.rounds + 1), "rounds", console=Console(stderr=True)):

@@ -19,6 +19,7 @@ from moesaic.core.routing import RowSink
 from moesaic.engine import Engine
 from moesaic.models import files
 from moesaic.runtime.build import build_worker
+from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.worker import Journal
 from moesaic.tokenizer import Tokenizer
 from moesaic.transport.local import local_pair
@@ -85,9 +86,8 @@ class LLM:
         self._defaults = files.generation_defaults(path)
         ours, theirs = local_pair()
         self._connection = ours
-        self._worker, self.info = build_worker(
-            config, theirs, time.monotonic, journal=journal, routing=routing
-        )
+        context = WorkerContext(config, theirs, time.monotonic, journal=journal, routing=routing)
+        self._worker, self.info = build_worker(context)
         self._batches: dict[int, _Batch] = {}
         self._engine = Engine(
             ours,

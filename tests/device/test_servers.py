@@ -27,6 +27,7 @@ from moesaic.experts.torch_backend import TorchBackend
 from moesaic.policy.scheduling.microqueue import MostTokensFirst
 from moesaic.policy.scheduling.schedulers.expert_server import Enough, ExpertServerScheduler
 from moesaic.runtime.build import build_worker
+from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.model_loading import layout_of
 from moesaic.transport.listening import Listener
 from moesaic.transport.local import local_pair
@@ -78,7 +79,7 @@ def server(path: Path, layout: ExpertLayout, folder: Path) -> Iterator[Directory
 def generated(config: WorkerConfig, directory: Directory) -> dict[int, list[int]]:
     """Tokens of a worker that asks servers."""
     ours, theirs = local_pair()
-    worker, _ = build_worker(config, theirs, time.monotonic, wakeup=Wakeup())
+    worker, _ = build_worker(WorkerContext(config, theirs, time.monotonic, wakeup=Wakeup()))
     params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, seed=0)
     requests = [Request(number, prompt, params) for number, prompt in enumerate(gpu_cases.prompts()[:4])]
     ours.send(messages.Serving(directory, SECRET))
@@ -160,7 +161,8 @@ def test_a_server_on_a_cpu_takes_what_a_worker_on_a_gpu_computes_from(path: Path
 def test_processes_that_share_a_gpu_need_to_be_told_what_to_take(path: Path) -> None:
     ours, theirs = local_pair()
     with sanitized(), pytest.raises(ConfigError, match="^--kv-cache-memory: got 'auto'; allowed: a size"):
-        build_worker(replace(config(path, "cuda", "auto"), beside=1), theirs, time.monotonic, wakeup=Wakeup())
+        settings = replace(config(path, "cuda", "auto"), beside=1)
+        build_worker(WorkerContext(settings, theirs, time.monotonic, wakeup=Wakeup()))
     assert ours.receive(0.0) is None, "before anybody loads anything"
     with server(path, layout_of(config(path, "cpu").model), path.parent) as directory:
         assert generated(config(path, "cpu", "auto"), directory), "on a CPU memory is taken as it is written"

@@ -32,12 +32,8 @@ ASKED = WorkerConfig(ModelConfig("demo"), CacheConfig("4GiB"))
     ids=["in memory", "offloaded"],
 )
 def test_while_a_model_is_loaded(config: WorkerConfig, line: str) -> None:
-    @out_of_memory.told
-    def load(config: WorkerConfig) -> None:
+    with pytest.raises(ConfigError) as raised, out_of_memory.explained(config):
         raise torch.OutOfMemoryError(FULL)
-
-    with pytest.raises(ConfigError) as raised:
-        load(config)
     assert str(raised.value) == f"{line} (CUDA out of memory)"
 
 

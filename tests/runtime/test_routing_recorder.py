@@ -24,6 +24,7 @@ from moesaic.models import files
 from moesaic.models.registry import read_spec
 from moesaic.policy.scheduling.schedulers.actions import Admit, Release, StepPlan
 from moesaic.runtime.build import build_worker
+from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.routing_recorder import KEPT, SEED, TOGETHER, RoutingRecorder
 from moesaic.trace.options import RecordConfig
 
@@ -202,7 +203,8 @@ def test_the_end_is_recorded_before_it_is_told() -> None:
 
     connection = Listening()
     config = WorkerConfig(ModelConfig("demo", threads=1), CacheConfig("8MiB"))
-    worker, _ = build_worker(config, connection, time.monotonic, routing=rows.append)  # type: ignore[arg-type]
+    context = WorkerContext(config, connection, time.monotonic, routing=rows.append)  # type: ignore[arg-type]
+    worker, _ = build_worker(context)
     while not connection.seen:
         worker.turn(timeout=0.0)
     assert connection.seen[-1] == [ENDED]

@@ -21,7 +21,7 @@ RANK = "rank "
 
 
 class Threads:
-    """In the place of a Crew."""
+    """Takes the place of a RankLauncher."""
 
     def __init__(
         self, config: WorkerConfig, within: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -75,7 +75,7 @@ def group_of_threads(
         return made[-1]
 
     try:
-        with patch("moesaic.runtime.build.RankLauncher", launcher):
+        with patch("moesaic.runtime.group.build_rank.RankLauncher", launcher):
             llm = LLM(model, threads=1, **settings)
             yield llm, made[0].gather(), made[0]
     finally:

@@ -17,6 +17,7 @@ from moesaic.offload.passes import Passes
 from moesaic.policy.offloading.tasks import Kind, Lane, Task
 from moesaic.policy.offloading.timeline import Timeline, run
 from moesaic.runtime.build import build_worker
+from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.tracing import LaneRows
 from moesaic.trace.track import Track
 from moesaic.transport.local import local_pair
@@ -65,7 +66,7 @@ def test_a_worker_with_a_trace_has_rows_for_its_lanes(tmp_path: Path) -> None:
         offload=offload,
     )
     ours, theirs = local_pair()
-    worker, _ = build_worker(config, theirs, lambda: 0.0)
+    worker, _ = build_worker(WorkerContext(config, theirs, lambda: 0.0))
     requests = [Request(at, [1, 2, 3], SamplingParams(max_tokens=3, seed=0)) for at in range(2)]
     ours.send(Submit(requests))
     while worker.turn(timeout=0.0):

@@ -23,6 +23,7 @@ from moesaic.policy.scheduling.microqueue import MostTokensFirst
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
 from moesaic.policy.scheduling.schedulers.expert_server import Enough, ExpertServerScheduler
 from moesaic.runtime.build import build_worker
+from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.observer import Unobserved
 from moesaic.runtime.tracing import StepPieces, WorkerTrace
 from moesaic.trace.track import Track
@@ -233,7 +234,7 @@ def test_the_pairs_of_a_client_that_left_are_counted_no_more(
 def worker(trace: str | None) -> Any:
     _, theirs = local_pair()
     config = WorkerConfig(ModelConfig("demo", threads=1), trace=trace)
-    made, _ = build_worker(config, theirs, lambda: 0.0)
+    made, _ = build_worker(WorkerContext(config, theirs, lambda: 0.0))
     return made
 
 

@@ -19,6 +19,7 @@ from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.runtime import out_of_memory
 from moesaic.runtime.build import build_worker
+from moesaic.runtime.context import WorkerContext
 from moesaic.transport.stream import StreamConnection
 from moesaic.transport.wakeup import Wakeup
 
@@ -74,7 +75,9 @@ def _serve(connection: StreamConnection, config: WorkerConfig, wakeup: Wakeup) -
         os._exit(1)
 
     try:
-        worker, info = build_worker(config, connection, time.monotonic, progress, wakeup=wakeup, lost=lost)
+        worker, info = build_worker(
+            WorkerContext(config, connection, time.monotonic, progress, wakeup=wakeup, lost=lost)
+        )
     except MoesaicError as error:
         connection.send(messages.Failed(str(error), user_error=True))
         return 2

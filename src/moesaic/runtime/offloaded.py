@@ -1,4 +1,4 @@
-"""From settings to a worker whose model is larger than its fast memory."""
+"""The parts of a worker whose model is larger than its fast memory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,29 @@ from moesaic.offload.after import AfterAttention, LocalAfterAttention, SlowExper
 from moesaic.offload.caches import Cache, Moving, Resident
 from moesaic.offload.lanes import Lanes
 from moesaic.offload.operations import Operations
-from moesaic.offload.padding import PaddedMoving, PaddedResident, Padding
+from moesaic.offload.padding import PaddedMoving, PaddedResident, Padding, block_pool
 from moesaic.offload.parts import UNPADDED, Rows
 from moesaic.offload.passes import Observe, Passes, Way
 from moesaic.policy.offloading.pipeline import FORCED, SCHEDULES
 from moesaic.policy.offloading.policies import Policy
-from moesaic.runtime.memory_levels import Core, Levels, cores_of, levels, setup_of
-from moesaic.runtime.model_loading import LoadedModel, context_length, device_of, layout_of, load_model
+from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
+from moesaic.runtime.context import WorkerContext, WorkerParts
+from moesaic.runtime.memory_levels import Core, Levels, cache, cores_of, levels, setup_of
+from moesaic.runtime.model_loading import (
+    LoadedModel,
+    context_length,
+    device_of,
+    kv_type,
+    layout_of,
+    load_model,
+    num_blocks_of,
+)
 from moesaic.runtime.step.running_step import StepResult, WholeStep
+from moesaic.runtime.tracing import observer_of
+
+LINGER = 0.05
+"""Seconds that an idle worker waits for a further request before its first pass. A pass may read the model
+from a disk, so one for the first request alone takes as long as one for all."""
 
 
 def check(config: WorkerConfig) -> None:
@@ -73,6 +88,33 @@ def over_disk(config: WorkerConfig) -> bool:
     """Whether the slow level is the disk: then memory has to suffice for all that is not streamed."""
     offload = config.offload
     return offload is not None and offload.link is None and not on_gpu(config.model)
+
+
+def build_parts(context: WorkerContext, offload: Offload) -> WorkerParts:
+    """Load what stays on the fast level and build the parts of the worker."""
+    config, limits = context.config, context.limits
+    check(config)
+    loaded, layout = load(config, offload, context.progress)
+    kv_dtype = kv_type(config.cache, loaded)
+    num_blocks = num_blocks_of(config, loaded, limits.max_model_len, kv_dtype)
+    kv = cache(config, offload, loaded, num_blocks)
+    observer = observer_of(config.trace, context.clock)
+    runner = join(config, offload, loaded, layout, kv, observer.pass_ended)
+    blocks = block_pool(
+        num_blocks, config.cache.block_size, config.cache.enable_prefix_caching, offload.padded
+    )
+    return WorkerParts(
+        loaded,
+        kv_dtype,
+        num_blocks,
+        runner,
+        LockstepScheduler(limits, blocks),
+        expert_stats=runner.stats,
+        observer=observer,
+        logit_rows=offload.logit_rows,
+        linger=LINGER,
+        elsewhere=layout,
+    )
 
 
 @dataclass

@@ -21,11 +21,15 @@ from moesaic.kvcache.paged import PagedKV
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.shard import Shard
+from moesaic.offload.padding import block_pool
+from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.runtime import memory_levels, offloaded, out_of_memory
+from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.group import offloaded_group
 from moesaic.runtime.group.collective_layouts import AllReduce, CollectiveLayout, DeepSpeed, ReduceScatter
 from moesaic.runtime.group.experts import GroupCounts, GroupExperts
 from moesaic.runtime.group.forecast import BatchOrder, ExpectedRanks
+from moesaic.runtime.group.launcher import RankLauncher, of_rank
 from moesaic.runtime.group.sharded import RankRunner, ShardedModel
 from moesaic.runtime.model_loading import (
     LoadedModel,
@@ -34,6 +38,7 @@ from moesaic.runtime.model_loading import (
     kv_type,
     layout_of,
     load_model,
+    num_blocks_of,
 )
 from moesaic.trace.parts import whole_of
 
@@ -181,16 +186,55 @@ def _paged(
     return RankRunner(passes.run, group, _named(config.parallel, where), counted, passes.stats)
 
 
-@out_of_memory.told
+def build_parts(context: WorkerContext) -> WorkerParts:
+    """On the first rank: start the other ranks' processes and build the parts of the group's worker."""
+    limits, config = context.limits, context.config
+    check(config)
+    owners = placed(config)
+    launcher = RankLauncher(config)
+    config = of_rank(config, 0)
+    with launcher.starting():
+        group = launcher.gather()
+        loaded = load_rank(config, group, owners, context.progress)
+        kv_dtype = kv_type(config.cache, loaded)
+        free = least_free(config, group, loaded)
+        num_blocks = num_blocks_of(config, loaded, limits.max_model_len, kv_dtype, free)
+        group.announce(num_blocks.to_bytes(8, "little"))
+        runner = join(config, group, owners, loaded, num_blocks)
+        group.announce(b"")  # every rank has its memory now
+    runner.launcher = launcher
+    if context.lost is not None:
+        launcher.when_lost(context.lost)
+    offload, cache = config.offload, config.cache
+    padded = None if offload is None else offload.padded
+    blocks = block_pool(num_blocks, cache.block_size, cache.enable_prefix_caching, padded)
+    return WorkerParts(
+        loaded,
+        kv_dtype,
+        num_blocks,
+        runner,
+        LockstepScheduler(limits, blocks),
+        expert_stats=runner.stats,
+        logit_rows=None if offload is None else offload.logit_rows,
+        linger=0.0 if offload is None else offloaded.LINGER,
+        ranks=group.size,
+        collectives=runner.collectives,
+    )
+
+
 def follower(config: WorkerConfig, group: Group) -> RankRunner:
-    """A rank but the first, which says how many KV blocks there are. Returns when all are ready."""
-    where = placed(config)
-    loaded = load_rank(config, group, where)
-    least_free(config, group, loaded)
-    num_blocks = int.from_bytes(group.announce(b""), "little")
-    joined = join(config, group, where, loaded, num_blocks)
-    group.announce(b"")
-    return joined
+    """On any other rank: build its runner. The first rank announces the number of KV blocks.
+
+    Returns when all ranks are ready.
+    """
+    with out_of_memory.explained(config):
+        owners = placed(config)
+        loaded = load_rank(config, group, owners)
+        least_free(config, group, loaded)
+        num_blocks = int.from_bytes(group.announce(b""), "little")
+        runner = join(config, group, owners, loaded, num_blocks)
+        group.announce(b"")
+        return runner
 
 
 def least_free(config: WorkerConfig, group: Group, loaded: LoadedModel) -> int | None:

@@ -1,0 +1,83 @@
+"""What a worker is built from: its context, and the parts in which workers differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from moesaic.config import WorkerConfig
+from moesaic.core.experts import ExpertLayout
+from moesaic.core.metrics import ExpertStats
+from moesaic.core.routing import RowSink
+from moesaic.experts.client import ExpertServers
+from moesaic.models.checkpoint import Progress
+from moesaic.policy.scheduling.batching import BatchLimits
+from moesaic.policy.scheduling.schedulers.actions import Scheduler
+from moesaic.runtime.model_loading import LoadedModel, context_length
+from moesaic.runtime.observer import UNOBSERVED, WorkerObserver
+from moesaic.runtime.routing_recorder import RoutingRecorder
+from moesaic.runtime.step.layerwise import LayerwiseRunner
+from moesaic.runtime.step.running_step import StepRunner
+from moesaic.runtime.worker import Journal
+from moesaic.transport.base import Connection
+from moesaic.transport.wakeup import Wakeup
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """The settings of a worker and the process around it."""
+
+    config: WorkerConfig
+    connection: Connection
+    """To the engine."""
+    clock: Callable[[], float]
+    """Seconds, monotonic; the engine's clock."""
+    progress: Progress | None = None
+    """Is called while weights are read."""
+    journal: Journal | None = None
+    wakeup: Wakeup | None = None
+    """Rings when a message arrives. Needed where the experts are on servers."""
+    routing: RowSink | None = None
+    """Gets the expert ids of all rows."""
+    lost: Callable[[str], None] | None = None
+    """Is called from a thread when another rank of the group ends. None: the next step finds out."""
+
+    @cached_property
+    def limits(self) -> BatchLimits:
+        """Raises ConfigError if --max-model-len is more than the model's context length."""
+        scheduler = self.config.scheduler
+        longest = context_length(self.config.model)
+        return BatchLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, longest)
+
+
+@dataclass(frozen=True)
+class WorkerParts:
+    """The parts in which workers differ."""
+
+    loaded: LoadedModel
+    kv_dtype: torch.dtype
+    num_blocks: int
+    """Number of KV blocks."""
+    runner: StepRunner
+    scheduler: Scheduler
+    expert_stats: Callable[[], ExpertStats] = ExpertStats
+    """Takes a snapshot of what the experts counted."""
+    servers: ExpertServers | None = None
+    """None: this worker computes all experts itself."""
+    layerwise: LayerwiseRunner | None = None
+    """For schedulers that run the model segment by segment."""
+    recorder: RoutingRecorder | None = None
+    observer: WorkerObserver = UNOBSERVED
+    logit_rows: int | None = None
+    """Maximum number of rows whose logits are computed at once. None: all rows of a step."""
+    linger: float = 0.0
+    """Seconds that an idle worker waits for a further message after each one."""
+    elsewhere: ExpertLayout | None = None
+    """The routed experts, where `loaded` does not have them."""
+    ranks: int = 1
+    """Number of processes that are this worker."""
+    collectives: str = ""
+    """Name of their collective layout, for display."""

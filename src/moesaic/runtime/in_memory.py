@@ -1,0 +1,156 @@
+"""The parts of a worker whose model is in memory. Its routed experts are in this process or on servers."""
+
+from __future__ import annotations
+
+from moesaic.config import WorkerConfig
+from moesaic.core.errors import ConfigError
+from moesaic.core.experts import ExpertLayout
+from moesaic.core.messages import Layout
+from moesaic.experts.client import DirectExperts, RoutedExperts
+from moesaic.experts.connector import Connector
+from moesaic.experts.remote import RemoteExperts
+from moesaic.kvcache.paged import PagedKV
+from moesaic.policy.fleet.replicas import Replicas
+from moesaic.policy.scheduling import minimum_batch
+from moesaic.policy.scheduling.kvblocks import KVBlocks
+from moesaic.policy.scheduling.microqueue import policy_named
+from moesaic.policy.scheduling.schedulers.actions import Scheduler
+from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
+from moesaic.policy.scheduling.schedulers.barrier import BarrierScheduler
+from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
+from moesaic.policy.scheduling.schedulers.ready_queues import RunThreshold
+from moesaic.runtime.context import WorkerContext, WorkerParts
+from moesaic.runtime.model_loading import (
+    LoadedModel,
+    check_shared,
+    kv_type,
+    layout_of,
+    load_model,
+    num_blocks_of,
+)
+from moesaic.runtime.observer import WorkerObserver
+from moesaic.runtime.routing_recorder import recorder
+from moesaic.runtime.step.eager import EagerRunner
+from moesaic.runtime.step.layerwise import LayerwiseRunner
+from moesaic.runtime.step.recorded import RecordedRunner
+from moesaic.runtime.step.running_step import Combine, SegmentRunner
+from moesaic.runtime.step.stages import BlockStages
+from moesaic.runtime.tracing import observer_of
+from moesaic.transport.wakeup import Wakeup
+
+URGENT_SECONDS = 0.1
+"""The asynchronous scheduler runs rows that have waited longer than this first, as the public code of its
+paper does. See --queue-urgency."""
+HEAP_SLACK = 1 << 20
+"""Bytes of a connection's shared memory besides its rows."""
+
+
+def build_parts(context: WorkerContext) -> WorkerParts:
+    """Load the model and build the parts of its worker."""
+    config, limits = context.config, context.limits  # both are checked before weights are read
+    _check(config)
+    layout = _announce_layout(context) if config.remote_experts else None
+    loaded = load_model(config.model, context.progress, layout, config.most_threads)
+    kv_dtype = kv_type(config.cache, loaded)
+    num_blocks = num_blocks_of(config, loaded, limits.max_model_len, kv_dtype)
+    blocks = KVBlocks(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
+    observer = observer_of(config.trace, context.clock)
+    stages = _stages(config, loaded, num_blocks, layout)
+    routed = recorder(config, loaded.model.spec, context.routing)
+    if layout is None:
+        experts = DirectExperts(loaded.model.experts, loaded.kernels, limits.max_num_batched_tokens)
+        runner = _runner(context, stages, experts)
+        scheduler: Scheduler = LockstepScheduler(limits, blocks, config.scheduler.inflight_batches)
+        return WorkerParts(
+            loaded, kv_dtype, num_blocks, runner, scheduler, recorder=routed, observer=observer
+        )
+    remote = _remote(context, layout, loaded, observer)
+    runner = _runner(context, stages, remote)
+    scheduler = _scheduler(context, blocks, layout)
+    return WorkerParts(
+        loaded,
+        kv_dtype,
+        num_blocks,
+        runner,
+        scheduler,
+        expert_stats=remote.stats,
+        servers=remote,
+        layerwise=LayerwiseRunner(runner, remote),
+        recorder=routed,
+        observer=observer,
+        elsewhere=layout,
+    )
+
+
+def _check(config: WorkerConfig) -> None:
+    """Raises ConfigError for settings that need expert servers where there are none."""
+    check_shared(config)
+    if config.remote_experts:
+        return
+    if config.scheduler.schedule != "lockstep":
+        allowed = "lockstep without --expert-servers"
+        raise ConfigError.field("--schedule", config.scheduler.schedule, allowed)
+    if config.scheduler.combine == "partial":
+        raise ConfigError.field("--combine", "partial", "exact without --expert-servers")
+
+
+def _announce_layout(context: WorkerContext) -> ExpertLayout:
+    """Send where the experts are in the checkpoint, so that servers can load while this worker does."""
+    layout = layout_of(context.config.model)
+    context.connection.send(Layout(layout))
+    return layout
+
+
+def _stages(
+    config: WorkerConfig, loaded: LoadedModel, num_blocks: int, layout: ExpertLayout | None
+) -> BlockStages:
+    """The model's stages over a new KV cache. layout: of experts on servers."""
+    spec, device, block_size = loaded.model.spec, loaded.device, config.cache.block_size
+    kv_dtype = kv_type(config.cache, loaded)
+    kv = PagedKV(spec.kv, spec.num_layers, num_blocks, block_size, kv_dtype, device, loaded.kernels)
+    partial, top_k = config.scheduler.combine == "partial", 0 if layout is None else layout.top_k
+    combine = Combine(partial, config.scheduler.max_num_batched_tokens, top_k, device)
+    return BlockStages(loaded.model, kv, block_size, device, combine)
+
+
+def _runner(context: WorkerContext, stages: BlockStages, experts: RoutedExperts) -> SegmentRunner:
+    """Records decode steps unless --enforce-eager is given or the kernels cannot record."""
+    eager, make_recorder = EagerRunner(stages, experts), stages.model.kernels.recorder
+    if context.config.model.enforce_eager or make_recorder is None:
+        return eager
+    table_width = -(-context.limits.max_model_len // stages.block_size)
+    return RecordedRunner(eager, make_recorder, table_width, direct=isinstance(experts, DirectExperts))
+
+
+def _scheduler(context: WorkerContext, blocks: KVBlocks, layout: ExpertLayout) -> Scheduler:
+    """The scheduler of a worker whose experts are on servers."""
+    scheduling, queues, limits = context.config.scheduler, context.config.queues, context.limits
+    if scheduling.schedule == "lockstep":
+        return LockstepScheduler(limits, blocks, scheduling.inflight_batches)
+    if scheduling.schedule == "barrier":
+        return BarrierScheduler(limits, blocks)
+    urgency, history = queues.urgency(URGENT_SECONDS), queues.queue_history
+    policy = policy_named(scheduling.queue_policy, urgency, history=history)
+    threshold = RunThreshold(minimum_batch.rows(layout.num_experts, layout.top_k))
+    return AsyncScheduler(limits, blocks, policy, len(layout.layers), layout.top_k, threshold)
+
+
+def _remote(
+    context: WorkerContext, layout: ExpertLayout, loaded: LoadedModel, observer: WorkerObserver
+) -> RemoteExperts:
+    """The client of the expert servers. Each connection's shared memory holds two of the largest steps."""
+    config, rows = context.config, context.limits.max_num_batched_tokens
+    heap = HEAP_SLACK + 2 * 4 * rows * (layout.hidden + layout.top_k * (layout.hidden + 2))
+    wakeup = Wakeup()
+    schedule = config.scheduler.schedule
+    return RemoteExperts(
+        layout,
+        Replicas(own=config.own_server),
+        Connector(heap, wakeup, config.transport),
+        wakeup,
+        context.clock,
+        tell=minimum_batch.rows(layout.num_experts, layout.top_k) if schedule == "async" else None,
+        everyone=schedule == "barrier",
+        put=loaded.kernels.put,
+        observer=observer,
+    )
