@@ -11,7 +11,7 @@ import pytest
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import ServerEntry
 from moesaic.experts.barrier_client import BarrierClient
-from moesaic.experts.outstanding import End
+from moesaic.experts.outstanding import ServerConnection
 
 HIDDEN = 8
 
@@ -36,9 +36,9 @@ class Recording:
         self.released.append(call.number)
 
 
-def end(server: int = 0, incarnation: int = 1) -> tuple[End, Recording]:
+def end(server: int = 0, incarnation: int = 1) -> tuple[ServerConnection, Recording]:
     caller = Recording()
-    return End(ServerEntry(server, incarnation, "unix:x"), caller), caller  # type: ignore[arg-type]
+    return ServerConnection(ServerEntry(server, incarnation, "unix:x"), caller), caller  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])

@@ -20,7 +20,7 @@ from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.experts import wire
 from moesaic.experts.backend import CallPairs
 from moesaic.experts.client import ExpertRequest, RequestHandle
-from moesaic.experts.outstanding import Memory, Submission, Summed
+from moesaic.experts.outstanding import AnswerMemory, PartialSumCall, Submission
 from moesaic.experts.remote import RemoteExperts
 from moesaic.experts.server import ExpertServer
 from moesaic.kernels.reference.experts import put
@@ -111,7 +111,7 @@ class Cluster:
             self.connector,  # type: ignore[arg-type]
             wakeup,
             time.monotonic,
-            everyone=everyone,
+            every_server=everyone,
         )
 
     def publish(self, *servers: int, names: list[ServerEntry] | None = None) -> None:
@@ -208,7 +208,7 @@ def test_answers_hold_while_there_is_room(cluster: Cluster) -> None:
     cluster.publish(1)
     handle, wanted = cluster.submit()
     cluster.rows(handle, 1)
-    assert list(cluster.client._ends) == [1]
+    assert list(cluster.client._connections) == [1]
     for handle, rows, wanted in kept:
         torch.testing.assert_close(rows, wanted, rtol=0, atol=0)
         cluster.client.release(handle)
@@ -220,7 +220,7 @@ def test_an_answer_takes_its_room_until_it_is_released(
     cluster.publish(0)
     cluster.until(lambda: cluster.servers[0].clients, 0)
     cluster.client.arrivals()
-    caller, released = cluster.client._ends[0].caller, list[Call]()
+    caller, released = cluster.client._connections[0].caller, list[Call]()
     monkeypatch.setattr(caller, "release", released.append)
     handle, _ = cluster.submit()
     cluster.rows(handle, 0)
@@ -294,7 +294,7 @@ def test_an_empty_call_leaves_the_answer_of_another_alone(tmp_path: Path) -> Non
                 cluster.client.poll(handle)
             torch.testing.assert_close(cluster.rows(handle, 0, 1), wanted, rtol=0, atol=0)
             cluster.client.release(handle)
-            assert all(not end.calls for end in cluster.client._ends.values())
+            assert all(not end.calls for end in cluster.client._connections.values())
     finally:
         cluster.close()
 
@@ -338,12 +338,12 @@ def test_partial_sums_survive_a_death(cluster: Cluster) -> None:
 def test_a_sum_may_come_alone_and_twice() -> None:
     """Pairs 0 and 1 are row 0's, pairs 3 and 4 rows 1's and 2's: three sums."""
     hidden, scores = np.ones((3, 1), np.float32), np.ones(6, np.float32)
-    memory = Memory(put)
+    memory = AnswerMemory(put)
     submission = Submission(RequestHandle(0), 0, hidden, np.zeros(6, np.int64), scores, 2)
-    out = submission.room(memory)
+    out = submission.answer_memory(memory)
     out[:] = 9
     call = SimpleNamespace(answer=np.array([5, 6, 7], np.float32).tobytes())
-    sent = Summed(submission, np.array([0, 1, 3, 4]), call, 1)  # type: ignore[arg-type]
+    sent = PartialSumCall(submission, np.array([0, 1, 3, 4]), call, 1)  # type: ignore[arg-type]
     pairs, fresh = sent.receive(np.array([2]), memory)
     assert (pairs.tolist(), fresh, sent.left, sent.missing.tolist()) == ([4], 1, 3, [0, 1, 3])
     pairs, fresh = sent.receive(np.array([0, 2]), memory)

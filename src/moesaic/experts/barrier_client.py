@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.experts import wire
-from moesaic.experts.outstanding import End
+from moesaic.experts.outstanding import ServerConnection
 from moesaic.transport.calls import Call
 
 
@@ -20,7 +20,7 @@ class BarrierClient:
         self._hidden = hidden
         self._work: bool | None = None
         """The `work` flag to arrive with. None when the client does not wait at the barrier."""
-        self._barrier_calls: list[tuple[End, int]] = []
+        self._barrier_calls: list[tuple[ServerConnection, int]] = []
         """Connections and numbers of the calls that count.
 
         Arriving again makes earlier calls void. A server that was started again has a new connection, and
@@ -47,7 +47,7 @@ class BarrierClient:
         passed, self._passed = self._passed, False
         return passed
 
-    def arrive(self, ends: Sequence[End]) -> None:
+    def arrive(self, ends: Sequence[ServerConnection]) -> None:
         """Arrive at the barrier of each of these servers, unless it has done so already."""
         if self._work is None:
             return
@@ -56,7 +56,7 @@ class BarrierClient:
             if not any(arrived is end for arrived, _ in self._barrier_calls):
                 self._arrive(end, self._work)
 
-    def _arrive(self, end: End, work: bool) -> None:
+    def _arrive(self, end: ServerConnection, work: bool) -> None:
         try:
             size = wire.size(0, 0, self._hidden, False)
             call = end.caller.open(size, 1, 4 * self._hidden)
@@ -68,7 +68,7 @@ class BarrierClient:
         except ConnectionLost:
             pass  # the next poll of this connection reports it
 
-    def answered(self, end: End, call: Call) -> None:
+    def answered(self, end: ServerConnection, call: Call) -> None:
         """Handle the answer to a call that has no request for experts.
 
         If the call did not arrive at a barrier either, it is an old call that was answered twice. It is

@@ -1,4 +1,4 @@
-"""What a client of expert servers keeps while their answers are out."""
+"""What a client of expert servers keeps while their answers are on the way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moesaic.transport.calls import Call, Caller
 
 @lru_cache(maxsize=64)
 def every_pair(pairs: int, top_k: int) -> tuple[IntArray, IntArray]:
-    """All pairs of a submission [p], and the row of each. Kept: not to be written."""
+    """All pairs of a submission [p], and the row of each. The arrays are cached and read-only."""
     found = np.arange(pairs)
     rows: IntArray = found // top_k
     found.flags.writeable = rows.flags.writeable = False
@@ -29,7 +29,7 @@ def every_pair(pairs: int, top_k: int) -> tuple[IntArray, IntArray]:
 
 @dataclass(eq=False)
 class Submission:
-    """Rows whose experts were asked."""
+    """A request to the experts of a layer, and as much of its answer as has come in."""
 
     handle: RequestHandle
     layer: int
@@ -41,75 +41,79 @@ class Submission:
     """[n * k] the gate weight of each pair, where partial sums are wanted."""
     top_k: int
     out: FloatRows | None = None
-    """[n * k, h] what is there of the answer: where it came in, if one call brought all of it, else in memory
-    of its own; None: nothing is there yet."""
+    """[n * k, h] the answer so far, or None before the first part of it.
+
+    Where one call brings the whole answer it stays in the call's memory. Otherwise it is in memory of its
+    own.
+    """
     inside: Call | None = None
-    """In whose memory `out` is."""
+    """The call whose memory has `out`."""
     give_back: Callable[[], None] | None = None
-    """Whatever `out` lies in; of an answer that is where it came in, from `Sent.done` on."""
+    """Frees the memory of `out`. Where that is a call's memory, it is set when the call is complete."""
     missing: int = field(init=False)
-    """Pairs that are not there yet, and empty calls that were not answered."""
+    """Pairs and empty calls without an answer."""
     unsent: list[IntArray] = field(default_factory=list)
-    """Pairs that nobody could take."""
+    """Pairs that no server could take yet."""
     attempt: int = 0
+    """How often pairs of it were sent again."""
     released: bool = False
-    """Nobody waits for it any more."""
+    """The answer is no longer needed."""
 
     def __post_init__(self) -> None:
         self.missing = len(self.experts)
 
-    def room(self, memory: Memory) -> FloatRows:
-        """`out`, for answers that come one after the other."""
+    def answer_memory(self, memory: AnswerMemory) -> FloatRows:
+        """`out`, allocated for answers that come in several parts."""
         if self.out is None:
-            kept, self.out = memory.take(len(self.experts), self.hidden.shape[1])
-            self.give_back = partial(memory.give_back, kept)
+            taken, self.out = memory.take(len(self.experts), self.hidden.shape[1])
+            self.give_back = partial(memory.give_back, taken)
         return self.out
 
-    def move(self, memory: Memory) -> bool:
-        """Put an answer elsewhere that is where it came in: room is needed there. False: it is not there."""
+    def move(self, memory: AnswerMemory) -> bool:
+        """Copy an answer out of its call's memory, which others need. Returns False if it is not there."""
         if self.inside is None or self.out is None or self.give_back is None:
             return False
         answer, give_back, self.out, self.inside = self.out, self.give_back, None, None
-        self.room(memory)[:] = answer
+        self.answer_memory(memory)[:] = answer
         give_back()
         return True
 
     def release(self) -> None:
-        """Nobody looks at the answer any more; what is late is for nobody."""
+        """The answer is no longer needed. Parts that come in later are ignored."""
         self.released = True
         if self.give_back is not None:
             self.give_back()
         self.out = self.inside = self.give_back = None
 
     def scores_of(self, pairs: IntArray) -> FloatRows | None:
-        """[p]"""
+        """[p] the gate weights of these pairs."""
         return None if self.scores is None else self.scores[pairs]
 
     def rows_of(self, pairs: IntArray) -> tuple[FloatRows, IntArray]:
-        """The rows [m, h] that these pairs need, each once, and which of them each pair needs [p]."""
+        """The distinct rows [m, h] that these pairs need, and which of them each pair needs [p]."""
         if len(pairs) == len(self.experts):
             return self.hidden, every_pair(len(pairs), self.top_k)[1]
         row_of = pairs // self.top_k
         used = np.zeros(len(self.hidden), dtype=bool)
         used[row_of] = True
-        places: IntArray = (np.cumsum(used) - 1)[row_of]
-        return self.hidden[used], places
+        index: IntArray = (np.cumsum(used) - 1)[row_of]
+        return self.hidden[used], index
 
 
 @dataclass(eq=False, slots=True)
-class Sent:
-    """A call under way: which pairs of which submission it asks for."""
+class OpenCall:
+    """A call under way and the pairs of a submission that it computes."""
 
     submission: Submission
     pairs: IntArray
-    """[p] ascending; none in an empty call, whose answer is one row that means nothing."""
+    """[p] ascending. An empty call has none; its answer is one row without meaning."""
     call: Call
     version: int
-    """Of the directory that it was routed by."""
+    """Version of the directory that it was routed by."""
     left: int = field(init=False)
-    """Pairs that are not there yet; 1 for the answer to an empty call."""
+    """Pairs without an answer; 1 for an empty call without an answer."""
     _arrived: npt.NDArray[np.bool_] | None = None
-    """[p] whether each is there, once some are."""
+    """[p] whether each pair has its answer. None before the first part of the answer."""
 
     def __post_init__(self) -> None:
         self.left = max(1, len(self.pairs))
@@ -120,84 +124,87 @@ class Sent:
         width = self.submission.hidden.shape[1]
         return np.frombuffer(self.call.answer, dtype=np.float32).reshape(-1, width)
 
-    def receive(self, indices: IntArray, memory: Memory) -> tuple[IntArray, int]:
-        """Put these rows of the answer, which are there now, in their places.
+    def receive(self, indices: IntArray, memory: AnswerMemory) -> tuple[IntArray, int]:
+        """Store these rows of the call's answer in the submission's answer.
 
-        Returns their pairs, and how many of them are there for the first time: a transport may repeat itself.
+        Returns their pairs, and how many of them are new: a transport may repeat itself.
         """
         fresh, submission = self._mark(indices), self.submission
         if not len(self.pairs) or submission.released:
             return self.pairs[:0], fresh
         if submission.out is None and fresh == len(submission.experts):
-            # The usual case: all of it at once. It stays where it is.
+            # The usual case: the whole answer comes at once. It stays in the call's memory.
             submission.out, submission.inside = self._answer, self.call
             return self.pairs, fresh
         pairs = self.pairs[indices]
-        memory.put(submission.room(memory), pairs, self._answer, indices)
+        memory.put(submission.answer_memory(memory), pairs, self._answer, indices)
         return pairs, fresh
 
-    def done(self, release: Callable[[Call], None]) -> None:
-        """The last row is there: the transport may have its memory back once nobody looks at it."""
+    def complete(self, release: Callable[[Call], None]) -> None:
+        """The last row has come in. `release` frees the call's memory, once the answer is not needed
+        there."""
         if self.submission.inside is self.call:
             self.submission.give_back = partial(release, self.call)
         else:
             release(self.call)
 
-    def _mark(self, places: IntArray) -> int:
-        """These of the pairs are there; how many of them were not before."""
+    def _mark(self, indices: IntArray) -> int:
+        """These of the call's pairs have their answer. Returns how many of them had none before."""
         if self._arrived is None:
-            if len(places) == self.left:  # `places` names each once
+            if len(indices) == self.left:  # `indices` has no duplicates
                 self.left = 0
-                return len(places)
+                return len(indices)
             self._arrived = np.zeros(self.left, dtype=bool)
-        self._arrived[places] = True
+        self._arrived[indices] = True
         before, self.left = self.left, int(np.count_nonzero(~self._arrived))
         return before - self.left
 
     @property
     def missing(self) -> IntArray:
-        """The pairs that are not there yet, of a call that is under way."""
+        """The pairs without an answer, of a call under way."""
         return self.pairs if self._arrived is None else self.pairs[~self._arrived]
 
 
-class Summed(Sent):
-    """A call whose answer has the partial sum of each row's pairs."""
+class PartialSumCall(OpenCall):
+    """A call whose answer is the partial sum of each row's pairs."""
 
-    def receive(self, indices: IntArray, memory: Memory) -> tuple[IntArray, int]:
-        """A sum stands at the first of its pairs, zeros at the others."""
+    def receive(self, indices: IntArray, memory: AnswerMemory) -> tuple[IntArray, int]:
+        """Store a row's sum at the first of its pairs, and zeros at the others."""
         _, first, row_of = np.unique(
             self.pairs // self.submission.top_k, return_index=True, return_inverse=True
         )
-        told = np.flatnonzero(np.isin(row_of, indices))
-        pairs, fresh = self.pairs[told], self._mark(told)
+        answered = np.flatnonzero(np.isin(row_of, indices))
+        pairs, fresh = self.pairs[answered], self._mark(answered)
         if self.submission.released:
             return pairs[:0], fresh
-        out = self.submission.room(memory)
+        out = self.submission.answer_memory(memory)
         out[pairs] = 0
         memory.put(out, self.pairs[first[indices]], self._answer, indices)
         return pairs, fresh
 
 
 @dataclass
-class End:
+class ServerConnection:
     """A connection to a server and the calls on it."""
 
     entry: ServerEntry
     caller: Caller
-    calls: dict[int, Sent] = field(default_factory=dict)
+    calls: dict[int, OpenCall] = field(default_factory=dict)
+    """By the number of the call."""
     barrier_calls: set[int] = field(default_factory=set)
-    """Numbers of the calls that are knocks."""
+    """Numbers of the calls that arrive at the server's barrier."""
 
     @property
     def outstanding(self) -> int:
-        return sum(sent.left for sent in self.calls.values() if len(sent.pairs))
+        """Pairs without an answer."""
+        return sum(call.left for call in self.calls.values() if len(call.pairs))
 
 
-class Posted:
-    """What was sent so far."""
+class CallCounts:
+    """Counts what a client has sent."""
 
     def __init__(self, layers: tuple[int, ...], own: int | None) -> None:
-        """layers: with routed experts. own: the server of this client's own rank."""
+        """layers: with routed experts. own: the server of this client's own rank, if it has one."""
         self._own = own
         self._calls = 0
         self._remote_bytes = 0
@@ -205,7 +212,7 @@ class Posted:
         self._local = dict.fromkeys(layers, 0)
 
     def add(self, layer: int, server: int, pairs: int, size: int) -> None:
-        """A call with so many (row, expert) pairs, and bytes of question and answer, went to `server`."""
+        """A call with so many (row, expert) pairs was sent to `server`. size: bytes of request and answer."""
         self._calls += 1
         self._pairs[layer] += pairs
         if server == self._own:
@@ -226,15 +233,15 @@ class Posted:
         )
 
 
-class Memory:
-    """Keeps the memory of answers for later ones: the system pages fresh memory in anew."""
+class AnswerMemory:
+    """Keeps the memory of answers for later ones: fresh memory would have to be paged in."""
 
     def __init__(self, put: Put) -> None:
         self.put = put
         self._free: list[FloatRows] = []
 
     def take(self, rows: int, width: int) -> tuple[FloatRows, FloatRows]:
-        """Memory to be given back one day, and [rows, width] in it."""
+        """Memory for `give_back`, and an array [rows, width] in it."""
         numbers = rows * width
         fitting = next((memory for memory in self._free if len(memory) >= numbers), None)
         if fitting is None:
@@ -245,5 +252,5 @@ class Memory:
         return fitting, fitting[:numbers].reshape(rows, width)
 
     def give_back(self, memory: FloatRows) -> None:
-        """Nobody looks at it any more."""
+        """The memory may be used again."""
         self._free.append(memory)

@@ -1,8 +1,8 @@
-"""Routed experts answered by servers: dispatch, combine, and what happens when a server is gone.
+"""Routed experts on servers: sends requests, combines the answers, and replaces servers that are gone.
 
-A submission's (row, rank) pairs are split by server (`policy.fleet.replicas`), each row travelling once to
-each; the answers are put back at their pair, so that whoever answered when, the rows are those of a direct
-call. Pairs that nobody can take now wait for a server that can.
+The (row, rank) pairs of a request are split by server (`policy.fleet.replicas`). A row travels once to each
+server that it needs. Answers are stored at their pairs, so the rows are those of a direct call, whichever
+server answered first. Pairs that no server can take wait for one that can.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from moesaic.experts.barrier_client import BarrierClient
 from moesaic.experts.client import ExpertRequest, RequestHandle
 from moesaic.experts.connector import Connector
 from moesaic.experts.observer import ClientObserver, UnobservedClient
-from moesaic.experts.outstanding import End, Memory, Posted, Sent, Submission, Summed, every_pair
+from moesaic.experts.outstanding import (
+    AnswerMemory,
+    CallCounts,
+    OpenCall,
+    PartialSumCall,
+    ServerConnection,
+    Submission,
+    every_pair,
+)
 from moesaic.kernels.reference.experts import put
 from moesaic.kernels.table import Put
 from moesaic.policy.fleet.replicas import NOBODY, Replicas
@@ -32,11 +40,12 @@ from moesaic.transport.wakeup import Wakeup
 
 LOG = logging.getLogger(__name__)
 SPIN = 50e-6
-"""Seconds of looking for an answer before the process sleeps."""
+"""Seconds that the process polls for an answer before it sleeps."""
+NO_PAIRS: IntArray = np.zeros(0, dtype=np.int64)
 
 
 class RemoteExperts:
-    """`RoutedExperts` over connections to expert servers. Used by one thread."""
+    """`RoutedExperts` and `ExpertServers` over connections to expert servers. Used by one thread."""
 
     def __init__(
         self,
@@ -45,22 +54,24 @@ class RemoteExperts:
         connector: Connector,
         wakeup: Wakeup,
         clock: Callable[[], float],
-        tell: int | None = None,
-        everyone: bool = False,
+        portion_rows: int | None = None,
+        every_server: bool = False,
         put: Put = put,
         observer: ClientObserver | None = None,
     ) -> None:
-        """bell: the one that `connector` rings. tell: keep what comes in for `arrivals`, and of
-        submissions of at most so many rows only once all of it is there. everyone: each
-        submission asks each server, those that hold none of its experts with an empty call (for barriers).
-        put: copies answers to where they are wanted.
+        """wakeup: the one that `connector` rings. put: copies rows of answers.
+
+        portion_rows: keep what comes in for `arrivals`. Requests of more rows are reported portion by
+        portion, others when their answer is complete. None: `arrivals` is not used.
+        every_server: each request calls every server. Servers without any of its experts get an empty call
+        (for the barrier schedule).
         """
         self._layout = layout
-        self._observer: ClientObserver = observer or UnobservedClient()
-        self._tell = tell
-        self._everyone = everyone
+        self._observer: ClientObserver = UnobservedClient() if observer is None else observer
+        self._portion_rows = portion_rows
+        self._every_server = every_server
         self._barrier_client = BarrierClient(layout.hidden)
-        self._news: list[tuple[RequestHandle, IntArray]] = []
+        self._arrivals: list[tuple[RequestHandle, IntArray]] = []
         self._replicas = replicas
         self._connector = connector
         self._wakeup = wakeup
@@ -68,12 +79,16 @@ class RemoteExperts:
         self._secret = b""
         self._version = -1
         self._entries: dict[int, ServerEntry] = {}
-        self._ends: dict[int, End] = {}
+        """The servers of the directory."""
+        self._connections: dict[int, ServerConnection] = {}
+        """By server. A server that left the directory is in here until it has answered its calls."""
         self._submissions: dict[int, Submission] = {}
+        """By the number of the handle."""
         self._submitted = 0
-        self._memory = Memory(put)
+        self._memory = AnswerMemory(put)
         self._stuck: list[Submission] = []
-        self._posted = Posted(layout.layers, replicas.own)
+        """Submissions with pairs that no server could take."""
+        self._counts = CallCounts(layout.layers, replicas.own)
         self._waited = 0.0
 
     # ---- RoutedExperts
@@ -87,10 +102,10 @@ class RemoteExperts:
             handle, request.layer, pairs.hidden, pairs.experts, pairs.weights, pairs.top_k
         )
         self._submissions[handle.number] = submission
-        if self._wakeup.rung:  # a connection stands, perhaps the one to the own rank's server
+        if self._wakeup.rung:  # a connection is ready, perhaps to the own rank's server
             self._pump()
         self._send(submission, every_pair(len(pairs.experts), pairs.top_k)[0])
-        if self._everyone:
+        if self._every_server:
             self._send_empty(submission)
         give_way()
         self._observer.sent(handle, request, began)
@@ -111,19 +126,66 @@ class RemoteExperts:
         self._submissions.pop(handle.number).release()
         self._observer.released(handle)
 
+    # ---- requests of which parts are used
+
     def arrivals(self) -> list[tuple[RequestHandle, IntArray]]:
-        """The pairs (row * k + rank) that came in since the last call, by submission."""
+        """The pairs (row * k + rank) that came in since the last call, by request."""
         began = self._clock()
         self._pump()
-        news, self._news = self._news, []
-        self._observer.collected(news, began)
-        return news
+        arrivals, self._arrivals = self._arrivals, []
+        self._observer.collected(arrivals, began)
+        return arrivals
 
     def rows(self, handle: RequestHandle) -> torch.Tensor:
-        """[n, k, h] with the rows that are there; they hold until the next call."""
+        """The answer [n, k, h] as far as it has come in. It holds until the next call."""
         submission = self._submissions[handle.number]
-        out = submission.room(self._memory)
+        out = submission.answer_memory(self._memory)
         return torch.from_numpy(out).view(-1, submission.top_k, out.shape[1])
+
+    @property
+    def busy(self) -> bool:
+        """True while an answer or the barrier is awaited, or `arrivals` has not returned everything."""
+        waiting = self._barrier_client.waiting or bool(self._arrivals)
+        return waiting or any(submission.missing for submission in self._submissions.values())
+
+    # ---- ExpertServers
+
+    @property
+    def settled(self) -> int:
+        versions = (
+            call.version for connection in self._connections.values() for call in connection.calls.values()
+        )
+        return min(versions, default=self._version)
+
+    def update(self, directory: Directory, secret: bytes) -> None:
+        known, self._entries = self._entries, {entry.server: entry for entry in directory.servers}
+        self._secret, self._version = secret, directory.version
+        self._replicas.place(directory.experts, self._layout.num_experts)
+        for server in set(known) - set(self._entries):
+            self._connector.stop(server)
+        for server, entry in self._entries.items():
+            connection = self._connections.get(server)  # also where it had left and has calls to answer
+            if (known.get(server, entry) if connection is None else connection.entry) != entry:
+                self._replicas.replaced(server)
+                self._fail(server)
+            elif server not in known and connection is None:
+                self._connector.start(entry, secret)
+        self._retire()
+        self._pump()
+
+    def wait(self, timeout: float | None, wakeup: int) -> bool:
+        """Sleep until an answer, a new connection, the file descriptor `wakeup`, or a server's deadline."""
+        began = self._clock()
+        deadline = self._replicas.next_deadline()
+        limits = [] if timeout is None else [timeout]
+        if deadline is not None:
+            limits.append(max(0.001, deadline - began))
+        callers = [connection.caller for connection in self._connections.values()]
+        news = wait(callers, (wakeup, self._wakeup.fileno()), min(limits, default=None), SPIN)
+        if not self._barrier_client.idle:
+            self._waited += self._clock() - began
+        self._observer.waited(began)
+        return news
 
     def enter_barrier(self, work: bool) -> None:
         self._barrier_client.enter(work)
@@ -138,74 +200,33 @@ class RemoteExperts:
             self._observer.at_barrier(False)
         return passed
 
-    # ---- the servers
-
-    def update(self, directory: Directory, secret: bytes) -> None:
-        """Who serves what from now on."""
-        known, self._entries = self._entries, {entry.server: entry for entry in directory.servers}
-        self._secret, self._version = secret, directory.version
-        self._replicas.place(directory.experts, self._layout.num_experts)
-        for server in set(known) - set(self._entries):
-            self._connector.stop(server)
-        for server, entry in self._entries.items():
-            end = self._ends.get(server)  # also where it had left and still owes answers
-            if (known.get(server, entry) if end is None else end.entry) != entry:
-                self._replicas.replaced(server)
-                self._fail(server)
-            elif server not in known and end is None:
-                self._connector.start(entry, secret)
-        self._retire()
-        self._pump()
-
-    @property
-    def settled(self) -> int:
-        calls = (sent.version for end in self._ends.values() for sent in end.calls.values())
-        return min(calls, default=self._version)
-
-    @property
-    def busy(self) -> bool:
-        """True while an answer is awaited, or one was not told of."""
-        open_ends = self._barrier_client.waiting or bool(self._news)
-        return open_ends or any(one.missing for one in self._submissions.values())
-
-    def wait(self, timeout: float | None, wakeup: int) -> bool:
-        """Sleep until an answer, a server, the file descriptor `wakeup`, or the time when a server is
-        late."""
-        started = self._clock()
-        deadline = self._replicas.next_deadline()
-        limits = [] if timeout is None else [timeout]
-        if deadline is not None:
-            limits.append(max(0.001, deadline - started))
-        ends = [end.caller for end in self._ends.values()]
-        news = wait(ends, (wakeup, self._wakeup.fileno()), min(limits, default=None), SPIN)
-        if not self._barrier_client.idle:
-            self._waited += self._clock() - started
-        self._observer.waited(started)
-        return news
-
     def stats(self) -> ExpertStats:
-        return self._posted.stats(self._waited, self._replicas.stats)
+        """What was counted so far."""
+        return self._counts.stats(self._waited, self._replicas.stats)
 
     def close(self) -> None:
+        """Close all connections."""
         for server in list(self._entries):
             self._connector.stop(server)
-        for end in self._ends.values():
-            end.caller.close()
-        self._ends.clear()
+        for connection in self._connections.values():
+            connection.caller.close()
+        self._connections.clear()
+
+    # ---- calls
 
     def _pump(self) -> None:
-        """Everything that can be done without waiting."""
+        """Do everything that can be done without waiting."""
         if self._wakeup.rung:
             self._wakeup.clear()
             for entry, caller in self._connector.made():
                 self._join(entry, caller)
-        for server, end in list(self._ends.items()):
+        for server, connection in list(self._connections.items()):
             try:
-                for call, indices in end.caller.poll():
-                    if call.number in end.calls:
-                        self._receive(end, end.calls[call.number], indices)
+                for call, indices in connection.caller.poll():
+                    if call.number in connection.calls:
+                        self._receive(connection, connection.calls[call.number], indices)
                     else:
-                        self._barrier_client.answered(end, call)
+                        self._barrier_client.answered(connection, call)
             except DamagedMessage as damage:
                 LOG.warning("dropped expert server %d: %s", server, damage)
                 self._fail(server)
@@ -215,32 +236,34 @@ class RemoteExperts:
             self._replicas.mask(server)
             self._fail(server)
         self._retry()
-        self._barrier_client.arrive([end for server, end in self._ends.items() if server in self._entries])
+        listed = [one for server, one in self._connections.items() if server in self._entries]
+        self._barrier_client.arrive(listed)
 
     def _join(self, entry: ServerEntry, caller: Caller) -> None:
-        if self._entries.get(entry.server) != entry or entry.server in self._ends:
+        if self._entries.get(entry.server) != entry or entry.server in self._connections:
             caller.close()
             return
-        self._ends[entry.server] = End(entry, caller)
+        self._connections[entry.server] = ServerConnection(entry, caller)
         self._replicas.joined(entry.server)
 
-    def _receive(self, end: End, sent: Sent, indices: IntArray) -> None:
-        submission = sent.submission
-        pairs, fresh = sent.receive(indices, self._memory)
+    def _receive(self, connection: ServerConnection, call: OpenCall, indices: IntArray) -> None:
+        submission, server = call.submission, connection.entry.server
+        pairs, fresh = call.receive(indices, self._memory)
         submission.missing -= fresh
-        if self._tell is not None and len(submission.hidden) > self._tell:
-            self._news.append((submission.handle, pairs))
-        elif self._tell is not None and fresh and not submission.missing:
-            self._news.append((submission.handle, every_pair(len(submission.experts), submission.top_k)[0]))
-        self._replicas.answered(end.entry.server, fresh, self._clock())
-        if not sent.left:
-            del end.calls[sent.call.number]
-            sent.done(end.caller.release)
-            if end.entry.server not in self._entries:
+        if self._portion_rows is not None and len(submission.hidden) > self._portion_rows:
+            self._arrivals.append((submission.handle, pairs))
+        elif self._portion_rows is not None and fresh and not submission.missing:
+            every = every_pair(len(submission.experts), submission.top_k)[0]
+            self._arrivals.append((submission.handle, every))
+        self._replicas.answered(server, fresh, self._clock())
+        if not call.left:
+            del connection.calls[call.call.number]
+            call.complete(connection.caller.release)
+            if server not in self._entries:
                 self._retire()
 
     def _send(self, submission: Submission, pairs: IntArray) -> None:
-        """Each pair to a server that holds its expert; what nobody can take now waits."""
+        """Send each pair to a server that holds its expert. Pairs that no server can take wait."""
         for server, share in self._replicas.shares(submission.layer, submission.experts[pairs]):
             mine = pairs if share is None else pairs[share]
             if server == NOBODY or not self._post(server, submission, mine):
@@ -249,65 +272,65 @@ class RemoteExperts:
             self._stuck.append(submission)
 
     def _send_empty(self, submission: Submission) -> None:
-        """A call without pairs to every server that got none with; those that leave wait for nobody."""
-        for server in self._ends.keys() & self._entries.keys():
-            asked = any(sent.submission is submission for sent in self._ends[server].calls.values())
-            if not asked and self._post(server, submission, np.zeros(0, dtype=np.int64)):
+        """Send a call without pairs to every other server. Servers that leave wait for no client."""
+        for server in self._connections.keys() & self._entries.keys():
+            calls = self._connections[server].calls.values()
+            called = any(call.submission is submission for call in calls)
+            if not called and self._post(server, submission, NO_PAIRS):
                 submission.missing += 1
 
     def _post(self, server: int, submission: Submission, pairs: IntArray) -> bool:
-        """False when there is no room for another call to this server, or it is gone."""
-        end = self._ends[server]
+        """Returns False when there is no room for another call to this server, or it is gone."""
+        connection = self._connections[server]
         hidden, row_of = submission.rows_of(pairs)
         count, width = hidden.shape
         partial = submission.scores is not None
         answers = max(1, count if partial else len(pairs))
         size = wire.size(count, len(pairs), width, partial)
         try:
-            call = end.caller.open(size, answers, 4 * width)
+            call = connection.caller.open(size, answers, 4 * width)
             if call is None and sum(one.move(self._memory) for one in self._submissions.values()):
-                call = end.caller.open(size, answers, 4 * width)  # answers that wait had the room
+                call = connection.caller.open(size, answers, 4 * width)  # unused answers took the room
             if call is None:
                 return False
-            scores = submission.scores_of(pairs)
-            asked = submission.experts[pairs], row_of, scores, hidden
-            wire.write(call.request, submission.layer, *asked, submission.attempt)
-            end.caller.post(call)
+            contents = submission.experts[pairs], row_of, submission.scores_of(pairs), hidden
+            wire.write(call.request, submission.layer, *contents, submission.attempt)
+            connection.caller.post(call)
         except ConnectionLost:
-            return False  # `_pump` hears of it too and sends again
-        made = Summed if partial and len(pairs) else Sent
-        end.calls[call.number] = made(submission, pairs, call, self._version)
+            return False  # `_pump` finds out too and sends again
+        kind = PartialSumCall if partial and len(pairs) else OpenCall
+        connection.calls[call.number] = kind(submission, pairs, call, self._version)
         owed = max(1, len(pairs))  # an empty call is answered too, unless the server is frozen
         self._replicas.sent(server, owed, self._clock(), again=submission.attempt > 0)
-        self._posted.add(submission.layer, server, len(pairs), size + answers * 4 * width)
+        self._counts.add(submission.layer, server, len(pairs), size + answers * 4 * width)
         return True
 
     def _fail(self, server: int) -> None:
-        """The connection is given up; what it owes goes to others.
+        """Give up a connection and send its unanswered pairs to other servers.
 
-        Late answers end up nowhere: the connection and its memory are the fence that the paper lacks.
+        Late answers are lost with the connection and its memory. That is the fence that the paper lacks.
         """
         left = self._drop(server)
         entry = self._entries.get(server)
         if entry is not None:
             self._connector.start(entry, self._secret)
-        for sent in left:
-            if sent.submission.released:
+        for call in left:
+            if call.submission.released:
                 continue
-            if not len(sent.pairs):
-                sent.submission.missing -= 1  # nobody waits at that server any more
+            if not len(call.pairs):
+                call.submission.missing -= 1  # an empty call is not sent again
                 continue
-            sent.submission.attempt += 1
-            self._send(sent.submission, sent.missing)
+            call.submission.attempt += 1
+            self._send(call.submission, call.missing)
 
-    def _drop(self, server: int) -> list[Sent]:
-        """Close the connection; its calls that lack answers."""
-        end = self._ends.pop(server, None)
-        if end is None:
+    def _drop(self, server: int) -> list[OpenCall]:
+        """Close the connection. Returns its unanswered calls."""
+        connection = self._connections.pop(server, None)
+        if connection is None:
             return []
-        self._replicas.lost(server, end.outstanding)
-        end.caller.close()
-        return list(end.calls.values())
+        self._replicas.lost(server, connection.outstanding)
+        connection.caller.close()
+        return list(connection.calls.values())
 
     def _retry(self) -> None:
         stuck, self._stuck = self._stuck, []
@@ -316,7 +339,7 @@ class RemoteExperts:
             self._send(submission, np.sort(np.concatenate(unsent)))
 
     def _retire(self) -> None:
-        """Close connections to servers that are no longer listed, once they owe nothing."""
-        for server, end in list(self._ends.items()):
-            if server not in self._entries and not end.calls:
+        """Close connections to servers that left the directory, once they have no unanswered calls."""
+        for server, connection in list(self._connections.items()):
+            if server not in self._entries and not connection.calls:
                 self._drop(server)

@@ -149,8 +149,8 @@ def _remote(
         Connector(heap, wakeup, config.transport),
         wakeup,
         context.clock,
-        tell=minimum_batch.rows(layout.num_experts, layout.top_k) if schedule == "async" else None,
-        everyone=schedule == "barrier",
+        portion_rows=minimum_batch.rows(layout.num_experts, layout.top_k) if schedule == "async" else None,
+        every_server=schedule == "barrier",
         put=loaded.kernels.put,
         observer=observer,
     )
