@@ -1,1 +1,1 @@
-"""The attention worker: carries out what its scheduler decides."""
+"""The attention worker: its process and loop, and the executor of what its scheduler decides."""

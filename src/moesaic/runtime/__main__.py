@@ -24,6 +24,7 @@ from moesaic.transport.stream import StreamConnection
 from moesaic.transport.wakeup import Wakeup
 
 ALIVE_SECONDS = 0.2
+"""Seconds between two Alive messages."""
 
 
 def main() -> int:
@@ -33,12 +34,12 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="settings as JSON")
     arguments = parser.parse_args()
     logging.basicConfig(format="attention worker %(process)d: %(message)s", level=logging.WARNING)
-    # A service manager may signal every process it started; the engine drains and then ends this one.
+    # A service manager may signal every process that it started. The engine ends this one after its requests.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wakeup = Wakeup()
     sock = socket.socket(fileno=arguments.connection_fd)
-    # When the engine dies, so does its worker, at once, also in the middle of a step.
+    # When the engine dies, its worker ends at once, even in the middle of a step.
     connection = StreamConnection(sock, on_lost=lambda: os._exit(0), on_message=wakeup.ring)
     try:
         config = WorkerConfig.from_json(arguments.config)
@@ -48,7 +49,7 @@ def main() -> int:
     except ConnectionLost:
         return 0
     except Exception as error:
-        # The log comes first: once the engine knows, it may close the connection, which ends this process.
+        # Log first: the engine may close the connection after the message, and that ends this process.
         traceback.print_exc()
         line = str(error).partition("\n")[0]
         with contextlib.suppress(ConnectionLost):
@@ -57,17 +58,17 @@ def main() -> int:
 
 
 def _serve(connection: StreamConnection, config: WorkerConfig, wakeup: Wakeup) -> int:
-    last = 0.0
+    sent = 0.0
 
     def progress(done: int, total: int) -> None:
-        nonlocal last
+        nonlocal sent
         now = time.monotonic()
-        if now - last > 0.2 or done == total:
-            last = now
+        if now - sent > 0.2 or done == total:
+            sent = now
             connection.send(messages.Loading(done, total))
 
     def lost(how: str) -> None:
-        """A group is no group without one of its ranks; with nothing under way no round would tell."""
+        """End this process: another rank of its group ended. While the group is idle nothing else tells."""
         logging.warning("%s, and this worker with it", how)
         with contextlib.suppress(ConnectionLost):
             if not config.supervised:
@@ -83,11 +84,11 @@ def _serve(connection: StreamConnection, config: WorkerConfig, wakeup: Wakeup) -
         return 2
     connection.send(messages.Ready(info))
     if config.supervised:
-        threading.Thread(target=_live, args=(connection,), name="alive", daemon=True).start()
+        threading.Thread(target=_send_alive, args=(connection,), name="alive", daemon=True).start()
     try:
         worker.run()
     except ConnectionLost as error:
-        if not config.supervised:  # who watches it starts another one; else its end is to be explained
+        if not config.supervised:  # a supervisor starts another worker; otherwise the user needs the reason
             connection.send(messages.Failed(str(error), user_error=False))
         raise
     except torch.OutOfMemoryError as error:
@@ -96,9 +97,9 @@ def _serve(connection: StreamConnection, config: WorkerConfig, wakeup: Wakeup) -
     return 0
 
 
-def _live(connection: StreamConnection) -> None:
-    """Signs of life from a thread of its own: a step may take long."""
-    with contextlib.suppress(ConnectionLost):  # the reading thread ends this process
+def _send_alive(connection: StreamConnection) -> None:
+    """Report that this process is alive, from a thread of its own since a step may take long."""
+    with contextlib.suppress(ConnectionLost):  # the thread that reads the connection ends this process
         while True:
             connection.send(messages.Alive())
             time.sleep(ALIVE_SECONDS)

@@ -1,4 +1,4 @@
-"""What this machine offers to one process."""
+"""The cores and the memory that this machine offers to one process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep freed memory for the next step, up to 2 GiB, instead of returning it.
+    """Let the C library keep up to 2 GiB of freed memory for the next step.
 
-    Every step allocates the same megabytes; paging them in anew took a sixth of a long prefill. Where
-    the C library is not glibc nothing happens.
+    Every step allocates the same megabytes. To page them in again took a sixth of the time of a long prefill.
+    Only glibc can do this; with another C library nothing happens.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -27,10 +27,10 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Let the C library give each larger piece back as it is freed.
+    """Let the C library return each large block to the system as it is freed.
 
-    Kept, they fall to pieces around each other: 80 MiB more at a cap of 600 MiB. `Kernels.reusing` keeps what
-    a pass can use again. Where the C library is not glibc nothing happens.
+    Kept blocks fragment: they took 80 MiB more at a limit of 600 MiB. `Kernels.reusing` keeps what a pass can
+    use again. Only glibc can do this; with another C library nothing happens.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -38,25 +38,25 @@ def return_freed_memory() -> None:
 
 
 def cores() -> int:
-    """Cores that this process may run on."""
+    """The number of cores that this process may run on."""
     return len(allowed_cpus())
 
 
 def allowed_cpus() -> list[int]:
-    """Their numbers, ascending."""
+    """The numbers of the cores that this process may run on, ascending."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def stay_on(cpus: Iterable[int]) -> None:
-    """Keeps the calling thread on these cores, where the system lets it say so."""
+    """Keep the calling thread on these cores. Systems without sched_setaffinity ignore it."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cpus)
 
 
 def available_memory() -> int:
-    """Bytes that can be taken without swapping: what the kernel says, and a container's limit."""
+    """Bytes that can be allocated without swapping, within the memory limit of a container."""
     if not _MEMINFO.is_file():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
@@ -66,7 +66,7 @@ def available_memory() -> int:
 
 
 def _cgroup_left() -> int | None:
-    """Bytes left under the memory limit of this control group (version 2), if it has one."""
+    """Bytes left below the memory limit of this control group (version 2), or None without a limit."""
     limit, current = _CGROUP / "memory.max", _CGROUP / "memory.current"
     if not limit.is_file() or not current.is_file() or limit.read_text().strip() == "max":
         return None

@@ -1,5 +1,8 @@
-"""The two levels of a model that is larger than its fast memory: RAM over a disk, a GPU over RAM, or, to
-compare schedules without one, a core over another."""
+"""The two memory levels of a model that is larger than its fast memory.
+
+They are RAM and a disk, or a GPU's memory and RAM. Two cores can stand for the two levels, to compare
+schedules without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -27,24 +30,24 @@ from moesaic.runtime.machine import allowed_cpus, stay_on
 from moesaic.runtime.model_loading import LoadedModel, kv_type
 
 Core = Callable[[], AbstractContextManager[None]]
-"""Within it a thread computes there."""
+"""A context in which the calling thread computes on one core."""
 Owned = Mapping[int, Sequence[int]]
-"""Layer -> experts of one process, ascending."""
+"""Layer -> the experts of one process, ascending."""
 
 
 @dataclass(frozen=True)
 class Levels:
-    """A process's routed experts on the two levels, and the ways between these."""
+    """A process's routed experts on the two levels, and the links between the levels."""
 
     experts: Streamed
     static: Mapping[int, frozenset[int]]
-    """Layer -> experts that are always on the fast level."""
+    """Layer -> the experts that always stay on the fast level."""
     down: Link
     up: Link
     slow: table.Kernels
-    """Of the slow processor."""
+    """The kernels of the slow level's processor."""
     staged: bool = False
-    """What comes down is put into pinned memory first."""
+    """True: what is loaded goes through pinned memory."""
 
 
 def levels(
@@ -54,7 +57,10 @@ def levels(
     layout: ExpertLayout,
     owned: Owned | None = None,
 ) -> Levels:
-    """With the experts that stay read. owned: layer -> the experts of this process; None: all."""
+    """Make the levels and read the experts that stay on the fast one.
+
+    owned: layer -> the experts of this process; None: all experts.
+    """
     path = files.resolve(config.model.model, config.model.revision)
     of_layers = owned or {layer: range(layout.num_experts) for layer in layout.layers}
     kept = {layer: list(mine[: offload.static_experts]) for layer, mine in of_layers.items()}
@@ -73,7 +79,7 @@ def levels(
 
 
 def slow_kernels(config: WorkerConfig, loaded: LoadedModel) -> table.Kernels:
-    """Of the slow processor: the CPU's, with as many threads as were loaded with."""
+    """The CPU's kernels, with the number of threads that the model was loaded with."""
     if loaded.device.type == "cpu":
         return loaded.kernels
     kernels = table.pick("cpu", config.model.kernels)
@@ -82,10 +88,10 @@ def slow_kernels(config: WorkerConfig, loaded: LoadedModel) -> table.Kernels:
 
 
 def cache(config: WorkerConfig, offload: Offload, loaded: LoadedModel, num_blocks: int) -> PagedKV:
-    """Keys and values of all layers, on the level that the policy says, with all the memory that was planned:
-    the first pass would wait for it otherwise.
+    """The KV cache of all layers, on the level that the policy names.
 
-    Raises ConfigError for a type that the processor beside it does not read.
+    All of its memory is allocated here, so the first pass does not wait for it. Raises ConfigError for a
+    dtype that the kernels of that level cannot read.
     """
     spec, size, dtype = loaded.model.spec, config.cache.block_size, kv_type(config.cache, loaded)
     device, kernels = loaded.device, loaded.kernels
@@ -97,14 +103,14 @@ def cache(config: WorkerConfig, offload: Offload, loaded: LoadedModel, num_block
 
 
 def setup_of(offload: Offload, loaded: LoadedModel) -> Setup:
-    """What each lane's thread does first."""
+    """The context in which each lane's thread runs."""
     if loaded.device.type == "cuda":
         return partial(_on_stream, loaded.device)
     return partial(on_core, allowed_cpus(), cores_of(offload, loaded.kernels)[1])
 
 
 def cores_of(offload: Offload, kernels: table.Kernels) -> tuple[Core, Core]:
-    """Of the fast and the slow processor: any, unless there are two of them."""
+    """The cores of the fast and the slow level. Any core, unless two cores stand for the levels."""
     if offload.link is None:
         return nullcontext, nullcontext
     if kernels.one_core is None:
@@ -115,7 +121,11 @@ def cores_of(offload: Offload, kernels: table.Kernels) -> tuple[Core, Core]:
 
 @contextmanager
 def on_core(cpus: Iterable[int], slow: Core, lane: Lane) -> Generator[None]:
-    """One that the fast processor's thread starts would stay on its core."""
+    """The context of a lane's thread where the levels are on a CPU.
+
+    The fast lane's thread may compute on one core. The other lanes' threads inherit that core, so they are
+    allowed on all of `cpus` again.
+    """
     if lane is not Lane.FAST:
         stay_on(cpus)
     with torch.inference_mode(), slow() if lane is Lane.SLOW else nullcontext():
@@ -124,6 +134,9 @@ def on_core(cpus: Iterable[int], slow: Core, lane: Lane) -> Generator[None]:
 
 @contextmanager
 def _on_stream(device: torch.device, lane: Lane) -> Generator[None]:
-    """Products are told by the thread that runs the lists, on the stream that it has."""
+    """The context of a lane's thread beside a GPU: a stream of its own.
+
+    The fast lane's work is launched by the thread that runs the task list, on that thread's stream.
+    """
     with torch.inference_mode(), nullcontext() if lane is Lane.FAST else stream_of(device):
         yield

@@ -1,4 +1,4 @@
-"""A model in memory, and how much KV cache fits beside it."""
+"""Loads a model and decides how much KV cache fits beside it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from moesaic.models.shard import WHOLE, Shard
 from moesaic.runtime.machine import available_memory, cores, keep_freed_memory, return_freed_memory
 
 AUTO_SHARE = 0.4
-"""Of the memory left after the weights, the most that `--kv-cache-memory auto` takes on a CPU."""
+"""Share of the memory left after the weights that `--kv-cache-memory auto` takes on a CPU, at most."""
 AUTO_SHARE_CUDA = 0.9
-"""The same on a GPU, whose memory is the engine's alone."""
+"""The same share on a GPU, whose memory no other program uses."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory and what was chosen for it."""
+    """A model in memory, and the device, dtype, kernels and threads that were chosen for it."""
 
     model: Model
     device: torch.device
@@ -42,10 +42,11 @@ def load_model(
     shard: Shard = WHOLE,
     own_memory: bool = False,
 ) -> LoadedModel:
-    """Read the checkpoint onto the device that `config` asks for; `elsewhere`: without these experts.
+    """Read the checkpoint onto the device that `config` names.
 
-    most_threads: this process's share of the cores. shard: the attention heads that are read. own_memory:
-    the files are copied into memory that has to suffice: what is freed later is given back.
+    elsewhere: routed experts that are not read. most_threads: this process's share of the cores. shard: the
+    attention heads that are read. own_memory: copy the files instead of mapping them, and return freed memory
+    to the system, since memory is short.
     """
     (return_freed_memory if own_memory else keep_freed_memory)()
     device = device_of(config)
@@ -61,6 +62,7 @@ def load_model(
 
 
 def device_of(config: ModelConfig) -> torch.device:
+    """The device that --device selects. Raises ConfigError for cuda where torch has no CUDA."""
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise ConfigError.field("--device", "cuda", "cpu (this machine or this build of torch has no CUDA)")
@@ -69,12 +71,13 @@ def device_of(config: ModelConfig) -> torch.device:
 
 
 def gpus_of(config: ModelConfig) -> int:
-    """GPUs that this process sees, where one is what computes; 0 on a CPU."""
+    """The number of GPUs that this process sees; 0 if the model computes on a CPU."""
     return torch.cuda.device_count() if device_of(config).type == "cuda" else 0
 
 
 def check_shared(config: WorkerConfig) -> None:
-    """Raises ConfigError where others may load into the same GPU while this process looks what is free."""
+    """Raises ConfigError where another process may load into the same GPU while this one measures what is
+    free."""
     gpus = gpus_of(config.model)
     shared = gpus > 0 and (config.beside > 0 or config.parallel.tensor_parallel_size > gpus)
     if shared and config.cache.kv_cache_memory == "auto":
@@ -84,12 +87,13 @@ def check_shared(config: WorkerConfig) -> None:
 
 
 def layout_of(config: ModelConfig) -> ExpertLayout:
-    """Where the checkpoint has its routed experts, for the kernels and the device that `config` asks for."""
+    """Where the checkpoint has its routed experts, for the kernels and the device that `config` names."""
     device, path = str(device_of(config)), files.resolve(config.model, config.revision)
     return registry.expert_layout(path, table.pick(device, config.kernels), device, config.dtype)
 
 
 def kv_type(config: CacheConfig, loaded: LoadedModel) -> torch.dtype:
+    """The dtype of the KV cache. Raises ConfigError for one that the kernels cannot read."""
     if config.kv_cache_dtype == "auto":
         return torch.float32 if loaded.device.type == "cpu" else loaded.dtype
     dtype = registry.CACHE_DTYPES[config.kv_cache_dtype]
@@ -104,6 +108,7 @@ def kv_type(config: CacheConfig, loaded: LoadedModel) -> torch.dtype:
 
 
 def context_length(config: ModelConfig) -> int:
+    """Maximum tokens of a request. Raises ConfigError if --max-model-len is above the model's own."""
     limit = registry.read_spec(files.resolve(config.model, config.revision)).max_position
     if config.max_model_len is None:
         return limit
@@ -119,24 +124,22 @@ def num_blocks_of(
     kv_dtype: torch.dtype,
     free: int | None = None,
 ) -> int:
-    """Blocks that the KV cache gets. ConfigError if not one request of the maximum length fits.
+    """The number of blocks of the KV cache.
 
-    free: bytes that an automatic one may take; None: what there is now.
+    free: bytes that an automatic cache may take; None: what is free now. Raises ConfigError if one request of
+    the maximum length does not fit.
     """
     spec, block_size = loaded.model.spec, config.cache.block_size
+    ranks = config.parallel.tensor_parallel_size
     block_bytes = block_size * bytes_per_token(spec.kv, spec.num_layers, kv_dtype)
     per_request = -(-max_model_len // block_size)
     if config.cache.kv_cache_memory == "auto":
         budget = free_memory(loaded.device) if free is None else free
-        budget = (
-            budget // config.parallel.tensor_parallel_size if loaded.device.type == "cpu" else budget
-        )  # a GPU is one rank's
+        if loaded.device.type == "cpu":  # ranks share a CPU's memory; each has its own GPU
+            budget //= ranks
         num_blocks = min(budget // block_bytes, per_request * config.scheduler.max_num_seqs)
     else:
-        budget = (
-            parse_bytes("--kv-cache-memory", config.cache.kv_cache_memory)
-            // config.parallel.tensor_parallel_size
-        )
+        budget = parse_bytes("--kv-cache-memory", config.cache.kv_cache_memory) // ranks
         num_blocks = budget // block_bytes
     if num_blocks < per_request:
         holds = max(0, num_blocks) * block_size

@@ -47,7 +47,7 @@ from a disk, so one for the first request alone takes as long as one for all."""
 
 
 def check(config: WorkerConfig) -> None:
-    """Raises ConfigError for settings that do not go with a fast memory that is too small for the model."""
+    """Raises ConfigError for settings that do not work with a model larger than the fast memory."""
     scheduler = config.scheduler
     for flag, value, allowed in (
         ("--schedule", scheduler.schedule, "lockstep"),
@@ -68,7 +68,7 @@ def check(config: WorkerConfig) -> None:
 
 
 def _check_attention(offload: Offload) -> None:
-    """Some schedules have the slow processor attend, or not."""
+    """Raises ConfigError where the schedule decides who computes attention and `slow_attention` differs."""
     forced = FORCED.get(_policy(offload).schedule, offload.slow_attention)
     if forced != offload.slow_attention:
         raise ConfigError.field("slow_attention", offload.slow_attention, f"{forced} with {offload.schedule}")
@@ -80,12 +80,12 @@ def _check_padded(padded: int, most: int) -> None:
 
 
 def on_gpu(config: ModelConfig) -> bool:
-    """Whether the fast level is a GPU's memory, and RAM the slow one; else they are RAM and the disk."""
+    """Whether the levels are a GPU's memory and RAM. Otherwise they are RAM and the disk."""
     return device_of(config).type == "cuda"
 
 
 def over_disk(config: WorkerConfig) -> bool:
-    """Whether the slow level is the disk: then memory has to suffice for all that is not streamed."""
+    """Whether the slow level is the disk. Then everything that is not streamed must fit into memory."""
     offload = config.offload
     return offload is not None and offload.link is None and not on_gpu(config.model)
 
@@ -141,15 +141,17 @@ class OffloadedRunner:
 def load(
     config: WorkerConfig, offload: Offload, progress: Progress | None
 ) -> tuple[LoadedModel, ExpertLayout]:
-    """All but the routed experts, on the fast level, and where those lie."""
+    """Load everything but the routed experts onto the fast level, and find the experts in the checkpoint."""
     layout = paged_layout(config.model)
     threads = 1 if offload.link is not None else config.most_threads
     return load_model(config.model, progress, layout, threads, own_memory=over_disk(config)), layout
 
 
 def paged_layout(config: ModelConfig) -> ExpertLayout:
-    """Where the experts lie. Raises ConfigError where they are not computed from as they are stored: what is
-    read into its place stays as it is."""
+    """Where the experts are in the checkpoint.
+
+    Raises ConfigError for experts that the kernels cannot use as they are stored: pages are never converted.
+    """
     layout, path = layout_of(config), files.resolve(config.model, config.revision)
     stored = Headers(path).find(*layout.tensors(layout.layers[0], 0)[0]).dtype
     if stored != STORED.get(layout.dtype):
@@ -169,24 +171,26 @@ def join(
     kv: PagedKV,
     observe: Observe | None = None,
 ) -> OffloadedRunner:
-    """The parts together. kv: of all layers, on the level that the policy says. observe: hears of passes."""
+    """Build the runner. kv: the cache of all layers, on the level that the policy names. observe: gets the
+    tasks and times of every pass."""
     path = files.resolve(config.model.model, config.model.revision)
-    held = levels(config, offload, loaded, layout)
+    memory = levels(config, offload, loaded, layout)
     slow = None
     if offload.schedule == "in-place":
         every = {layer: range(layout.num_experts) for layer in layout.layers}
-        slow = SlowExperts(registry.load_experts(path, held.slow, every, dtype=layout.dtype), held.slow)
-    after = LocalAfterAttention(loaded.model, held.experts, held.static, held.down, held.up, slow)
-    passes = passes_over(config, offload, Pieces(loaded, held, after, layout.num_experts, kv), observe)
+        slow = SlowExperts(registry.load_experts(path, memory.slow, every, dtype=layout.dtype), memory.slow)
+    after = LocalAfterAttention(loaded.model, memory.experts, memory.static, memory.down, memory.up, slow)
+    parts = PassParts(loaded, memory, after, layout.num_experts, kv)
+    passes = passes_over(config, offload, parts, observe)
     return OffloadedRunner(passes, cores_of(offload, loaded.kernels)[0])
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """Of a process, what its passes go over."""
+class PassParts:
+    """What the passes of a process compute with."""
 
     loaded: LoadedModel
-    held: Levels
+    levels: Levels
     after: AfterAttention
     experts: int
     """See Way."""
@@ -194,24 +198,25 @@ class Pieces:
 
 
 def passes_over(
-    config: WorkerConfig, offload: Offload, pieces: Pieces, observe: Observe | None = None
+    config: WorkerConfig, offload: Offload, parts: PassParts, observe: Observe | None = None
 ) -> Passes:
-    """Passes, whose lanes' threads end with them."""
-    loaded, held, after, kv = pieces.loaded, pieces.held, pieces.after, pieces.kv
+    """The passes of a process. The threads of their lanes end when the passes are deleted."""
+    loaded, memory, after, kv = parts.loaded, parts.levels, parts.after, parts.kv
     model, size = loaded.model, config.cache.block_size
-    beside = [block.beside(held.slow) for block in model.blocks] if offload.slow_attention else ()
+    slow_blocks = [block.beside(memory.slow) for block in model.blocks] if offload.slow_attention else ()
     likely = offload.likely_experts
-    operations = Operations(model, held.experts, held.static, held.down, held.up, after, beside, likely)
+    both = memory.experts, memory.static, memory.down, memory.up
+    operations = Operations(model, *both, after, slow_blocks, likely)
     padded = offload.padded
     resident = Resident(kv, size) if padded is None else PaddedResident(kv, size)
     moving: Cache = resident
     if offload.slow_attention or offload.slow_cache:
-        made = Moving if padded is None else PaddedMoving
-        moving = made(kv, model.spec.kv, size, loaded.kernels, held.down, held.up, loaded.device)
+        kind = Moving if padded is None else PaddedMoving
+        moving = kind(kv, model.spec.kv, size, loaded.kernels, memory.down, memory.up, loaded.device)
     lanes = Lanes(setup_of(offload, loaded))
     decodes = resident if offload.slow_attention else moving
     rows: Rows = UNPADDED if padded is None else Padding(padded, size)
-    way = Way(_policy(offload), offload.prefill_rows, pieces.experts, rows, held.staged)
+    way = Way(_policy(offload), offload.prefill_rows, parts.experts, rows, memory.staged)
     passes = Passes(model, way, operations, lanes, moving, decodes, observe)
     weakref.finalize(passes, lanes.__exit__)
     return passes

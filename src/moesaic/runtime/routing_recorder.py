@@ -1,7 +1,7 @@
 """Records which experts the rows of an attention worker chose, for some of its requests.
 
-It reads what the steps leave behind: the expert ids that the gates wrote, in recorded decode steps too, where
-they lie in the same memory at every replay. No stage computes anything more, so tokens stay what they are.
+It reads the expert ids that the gates wrote and that each step returns. No stage computes anything more, so
+the tokens stay the same.
 """
 
 from __future__ import annotations
@@ -24,47 +24,49 @@ from moesaic.trace.routing import RowFile
 Ids = npt.NDArray[np.integer]
 
 SEED = 1
-"""Of the draw that decides which requests are recorded."""
+"""Seed of the draw that decides which requests are recorded."""
 TOGETHER = 8
-"""Requests in a row that are recorded or are not: they run at the same time, so that more steps have none."""
+"""Consecutive requests that are recorded together or not at all. They run at the same time, so more steps
+have no recorded request."""
 KEPT = 256
-"""Rows that are handed over together: making records takes as long for one step's few rows as for these."""
+"""Rows that are handed over together. To make records of so many rows takes no longer than of a few."""
 
 
 class RoutingRecorder:
-    """Hands the rows of recorded requests to `sink` once they passed all layers, whenever there are KEPT of
-    them, and all of them before it says that a request ended.
+    """Hands the rows of recorded requests to `sink` once they have passed all layers.
 
-    Rows that are computed again (after a preemption) come again; rows whose keys and values the prefix cache
-    holds are not computed, so they never come. What a failed step computed does not come.
+    It hands over KEPT rows at a time, and the rest before it reports that a request ended. Rows that are
+    computed again after a preemption come again. Rows that the prefix cache has are not computed, so they
+    never come. Rows of a failed step do not come either.
     """
 
     def __init__(self, model: RoutedModel, sink: RowSink, share: float = 1.0) -> None:
-        """share: of the requests, TOGETHER in a row, which are recorded: the same ones in every worker."""
+        """share: of the requests that are recorded. Every worker draws the same requests."""
         self._model = model
         self._sink = sink
         self._share = share
         self._prompts: dict[int, int] = {}
         """Recorded request -> tokens of its prompt."""
         self._units: dict[int, npt.NDArray[np.int16]] = {}
-        """Recorded request -> [n, layers, k] of its rows between two places of the model."""
+        """Recorded request -> [n, layers, k] expert ids of its rows between two segments of the model."""
         self._kept: list[tuple[Ids, TokenBatch, Ids]] = []
-        """To be handed over, a step each: experts [n, layers * k], the batch, and its rows that they are."""
+        """Rows to be handed over, by step: expert ids [n, layers * k], the batch, and the rows' indices in
+        it."""
         self._owners: list[int] = []
-        """The request of each of these rows."""
+        """The request of each row in `_kept`."""
         self._key = b""
-        """Sequences of the last step, and what `_rows` found there."""
+        """Identifies the sequences of the last step, whose result of `_rows` is in `_found`."""
         self._found: tuple[Ids, list[int]] = np.zeros(0, dtype=np.int64), []
 
     def admit(self, action: Admit) -> None:
-        """Some of these will be recorded."""
+        """Draw which of these requests are recorded."""
         self._key = b""
         for request in action.requests:
             if draw(request.request_id // TOGETHER, SEED) < self._share:
                 self._prompts[request.request_id] = len(request.prompt_token_ids)
 
     def release(self, action: Release) -> None:
-        """These ended, unless they were preempted."""
+        """These requests ended or were preempted."""
         self._key = b""
         for request in action.request_ids:
             self._units.pop(request, None)
@@ -73,7 +75,7 @@ class RoutingRecorder:
                 self._sink(ending(self._model, request, self._prompts.pop(request)))
 
     def step(self, plan: StepPlan, expert_ids: ChosenExperts) -> None:
-        """A step is through. chosen: [n, k] expert ids of its rows, layer after layer."""
+        """A step ended. expert_ids: [n, k] of its rows, for each layer."""
         if not self._prompts:
             return
         rows, owners = self._rows(plan)
@@ -82,7 +84,7 @@ class RoutingRecorder:
             self._keep(np.concatenate(ids, axis=1).take(rows, axis=0), plan, rows, owners)
 
     def segment(self, plan: StepPlan, segment: int, expert_ids: torch.Tensor) -> None:
-        """A run came to the gate of the place-th layer with experts. chosen: [n, k] of its rows."""
+        """A run reached the gate of routed layer number `segment`. expert_ids: [n, k] of its rows."""
         mine = self._mine(plan)
         ids = expert_ids.cpu().numpy() if mine else np.zeros(0)
         for request, start, stop in mine:
@@ -98,7 +100,8 @@ class RoutingRecorder:
             self._keep(experts, plan, np.arange(start, stop), [request] * (stop - start))
 
     def _rows(self, plan: StepPlan) -> tuple[Ids, list[int]]:
-        """Rows of recorded requests in the step, and the request of each: mostly as in the last one."""
+        """The recorded rows of the step, and the request of each. Mostly they are those of the step
+        before."""
         key = plan.request_ids.tobytes() + plan.batch.query_starts.tobytes()
         if key != self._key:
             mine = self._mine(plan)
@@ -108,7 +111,7 @@ class RoutingRecorder:
         return self._found
 
     def _mine(self, plan: StepPlan) -> list[tuple[int, int, int]]:
-        """Recorded requests of the step, each with the start and stop of its rows."""
+        """The recorded requests of the step, each with the start and stop of its rows."""
         if not self._prompts:
             return []
         recorded, starts = self._prompts, plan.batch.query_starts
@@ -119,7 +122,7 @@ class RoutingRecorder:
         ]
 
     def _keep(self, experts: Ids, plan: StepPlan, rows: Ids, owners: list[int]) -> None:
-        """experts: [n, layers * k] of `rows` of the step."""
+        """Keep rows to be handed over. experts: [n, layers * k], of `rows` of the step."""
         self._kept.append((experts, plan.batch, rows))
         self._owners += owners
         if len(self._owners) >= KEPT:
@@ -141,10 +144,10 @@ class RoutingRecorder:
 
 
 def recorder(config: WorkerConfig, spec: ModelSpec, sink: RowSink | None) -> RoutingRecorder | None:
-    """For `sink`, else for the file that `config` names; None: nobody wants to know.
+    """A recorder into `sink`, or else into the file that `config` names. None if there is neither.
 
-    Raises ConfigError when there is nothing to record, the file cannot be written, or too little memory is
-    set aside for this model.
+    Raises ConfigError when the model has no routed experts, the file cannot be written, or too little memory
+    is set aside for this model.
     """
     if sink is None and config.record is None:
         return None

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moesaic.core.request import Request, SamplingParams
-from moesaic.runtime.sampling.noise import uniform
-from moesaic.runtime.sampling.sampler import Sampler, token_logprobs
+from moesaic.runtime.sampling.sampler import Sampler, token_logprobs, uniform
 
 VOCAB = 13
 EOS = 3

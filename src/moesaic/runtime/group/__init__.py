@@ -1,1 +1,1 @@
-"""One attention worker as a group of processes: heads split over its ranks, experts spread over them."""
+"""One attention worker as a group of processes. Its ranks share the attention heads and the experts."""

@@ -1,4 +1,5 @@
-"""`python -m moesaic.runtime.group`: a rank of a tensor-parallel group but the first, which starts it."""
+"""`python -m moesaic.runtime.group`: one rank of a tensor-parallel group. The first rank starts the
+others."""
 
 from __future__ import annotations
 
@@ -23,17 +24,17 @@ from moesaic.transport.gathering import gather
 
 
 def main() -> int:
-    """Follow the first rank until it is gone. Returns the exit code."""
+    """Compute the steps of the first rank until it is gone. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="moesaic.runtime.group", description=__doc__)
     parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--socket", required=True, help="where the group meets")
+    parser.add_argument("--socket", required=True, help="path of the socket where the ranks find each other")
     parser.add_argument("--config", required=True, help="settings as JSON")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine decides when its workers end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     secret = bytes.fromhex(sys.stdin.readline())
-    threading.Thread(target=_end_with_the_first, args=(Path(arguments.socket),), daemon=True).start()
-    threading.Thread(target=_live, daemon=True).start()
+    threading.Thread(target=_end_with_first_rank, args=(Path(arguments.socket),), daemon=True).start()
+    threading.Thread(target=_send_alive, daemon=True).start()
     config = WorkerConfig.from_json(arguments.config)
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
@@ -55,27 +56,30 @@ def main() -> int:
     return 0
 
 
-def _end(why: str) -> int:
-    """The first rank is told, whose user sees it. Returns the exit code."""
+def _end(reason: str) -> int:
+    """Tell the first rank, which shows the reason to the user. Returns the exit code."""
     with contextlib.suppress(BrokenPipeError):
-        os.write(sys.stdout.fileno(), why.encode() + b"\n")
+        os.write(sys.stdout.fileno(), reason.encode() + b"\n")
     return 2
 
 
-def _live() -> None:
-    """Signs of life from a thread of its own: a step may take long."""
+def _send_alive() -> None:
+    """Write signs of life, from a thread of its own since a step may take long."""
     with contextlib.suppress(BrokenPipeError):  # the other thread ends this process
         while True:
             os.write(sys.stdout.fileno(), ALIVE)
             time.sleep(ALIVE_SECONDS)
 
 
-def _end_with_the_first(meeting: Path) -> None:
-    """meeting: the socket, alone in its folder; still there where the first one ended before all had met."""
+def _end_with_first_rank(path: Path) -> None:
+    """End this process when its standard input ends. path: of the socket, alone in its folder.
+
+    Both still exist if the first rank ended before all ranks had found each other.
+    """
     sys.stdin.read()
     with contextlib.suppress(OSError):
-        meeting.unlink(missing_ok=True)
-        meeting.parent.rmdir()
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
     os._exit(0)
 
 

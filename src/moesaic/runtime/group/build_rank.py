@@ -1,4 +1,4 @@
-"""From settings to one rank of a group: its heads, its experts, its KV blocks, the form that joins them."""
+"""Builds one rank of a group from its settings: its heads, experts, KV blocks and collective layout."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from moesaic.trace.parts import whole_of
 
 
 def check(config: WorkerConfig) -> None:
-    """Raises ConfigError for settings that a group cannot carry out, or a model that cannot be dealt out."""
+    """Raises ConfigError for settings that a group cannot carry out, or a model that it cannot divide."""
     scheduler, size = config.scheduler, config.parallel.tensor_parallel_size
     for flag, value, allowed in (
         ("--schedule", scheduler.schedule, "lockstep"),
@@ -77,14 +77,14 @@ def check(config: WorkerConfig) -> None:
 
 @dataclass(frozen=True)
 class ExpertOwners:
-    """Where the experts of a group live."""
+    """Which ranks of a group hold which experts."""
 
     owners: Mapping[int, IntArray]
-    """Layer -> [E] the unit that holds each expert: a rank, or the ranks that share one."""
+    """Layer -> [E] the unit that holds each expert. A unit is a rank, or the ranks that share each expert."""
     tables: Tables | None
-    """Where rows are expected to want them."""
+    """The ranks where rows are expected to need their experts, if the placement has such tables."""
     left_out: int = 0
-    """Copies that the placement has beyond one of each expert, over all layers; no rank holds them."""
+    """Copies in the placement beyond the first one of each expert, over all layers. No rank holds them."""
 
     def of(self, unit: int) -> dict[int, list[int]]:
         """Layer -> the experts of a unit, ascending."""
@@ -92,15 +92,15 @@ class ExpertOwners:
 
     @property
     def most(self) -> int:
-        """Experts of one layer in one unit."""
+        """The most experts of one layer in one unit."""
         return max(int(np.bincount(owners).max()) for owners in self.owners.values())
 
 
 def placed(config: WorkerConfig) -> ExpertOwners:
-    """As the placement's file says, else in equal ranges. Of copies that which the tables expect, else the
-    first rank's.
+    """Reads who holds which expert from the placement file, or divides the experts into equal ranges.
 
-    Raises ConfigError for a file that does not fit, and for `shuffled` without tables.
+    Of an expert's copies it takes the one that the tables expect, or else the first rank's. Raises
+    ConfigError for a file that does not fit, and for `shuffled` without tables.
     """
     parallel, layout = config.parallel, layout_of(config.model)
     units = parallel.expert_parallel_size
@@ -136,9 +136,9 @@ def equal_owners(layers: tuple[int, ...], num_experts: int, units: int) -> Mappi
 
 
 def load_rank(
-    config: WorkerConfig, group: Group, where: ExpertOwners, progress: Progress | None = None
+    config: WorkerConfig, group: Group, owners: ExpertOwners, progress: Progress | None = None
 ) -> LoadedModel:
-    """This rank's heads and, where the whole model is in memory, the experts that it is given."""
+    """Load this rank's heads and, where the whole model is in memory, its experts."""
     layout, shard = layout_of(config.model), Shard(group.rank, group.size)
     copied = offloaded.over_disk(config)
     loaded = load_model(config.model, progress, layout, config.most_threads, shard, own_memory=copied)
@@ -148,42 +148,42 @@ def load_rank(
     unit, part = divmod(group.rank, config.parallel.expert_tensor_parallel_size)
     mapped, dtype = config.model.mmap, config.model.dtype
     of_expert, device = Shard(part, config.parallel.expert_tensor_parallel_size), str(loaded.device)
-    weights = registry.load_experts(path, loaded.kernels, where.of(unit), device, dtype, mapped, of_expert)
+    weights = registry.load_experts(path, loaded.kernels, owners.of(unit), device, dtype, mapped, of_expert)
     return replace(loaded, model=replace(loaded.model, experts=weights))
 
 
 def join(
-    config: WorkerConfig, group: Group, where: ExpertOwners, loaded: LoadedModel, num_blocks: int
+    config: WorkerConfig, group: Group, owners: ExpertOwners, loaded: LoadedModel, num_blocks: int
 ) -> RankRunner:
-    """The parts of a loaded rank, put together. All ranks have as many KV blocks."""
+    """Build the runner of a loaded rank. num_blocks: KV blocks, the same number on all ranks."""
     if config.offload is not None:
-        return _paged(config, config.offload, group, where, loaded, num_blocks)
-    model, counted = loaded.model, GroupCounts()
+        return _paged(config, config.offload, group, owners, loaded, num_blocks)
+    model, counts = loaded.model, GroupCounts()
     size, dtype = config.cache.block_size, kv_type(config.cache, loaded)
     kv = PagedKV(model.spec.kv, model.spec.num_layers, num_blocks, size, dtype, loaded.device, loaded.kernels)
-    collectives = _collectives(config.parallel, group, where, loaded.kernels, model.expert_weights, counted)
+    collectives = _collectives(config.parallel, group, owners, loaded.kernels, model.expert_weights, counts)
     run = ShardedModel(model, kv, size, group, collectives).run
-    return RankRunner(run, group, _named(config.parallel, where), counted)
+    return RankRunner(run, group, _named(config.parallel, owners), counts)
 
 
 def _paged(
     config: WorkerConfig,
     offload: Offload,
     group: Group,
-    where: ExpertOwners,
+    owners: ExpertOwners,
     loaded: LoadedModel,
     num_blocks: int,
 ) -> RankRunner:
-    """A rank whose experts come from the slow level."""
+    """The runner of a rank whose experts are loaded from the slow level."""
     kv = memory_levels.cache(config, offload, loaded, num_blocks)
-    counted, kernels = GroupCounts(), loaded.kernels
-    held = memory_levels.levels(config, offload, loaded, layout_of(config.model), where.of(group.rank))
-    weights = offloaded_group.OfPass(held.experts)
-    collectives = partial(_collectives, config.parallel, group, where, kernels, weights, counted)
+    counts, kernels = GroupCounts(), loaded.kernels
+    levels = memory_levels.levels(config, offload, loaded, layout_of(config.model), owners.of(group.rank))
+    weights = offloaded_group.PassWeights(levels.experts)
+    collectives = partial(_collectives, config.parallel, group, owners, kernels, weights, counts)
     after = offloaded_group.GroupAfterAttention(loaded.model, group, collectives, weights)
-    pieces = offloaded.Pieces(loaded, held, after, where.most, kv)
-    passes = offloaded.passes_over(config, offload, pieces)
-    return RankRunner(passes.run, group, _named(config.parallel, where), counted, passes.stats)
+    parts = offloaded.PassParts(loaded, levels, after, owners.most, kv)
+    passes = offloaded.passes_over(config, offload, parts)
+    return RankRunner(passes.run, group, _named(config.parallel, owners), counts, passes.stats)
 
 
 def build_parts(context: WorkerContext) -> WorkerParts:
@@ -238,9 +238,9 @@ def follower(config: WorkerConfig, group: Group) -> RankRunner:
 
 
 def least_free(config: WorkerConfig, group: Group, loaded: LoadedModel) -> int | None:
-    """Bytes of the rank that has the least for a cache, to the MiB, once all have loaded; on every rank.
+    """The free bytes of the rank that has the least, rounded down to MiB. Every rank calls it after loading.
 
-    None where --kv-cache-memory says how much.
+    Returns None where --kv-cache-memory is a size.
     """
     if config.cache.kv_cache_memory != "auto":
         return None
@@ -248,31 +248,31 @@ def least_free(config: WorkerConfig, group: Group, loaded: LoadedModel) -> int |
     return int(group.gather_notes(mine, np.arange(group.size)).min()) << 20
 
 
-def _named(parallel: ParallelConfig, where: ExpertOwners) -> str:
-    """The form and what the placement has in vain, for people."""
-    name = parallel.moe_collectives or ("reduce-scatter" if where.tables is None else "shuffled")
-    left_out = f", without the placement's {where.left_out} copies" if where.left_out else ""
+def _named(parallel: ParallelConfig, owners: ExpertOwners) -> str:
+    """The name of the collective layout and the placement's unused copies, for display."""
+    name = parallel.moe_collectives or ("reduce-scatter" if owners.tables is None else "shuffled")
+    left_out = f", without the placement's {owners.left_out} copies" if owners.left_out else ""
     return f"{name} ({parallel.shuffle_align}){left_out}" if name == "shuffled" else name + left_out
 
 
 def _collectives(
     parallel: ParallelConfig,
     group: Group,
-    where: ExpertOwners,
+    owners: ExpertOwners,
     kernels: Kernels,
     weights: Callable[[int], ExpertWeights],
-    counted: GroupCounts,
+    counts: GroupCounts,
 ) -> CollectiveLayout:
-    """The one that --moe-collectives names."""
+    """The collective layout that --moe-collectives names."""
     ranks = parallel.expert_tensor_parallel_size
-    owners = {layer: one * ranks for layer, one in where.owners.items()}
-    experts = GroupExperts(group, kernels, weights, owners, counted, ranks)
+    first_ranks = {layer: units * ranks for layer, units in owners.owners.items()}
+    experts = GroupExperts(group, kernels, weights, first_ranks, counts, ranks)
     if parallel.moe_collectives == "deepspeed":
         return DeepSpeed(group, experts)
     if parallel.moe_collectives == "all-reduce":
         return AllReduce(group, experts)
-    if parallel.moe_collectives == "reduce-scatter" or where.tables is None:
+    if parallel.moe_collectives == "reduce-scatter" or owners.tables is None:
         return ReduceScatter(group, experts, BatchOrder(group))
     return ReduceScatter(
-        group, experts, ExpectedRanks(group, counted, where.tables, parallel.shuffle_align, ranks)
+        group, experts, ExpectedRanks(group, counts, owners.tables, parallel.shuffle_align, ranks)
     )

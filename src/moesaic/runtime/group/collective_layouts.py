@@ -1,7 +1,7 @@
-"""How the ranks of a group meet between attention and experts: four forms behind one switch.
+"""The collectives of a group between attention and experts: four layouts behind one switch.
 
-Attention leaves each rank with a partial sum [n, h] of every row; after a block each has the hidden state
-[n, h] of every row. Between the two
+After attention each rank has a partial sum [n, h] of every row. After a block each rank has the hidden state
+[n, h] of every row. Between the two the layouts do this:
 
     deepspeed        all-reduce, each rank keeps its share of the rows, all-to-all to the experts and back,
                      all-gather (DeepSpeed-MoE)
@@ -10,7 +10,7 @@ Attention leaves each rank with a partial sum [n, h] of every row; after a block
     shuffled         the same, but each row is scattered to the rank where its experts are expected
                      (Speculative MoE, section 4; Sem-MoE, section 3.4)
 
-Payload of B rows of S bytes on G ranks, l being the share of a token's experts on its own rank, per rank:
+Payload per rank, for B rows of S bytes on G ranks, where l is the share of a token's experts on its own rank:
 all-reduce 2 (G-1) B S / G, reduce-scatter or all-gather half of that, all-to-all k (1-l) B S / G each way.
 """
 
@@ -30,19 +30,19 @@ from moesaic.runtime.group.forecast import RowAssignment
 
 
 class CollectiveLayout(Protocol):
-    """One of the four, on one rank."""
+    """One of the four layouts, on one rank."""
 
     def begin(self, token_ids: IntArray) -> None:
-        """A step of these rows [n] begins."""
+        """A step with these rows [n] begins."""
         ...
 
     def feed_forward(
         self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor
     ) -> torch.Tensor:
-        """A routed block from its output projection on.
+        """A routed block after its output projection.
 
-        hidden: [n, h] before the block, and partial: [n, h] this rank's addend of the output projection, in
-        the batch's order. Returns [n, h] after the block, equal on every rank.
+        hidden: [n, h] before the block. partial: [n, h] this rank's partial sum of the output projection.
+        Both are in the batch's order. Returns [n, h] after the block, equal on every rank.
         """
         ...
 
@@ -50,19 +50,19 @@ class CollectiveLayout(Protocol):
 def dense_feed_forward(
     group: Group, block: Block, hidden: torch.Tensor, partial: torch.Tensor
 ) -> torch.Tensor:
-    """A block without routed experts, in every form: each rank computes all of it."""
+    """A block without routed experts, in every layout: each rank computes all of it."""
     gated = block.gate(hidden, _summed(group, partial))
     return block.merge(gated, block.dense(gated.normed), None)
 
 
 class DeepSpeed:
-    """`deepspeed`: every rank has every row's sum, and drops the rows of the others."""
+    """`deepspeed`: every rank gets the sum of every row, and keeps its own share of the rows."""
 
     def __init__(self, group: Group, experts: GroupExperts) -> None:
         self._group, self._experts = group, experts
 
     def begin(self, token_ids: IntArray) -> None:
-        """Nothing to prepare."""
+        """Needs no preparation."""
 
     def feed_forward(
         self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor
@@ -76,13 +76,13 @@ class DeepSpeed:
 
 
 class AllReduce:
-    """`all-reduce`: no token travels; every rank gates every row and computes what it has the experts for."""
+    """`all-reduce`: every rank gates every row and computes the experts that it holds. No row is sent."""
 
     def __init__(self, group: Group, experts: GroupExperts) -> None:
         self._group, self._experts = group, experts
 
     def begin(self, token_ids: IntArray) -> None:
-        """Nothing to prepare."""
+        """Needs no preparation."""
 
     def feed_forward(
         self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor
@@ -94,19 +94,19 @@ class AllReduce:
 
 
 class ReduceScatter:
-    """`reduce-scatter` and `shuffled`: a row is summed up only where its experts are asked from."""
+    """`reduce-scatter` and `shuffled`: a row is summed only on the rank that sends it to its experts."""
 
-    def __init__(self, group: Group, experts: GroupExperts, scattering: RowAssignment) -> None:
-        self._group, self._experts, self._scattering = group, experts, scattering
+    def __init__(self, group: Group, experts: GroupExperts, assignment: RowAssignment) -> None:
+        self._group, self._experts, self._assignment = group, experts, assignment
 
     def begin(self, token_ids: IntArray) -> None:
-        self._scattering.begin(token_ids)
+        self._assignment.begin(token_ids)
 
     def feed_forward(
         self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor
     ) -> torch.Tensor:
-        """Residual and norm follow the permuted order until the all-gather undoes it."""
-        shuffle = self._scattering.shuffle(layer)
+        """Residual and norm are in the permuted order until the all-gather restores the batch's order."""
+        shuffle = self._assignment.shuffle(layer)
         first, end = shuffle.starts[self._group.rank : self._group.rank + 2]
         mine = to_device(shuffle.order[first:end], hidden.device)
         addend = self._group.reduce_scatter(to_host(partial), shuffle.sizes.tolist(), shuffle.order)
@@ -114,7 +114,7 @@ class ReduceScatter:
         merged = _merged(self._experts, layer, block, gated)
         out = to_device(self._group.all_gather(to_host(merged), shuffle.order), hidden.device)
         assert gated.expert_ids is not None
-        self._scattering.learn(layer, to_host(gated.expert_ids), shuffle)
+        self._assignment.learn(layer, to_host(gated.expert_ids), shuffle)
         return out
 
 

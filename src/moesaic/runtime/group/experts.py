@@ -1,8 +1,8 @@
-"""The routed experts of a group: each rank holds some, and asks the others for the rest.
+"""The routed experts of a group: each rank holds some and sends rows to the other ranks for the rest.
 
 With `expert_ranks` t above 1 (expert tensor parallelism, the hybrid that both papers use for Mixtral) an
-expert is cut along its width over t neighbouring ranks: a row goes to all of them, and their answers, partial
-sums of the down projection, are added up in the order of the ranks.
+expert is split along its width over t neighbouring ranks. A row goes to all of them. Their answers are
+partial sums of the down projection, and are added in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GroupCounts:
 
 
 class GroupExperts:
-    """One rank's part of them, and the way to the others."""
+    """One rank's experts, and the exchange with the other ranks."""
 
     def __init__(
         self,
@@ -42,36 +42,37 @@ class GroupExperts:
         kernels: Kernels,
         weights: Callable[[int], ExpertWeights],
         owners: Mapping[int, IntArray],
-        counted: GroupCounts,
+        counts: GroupCounts,
         expert_ranks: int = 1,
     ) -> None:
-        """weights: layer -> what is held here, cut to this rank's part of the width. owners: layer -> [E] the
+        """weights: layer -> the experts of this rank, cut to its part of the width. owners: layer -> [E] the
         first of the ranks that hold each expert."""
         self._group, self._kernels = group, kernels
         self._weights, self._owners, self._ranks = weights, owners, expert_ranks
-        self._counted = counted
+        self._counts = counts
 
     def rows(self, layer: int, gated: Gated) -> torch.Tensor:
-        """[m, k, h] unweighted rows of the rows that this rank gated: all-to-all there and back.
+        """[m, k, h] unweighted answers for the rows that this rank gated: an all-to-all there and back.
 
-        A pair counts as local where a part of its expert is here; its other parts are asked elsewhere.
+        A pair counts as local if this rank holds a part of its expert, even if other ranks hold other parts.
         """
         assert gated.expert_ids is not None and gated.weights is not None
         ids, weights = to_host(gated.expert_ids), to_host(gated.weights)
         route = self._route(layer, ids)
-        self._counted.pairs += ids.size
-        self._counted.local_pairs += int(np.count_nonzero(route.owners == self._group.rank))
+        self._counts.pairs += ids.size
+        self._counts.local_pairs += int(np.count_nonzero(route.owners == self._group.rank))
         hidden, device = to_host(gated.normed), gated.normed.device
         packets = dispatch(self._group, route, hidden, np.repeat(weights, self._ranks, axis=1))
         rows = combine_pairs(self._group, route, self._answers(layer, packets, device))
         if self._ranks > 1:
-            rows = _added(rows.reshape(*ids.shape, self._ranks, hidden.shape[1]))
+            rows = _summed(rows.reshape(*ids.shape, self._ranks, hidden.shape[1]))
         return to_device(rows, device)
 
     def share(self, layer: int, gated: Gated) -> torch.Tensor:
-        """[n, h] what the experts here contribute to all rows: weighted sums, zeros where there are none.
+        """[n, h] the weighted sums of this rank's experts, for all rows; zeros where a row has none here.
 
-        Added up for as many rows at a time as a rank has in the other forms: memory is planned for these.
+        They are summed for as many rows at a time as a rank has in the other layouts, since memory is planned
+        for those.
         """
         assert gated.expert_ids is not None and gated.weights is not None
         ids = to_host(gated.expert_ids)
@@ -92,13 +93,13 @@ class GroupExperts:
         return sums
 
     def _route(self, layer: int, ids: IntArray) -> Route:
-        """Each pair to the `expert_ranks` ranks that hold its expert, one after another."""
+        """Each pair goes to the `expert_ranks` consecutive ranks that hold its expert."""
         parts = np.arange(self._ranks)
         owners = (self._owners[layer][ids][:, :, None] + parts).reshape(len(ids), ids.shape[1] * self._ranks)
         return Route(np.repeat(ids, self._ranks, axis=1), owners)
 
     def _answers(self, layer: int, packets: Sequence[Packet], device: torch.device) -> list[FloatArray]:
-        """[p, h] for the pairs of each packet, all computed as one batch."""
+        """[p, h] answers for the pairs of each packet. All pairs are computed as one batch."""
         pairs = [packet.pairs for packet in packets]
         hidden = np.concatenate([packet.hidden[row] for packet, (row, _) in zip(packets, pairs, strict=True)])
         ids = np.concatenate([experts for _, experts in pairs]).astype(np.int64)
@@ -108,13 +109,13 @@ class GroupExperts:
         return np.split(found, np.cumsum([len(row) for row, _ in pairs])[:-1])
 
     def _compute(self, layer: int, hidden: torch.Tensor, ids: IntArray) -> torch.Tensor:
-        """hidden [p, h] and one expert each -> [p, h]."""
+        """hidden [p, h], one expert for each row -> [p, h]."""
         chosen = to_device(ids, hidden.device)[:, None]
         return self._kernels.experts(self._weights(layer), hidden, chosen)[:, 0]
 
 
-def _added(parts: FloatArray) -> FloatArray:
-    """[m, k, t, h] -> [m, k, h], in the order of the ranks."""
+def _summed(parts: FloatArray) -> FloatArray:
+    """Sums over the ranks, in their order: [m, k, t, h] -> [m, k, h]."""
     total = parts[:, :, 0].copy()
     for part in range(1, parts.shape[2]):
         total += parts[:, :, part]

@@ -1,4 +1,4 @@
-"""Which rank each row is scattered to, layer after layer: the tables of a profile, asked step by step."""
+"""Chooses the rank that each row is scattered to, layer after layer, from the tables of a profile."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NONE: IntArray = np.zeros(0, dtype=np.int64)
 
 
 class RowAssignment(Protocol):
-    """Where the rows of a step are put together."""
+    """Assigns the rows of a step to ranks."""
 
     def begin(self, token_ids: IntArray) -> None:
-        """Another step, of these rows [n]."""
+        """A step with these rows [n] begins."""
         ...
 
     def shuffle(self, layer: int) -> Shuffle:
@@ -29,44 +29,44 @@ class RowAssignment(Protocol):
         ...
 
     def learn(self, layer: int, expert_ids: npt.NDArray[Any], shuffle: Shuffle) -> None:
-        """The gate has spoken for this rank's rows [m, k]."""
+        """The gate chose these experts [m, k] for the rows of this rank."""
         ...
 
 
 class BatchOrder:
-    """Nothing is expected: rows are scattered in the batch's order."""
+    """Without a forecast: rows are scattered in the batch's order."""
 
     def __init__(self, group: Group) -> None:
         self._ranks = group.size
         self._shuffle = plan(NONE, NONE, self._ranks, "none")
 
     def begin(self, token_ids: IntArray) -> None:
-        nobody = np.zeros(len(token_ids), dtype=np.int64)
-        self._shuffle = plan(nobody, nobody, self._ranks, "none")
+        zeros = np.zeros(len(token_ids), dtype=np.int64)
+        self._shuffle = plan(zeros, zeros, self._ranks, "none")
 
     def shuffle(self, layer: int) -> Shuffle:
         return self._shuffle
 
     def learn(self, layer: int, expert_ids: npt.NDArray[Any], shuffle: Shuffle) -> None:
-        """Nobody asks."""
+        """Ignores it."""
 
 
 class ExpectedRanks:
-    """Rows go where the tables expect their experts. All ranks say the same: they know the same."""
+    """Rows go where the tables expect their experts. All ranks know the same, so they agree."""
 
     def __init__(
-        self, group: Group, counted: GroupCounts, tables: Tables, align: Align = "move", expert_ranks: int = 1
+        self, group: Group, counts: GroupCounts, tables: Tables, align: Align = "move", expert_ranks: int = 1
     ) -> None:
-        """expert_ranks: that share an expert; rows that are expected there take turns among them."""
-        self._group, self._counted, self._tables = group, counted, tables
+        """expert_ranks: the ranks that share an expert. Rows that go there are spread over them in turn."""
+        self._group, self._counts, self._tables = group, counts, tables
         self._align, self._expert_ranks = align, expert_ranks
         self._index = {layer: i for i, layer in enumerate(tables.layers)}
         self._tokens = NONE
         self._past: list[IntArray] = []
-        """Ranks of the rows in the last routed layers, two at most."""
+        """The ranks of the rows in the last routed layers, at most two."""
 
     def begin(self, token_ids: IntArray) -> None:
-        """Ids beyond the tables' vocabulary are taken for its last one."""
+        """Ids beyond the tables' vocabulary count as its last token."""
         self._tokens, self._past = np.minimum(token_ids, self._tables.vocab_size - 1), []
 
     def shuffle(self, layer: int) -> Shuffle:
@@ -75,12 +75,12 @@ class ExpectedRanks:
         ranks, sure = predict.predict(self._tables, self._index[layer], self._tokens, history)
         ranks = ranks * self._expert_ranks + np.arange(count) % self._expert_ranks
         found = plan(ranks, sure, self._group.size, self._align)
-        self._counted.shuffled_rows += count
-        self._counted.kept_rows += found.kept
+        self._counts.shuffled_rows += count
+        self._counts.kept_rows += found.kept
         return found
 
     def learn(self, layer: int, expert_ids: npt.NDArray[Any], shuffle: Shuffle) -> None:
-        """Every rank gets to know where all rows were, if another layer follows."""
+        """Tell every rank where all rows were, unless this is the last layer."""
         if layer == self._tables.layers[-1]:
             return
         owners = self._tables.experts[self._index[layer]]

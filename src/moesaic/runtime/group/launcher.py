@@ -1,9 +1,9 @@
 """The processes of a group: the first rank starts the others, and they end with it.
 
-A group lives and dies as one. A rank that dies ends the group's rounds for the first one, and `when_lost`
-tells its process, which then ends; when that dies, the others see the end of their standard input, in the
-middle of a step too. A rank that gives no sign of life on its standard output is killed. Whoever watches the
-first one starts another group.
+If one rank ends, the whole group ends. The first rank notices because its collectives fail, and `when_lost`
+reports it while the group is idle. The other ranks notice because their standard input ends, even in the
+middle of a step. A rank that writes no sign of life to its standard output is killed. The supervisor of the
+first rank starts a new group.
 """
 
 from __future__ import annotations
@@ -37,42 +37,43 @@ else:
     SHARED_MEMORY = True
 
 ALIVE_SECONDS = 0.2
-"""Between two signs of life."""
+"""Seconds between two signs of life."""
 FROZEN_SECONDS = 5.0
-"""Without one."""
+"""A rank without a sign of life for so many seconds is killed."""
 END_SECONDS = 5.0
+"""Seconds that a rank gets to end by itself, and to say why."""
 ALIVE = b"."
-"""A sign of life; a rank that knows why it ends writes a line behind the last one."""
+"""A sign of life. A rank that knows why it ends writes a line after the last one."""
 READY_SECONDS = 120.0
-"""For the processes of a group to start and find each other; weights are read later."""
+"""Seconds for the processes of a group to start and find each other. Weights are read later."""
 
 
 @dataclass(frozen=True)
 class EndedRank:
-    """A rank's process."""
+    """The process of a rank that ended."""
 
     rank: int
     pid: int
     code: int
-    said: str
-    """Its last words, a line; empty: none."""
+    reason: str
+    """The line that it wrote before it ended, or an empty string."""
 
     @property
     def followed(self) -> bool:
-        """Whether it ended since the group had."""
-        return not self.said and self.code == 0
+        """Whether it ended because the group had ended."""
+        return not self.reason and self.code == 0
 
     @property
     def text(self) -> str:
-        how = self.said or f"process {self.pid} ended with code {self.code}"
+        how = self.reason or f"process {self.pid} ended with code {self.code}"
         return f"rank {self.rank} of the group is gone: {how}"
 
 
 class RankLauncher:
-    """The other ranks' processes, as the first one sees them."""
+    """Starts and watches the processes of the other ranks. The first rank has one."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Starts them. config: of the worker, with all of the group's cores and threads.
+        """Starts the processes. config: of the worker, with all cores and threads of the group.
 
         Raises ConfigError where ranks cannot share memory.
         """
@@ -92,37 +93,45 @@ class RankLauncher:
 
     @contextlib.contextmanager
     def starting(self) -> Generator[None]:
-        """Until the group is ready. An error ends the processes; `why` is that of a rank that is gone."""
+        """A context until the group is ready. An error ends the processes.
+
+        Where a rank is gone, the error is replaced by the one of `why`.
+        """
         try:
             yield
         except ConnectionLost as lost:
-            told = self.why(lost)
+            reason = self.why(lost)
             self.close()
-            raise told from None
+            raise reason from None
         except BaseException:
             self.close()
             raise
 
     def why(self, lost: ConnectionLost) -> MoesaicError:
-        """What to raise for a round that was lost: a ConfigError with the last words of the rank that ended,
-        if it had any; else how its process ended; `lost` where all ended because the group did."""
-        self._gone = self._gone or _why(self._ended, self.size - 1, END_SECONDS)
+        """The error to raise instead of `lost`.
+
+        It is a ConfigError if a rank gave its reason, and otherwise says how the rank's process ended. It is
+        `lost` if all ranks ended because the group did.
+        """
+        self._gone = self._gone or _first_ended(self._ended, self.size - 1, END_SECONDS)
         if self._gone is None or self._gone.followed:
             return lost
-        return ConfigError(self._gone.text) if self._gone.said else ConnectionLost(self._gone.text)
+        return ConfigError(self._gone.text) if self._gone.reason else ConnectionLost(self._gone.text)
 
     def gather(self) -> Group:
-        """This rank's end of the group, once all are there. Raises ConnectionLost if they are not."""
+        """Wait for all ranks. Returns this rank's end of the group. Raises ConnectionLost if one is
+        missing."""
         peers = gather(self._path, self._secret, 0, self.size, seconds=READY_SECONDS)
         self._folder.cleanup()
         return OneShotGroup(peers)
 
-    def when_lost(self, tell: Callable[[str], None]) -> None:
-        """`tell` hears in a thread, once, of a rank that ends before `close`: perhaps long before a round."""
-        _in_thread(_tell, self._ended, self.size - 1, self._over, tell)
+    def when_lost(self, report: Callable[[str], None]) -> None:
+        """Call `report` once, from a thread, when a rank ends before `close`, even while the group is
+        idle."""
+        _in_thread(_report, self._ended, self.size - 1, self._over, report)
 
     def close(self) -> None:
-        """End the processes, and wait for that."""
+        """End the processes and wait until they have ended."""
         self._ending()
 
     def _start(self, config: WorkerConfig, rank: int) -> subprocess.Popen[bytes]:
@@ -149,25 +158,25 @@ class RankLauncher:
 
 
 def _gpu(config: WorkerConfig, rank: int) -> dict[str, str]:
-    """What a rank's environment says of the GPU that it takes. The first rank takes the first one."""
+    """The environment variables that select a rank's GPU. Rank i takes GPU i."""
     gpus = gpus_of(config.model)
     return one_gpu(rank, gpus) if gpus else {}
 
 
-def _in_thread(work: Callable[..., None], *given: object) -> None:
-    threading.Thread(target=work, args=given, name="watching a rank", daemon=True).start()
+def _in_thread(work: Callable[..., None], *arguments: object) -> None:
+    threading.Thread(target=work, args=arguments, name="watching a rank", daemon=True).start()
 
 
-def _tell(
-    ended: SimpleQueue[EndedRank], others: int, over: threading.Event, tell: Callable[[str], None]
+def _report(
+    ended: SimpleQueue[EndedRank], others: int, over: threading.Event, report: Callable[[str], None]
 ) -> None:
-    why = _why(ended, others, None)
-    if why is not None and not over.is_set():
-        tell(why.text)
+    first = _first_ended(ended, others, None)
+    if first is not None and not over.is_set():
+        report(first.text)
 
 
-def _why(ended: SimpleQueue[EndedRank], others: int, seconds: float | None) -> EndedRank | None:
-    """Of `others` ranks the one that the rest ended after; None where none ends in time."""
+def _first_ended(ended: SimpleQueue[EndedRank], others: int, seconds: float | None) -> EndedRank | None:
+    """The rank whose end made the rest of the `others` end. None if no rank ends in time."""
     found = None
     with contextlib.suppress(Empty):
         for _ in range(others):
@@ -178,24 +187,24 @@ def _why(ended: SimpleQueue[EndedRank], others: int, seconds: float | None) -> E
 
 
 def _watch(rank: int, process: subprocess.Popen[bytes], ended: SimpleQueue[EndedRank]) -> None:
-    """Until it ends. The first sign comes when Python has loaded the program."""
+    """Watch a rank until it ends. It sends signs of life once Python has loaded the program."""
     assert process.stdout is not None
-    said = b""  # once the signs of life are left out
+    output = b""  # without signs of life
     with process.stdout as signs:
         while read := os.read(signs.fileno(), 4096):
-            said = (said + read).lstrip(ALIVE)
+            output = (output + read).lstrip(ALIVE)
             if not select.select([signs], [], [], FROZEN_SECONDS)[0]:
                 process.kill()
-    line = said.partition(b"\n")[0].decode(errors="replace")
+    line = output.partition(b"\n")[0].decode(errors="replace")
     ended.put(EndedRank(rank, process.pid, process.wait(), line))
 
 
 def _end(processes: list[subprocess.Popen[bytes]], over: threading.Event) -> None:
-    """They end when their standard input does."""
+    """Close the standard input of the processes, which ends them."""
     over.set()
     for process in processes:
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is gone already
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
             process.stdin.close()
     for process in processes:
         try:
@@ -206,7 +215,7 @@ def _end(processes: list[subprocess.Popen[bytes]], over: threading.Event) -> Non
 
 
 def of_rank(config: WorkerConfig, rank: int) -> WorkerConfig:
-    """What one rank of the group is told: its share of the worker's cores and threads."""
+    """The settings of one rank of the group: it gets its share of the worker's cores and threads."""
     size = config.parallel.tensor_parallel_size
     cpus = config.cpus or (tuple(allowed_cpus()) if config.model.pin_threads else ())
     mine = cpus[rank * len(cpus) // size : (rank + 1) * len(cpus) // size] if len(cpus) >= size else cpus

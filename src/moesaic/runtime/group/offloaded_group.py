@@ -1,8 +1,8 @@
 """A group whose model is larger than its fast memory: each rank pages its own share of the routed experts.
 
-All ranks run the same list of tasks. What they compute after attention stands on one lane, in the order of
-the list, so their collectives meet; what comes from the slow level, and a CPU's attention beside a GPU, goes
-at its own pace on each.
+All ranks run the same list of tasks. Everything after attention runs on one lane, in the order of the list,
+so the ranks reach their collectives in the same order. Each rank loads from the slow level at its own pace.
+So does a CPU that computes attention beside a GPU.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from moesaic.runtime.group.collective_layouts import CollectiveLayout, dense_fee
 from moesaic.transport.peers import HALF_BYTES
 
 WHOLE_BLOCKS = ("cgopipe", "s4", "serial")
-"""Schedules whose lists take gate and experts as one task: between the two the ranks of a group meet."""
+"""Schedules with gate and experts in one task, since the ranks of a group meet between the two."""
 ATTENDED_BESIDE = ("s2", "s3")
-"""Two more, where the slow level has a processor."""
+"""Further schedules, where the slow level has a processor."""
 
 
 def check(config: WorkerConfig, offload: Offload) -> None:
@@ -51,32 +51,33 @@ def check(config: WorkerConfig, offload: Offload) -> None:
     offloaded.paged_layout(config.model)
 
 
-class OfPass:
-    """The weights of a rank's experts in the pass under way, by layer."""
+class PassWeights:
+    """The weights of a rank's experts during a pass, by layer."""
 
     def __init__(self, streamed: Streamed) -> None:
         self._streamed = streamed
         self.turn = 0
-        """Of the pass's first layer."""
+        """The turn of the pass's first layer; see Streamed."""
 
     def __call__(self, layer: int) -> ExpertWeights:
         return self._streamed.experts(self.turn + layer, layer)
 
 
 class GroupAfterAttention:
-    """After attention, in the place of offload.after.Alone: what the form of the group does.
+    """What follows attention in a group. It takes the place of offload.after.LocalAfterAttention.
 
-    Rows that are more than a round of the transport holds go in several, one after the other.
+    Rows that do not fit into one round of the transport are sent in several rounds.
     """
 
     def __init__(
-        self, model: Model, group: Group, collectives: Callable[[], CollectiveLayout], weights: OfPass
+        self, model: Model, group: Group, collectives: Callable[[], CollectiveLayout], weights: PassWeights
     ) -> None:
-        """form: makes one. Each piece of a micro-batch has its own, which knows its rows in all layers."""
+        """collectives: makes a layout. Each piece of a micro-batch has its own, which keeps its rows'
+        ranks."""
         self._model, self._group, self._collectives, self._weights = model, group, collectives, weights
         self._rows = rows_of_round(model)
         self._pieces: list[list[tuple[slice, CollectiveLayout]]] = []
-        """Of each micro-batch."""
+        """The pieces of each micro-batch."""
         self.tasks: Mapping[Kind, Do] = {Kind.POST: self._post}
 
     def begin(self, parts: Sequence[Part], turn: int, prefill: bool) -> None:
@@ -84,7 +85,7 @@ class GroupAfterAttention:
         self._pieces = [self._cut(part) for part in parts]
 
     def merge(self, layer: int, part: Part) -> None:
-        """Nothing is left."""
+        """Does nothing: the rows are merged already."""
 
     def _cut(self, part: Part) -> list[tuple[slice, CollectiveLayout]]:
         ids = part.batch.token_ids
@@ -116,9 +117,10 @@ class GroupAfterAttention:
 
 
 def rows_of_round(model: Model) -> int:
-    """Rows that one rank can send to the ranks of all their experts in one round, or all of their answers.
+    """The rows that one rank can send to the ranks of all their experts in one round.
 
-    Example: hidden size 4096, 2 experts a token: 2045 rows of two copies, 32 KiB, and what goes with them.
+    The answers fit into one round too. Example: with hidden size 4096 and 2 experts a token it is 2045 rows.
+    Each takes two copies (32 KiB) and the metadata of its pairs.
     """
     spec = model.spec
     copy = 4 * (spec.hidden_size + 2 * spec.top_k + 1)

@@ -1,1 +1,1 @@
-"""From hidden states to the next tokens: logits, penalties, and sampling noise from (seed, position)."""
+"""Samples the next tokens: penalties, top-k and top-p, and noise from (seed, position)."""

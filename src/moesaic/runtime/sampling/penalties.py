@@ -1,8 +1,8 @@
 """Logit bias, penalties and min_tokens of a whole batch, in vLLM's order.
 
-A request changes the logits of few tokens: those it names, and those it has seen. Of all requests together
-these are (row, token) pairs in flat arrays, so that one gather, one line of arithmetic and one scatter do for
-all of them. Each pair is computed by itself: a row's numbers do not depend on who shares its batch.
+A request changes the logits of few tokens: those that it names, and those that it has seen. Flat arrays have
+these (row, token) pairs of all requests, so one gather and one scatter change all of them. Each pair is
+computed by itself, so the logits of a row do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moesaic.core.request import Request, SamplingParams
 from moesaic.core.tokens import IntArray
 
 Pairs = tuple[torch.Tensor, torch.Tensor]
-"""Rows [m] and tokens [m] of m logits. No pair is there twice."""
+"""Rows [m] and tokens [m] of m logits. No pair occurs twice."""
 
 
 class TokenCounts:
@@ -30,23 +30,23 @@ class TokenCounts:
     """
 
     def __init__(self, seen: Iterable[int], generated: Iterable[int]) -> None:
-        self._places: dict[int, int] = {}
+        self._index: dict[int, int] = {}
         self._tokens, self._often = array("q"), array("q")
         for token in seen:
-            self._place(token)
+            self._index_of(token)
         for token in generated:
             self.append(token)
 
     def append(self, token: int) -> None:
         """One more generated token."""
-        self._often[self._place(token)] += 1
+        self._often[self._index_of(token)] += 1
 
-    def _place(self, token: int) -> int:
-        place = self._places.setdefault(token, len(self._tokens))
-        if place == len(self._tokens):
+    def _index_of(self, token: int) -> int:
+        index = self._index.setdefault(token, len(self._tokens))
+        if index == len(self._tokens):
             self._tokens.append(token)
             self._often.append(0)
-        return place
+        return index
 
     @property
     def tokens(self) -> IntArray:
@@ -58,7 +58,7 @@ class TokenCounts:
 
 
 class Adjustment:
-    """What one request changes in its logits."""
+    """How one request changes its logits."""
 
     def __init__(self, request: Request, generated: list[int]) -> None:
         params = request.params
@@ -66,7 +66,7 @@ class Adjustment:
         self.biased = np.array(list(params.logit_bias), dtype=np.int64)
         self.bias = list(params.logit_bias.values())
         self.counts: TokenCounts | None = None
-        """Of a penalised request; the prompt's tokens are among them where repetition counts."""
+        """The tokens of a request with penalties. They include the prompt if it has a repetition penalty."""
         if params.penalised:
             seen = request.prompt_token_ids if params.repetition_penalty != 1.0 else []
             self.counts = TokenCounts(seen, generated)
@@ -80,7 +80,7 @@ class Adjustment:
 
     @property
     def forbidden(self) -> IntArray:
-        """Tokens that may not come next: those that end the answer, before its min_tokens-th token."""
+        """Tokens that must not come next: before min_tokens, those that would end the answer."""
         return self._stops if self._generated < self.params.min_tokens else self._stops[:0]
 
     def append(self, token: int) -> None:
@@ -91,7 +91,7 @@ class Adjustment:
 
 
 def adjust(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[Adjustment]) -> None:
-    """In place, row rows[i] of logits [p, vocab] float32 by adjustments[i]."""
+    """Change row rows[i] of logits [p, vocab] float32 by adjustments[i], in place."""
     biased = _pairs(rows, [one.biased for one in adjustments], logits.device)
     bias = [value for one in adjustments for value in one.bias]
     logits[biased] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
@@ -101,7 +101,7 @@ def adjust(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[Adju
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[Adjustment]) -> None:
-    """Repetition, then frequency and presence penalty, in place."""
+    """Apply the repetition penalty and then the frequency and presence penalties, in place."""
     penalised = [
         (row, one.params, one.counts)
         for row, one in zip(rows, adjustments, strict=True)
@@ -115,7 +115,7 @@ def _penalise(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[A
     often = often.to(logits.device, logits.dtype)
 
     def each(value: Callable[[SamplingParams], float]) -> torch.Tensor:
-        """[m] a request's number for each of its pairs."""
+        """[m] the value of its request for each pair."""
         numbers = torch.tensor([value(params) for _, params, _ in penalised], dtype=logits.dtype)
         return numbers.repeat_interleave(lengths).to(logits.device)
 
@@ -127,6 +127,6 @@ def _penalise(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[A
 
 
 def _pairs(rows: Sequence[int], tokens: Sequence[IntArray], device: torch.device) -> Pairs:
-    """rows[i] with each of tokens[i]."""
+    """The pairs of rows[i] with each of tokens[i]."""
     lines = np.repeat(np.array(rows, dtype=np.int64), [len(part) for part in tokens])
     return torch.from_numpy(lines).to(device), torch.from_numpy(np.concatenate(tokens)).to(device)

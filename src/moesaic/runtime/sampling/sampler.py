@@ -1,7 +1,10 @@
-"""From logits to tokens, for a whole batch at once.
+"""Samples tokens from logits, for a whole batch at once.
 
-The order is vLLM's: logit bias, penalties, min_tokens, then for rows that are not greedy
-temperature, min-p, top-k, top-p. Log-probabilities are of the logits before any of it.
+The order is vLLM's: logit bias, penalties and min_tokens, and then for rows that are not greedy temperature,
+min-p, top-k and top-p. Log-probabilities are those of the logits before all of this.
+
+Sampling noise depends on (seed, position) and on nothing else. So a request's tokens never depend on its
+batch, on preemption, or on the worker that computes it.
 """
 
 from __future__ import annotations
@@ -10,15 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from moesaic.core.request import Request, TokenLogprob
 from moesaic.core.tokens import IntArray
-from moesaic.runtime.sampling.noise import uniform
 from moesaic.runtime.sampling.penalties import Adjustment, adjust
 
 LARGEST = 1e30
-"""Of a logit when noise is drawn: over the smallest temperature it is still a finite float32."""
+"""Largest logit that is sampled from. Divided by the smallest temperature it is still a finite float32."""
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 @dataclass
@@ -27,26 +32,26 @@ class _Row:
 
     request: Request
     length: int
-    """Tokens of the prompt and the answer."""
+    """Number of tokens in the prompt and the answer so far."""
     adjustment: Adjustment | None
-    """Of its logits; None where they stay as they are."""
+    """How the request changes its logits. None where it does not change them."""
 
 
 class Sampler:
-    """Holds the requests in the batch and picks their next tokens."""
+    """Keeps the requests in the batch and samples their next tokens."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._rows: dict[int, _Row] = {}
 
     def admit(self, request: Request, generated: list[int]) -> None:
-        """`request` enters the batch, having generated `generated` before a preemption."""
+        """A request enters the batch. generated: its tokens from before a preemption."""
         adjustment = Adjustment(request, generated) if Adjustment.wanted(request.params) else None
         length = len(request.prompt_token_ids) + len(generated)
         self._rows[request.request_id] = _Row(request, length, adjustment)
 
     def release(self, request_id: int) -> None:
-        """Forget a request. Unknown ids are ignored: it was never admitted."""
+        """Forget a request. Ids of requests that were never admitted are ignored."""
         self._rows.pop(request_id, None)
 
     def request(self, request_id: int) -> Request:
@@ -55,9 +60,10 @@ class Sampler:
     def sample(
         self, request_ids: IntArray, logits: torch.Tensor
     ) -> tuple[IntArray, list[TokenLogprob | None]]:
-        """Next token of each request, and log-probabilities if any of them asked (else an empty list).
+        """The next token of each request, and their log-probabilities.
 
-        logits: [p, vocab] float32, row i of request_ids[i]; may be changed in place.
+        The second list is empty if no request wants log-probabilities. logits: [p, vocab] float32, row i for
+        request_ids[i]. They may be changed in place.
         """
         rows = [self._rows[int(request_id)] for request_id in request_ids]
         raw = _log_softmax_where(logits, [row.request.params.logprobs is not None for row in rows])
@@ -77,7 +83,8 @@ class Sampler:
 
 
 def token_logprobs(logprobs: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
-    """One record per row. logprobs: [n, vocab]; tokens: the n tokens that were taken."""
+    """One record per row. logprobs: [n, vocab]. tokens: the n tokens that were sampled. count:
+    alternatives."""
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
     values, ids = torch.topk(logprobs, min(max(count, 1), logprobs.shape[1]), dim=-1)
     best = zip(ids.tolist(), values.tolist(), strict=True)
@@ -88,7 +95,7 @@ def token_logprobs(logprobs: torch.Tensor, tokens: Sequence[int], count: int) ->
 
 
 def _argmax(logits: torch.Tensor) -> IntArray:
-    """[p] the first of the largest of each row. On a CPU numpy's has less to fetch into cold caches."""
+    """[p] the first largest entry of each row. On a CPU it uses numpy, which touches less cold memory."""
     if logits.device.type == "cpu":
         first: IntArray = logits.numpy().argmax(axis=-1)
         return first
@@ -96,17 +103,17 @@ def _argmax(logits: torch.Tensor) -> IntArray:
 
 
 def _log_softmax_where(logits: torch.Tensor, wanted: list[bool]) -> torch.Tensor | None:
-    """Log-probabilities of the wanted rows only, before the logits are changed; None if none is."""
+    """Log-probabilities of the wanted rows, before the logits are changed. None if no row is wanted."""
     if not any(wanted):
         return None
     return torch.log_softmax(logits[torch.tensor(wanted, device=logits.device)], dim=-1)
 
 
 def _report(raw: torch.Tensor | None, rows: list[_Row], tokens: IntArray) -> list[TokenLogprob | None]:
-    """Of each row, None where it did not ask. raw: log-probabilities of those that did.
+    """The log-probabilities of each row, None where its request wants none. raw: of the rows that want some.
 
-    Rows that ask for equally many alternatives share one topk. To take the most that anyone asks for, and cut
-    it, would let a row's ties fall another way when somebody with a larger wish is in the batch.
+    Rows that want equally many alternatives share one topk. One topk of the largest count for all rows would
+    be wrong: how it orders ties could depend on the other requests in the batch.
     """
     report: list[TokenLogprob | None] = [None] * len(rows)
     if raw is None:
@@ -124,11 +131,11 @@ def _report(raw: torch.Tensor | None, rows: list[_Row], tokens: IntArray) -> lis
 
 
 def _draw(logits: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
-    """[n] tokens by inverting the cumulative distribution, tokens in order of their ids.
+    """[n] tokens, by inverting the cumulative distribution over the tokens in the order of their ids.
 
-    In that order (rather than by probability) a rounding error moves a boundary by as much and
-    never swaps two tokens. Logits that are not finite (all masked, or a penalty that overflows) count as
-    the largest or the smallest: whatever a client asks for, a token of the vocabulary comes out.
+    In that order, rather than by probability, a rounding error only moves a boundary and never swaps two
+    tokens. Logits that are not finite (all masked, or a penalty that overflows) count as the largest or the
+    smallest, so the result is always a token of the vocabulary.
     """
 
     def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -150,7 +157,7 @@ def _draw(logits: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
 
 
 def _keep_top(scaled: torch.Tensor, top_k: list[int], top_p: list[float]) -> torch.Tensor:
-    """`scaled` [n, vocab] with all but the top-k, then all but the top-p tokens at -inf."""
+    """`scaled` [n, vocab], with -inf for tokens outside the top-k and then for those outside the top-p."""
     vocab = scaled.shape[-1]
     keep = [vocab if k < 1 else min(k, vocab) for k in top_k]
     if max(keep) == vocab and min(keep) == vocab and min(top_p) >= 1.0:
@@ -160,9 +167,28 @@ def _keep_top(scaled: torch.Tensor, top_k: list[int], top_p: list[float]) -> tor
     rank = torch.arange(ordered.shape[-1], device=scaled.device)[None]
     ordered = ordered.masked_fill(rank > last, -torch.inf)
     probabilities = torch.softmax(ordered, dim=-1, dtype=torch.float64)
-    # A token stays while the tokens before it have not reached top_p: the first always does.
+    # A token stays while the tokens before it have not reached top_p, so the first one always stays.
     before = probabilities.cumsum(dim=-1) - probabilities
     stays = before < torch.tensor(top_p, dtype=torch.float64, device=scaled.device)[:, None]
     stays &= rank <= last
     cutoff = ordered.masked_fill(~stays, torch.inf).amin(dim=-1, keepdim=True)
     return scaled.masked_fill(scaled < cutoff, -torch.inf)
+
+
+def uniform(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """[n] numbers in [0, 1), one for each (seed, position) pair.
+
+    Each is output number `position` of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), whose stream starts at a
+    scrambled `seed`.
+    """
+    with np.errstate(over="ignore"):
+        start = _scramble(seeds.astype(np.uint64) + _GOLDEN)
+        bits = _scramble(start + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def _scramble(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of SplitMix64: every input bit affects every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * _MIX[0]
+    x = (x ^ (x >> np.uint64(27))) * _MIX[1]
+    return x ^ (x >> np.uint64(31))
