@@ -19,7 +19,7 @@ def weights(seed: int) -> ExpertWeights:
     return ExpertWeights(make(6, 8), make(6, 8), make(8, 6))
 
 
-def test_an_answer_holds_until_it_is_released_and_only_for_its_ticket() -> None:
+def test_an_answer_holds_until_it_is_released_and_only_for_its_handle() -> None:
     layers = {0: weights(0), 3: weights(3)}
     direct = DirectExperts(layers, REFERENCE, rows=9)
     for layer, rows in ((0, 5), (3, 9), (0, 2)):

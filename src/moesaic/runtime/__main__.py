@@ -67,12 +67,12 @@ def _serve(connection: StreamConnection, config: WorkerConfig, wakeup: Wakeup) -
             sent = now
             connection.send(messages.Loading(done, total))
 
-    def lost(how: str) -> None:
-        """End this process: another rank of its group ended. While the group is idle nothing else tells."""
-        logging.warning("%s, and this worker with it", how)
+    def lost(reason: str) -> None:
+        """End this process because another rank of its group ended. An idle group would not notice."""
+        logging.warning("%s; this worker ends too", reason)
         with contextlib.suppress(ConnectionLost):
             if not config.supervised:
-                connection.send(messages.Failed(how, user_error=False))
+                connection.send(messages.Failed(reason, user_error=False))
         os._exit(1)
 
     try:

@@ -41,7 +41,7 @@ class RoutingRecorder:
     """
 
     def __init__(self, model: RoutedModel, sink: RowSink, share: float = 1.0) -> None:
-        """share: of the requests that are recorded. Every worker draws the same requests."""
+        """share: the share of requests that are recorded. Every worker draws the same requests."""
         self._model = model
         self._sink = sink
         self._share = share

@@ -1,4 +1,4 @@
-"""Rows that part and meet again between two layers have the bits of a whole step."""
+"""Rows that are regrouped between two layers have the bits of a whole step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOTHING: IntArray = np.zeros(0, dtype=np.int64)
 
 
 class Answered:
-    """As RemoteExperts whose answers are all there when they are looked at."""
+    """Stands for RemoteExperts whose answers are all there at the first poll."""
 
     def __init__(self, direct: DirectExperts) -> None:
         self._direct = direct
@@ -55,7 +55,7 @@ class Answered:
 
 
 class Engine:
-    """The demo's stages, with prompts in the cache, walked in one go or place by place."""
+    """The demo's stages, with prompts in the cache. Steps run as a whole or segment by segment."""
 
     def __init__(self, recorded: bool) -> None:
         loaded: LoadedModel = load_model(ModelConfig("demo", threads=1), None, None, 1)
@@ -108,7 +108,7 @@ def wanted(engine: Engine) -> torch.Tensor:
 
 
 def together(engine: Engine) -> torch.Tensor:
-    """All rows through all places as one batch."""
+    """All rows through all segments as one batch."""
     batch, sources = decodes(), list[RowSource]()
     for segment in range(engine.segments):
         run, hidden = engine.one(batch, segment, sources)
@@ -123,7 +123,7 @@ def together(engine: Engine) -> torch.Tensor:
 
 
 def parted(engine: Engine, dice: random.Random) -> torch.Tensor:
-    """At each place rows make up groups anew, in any order."""
+    """At each segment the rows form new groups, in any order."""
     batch, found = decodes(), torch.empty(0)
     where: dict[int, RowSource] = {}
     for segment in range(engine.segments + 1):

@@ -27,7 +27,7 @@ from moesaic.runtime.group.collective_layouts import CollectiveLayout, dense_fee
 from moesaic.transport.peers import HALF_BYTES
 
 WHOLE_BLOCKS = ("cgopipe", "s4", "serial")
-"""Schedules with gate and experts in one task, since the ranks of a group meet between the two."""
+"""Schedules with gate and experts in one task. The collectives of a group run between the two."""
 ATTENDED_BESIDE = ("s2", "s3")
 """Further schedules, where the slow level has a processor."""
 

@@ -118,12 +118,12 @@ def _report(raw: torch.Tensor | None, rows: list[_Row], tokens: IntArray) -> lis
     report: list[TokenLogprob | None] = [None] * len(rows)
     if raw is None:
         return []
-    wishes = {index: row.request.params.logprobs for index, row in enumerate(rows)}
-    asked = [(index, count) for index, count in wishes.items() if count is not None]
-    for count in {count for _, count in asked}:
-        lines = [line for line, (_, wish) in enumerate(asked) if wish == count]
-        alike = raw if len(lines) == len(asked) else raw[lines]
-        indices = [asked[line][0] for line in lines]
+    counts = [(index, row.request.params.logprobs) for index, row in enumerate(rows)]
+    wanted = [(index, count) for index, count in counts if count is not None]
+    for count in {count for _, count in wanted}:
+        lines = [line for line, (_, other) in enumerate(wanted) if other == count]
+        alike = raw if len(lines) == len(wanted) else raw[lines]
+        indices = [wanted[line][0] for line in lines]
         entries = token_logprobs(alike, tokens[indices].tolist(), count)
         for index, entry in zip(indices, entries, strict=True):
             report[index] = entry

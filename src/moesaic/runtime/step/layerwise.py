@@ -29,7 +29,7 @@ class LayerwiseRunner:
     """Keeps the rows of every run until all of them went on, or until the scheduler forgets the run."""
 
     def __init__(self, runner: SegmentRunner, experts: RemoteExperts) -> None:
-        """experts: those that the steps of `runner` ask."""
+        """experts: those that the steps of `runner` send their requests to."""
         self._runner = runner
         self._experts = experts
         self._runs: dict[int, _PendingRun] = {}

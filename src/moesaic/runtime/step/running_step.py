@@ -78,7 +78,7 @@ StepGenerator = Generator[ExpertRequest | PendingMerge | None, torch.Tensor | No
 
 
 class StepDropped(Exception):
-    """Is thrown into the generator of a step that nobody continues."""
+    """Thrown into the generator of a step that nobody continues."""
 
 
 class Step(Protocol):
