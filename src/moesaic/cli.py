@@ -1,4 +1,4 @@
-"""The `moesaic` command. Flags come from the documented fields of the configs.
+"""The `moesaic` command. Its flags are generated from the documented fields of the configs.
 
 Only what is needed to read a command line is imported here; what a command does is imported when it
 is called, so that --help and mistakes are answered at once.
@@ -45,20 +45,20 @@ from moesaic.profiling.options import ProfileOptions
 from moesaic.trace.options import RecordConfig
 
 FLAT = Parameter(name="*")
-"""The fields of a config become flags without a prefix."""
+"""Makes the fields of a config flags without a prefix."""
 
 SHORT = {"-i": "--input-file", "-o": "--output-file"}
-"""Short flags, spelled out before the command line is read."""
+"""Short flags. They are replaced by the long ones before the command line is parsed."""
 HELP_ALL = "--help-all"
-"""As --help, with every flag explained."""
+"""As --help, but every flag is explained."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """How a command answers."""
+    """The output of a command."""
 
     json: Annotated[bool, Parameter(negative="")] = False
-    """Print JSON, for machines."""
+    """Print JSON, for other programs."""
     debug: Annotated[bool, Parameter(negative="")] = False
     """Print a traceback with an error."""
 
@@ -123,7 +123,7 @@ def scale(
 
 @app.command
 def join(options: Annotated[Join, FLAT], *, output: Annotated[Output, FLAT] = Output()) -> int:
-    """Be an expert server of a running cluster: join HOST:PORT --secret-file FILE.
+    """Start an expert server that joins a running cluster: join HOST:PORT --secret-file FILE.
 
     Its experts are placed elsewhere when this process ends.
     """
@@ -146,7 +146,7 @@ def run_batch(
 ) -> int:
     """Answer a file of OpenAI batch lines: run-batch -i in.jsonl -o out.jsonl --model MODEL.
 
-    After a crash the same command goes on where it stopped.
+    After a crash the same command continues where it stopped.
     """
     from moesaic.commands import run_batch as command
 
@@ -202,7 +202,7 @@ def plan(
     *,
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
-    """Say how a model larger than the fast memory is run best, and how fast: plan MODEL --hardware NAME
+    """Plan how to run a model larger than the fast memory, and predict its speed: plan MODEL --hardware NAME
     --prompt-len S --gen-len N.
     """
     from moesaic.commands import plan as command
@@ -254,7 +254,7 @@ def bench_throughput(
     tracing: Annotated[TraceConfig, FLAT] = TraceConfig(),
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
-    """Continue random prompts with a model in this process, all handed in at once, and measure."""
+    """Complete random prompts with a model in this process, all submitted at once, and measure."""
     from moesaic.commands import bench_throughput as command
 
     worker = WorkerConfig(model, cache, scheduler, trace=tracing.trace)
@@ -263,14 +263,14 @@ def bench_throughput(
 
 @app.command
 def doctor(*, output: Annotated[Output, FLAT] = Output()) -> int:
-    """Show what this machine has, what moesaic will use of it, and what could be better."""
+    """Show what this machine has, what moesaic will use, and what could be improved."""
     from moesaic.commands import doctor as command
 
     return command.run(output.json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line; returns the exit code: 0, 1 when it failed, 2 when a setting is wrong."""
+    """Run one command line. Returns the exit code: 0, 1 if it failed, 2 if a setting is wrong."""
     given = [SHORT.get(word, word) for word in (sys.argv[1:] if arguments is None else arguments)]
     streams.replace_closed()
     everything = HELP_ALL in given

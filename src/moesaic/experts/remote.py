@@ -35,7 +35,7 @@ from moesaic.kernels.reference.experts import put
 from moesaic.kernels.table import Put
 from moesaic.policy.fleet.replicas import NOBODY, Replicas
 from moesaic.transport.calls import Caller
-from moesaic.transport.waiting import give_way, wait
+from moesaic.transport.waiting import wait, yield_core
 from moesaic.transport.wakeup import Wakeup
 
 LOG = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class RemoteExperts:
         self._send(submission, every_pair(len(pairs.experts), pairs.top_k)[0])
         if self._every_server:
             self._send_empty(submission)
-        give_way()
+        yield_core()
         self._observer.sent(handle, request, began)
         return handle
 

@@ -24,7 +24,7 @@ from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerSched
 from moesaic.policy.scheduling.step_barrier import StepBarrier
 from moesaic.transport.calls import Answerer, Incoming
 from moesaic.transport.listening import Listener
-from moesaic.transport.waiting import give_way, wait
+from moesaic.transport.waiting import wait, yield_core
 
 LOG = logging.getLogger(__name__)
 NONE: IntArray = np.zeros(0, dtype=np.int64)
@@ -201,7 +201,7 @@ class ExpertServer:
             return
         for number, pairs in run.parts:
             self._answer(number, pairs)
-        give_way()
+        yield_core()
         ids = np.concatenate([part.experts for part in parts])
         self._count(run.layer, ids, self._clock() - started)
 

@@ -47,7 +47,7 @@ def wait(
     return (left is None or left > 0) and _sleep(ends, poller, left)
 
 
-def give_way() -> None:
+def yield_core() -> None:
     """Yield this core to a process that waits for it.
 
     Call it after sending what peers wait for, and before other work. With few cores, a peer may be runnable

@@ -43,12 +43,12 @@ def _doubled(hardware: Hardware) -> Iterator[tuple[str, Hardware]]:
     yield f"faster {fast.name}", replace(hardware, fast=replace(fast, bandwidth=2 * fast.bandwidth))
     if fast.processor is not None:
         quick = replace(fast, processor=_faster(fast.processor))
-        yield "a faster processor beside it", replace(hardware, fast=quick)
+        yield f"a faster processor for {fast.name}", replace(hardware, fast=quick)
     yield f"more {slow.name}", replace(hardware, slow=replace(slow, memory=2 * slow.memory))
     yield f"faster {slow.name}", replace(hardware, slow=replace(slow, bandwidth=2 * slow.bandwidth))
     if slow.processor is not None:
         quick = replace(slow, processor=_faster(slow.processor))
-        yield f"a faster processor beside {slow.name}", replace(hardware, slow=quick)
+        yield f"a faster processor for {slow.name}", replace(hardware, slow=quick)
     staging = None if link.staging is None else 2 * link.staging
     wider = replace(link, down=2 * link.down, up=2 * link.up, staging=staging)
     yield "a faster link", replace(hardware, link=wider)

@@ -132,7 +132,7 @@ def _too_much(level: Level, need: float, held: dict[str, float]) -> str:
     most = max(held, key=lambda name: held[name])
     return (
         f"one request needs {_size(need)} of {level.name} ({most}: {_size(held[most])}), "
-        f"and {_size(level.room)} of it may be filled"
+        f"and {_size(level.room)} of it is usable"
     )
 
 
