@@ -19,12 +19,7 @@ from moesaic import __version__
 from moesaic.batch.options import RunBatch
 from moesaic.bench.options import ServeBench, ThroughputBench
 from moesaic.commands import streams
-from moesaic.commands.compress_options import Compress
-from moesaic.commands.hardware_options import MeasureHardware
-from moesaic.commands.options import Join, Scale
-from moesaic.commands.place_options import Place
-from moesaic.commands.plan_options import Plan
-from moesaic.commands.profile_options import ShowProfile
+from moesaic.commands.options import Compress, Join, MeasureHardware, Place, Plan, Scale, ShowProfile
 from moesaic.commands.usage import GroupedFlags, one_line
 from moesaic.config import (
     CacheConfig,

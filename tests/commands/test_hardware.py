@@ -10,7 +10,7 @@ from tests.support import model_configs, tiny_models
 
 from moesaic import cli
 from moesaic.commands import hardware, hardware_report
-from moesaic.commands.hardware_options import MeasureHardware
+from moesaic.commands.options import MeasureHardware
 from moesaic.commands.plan import find_hardware
 from moesaic.core.errors import ConfigError
 from moesaic.core.stored import QUANT_METHOD

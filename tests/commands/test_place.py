@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from moesaic import cli
+from moesaic.commands.options import Place, SolverName
 from moesaic.commands.place import save
-from moesaic.commands.place_options import Place, SolverName
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import NO_TOPIC, Profile, Routes

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from cyclopts import App, Parameter
 
+from moesaic.commands.options import ShowProfile
 from moesaic.commands.panels import Line, dots, heat, lines, page, step
-from moesaic.commands.profile_options import ShowProfile
 from moesaic.commands.profile_show import show
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import NO_TOPIC, Profile, Routes

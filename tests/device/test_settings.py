@@ -15,7 +15,7 @@ from tests.support.gpu_sanitizer import GIB, NAME, sanitized
 
 from moesaic import LLM, cli
 from moesaic.commands import hardware
-from moesaic.commands.hardware_options import MeasureHardware
+from moesaic.commands.options import MeasureHardware
 from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import Hardware
 from moesaic.hardware import cuda, memory

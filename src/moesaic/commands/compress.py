@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from moesaic.commands.compress_options import Compress
+from moesaic.commands.options import Compress
 from moesaic.commands.progress import progress
 from moesaic.commands.units import in_bytes
 from moesaic.core.errors import ConfigError

@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from moesaic.commands import hardware_report
-from moesaic.commands.hardware_options import MeasureHardware
 from moesaic.commands.machine import examine
+from moesaic.commands.options import MeasureHardware
 from moesaic.commands.progress import progress
 from moesaic.config import Device
 from moesaic.core.errors import ConfigError, MoesaicError

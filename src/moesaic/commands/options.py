@@ -1,12 +1,18 @@
-"""The settings of `moesaic scale` and `moesaic join`, from which their command lines are generated."""
+"""The settings of `scale`, `join`, `place`, `plan`, `profile show`, `hardware measure` and `compress`.
+
+The command lines of these commands are generated from them.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal, get_args
 
-from moesaic.config import KernelName, check_threads
+from cyclopts import Parameter
+
+from moesaic.config import Device, KernelName, check_threads, parse_bytes
 from moesaic.core.errors import ConfigError
 
 
@@ -61,3 +67,247 @@ class Join:
         check_threads(self.threads)
         if self.capacity is not None and not 0 < self.capacity < math.inf:
             raise ConfigError.field("--capacity", self.capacity, "a positive number")
+
+
+SolverName = Literal["ours", "sem-moe", "speculative", "eplb", "moetuner", "metis", "kmeans", "vanilla"]
+TABLES = ".tables.npz"
+"""Suffix of the file of tables, in place of .json."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place experts on ranks by the experts that tokens of a profile chose."""
+
+    file: Path
+    """Profile that `moesaic profile` wrote."""
+    _: KW_ONLY
+    ranks: int
+    """Number of ranks: --data-parallel-size or --tensor-parallel-size of the server."""
+    solver: SolverName | None = None
+    """Solver of the placement. ours, speculative (cross-entropy) and sem-moe (alternating) cluster tokens
+    and experts together. kmeans and metis group experts. moetuner uses load and transitions, eplb only load.
+    vanilla gives each rank consecutive experts. None: ours; with --compare no placement is written."""
+    output_file: Path | None = None
+    """File for the placement (.json). Its tables of tokens are written next to it (.tables.npz)."""
+    redundant_experts: int = 0
+    """Number of additional expert copies in each layer, placed where they are needed most."""
+    share: float = 0.2
+    """Share of the recorded requests that solvers see for the measurement. They are measured on all others.
+    The written placement is then solved on the whole profile."""
+    seed: int = 0
+    """Seed of the solvers and of the requests that they see."""
+    compare: Annotated[bool, Parameter(negative="")] = False
+    """Measure all solvers, one row each."""
+    model: str | None = None
+    """The profile's model: a Hugging Face directory, a hub id, or demo. A token id that the profile never saw
+    then uses the nearest known id in the model's embedding. Profiles of `moesaic profile` contain these
+    nearest ids; recordings of a server do not."""
+    plot: Path | None = None
+    """Draw a layer's activation map before and after into this SVG file."""
+    plot_layer: int | None = None
+    """Layer to draw. None: the middle one of the layers with routed experts."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ConfigError.field("--ranks", self.ranks, "an integer of at least 1")
+        if self.solver is not None and self.solver not in get_args(SolverName):
+            raise ConfigError.field("--solver", self.solver, ", ".join(get_args(SolverName)))
+        if self.redundant_experts < 0:
+            raise ConfigError.field("--redundant-experts", self.redundant_experts, "an integer of at least 0")
+        if not 0 < self.share < 1:
+            raise ConfigError.field("--share", self.share, "a number between 0 and 1")
+        if self.seed < 0:
+            raise ConfigError.field("--seed", self.seed, "an integer of at least 0")
+        self._check_output()
+        self._check_plot()
+
+    def _check_output(self) -> None:
+        path = self.output_file
+        if path is None:
+            if not self.compare:
+                raise ConfigError(
+                    "--output-file: give a file for the placement, or --compare to write no placement"
+                )
+            return
+        if self.compare and self.solver is None:
+            raise ConfigError("--output-file: with --compare, give --solver to choose the written placement")
+        if path.suffix != ".json" or not path.absolute().parent.is_dir() or path.is_dir():
+            allowed = "a file that ends in .json, in an existing directory"
+            raise ConfigError.field("--output-file", str(path), allowed)
+
+    def _check_plot(self) -> None:
+        path = self.plot
+        if path is None:
+            if self.plot_layer is not None:
+                raise ConfigError("--plot-layer: allowed only with --plot")
+            return
+        if self.output_file is None:
+            raise ConfigError("--plot: draws the written placement; give --output-file as well")
+        if path.suffix.lower() != ".svg" or not path.absolute().parent.is_dir() or path.is_dir():
+            raise ConfigError.field("--plot", str(path), "a file that ends in .svg, in an existing directory")
+
+    @property
+    def chosen(self) -> SolverName | None:
+        """The solver whose placement is written. None if no placement is written."""
+        return None if self.output_file is None else self.solver or "ours"
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The solvers that are measured, in the order of the table."""
+        if self.compare:
+            return tuple(reversed(get_args(SolverName)))
+        return tuple(dict.fromkeys(("vanilla", self.solver or "ours")))
+
+
+PolicyName = Literal["moe-lightning", "flexgen"]
+CacheType = Literal["float32", "bfloat16", "int8", "int4"]
+THIS = "this"
+"""Value of --hardware for the machine that the command runs on."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Plan how to run a model that is larger than the fast memory, and predict the throughput."""
+
+    model: str | None = None
+    """A checkpoint's directory, a config.json, `demo`, or a known name: mixtral-8x7b, mixtral-8x22b, dbrx,
+    deepseek-v2, deepseek-v2-lite, deepseek-v3, qwen3-30b-a3b."""
+    _: KW_ONLY
+    hardware: str | None = None
+    """A known machine (t4, l4, t4-large-host, t4-measured, l4-measured, a100-40, a100-80, h100, h200), a file
+    (.toml) that `moesaic hardware measure` wrote, or `this`: this machine, after a short measurement."""
+    host_memory: str | None = None
+    """Size of the slow level's memory, such as 192GiB. None: that of the machine."""
+    host_bandwidth: str | None = None
+    """Bytes that the slow level's memory reads per second, such as 100GiB. None: that of the machine."""
+    prompt_len: int | None = None
+    """Tokens of a prompt."""
+    gen_len: int | None = None
+    """Tokens that each request generates."""
+    profile: Path | None = None
+    """Profile of the model that `moesaic profile` wrote. It says how often each expert is chosen. None: all
+    experts are chosen equally often."""
+    gpus: int = 1
+    """Number of GPUs that work as one fast level, by tensor parallelism. They share one link."""
+    kv_cache_dtype: CacheType = "bfloat16"
+    """Type of cached keys and values. Integer types have a scale for each token and head."""
+    policy: PolicyName = "moe-lightning"
+    """Search for the policy. moe-lightning: search all variables of MoE-Lightning, and simulate each policy's
+    tasks. flexgen: FlexGen's linear program."""
+    paper: Annotated[bool, Parameter(negative="")] = False
+    """Reproduce the published policies of MoE-Lightning, and of FlexGen on its machines. Print every
+    input."""
+    plot: Path | None = None
+    """Draw rooflines, throughput by memory and the map of policies into this SVG file."""
+
+    def __post_init__(self) -> None:
+        if self.plot is not None and self.plot.suffix.lower() != ".svg":
+            raise ConfigError.field("--plot", str(self.plot), "a file that ends in .svg")
+        if self.gpus < 1:
+            raise ConfigError.field("--gpus", self.gpus, "an integer of at least 1")
+        self.slow_memory, self.slow_bandwidth  # noqa: B018  raises ConfigError for wrong sizes
+        if self.paper:
+            self._check_paper()
+            return
+        for flag, value, allowed in (
+            ("MODEL", self.model, "a checkpoint, a config.json or a known name; --paper takes none"),
+            ("--hardware", self.hardware, "a known machine, this or a .toml file"),
+        ):
+            if value is None:
+                raise ConfigError.field(flag, "nothing", allowed)
+        for flag, length in (("--prompt-len", self.prompt_len), ("--gen-len", self.gen_len)):
+            if length is None or length < 1:
+                given = "nothing" if length is None else length
+                raise ConfigError.field(flag, given, "an integer of at least 1")
+        if self.gen_len == 1:
+            raise ConfigError.field("--gen-len", 1, "an integer of at least 2: prefill gives the first token")
+
+    def _check_paper(self) -> None:
+        given = (self.model, self.hardware, self.prompt_len, self.gen_len, self.plot)
+        if any(value is not None for value in given):
+            raise ConfigError("--paper: has its own models, machines and lengths; give no other flag with it")
+
+    @property
+    def slow_memory(self) -> float | None:
+        """--host-memory in bytes; None if it is not given. Raises ConfigError for a wrong size."""
+        return None if self.host_memory is None else parse_bytes("--host-memory", self.host_memory)
+
+    @property
+    def slow_bandwidth(self) -> float | None:
+        """--host-bandwidth in bytes/s; None if it is not given. Raises ConfigError for a wrong size."""
+        return None if self.host_bandwidth is None else parse_bytes("--host-bandwidth", self.host_bandwidth)
+
+
+@dataclass(frozen=True)
+class ShowProfile:
+    """Show how skewed and how predictable a model's routing is."""
+
+    file: Path
+    """Profile that `moesaic profile` wrote."""
+    _: KW_ONLY
+    plot: Path | None = None
+    """Draw the statistics into this SVG file."""
+    ranks: int = 8
+    """Number of ranks for the prediction of a token's rank. Each rank has a consecutive range of experts. A
+    model with fewer experts has fewer ranks."""
+    profile_share: float = 0.2
+    """Share of the requests from which predictions are learned. They are tested on the other requests."""
+    tokens: int = 100_000
+    """Maximum number of tokens of recorded requests that are examined. Counts include all tokens."""
+    seed: int = 0
+    """Seed that chooses the requests for learning."""
+
+    def __post_init__(self) -> None:
+        if self.plot is not None and self.plot.suffix.lower() != ".svg":
+            raise ConfigError.field("--plot", str(self.plot), "a file that ends in .svg")
+        if self.ranks < 1:
+            raise ConfigError.field("--ranks", self.ranks, "an integer of at least 1")
+        if not 0 < self.profile_share < 1:
+            raise ConfigError.field("--profile-share", self.profile_share, "a number between 0 and 1")
+        if self.tokens < 1:
+            raise ConfigError.field("--tokens", self.tokens, "an integer of at least 1")
+        if self.seed < 0:
+            raise ConfigError.field("--seed", self.seed, "an integer of at least 0")
+
+
+@dataclass(frozen=True)
+class MeasureHardware:
+    """Measure this machine for plans."""
+
+    _: KW_ONLY
+    output_file: Path | None = None
+    """File for the figures (.toml). None: the figures are only printed."""
+    path: Path = Path()
+    """A large file to read, such as a shard of a checkpoint, or a directory on the disk to measure. In a
+    directory the largest *.safetensors is read, or a file of 1 GiB is written and deleted."""
+    threads: int | None = None
+    """Number of compute threads. None: one per core."""
+    device: Device = "auto"
+    """Memory levels to measure. cuda: GPU memory and RAM; cpu: RAM and disk; auto: cuda if there is a GPU."""
+    name: str | None = None
+    """Name of the machine, for people. None: the name of its processor."""
+
+    def __post_init__(self) -> None:
+        check_threads(self.threads)
+
+
+@dataclass(frozen=True)
+class Compress:
+    """Write a checkpoint whose routed experts take 12 bits per number, without loss."""
+
+    model: str
+    """A Hugging Face directory, a hub id, or demo. Its experts must be stored in bf16."""
+    directory: Path
+    """Directory of the compressed checkpoint. It must not exist yet, or be empty."""
+
+    def __post_init__(self) -> None:
+        path = self.target
+        taken = any(path.iterdir()) if path.is_dir() else path.exists()
+        if taken or not path.parent.is_dir():
+            allowed = "a directory that does not exist yet or is empty, in an existing one"
+            raise ConfigError.field("DIRECTORY", str(self.directory), allowed)
+
+    @property
+    def target(self) -> Path:
+        """The absolute directory, with ~ and links resolved."""
+        return self.directory.expanduser().resolve()

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from moesaic.commands import activation_picture
-from moesaic.commands.place_options import TABLES, Place
+from moesaic.commands.options import TABLES, Place
 from moesaic.commands.place_report import Report, Trial, Written, as_json, as_text
 from moesaic.commands.progress import Show, progress
 from moesaic.core.coclusters import Coclusters

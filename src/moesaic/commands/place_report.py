@@ -12,7 +12,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from moesaic.commands.place_options import Place
+from moesaic.commands.options import Place
 from moesaic.commands.processes import in_text
 from moesaic.core.profile import Profile, Routes
 from moesaic.policy.placement.held_out import Measured

@@ -12,7 +12,7 @@ from rich.console import Console
 
 import moesaic
 from moesaic.commands import plan_picture, plan_report
-from moesaic.commands.plan_options import THIS, Plan
+from moesaic.commands.options import THIS, Plan
 from moesaic.commands.plan_report import Report
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Profile

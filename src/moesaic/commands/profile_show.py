@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moesaic.commands import routing_picture
-from moesaic.commands.profile_options import ShowProfile
+from moesaic.commands.options import ShowProfile
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Profile, Routes
 from moesaic.policy.placement.routing_prediction import LAYERS_BACK, Prediction, examine
