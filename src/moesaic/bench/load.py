@@ -95,7 +95,7 @@ class _LatencyRecorder:
 class Load:
     """Sends items and counts the requests in flight.
 
-    on_outcome: called after each request with all outcomes so far.
+    on_outcome: called after each request with its outcome.
     """
 
     client: Client

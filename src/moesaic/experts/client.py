@@ -4,7 +4,8 @@ The routed experts are a pure function
 
     experts(layer, hidden[n, h], expert_ids[n, k]) -> rows[n, k, h]      float32, unweighted
 
-The caller applies the gate's weights once, at merge. Expert servers answer the same calls.
+The caller applies the gate's weights once, at merge; with partial sums the servers do. Expert servers answer
+the same calls.
 """
 
 from __future__ import annotations

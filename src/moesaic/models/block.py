@@ -34,7 +34,8 @@ class Gated:
     expert_ids: torch.Tensor | None
     """[n, k] int64 logical expert ids, best first; None in a dense layer."""
     weights: torch.Tensor | None
-    """[n, k] float32, applied once, in `merge`."""
+    """[n, k] float32, applied once, in `merge`. With partial sums the servers apply them, and these are
+    ones."""
 
 
 class Attention(Protocol):

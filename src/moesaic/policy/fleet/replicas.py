@@ -30,7 +30,6 @@ from moesaic.core.tokens import IntArray
 
 NOBODY = -1
 """The server id that stands for "no server"."""
-"""The server id that stands for "no server"."""
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,6 @@ class ExpertServerScheduler:
         self._clients: set[int] = set()
         self._left: dict[int, int] = {}
         """Number of waiting pairs of each call."""
-        """Number of waiting pairs of each call."""
         self.waiting_pairs = 0
         """Pairs in all queues."""
         self._mean_run = 0.0
