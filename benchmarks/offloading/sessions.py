@@ -113,7 +113,7 @@ class Session:
                 link._speed = speed
         before = len(self.passes)
         while len(self.passes) == before:
-            self.llm._turn()
+            self.llm._run_worker_once()
         return self.passes[-1]
 
     def finish(self) -> list[Any]:
