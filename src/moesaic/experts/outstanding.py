@@ -141,8 +141,10 @@ class OpenCall:
         return pairs, fresh
 
     def complete(self, release: Callable[[Call], None]) -> None:
-        """The last row has come in. `release` frees the call's memory, once the answer is not needed
-        there."""
+        """The last row has come in.
+
+        `release` frees the call's memory. It is called when the answer is no longer needed there.
+        """
         if self.submission.inside is self.call:
             self.submission.give_back = partial(release, self.call)
         else:

@@ -1,5 +1,4 @@
-"""Builds a worker that can run from its settings: reads the checkpoint, sizes the KV cache, joins the
-parts."""
+"""Builds a worker from its settings: loads the model, sizes the KV cache, joins the parts."""
 
 from __future__ import annotations
 

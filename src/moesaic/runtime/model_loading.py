@@ -76,8 +76,10 @@ def gpus_of(config: ModelConfig) -> int:
 
 
 def check_shared(config: WorkerConfig) -> None:
-    """Raises ConfigError where another process may load into the same GPU while this one measures what is
-    free."""
+    """Refuse an automatic KV cache on a GPU that processes share.
+
+    Raises ConfigError where another process may load into the GPU while this one measures what is free.
+    """
     gpus = gpus_of(config.model)
     shared = gpus > 0 and (config.beside > 0 or config.parallel.tensor_parallel_size > gpus)
     if shared and config.cache.kv_cache_memory == "auto":

@@ -171,8 +171,11 @@ def join(
     kv: PagedKV,
     observe: Observe | None = None,
 ) -> OffloadedRunner:
-    """Build the runner. kv: the cache of all layers, on the level that the policy names. observe: gets the
-    tasks and times of every pass."""
+    """Build the runner of a worker.
+
+    kv: the cache of all layers, on the level that the policy names. observe: gets the tasks and times of
+    every pass.
+    """
     path = files.resolve(config.model.model, config.model.revision)
     memory = levels(config, offload, loaded, layout)
     slow = None

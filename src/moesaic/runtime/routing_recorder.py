@@ -50,8 +50,7 @@ class RoutingRecorder:
         self._units: dict[int, npt.NDArray[np.int16]] = {}
         """Recorded request -> [n, layers, k] expert ids of its rows between two segments of the model."""
         self._kept: list[tuple[Ids, TokenBatch, Ids]] = []
-        """Rows to be handed over, by step: expert ids [n, layers * k], the batch, and the rows' indices in
-        it."""
+        """Rows to be handed over, by step: expert ids [n, layers * k], the batch, and their indices in it."""
         self._owners: list[int] = []
         """The request of each row in `_kept`."""
         self._key = b""
@@ -100,8 +99,10 @@ class RoutingRecorder:
             self._keep(experts, plan, np.arange(start, stop), [request] * (stop - start))
 
     def _rows(self, plan: StepPlan) -> tuple[Ids, list[int]]:
-        """The recorded rows of the step, and the request of each. Mostly they are those of the step
-        before."""
+        """The recorded rows of the step, and the request of each.
+
+        In most steps they are those of the step before.
+        """
         key = plan.request_ids.tobytes() + plan.batch.query_starts.tobytes()
         if key != self._key:
             mine = self._mine(plan)

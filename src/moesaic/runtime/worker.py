@@ -30,8 +30,7 @@ from moesaic.transport.base import Connection
 from moesaic.transport.wakeup import Wakeup
 
 STATS_INTERVAL = 0.25
-"""Seconds between two statistics sent to the engine while the worker is busy. An idle worker sends them at
-once."""
+"""Seconds between two statistics sent to the engine by a busy worker. An idle one sends them at once."""
 
 Journal = Callable[[Event, float, list[Action]], None]
 """Gets every event, its time and the actions that it led to, so that a run can be replayed."""
@@ -115,8 +114,10 @@ class Worker:
         return replace(self._scheduler.stats(), experts=self._expert_stats())
 
     def _progress(self, timeout: float | None) -> None:
-        """Go on with the steps under way. Where they wait for experts, the worker sleeps until an answer or a
-        message arrives."""
+        """Go on with the steps under way.
+
+        Where they wait for experts, the worker sleeps until an answer or a message arrives.
+        """
         limit = timeout
         if self._unreported:  # a worker that waits for others to begin is busy, perhaps for ever
             limit = STATS_INTERVAL if timeout is None else min(timeout, STATS_INTERVAL)
@@ -161,8 +162,10 @@ class Worker:
             message = self._connection.receive(linger)
 
     def _put(self, event: Event) -> None:
-        """Queue an event, but before the end of a step. Consecutive arrivals become one event, so one
-        step."""
+        """Queue an event, but before the end of a step.
+
+        Consecutive arrivals become one event, so they join the same step.
+        """
         ended = self._events and isinstance(self._events[-1], StepDone | StepFailed | SegmentDone)
         end = self._events.pop() if ended else None
         last = self._events[-1] if self._events else None

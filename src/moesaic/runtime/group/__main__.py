@@ -1,5 +1,4 @@
-"""`python -m moesaic.runtime.group`: one rank of a tensor-parallel group. The first rank starts the
-others."""
+"""`python -m moesaic.runtime.group`: one rank of a tensor-parallel group, started by the first rank."""
 
 from __future__ import annotations
 

@@ -45,8 +45,10 @@ class GroupExperts:
         counts: GroupCounts,
         expert_ranks: int = 1,
     ) -> None:
-        """weights: layer -> the experts of this rank, cut to its part of the width. owners: layer -> [E] the
-        first of the ranks that hold each expert."""
+        """weights: layer -> the experts of this rank, cut to its part of the width.
+
+        owners: layer -> [E] the first of the ranks that hold each expert.
+        """
         self._group, self._kernels = group, kernels
         self._weights, self._owners, self._ranks = weights, owners, expert_ranks
         self._counts = counts

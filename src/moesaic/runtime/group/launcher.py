@@ -119,15 +119,19 @@ class RankLauncher:
         return ConfigError(self._gone.text) if self._gone.reason else ConnectionLost(self._gone.text)
 
     def gather(self) -> Group:
-        """Wait for all ranks. Returns this rank's end of the group. Raises ConnectionLost if one is
-        missing."""
+        """Wait for all ranks and return this rank's end of the group.
+
+        Raises ConnectionLost if a rank is missing.
+        """
         peers = gather(self._path, self._secret, 0, self.size, seconds=READY_SECONDS)
         self._folder.cleanup()
         return OneShotGroup(peers)
 
     def when_lost(self, report: Callable[[str], None]) -> None:
-        """Call `report` once, from a thread, when a rank ends before `close`, even while the group is
-        idle."""
+        """Call `report` once, from a thread, when a rank ends before `close`.
+
+        It is called even while the group is idle.
+        """
         _in_thread(_report, self._ended, self.size - 1, self._over, report)
 
     def close(self) -> None:

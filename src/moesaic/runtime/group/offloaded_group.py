@@ -72,8 +72,10 @@ class GroupAfterAttention:
     def __init__(
         self, model: Model, group: Group, collectives: Callable[[], CollectiveLayout], weights: PassWeights
     ) -> None:
-        """collectives: makes a layout. Each piece of a micro-batch has its own, which keeps its rows'
-        ranks."""
+        """collectives: makes a layout. Each piece of a micro-batch gets its own.
+
+        A layout keeps the ranks of its rows from layer to layer.
+        """
         self._model, self._group, self._collectives, self._weights = model, group, collectives, weights
         self._rows = rows_of_round(model)
         self._pieces: list[list[tuple[slice, CollectiveLayout]]] = []

@@ -42,8 +42,10 @@ class RankRunner:
         counts: GroupCounts,
         passes: Callable[[], tuple[PassStats, ...]] = tuple,
     ) -> None:
-        """collectives: name of the collective layout, for display. passes: statistics of the passes so far,
-        for a model larger than the fast memory."""
+        """collectives: name of the collective layout, for display.
+
+        passes: statistics of the passes so far, for a model larger than the fast memory.
+        """
         self.launcher: RankLauncher | None = None
         """The processes of the other ranks; only the first rank has it."""
         self.collectives = collectives
@@ -81,8 +83,10 @@ class RankRunner:
         )
 
     def _compute(self, batch: TokenBatch) -> StepResult:
-        """Waits inside the collectives only. After an error the group is closed, since the other ranks are in
-        the middle of the step."""
+        """Compute a step. It waits inside the collectives only.
+
+        After an error the group is closed, since the other ranks are in the middle of the step.
+        """
         try:
             return StepResult(self._run(batch))
         except ConnectionLost as lost:

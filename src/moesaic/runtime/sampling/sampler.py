@@ -83,8 +83,10 @@ class Sampler:
 
 
 def token_logprobs(logprobs: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
-    """One record per row. logprobs: [n, vocab]. tokens: the n tokens that were sampled. count:
-    alternatives."""
+    """One record per row.
+
+    logprobs: [n, vocab]. tokens: the n sampled tokens. count: alternatives in a record.
+    """
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
     values, ids = torch.topk(logprobs, min(max(count, 1), logprobs.shape[1]), dim=-1)
     best = zip(ids.tolist(), values.tolist(), strict=True)

@@ -73,8 +73,10 @@ class LayerwiseRunner:
         return [PartsArrived(parts)] if parts else []
 
     def forget(self, runs: list[int]) -> None:
-        """Drop what is kept of these runs. Runs that went on as a whole, or that failed before their request,
-        are unknown and ignored."""
+        """Drop what is kept of these runs.
+
+        Runs that went on as a whole, or that failed before their request, are unknown and ignored.
+        """
         for run in runs:
             pending = self._take(run)
             if pending is not None:

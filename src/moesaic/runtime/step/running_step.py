@@ -145,8 +145,10 @@ class RunningStep:
         return None
 
     def drop(self) -> None:
-        """End a step that nobody continues. Its last request must have been answered, since other steps may
-        use the memory of this one afterwards."""
+        """End a step that nobody continues.
+
+        Its last request must have been answered, since other steps may use the memory of this one afterwards.
+        """
         try:
             self._generator.throw(StepDropped())
         except StepDropped:
