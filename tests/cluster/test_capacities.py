@@ -168,19 +168,19 @@ def test_whoever_says_something_else_first_is_dropped(
     welcome: list[RemoteProcess] = []
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     monkeypatch.setattr(acceptor._log, "warning", lambda line, *parts: lines.put(line % parts))
-    doorway = JoinListener("tcp:127.0.0.1:0", SECRET, welcome.append)
-    peer = connected(doorway.address)
+    join_listener = JoinListener("tcp:127.0.0.1:0", SECRET, welcome.append)
+    peer = connected(join_listener.address)
     name = "tcp:{}:{}".format(*peer._socket.getsockname())
     try:
         peer.send(word)
         with pytest.raises(ConnectionLost):
             peer.receive(20.0)
         what = f"it sent {type(word).__name__}, not Enlist with a positive capacity"
-        assert lines.get(timeout=20.0) == f"dropped {name} at {doorway.address}: {what}"
+        assert lines.get(timeout=20.0) == f"dropped {name} at {join_listener.address}: {what}"
         assert welcome == [] and lines.empty()
     finally:
         peer.close()
-        doorway.close()
+        join_listener.close()
 
 
 def connected(address: str) -> StreamConnection:

@@ -103,9 +103,9 @@ def test_requests_of_a_worker_that_takes_too_long_to_drain_move(
     expected: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with cluster(attention_workers=2, expert_servers=1) as served:
-        steering = served.supervisor._changes
-        limits = steering.changes._limits
-        monkeypatch.setattr(steering.changes, "_limits", type(limits)(draining=0.0))
+        change_queue = served.supervisor._changes
+        limits = change_queue.changes._limits
+        monkeypatch.setattr(change_queue.changes, "_limits", type(limits)(draining=0.0))
         served.submit(*workload(COUNT, TOKENS))
         served.until(lambda: served.running.tokens > 20)
         future = served.supervisor.scale(attention_workers=1)

@@ -269,7 +269,7 @@ def test_redundant_experts_without_a_place_are_told(caplog: pytest.LogCaptureFix
 
 def test_a_change_that_breaks_is_not_done() -> None:
     scene, future = Scene(1), Future[None]()
-    steering = ChangeQueue(
+    change_queue = ChangeQueue(
         scene.members, scene.publisher, scene.router, ClusterConfig(expert_servers=1), lambda: 0.0, print
     )
 
@@ -277,12 +277,12 @@ def test_a_change_that_breaks_is_not_done() -> None:
         yield
         raise KeyError("a bug")
 
-    steering._queue.append(_QueuedChange("scaling", breaking(), future))
-    steering.advance(0.0)
+    change_queue._queue.append(_QueuedChange("scaling", breaking(), future))
+    change_queue.advance(0.0)
     with pytest.raises(KeyError):
-        steering.advance(0.0)
-    assert steering.under_way is None
+        change_queue.advance(0.0)
+    assert change_queue.under_way is None
     with pytest.raises(ScalingError, match="scaling failed: KeyError: 'a bug'"):
         future.result(0)
-    steering.stop("the end")
+    change_queue.stop("the end")
     scene.members.stop()

@@ -57,7 +57,7 @@ def test_it_knocks_once_at_every_server_and_is_let_in_by_one(first: int) -> None
 
 
 def test_a_late_answer_does_not_let_it_into_the_next_step() -> None:
-    """The second server's, to the knock with which the first one let it in."""
+    """The second server's, to the arrival that passed the first one's barrier."""
     (first, asked), (second, slow) = end(0), end(1)
     barrier_client = BarrierClient(HIDDEN)
     barrier_client.enter(True)
@@ -82,7 +82,7 @@ def test_a_server_that_was_started_again_is_knocked_at_anew() -> None:
     barrier_client.arrive([after])
     assert len(asked.posted) == 1
     barrier_client.answered(before, lost.posted[0])
-    assert not barrier_client.entered(), "that knock is void"
+    assert not barrier_client.entered(), "that arrival is void"
     barrier_client.answered(after, asked.posted[0])
     assert barrier_client.entered()
 

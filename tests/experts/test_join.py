@@ -22,14 +22,14 @@ LAYOUT = ExpertLayout({0: "a"}, "g", "u", "d", 8, 4, 2, 1, "float32")
 
 
 @contextmanager
-def doorway(
+def listener(
     welcome: Callable[[RemoteProcess], None], address: str = "tcp:127.0.0.1:0", secret: bytes = SECRET
 ) -> Iterator[JoinListener]:
-    door = JoinListener(address, secret, welcome)
+    listening = JoinListener(address, secret, welcome)
     try:
-        yield door
+        yield listening
     finally:
-        door.close()
+        listening.close()
 
 
 class Joiner:
@@ -73,18 +73,18 @@ def test_who_was_given_up_joins_again_until_it_is_sent_away(tmp_path: Path) -> N
             process.connection.send(messages.Enlisted(LAYOUT, "m", "auto", True, "lockstep", "defrag"))
             process.stop()
 
-    with doorway(welcome) as door:
-        joiner = Joiner(door.address, tmp_path)
+    with listener(welcome) as listening:
+        joiner = Joiner(listening.address, tmp_path)
         assert joiner.run() == 0
     assert joiner.told == 3
     assert joiner.slept == [DELAYS[0]] * 2, "each time from the beginning"
-    assert len(joiner.lost) == 2 and all(line.startswith(f"{door.address}: ") for line in joiner.lost)
+    assert len(joiner.lost) == 2 and all(line.startswith(f"{listening.address}: ") for line in joiner.lost)
 
 
 def test_a_cluster_that_is_gone_for_good_is_given_up(tmp_path: Path) -> None:
-    with doorway(given_up) as door:
-        joiner = Joiner(door.address, tmp_path)
-        joiner.between = door.close
+    with listener(given_up) as listening:
+        joiner = Joiner(listening.address, tmp_path)
+        joiner.between = listening.close
         with pytest.raises(ConnectionLost, match=f"refused; given up after {len(DELAYS)} attempts") as raised:
             joiner.run()
     assert joiner.slept == list(DELAYS)
@@ -93,15 +93,15 @@ def test_a_cluster_that_is_gone_for_good_is_given_up(tmp_path: Path) -> None:
 
 
 def test_a_cluster_that_was_started_anew_is_joined(tmp_path: Path) -> None:
-    with doorway(given_up) as door:
-        joiner = Joiner(door.address, tmp_path)
-        joiner.between = door.close
+    with listener(given_up) as listening:
+        joiner = Joiner(listening.address, tmp_path)
+        joiner.between = listening.close
         sleep, again = joiner._sleep, ExitStack()
 
         def later(seconds: float) -> None:
             sleep(seconds)
             if len(joiner.slept) == 4:
-                again.enter_context(doorway(RemoteProcess.stop, door.address))
+                again.enter_context(listener(RemoteProcess.stop, listening.address))
 
         joiner._sleep = later  # type: ignore[method-assign]
         with again, pytest.raises(Refused, match="the cluster is shutting down and accepts no servers"):
@@ -119,18 +119,18 @@ def test_a_server_by_hand_schedules_as_the_others(tmp_path: Path) -> None:
 
 def test_who_is_refused_does_not_ask_again(tmp_path: Path) -> None:
     """Neither the first time, nor where the secret was changed meanwhile."""
-    with doorway(given_up, secret=OTHER) as door:
-        joiner = Joiner(door.address, tmp_path)
-        with pytest.raises(Refused, match=f"no connection to {door.address}: .*another secret"):
+    with listener(given_up, secret=OTHER) as listening:
+        joiner = Joiner(listening.address, tmp_path)
+        with pytest.raises(Refused, match=f"no connection to {listening.address}: .*another secret"):
             joiner.run()
         assert not joiner.slept
-    with ExitStack() as stack, doorway(given_up) as door:
+    with ExitStack() as stack, listener(given_up) as listening:
 
         def change() -> None:
-            door.close()
-            stack.enter_context(doorway(given_up, door.address, OTHER))
+            listening.close()
+            stack.enter_context(listener(given_up, listening.address, OTHER))
 
-        joiner = Joiner(door.address, tmp_path)
+        joiner = Joiner(listening.address, tmp_path)
         joiner.between = change
         with pytest.raises(Refused, match="another secret"):
             joiner.run()
@@ -138,23 +138,23 @@ def test_who_is_refused_does_not_ask_again(tmp_path: Path) -> None:
 
 
 def test_strangers_who_say_nothing_keep_nobody_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with doorway(RemoteProcess.stop) as door, ExitStack() as stack:
-        host, port = door.address.removeprefix("tcp:").split(":")
+    with listener(RemoteProcess.stop) as listening, ExitStack() as stack:
+        host, port = listening.address.removeprefix("tcp:").split(":")
         silent = [
             stack.enter_context(socket.create_connection((host, int(port)), 10.0)) for _ in range(MAX_PENDING)
         ]
         with pytest.raises(Refused, match="the cluster is shutting down and accepts no servers"):
-            Joiner(door.address, tmp_path).run()
+            Joiner(listening.address, tmp_path).run()
         assert silent[0].recv(1) == b""
         name = "tcp:{}:{}".format(*silent[0].getsockname())
     why = f"it was the oldest of {MAX_PENDING} handshakes"
-    assert caplog.records[0].getMessage() == f"dropped {name} at {door.address}: {why}"
+    assert caplog.records[0].getMessage() == f"dropped {name} at {listening.address}: {why}"
 
 
 def test_who_never_was_in_the_cluster_does_not_wait_for_it(tmp_path: Path) -> None:
-    with doorway(given_up) as door:
+    with listener(given_up) as listening:
         pass
-    joiner = Joiner(door.address, tmp_path)
+    joiner = Joiner(listening.address, tmp_path)
     with pytest.raises(ConnectionLost, match="refused"):
         joiner.run()
     assert not joiner.slept and not joiner.lost
