@@ -13,7 +13,7 @@ from scripts import gpu
 from scripts.gpu import Work
 
 from moesaic import LLM
-from tests import processes
+from tests.support import processes
 from tests.support.gpu_sanitizer import NAME, sanitized
 
 SMALL = ["--checkpoint", "qwen3-moe-0.01b", "--new-tokens", "6", "--requests", "1", "3", "--rounds", "1"]
