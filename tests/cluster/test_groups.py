@@ -115,8 +115,8 @@ def test_a_group_without_work_is_replaced_too(signum: signal.Signals, expected: 
         before = ranks(served)
         os.kill(before[1], signum)
         assert soon(lambda: all(map(gone, before)))
+        assert soon(lambda: served.supervisor.report().counters.process_deaths == 1)
         assert soon(lambda: [one.stage for one in served.supervisor.status()] == ["serving"])
-        assert served.supervisor.report().counters.process_deaths == 1
         assert not set(before) & set(ranks(served))
         served.submit(*workload(8, 48))
         same(served.finish(), expected)
