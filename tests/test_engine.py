@@ -18,30 +18,16 @@ from moesaic.engine import Engine, _split_at_stop
 from moesaic.testing import byte_tokenizer
 from moesaic.tokenizer import Tokenizer
 from moesaic.transport.local import LocalConnection, local_pair
+from tests.support import fake_worker
 
 EOS = 256
-
-
-def info(**changes: int) -> messages.WorkerInfo:
-    values = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64} | changes
-    return messages.WorkerInfo(
-        model_type="t",
-        device="cpu",
-        kernels="k",
-        dtype="float32",
-        threads=1,
-        num_parameters=1,
-        weight_bytes=4,
-        num_layers=1,
-        num_experts=2,
-        top_k=1,
-        vocab_size=257,
-        block_size=16,
-        num_blocks=8,
-        kv_bytes=1,
-        kv_dtype="float32",
-        **values,
-    )
+SIZES = {
+    "max_model_len": 64,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 64,
+    "vocab_size": 257,
+    "num_blocks": 8,
+}
 
 
 class Rig:
@@ -57,7 +43,7 @@ class Rig:
             eos_token_ids=(EOS,),
             max_waiting=max_waiting,
         )
-        self.engine.receive(messages.Ready(info(**changes)))
+        self.engine.receive(messages.Ready(fake_worker.info(**SIZES | changes)))
 
     def sent(self) -> list[messages.Message]:
         out = []

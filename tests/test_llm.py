@@ -124,7 +124,7 @@ def test_sampled_tokens_do_not_depend_on_company_chunks_or_preemption(
     assert tokens(LLM(str(checkpoint), **settings), prompts, SAMPLED) == alone
 
 
-def test_a_recorded_run_replays_into_a_fresh_brain(checkpoint: Path, prompts: list[list[int]]) -> None:
+def test_a_recorded_run_replays_into_a_fresh_scheduler(checkpoint: Path, prompts: list[list[int]]) -> None:
     journal: list[tuple[Event, float, list[Action]]] = []
     llm = LLM(
         str(checkpoint),

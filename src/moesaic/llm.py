@@ -77,8 +77,8 @@ class LLM:
         trace: str | None = None,
         **settings: Any,
     ) -> None:
-        """routing: receives the chosen experts of all rows, see `core.routing`. trace: a path from
-        `trace.parts.part_of`."""
+        """routing: receives the chosen experts of all rows, see `core.routing`. A worker with offloaded
+        weights or with tensor parallelism does not call it. trace: a path from `trace.parts.part_of`."""
         config = _worker_config(model, settings)
         config = config if trace is None else replace(config, trace=trace)
         path = files.resolve(model, config.model.revision)

@@ -37,7 +37,7 @@ def test_rows_count_for_as_long_as_they_waited() -> None:
     assert watched.ask(6.0) == (5.5, [0.0, 0.0, 0.0, 4.0])  # no change since, but time has passed
 
 
-def test_brains_are_watched_from_their_making_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_schedulers_are_watched_from_their_making_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("__init__", "handle"):  # as they are, so that they are put back
         monkeypatch.setattr(AsyncScheduler, name, getattr(AsyncScheduler, name))
     now = 0.0

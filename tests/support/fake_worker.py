@@ -35,7 +35,14 @@ TEMPLATE = (
 
 
 def info(**changes: int) -> messages.WorkerInfo:
-    limits = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256} | changes
+    """Of a worker with `changes` of its limits, its vocabulary or its number of blocks."""
+    sizes = {
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 256,
+        "vocab_size": VOCAB,
+        "num_blocks": 64,
+    } | changes
     return messages.WorkerInfo(
         model_type="fake",
         device="cpu",
@@ -47,12 +54,10 @@ def info(**changes: int) -> messages.WorkerInfo:
         num_layers=1,
         num_experts=2,
         top_k=1,
-        vocab_size=VOCAB,
         block_size=16,
-        num_blocks=64,
         kv_bytes=1,
         kv_dtype="float32",
-        **limits,
+        **sizes,
     )
 
 

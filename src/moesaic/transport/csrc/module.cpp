@@ -1,5 +1,5 @@
-// The Python module: the two ends of a shared segment (../shm.py connects them and watches the socket),
-// and the ends of a group of peers (../shared_peers.py).
+// The Python module: the two ends of a shared segment (shm.py connects them and watches the socket),
+// and the ends of a group of peers (shared_peers.py).
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>

@@ -33,7 +33,7 @@ SHAPES = st.fixed_dictionaries(
 )
 
 
-class BrainMachine(RuleBasedStateMachine):
+class LockstepMachine(RuleBasedStateMachine):
     @initialize(
         max_len=st.integers(2, 20),
         size=st.integers(1, 4),
@@ -110,7 +110,7 @@ class BrainMachine(RuleBasedStateMachine):
 
 def run_machine(examples: int, steps: int) -> None:
     quiet = settings(max_examples=examples, stateful_step_count=steps, derandomize=True, deadline=None)
-    run_state_machine_as_test(BrainMachine, settings=quiet)
+    run_state_machine_as_test(LockstepMachine, settings=quiet)
 
 
 def test_random_traffic() -> None:
