@@ -25,7 +25,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "policy": ("core", "cost"),
     # mechanisms
     "kernels": ("core",),
-    "models": ("core", "kernels"),
+    "models": ("core", "kernels", "config.environment"),  # digests are kept in the user's cache folder
     "kvcache": ("core", "kernels", "models.spec"),  # the spec says how wide a token's keys and values are
     "transport": ("core",),
     "trace": ("config", "core"),
@@ -47,6 +47,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "cluster": (
         *("config", "core", "policy.fleet.autoscale", "policy.placement.balance"),
         *("policy.placement.dispatch", "trace.parts", "transport"),
+        "models.fingerprint",  # whether a server that joins has the same checkpoint
     ),
     "tokenizer": ("core",),
     "detokenizer": ("tokenizer",),
@@ -74,7 +75,8 @@ EDGES: dict[str, tuple[str, ...]] = {
     "testing": ("core", "tokenizer"),
     # these join the rest: an engine and its worker, here or in another process, and the command line
     "launch": (
-        *("cluster", "config", "core", "engine", "models.files", "tokenizer", "trace.options"),
+        *("cluster", "config", "core", "engine", "models.files", "models.fingerprint", "tokenizer"),
+        "trace.options",
         *("trace.parts", "trace.routing", "transport.base"),
     ),
     "llm": ("config", "core", "engine", "models.files", "runtime", "tokenizer", "transport.local"),

@@ -202,7 +202,7 @@ def test_a_rank_without_experts_of_some_layer(checkpoints: Mapping[str, Case], t
     every = list(range(spec.num_experts))
     held = {layer: {place % 2: every} for place, layer in enumerate(spec.moe_layers)}
     file = tmp_path / "placement.json"
-    file.write_text(Placement(0, spec.num_experts, held, spec.routed.model).to_json())
+    file.write_text(Placement(0, spec.num_experts, held, registry.routed_model(case.path).model).to_json())
     settings: dict[str, Any] = {"tensor_parallel_size": 2, "placement": str(file)}
     with group_of_threads(str(case.path), **case.settings(**settings)) as (made, _, _):
         wanted = answers(made)

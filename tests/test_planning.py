@@ -247,7 +247,9 @@ def test_a_profile_tells_what_on_demand_loads(path: Path, tmp_path: Path) -> Non
     ids = np.tile(np.arange(spec.top_k, dtype=np.int16), (12, len(spec.moe_layers), 1))
     starts, prompts = np.array([0, 4, 8, 12]), np.full(3, 4)
     routes = Routes(tokens, starts, prompts, np.full(3, -1, np.int16), ids)
-    made = Profile.of_routes(spec.routed.model, spec.vocab_size, count, spec.moe_layers, routes)
+    made = Profile.of_routes(
+        registry.routed_model(path).model, spec.vocab_size, count, spec.moe_layers, routes
+    )
     file = tmp_path / "profile.npz"
     made.save(file)
     options: dict[str, Any] = {"offload_schedule": "on-demand", "micro_batch_size": 4}

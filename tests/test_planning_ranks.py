@@ -89,7 +89,7 @@ def test_a_placement_says_how_many_experts_a_rank_has(path: Path, tmp_path: Path
     spec = registry.read_spec(path)
     held = {layer: {0: list(range(11)), 1: list(range(11, 16))} for layer in spec.moe_layers}
     file = tmp_path / "placement.json"
-    file.write_text(Placement(0, spec.num_experts, held, spec.routed.model).to_json())
+    file.write_text(Placement(0, spec.num_experts, held, registry.routed_model(path).model).to_json())
     assert planned(path, "5MiB", placement=str(file)).model.experts == 11
 
 
@@ -104,8 +104,7 @@ def test_what_is_refused(path: Path) -> None:
 
 
 def test_a_placement_that_lacks_layers_is_refused(path: Path, tmp_path: Path) -> None:
-    spec, file = registry.read_spec(path), tmp_path / "placement.json"
-    routed = spec.routed
+    routed, file = registry.routed_model(path), tmp_path / "placement.json"
     placement = Placement.staged(routed.layers[1:], routed.num_experts, [(0, 1)], routed.model)
     file.write_text(placement.to_json())
     with pytest.raises(ConfigError, match="^--placement: layers: got 'no layer 0'"):

@@ -16,7 +16,7 @@ from moesaic.cluster.supervisor import Supervisor
 from moesaic.config import ClusterConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.engine import Engine
-from moesaic.models import files
+from moesaic.models import files, fingerprint
 from moesaic.tokenizer import Tokenizer
 from moesaic.trace.options import RecordConfig
 from moesaic.trace.parts import collecting, part_of
@@ -59,13 +59,7 @@ def launch(
     path = _checked(config, cluster)
     defaults = files.generation_defaults(path)
     tokenizer = Tokenizer(path, chat_template)
-    here = replace(
-        config,
-        model=replace(config.model, model=str(path), revision=None),
-        parallel=cluster.parallel if cluster else config.parallel,
-        record=record.record_routing,
-        record_share=record.record_routing_share,
-    )
+    here = _here(config, cluster, path, record)
     with ExitStack() as stack:
         stack.enter_context(collecting(config.trace))
         stack.enter_context(recording(record))
@@ -90,6 +84,20 @@ def launch(
             max_waiting=max_waiting,
         )
         yield Launched(engine, connection, how_it_ended, supervisor, defaults.sampling)
+
+
+def _here(
+    config: WorkerConfig, cluster: ClusterConfig | None, path: Path, record: RecordConfig
+) -> WorkerConfig:
+    """`config` for processes of this machine, which read the checkpoint in `path` as it is now."""
+    return replace(
+        config,
+        model=replace(config.model, model=str(path), revision=None),
+        parallel=cluster.parallel if cluster else config.parallel,
+        record=record.record_routing,
+        record_share=record.record_routing_share,
+        checkpoint_stamp=fingerprint.stamp(path),
+    )
 
 
 def _first_of_one(config: WorkerConfig) -> WorkerConfig:

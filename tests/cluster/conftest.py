@@ -1,8 +1,10 @@
-"""Attention workers start quickly in all tests of clusters."""
+"""Attention workers start quickly in all tests of clusters; a cluster that servers can join."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,3 +15,14 @@ from tests.support import forked_workers
 def forking() -> Iterator[forked_workers.Forking]:
     with forked_workers.process() as started:
         yield started
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> dict[str, Any]:
+    """Settings of a cluster that expert servers can join."""
+    return {
+        "cluster_address": "tcp:127.0.0.1:0",
+        "cluster_secret_file": str(tmp_path / "secret"),
+        "expert_servers": 1,
+        "rebalance_interval": 0.0,
+    }

@@ -28,7 +28,7 @@ from moesaic.transport.stream import StreamConnection
 from tests.cluster.test_balancing import LAYOUT, filled
 from tests.cluster.test_changes import Scene, advance, spawning  # noqa: F401  a fixture
 from tests.cluster.test_identity import alone, workload
-from tests.cluster.test_join_listener import door, joiner, newcomer  # noqa: F401  a fixture
+from tests.cluster.test_join_listener import joiner, newcomer
 from tests.support.cluster_driver import Answer, Cluster, cluster
 
 COUNT, TOKENS = 6, 48
@@ -146,7 +146,7 @@ def test_a_larger_server_holds_more_and_the_bits_are_the_same(expected: list[Ans
 
 
 @pytest.mark.slow
-def test_who_joins_gets_what_its_weight_is_worth(expected: list[Answer], door: dict[str, Any]) -> None:  # noqa: F811
+def test_who_joins_gets_what_its_weight_is_worth(expected: list[Answer], door: dict[str, Any]) -> None:
     flags = ("--capacity", "3")
     with cluster(**door) as served, joiner(served, door["cluster_secret_file"], *flags):
         served.submit(*workload(COUNT, TOKENS))

@@ -27,16 +27,6 @@ def expected() -> list[Answer]:
     return alone(*workload(COUNT, TOKENS))
 
 
-@pytest.fixture
-def door(tmp_path: Path) -> dict[str, Any]:
-    return {
-        "cluster_address": "tcp:127.0.0.1:0",
-        "cluster_secret_file": str(tmp_path / "secret"),
-        "expert_servers": 1,
-        "rebalance_interval": 0.0,
-    }
-
-
 @contextmanager
 def joiner(served: Cluster, secret_file: str | Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
     """`moesaic join` as a person types it."""

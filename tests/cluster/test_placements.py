@@ -43,7 +43,7 @@ class Alone:
     """The workload in one process: its answers, and the experts of all rows."""
 
     def __init__(self, path: str) -> None:
-        spec = registry.read_spec(files.resolve(path, None)).routed
+        spec = registry.routed_model(files.resolve(path, None))
         assembly = Assembly(spec, 1 << 30)
         model = LLM(path, threads=1, kv_cache_memory="64MiB", routing=assembly.add)
         self.answers: list[Answer] = []

@@ -21,7 +21,7 @@ from moesaic.core.profile import NO_TOPIC, Profile, Routes
 from moesaic.core.tables import Tables
 from moesaic.models import files
 from moesaic.models.embedding import nearest_known
-from moesaic.models.registry import read_spec
+from moesaic.models.registry import routed_model
 from moesaic.policy.placement.solvers import SOLVERS, metis
 
 LAYERS, E, K, V = (1, 2, 4), 8, 2, 40
@@ -177,7 +177,7 @@ def test_tables_for_people(file: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 def demo_profile() -> Profile:
     """As `serve demo --record-routing` writes it: a few tokens of the vocabulary, `nearest` unknown."""
-    routed = read_spec(files.resolve("demo")).routed
+    routed = routed_model(files.resolve("demo"))
     rng = np.random.default_rng(1)
     tokens = np.tile(np.arange(300, 320, dtype=np.int32), 4)
     experts = np.argsort(rng.random((len(tokens), len(routed.layers), routed.num_experts)), axis=2)

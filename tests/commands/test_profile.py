@@ -19,7 +19,7 @@ from moesaic import LLM, cli
 from moesaic.commands.progress import progress
 from moesaic.core.profile import Profile
 from moesaic.models import files
-from moesaic.models.registry import read_spec
+from moesaic.models.registry import routed_model
 from moesaic.profiling import run
 
 TEXTS = {
@@ -56,7 +56,7 @@ def test_prompts_become_a_profile(
     assert [made.routes.tokens[a:b].tolist() for a, b in spans] == encoded
     assert made.routes.prompts.tolist() == [len(tokens) for tokens in encoded]
     assert [made.topics[topic] for topic in made.routes.topics] == ["code"] * 3 + ["prose"] * 3
-    assert made.model == read_spec(files.resolve("demo")).routed.model
+    assert made.model == routed_model(files.resolve("demo")).model
     assert (made.vocab_size, made.num_experts, made.top_k, made.layers) == (4096, 24, 4, tuple(range(6)))
     assert made.tokens == report["prompt_tokens"] == sum(map(len, encoded))
     known = np.unique(np.concatenate(encoded))

@@ -189,6 +189,14 @@ def test_a_file_for_another_model_is_refused() -> None:
         ConfigError, match=f"^--placement: model: got '{name}'; allowed: this model's, 'other'"
     ):
         placement.check("other", (0, 1), 4)
+    weighed = dataclasses.replace(placement, model=f"{name}-0123456789ab")
+    weighed.check(f"{name}-0123456789ab", (0, 1), 4)
+    for one, why in (
+        (weighed, "the sizes are equal, the weights are not"),
+        (placement, "it names no weights"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^--placement: model: got '{one.model}'.* \({why}\)$"):
+            one.check(f"{name}-ba9876543210", (0, 1), 4)
     with pytest.raises(ConfigError, match="^--placement: num_experts: got 4; allowed: 8"):
         placement.check(name, (0, 1), 8)
     with pytest.raises(ConfigError, match="^--placement: layers: got 'layer 0'; .* MoE layers, 1-3, 7"):
@@ -233,6 +241,8 @@ def test_fingerprints_are_stable_and_tell_sizes_apart() -> None:
         fingerprint("mixtral", (0, 1), 16, 64, 96),
         fingerprint("mixtral", (0, 1), 8, 128, 96),
         fingerprint("mixtral", (0, 1), 8, 64, 192),
+        fingerprint("mixtral", (0, 1), 8, 64, 96, "a.b.c"),
+        fingerprint("mixtral", (0, 1), 8, 64, 96, "a.b.d"),
     }
-    assert len(names) == 7
+    assert len(names) == 9
     assert fingerprint("mixtral", range(2), 8, 64, 96) in names

@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from moesaic.cluster.join_listener import MAX_PENDING, JoinListener, RemoteProcess
 from moesaic.config import QueueConfig
 from moesaic.core import messages
-from moesaic.core.errors import ConnectionLost
+from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.core.experts import ExpertLayout
 from moesaic.experts.join import DELAYS, JoinOptions, _config, join
+from moesaic.models import fingerprint
 from moesaic.transport.authentication import Refused
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
-LAYOUT = ExpertLayout({0: "a"}, "g", "u", "d", 8, 4, 2, 1, "float32")
+SIZES = ExpertLayout({0: "a"}, "g", "u", "d", 8, 4, 2, 1, "float32")
+
+
+def checkpoint(path: Path, number: float = 1.0) -> Path:
+    """A directory with one tensor of four numbers."""
+    path.mkdir(exist_ok=True)
+    save_file({"a": np.full(4, number, np.float32)}, path / "model.safetensors")
+    (path / "config.json").write_text("{}")
+    return path
+
+
+@cache
+def layout() -> ExpertLayout:
+    """The layout that a cluster sends which serves `checkpoint`."""
+    with tempfile.TemporaryDirectory() as folder:
+        return replace(SIZES, weights=fingerprint.of(checkpoint(Path(folder))))
 
 
 @contextmanager
@@ -36,7 +57,7 @@ class Joiner:
     """`join`, without sleeping."""
 
     def __init__(self, address: str, model: Path) -> None:
-        self.joining = JoinOptions(address, SECRET, model=model)
+        self.joining = JoinOptions(address, SECRET, model=checkpoint(model))
         self.told = 0
         self.lost: list[str] = []
         self.slept: list[float] = []
@@ -58,7 +79,7 @@ class Joiner:
 
 def given_up(process: RemoteProcess) -> None:
     """As the supervisor does with who is silent."""
-    process.connection.send(messages.Enlisted(LAYOUT, "m", "auto", True, "lockstep", "defrag"))
+    process.connection.send(messages.Enlisted(layout(), "m", "auto", True, "lockstep", "defrag"))
     process.kill()
 
 
@@ -70,7 +91,7 @@ def test_who_was_given_up_joins_again_until_it_is_sent_away(tmp_path: Path) -> N
         if len(peers) < 3:
             given_up(process)
         else:
-            process.connection.send(messages.Enlisted(LAYOUT, "m", "auto", True, "lockstep", "defrag"))
+            process.connection.send(messages.Enlisted(layout(), "m", "auto", True, "lockstep", "defrag"))
             process.stop()
 
     with listener(welcome) as listening:
@@ -110,8 +131,8 @@ def test_a_cluster_that_was_started_anew_is_joined(tmp_path: Path) -> None:
 
 
 def test_a_server_by_hand_schedules_as_the_others(tmp_path: Path) -> None:
-    joining = JoinOptions("tcp:127.0.0.1:1", SECRET, model=tmp_path)
-    told = messages.Enlisted(LAYOUT, "m", "auto", False, "async", "defrag", 0.25, 4, 8, 1.5)
+    joining = JoinOptions("tcp:127.0.0.1:1", SECRET, model=checkpoint(tmp_path))
+    told = messages.Enlisted(layout(), "m", "auto", False, "async", "defrag", 0.25, 4, 8, 1.5)
     config = _config(joining, told, "127.0.0.1")
     assert config.queues == QueueConfig(0.25, 4, 8, 1.5)
     assert (config.schedule, config.queue_policy, config.mmap) == ("async", "defrag", False)
@@ -158,3 +179,21 @@ def test_who_never_was_in_the_cluster_does_not_wait_for_it(tmp_path: Path) -> No
     with pytest.raises(ConnectionLost, match="refused"):
         joiner.run()
     assert not joiner.slept and not joiner.lost
+
+
+def test_a_server_with_other_weights_is_refused_on_both_sides(tmp_path: Path) -> None:
+    told: list[messages.Message | None] = []
+
+    def welcome(process: RemoteProcess) -> None:
+        process.connection.send(messages.Enlisted(layout(), "m", "auto", True, "lockstep", "defrag"))
+        told.append(process.connection.receive(10.0))
+        process.kill()
+
+    with listener(welcome) as listening:
+        joiner = Joiner(listening.address, tmp_path)
+        checkpoint(tmp_path, 2.0)
+        with pytest.raises(ConfigError, match="^--model: got .* other bytes of tensors") as refused:
+            joiner.run()
+        listening.close()
+    assert told == [messages.Failed(str(refused.value), user_error=True)]
+    assert not joiner.slept

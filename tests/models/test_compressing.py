@@ -18,7 +18,7 @@ from tests.support import model_configs, tiny_models
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import row_bytes
 from moesaic.kernels import compressed
-from moesaic.models import compressing
+from moesaic.models import compressing, fingerprint
 from moesaic.models.checkpoint import INDEX, SINGLE
 from moesaic.models.compressing import Sizes, compress
 
@@ -94,7 +94,9 @@ def test_every_number_comes_back(
     assert sizes.bytes_before == sum(tensor.nbytes for tensor in tensors(path).values())
     assert sizes.bytes_after == sum(tensor.nbytes for tensor in tensors(out).values())
     before, after = (json.loads((one / "config.json").read_text()) for one in (path, out))
-    assert after == {**before, "quantization_config": {"quant_method": "moesaic-compressed"}}
+    how = {"quant_method": "moesaic-compressed", "compressed_from": fingerprint.of(path)}
+    assert after == {**before, "quantization_config": how}
+    assert fingerprint.origin(out) == fingerprint.origin(path) != fingerprint.of(out)
     with safe_open(out / SINGLE, "pt") as opened:
         assert opened.metadata() == {"format": "pt"}
 

@@ -21,7 +21,7 @@ from moesaic.core.routing import ENDED, Assembly, RoutedModel, Rows, draw, joine
 from moesaic.core.tokens import TokenBatch
 from moesaic.launch import launch
 from moesaic.models import files
-from moesaic.models.registry import read_spec
+from moesaic.models.registry import routed_model
 from moesaic.policy.scheduling.schedulers.actions import Admit, Release, StepPlan
 from moesaic.runtime.build import build_worker
 from moesaic.runtime.context import WorkerContext
@@ -31,7 +31,7 @@ from moesaic.trace.options import RecordConfig
 NEW = 40
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
 DEMO = files.resolve("demo")
-MODEL = read_spec(DEMO).routed
+MODEL = routed_model(DEMO)
 LENGTHS = (1, 7, 16, 17, 40, 90, 33, 120)
 
 

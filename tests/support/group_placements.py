@@ -20,7 +20,7 @@ def recorded(
     model: str, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
 ) -> tuple[list[Completion], Profile]:
     """What one process answers, and its routing. The requests of the profile are in the prompts' order."""
-    spec = registry.read_spec(files.resolve(model, None)).routed
+    spec = registry.routed_model(files.resolve(model, None))
     assembly = Assembly(spec, 1 << 30)
     answers = LLM(model, threads=1, kv_cache_memory="64MiB", routing=assembly.add).generate(prompts, params)
     routes = assembly.take()[1]

@@ -18,7 +18,7 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import ExpertLayout
 from moesaic.trace.parts import part_of
 
-FROM_SERVER = (messages.Holds, messages.ServerReport, messages.Failed)
+FROM_SERVER = (messages.Holds, messages.Digests, messages.ServerReport, messages.Failed)
 """The messages that an expert server may send."""
 
 
@@ -122,6 +122,7 @@ class Members:
             queue_policy=self._worker_config.scheduler.queue_policy,
             queues=self._worker_config.queues,
             trace=self._part(member),
+            checkpoint_stamp=self._worker_config.checkpoint_stamp,
         )
         self._listen(member, spawn_server(config))
 
@@ -142,6 +143,13 @@ class Members:
             process.connection.send(enlisted)
         self._listen(member, process)
 
+    def refuse(self, member: Member, reason: str) -> None:
+        """Tells a server that joined why it must leave, and disconnects it in the background."""
+        member.complaint = reason
+        if member.child is not None:
+            thread = threading.Thread(target=_dismiss, args=(member.child, messages.Refuse(reason)))
+            thread.start()
+
     def remove(self, member: Member) -> None:
         """Removes a member, and ends its process in the background. Its requests must have moved before."""
         self.workers = [other for other in self.workers if other is not member]
@@ -150,7 +158,8 @@ class Members:
         child, member.child = member.child, None
         member.stage, member.incarnation = Stage.STOPPED, member.incarnation + 1
         if child is not None:
-            thread = threading.Thread(target=_dismiss, args=(child,), name=f"ending {member.name}")
+            arguments = child, messages.Shutdown()
+            thread = threading.Thread(target=_dismiss, args=arguments, name=f"ending {member.name}")
             self._ending = [other for other in self._ending if other.is_alive()] + [thread]
             thread.start()
 
@@ -234,7 +243,7 @@ class Members:
             self._router.fail(f"{member.name} was the last attention worker, and the supervisor has stopped")
 
 
-def _dismiss(child: Process) -> None:
+def _dismiss(child: Process, word: messages.Message) -> None:
     with contextlib.suppress(ConnectionLost):  # the process has ended already
-        child.connection.send(messages.Shutdown())
+        child.connection.send(word)
     child.stop()

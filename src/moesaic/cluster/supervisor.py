@@ -28,9 +28,10 @@ from moesaic.cluster.join_listener import JoinListener, RemoteProcess
 from moesaic.cluster.member import Member, RestartRule, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.placing import first_placement, read_placement
-from moesaic.cluster.publishing import Publisher
+from moesaic.cluster.publishing import Publisher, union
 from moesaic.cluster.report import counters, layer_locality, layer_replicas, process_status
 from moesaic.cluster.router import Router
+from moesaic.cluster.weight_check import WeightCheck
 from moesaic.config import ClusterConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.cluster_status import ClusterLoad, ClusterStatus, ProcessStatus
@@ -72,6 +73,9 @@ class Supervisor:
         self._announced = False
         self._ended: str | None = None
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+        self._worker = worker
+        self._weights: WeightCheck | None = None
+        """Checks servers that join. None as long as none can."""
         self._join_listener: JoinListener | None = None
         if cluster.cluster_address is not None:
             self._join_listener = JoinListener(cluster.cluster_address, self._secret, self._welcome)
@@ -96,6 +100,8 @@ class Supervisor:
         self._changes.stop("the cluster was stopped")
         if self._join_listener is not None:
             self._join_listener.close()
+        if self._weights is not None:
+            self._weights.close()
         self._members.stop()
 
     # ---- called by other threads
@@ -200,8 +206,12 @@ class Supervisor:
                 self._router.join(member.number, member.child.connection, info)
             case messages.Settled(version):
                 member.settled = version
+            case messages.Holds() if member.elsewhere and self._weights is not None:
+                self._weights.holds(member, message)
             case messages.Holds():
                 self._holds(member, message)
+            case messages.Digests() if self._weights is not None:
+                self._weights.digests(member, message)
             case messages.ServerReport(stats, load):
                 member.stats = stats
                 self._changes.add_report(member, load)
@@ -226,11 +236,19 @@ class Supervisor:
             member.stage = Stage.SERVING
             self._publisher.publish()
 
+    def _refuse(self, member: Member, reason: str) -> None:
+        """Sends a server away whose weights are not those of the cluster's checkpoint."""
+        self._note(f"{member.name} is refused: {reason}")
+        self._members.refuse(member, reason)
+
     def _tick(self, now: float) -> None:
         # If the inbox is not empty, this thread was late, not the process.
         heard_all = self._members.inbox.empty()
         for member in self._members.all:
             self._survive(partial(self._check, member, heard_all, now))
+            if member.elsewhere and self._weights is not None:
+                held = union(member.number, (self._publisher.placement, self._publisher.coming))
+                self._survive(partial(self._weights.tick, member, held))
 
     def _check(self, member: Member, heard_all: bool, now: float) -> None:
         if member.stage is Stage.WAITING and now >= member.restart_at and self._ended is None:
@@ -296,6 +314,9 @@ class Supervisor:
             self._router.tell(messages.Failed(str(error), user_error=True))
             return
         self._changes.lay_out(layout)
+        if self._join_listener is not None:
+            path, later = Path(self._worker.model.model), self._members.inbox.put
+            self._weights = WeightCheck(path, layout, later, self._holds, self._refuse, self._clock)
         for member in self._members.servers:
             self._spawn(member)
 

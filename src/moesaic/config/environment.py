@@ -31,6 +31,12 @@ def hub_cache(environment: Mapping[str, str] | None = None) -> Path:
     return Path(known.get("HF_HOME", cache)).expanduser() / "hub"
 
 
+def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
+    """Folder of what moesaic keeps between runs, in the user's cache folder."""
+    known = os.environ if environment is None else environment
+    return Path(known.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "moesaic"
+
+
 def one_gpu(rank: int, visible: int, environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment variables with which rank `rank` sees a single GPU.
 

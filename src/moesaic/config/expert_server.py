@@ -32,6 +32,11 @@ class ExpertServerConfig:
     queues: QueueConfig = QueueConfig()
     trace: str | None = None
     """File for this process's part of a trace. None: no trace."""
+    checkpoint_stamp: str = ""
+    """Stamp of the checkpoint's files (`models.fingerprint`), which must not change before they are loaded.
+    Empty: as they are now."""
+    joined: bool = False
+    """True: the server joined from elsewhere, and proves to the supervisor which weights it holds."""
 
     def to_json(self) -> str:
         """The settings as JSON, for the command line of the process."""

@@ -235,6 +235,9 @@ class WorkerConfig:
     offload: Offload | None = None
     """How a model larger than its fast memory is computed. None: the whole model is in memory."""
     queues: QueueConfig = QueueConfig()
+    checkpoint_stamp: str = ""
+    """Stamp of the checkpoint's files (`models.fingerprint`), which must not change before they are loaded.
+    Empty: as they are now."""
 
     def __post_init__(self) -> None:
         one_of("--device", self.model.device, get_args(Device))

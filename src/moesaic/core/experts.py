@@ -9,9 +9,9 @@ from moesaic.core.placement import fingerprint
 from moesaic.core.stored import row_bytes
 
 
-def model_name(layers: Sequence[int], num_experts: int, hidden: int, width: int) -> str:
+def model_name(layers: Sequence[int], num_experts: int, hidden: int, width: int, weights: str = "") -> str:
     """The name of a model in placements and profiles of its experts. See `fingerprint`."""
-    return fingerprint("moe", layers, num_experts, hidden, width)
+    return fingerprint("moe", layers, num_experts, hidden, width, weights)
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,10 @@ class ExpertLayout:
 
     Weights that are stored in another type are converted.
     """
+    weights: str = ""
+    """Fingerprint of the checkpoint (`models.fingerprint`). Empty where no checkpoint was read."""
+    origin: str = ""
+    """Fingerprint by which placements and profiles know it: of the checkpoint before it was compressed."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -50,7 +54,7 @@ class ExpertLayout:
     @property
     def fingerprint(self) -> str:
         """The name that placements and profiles of these experts have for the model."""
-        return model_name(self.layers, self.num_experts, self.hidden, self.width)
+        return model_name(self.layers, self.num_experts, self.hidden, self.width, self.origin)
 
     @property
     def parameters(self) -> int:

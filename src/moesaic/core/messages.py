@@ -218,6 +218,25 @@ class Holds:
     address: str
     kernels: str
     threads: int = 1
+    weights: str = ""
+    """Of a server that joined: fingerprint of its checkpoint, as in the layout that it was sent."""
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Which bytes a server that joined holds: layer -> expert -> SHA-256, see `models.fingerprint`.
+
+    They follow Holds, some at a time, until every expert of it was named once.
+    """
+
+    experts: dict[int, dict[int, str]]
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """A server that joined must leave and not come back, since it has other weights than the cluster."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -231,6 +250,6 @@ class ServerReport:
 
 ToWorker = Submit | Cancel | Shutdown | Serving
 ToEngine = Loading | Ready | Admitted | Tokens | PromptLogprobs | Stats | Failed | Layout | Alive | Settled
-ToServer = Hold | Enlisted
-FromServer = Enlist | Holds | ServerReport
+ToServer = Hold | Enlisted | Refuse
+FromServer = Enlist | Holds | ServerReport | Digests
 Message = ToWorker | ToEngine | ToServer | FromServer

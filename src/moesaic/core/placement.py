@@ -40,17 +40,31 @@ _MOST = 2**53
 """Larger integers are not exact in every JSON reader."""
 
 
-def fingerprint(model_type: str, layers: Sequence[int], num_experts: int, hidden: int, width: int) -> str:
-    """A short name of a model's expert layout. Checkpoints with the same sizes have the same name.
+def fingerprint(
+    model_type: str, layers: Sequence[int], num_experts: int, hidden: int, width: int, weights: str = ""
+) -> str:
+    """A short name of a model: one word for the sizes of its experts, and one for its weights.
 
     layers: the MoE layers.
     hidden: size of a hidden state.
     width: size of an expert's intermediate row.
+    weights: fingerprint of the checkpoint (`models.fingerprint`). Empty: any, and the name has no such word.
 
     Example: ("mixtral", [0, 1], 8, 64, 96) -> "mixtral-26265f2ea0fb".
     """
     sizes = json.dumps([model_type, list(layers), num_experts, hidden, width])
-    return f"{model_type}-{hashlib.sha256(sizes.encode()).hexdigest()[:12]}"
+    words = [sizes, weights] if weights else [sizes]
+    return "-".join([model_type, *(hashlib.sha256(word.encode()).hexdigest()[:12] for word in words)])
+
+
+def refuse_model(field: str, got: str, wanted: str) -> None:
+    """Raise ConfigError if the names that `fingerprint` gave to two models differ. field: what has `got`."""
+    if got != wanted:
+        why = ""
+        if got.split("-")[:2] == wanted.split("-")[:2]:
+            named = got.count("-") > 1
+            why = " (the sizes are equal, the weights are not)" if named else " (it names no weights)"
+        raise ConfigError.field(field, got, f"this model's, {wanted!r}{why}")
 
 
 @dataclass(frozen=True)
@@ -193,8 +207,7 @@ class Placement:
 
     def check(self, fingerprint: str, layers: Sequence[int], num_experts: int) -> None:
         """Raise ConfigError if the placement was made for another model, or lacks an expert."""
-        if self.model != fingerprint:
-            raise ConfigError.field(f"{FLAG}: model", self.model, f"this model's, {fingerprint!r}")
+        refuse_model(f"{FLAG}: model", self.model, fingerprint)
         if self.num_experts != num_experts:
             raise ConfigError.field(f"{FLAG}: num_experts", self.num_experts, str(num_experts))
         for layer in sorted(set(self.layers) ^ set(layers)):

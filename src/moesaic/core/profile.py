@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from moesaic.core import archive
 from moesaic.core.archive import Arrays
-from moesaic.core.errors import ConfigError
+from moesaic.core.placement import refuse_model
 from moesaic.core.tokens import IntArray
 
 SCHEMA = 1
@@ -199,8 +199,7 @@ class Profile:
 
     def check(self, fingerprint: str, file: str) -> None:
         """Raise ConfigError if the profile was made for another model."""
-        if self.model != fingerprint:
-            raise ConfigError.field(f"{file}: model", self.model, f"this model's, {fingerprint!r}")
+        refuse_model(f"{file}: model", self.model, fingerprint)
 
     # ---- the file
 

@@ -17,6 +17,7 @@ from moesaic.config import ExpertServerConfig, KernelName, QueueConfig, QueuePol
 from moesaic.core import messages
 from moesaic.core.errors import CheckpointError, ConfigError, ConnectionLost, MoesaicError
 from moesaic.experts.process import serve
+from moesaic.models import fingerprint
 from moesaic.transport import address as addresses
 from moesaic.transport.authentication import Deadline, Refused, Terms, prove_as_client
 from moesaic.transport.calls import MIN_HEAP
@@ -115,9 +116,14 @@ def _config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) -> Exp
     model = Path(enlisted.model) if joining.model is None else joining.model
     if not model.is_dir():
         raise ConfigError.field("--model", str(model), "a directory with the checkpoint that is served")
+    other = fingerprint.difference(fingerprint.of(model), enlisted.layout.weights)
+    if other:
+        allowed = f"the checkpoint that {joining.cluster} serves; this one has other {other}"
+        raise ConfigError.field("--model", str(model), allowed)
     return ExpertServerConfig(
         model=str(model),
         layout=enlisted.layout,
+        joined=True,
         address=joining.listen or str(addresses.Address(host=here)),
         kernels=joining.kernels or cast("KernelName", enlisted.kernels),
         mmap=enlisted.mmap,

@@ -15,6 +15,8 @@ from moesaic.core.metrics import ExpertServerStats
 from moesaic.experts.backend import ExpertBackend
 from moesaic.experts.server import ExpertServer
 from moesaic.experts.tracing import ServerTrace
+from moesaic.models import fingerprint
+from moesaic.models.fingerprint import DigestQueue
 from moesaic.models.headers import STORED
 from moesaic.policy.scheduling import minimum_batch
 from moesaic.policy.scheduling.microqueue import QueuePolicy, policy_named
@@ -25,6 +27,7 @@ from moesaic.policy.scheduling.schedulers.expert_server import (
     WhileSmall,
 )
 from moesaic.trace.track import Track
+from moesaic.transport.authentication import Refused
 from moesaic.transport.listening import Listener
 from moesaic.transport.stream import StreamConnection
 from moesaic.transport.wakeup import Wakeup
@@ -68,15 +71,19 @@ def serve(
         raise ConnectionLost("the supervisor's first message was not Hold")
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
-    backend = _backend(config)
-    backend.take(first.experts)
+    path = Path(config.model)
+    stamp = config.checkpoint_stamp or fingerprint.stamp(path)
+    with fingerprint.unchanged(path, stamp):
+        backend = _backend(config)
+        backend.take(first.experts)
     listener = Listener(config.address, secret or first.secret)
     rule, policy = _start_rule(config, max(map(len, first.experts.values()), default=0)), _policy(config)
     service = ExpertServerScheduler(config.layout.layers, policy, rule)
     observer = None if config.trace is None else ServerTrace(Track(Path(config.trace), time.monotonic))
     server = ExpertServer(config.layout, backend, listener, service, time.monotonic, observer)
-    loader = _ExpertLoader(supervisor, backend, listener.address, config.threads)
-    loader.report(first)
+    digests = DigestQueue(path, config.layout) if config.joined else None
+    loader = _ExpertLoader(supervisor, backend, listener.address, config, stamp, digests)
+    loader.change(first)
     stopped = threading.Event()
     threading.Thread(target=_report, args=(supervisor, server, stopped), daemon=True).start()
     try:
@@ -86,6 +93,8 @@ def serve(
                 match message:
                     case messages.Hold():
                         loader.change(message)
+                    case messages.Refuse(reason):
+                        raise Refused(f"refused this server: {reason}")
                     case messages.Shutdown():
                         return 0
             server.turn(None, (wakeup.fileno(),))
@@ -138,23 +147,27 @@ def _backend(config: ExpertServerConfig) -> ExpertBackend:
 class _ExpertLoader:
     """Loads and drops experts in a background thread, one Hold message after the other.
 
-    Reading weights must not delay clients.
+    Reading weights must not delay clients. A server that joined digests its experts while no Hold waits.
     """
 
     def __init__(
-        self, supervisor: StreamConnection, backend: ExpertBackend, address: str, threads: int
+        self,
+        supervisor: StreamConnection,
+        backend: ExpertBackend,
+        address: str,
+        config: ExpertServerConfig,
+        stamp: str,
+        digests: DigestQueue | None,
     ) -> None:
+        """stamp: of the checkpoint's files. digests: None for a server that was started by the supervisor."""
         self._supervisor = supervisor
         self._backend = backend
         self._address = address
-        self._threads = threads
+        self._config = config
+        self._stamp = stamp
+        self._digests = digests
         self._wanted: queue.SimpleQueue[messages.Hold | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="loading", daemon=True).start()
-
-    def report(self, hold: messages.Hold) -> None:
-        """Report to the supervisor that the experts of `hold` are loaded."""
-        name = self._backend.name
-        self._supervisor.send(messages.Holds(hold.version, self._address, name, self._threads))
 
     def change(self, hold: messages.Hold) -> None:
         """Load the experts of `hold` and drop all others, in the background."""
@@ -165,15 +178,36 @@ class _ExpertLoader:
         self._wanted.put(None)
 
     def _run(self) -> None:
-        while (hold := self._wanted.get()) is not None:
+        while (hold := self._next()) is not None:
             try:
-                self._backend.take(hold.experts)
+                with fingerprint.unchanged(Path(self._config.model), self._stamp):
+                    self._backend.take(hold.experts)
                 self._backend.keep(hold.experts)
-                self.report(hold)
+                self._report(hold)
             except ConnectionLost:
                 return
             except MoesaicError as error:
                 self._supervisor.send(messages.Failed(str(error), user_error=True))
+
+    def _next(self) -> messages.Hold | None:
+        """Wait for the next message. Digests experts meanwhile."""
+        while self._digests is not None and self._digests and self._wanted.empty():
+            try:
+                self._supervisor.send(messages.Digests(self._digests.some()))
+            except ConnectionLost:
+                return None
+            except MoesaicError as error:
+                self._supervisor.send(messages.Failed(str(error), user_error=True))
+                self._digests = None
+        return self._wanted.get()
+
+    def _report(self, hold: messages.Hold) -> None:
+        """Report to the supervisor that the experts of `hold` are loaded."""
+        name, threads = self._backend.name, self._config.threads
+        weights = self._config.layout.weights
+        self._supervisor.send(messages.Holds(hold.version, self._address, name, threads, weights))
+        if self._digests is not None:
+            self._digests.add(hold.experts)
 
 
 def _report(supervisor: StreamConnection, server: ExpertServer, stopped: threading.Event) -> None:

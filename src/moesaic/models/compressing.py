@@ -24,6 +24,7 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.core.stored import COMPRESSED, QUANT_METHOD, row_bytes
 from moesaic.kernels import compressed
 from moesaic.kernels.table import REFERENCE
+from moesaic.models import fingerprint
 from moesaic.models.checkpoint import INDEX, SINGLE, Progress
 from moesaic.models.files import PATTERNS, read_json
 from moesaic.models.headers import COMPRESSED_ROWS
@@ -249,7 +250,10 @@ def _write_beside(path: Path, directory: Path, config: dict[str, Any], total: in
     kinds = [pattern for pattern in PATTERNS if not pattern.endswith(".safetensors")]
     for file in sorted({file for kind in kinds for file in path.glob(kind) if file.is_file()}):
         shutil.copyfile(file, directory / file.name)
-    config = {**config, "quantization_config": {"quant_method": QUANT_METHOD}}
+    config = {
+        **config,
+        "quantization_config": {"quant_method": QUANT_METHOD, fingerprint.ORIGIN: fingerprint.of(path)},
+    }
     _write_json(directory / "config.json", config)
     if (path / INDEX).is_file():
         index = read_json(path / INDEX)

@@ -20,6 +20,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 NUMBERS = {"F32": 4, "BF16": 2, "F16": 2}
 """Supported data types of numbers -> bytes per number."""
+METADATA = "__metadata__"
+"""Key of a header that is no tensor."""
 COMPRESSED_ROWS = "U8"
 """Data type in files of compressed matrices, whose rows are bytes."""
 WIDTHS = {**NUMBERS, COMPRESSED_ROWS: 1}
@@ -37,7 +39,7 @@ class Place:
     size: int
     """Size in bytes."""
     dtype: str
-    """A key of WIDTHS."""
+    """As the header has it: a key of WIDTHS where `Headers.find` returned the place."""
     shape: tuple[int, ...]
 
 
@@ -85,6 +87,22 @@ class Headers:
             raise CheckpointError(f"{file}: truncated or corrupt: tensor {name} has {place}")
         return Place(file, header.begin + span[0], size, kind, shape)
 
+    @property
+    def files(self) -> list[Path]:
+        """The files with tensors, and the index if there is one."""
+        shards = sorted(set(self._shards.values()))
+        return [self.path / name for name in ([INDEX, *shards] if shards else [SINGLE])]
+
+    def every(self) -> dict[str, Place]:
+        """Every tensor of the directory by name, in the order of the names. A data type can be any word."""
+        found = {}
+        for shard in sorted(set(self._shards.values())) or [SINGLE]:
+            header = self._headers.get(shard) or self._open(shard)
+            for name, entry in header.entries.items():
+                if name != METADATA and self._shards.get(name, shard) == shard:
+                    found[name] = _any_place(name, entry, header)
+        return dict(sorted(found.items()))
+
     def _open(self, shard: str) -> _Header:
         file = self.path / shard
         try:
@@ -118,6 +136,15 @@ def _read(file: Path) -> _Header:
     if not isinstance(entries, dict):
         raise ValueError(f"its header is a {type(entries).__name__}")
     return _Header(file, begin, size - begin, entries)
+
+
+def _any_place(name: str, entry: Any, header: _Header) -> Place:
+    """Where a tensor of any data type is. Raises CheckpointError for an entry that says no such place."""
+    shape, span = (entry.get("shape"), entry.get("data_offsets")) if isinstance(entry, dict) else (None, None)
+    size = span[1] - span[0] if isinstance(span, list) and [type(at) for at in span] == [int, int] else -1
+    if not isinstance(shape, list) or not _fits(span, size, header.size):
+        raise CheckpointError(f"{header.file}: truncated or corrupt: tensor {name} has no bytes in the file")
+    return Place(header.file, header.begin + span[0], size, str(entry.get("dtype")), tuple(shape))
 
 
 def _fits(span: Any, size: int, length: int) -> TypeGuard[list[int]]:

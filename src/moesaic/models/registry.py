@@ -10,10 +10,11 @@ import torch
 
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
+from moesaic.core.routing import RoutedModel
 from moesaic.core.stored import COMPRESSED
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
-from moesaic.models import deepseek_v2, mixtral, qwen3_moe
+from moesaic.models import deepseek_v2, fingerprint, mixtral, qwen3_moe
 from moesaic.models.block import Block
 from moesaic.models.checkpoint import Checkpoint, Progress
 from moesaic.models.files import read_json
@@ -61,6 +62,11 @@ def read_spec(path: Path, shard: Shard = WHOLE) -> ModelSpec:
     """
     config: Config = _parse(path)[1]
     return shard.spec(config.spec)
+
+
+def routed_model(path: Path) -> RoutedModel:
+    """How recorded routing describes the model in `path`. Samples the weights for its name."""
+    return read_spec(path).routed(fingerprint.origin(path))
 
 
 def is_tied(path: Path) -> bool:
@@ -133,6 +139,8 @@ def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str 
         num_experts=one.num_experts,
         top_k=spec.top_k,
         dtype=COMPRESSED if stored is torch.uint8 else str(stored).removeprefix("torch."),
+        weights=fingerprint.of(path),
+        origin=fingerprint.origin(path),
     )
 
 

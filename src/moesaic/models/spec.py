@@ -50,9 +50,8 @@ class ModelSpec:
     sliding_windows: tuple[int | None, ...]
     """Per layer: tokens that a token attends to, including itself. None means all."""
 
-    @property
-    def routed(self) -> RoutedModel:
-        """How recorded routing describes this model."""
-        name = model_name(self.moe_layers, self.num_experts, self.hidden_size, self.expert_width)
+    def routed(self, origin: str) -> RoutedModel:
+        """How recorded routing describes this model. origin: see `models.fingerprint.origin`."""
+        name = model_name(self.moe_layers, self.num_experts, self.hidden_size, self.expert_width, origin)
         sizes = self.vocab_size, self.num_experts, self.top_k
         return RoutedModel(name, *sizes, self.moe_layers, self.hidden_size)

@@ -124,9 +124,10 @@ def _experts_of_rank(worker: WorkerConfig, model: ModelSizes) -> int:
     Raises ConfigError if the heads cannot be divided, and for a placement of another model's experts.
     """
     parallel, path = worker.parallel, files.resolve(worker.model.model, worker.model.revision)
-    routed = registry.read_spec(path, Shard(0, parallel.tensor_parallel_size)).routed
+    registry.read_spec(path, Shard(0, parallel.tensor_parallel_size))
     if parallel.placement is None:
         return math.ceil(model.experts / parallel.tensor_parallel_size)
+    routed = registry.routed_model(path)
     placement = Placement.read(parallel.placement, parallel.tensor_parallel_size)
     placement.check(routed.model, routed.layers, routed.num_experts)
     return max(len(experts) for servers in placement.held.values() for experts in servers.values())
@@ -260,7 +261,7 @@ def _sizes(worker: WorkerConfig, profile: str | None) -> ModelSizes:
     model = replace(read(raw, worker.model.model), computed=ROW_BYTES, tied=registry.is_tied(path))
     if profile is not None:
         known = Profile.load(Path(profile))
-        known.check(registry.read_spec(path).routed.model, profile)
+        known.check(registry.routed_model(path).model, profile)
         model = replace(model, routing=Routing.of(known, model.experts, model.top_k))
     dtype = worker.model.dtype
     return model if dtype == "auto" else model.with_number(BYTES[dtype])

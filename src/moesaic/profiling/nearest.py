@@ -11,7 +11,7 @@ import numpy as np
 from moesaic.core.profile import Profile
 from moesaic.models import files
 from moesaic.models.embedding import nearest_known
-from moesaic.models.registry import read_spec
+from moesaic.models.registry import routed_model
 
 
 def with_nearest(
@@ -24,6 +24,6 @@ def with_nearest(
     ConfigError if the profile was made for another model.
     """
     path = files.resolve(model)
-    profile.check(read_spec(path).routed.model, str(file))
+    profile.check(routed_model(path).model, str(file))
     known = profile.counts[0].known.astype(np.int32)
     return replace(profile, nearest=nearest_known(path, known, show))

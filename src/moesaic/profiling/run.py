@@ -18,7 +18,7 @@ from moesaic.core.tally import Tally
 from moesaic.llm import LLM
 from moesaic.models import files
 from moesaic.models.embedding import nearest_known
-from moesaic.models.registry import read_spec
+from moesaic.models.registry import routed_model
 from moesaic.profiling.options import ProfileOptions
 from moesaic.profiling.prompts import Prompt, read
 from moesaic.tokenizer import Tokenizer
@@ -110,7 +110,7 @@ def run(
     """Load the model, run the prompts, and write the profile."""
     prompts = read(options.prompts, options.max_prompts)
     path = files.resolve(model.model, model.revision)
-    routed = read_spec(path).routed
+    routed = routed_model(path)
     if not routed.layers:
         raise ConfigError.field("model", model.model, "one with routed experts")
     tokenizer = Tokenizer(path)

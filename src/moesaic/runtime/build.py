@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from moesaic.core.messages import WorkerInfo
 from moesaic.core.stored import COMPRESSED
 from moesaic.experts.client import NoServers
 from moesaic.kvcache.paged import bytes_per_token
+from moesaic.models import files, fingerprint
 from moesaic.runtime import in_memory, offloaded, out_of_memory
 from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.executor import Executor
@@ -20,9 +23,12 @@ def build_worker(context: WorkerContext) -> tuple[Worker, WorkerInfo]:
 
     Raises ConfigError or CheckpointError, one line each, when something does not fit.
     """
-    with out_of_memory.explained(context.config):
+    path = files.resolve(context.config.model.model, context.config.model.revision)
+    stamp = context.config.checkpoint_stamp or fingerprint.stamp(path)
+    context = replace(context, config=replace(context.config, checkpoint_stamp=stamp))
+    with out_of_memory.explained(context.config), fingerprint.unchanged(path, stamp):
         parts = _build_parts(context)
-        return _assemble(context, parts), _describe(context, parts)
+    return _assemble(context, parts), _describe(context, parts)
 
 
 def _build_parts(context: WorkerContext) -> WorkerParts:

@@ -16,6 +16,8 @@ from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.routing import RoutedModel, RowSink, draw, ending
 from moesaic.core.tokens import TokenBatch
+from moesaic.models import files
+from moesaic.models.fingerprint import origin
 from moesaic.models.spec import ModelSpec
 from moesaic.policy.scheduling.schedulers.actions import Admit, Release, StepPlan
 from moesaic.runtime.step.running_step import ChosenExperts
@@ -154,7 +156,8 @@ def recorder(config: WorkerConfig, spec: ModelSpec, sink: RowSink | None) -> Rou
         return None
     if not spec.moe_layers:
         raise ConfigError.field("model", config.model.model, "one with routed experts, to record its routing")
+    routed = spec.routed(origin(files.resolve(config.model.model, config.model.revision)))
     if sink is None and config.record is not None:
-        sink = RowFile(Path(config.record), spec.routed)
+        sink = RowFile(Path(config.record), routed)
     assert sink is not None
-    return RoutingRecorder(spec.routed, sink, config.record_share)
+    return RoutingRecorder(routed, sink, config.record_share)

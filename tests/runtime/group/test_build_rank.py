@@ -23,7 +23,7 @@ WORKER = WorkerConfig(ModelConfig("demo", threads=1), parallel=ParallelConfig(2)
 
 def profile() -> Profile:
     """Of demo: one request whose tokens choose at random."""
-    routed = registry.read_spec(files.resolve("demo")).routed
+    routed = registry.routed_model(files.resolve("demo"))
     rng = np.random.default_rng(0)
     experts = np.argsort(rng.random((20, len(routed.layers), routed.num_experts)), axis=2)
     routes = Routes(

@@ -146,7 +146,7 @@ def test_random_placements(form: str, alone: dict[str, Alone], tmp_path: Path) -
         ranks = rng.permutation(np.resize([0, 0, 1], spec.num_experts))
         held[layer] = {rank: np.flatnonzero(ranks == rank).tolist() for rank in range(2)}
     file = tmp_path / "placement.json"
-    file.write_text(Placement(0, spec.num_experts, held, spec.routed.model).to_json())
+    file.write_text(Placement(0, spec.num_experts, held, registry.routed_model(one.path).model).to_json())
     settings = {"tensor_parallel_size": 2, "moe_collectives": form, "placement": str(file)}
     with group_of_threads(str(one.path), **settings) as (model, _, _):
         same(answers(model.generate(PROMPTS, PARAMS)), one.answers)

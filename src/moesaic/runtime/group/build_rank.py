@@ -18,7 +18,7 @@ from moesaic.core.tokens import IntArray
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.kvcache.paged import PagedKV
-from moesaic.models import files, registry
+from moesaic.models import files, fingerprint, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.shard import Shard
 from moesaic.offload.padding import block_pool
@@ -227,7 +227,8 @@ def follower(config: WorkerConfig, group: Group) -> RankRunner:
 
     Returns when all ranks are ready.
     """
-    with out_of_memory.explained(config):
+    path = files.resolve(config.model.model, config.model.revision)
+    with out_of_memory.explained(config), fingerprint.unchanged(path, config.checkpoint_stamp):
         owners = placed(config)
         loaded = load_rank(config, group, owners)
         least_free(config, group, loaded)

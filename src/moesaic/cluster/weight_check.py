@@ -1,0 +1,130 @@
+"""Compares the experts of servers that joined with this cluster's checkpoint, byte by byte.
+
+A server that joined must have the fingerprint of the checkpoint, and sends the digest of each expert that it
+holds. It gets rows once all of these equal the digests of the files here. Reading a large checkpoint takes
+long, so after SECONDS a server gets rows by its fingerprint alone, and is refused later if a digest differs.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from moesaic.cluster.member import Member
+from moesaic.cluster.publishing import Held
+from moesaic.core import messages
+from moesaic.core.errors import CheckpointError
+from moesaic.core.experts import ExpertLayout
+from moesaic.models.fingerprint import ExpertDigests
+
+SECONDS = 60.0
+"""Maximum seconds that a server which has loaded its experts waits for their digests."""
+
+Told = dict[int, dict[int, str]]
+"""Layer -> expert -> digest."""
+
+
+@dataclass
+class _Checked:
+    """What is known of one process that joined."""
+
+    equal: set[tuple[int, int]] = field(default_factory=set)
+    """(layer, expert) pairs whose bytes are those of the checkpoint here."""
+    waiting: messages.Holds | None = None
+    """Its last Holds, which is not passed on yet."""
+    since: float = 0.0
+    """When `waiting` came."""
+
+
+class WeightCheck:
+    """The checks of one cluster. Only the supervisor's thread uses it.
+
+    later: runs a function in that thread.
+    accept: called with the Holds message of a server whose experts were compared.
+    refuse: called with a server and the reason why it must leave.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        layout: ExpertLayout,
+        later: Callable[[Callable[[], None]], None],
+        accept: Callable[[Member, messages.Holds], None],
+        refuse: Callable[[Member, str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._digests = ExpertDigests(path, layout)
+        self._layout = layout
+        self._later = later
+        self._accept = accept
+        self._refuse = refuse
+        self._clock = clock
+        self._known: dict[tuple[int, int], _Checked] = {}
+        """By the member's number and incarnation."""
+        self._received: queue.SimpleQueue[tuple[Member, int, Told] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="digesting", daemon=True).start()
+
+    def holds(self, member: Member, message: messages.Holds) -> None:
+        """Keeps a server's Holds until its experts were compared."""
+        if message.weights != self._layout.weights:
+            self._refuse(member, "its checkpoint has another fingerprint than this cluster's")
+            return
+        checked = self._of(member)
+        checked.waiting, checked.since = message, self._clock()
+
+    def digests(self, member: Member, message: messages.Digests) -> None:
+        """Compares a server's digests, in the background."""
+        self._received.put((member, member.incarnation, message.experts))
+
+    def tick(self, member: Member, held: Held) -> None:
+        """Passes on the Holds of a server once the experts that it holds, `held`, were compared, or SECONDS
+        later."""
+        checked = self._of(member)
+        message = checked.waiting
+        if message is None or message.version != member.last_hold:
+            return
+        pairs = {(layer, expert) for layer, experts in held.items() for expert in experts}
+        if pairs <= checked.equal or self._clock() - checked.since > SECONDS:
+            checked.waiting = None
+            self._accept(member, message)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._received.put(None)
+
+    def _of(self, member: Member) -> _Checked:
+        return self._known.setdefault((member.number, member.incarnation), _Checked())
+
+    def _run(self) -> None:
+        while (received := self._received.get()) is not None:
+            member, incarnation, told = received
+            equal, other = self._compare(told)
+            self._later(partial(self._compared, member, incarnation, equal, other))
+            if self._received.empty():
+                self._digests.save()
+
+    def _compare(self, told: Told) -> tuple[set[tuple[int, int]], str]:
+        """The pairs that are equal, and what is not, in words."""
+        equal: set[tuple[int, int]] = set()
+        for layer, experts in told.items():
+            for expert, digest in experts.items():
+                try:
+                    own = self._digests.of(layer, expert)
+                except (CheckpointError, KeyError) as error:
+                    return equal, f"expert {expert} of layer {layer} cannot be compared: {error}"
+                if digest != own:
+                    why = "its bytes are not those of this cluster's checkpoint"
+                    return equal, f"expert {expert} of layer {layer}: {why}"
+                equal.add((layer, expert))
+        return equal, ""
+
+    def _compared(self, member: Member, incarnation: int, equal: set[tuple[int, int]], other: str) -> None:
+        if member.incarnation != incarnation or member.child is None:
+            return
+        self._of(member).equal |= equal
+        if other:
+            self._refuse(member, other)

@@ -1,0 +1,241 @@
+"""Tells one checkpoint from another, from its files alone and without torch.
+
+The fingerprint has three parts: `config.json`, the tensors' names, types and shapes, and samples of their
+bytes. Every tensor is sampled, and all samples together have at most 64 MiB. So a checkpoint of up to that
+size is read completely, and a change of a few numbers in a larger one can be missed. `ExpertDigests` misses
+nothing: it reads every byte of an expert.
+
+Both are kept in the user's cache folder under the device, inode, size and time of the file that was read. A
+file that is written again has another time, so it is read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+from moesaic.config.environment import cache_folder
+from moesaic.core.errors import CheckpointError
+from moesaic.core.experts import ExpertLayout
+from moesaic.models.files import read_json
+from moesaic.models.headers import Headers, Place
+
+SAMPLED = 64 << 20
+"""Maximum bytes of all samples."""
+PARTS = ("config.json", "names, types or shapes of tensors", "bytes of tensors")
+"""What the parts of a fingerprint stand for."""
+NOT_COMPARED = ("_name_or_path", "transformers_version")
+"""Keys of config.json that change nothing."""
+ORIGIN = "compressed_from"
+"""Key in `quantization_config` of a compressed checkpoint: the fingerprint of the one it was made from."""
+PIECE = 1 << 20
+"""Bytes that are read at once."""
+KEPT = 16 << 20
+"""Only what needs more bytes than this to be read is kept in the cache folder."""
+
+
+def of(path: Path) -> str:
+    """The fingerprint of the checkpoint in a directory: three words, one for each of PARTS.
+
+    Raises CheckpointError for files that are missing or damaged.
+    """
+    return _of(path, stamp(path))
+
+
+def difference(one: str, other: str) -> str:
+    """Which parts of two fingerprints differ, in words for people. Empty if none does."""
+    pairs = zip(PARTS, one.split("."), other.split("."), strict=True)
+    return ", ".join(part for part, mine, theirs in pairs if mine != theirs)
+
+
+def origin(path: Path) -> str:
+    """The fingerprint that placements and profiles know the checkpoint by.
+
+    A compressed checkpoint computes the same bits as the one that it was made from, so it has that one's.
+    """
+    told = read_json(path / "config.json").get("quantization_config")
+    made_from = told.get(ORIGIN) if isinstance(told, dict) else None
+    return made_from if isinstance(made_from, str) else of(path)
+
+
+def stamp(path: Path) -> str:
+    """A word that changes when a file of the checkpoint is replaced or written again.
+
+    It reads no file, so it only means something on one machine. Raises CheckpointError if a file is missing.
+    """
+    files = [path / "config.json", *Headers(path).files]
+    return _hash(f"{file.name} {_key(file)}" for file in files)
+
+
+def check_unchanged(path: Path, stamped: str) -> None:
+    """Raise CheckpointError if the files no longer have this stamp."""
+    if stamp(path) != stamped:
+        raise CheckpointError(
+            f"{path}: the files changed since they were first read; restart to serve the new ones"
+        )
+
+
+@contextlib.contextmanager
+def unchanged(path: Path, stamped: str) -> Iterator[None]:
+    """A context in which files are loaded, which must have this stamp before and after it."""
+    check_unchanged(path, stamped)
+    yield
+    check_unchanged(path, stamped)
+
+
+class ExpertDigests:
+    """The digests of a checkpoint's routed experts: SHA-256 of the types, shapes and bytes of the matrices.
+
+    Raises CheckpointError where a matrix cannot be read.
+    """
+
+    def __init__(self, path: Path, layout: ExpertLayout) -> None:
+        self._headers = Headers(path)
+        self._layout = layout
+        self._known: dict[Path, dict[str, str]] = {}
+        """File -> tensor -> digest."""
+        self._new: set[Path] = set()
+
+    def of(self, layer: int, expert: int) -> str:
+        """The digest of one expert, as 64 hexadecimal digits."""
+        places = [
+            (name, self._headers.find(name, *shape)) for name, *shape in self._layout.tensors(layer, expert)
+        ]
+        return _hash(f"{place.dtype} {place.shape} {self._tensor(name, place)}" for name, place in places)
+
+    def save(self) -> None:
+        """Keep the digests that were computed since the last call in the cache folder."""
+        for file in self._new:
+            if file.stat().st_size > KEPT:
+                _write_cache(_key(file), self._known[file])
+        self._new.clear()
+
+    def _tensor(self, name: str, place: Place) -> str:
+        if place.file not in self._known:
+            self._known[place.file] = _read_cache(_key(place.file))
+        known = self._known[place.file]
+        if name not in known:
+            known[name] = _digest(place.file, [(place.offset, place.size)])
+            self._new.add(place.file)
+        return known[name]
+
+
+class DigestQueue:
+    """Experts that wait for their digests, each of which is computed once."""
+
+    def __init__(self, path: Path, layout: ExpertLayout) -> None:
+        self._digests = ExpertDigests(path, layout)
+        self._waiting: deque[tuple[int, int]] = deque()
+        self._added: set[tuple[int, int]] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, experts: Mapping[int, Iterable[int]]) -> None:
+        """experts: layer -> ids. Those that were added before are left out."""
+        pairs = {(layer, expert) for layer, ids in experts.items() for expert in ids}
+        self._waiting.extend(sorted(pairs - self._added))
+        self._added |= pairs
+
+    def some(self) -> dict[int, dict[int, str]]:
+        """The digests of the next experts, layer -> expert -> digest: of as many as take about 0.1 s."""
+        found: dict[int, dict[int, str]] = {}
+        end = time.monotonic() + 0.1
+        while self._waiting and time.monotonic() < end:
+            layer, expert = self._waiting.popleft()
+            found.setdefault(layer, {})[expert] = self._digests.of(layer, expert)
+        if not self._waiting:
+            self._digests.save()
+        return found
+
+
+@cache
+def _of(path: Path, stamped: str) -> str:
+    kept = _read_cache(stamped)
+    if "fingerprint" not in kept:
+        config = {
+            key: value for key, value in read_json(path / "config.json").items() if key not in NOT_COMPARED
+        }
+        tensors = Headers(path).every()
+        names = (f"{name} {place.dtype} {place.shape}" for name, place in tensors.items())
+        most = SAMPLED // max(1, len(tensors))
+        sampled = (f"{name} {_digest(place.file, _samples(place, most))}" for name, place in tensors.items())
+        parts = _hash([json.dumps(config, sort_keys=True)]), _hash(names), _hash(sampled)
+        kept = {"fingerprint": ".".join(part[:16] for part in parts)}
+        if sum(min(most, place.size) for place in tensors.values()) > KEPT:
+            _write_cache(stamped, kept)
+    return kept["fingerprint"]
+
+
+def _samples(place: Place, most: int) -> list[tuple[int, int]]:
+    """(offset, size) of the parts of a tensor that are sampled, together at most `most` bytes.
+
+    They are all of a small tensor, else its begin, middle and end.
+    """
+    if place.size <= most:
+        return [(place.offset, place.size)]
+    size = most // 3
+    return [(place.offset + at, size) for at in (0, (place.size - size) // 2, place.size - size)]
+
+
+def _digest(file: Path, spans: Iterable[tuple[int, int]]) -> str:
+    found = hashlib.sha256()
+    try:
+        with file.open("rb", buffering=0) as opened:
+            for offset, size in spans:
+                for at in range(offset, offset + size, PIECE):
+                    wanted = min(PIECE, offset + size - at)
+                    piece = os.pread(opened.fileno(), wanted, at)
+                    if len(piece) < wanted:
+                        raise CheckpointError(f"{file}: truncated since its header was read")
+                    found.update(piece)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error})") from error
+    return found.hexdigest()
+
+
+def _hash(lines: Iterable[str]) -> str:
+    found = hashlib.sha256()
+    for line in lines:
+        found.update(line.encode() + b"\n")
+    return found.hexdigest()
+
+
+# ---- the cache folder
+
+
+def _key(file: Path) -> str:
+    try:
+        found = file.stat()
+    except OSError as error:
+        raise CheckpointError(f"{file}: this file is missing") from error
+    return f"{found.st_dev}-{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
+
+
+def _folder() -> Path:
+    return cache_folder() / "digests"
+
+
+def _read_cache(key: str) -> dict[str, str]:
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((_folder() / f"{key}.json").read_text("utf-8"))
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _write_cache(key: str, value: dict[str, str]) -> None:
+    """Without a folder that can be written, digests are computed anew each time."""
+    with contextlib.suppress(OSError):
+        file = _folder() / f"{key}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps(value), "utf-8")
+        unfinished.replace(file)
