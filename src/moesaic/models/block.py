@@ -34,8 +34,8 @@ class Gated:
     expert_ids: torch.Tensor | None
     """[n, k] int64 logical expert ids, best first; None in a dense layer."""
     weights: torch.Tensor | None
-    """[n, k] float32, applied once, in `merge`. With partial sums the servers apply them, and these are
-    ones."""
+    """[n, k] float32, applied once, in `merge`. These are ones if the weights were applied earlier: by the
+    servers with --combine partial, or by GroupExperts.share with --moe-collectives all-reduce."""
 
 
 class Attention(Protocol):
