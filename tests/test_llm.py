@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 import moesaic
 from moesaic import RequestOutput, SamplingParams
 from moesaic.core.errors import ConfigError, RequestError
+from moesaic.core.offload import Offload
 from moesaic.core.request import FinishReason
 from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
@@ -220,6 +222,21 @@ def test_chat_and_texts(checkpoint: Path) -> None:
     two = llm.chat([[{"role": "user", "content": text}] for text in ("a", "b")], GREEDY)
     assert len(two) == 2
     assert llm.chat([]) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"offload": Offload(1 << 30, "cgopipe", 2, 4, prefill_rows=19)}, "offload"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+    ],
+    ids=["offload", "tensor parallelism"],
+)
+def test_routing_is_refused_where_no_worker_would_report_it(
+    checkpoint: Path, settings: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^routing: got a function; allowed: None with {named}$"):
+        LLM(str(checkpoint), routing=[].append, **settings)
 
 
 def test_mistakes_are_one_line_and_leave_the_engine_working(checkpoint: Path) -> None:

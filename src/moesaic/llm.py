@@ -77,9 +77,11 @@ class LLM:
         trace: str | None = None,
         **settings: Any,
     ) -> None:
-        """routing: receives the chosen experts of all rows, see `core.routing`. A worker with offloaded
-        weights or with tensor parallelism does not call it. trace: a path from `trace.parts.part_of`."""
+        """routing: receives the chosen experts of all rows, see `core.routing`. Offloaded weights and tensor
+        parallelism are refused with it. trace: a path from `trace.parts.part_of`."""
         config = _worker_config(model, settings)
+        if routing is not None:
+            _check_routing(config)
         config = config if trace is None else replace(config, trace=trace)
         path = files.resolve(model, config.model.revision)
         tokenizer = Tokenizer(path)
@@ -222,6 +224,15 @@ def _worker_config(model: str, settings: Mapping[str, Any]) -> WorkerConfig:
         ParallelConfig(**chosen(ParallelConfig)),
         offload=settings.get("offload"),
     )
+
+
+def _check_routing(config: WorkerConfig) -> None:
+    """Raises ConfigError for a worker that does not report the chosen experts."""
+    ranks = config.parallel.tensor_parallel_size
+    refused = {"offload": config.offload is not None, f"tensor_parallel_size={ranks}": ranks > 1}
+    for setting, given in refused.items():
+        if given:
+            raise ConfigError(f"routing: got a function; allowed: None with {setting}")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
