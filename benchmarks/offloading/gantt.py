@@ -15,7 +15,10 @@ ROW, GAP = 15, 26
 GROUPS: dict[str, tuple[str, tuple[Kind, ...]]] = {
     "pre-attention": ("#8250df", (Kind.PRE,)),
     "attention": ("#1a7f37", (Kind.ATTENTION,)),
-    "post-attention": ("#0969da", (Kind.POST, Kind.GATE, Kind.PROMPT, Kind.HEAD)),
+    "post-attention": (
+        "#0969da",
+        (Kind.POST_WITH_EXPERTS, Kind.POST_WITHOUT_EXPERTS, Kind.PROMPT, Kind.HEAD),
+    ),
     "experts alone": ("#54aeff", (Kind.EXPERTS,)),
     "weights": ("#bc4c00", (Kind.LOAD_PAGE, Kind.LOAD_CHOSEN, Kind.LOAD_LIKELY, Kind.STAGE_PAGE)),
     "cache": ("#d4a72c", (Kind.LOAD_CACHE, Kind.SAVE_CACHE)),
@@ -61,7 +64,7 @@ def window(boxes: Sequence[Box], layers: int) -> tuple[float, float]:
     own = [box for box in boxes if COLOURS[box[0]] != COLOURS[Kind.LOAD_PAGE.value]]
     last = max(box[2] for box in own if box[0] != Kind.HEAD.value)
     first = min(1, last)
-    after = [box for box in own if box[0] in (Kind.POST.value, Kind.GATE.value)]
+    after = [box for box in own if box[0] in (Kind.POST_WITH_EXPERTS.value, Kind.POST_WITHOUT_EXPERTS.value)]
     begin, end = (
         min((box[4] for box in after if box[2] == layer), default=None) for layer in (first, first + layers)
     )

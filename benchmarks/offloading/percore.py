@@ -106,7 +106,7 @@ class Bench:
             else:
                 gate.gate(part.hidden, projected)
 
-        kinds = ((Kind.GATE, Lane.FAST), (Kind.ATTENTION, Lane.SLOW))
+        kinds = ((Kind.POST_WITHOUT_EXPERTS, Lane.FAST), (Kind.ATTENTION, Lane.SLOW))
         tasks = [Task(kind, lane, 0, 0, ()) for _ in range(HANDOVERS) for kind, lane in kinds]
         return self._listed(tasks, do) / HANDOVERS
 

@@ -130,7 +130,7 @@ def test_a_pictures_boxes_lie_in_their_lanes() -> None:
         tasks = decode(name, shape)
         charts[name] = gantt.told(sessions.Pass(tasks, run(tasks, [1.0] * len(tasks))))
     begin, end = gantt.window(charts["serial"], 3)
-    posts = [box for box in charts["serial"] if box[0] == Kind.POST.value and box[2] == 1]
+    posts = [box for box in charts["serial"] if box[0] == Kind.POST_WITH_EXPERTS.value and box[2] == 1]
     assert (begin, end) == (posts[0][4], posts[-1][5])
     longer = decode("serial", Shape(layers=4, micro_batches=2, pages=2))
     boxes = gantt.told(sessions.Pass(longer, run(longer, [1.0] * len(longer))))

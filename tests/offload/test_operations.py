@@ -99,7 +99,7 @@ def test_one_memory_serves_the_answers_of_all_micro_batches(
     monkeypatch.setattr(after, "_model", replace(model, kernels=kernels))
     for layer in (0, 1):
         for part in range(3):
-            for kind in (Kind.PRE, Kind.ATTENTION, Kind.POST):
+            for kind in (Kind.PRE, Kind.ATTENTION, Kind.POST_WITH_EXPERTS):
                 do(operations, kind, layer, part)
             assert parts[part].gated is None and parts[part].answers is None
     assert len(used) == 6 and len(set(used)) == 1
@@ -111,7 +111,7 @@ def test_experts_are_chosen_by_all_rows_and_those_that_stay_are_not_loaded(
 ) -> None:
     operations, held, parts = made
     for part in range(3):
-        for kind in (Kind.PRE, Kind.ATTENTION, Kind.GATE):
+        for kind in (Kind.PRE, Kind.ATTENTION, Kind.POST_WITHOUT_EXPERTS):
             do(operations, kind, 0, part)
     ids = {int(one) for part in parts for one in part.gated.expert_ids.flatten()}  # type: ignore[union-attr]
     do(operations, Kind.LOAD_CHOSEN, 0, 0, Lane.DOWN)
@@ -130,7 +130,7 @@ def test_experts_that_came_before_their_gates_had_spoken_do_not_come_again(
 
     def gated() -> set[int]:
         for part in range(3):
-            for kind in (Kind.PRE, Kind.ATTENTION, Kind.GATE):
+            for kind in (Kind.PRE, Kind.ATTENTION, Kind.POST_WITHOUT_EXPERTS):
                 do(operations, kind, 0, part)
         ids = [part.gated.expert_ids.flatten() for part in parts]  # type: ignore[union-attr]
         return {int(one) for one in torch.cat(ids)} - {0, 5}
@@ -166,7 +166,7 @@ def test_a_layer_beyond_the_last_is_the_next_pass_s_first(made: tuple[Operations
 def test_the_slow_lane_merges_nothing(made: tuple[Operations, Held, list[Part]]) -> None:
     """In a layer without experts of its own both lanes have a task; one of them goes on with the rows."""
     operations, _, parts = made
-    for kind in (Kind.PRE, Kind.ATTENTION, Kind.GATE):
+    for kind in (Kind.PRE, Kind.ATTENTION, Kind.POST_WITHOUT_EXPERTS):
         do(operations, kind, 0, 0)
     do(operations, Kind.EXPERTS, 0, 0, Lane.SLOW)
     assert parts[0].gated is not None

@@ -26,7 +26,7 @@ TASKS = [
     Task(Kind.PRE, Lane.FAST, 0, 1, ()),
     Task(Kind.LOAD_PAGE, Lane.DOWN, 1, 3, ()),
     Task(Kind.SYNC, Lane.FAST, 0, 1, (0, 1)),
-    Task(Kind.POST, Lane.FAST, 0, 1, (2,)),
+    Task(Kind.POST_WITH_EXPERTS, Lane.FAST, 0, 1, (2,)),
 ]
 """2, 3, 0 and 1 seconds: `post-attention` is from 3 to 4."""
 

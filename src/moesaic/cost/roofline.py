@@ -29,15 +29,15 @@ def seconds(work: Work, level: Level, efficiency: float = 1.0) -> float:
 
 
 def seconds_with_experts(
-    beside: Work, routed: Work, rows: float, level: Level, efficiency: float = 1.0
+    rest: Work, routed: Work, rows: float, level: Level, efficiency: float = 1.0
 ) -> float:
-    """Seconds of routed experts with a mean of `rows` rows each, and of the work `beside` them.
+    """Seconds of routed experts with a mean of `rows` rows each, and of the `rest` of a task.
 
-    If the experts' rate was measured, it is used for them, and `efficiency` only for the rest.
+    If the experts' rate was measured, it is used for them, and `efficiency` only for `rest`.
     """
     if level.processor is None or not level.processor.experts or not routed.flops:
-        return seconds(beside + routed, level, efficiency)
-    return seconds(beside, level, efficiency) + routed.flops / level.processor.experts_flops(rows)
+        return seconds(rest + routed, level, efficiency)
+    return seconds(rest, level, efficiency) + routed.flops / level.processor.experts_flops(rows)
 
 
 def attention_seconds(work: Work, level: Level) -> float:

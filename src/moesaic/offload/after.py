@@ -22,7 +22,10 @@ Do = Callable[[Task, Part], None]
 
 
 class AfterAttention(Protocol):
-    """Runs the stages after attention. `tasks` has the task kinds that it handles; POST is always one."""
+    """Runs the stages after attention.
+
+    `tasks` has the task kinds that it handles. POST_WITH_EXPERTS is always one.
+    """
 
     @property
     def tasks(self) -> Mapping[Kind, Do]: ...
@@ -77,8 +80,8 @@ class LocalAfterAttention:
         self._memory, self._lent = torch.empty(0), False
         """Memory for one micro-batch's expert outputs, and whether a micro-batch is using it."""
         self.tasks: Mapping[Kind, Do] = {
-            Kind.POST: self._post,
-            Kind.GATE: self._gate,
+            Kind.POST_WITH_EXPERTS: self._post,
+            Kind.POST_WITHOUT_EXPERTS: self._gate,
             Kind.EXPERTS: self._compute,
             Kind.SAVE_ROWS: self._send_rows,
             Kind.LOAD_ANSWERS: self._take_answers,

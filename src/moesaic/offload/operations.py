@@ -154,7 +154,7 @@ class Operations:
     def _prompt(self, task: Task, part: Part) -> None:
         self._pre(task, part)
         self._attention(task, part)
-        self._do[Kind.POST](task, part)
+        self._do[Kind.POST_WITH_EXPERTS](task, part)
 
     def _head(self, task: Task, part: Part) -> None:
         """Finishes the last layer. The logits of all rows are computed together after the pass."""

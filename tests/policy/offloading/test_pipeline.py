@@ -45,7 +45,7 @@ def test_algorithm_1_line_by_line() -> None:
     tasks = decode("cgopipe", Shape(layers=2, micro_batches=3, pages=3, staged=True))
     of = {kind: [(t.layer, t.micro_batch) for t in tasks if t.kind is kind] for kind in Kind}
     both = [(layer, part) for layer in range(2) for part in range(3)]
-    for kind in (Kind.PRE, Kind.SAVE_QKV, Kind.ATTENTION, Kind.LOAD_ROWS, Kind.POST):
+    for kind in (Kind.PRE, Kind.SAVE_QKV, Kind.ATTENTION, Kind.LOAD_ROWS, Kind.POST_WITH_EXPERTS):
         assert of[kind] == both, kind
     assert of[Kind.LOAD_PAGE] == of[Kind.STAGE_PAGE] == [(layer + 1, part) for layer, part in both]
     assert kinds(tasks)[:8] == ["pre-attention", "save qkv", "attention", "stage page"] * 2
@@ -53,7 +53,7 @@ def test_algorithm_1_line_by_line() -> None:
     assert first == [
         (Kind.LOAD_ROWS, 0, 0),
         (Kind.LOAD_PAGE, 1, 0),
-        (Kind.POST, 0, 0),
+        (Kind.POST_WITH_EXPERTS, 0, 0),
         (Kind.PRE, 0, 2),
         (Kind.SAVE_QKV, 0, 2),
         (Kind.ATTENTION, 0, 2),
@@ -65,7 +65,7 @@ def test_two_lanes_in_virtual_time() -> None:
     tasks = [
         Task(Kind.PRE, Lane.FAST, 0, 0, ()),
         Task(Kind.LOAD_PAGE, Lane.DOWN, 0, 0, ()),
-        Task(Kind.POST, Lane.FAST, 0, 0, (1,)),
+        Task(Kind.POST_WITH_EXPERTS, Lane.FAST, 0, 0, (1,)),
     ]
     line = run(tasks, [2.0, 3.0, 1.0])
     assert (line.starts, line.ends) == ([0, 0, 3], [2, 3, 4]) and line.makespan == 4
@@ -75,7 +75,7 @@ def test_two_lanes_in_virtual_time() -> None:
     assert (late.starts, late.makespan) == ([0, 0, 3.5], 4.5) and late.busy == line.busy
     busy = run(tasks, [5.0, 3.0, 1.0], handover=0.5)
     assert busy.starts == [0, 0, 5], "known before the lane was free"
-    alone = [Task(Kind.PRE, Lane.FAST, 0, 0, ()), Task(Kind.POST, Lane.FAST, 0, 0, (0,))]
+    alone = [Task(Kind.PRE, Lane.FAST, 0, 0, ()), Task(Kind.POST_WITH_EXPERTS, Lane.FAST, 0, 0, (0,))]
     assert run(alone, [1.0, 1.0], handover=0.5).starts == [0, 1], "a lane knows its own tasks"
 
 
@@ -139,18 +139,22 @@ def test_no_schedule_breaks_an_order_that_the_model_needs(
     for task in tasks:
         layer, part = task.layer, task.micro_batch
         if task.kind is Kind.PRE:
-            for kind in (Kind.POST, Kind.EXPERTS, Kind.LOAD_ANSWERS):
+            for kind in (Kind.POST_WITH_EXPERTS, Kind.EXPERTS, Kind.LOAD_ANSWERS):
                 follows(task, kind, layer - 1, part)
         elif task.kind is Kind.ATTENTION:
             for kind in (Kind.PRE, Kind.SAVE_QKV, Kind.LOAD_CACHE):
                 follows(task, kind, layer, part)
-        elif task.kind in (Kind.POST, Kind.GATE):
+        elif task.kind in (Kind.POST_WITH_EXPERTS, Kind.POST_WITHOUT_EXPERTS):
             for kind in (Kind.ATTENTION, Kind.LOAD_ROWS):
                 follows(task, kind, layer, part)
             for page in range(shape.pages):
                 follows(task, Kind.LOAD_PAGE, layer, page)
         elif task.kind is Kind.EXPERTS:
-            for kind in (Kind.GATE, Kind.SAVE_ROWS) if task.lane is Lane.SLOW else (Kind.GATE,):
+            for kind in (
+                (Kind.POST_WITHOUT_EXPERTS, Kind.SAVE_ROWS)
+                if task.lane is Lane.SLOW
+                else (Kind.POST_WITHOUT_EXPERTS,)
+            ):
                 follows(task, kind, layer, part)
             follows(task, Kind.LOAD_CHOSEN, layer, 0)
         elif task.kind is Kind.LOAD_LIKELY:
@@ -162,11 +166,11 @@ def test_no_schedule_breaks_an_order_that_the_model_needs(
         elif task.kind is Kind.LOAD_PAGE:
             follows(task, Kind.STAGE_PAGE, layer, part)
             for other in range(shape.micro_batches):
-                follows(task, Kind.POST, layer - 2, other)
+                follows(task, Kind.POST_WITH_EXPERTS, layer - 2, other)
         elif task.kind is Kind.STAGE_PAGE:
             follows(task, Kind.LOAD_PAGE, layer - 1, part)
         elif task.kind is Kind.HEAD:
-            for kind in (Kind.POST, Kind.EXPERTS, Kind.LOAD_ANSWERS):
+            for kind in (Kind.POST_WITH_EXPERTS, Kind.EXPERTS, Kind.LOAD_ANSWERS):
                 follows(task, kind, layer - 1, part)
 
 
@@ -177,7 +181,7 @@ def test_every_micro_batch_passes_every_layer_once(shape: Shape, schedule: Sched
     counted = Counter((task.kind, task.lane, task.layer, task.micro_batch) for task in tasks)
     assert set(counted.values()) == {1}
     passes = {(layer, part) for layer in range(shape.layers) for part in range(shape.micro_batches)}
-    ends = (Kind.POST, Kind.EXPERTS)
+    ends = (Kind.POST_WITH_EXPERTS, Kind.EXPERTS)
     for kinds_wanted in ((Kind.PRE,), (Kind.ATTENTION,), ends):
         done = {(task.layer, task.micro_batch) for task in tasks if task.kind in kinds_wanted}
         assert done == passes, kinds_wanted
@@ -192,7 +196,7 @@ def test_every_micro_batch_passes_every_layer_once(shape: Shape, schedule: Sched
 
 SECONDS = dict.fromkeys(Kind, 0.05) | {
     Kind.ATTENTION: 1.0,
-    Kind.POST: 0.8,
+    Kind.POST_WITH_EXPERTS: 0.8,
     Kind.LOAD_PAGE: 0.9,
     Kind.LOAD_CACHE: 2.0,
     Kind.SYNC: 0.0,

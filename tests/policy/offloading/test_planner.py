@@ -13,7 +13,7 @@ from moesaic.policy.offloading import footprint, planner
 from moesaic.policy.offloading.advice import Batch, by_batch, helps, pays_from, without_offloading
 from moesaic.policy.offloading.pipeline import SCHEDULES, Schedule
 from moesaic.policy.offloading.planner import SearchLimits, candidates, filled, search
-from moesaic.policy.offloading.policies import PREFILL_SHARES, Policy, Workload, slow_share
+from moesaic.policy.offloading.policies import PREFILL_ROW_SHARES, Policy, Workload, slow_share
 from moesaic.policy.offloading.pricing import SLOW_MEMORY, Pricing, tasks_of
 from moesaic.policy.offloading.tasks import Lane
 from moesaic.policy.offloading.timeline import run
@@ -234,8 +234,8 @@ def test_prompts_take_less_memory_where_requests_and_experts_need_it(
 ) -> None:
     hardware = replace(SMALL, fast=replace(SMALL.fast, memory=memory))
     found = search(TINY, hardware, Workload(20, 10))
-    monkeypatch.setattr(footprint, "PREFILL_SHARES", PREFILL_SHARES[:1])
+    monkeypatch.setattr(footprint, "PREFILL_ROW_SHARES", PREFILL_ROW_SHARES[:1])
     wide = search(TINY, hardware, Workload(20, 10))
-    assert wide.policy.prefill_share == PREFILL_SHARES[0]
-    assert (found.policy.prefill_share < PREFILL_SHARES[0]) == smaller
+    assert wide.policy.prefill_share == PREFILL_ROW_SHARES[0]
+    assert (found.policy.prefill_share < PREFILL_ROW_SHARES[0]) == smaller
     assert (found.throughput > wide.throughput) == smaller

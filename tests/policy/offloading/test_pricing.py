@@ -67,7 +67,7 @@ def test_measured_experts_change_what_computes_them() -> None:
     before, after = (Pricing(MODEL, replace(MACHINE, fast=fast), workload).durations for fast in (RAM, known))
     plain, other = before.decode(SERIAL), after.decode(SERIAL)
     assert {key for key in plain if plain[key] != other[key]} == {
-        (Kind.POST, Lane.FAST),
+        (Kind.POST_WITH_EXPERTS, Lane.FAST),
         (Kind.EXPERTS, Lane.FAST),
     }
     flops = 8 * 2 * 6 * MODEL.hidden * MODEL.expert_width

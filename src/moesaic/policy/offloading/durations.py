@@ -40,7 +40,7 @@ class Durations:
         projected = ops.output_projection(model, rows)
         static = policy.static_experts / model.experts
         fast, slow = self._hardware.fast, self._hardware.slow
-        beside = ops.dense(model, rows) if dense else ops.gate(model, rows) + ops.shared(model, rows)
+        rest = ops.dense(model, rows) if dense else ops.gate(model, rows) + ops.shared(model, rows)
         everything = NOTHING if dense else ops.routed(model, rows)
         here = ops.routed(model, rows, static if policy.in_place else 1.0)
         # One row for each pair: the sum then has the same bits wherever an expert is computed.
@@ -48,8 +48,8 @@ class Durations:
         table = {
             (Kind.PRE, Lane.FAST): self._computed(fast, ops.query_key_value(model, rows)),
             (Kind.ATTENTION, Lane.FAST): _launched(attention_seconds(attended, fast), fast),
-            (Kind.POST, Lane.FAST): self._computed(fast, projected + beside, everything, rows),
-            (Kind.GATE, Lane.FAST): self._computed(fast, projected + beside),
+            (Kind.POST_WITH_EXPERTS, Lane.FAST): self._computed(fast, projected + rest, everything, rows),
+            (Kind.POST_WITHOUT_EXPERTS, Lane.FAST): self._computed(fast, projected + rest),
             (Kind.EXPERTS, Lane.FAST): self._computed(fast, NOTHING, here, rows),
             **_fast(Kind.HEAD, ops.head(model, rows), fast),
             (Kind.SYNC, Lane.FAST): 0.0,
@@ -74,12 +74,12 @@ class Durations:
         model, prompt, fast = self._model, self._workload.prompt, self._hardware.fast
         rows = requests * prompt
         attended = ops.causal_attention(model, requests, prompt, self._workload.cache_number)
-        beside = ops.dense(model, rows) if dense else ops.gate(model, rows) + ops.shared(model, rows)
-        beside += ops.query_key_value(model, rows) + attended + ops.output_projection(model, rows)
+        rest = ops.dense(model, rows) if dense else ops.gate(model, rows) + ops.shared(model, rows)
+        rest += ops.query_key_value(model, rows) + attended + ops.output_projection(model, rows)
         routed = NOTHING if dense else ops.routed(model, rows)
         efficiency = fast.processor.prefill if fast.processor else 1.0
         between = ops.between(model, rows, 0 if dense else model.top_k)
-        computed = self._computed(fast, beside, routed, rows, efficiency) + seconds(between, fast)
+        computed = self._computed(fast, rest, routed, rows, efficiency) + seconds(between, fast)
         return {
             (Kind.PROMPT, Lane.FAST): computed,
             **_fast(Kind.HEAD, ops.head(model, requests), fast),
@@ -129,7 +129,7 @@ class Durations:
         if policy.slow_attention or policy.slow_cache:
             return 0
         model, table = self._model, self.decode(policy)
-        kinds = (Kind.EXPERTS, Kind.PRE, Kind.ATTENTION, Kind.GATE)
+        kinds = (Kind.EXPERTS, Kind.PRE, Kind.ATTENTION, Kind.POST_WITHOUT_EXPERTS)
         idle = policy.micro_batches * sum(table[kind, Lane.FAST] for kind in kinds)
         wanted = idle * (1 + ops.distinct(model, policy.batch) / model.experts)
         away = model.experts - policy.static_experts
@@ -147,17 +147,17 @@ class Durations:
     def _computed(
         self,
         level: Level,
-        beside: Work,
+        rest: Work,
         routed: Work = NOTHING,
         rows: float = 0.0,
         efficiency: float = 1.0,
     ) -> float:
         """Seconds of a task on a level.
 
-        routed: work of experts that get `rows` rows in all. beside: the rest of the task's work.
+        routed: work of experts that get `rows` rows in all. rest: all other work of the task.
         """
         each = ops.rows_each(self._model, rows)
-        return _launched(seconds_with_experts(beside, routed, each, level, efficiency), level)
+        return _launched(seconds_with_experts(rest, routed, each, level, efficiency), level)
 
     def _pages(self, policy: Policy, pages: int) -> Table:
         """Durations of loading one page.

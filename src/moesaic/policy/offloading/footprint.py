@@ -6,7 +6,7 @@ import math
 
 from moesaic.cost.hardware import GIB, Hardware, Level
 from moesaic.cost.sizes import ModelSizes
-from moesaic.policy.offloading.policies import PREFILL_SHARES, Policy, Workload
+from moesaic.policy.offloading.policies import PREFILL_ROW_SHARES, Policy, Workload
 
 PREFILL_ROWS = 8192
 """Maximum number of rows of a micro-batch in prefill, unless one prompt is longer. So many rows are
@@ -73,15 +73,16 @@ class Footprint:
 
     @property
     def prefill_shares(self) -> tuple[float, ...]:
-        """The PREFILL_SHARES that differ in effect, so that a search should try them.
+        """The PREFILL_ROW_SHARES that differ in effect, so that a search should try them.
 
         If the first one has room for PREFILL_ROWS, no other is needed. If several shares allow equally many
         prompts at once, one of them is enough.
         """
-        if self._prefill_rows(PREFILL_SHARES[0]) >= PREFILL_ROWS:
-            return PREFILL_SHARES[:1]
+        if self._prefill_rows(PREFILL_ROW_SHARES[0]) >= PREFILL_ROWS:
+            return PREFILL_ROW_SHARES[:1]
         sizes = {
-            max(1, int(self._prefill_rows(one) // self.workload.prompt)): one for one in PREFILL_SHARES[::-1]
+            max(1, int(self._prefill_rows(one) // self.workload.prompt)): one
+            for one in PREFILL_ROW_SHARES[::-1]
         }
         return tuple(sorted(sizes.values(), reverse=True))
 

@@ -146,7 +146,7 @@ class _Parts:
         if not self.shape.pages_of(layer):
             return
         last = self.count - 1
-        free = [name(kind, layer - 2, last) for kind in (Kind.POST, Kind.PROMPT)]
+        free = [name(kind, layer - 2, last) for kind in (Kind.POST_WITH_EXPERTS, Kind.PROMPT)]
         self.list.add(Kind.LOAD_PAGE, layer, page, [name(Kind.STAGE_PAGE, layer, page), *free])
 
     def page_with(self, layer: int, part: int, stage: bool) -> None:
@@ -173,7 +173,7 @@ class _Parts:
         """
         if layer >= self.layers:
             return
-        ended = (Kind.POST, Kind.EXPERTS, Kind.LOAD_ANSWERS)
+        ended = (Kind.POST_WITH_EXPERTS, Kind.EXPERTS, Kind.LOAD_ANSWERS)
         pre = self.list.add(Kind.PRE, layer, part, [name(kind, layer - 1, part) for kind in ended])
         if self.shape.slow_attention:
             saved = self.list.add(Kind.SAVE_QKV, layer, part, [pre])
@@ -205,7 +205,7 @@ class _Parts:
         return [self.list.add(Kind.LOAD_ROWS, layer, part, [slow])]
 
     def post(self, layer: int, part: int, rows: Iterable[Key]) -> None:
-        done = self.list.add(Kind.POST, layer, part, [*rows, *self.weights(layer)])
+        done = self.list.add(Kind.POST_WITH_EXPERTS, layer, part, [*rows, *self.weights(layer)])
         self.head(layer, part, [done])
 
     def head(self, layer: int, part: int, needs: Iterable[Key]) -> None:
@@ -290,7 +290,7 @@ def _in_place(parts: _Parts) -> list[Task]:
         parts.cache(*parts.later(0, 0, by))
         parts.attend(*parts.later(0, 0, by))
     for layer, part in parts.each():
-        gate = parts.list.add(Kind.GATE, layer, part, parts.rows(layer, part))
+        gate = parts.list.add(Kind.POST_WITHOUT_EXPERTS, layer, part, parts.rows(layer, part))
         ended = []
         if parts.shape.slow_experts:
             saved = parts.list.add(Kind.SAVE_ROWS, layer, part, [gate])
@@ -311,7 +311,8 @@ def _on_demand(parts: _Parts) -> list[Task]:
             parts.cache(layer, part)
             parts.attend(layer, part)
         gates = [
-            parts.list.add(Kind.GATE, layer, part, parts.rows(layer, part)) for part in range(parts.count)
+            parts.list.add(Kind.POST_WITHOUT_EXPERTS, layer, part, parts.rows(layer, part))
+            for part in range(parts.count)
         ]
         chosen = parts.list.add(Kind.LOAD_CHOSEN, layer, 0, gates)
         if parts.shape.guesses and (layer + 1) % parts.layers not in parts.shape.dense:

@@ -12,7 +12,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.policy.offloading.pipeline import Schedule
 from moesaic.policy.offloading.tasks import Shape
 
-PREFILL_SHARES = (1 / 8, 1 / 32)
+PREFILL_ROW_SHARES = (1 / 8, 1 / 32)
 """Shares of the fast level that the rows of a prefill micro-batch may take, unless one prompt needs more.
 
 A smaller share leaves more for cache and experts. A larger one makes matrix products larger and faster.
@@ -73,8 +73,8 @@ class Policy:
     """True: the rows of all prompts stay on the fast level between the layers of prefill."""
     likely_experts: int = 0
     """Maximum number of each layer's experts that the on-demand schedule loads before the gate has chosen."""
-    prefill_share: float = PREFILL_SHARES[0]
-    """Share of the fast level for the rows of a prefill micro-batch; one of PREFILL_SHARES."""
+    prefill_share: float = PREFILL_ROW_SHARES[0]
+    """Share of the fast level for the rows of a prefill micro-batch; one of PREFILL_ROW_SHARES."""
 
     @property
     def batch(self) -> int:

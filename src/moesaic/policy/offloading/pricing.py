@@ -18,9 +18,9 @@ from moesaic.policy.offloading.policies import Policy, Workload, shape_of
 from moesaic.policy.offloading.tasks import Kind, Lane, Shape, Task
 from moesaic.policy.offloading.timeline import run
 
-NEAR, FAR = 4, 6
+FEWER_LAYERS, MORE_LAYERS = 4, 6
 """Numbers of layers of two short task lists. Their difference in price is the price of two more layers."""
-LONG = 256
+MOST_LISTED = 256
 """Number of micro-batches above which a pass is priced by its busiest resource.
 
 The pipeline's start and end no longer matter then.
@@ -152,7 +152,7 @@ class Pricing:
         busy = self._busy(policy, order, shape, tables[0], shape.layers)
         busy[Lane.FAST.value] += shape.micro_batches * tables[0][Kind.HEAD, Lane.FAST]
         seconds = max(busy.values())
-        if listed and shape.micro_batches <= LONG:
+        if listed and shape.micro_batches <= MOST_LISTED:
             handover = self.hardware.link.handover
             seconds = max(_listed(order, shape, tables[0], handover), seconds)
         for table in tables[1:]:
@@ -198,10 +198,13 @@ def _listed(order: Order, shape: Shape, table: Table, handover: float) -> float:
 
     It is exact for few layers; further ones cost what the last two do.
     """
-    if shape.layers <= FAR:
+    if shape.layers <= MORE_LAYERS:
         return _makespan(order, shape, table, handover)
-    near, far = (_makespan(order, replace(shape, layers=layers), table, handover) for layers in (NEAR, FAR))
-    return far + (shape.layers - FAR) * (far - near) / (FAR - NEAR)
+    fewer, more = (
+        _makespan(order, replace(shape, layers=layers), table, handover)
+        for layers in (FEWER_LAYERS, MORE_LAYERS)
+    )
+    return more + (shape.layers - MORE_LAYERS) * (more - fewer) / (MORE_LAYERS - FEWER_LAYERS)
 
 
 def _makespan(order: Order, shape: Shape, table: Table, handover: float) -> float:

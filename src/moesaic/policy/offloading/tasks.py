@@ -16,8 +16,11 @@ class Lane(Enum):
     FAST = "fast compute"
     SLOW = "slow compute"
     DOWN = "link down"
+    """Copies from the slow level to the fast one."""
     UP = "link up"
+    """Copies from the fast level to the slow one."""
     STAGING = "staging copy"
+    """Copies on the slow level, into pinned memory."""
 
 
 class Kind(Enum):
@@ -35,10 +38,10 @@ class Kind(Enum):
     ATTENTION = "attention"
     LOAD_ROWS = "load rows"
     """Load the results of attention from the slow level."""
-    POST = "post-attention"
+    POST_WITH_EXPERTS = "post-attention"
     """Output projection, gate, shared and routed experts."""
-    GATE = "gate"
-    """POST without the routed experts."""
+    POST_WITHOUT_EXPERTS = "gate"
+    """Output projection, gate and shared experts. The routed experts are tasks of their own."""
     EXPERTS = "experts"
     """The routed experts alone. Each processor computes those on its level."""
     SAVE_ROWS = "save rows"

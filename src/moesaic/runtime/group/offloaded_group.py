@@ -80,7 +80,7 @@ class GroupAfterAttention:
         self._rows = rows_of_round(model)
         self._pieces: list[list[tuple[slice, CollectiveLayout]]] = []
         """The pieces of each micro-batch."""
-        self.tasks: Mapping[Kind, Do] = {Kind.POST: self._post}
+        self.tasks: Mapping[Kind, Do] = {Kind.POST_WITH_EXPERTS: self._post}
 
     def begin(self, parts: Sequence[Part], turn: int, prefill: bool) -> None:
         self._weights.turn = turn
