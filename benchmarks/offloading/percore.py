@@ -26,7 +26,7 @@ from moesaic.kernels.weights import ExpertWeights
 from moesaic.kvcache.paged import PagedKV
 from moesaic.models import registry
 from moesaic.offload import link as links
-from moesaic.offload.caches import Moving, Resident
+from moesaic.offload.caches import MovingCache, ResidentCache
 from moesaic.offload.lanes import Lanes
 from moesaic.offload.parts import Part
 from moesaic.policy.offloading.tasks import Kind, Lane, Task
@@ -211,7 +211,7 @@ class _Turns:
         for layer in range(self._layers):
             self._kv.keys(layer).fill_(0.01)
             self._kv.values(layer).fill_(0.01)
-        self.resident = Resident(self._kv, BLOCK)
+        self.resident = ResidentCache(self._kv, BLOCK)
         self.part = self._part(requests, context, rows)
         self._turn = 0
 
@@ -220,10 +220,10 @@ class _Turns:
         self._turn = (self._turn + 1) % self._layers
         return self._turn
 
-    def moving(self, speed: float) -> Moving:
+    def moving(self, speed: float) -> MovingCache:
         down = links.Link(speed)
         layout, kernels = self._bench.loaded.model.spec.kv, self._bench.loaded.kernels
-        return Moving(self._kv, layout, BLOCK, kernels, down, down)
+        return MovingCache(self._kv, layout, BLOCK, kernels, down, down)
 
     def _part(self, requests: int, context: int, rows: int) -> Part:
         wide, count = math.ceil(context / BLOCK), requests * rows

@@ -9,7 +9,7 @@ from moesaic.kernels import table
 from moesaic.kvcache.paged import PagedKV
 from moesaic.models.block import Projected
 from moesaic.models.spec import KVLayout
-from moesaic.offload.caches import Moving, Resident
+from moesaic.offload.caches import MovingCache, ResidentCache
 from moesaic.offload.link import Link
 from moesaic.offload.parts import Part
 
@@ -47,7 +47,7 @@ def test_a_cache_that_moves_shows_attention_what_one_that_stays_shows(
     whole = type(whole)(**{**vars(whole), "block_tables": tables})
     stays, moves = cache(layout, dtype), cache(layout, dtype)
     down, up = Link(), Link()
-    caches = (Resident(stays, SIZE), Moving(moves, layout, SIZE, table.REFERENCE, down, up))
+    caches = (ResidentCache(stays, SIZE), MovingCache(moves, layout, SIZE, table.REFERENCE, down, up))
     key = torch.arange(float(sum(rows))).view(-1, 1, 1) - 50
     shown = []
     for each in caches:

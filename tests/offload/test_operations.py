@@ -16,11 +16,11 @@ from moesaic.kernels import table
 from moesaic.kvcache.paged import PagedKV
 from moesaic.models import registry
 from moesaic.models.model import Model
-from moesaic.offload.after import LocalAfterAttention
-from moesaic.offload.caches import Resident
+from moesaic.offload.caches import ResidentCache
 from moesaic.offload.link import Link
 from moesaic.offload.operations import Operations
 from moesaic.offload.parts import Part
+from moesaic.offload.post_attention import LocalPostAttention
 from moesaic.policy.offloading.tasks import Kind, Lane, Task
 
 
@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return registry.load(Path(path), table.REFERENCE)
 
 
-def parts_of(model: Model, cache: Resident, count: int) -> list[Part]:
+def parts_of(model: Model, cache: ResidentCache, count: int) -> list[Part]:
     """One row each, of sequences with a block of their own."""
     made = []
     for index in range(count):
@@ -69,9 +69,9 @@ def parts_of(model: Model, cache: Resident, count: int) -> list[Part]:
 def made(model: Model) -> tuple[Operations, Held, list[Part]]:
     spec = model.spec
     kv = PagedKV(spec.kv, spec.num_layers, 4, 4, torch.float32, torch.device("cpu"), table.REFERENCE)
-    cache, held = Resident(kv, 4), Held(model)
+    cache, held = ResidentCache(kv, 4), Held(model)
     static = {layer: frozenset({0, 5}) for layer in range(3)}
-    after = LocalAfterAttention(model, held, static, Link(), Link())
+    after = LocalPostAttention(model, held, static, Link(), Link())
     operations = Operations(model, held, static, Link(), Link(), after, likely=2)
     parts = parts_of(model, cache, 3)
     operations.begin(parts, cache, turn=30, pages=2, prefill=False)

@@ -53,7 +53,7 @@ class Attention(Protocol):
 
     def output(self, attended: torch.Tensor) -> torch.Tensor: ...
 
-    def beside(self, kernels: Kernels) -> Attention:
+    def with_attention_kernels(self, kernels: Kernels) -> Attention:
         """Returns the same attention, whose `attend` runs on a CPU with these kernels."""
         ...
 
@@ -90,7 +90,7 @@ class Block(Protocol):
 
     def output_projection(self, attended: torch.Tensor) -> torch.Tensor: ...
 
-    def beside(self, kernels: Kernels) -> Block:
+    def with_attention_kernels(self, kernels: Kernels) -> Block:
         """Returns the same block, whose `attention` runs on a CPU with these kernels."""
         ...
 
@@ -143,9 +143,9 @@ class DecoderBlock:
         """[n, Hq * dv] -> [n, h]. The result is a partial sum if heads are split over ranks."""
         return self.attention_part.output(attended)
 
-    def beside(self, kernels: Kernels) -> DecoderBlock:
+    def with_attention_kernels(self, kernels: Kernels) -> DecoderBlock:
         """Returns the same block, whose `attention` runs on a CPU with these kernels."""
-        return replace(self, attention_part=self.attention_part.beside(kernels))
+        return replace(self, attention_part=self.attention_part.with_attention_kernels(kernels))
 
     def gate(self, hidden: torch.Tensor, partial: torch.Tensor) -> Gated:
         """Adds the attention output [n, h] to hidden [n, h], normalizes, and chooses experts."""

@@ -106,7 +106,7 @@ class LatentAttention:
         """[n, H * value] -> [n, h]."""
         return self.kernels.linear(attended, self.out.weight, self.out.bias)
 
-    def beside(self, kernels: Kernels) -> LatentAttention:
+    def with_attention_kernels(self, kernels: Kernels) -> LatentAttention:
         """Returns the same attention, whose `attend` runs on a CPU with these kernels.
 
         This includes the up-projection of values.

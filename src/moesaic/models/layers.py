@@ -75,7 +75,7 @@ class GroupedQueryAttention:
         """[n, Hq * d] -> [n, h]."""
         return self.kernels.linear(attended, self.out.weight, self.out.bias)
 
-    def beside(self, kernels: Kernels) -> GroupedQueryAttention:
+    def with_attention_kernels(self, kernels: Kernels) -> GroupedQueryAttention:
         """The same attention, whose `attend` runs on a CPU with these kernels. It reads no weights."""
         return replace(self, kernels=kernels)
 

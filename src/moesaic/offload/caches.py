@@ -42,7 +42,7 @@ class Cache(Protocol):
         ...
 
 
-class Attending:
+class CacheAttention:
     """Attention over a cache that holds the rows' keys and values. offload.padding overrides it."""
 
     def _over(
@@ -53,7 +53,7 @@ class Attending:
         return block.attention(part.projected.query, keys, values, part.attention)
 
 
-class Resident(Attending):
+class ResidentCache(CacheAttention):
     """A cache on the level that computes attention, so nothing is copied."""
 
     def __init__(self, kv: PagedKV, block_size: int) -> None:
@@ -76,7 +76,7 @@ class Resident(Attending):
         """Does nothing: the cache is already there."""
 
 
-class Moving(Attending):
+class MovingCache(CacheAttention):
     """A cache on the slow level, with attention on the fast level.
 
     `load` copies a micro-batch's blocks of one layer to blocks of its own on the fast level. Attention writes

@@ -133,12 +133,12 @@ class _Run:
 
     def __init__(self, tasks: Sequence[Task], do: Do, clock: Clock) -> None:
         self._tasks, self._do, self._clock = tasks, do, clock
-        self.lanes = _places(tasks)
+        self.lanes = _tasks_by_lane(tasks)
         self._mutex = Lock()  # guards the fields below
         self._ended = [False] * len(tasks)
         self._awaited: dict[int, list[Lane]] = {}
         """Task -> lanes that sleep until it has ended."""
-        self._bells = {lane: _taken() for lane in self.lanes}
+        self._wakeups = {lane: _taken() for lane in self.lanes}
         """Lane -> lock that is released to wake the lane."""
         self._stopped = False
         self._error: BaseException | None = None
@@ -159,39 +159,39 @@ class _Run:
             self._stopped = True
             if self._error is None:
                 self._error = error
-            for wakeup in self._bells.values():
+            for wakeup in self._wakeups.values():
                 if wakeup.locked():
                     wakeup.release()
 
     def work(self, lane: Lane) -> None:
         """Runs the lane's tasks in order until any lane has an error."""
-        for place in self.lanes.get(lane, ()):
-            task = self._tasks[place]
+        for index in self.lanes.get(lane, ()):
+            task = self._tasks[index]
             for need in reversed(task.needs):  # wait for the latest first: usually the others have ended then
                 if not self._ended[need]:
                     self._sleep_until(need, lane)
             if self._stopped:
                 return
-            self._starts[place] = self._clock() - self._zero
+            self._starts[index] = self._clock() - self._zero
             if task.kind is not Kind.SYNC:
                 self._do(task)
-            self._ends[place] = self._clock() - self._zero
-            self._end(place)
+            self._ends[index] = self._clock() - self._zero
+            self._end(index)
 
     def _sleep_until(self, need: int, lane: Lane) -> None:
         with self._mutex:
             if self._ended[need] or self._stopped:
                 return
             self._awaited.setdefault(need, []).append(lane)
-        self._bells[lane].acquire()
+        self._wakeups[lane].acquire()
 
-    def _end(self, place: int) -> None:
+    def _end(self, index: int) -> None:
         with self._mutex:
-            self._ended[place] = True
+            self._ended[index] = True
             if self._stopped:
                 return  # `stop` has already woken all lanes
-            for lane in self._awaited.pop(place, ()):
-                self._bells[lane].release()
+            for lane in self._awaited.pop(index, ()):
+                self._wakeups[lane].release()
 
     def result(self) -> Timeline:
         """Returns the timeline, or raises the error that stopped the run."""
@@ -202,19 +202,19 @@ class _Run:
         finally:
             del error  # break the reference cycle with its traceback, so that both are freed
         busy = {
-            lane: sum(self._ends[place] - self._starts[place] for place in self.lanes.get(lane, ()))
+            lane: sum(self._ends[index] - self._starts[index] for index in self.lanes.get(lane, ()))
             for lane in Lane
         }
         return Timeline(self._starts, self._ends, busy)
 
 
-def _places(tasks: Sequence[Task]) -> dict[Lane, list[int]]:
+def _tasks_by_lane(tasks: Sequence[Task]) -> dict[Lane, list[int]]:
     """Returns lane -> indices of its tasks, in order."""
     found: dict[Lane, list[int]] = {}
-    for place, task in enumerate(tasks):
-        if task.needs and max(task.needs) >= place:
-            raise ConfigError.field(f"needs of task {place}", task.needs, f"0 to {place - 1}")
-        found.setdefault(task.lane, []).append(place)
+    for index, task in enumerate(tasks):
+        if task.needs and max(task.needs) >= index:
+            raise ConfigError.field(f"needs of task {index}", task.needs, f"0 to {index - 1}")
+        found.setdefault(task.lane, []).append(index)
     return found
 
 

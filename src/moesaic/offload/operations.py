@@ -10,10 +10,10 @@ import torch
 
 from moesaic.models.block import Block, Projected
 from moesaic.models.model import Model
-from moesaic.offload.after import AfterAttention, Do
 from moesaic.offload.caches import Cache
 from moesaic.offload.link import Link
 from moesaic.offload.parts import Part
+from moesaic.offload.post_attention import Do, PostAttention
 from moesaic.policy.offloading.prefetch import ExpertPrefetch
 from moesaic.policy.offloading.tasks import Kind, Lane, Task
 
@@ -28,7 +28,7 @@ class Loads(Protocol):
     def load_chosen(self, count: int, layer: int, experts: Sequence[int]) -> int: ...
 
 
-NOTHING = -1, ()
+NOTHING_PREFETCHED = -1, ()
 
 
 class Operations:
@@ -45,25 +45,26 @@ class Operations:
         static: Mapping[int, frozenset[int]],
         down: Link,
         up: Link,
-        after: AfterAttention,
-        beside: Sequence[Block] = (),
+        after: PostAttention,
+        slow_blocks: Sequence[Block] = (),
         likely: int = 0,
     ) -> None:
-        """static: layer -> experts that are always on the fast level. beside: the model's blocks with the
-        slow processor's kernels, for attention there; empty means the same blocks as the fast processor.
-        likely: maximum number of a layer's experts that are loaded before its gate has chosen."""
+        """static: layer -> experts that are always on the fast level. likely: maximum number of a layer's
+        experts that are loaded before its gate has chosen. slow_blocks: the model's blocks with the slow
+        processor's kernels, for attention there; empty means the blocks of the fast processor.
+        """
         self._model = model
         self._experts = experts
         self._static = static
         self._down, self._up = down, up
         self._after = after
-        self._beside = beside or model.blocks
+        self._slow_blocks = slow_blocks or model.blocks
         self._parts: Sequence[Part] = ()
         self._cache: Cache | None = None
         self._most_likely, self._likely = likely, ExpertPrefetch(model.spec.num_experts)
-        self._came: tuple[int, Sequence[int]] = NOTHING
+        self._prefetched: tuple[int, Sequence[int]] = NOTHING_PREFETCHED
         """The turn of a layer, and its experts that were loaded before its gate had chosen."""
-        self._turn = 0
+        self._first_layer_turn = 0
         self._pages = 0
         self.loaded = 0
         """Bytes of weights loaded so far."""
@@ -86,9 +87,9 @@ class Operations:
     def begin(self, parts: Sequence[Part], cache: Cache, turn: int, pages: int, prefill: bool) -> None:
         """Starts the next pass. turn: number of its first layer, counted over all passes. pages: pages per
         layer."""
-        self._parts, self._cache, self._turn, self._pages = parts, cache, turn, pages
+        self._parts, self._cache, self._first_layer_turn, self._pages = parts, cache, turn, pages
         if prefill:
-            self._came = NOTHING  # the pass's first layer is loaded to the same slot
+            self._prefetched = NOTHING_PREFETCHED  # the pass's first layer is loaded to the same slot
         self._do = self._of_pass[prefill]
         self._after.begin(parts, turn, prefill)
 
@@ -112,7 +113,9 @@ class Operations:
     def _load_page(self, layer: int, page: int) -> None:
         """Loads a page. A layer number beyond the last one means a layer of the next pass."""
         layers = len(self._model.blocks)
-        self.loaded += self._experts.load_page(self._turn + layer, layer % layers, page, self._pages)
+        self.loaded += self._experts.load_page(
+            self._first_layer_turn + layer, layer % layers, page, self._pages
+        )
 
     def _load_chosen(self, layer: int) -> None:
         if not self._model.blocks[layer].routed:
@@ -121,19 +124,19 @@ class Operations:
         ids = [
             one.expert_ids.cpu().numpy() for one in gated if one is not None and one.expert_ids is not None
         ]
-        pairs, (turn, came) = np.concatenate(ids, axis=None), self._came
-        here = self._static[layer].union(came if turn == self._turn + layer else ())
+        pairs, (turn, prefetched) = np.concatenate(ids, axis=None), self._prefetched
+        here = self._static[layer].union(prefetched if turn == self._first_layer_turn + layer else ())
         wanted = [expert for expert in np.unique(pairs).tolist() if expert not in here]
-        self.loaded += self._experts.load_chosen(self._turn + layer, layer, wanted)
+        self.loaded += self._experts.load_chosen(self._first_layer_turn + layer, layer, wanted)
         self._likely.learn(layer, pairs)
 
     def _load_likely(self, layer: int) -> None:
         """Loads likely experts. A layer number beyond the last one means a layer of the next pass."""
-        self._came = NOTHING  # until they are loaded: a load that fails has already overwritten the slot
-        turn, layer = self._turn + layer, layer % len(self._model.blocks)
+        self._prefetched = NOTHING_PREFETCHED  # a load that fails has already overwritten the slot
+        turn, layer = self._first_layer_turn + layer, layer % len(self._model.blocks)
         likely = self._likely.experts(layer, self._most_likely, self._static[layer])
         self.loaded += self._experts.load_chosen(turn, layer, likely)
-        self._came = turn, likely
+        self._prefetched = turn, likely
 
     # ---- the stages of a block
 
@@ -147,7 +150,7 @@ class Operations:
 
     def _attention(self, task: Task, part: Part) -> None:
         assert self._cache is not None
-        blocks = self._beside if task.lane is Lane.SLOW else self._model.blocks
+        blocks = self._slow_blocks if task.lane is Lane.SLOW else self._model.blocks
         self._cache.attend(task.layer, blocks[task.layer], part)
         part.projected = None
 

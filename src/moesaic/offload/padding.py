@@ -24,7 +24,7 @@ import torch
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.models.block import Block
-from moesaic.offload.caches import Attending, BoolArray, Moving, Resident
+from moesaic.offload.caches import BoolArray, CacheAttention, MovingCache, ResidentCache
 from moesaic.offload.parts import Part
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 
@@ -148,7 +148,7 @@ class PaddedAttention(AttentionBatch):
     """[d] sequences of one row each over that padding."""
 
 
-class Padded(Attending):
+class PaddedCacheAttention(CacheAttention):
     """Attention over a cache that contains padding."""
 
     def _over(
@@ -161,20 +161,20 @@ class Padded(Attending):
         return attended
 
 
-class PaddedResident(Padded, Resident):
+class PaddedResidentCache(PaddedCacheAttention, ResidentCache):
     """A padded cache that is not copied."""
 
     def attention(self, batch: TokenBatch) -> AttentionBatch:
         size = self._block_size
-        return _beside(super().attention(batch), _behind(batch, behind(batch, size), size))
+        return _with_padding(super().attention(batch), _behind(batch, behind(batch, size), size))
 
 
-class PaddedMoving(Padded, Moving):
+class PaddedMovingCache(PaddedCacheAttention, MovingCache):
     """A padded cache whose blocks are copied for attention, padding included."""
 
     def attention(self, batch: TokenBatch) -> AttentionBatch:
         size = self._block_size
-        return _beside(super().attention(batch), _behind(self._here(batch), behind(batch, size), size))
+        return _with_padding(super().attention(batch), _behind(self._here(batch), behind(batch, size), size))
 
     def _blocks(self, batch: TokenBatch) -> tuple[BoolArray, BoolArray]:
         known, held = super()._blocks(batch)
@@ -183,11 +183,11 @@ class PaddedMoving(Padded, Moving):
         return known | padding, held | padding
 
 
-def _beside(real: AttentionBatch, padding: TokenBatch) -> PaddedAttention:
+def _with_padding(real: AttentionBatch, padding: TokenBatch) -> PaddedAttention:
     """padding: one row for each decoding row of `real`; its token id is that row's number."""
     lines = torch.from_numpy(padding.token_ids).to(real.device)
-    beside = AttentionBatch.build(padding, real.block_size, real.device)
-    return PaddedAttention(real.batch, real.block_size, real.device, real.slots, lines, beside)
+    padded = AttentionBatch.build(padding, real.block_size, real.device)
+    return PaddedAttention(real.batch, real.block_size, real.device, real.slots, lines, padded)
 
 
 def _behind(batch: TokenBatch, counts: IntArray, block_size: int) -> TokenBatch:

@@ -28,14 +28,14 @@ class Runs(Protocol):
     def run(self, tasks: Sequence[Task], do: Callable[[Task], None]) -> Timeline: ...
 
 
-NOTHING = Timeline((), (), dict.fromkeys(Lane, 0.0))
+NO_TASKS = Timeline((), (), dict.fromkeys(Lane, 0.0))
 """Timeline of an empty list."""
 Observe = Callable[[Sequence[Task], Timeline], None]
 """Called after a pass, with its tasks and when each began and ended."""
 
 
 @dataclass(frozen=True)
-class Way:
+class PassSettings:
     """How passes are run."""
 
     policy: Policy
@@ -55,7 +55,7 @@ class Passes:
     def __init__(
         self,
         model: Model,
-        way: Way,
+        settings: PassSettings,
         operations: Operations,
         lanes: Runs,
         prompts: Cache,
@@ -65,11 +65,11 @@ class Passes:
         """prompts, decodes: the cache for prefill passes and for decode passes."""
         self.observe = observe
         self._model = model
-        self._way = way
+        self._settings = settings
         self._operations = operations
         self._lanes = lanes
         self._caches = {True: prompts, False: decodes}
-        self._turn = 0
+        self._first_layer_turn = 0
         self._first: int | None = None
         """The turn (layer number over all passes) whose layer is loaded. It is the first layer of a pass."""
         self._stats: dict[tuple[bool, int, int], PassStats] = {}
@@ -83,41 +83,41 @@ class Passes:
             return self._run(batch)
 
     def _run(self, batch: TokenBatch) -> torch.Tensor:
-        asked, batch = batch, self._way.rows.of(batch)
+        asked, batch = batch, self._settings.rows.of(batch)
         prompts = batch.num_rows > batch.num_sequences
         cache = self._caches[prompts]
         divided = self._divide(batch, prompts)
         parts = [self._part(*one, cache) for one in divided]
         cut = prompts and self._moves and is_cut(batch, divided)
         shape = replace(self.shape(prompts, len(parts)), cut=cut)
-        self._operations.begin(parts, cache, self._turn, shape.pages, prompts)
+        self._operations.begin(parts, cache, self._first_layer_turn, shape.pages, prompts)
         before = self._operations.loaded
         first = self._load_first(shape)
         self._first = None  # until the pass has ended: after an error the slots are in an unknown state
-        tasks = _listed(self._way.policy, shape, prompts)
+        tasks = _listed(self._settings.policy, shape, prompts)
         timeline = self._lanes.run(tasks, self._operations)
         if self.observe is not None:
             self.observe(tasks, timeline)
-        self._turn += shape.layers
-        self._first = self._turn if shape.pages else None
+        self._first_layer_turn += shape.layers
+        self._first = self._first_layer_turn if shape.pages else None
         self._count(asked, batch, len(parts), (first, timeline), self._operations.loaded - before)
         return _rows_wanted(batch, parts, self._model.embedding.device)
 
     def shape(self, prompts: bool, count: int) -> Shape:
         """Returns the input of the scheduler for a pass of `count` micro-batches."""
         spec = self._model.spec
-        shape = shape_of(self._way.policy, self._way.experts, spec.num_layers, count, prompts)
+        shape = shape_of(self._settings.policy, self._settings.experts, spec.num_layers, count, prompts)
         dense = frozenset(range(spec.num_layers)) - frozenset(spec.moe_layers)
-        return replace(shape, dense=dense, staged=self._way.staged)
+        return replace(shape, dense=dense, staged=self._settings.staged)
 
     def stats(self) -> tuple[PassStats, ...]:
         """Statistics of the passes so far, by phase, number of micro-batches and number of sequences."""
         return tuple(self._stats.values())
 
     def _divide(self, batch: TokenBatch, prompts: bool) -> list[tuple[TokenBatch, IntArray]]:
-        rows, largest = self._way.rows, self._way.prefill_rows
+        rows, largest = self._settings.rows, self._settings.prefill_rows
         if not prompts:
-            return by_sequences(batch, self._way.policy.micro_batch)
+            return by_sequences(batch, self._settings.policy.micro_batch)
         if self._moves:
             return by_context(batch, rows.contexts(batch), largest, rows.whole)
         return by_rows(batch, largest, rows.whole)
@@ -125,7 +125,7 @@ class Passes:
     @property
     def _moves(self) -> bool:
         """Whether the cache is on the slow level."""
-        return self._way.policy.slow_attention or self._way.policy.slow_cache > 0
+        return self._settings.policy.slow_attention or self._settings.policy.slow_cache > 0
 
     def _part(self, batch: TokenBatch, origin: IntArray, cache: Cache) -> Part:
         embedding = self._model.embedding
@@ -135,8 +135,8 @@ class Passes:
 
     def _load_first(self, shape: Shape) -> Timeline:
         """Loads the first layer, unless the last pass loaded it."""
-        if not shape.pages_of(0) or self._first == self._turn:
-            return NOTHING
+        if not shape.pages_of(0) or self._first == self._first_layer_turn:
+            return NO_TASKS
         return self._lanes.run(first_layer(shape), self._operations)
 
     def _count(
@@ -155,7 +155,7 @@ class Passes:
             rows=old.rows + asked.num_rows,
             context=old.context + context,
             padding_rows=old.padding_rows + batch.num_rows - asked.num_rows,
-            padding_context=old.padding_context + int(self._way.rows.contexts(batch).sum()) - context,
+            padding_context=old.padding_context + int(self._settings.rows.contexts(batch).sum()) - context,
             loaded=old.loaded + loaded,
             seconds=old.seconds + sum(one.makespan for one in times),
             busy={name: old.busy.get(name, 0.0) + busy[name] for name in busy},

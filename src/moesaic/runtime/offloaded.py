@@ -17,13 +17,13 @@ from moesaic.kvcache.paged import PagedKV
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.headers import STORED, Headers
-from moesaic.offload.after import AfterAttention, LocalAfterAttention, SlowExperts
-from moesaic.offload.caches import Cache, Moving, Resident
+from moesaic.offload.caches import Cache, MovingCache, ResidentCache
 from moesaic.offload.lanes import Lanes
 from moesaic.offload.operations import Operations
-from moesaic.offload.padding import PaddedMoving, PaddedResident, Padding, block_pool
+from moesaic.offload.padding import PaddedMovingCache, PaddedResidentCache, Padding, block_pool
 from moesaic.offload.parts import UNPADDED, Rows
-from moesaic.offload.passes import Observe, Passes, Way
+from moesaic.offload.passes import Observe, Passes, PassSettings
+from moesaic.offload.post_attention import LocalPostAttention, PostAttention, SlowExperts
 from moesaic.policy.offloading.pipeline import FORCED, SCHEDULES
 from moesaic.policy.offloading.policies import Policy
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
@@ -182,7 +182,7 @@ def join(
     if offload.schedule == "in-place":
         every = {layer: range(layout.num_experts) for layer in layout.layers}
         slow = SlowExperts(registry.load_experts(path, memory.slow, every, dtype=layout.dtype), memory.slow)
-    after = LocalAfterAttention(loaded.model, memory.experts, memory.static, memory.down, memory.up, slow)
+    after = LocalPostAttention(loaded.model, memory.experts, memory.static, memory.down, memory.up, slow)
     parts = PassParts(loaded, memory, after, layout.num_experts, kv)
     passes = passes_over(config, offload, parts, observe)
     return OffloadedRunner(passes, cores_of(offload, loaded.kernels)[0])
@@ -194,9 +194,9 @@ class PassParts:
 
     loaded: LoadedModel
     levels: Levels
-    after: AfterAttention
+    after: PostAttention
     experts: int
-    """See Way."""
+    """See PassSettings."""
     kv: PagedKV
 
 
@@ -206,21 +206,25 @@ def passes_over(
     """The passes of a process. The threads of their lanes end when the passes are deleted."""
     loaded, memory, after, kv = parts.loaded, parts.levels, parts.after, parts.kv
     model, size = loaded.model, config.cache.block_size
-    slow_blocks = [block.beside(memory.slow) for block in model.blocks] if offload.slow_attention else ()
+    slow_blocks = (
+        [block.with_attention_kernels(memory.slow) for block in model.blocks]
+        if offload.slow_attention
+        else ()
+    )
     likely = offload.likely_experts
     both = memory.experts, memory.static, memory.down, memory.up
     operations = Operations(model, *both, after, slow_blocks, likely)
     padded = offload.padded
-    resident = Resident(kv, size) if padded is None else PaddedResident(kv, size)
+    resident = ResidentCache(kv, size) if padded is None else PaddedResidentCache(kv, size)
     moving: Cache = resident
     if offload.slow_attention or offload.slow_cache:
-        kind = Moving if padded is None else PaddedMoving
+        kind = MovingCache if padded is None else PaddedMovingCache
         moving = kind(kv, model.spec.kv, size, loaded.kernels, memory.down, memory.up, loaded.device)
     lanes = Lanes(setup_of(offload, loaded))
     decodes = resident if offload.slow_attention else moving
     rows: Rows = UNPADDED if padded is None else Padding(padded, size)
-    way = Way(_policy(offload), offload.prefill_rows, parts.experts, rows, memory.staged)
-    passes = Passes(model, way, operations, lanes, moving, decodes, observe)
+    settings = PassSettings(_policy(offload), offload.prefill_rows, parts.experts, rows, memory.staged)
+    passes = Passes(model, settings, operations, lanes, moving, decodes, observe)
     weakref.finalize(passes, lanes.__exit__)
     return passes
 

@@ -180,7 +180,7 @@ def _paged(
     levels = memory_levels.levels(config, offload, loaded, layout_of(config.model), owners.of(group.rank))
     weights = offloaded_group.PassWeights(levels.experts)
     collectives = partial(_collectives, config.parallel, group, owners, kernels, weights, counts)
-    after = offloaded_group.GroupAfterAttention(loaded.model, group, collectives, weights)
+    after = offloaded_group.GroupPostAttention(loaded.model, group, collectives, weights)
     parts = offloaded.PassParts(loaded, levels, after, owners.most, kv)
     passes = offloaded.passes_over(config, offload, parts)
     return RankRunner(passes.run, group, _named(config.parallel, owners), counts, passes.stats)

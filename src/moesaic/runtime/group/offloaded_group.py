@@ -18,8 +18,8 @@ from moesaic.core.offload import Offload
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.block import Block
 from moesaic.models.model import Model
-from moesaic.offload.after import Do
 from moesaic.offload.parts import Part
+from moesaic.offload.post_attention import Do
 from moesaic.offload.weights import Streamed
 from moesaic.policy.offloading.tasks import Kind, Task
 from moesaic.runtime import offloaded
@@ -63,8 +63,8 @@ class PassWeights:
         return self._streamed.experts(self.turn + layer, layer)
 
 
-class GroupAfterAttention:
-    """What follows attention in a group. It takes the place of offload.after.LocalAfterAttention.
+class GroupPostAttention:
+    """What follows attention in a group. It takes the place of offload.post_attention.LocalPostAttention.
 
     Rows that do not fit into one round of the transport are sent in several rounds.
     """

@@ -21,7 +21,7 @@ from moesaic.policy.offloading.tasks import Kind, Lane, Task
 Do = Callable[[Task, Part], None]
 
 
-class AfterAttention(Protocol):
+class PostAttention(Protocol):
     """Runs the stages after attention.
 
     `tasks` has the task kinds that it handles. POST_WITH_EXPERTS is always one.
@@ -54,7 +54,7 @@ class SlowExperts:
     kernels: Kernels
 
 
-class LocalAfterAttention:
+class LocalPostAttention:
     """The stages in one process.
 
     Gate and experts may be separate tasks, and experts may be on both levels.
@@ -76,7 +76,7 @@ class LocalAfterAttention:
         self._static = static
         self._down, self._up = down, up
         self._slow = slow or SlowExperts({}, model.kernels)
-        self._turn, self._prefill = 0, False
+        self._first_layer_turn, self._prefill = 0, False
         self._memory, self._lent = torch.empty(0), False
         """Memory for one micro-batch's expert outputs, and whether a micro-batch is using it."""
         self.tasks: Mapping[Kind, Do] = {
@@ -88,7 +88,7 @@ class LocalAfterAttention:
         }
 
     def begin(self, parts: Sequence[Part], turn: int, prefill: bool) -> None:
-        self._turn, self._prefill, self._lent = turn, prefill, False
+        self._first_layer_turn, self._prefill, self._lent = turn, prefill, False
 
     def merge(self, layer: int, part: Part) -> None:
         if part.gated is not None:
@@ -132,7 +132,7 @@ class LocalAfterAttention:
         """Computes all experts and merges their outputs, so that only one micro-batch's outputs exist."""
         assert part.gated is not None
         if part.gated.expert_ids is not None:
-            weights = self._experts.experts(self._turn + layer, layer)
+            weights = self._experts.experts(self._first_layer_turn + layer, layer)
             part.answers = self._answers(part)
             kernel = self._model.kernels.experts
             kernel(weights, part.gated.normed, part.gated.expert_ids, part.answers)
@@ -156,7 +156,7 @@ class LocalAfterAttention:
         else:
             assert part.gated is not None and part.answers is not None and part.gated.expert_ids is not None
             here = np.setdiff1d(np.arange(part.answers.shape[0] * part.answers.shape[1]), part.away)
-            weights = self._experts.experts(self._turn + task.layer, task.layer)
+            weights = self._experts.experts(self._first_layer_turn + task.layer, task.layer)
             ids, kernels = part.gated.expert_ids, self._model.kernels
             answers = _pairs(kernels, weights, ids, part.gated.normed, here)
             part.answers.view(-1, answers.shape[1])[torch.from_numpy(here)] = answers
