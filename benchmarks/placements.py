@@ -80,7 +80,7 @@ def trial(solver: str, learned: Profile, others: Routes, ranks: int, seed: int, 
     clusters = SOLVERS[solver](learned, ranks, seed, show)
     seconds = time.perf_counter() - begun
     placement = clusters.placement(learned.layers, learned.model)
-    found = held_out.measured(learned, clusters, placement, others)
+    found = held_out.measure_placement(learned, clusters, placement, others)
     return {
         "solver": solver,
         "seconds": seconds,
@@ -184,7 +184,10 @@ def carried_over(
     """Rates of one placement on the held-out requests of each domain."""
     clusters = SOLVERS[solver](learned, ranks, seed, show)
     placement = clusters.placement(learned.layers, learned.model)
-    found = {name: held_out.measured(learned, clusters, placement, routes) for name, routes in tests.items()}
+    found = {
+        name: held_out.measure_placement(learned, clusters, placement, routes)
+        for name, routes in tests.items()
+    }
     rates = {name: {"token": one.token.rate, "request": one.request.rate} for name, one in found.items()}
     return {"solver": solver, "on": rates}
 

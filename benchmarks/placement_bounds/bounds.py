@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from moesaic.core.profile import Profile
 from moesaic.policy.placement.solvers.annealing import dense
-from moesaic.policy.placement.solvers.solver import rooms
+from moesaic.policy.placement.solvers.solver import experts_per_rank
 from placement_bounds.choices import Tokens
 
 FloatArray = npt.NDArray[np.float64]
@@ -59,7 +59,7 @@ def upper_bound(
 
     Raises ConfigError where `ranks` is not in 1 .. experts.
     """
-    rooms(profile.num_experts, ranks)
+    experts_per_rank(profile.num_experts, ranks)
     found = np.ones(len(profile.counts))
     for layer, counts in enumerate(profile.counts):
         if ranks > 1 and len(counts.experts):

@@ -20,7 +20,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Counts
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers.annealing import dense
-from moesaic.policy.placement.solvers.solver import rooms
+from moesaic.policy.placement.solvers.solver import experts_per_rank
 
 GROUPS = 1000
 """As many as the program is solved for."""
@@ -33,7 +33,7 @@ def exact(counts: Counts, num_experts: int, ranks: int, seconds: float = np.inf)
     TimeoutError where the optimum was not proved in `seconds`.
     Example: a token that chooses experts 0 and 2, one that chooses 1 and 3, 2 ranks -> 1.0, ranks 0 1 0 1.
     """
-    room = rooms(num_experts, ranks)
+    room = experts_per_rank(num_experts, ranks)
     if sum(comb(num_experts, size) for size in set(room.tolist())) > GROUPS:
         raise ConfigError.field("experts", num_experts, f"{GROUPS} ways to fill one of {ranks} ranks at most")
     held = np.array(

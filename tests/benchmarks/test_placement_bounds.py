@@ -16,7 +16,7 @@ from placement_bounds.exact import exact
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Counts
 from moesaic.policy.placement.solvers.annealing import dense
-from moesaic.policy.placement.solvers.solver import rooms
+from moesaic.policy.placement.solvers.solver import experts_per_rank
 from tests.support.planted_profiles import noise, planted, same_clusters
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,7 @@ def rate(rows: np.ndarray, labels: np.ndarray, ranks: int) -> float:
 
 
 def placements(size: int, ranks: int) -> list[np.ndarray]:
-    labels = np.repeat(np.arange(ranks), rooms(size, ranks)).tolist()
+    labels = np.repeat(np.arange(ranks), experts_per_rank(size, ranks)).tolist()
     return [np.array(row) for row in {tuple(row) for row in permutations(labels)}]
 
 
@@ -55,7 +55,7 @@ def test_exact_is_the_best_of_all_placements(size: int, ranks: int, seed: int) -
     best, labels = exact(counts, size, ranks)
     assert best == pytest.approx(max(rate(rows, row, ranks) for row in placements(size, ranks)))
     assert rate(rows, labels, ranks) == pytest.approx(best)
-    assert sorted(np.bincount(labels, minlength=ranks)) == sorted(rooms(size, ranks))
+    assert sorted(np.bincount(labels, minlength=ranks)) == sorted(experts_per_rank(size, ranks))
 
 
 @pytest.mark.parametrize(

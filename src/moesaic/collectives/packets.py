@@ -21,7 +21,7 @@ from moesaic.core.tokens import IntArray
 FloatArray = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
 
-NONE = -1
+NO_EXPERT = -1
 """Stands for an expert that is not at the receiver."""
 _HEADER, _ALIGN = 24, 64
 
@@ -35,7 +35,7 @@ class Outgoing:
     rows: IntArray
     """[m] the rows that are sent."""
     experts: Int32Array
-    """[m, k] logical ids; NONE for experts that are elsewhere."""
+    """[m, k] logical ids; NO_EXPERT for experts that are elsewhere."""
     weights: FloatArray
     """[m, k] weights of the gate."""
 
@@ -56,7 +56,7 @@ class Packet:
     @property
     def pairs(self) -> tuple[IntArray, Int32Array]:
         """[p] row of `hidden` and [p] expert of each (row, expert) pair that is here, row by row."""
-        row, rank = np.nonzero(self.experts != NONE)
+        row, rank = np.nonzero(self.experts != NO_EXPERT)
         return row, self.experts[row, rank]
 
 

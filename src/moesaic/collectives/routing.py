@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.collectives.group import Group
-from moesaic.collectives.packets import NONE, FloatArray, Outgoing, Packet
+from moesaic.collectives.packets import NO_EXPERT, FloatArray, Outgoing, Packet
 from moesaic.core.tokens import IntArray
 
 
@@ -43,10 +43,10 @@ class Route:
         return row, chosen
 
     def experts(self, rank: int) -> npt.NDArray[np.int32]:
-        """Returns [m, k] the experts on that rank that its rows need; NONE for experts elsewhere."""
+        """Returns [m, k] the experts on that rank that its rows need; NO_EXPERT for experts elsewhere."""
         rows = self.rows(rank)
         there = self.owners[rows] == rank
-        return np.where(there, self.expert_ids[rows], NONE).astype(np.int32)
+        return np.where(there, self.expert_ids[rows], NO_EXPERT).astype(np.int32)
 
 
 def dispatch(group: Group, route: Route, hidden: FloatArray, weights: FloatArray) -> list[Packet]:

@@ -84,7 +84,7 @@ def place(profile: Profile, options: Place, solving: _Solving) -> Report:
                 raise
             skipped.append(f"metis was skipped: {error}")
             continue
-        found = held_out.measured(learned, clusters, placement, others)
+        found = held_out.measure_placement(learned, clusters, placement, others)
         trials.append(Trial(name, seconds, found, clusters.notes))
     return Report(
         options=options,

@@ -5,7 +5,7 @@ import pytest
 
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import NO_TOPIC, Profile, Routes
-from moesaic.policy.placement.held_out import measured, split, unseen
+from moesaic.policy.placement.held_out import measure_placement, split, unseen
 from moesaic.policy.placement.redundancy import place
 from moesaic.policy.placement.solvers import SOLVERS
 
@@ -47,7 +47,7 @@ def test_request_level_is_below_token_level_where_rounds_decide() -> None:
     made = profile([0, 1, 2, 3] * 6)
     learned, others = split(made, 0.5, 0)
     clusters = SOLVERS["vanilla"](learned, 2, 0)
-    found = measured(learned, clusters, place(learned, clusters), others)
+    found = measure_placement(learned, clusters, place(learned, clusters), others)
     assert found.token.rate == 1.0
     assert 0.5 < found.request.rate <= 1.0
     assert (found.token.loads.sum(), found.request.loads.sum()) == (len(others.tokens),) * 2

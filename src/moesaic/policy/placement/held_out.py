@@ -52,7 +52,9 @@ def unseen(learned: Profile, held_out: Routes) -> float:
     return float(1 - np.isin(held_out.tokens, learned.counts[0].known).mean())
 
 
-def measured(learned: Profile, clusters: Coclusters, placement: Placement, held_out: Routes) -> Measured:
+def measure_placement(
+    learned: Profile, clusters: Coclusters, placement: Placement, held_out: Routes
+) -> Measured:
     """Measure a placement on the held-out requests.
 
     learned: the profile that `clusters` were made from. placement: that of the clusters, possibly with more

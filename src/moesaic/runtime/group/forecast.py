@@ -14,7 +14,7 @@ from moesaic.policy.placement import predict
 from moesaic.policy.placement.shuffle import Align, Shuffle, plan
 from moesaic.runtime.group.experts import GroupCounts
 
-NONE: IntArray = np.zeros(0, dtype=np.int64)
+NO_TOKENS: IntArray = np.zeros(0, dtype=np.int64)
 
 
 class RowAssignment(Protocol):
@@ -38,7 +38,7 @@ class BatchOrder:
 
     def __init__(self, group: Group) -> None:
         self._ranks = group.size
-        self._shuffle = plan(NONE, NONE, self._ranks, "none")
+        self._shuffle = plan(NO_TOKENS, NO_TOKENS, self._ranks, "none")
 
     def begin(self, token_ids: IntArray) -> None:
         zeros = np.zeros(len(token_ids), dtype=np.int64)
@@ -61,7 +61,7 @@ class ExpectedRanks:
         self._group, self._counts, self._tables = group, counts, tables
         self._align, self._expert_ranks = align, expert_ranks
         self._index = {layer: i for i, layer in enumerate(tables.layers)}
-        self._tokens = NONE
+        self._tokens = NO_TOKENS
         self._past: list[IntArray] = []
         """The ranks of the rows in the last routed layers, at most two."""
 

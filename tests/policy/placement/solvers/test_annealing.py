@@ -26,7 +26,7 @@ from moesaic.policy.placement.solvers.annealing import (
     polish,
     recombine,
 )
-from moesaic.policy.placement.solvers.solver import rooms
+from moesaic.policy.placement.solvers.solver import experts_per_rank
 from moesaic.policy.placement.solvers.tokens import rank_choices
 
 pytestmark = pytest.mark.slow
@@ -68,7 +68,7 @@ def test_planted_clusters_are_found_and_numbered_alike(seed: int, ranks: int) ->
 def test_as_good_as_every_placement(seed: int) -> None:
     """Small enough to try all of them; the load is free."""
     profile = noise(seed, size=7, layers=1, k=2)
-    room = rooms(7, 3)
+    room = experts_per_rank(7, 3)
     every = {tuple(row) for row in permutations(np.repeat(np.arange(3), room).tolist())}
     best = max(local(profile, np.array([row], dtype=np.int16), 3) for row in every)
     search = replace(QUICK, spare=1.0, evener=None, steps=3000)
@@ -117,7 +117,9 @@ def test_gains_are_what_an_exchange_adds(seed: int, size: int, data: st.DataObje
     rng = np.random.default_rng(seed)
     rows = rng.integers(0, 5, (size, 12)).astype(np.float32) + np.float32(0.01)
     layer = annealing._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), ranks, AnnealingSearch(spare=spare))
-    state = annealing._State(layer, rng.permutation(np.repeat(np.arange(ranks), rooms(size, ranks))))
+    state = annealing._State(
+        layer, rng.permutation(np.repeat(np.arange(ranks), experts_per_rank(size, ranks)))
+    )
     for _ in range(5):
         expert = int(rng.integers(size))
         there = (state.labels[expert] + rng.integers(1, ranks)) % ranks
@@ -140,7 +142,7 @@ def test_every_rank_has_its_share_of_the_experts(
     found = annealing.solve(profile, ranks, seed, lambda *step: steps.append(step), search)
     again = annealing.solve(profile, ranks, seed, search=search)
     for row in found.experts:
-        assert sorted(np.bincount(row, minlength=ranks)) == sorted(rooms(size, ranks))
+        assert sorted(np.bincount(row, minlength=ranks)) == sorted(experts_per_rank(size, ranks))
     assert (found.experts == again.experts).all() and (found.tokens == again.tokens).all()
     assert found.ranks == ranks
     assert steps == [(layer + 1, layers) for layer in range(layers)]

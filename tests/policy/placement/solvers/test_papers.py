@@ -15,7 +15,7 @@ from moesaic.core.profile import Profile
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers import moetuner, sem_moe, speculative
 from moesaic.policy.placement.solvers.eplb import packed
-from moesaic.policy.placement.solvers.solver import Solver, rooms
+from moesaic.policy.placement.solvers.solver import Solver, experts_per_rank
 from moesaic.policy.placement.solvers.swaps import Affinity, FloatArray, swapped
 
 PAPERS: dict[str, Solver] = {
@@ -26,7 +26,7 @@ PAPERS: dict[str, Solver] = {
 
 
 def partitions(room: IntArray) -> Iterator[IntArray]:
-    """Every way to fill the rooms, numbers apart."""
+    """Every way to fill the ranks, numbers apart."""
     for labels in product(range(len(room)), repeat=int(room.sum())):
         if (np.bincount(labels, minlength=len(room)) == room).all():
             yield np.array(labels)
@@ -44,7 +44,7 @@ def test_rooms_are_exact_and_seeds_decide(solver: str, size: int, ranks: int) ->
     found = PAPERS[solver](profile, ranks, seed=4, progress=lambda done, total: said.append((done, total)))
     again = PAPERS[solver](profile, ranks, seed=4)
     for row in found.experts:
-        assert sorted(np.bincount(row, minlength=ranks)) == sorted(rooms(size, ranks))
+        assert sorted(np.bincount(row, minlength=ranks)) == sorted(experts_per_rank(size, ranks))
     assert (found.experts == again.experts).all() and (found.tokens == again.tokens).all()
     assert found.ranks == ranks and found.tokens.shape == (3, 20) and found.notes == ()
     assert said == [(i + 1, said[-1][1]) for i in range(len(said))]
@@ -220,12 +220,14 @@ def test_sem_moe_worked_example() -> None:
 
 def test_shares_of_a_profile() -> None:
     profile = noise(2, 6, layers=2, k=2)
-    inputs = sem_moe.inputs_of(profile, rooms(6, 3), sem_moe.Weights())
+    inputs = sem_moe.inputs_of(profile, experts_per_rank(6, 3), sem_moe.Weights())
     assert inputs.rows.shape == (12, 2, 6) and (inputs.rows.sum(axis=2) == 16).all()
     assert inputs.loads.sum(axis=1) == pytest.approx([1, 1])
     assert inputs.pairs.sum(axis=(1, 2)) == pytest.approx([1, 1])
     assert np.einsum("lee->l", inputs.pairs).tolist() == [0, 0]
-    tokens = sem_moe.inputs_of(replace(profile, routes=profile.routes.of([])), rooms(6, 3), sem_moe.Weights())
+    tokens = sem_moe.inputs_of(
+        replace(profile, routes=profile.routes.of([])), experts_per_rank(6, 3), sem_moe.Weights()
+    )
     assert (tokens.rows.sum(axis=0) == profile.loads).all()
     assert (np.diff(tokens.rows.sum(axis=(1, 2))) <= 0).all()
 
@@ -234,7 +236,7 @@ def test_shares_of_a_profile() -> None:
 def test_requests_fill_their_rooms(requests: int) -> None:
     profile = noise(requests, 6, layers=2, k=2, requests=requests)
     inputs = sem_moe.Inputs(
-        sem_moe._request_rows(profile, 99), np.zeros((2, 6, 6)), np.zeros((2, 6)), rooms(6, 3)
+        sem_moe._request_rows(profile, 99), np.zeros((2, 6, 6)), np.zeros((2, 6)), experts_per_rank(6, 3)
     )
     room = [requests // 3 + (rank < requests % 3) for rank in range(3)]
     experts = np.tile(np.arange(6) % 3, (2, 1))
@@ -266,7 +268,7 @@ def test_cost_worked_example() -> None:
 def test_experts_are_placed_near_the_best(seed: int) -> None:
     """Against every placement of a layer's experts, requests given."""
     profile, weights = noise(seed, 6, layers=1, k=2), sem_moe.Weights()
-    inputs = sem_moe.inputs_of(profile, rooms(6, 3), weights)
+    inputs = sem_moe.inputs_of(profile, experts_per_rank(6, 3), weights)
     requests = np.arange(12) % 3
     found = sem_moe.place_experts(inputs, 0, requests, np.random.default_rng(seed), weights)
     affinity = sem_moe._affinity(inputs, 0, requests, weights)
@@ -279,7 +281,9 @@ def test_more_rounds_cost_no_more(seed: int) -> None:
     """The best round is kept: the first rounds are the same."""
     profile, _ = planted(seed, 12, 4)
     mixed = noise(seed, 12, layers=3, k=3, requests=40)
-    for inputs in (sem_moe.inputs_of(each, rooms(12, 4), sem_moe.Weights()) for each in (profile, mixed)):
+    for inputs in (
+        sem_moe.inputs_of(each, experts_per_rank(12, 4), sem_moe.Weights()) for each in (profile, mixed)
+    ):
         costs = []
         for steps in (1, 2, 8):
             weights = sem_moe.Weights(steps=steps)
@@ -340,16 +344,18 @@ HARD = np.array([50, 31, 27, 23, 19, 17, 13, 11, 7, 5, 3, 2])
 
 
 def test_packing_answers_when_the_limit_passes() -> None:
-    simple = packed(HARD, rooms(12, 4))
-    found, proven = moetuner.balanced(HARD, rooms(12, 4), moetuner.SolverLimits(gap=0.0, seconds=0.0))
+    simple = packed(HARD, experts_per_rank(12, 4))
+    found, proven = moetuner.balanced(
+        HARD, experts_per_rank(12, 4), moetuner.SolverLimits(gap=0.0, seconds=0.0)
+    )
     assert not proven and (found == simple).all()
-    better, proven = moetuner.balanced(HARD, rooms(12, 4), moetuner.SolverLimits(gap=0.0))
+    better, proven = moetuner.balanced(HARD, experts_per_rank(12, 4), moetuner.SolverLimits(gap=0.0))
     assert proven and moetuner.deviation(HARD, better, 4) < moetuner.deviation(HARD, found, 4)
 
 
 def test_an_answer_need_not_be_proven() -> None:
     load = np.random.default_rng(0).integers(10**6, 2 * 10**6, 32)
-    found, proven = moetuner.balanced(load, rooms(32, 8), moetuner.SolverLimits(gap=0.0, nodes=1))
+    found, proven = moetuner.balanced(load, experts_per_rank(32, 8), moetuner.SolverLimits(gap=0.0, nodes=1))
     assert not proven and np.bincount(found).tolist() == [4] * 8
 
 

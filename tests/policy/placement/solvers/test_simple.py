@@ -18,7 +18,7 @@ from moesaic.policy.placement.solvers.affinity import coactivation
 from moesaic.policy.placement.solvers.eplb import packed
 from moesaic.policy.placement.solvers.kmeans import _spread_within, clustered, unit
 from moesaic.policy.placement.solvers.metis import fitted
-from moesaic.policy.placement.solvers.solver import Solver, rooms
+from moesaic.policy.placement.solvers.solver import Solver, experts_per_rank
 from moesaic.policy.placement.solvers.tokens import labelled, rank_choices
 
 SIMPLE = ("vanilla", "eplb", "kmeans", "metis")
@@ -70,8 +70,8 @@ def profiles(draw: st.DrawFn) -> Profile:
 
 
 def test_rooms_worked_example() -> None:
-    assert rooms(8, 3).tolist() == [3, 3, 2]
-    assert rooms(8, 4).tolist() == [2, 2, 2, 2]
+    assert experts_per_rank(8, 3).tolist() == [3, 3, 2]
+    assert experts_per_rank(8, 4).tolist() == [2, 2, 2, 2]
 
 
 @pytest.mark.slow
@@ -214,7 +214,7 @@ def test_eplb_packs_the_loads_of_each_layer() -> None:
 def test_packing_is_that_of_eplb(ranks: int, each: int, seed: int) -> None:
     """Up to the ranks' names where one expert each makes EPLB keep their order."""
     loads = np.random.default_rng(seed).integers(0, 50, ranks * each)
-    found = packed(loads, rooms(len(loads), ranks))
+    found = packed(loads, experts_per_rank(len(loads), ranks))
     slots = eplb(loads[None].astype(np.float64), len(loads), 1, 1, ranks).phys_to_log[0]
     expected = {frozenset(row) for row in slots.reshape(ranks, each).tolist()}
     assert {frozenset(np.flatnonzero(found == rank).tolist()) for rank in range(ranks)} == expected

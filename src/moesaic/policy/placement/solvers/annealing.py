@@ -46,7 +46,7 @@ from moesaic.core.profile import Counts, Profile
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers import speculative
 from moesaic.policy.placement.solvers.layers import each_alone
-from moesaic.policy.placement.solvers.solver import Progress, rooms
+from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
 
 FloatArray = npt.NDArray[np.float64]
 RowArray = npt.NDArray[np.float32]
@@ -115,7 +115,7 @@ def place(
 
     Example: some token ids choose experts 0 and 2, and as many choose 1 and 3. Then 0 and 2 share a rank.
     """
-    labels = np.repeat(np.arange(ranks), rooms(num_experts, ranks))
+    labels = np.repeat(np.arange(ranks), experts_per_rank(num_experts, ranks))
     if ranks in (1, num_experts) or not len(counts.experts):
         return labels
     rows = dense(counts, num_experts)

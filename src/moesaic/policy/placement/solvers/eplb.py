@@ -13,13 +13,13 @@ from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Profile, SmallArray
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.packing import Layer, pack
-from moesaic.policy.placement.solvers.solver import Progress, rooms
+from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
 from moesaic.policy.placement.solvers.tokens import labelled
 
 
 def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Coclusters:
     """Pack each layer's experts. Example: loads 9 5 4 1 on 2 ranks -> experts 0 3 | 1 2."""
-    room = rooms(profile.num_experts, ranks)
+    room = experts_per_rank(profile.num_experts, ranks)
     layers = len(profile.layers)
     experts = np.empty((layers, profile.num_experts), dtype=np.int16)
     for layer, loads in enumerate(profile.loads):

@@ -23,7 +23,7 @@ from moesaic.core.profile import Profile, SmallArray
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers.affinity import FloatArray, coactivation
 from moesaic.policy.placement.solvers.align import align
-from moesaic.policy.placement.solvers.solver import Progress, rooms
+from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
 from moesaic.policy.placement.solvers.tokens import labelled
 
 STARTS = 16
@@ -36,7 +36,7 @@ def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None
 
     Raises ConfigError unless `ranks` is 1 to the number of experts.
     """
-    room = rooms(profile.num_experts, ranks)
+    room = experts_per_rank(profile.num_experts, ranks)
     layers = len(profile.layers)
     experts = np.empty((layers, profile.num_experts), dtype=np.int16)
     for layer, counts in enumerate(profile.counts):

@@ -13,7 +13,7 @@ from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Counts, Profile
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers.align import align
-from moesaic.policy.placement.solvers.solver import Progress, rooms
+from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
 from moesaic.policy.placement.solvers.tokens import labelled
 
 
@@ -29,7 +29,7 @@ def each_alone(
     place: returns the ranks [E] of one layer's experts. Raises ConfigError unless `ranks` is 1 to the
     number of experts.
     """
-    rooms(profile.num_experts, ranks)
+    experts_per_rank(profile.num_experts, ranks)
     layers = len(profile.counts)
     found = np.zeros((layers, profile.num_experts), dtype=np.int64)
     for layer, counts in enumerate(profile.counts):

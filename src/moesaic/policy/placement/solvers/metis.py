@@ -22,7 +22,7 @@ from moesaic.core.profile import Profile, SmallArray
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers.affinity import FloatArray, coactivation
 from moesaic.policy.placement.solvers.align import align
-from moesaic.policy.placement.solvers.solver import Progress, rooms
+from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
 from moesaic.policy.placement.solvers.tokens import labelled
 
 HEAVIEST = 10_000
@@ -35,7 +35,7 @@ def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None
     """Partition each layer's experts. Raises ConfigError if pymetis is not installed."""
     if pymetis is None:
         raise ConfigError.field("--solver", "metis", "the others, or pip install 'moesaic[metis]' first")
-    room = rooms(profile.num_experts, ranks)
+    room = experts_per_rank(profile.num_experts, ranks)
     layers = len(profile.layers)
     experts = np.empty((layers, profile.num_experts), dtype=np.int16)
     for layer, counts in enumerate(profile.counts):

@@ -37,7 +37,7 @@ from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Profile
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers.eplb import packed
-from moesaic.policy.placement.solvers.solver import Progress, rooms
+from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
 from moesaic.policy.placement.solvers.tokens import labelled
 
 FloatArray = npt.NDArray[np.float64]
@@ -67,7 +67,7 @@ def solve(
 
     Raises ConfigError unless `ranks` is 1 to the number of experts.
     """
-    room = rooms(profile.num_experts, ranks)
+    room = experts_per_rank(profile.num_experts, ranks)
     layers = len(profile.layers)
     limits = limits or SolverLimits()
     clusters = np.zeros((layers, profile.num_experts), dtype=np.int64)

@@ -30,7 +30,7 @@ from moesaic.core.profile import Profile
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers.affinity import coactivation
 from moesaic.policy.placement.solvers.align import align
-from moesaic.policy.placement.solvers.solver import Progress, rooms
+from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
 from moesaic.policy.placement.solvers.swaps import Affinity, swapped
 from moesaic.policy.placement.solvers.tokens import labelled
 
@@ -90,7 +90,7 @@ def solve(
     Raises ConfigError unless `ranks` is 1 to the number of experts.
     """
     weights = weights or Weights()
-    inputs = inputs_of(profile, rooms(profile.num_experts, ranks), weights)
+    inputs = inputs_of(profile, experts_per_rank(profile.num_experts, ranks), weights)
     experts = alternate(inputs, np.random.default_rng(seed), weights, progress)
     return labelled(profile, align(profile, experts, ranks))
 

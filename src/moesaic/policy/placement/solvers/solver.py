@@ -28,7 +28,7 @@ class Solver(Protocol):
         """
 
 
-def rooms(num_experts: int, ranks: int) -> IntArray:
+def experts_per_rank(num_experts: int, ranks: int) -> IntArray:
     """[ranks] number of experts of a layer on each rank.
 
     If the division has a remainder, the first ranks get one more. Raises ConfigError unless ranks is 1 to

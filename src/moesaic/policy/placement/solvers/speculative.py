@@ -37,7 +37,7 @@ from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Counts, Profile
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers.layers import each_alone
-from moesaic.policy.placement.solvers.solver import Progress, rooms
+from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
 from moesaic.policy.placement.solvers.swaps import Affinity, swapped
 
 FloatArray = npt.NDArray[np.float64]
@@ -102,7 +102,7 @@ def search_layer(
 
     Example: some tokens choose experts 0 and 2, others choose 1 and 3. Then 0 and 2 share a rank.
     """
-    room = rooms(rows.shape[1], ranks)
+    room = experts_per_rank(rows.shape[1], ranks)
     tokens = _heads(rows, settings.heads)
     best = _start(tokens, room, rng, settings)
     best_score = float(scores(tokens, best[None], ranks, settings)[0])

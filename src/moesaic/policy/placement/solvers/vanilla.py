@@ -10,7 +10,7 @@ import numpy as np
 
 from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Profile
-from moesaic.policy.placement.solvers.solver import Progress, rooms
+from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
 from moesaic.policy.placement.solvers.tokens import labelled
 
 
@@ -19,7 +19,7 @@ def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None
 
     Example: 4 experts, 2 ranks -> experts 0 1 | 2 3 in every layer.
     """
-    row = np.repeat(np.arange(ranks), rooms(profile.num_experts, ranks))
+    row = np.repeat(np.arange(ranks), experts_per_rank(profile.num_experts, ranks))
     layers = len(profile.layers)
     if progress is not None:
         progress(layers, layers)
