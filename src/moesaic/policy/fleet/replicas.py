@@ -75,7 +75,11 @@ class _Server:
 
 
 class Replicas:
-    """A client's table of servers. It does no I/O: its owner makes and closes the connections."""
+    """A client's table of servers. It does no I/O: its owner makes and closes the connections.
+
+    The owner calls `lost` whenever a connection closes, `mask` before it closes one because of a timeout, and
+    `replaced` before it closes one because another process has the server's id. See RemoteExperts.
+    """
 
     def __init__(self, patience: ReplicaTimeout | None = None, own: int | None = None) -> None:
         self._patience = patience or ReplicaTimeout()
