@@ -337,9 +337,9 @@ def test_partial_sums_survive_a_death(cluster: Cluster) -> None:
 
 def test_a_sum_may_come_alone_and_twice() -> None:
     """Pairs 0 and 1 are row 0's, pairs 3 and 4 rows 1's and 2's: three sums."""
-    hidden, scores = np.ones((3, 1), np.float32), np.ones(6, np.float32)
+    hidden, gate_weights = np.ones((3, 1), np.float32), np.ones(6, np.float32)
     memory = AnswerMemory(put)
-    submission = Submission(RequestHandle(0), 0, hidden, np.zeros(6, np.int64), scores, 2)
+    submission = Submission(RequestHandle(0), 0, hidden, np.zeros(6, np.int64), gate_weights, 2)
     out = submission.answer_memory(memory)
     out[:] = 9
     call = SimpleNamespace(answer=np.array([5, 6, 7], np.float32).tobytes())

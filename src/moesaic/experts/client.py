@@ -63,7 +63,10 @@ class ExpertRequest:
 
 @dataclass(frozen=True)
 class RequestArrays:
-    """A request pair by pair. Pair row * k + rank stands for the rank-th expert of a row."""
+    """A request pair by pair. Pair row * k + slot stands for one expert of a row.
+
+    slot: position in the row's top-k, 0 to k - 1.
+    """
 
     hidden: FloatRows
     """[n, h]"""
@@ -95,7 +98,7 @@ class ExpertServers(Protocol):
     """The expert servers of a worker, as its loop sees them."""
 
     @property
-    def settled(self) -> int:
+    def oldest_version_in_use(self) -> int:
         """No call under way was routed by a directory older than this version. -1: there is no directory."""
         ...
 
@@ -122,7 +125,7 @@ class ExpertServers(Protocol):
 class NoServers:
     """The ExpertServers of a worker that computes all experts itself."""
 
-    settled = -1
+    oldest_version_in_use = -1
 
     def update(self, directory: Directory, secret: bytes) -> None:
         """Ignores the directory."""

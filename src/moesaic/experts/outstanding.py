@@ -37,7 +37,7 @@ class Submission:
     """[n, h]"""
     experts: IntArray
     """[n * k] the expert of each pair."""
-    scores: FloatRows | None
+    gate_weights: FloatRows | None
     """[n * k] the gate weight of each pair, where partial sums are wanted."""
     top_k: int
     out: FloatRows | None = None
@@ -85,9 +85,9 @@ class Submission:
             self.give_back()
         self.out = self.inside = self.give_back = None
 
-    def scores_of(self, pairs: IntArray) -> FloatRows | None:
+    def gate_weights_of(self, pairs: IntArray) -> FloatRows | None:
         """[p] the gate weights of these pairs."""
-        return None if self.scores is None else self.scores[pairs]
+        return None if self.gate_weights is None else self.gate_weights[pairs]
 
     def rows_of(self, pairs: IntArray) -> tuple[FloatRows, IntArray]:
         """The distinct rows [m, h] that these pairs need, and which of them each pair needs [p]."""

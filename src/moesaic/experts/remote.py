@@ -1,6 +1,6 @@
 """Routed experts on servers: sends requests, combines the answers, and replaces servers that are gone.
 
-The (row, rank) pairs of a request are split by server (`policy.fleet.replicas`). A row travels once to each
+The (row, slot) pairs of a request are split by server (`policy.fleet.replicas`). A row travels once to each
 server that it needs. Answers are stored at their pairs, so the rows are those of a direct call, whichever
 server answered first. Pairs that no server can take wait for one that can.
 """
@@ -45,7 +45,20 @@ NO_PAIRS: IntArray = np.zeros(0, dtype=np.int64)
 
 
 class RemoteExperts:
-    """`RoutedExperts` and `ExpertServers` over connections to expert servers. Used by one thread."""
+    """`RoutedExperts` and `ExpertServers` over connections to expert servers. Used by one thread.
+
+    How a server leaves:
+
+    | event | Replicas | here |
+    |---|---|---|
+    | its connection breaks, or it sends a damaged message | lost | _fail |
+    | it makes no progress for too long, and others hold its experts | mask, then lost | _fail |
+    | another process has its id now | replaced, then lost | _fail |
+    | it left the directory and has answered its calls | lost | _retire |
+
+    `_fail` and `_retire` close the connection by `_drop`, which calls `Replicas.lost`. `_fail` also connects
+    again and sends the unanswered pairs to other servers.
+    """
 
     def __init__(
         self,
@@ -103,7 +116,7 @@ class RemoteExperts:
         )
         self._submissions[handle.number] = submission
         if self._wakeup.rung:  # a connection is ready, perhaps to the own rank's server
-            self._pump()
+            self._progress()
         self._send(submission, every_pair(len(pairs.experts), pairs.top_k)[0])
         if self._every_server:
             self._send_empty(submission)
@@ -115,7 +128,7 @@ class RemoteExperts:
         began = self._clock()
         submission = self._submissions[handle.number]
         if submission.missing:
-            self._pump()
+            self._progress()
         if submission.missing:
             return None
         rows = self.rows(handle)
@@ -129,9 +142,9 @@ class RemoteExperts:
     # ---- requests of which parts are used
 
     def arrivals(self) -> list[tuple[RequestHandle, IntArray]]:
-        """The pairs (row * k + rank) that came in since the last call, by request."""
+        """The pairs (row * k + slot) that came in since the last call, by request."""
         began = self._clock()
-        self._pump()
+        self._progress()
         arrivals, self._arrivals = self._arrivals, []
         self._observer.collected(arrivals, began)
         return arrivals
@@ -151,7 +164,7 @@ class RemoteExperts:
     # ---- ExpertServers
 
     @property
-    def settled(self) -> int:
+    def oldest_version_in_use(self) -> int:
         versions = (
             call.version for connection in self._connections.values() for call in connection.calls.values()
         )
@@ -171,7 +184,7 @@ class RemoteExperts:
             elif server not in known and connection is None:
                 self._connector.start(entry, secret)
         self._retire()
-        self._pump()
+        self._progress()
 
     def wait(self, timeout: float | None, wakeup: int) -> bool:
         """Sleep until an answer, a new connection, the file descriptor `wakeup`, or a server's deadline."""
@@ -194,7 +207,7 @@ class RemoteExperts:
     def passed_barrier(self) -> bool:
         if not self._barrier_client.waiting:
             return False
-        self._pump()
+        self._progress()
         passed = self._barrier_client.entered()
         if passed:
             self._observer.at_barrier(False)
@@ -214,7 +227,7 @@ class RemoteExperts:
 
     # ---- calls
 
-    def _pump(self) -> None:
+    def _progress(self) -> None:
         """Do everything that can be done without waiting."""
         if self._wakeup.rung:
             self._wakeup.clear()
@@ -284,7 +297,7 @@ class RemoteExperts:
         connection = self._connections[server]
         hidden, row_of = submission.rows_of(pairs)
         count, width = hidden.shape
-        partial = submission.scores is not None
+        partial = submission.gate_weights is not None
         answers = max(1, count if partial else len(pairs))
         size = wire.size(count, len(pairs), width, partial)
         try:
@@ -293,11 +306,11 @@ class RemoteExperts:
                 call = connection.caller.open(size, answers, 4 * width)  # unused answers took the room
             if call is None:
                 return False
-            contents = submission.experts[pairs], row_of, submission.scores_of(pairs), hidden
+            contents = submission.experts[pairs], row_of, submission.gate_weights_of(pairs), hidden
             wire.write(call.request, submission.layer, *contents, submission.attempt)
             connection.caller.post(call)
         except ConnectionLost:
-            return False  # `_pump` finds out too and sends again
+            return False  # `_progress` finds out too and sends again
         kind = PartialSumCall if partial and len(pairs) else OpenCall
         connection.calls[call.number] = kind(submission, pairs, call, self._version)
         owed = max(1, len(pairs))  # an empty call is answered too, unless the server is frozen

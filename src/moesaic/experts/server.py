@@ -27,7 +27,7 @@ from moesaic.transport.listening import Listener
 from moesaic.transport.waiting import wait, yield_core
 
 LOG = logging.getLogger(__name__)
-NONE: IntArray = np.zeros(0, dtype=np.int64)
+NO_PAIRS: IntArray = np.zeros(0, dtype=np.int64)
 SPIN = 50e-6
 """Seconds of polling for the next call before the loop sleeps."""
 
@@ -180,7 +180,7 @@ class ExpertServer:
         All begin a step, so its runs wait for all.
         """
         for number in calls:
-            self._answer(number, NONE)
+            self._answer(number, NO_PAIRS)
         for client in self._ends if calls else ():
             self._service.client_joined(client)
 

@@ -134,7 +134,7 @@ class Worker:
 
     def _report_settled(self) -> None:
         """Report once that no call under way was routed by an older directory."""
-        settled = self._servers.settled
+        settled = self._servers.oldest_version_in_use
         if settled > self._settled:
             self._settled = settled
             self._connection.send(messages.Settled(settled))
