@@ -56,8 +56,8 @@ class Packet:
     @property
     def pairs(self) -> tuple[IntArray, Int32Array]:
         """[p] row of `hidden` and [p] expert of each (row, expert) pair that is here, row by row."""
-        row, rank = np.nonzero(self.experts != NO_EXPERT)
-        return row, self.experts[row, rank]
+        row, slot = np.nonzero(self.experts != NO_EXPERT)
+        return row, self.experts[row, slot]
 
 
 def local_packet(outgoing: Outgoing) -> Packet:

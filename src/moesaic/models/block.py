@@ -159,5 +159,5 @@ class DecoderBlock:
         return None if self.dense_part is None else self.dense_part.apply(normed)
 
     def merge(self, gated: Gated, dense: torch.Tensor | None, rows: torch.Tensor | None) -> torch.Tensor:
-        """Returns residual + dense + sum of weights * rows [n, k, h], added in order of the top-k ranks."""
+        """Returns residual + dense + sum of weights * rows [n, k, h], added in top-k order."""
         return self.kernels.merge(gated.residual, dense, rows, gated.weights)

@@ -192,7 +192,7 @@ def merge(
     rows: torch.Tensor | None,
     weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Returns residual + dense + sum of weights * rows [n, k, h], in the order of the top-k ranks."""
+    """Returns residual + dense + sum of weights * rows [n, k, h], in top-k order."""
     n, width = checks.axes(residual, 2)
     residual, dense = checks.rows(residual), None if dense is None else checks.rows(dense, n, width)
     top_k = 0

@@ -41,11 +41,11 @@ def _one_token(
 ) -> torch.Tensor:
     """Computes one token, which needs no grouping. Leaving it out saved a fifteenth of its time."""
     rows = hidden.new_empty(1, expert_ids.shape[1], hidden.shape[1]) if out is None else out
-    for rank, expert in enumerate(expert_ids[0].tolist()):
+    for slot, expert in enumerate(expert_ids[0].tolist()):
         gate, up, down = weights.of(expert)
         row = hidden.to(gate.dtype)
         wide = functional.silu(functional.linear(row, gate), inplace=True)
-        rows[:, rank] = functional.linear(wide.mul_(functional.linear(row, up)), down)
+        rows[:, slot] = functional.linear(wide.mul_(functional.linear(row, up)), down)
     return rows
 
 
@@ -54,10 +54,10 @@ def experts_plain(weights: ExpertWeights, hidden: torch.Tensor, expert_ids: torc
     tokens, top_k = expert_ids.shape
     rows = torch.empty(tokens, top_k, hidden.shape[1])
     for token in range(tokens):
-        for rank in range(top_k):
-            gate, up, down = weights.of(int(expert_ids[token, rank]))
+        for slot in range(top_k):
+            gate, up, down = weights.of(int(expert_ids[token, slot]))
             wide = functional.silu(gate.float() @ hidden[token]) * (up.float() @ hidden[token])
-            rows[token, rank] = down.float() @ wide
+            rows[token, slot] = down.float() @ wide
     return rows
 
 

@@ -54,7 +54,7 @@ def merge(
     rows: torch.Tensor | None,
     weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Returns [n, h] residual + dense + sum of weights [n, k] * rows [n, k, h], in order of the ranks."""
+    """Returns [n, h] residual + dense + sum of weights [n, k] * rows [n, k, h], in top-k order."""
     hidden = residual if dense is None else residual + dense
     if rows is None or weights is None:
         return hidden

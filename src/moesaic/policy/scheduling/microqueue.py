@@ -1,8 +1,9 @@
 """Chooses which micro-queue runs next: Asynchronous Expert Parallelism (section 3.4, Algorithm 1).
 
-The queues form a grid of B layers by E experts. An attention worker has one queue per layer (E = 1). Its last
-queue, of layer B - 1, is the sampler, and the layer after that is layer 0. An expert server has one queue for
-each expert of each layer. The rows of the chosen queue run as one batch.
+The queues form a grid of B layers by E experts. An attention worker has one queue per layer (E = 1). Its
+scheduler calls such a layer a segment, since its rows run from the experts of one layer to the gate of the
+next (see RunSegment). The last queue, of layer B - 1, is the sampler, and the layer after that is layer 0. An
+expert server has one queue for each expert of each layer. The rows of the chosen queue run as one batch.
 
 Example: five layers, E = 1, with 1, 6, 0, 5 and 5 rows waiting. `flfs` takes layer 0, `mtfs` layer 1.
 `defrag` with lookahead 2 and decay 0.5 scores

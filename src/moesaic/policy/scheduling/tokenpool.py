@@ -130,7 +130,7 @@ class TokenPool:
         return len(self._calls)
 
     def open(self, units: Units, top_k: int) -> None:
-        """Start to wait for the pairs 0 : n * top_k of a call, where pair = row * top_k + rank.
+        """Start to wait for the pairs 0 : n * top_k of a call, where pair = row * top_k + slot.
 
         `units` are all units of the call (Units.of_run). Raises ValueError when the call's number is not
         above all numbers before, or when a unit has no row.

@@ -79,16 +79,16 @@ class GroupExperts:
         assert gated.expert_ids is not None and gated.weights is not None
         ids = to_host(gated.expert_ids)
         first = self._owners[layer][ids]
-        row, rank = np.nonzero((first <= self._group.rank) & (self._group.rank < first + self._ranks))
+        row, slot = np.nonzero((first <= self._group.rank) & (self._group.rank < first + self._ranks))
         if not len(row):
             return torch.zeros_like(gated.normed)
-        found = self._compute(layer, gated.normed[torch.from_numpy(row)], ids[row, rank])
+        found = self._compute(layer, gated.normed[torch.from_numpy(row)], ids[row, slot])
         sums, begin = torch.empty_like(gated.normed), 0
         for size in equal_sizes(len(ids), self._group.size):
             end, first = begin + size, int(np.searchsorted(row, begin))
             last = int(np.searchsorted(row, end))
             rows = found.new_zeros(size, ids.shape[1], found.shape[1])
-            rows[row[first:last] - begin, rank[first:last]] = found[first:last]
+            rows[row[first:last] - begin, slot[first:last]] = found[first:last]
             none = torch.zeros_like(sums[begin:end])
             sums[begin:end] = self._kernels.merge(none, None, rows, gated.weights[begin:end])
             begin = end

@@ -64,7 +64,7 @@ class SegmentDone:
 
 @dataclass(frozen=True)
 class PartsArrived:
-    """Experts answered for these (row, rank) pairs of runs."""
+    """Experts answered for these (row, slot) pairs of runs."""
 
     parts: list[tuple[int, IntArray]]
     """[(run, its pairs), ...]."""
