@@ -45,7 +45,8 @@ def test_worked_example() -> None:
 
 
 def test_replicas_of_several_experts_share_the_pairs() -> None:
-    """The largest expert first: 0 with four pairs goes to server 0, then 1 and 2 to server 1."""
+    """The expert with most pairs is placed first. Expert 0 with four pairs goes to server 0, then 1 and 2 to
+    server 1."""
     subject = replicas({0: {5: [0, 1, 2]}, 1: {5: [0, 1, 2]}})
     assert route(subject, [1, 1, 0, 0, 0, 0, 2]) == [1, 1, 0, 0, 0, 0, 1]
 
@@ -112,7 +113,8 @@ def test_a_server_whose_pace_is_unknown_gets_its_time() -> None:
 
 
 def test_patience_is_a_multiple_of_what_the_work_should_take() -> None:
-    """0.5 seconds a pair: 4 pairs should take 2, so 20 are allowed. 0.01 a pair is below the floor."""
+    """At 0.5 seconds a pair, 4 pairs should take 2 s, so 20 s are allowed. At 0.01 s a pair the floor
+    applies."""
     subject = replicas(BOTH)
     subject.sent(0, 2, now=0.0)
     subject.answered(0, 2, now=1.0)
@@ -124,7 +126,7 @@ def test_patience_is_a_multiple_of_what_the_work_should_take() -> None:
 
 
 def silence(subject: Replicas, pairs: int, now: float = 100.0) -> float:
-    """How long server 0 may say nothing to `pairs` sent `now`."""
+    """The seconds that server 0 may be silent after `pairs` pairs were sent at `now`."""
     subject.sent(0, pairs, now)
     deadline = subject.next_deadline()
     assert deadline is not None
@@ -133,7 +135,7 @@ def silence(subject: Replicas, pairs: int, now: float = 100.0) -> float:
 
 @pytest.mark.parametrize("pairs", [1, 64, 16_384])
 def test_a_freeze_costs_less_than_a_second_whatever_is_outstanding(pairs: int) -> None:
-    """At 0.2 ms a pair a prefill of 16,384 pairs should take 3.3 s, 20 times which is more than a minute."""
+    """At 0.2 ms a pair, 16,384 pairs of prefill should take 3.3 s. 20 times that is more than a minute."""
     subject = replicas(BOTH, patience=None)
     subject.sent(0, 100, now=0.0)
     subject.answered(0, 100, now=0.02)
@@ -142,7 +144,8 @@ def test_a_freeze_costs_less_than_a_second_whatever_is_outstanding(pairs: int) -
 
 
 def test_a_server_that_honestly_needs_long_is_not_given_up_for_ever() -> None:
-    """A run of ten seconds, begun anew each time that its server was given up: four times, and no more."""
+    """A run takes ten seconds and begins again each time that its server is given up. That happens at most
+    four times."""
     subject, now, tries = replicas(BOTH, patience=None), 0.0, 0
     while (allowed := silence(subject, 64, now)) < 10.0 and tries < 20:
         now += allowed + 0.01
@@ -189,7 +192,7 @@ def test_every_answer_is_a_sign_of_life() -> None:
 
 
 def test_more_work_does_not_restart_the_clock() -> None:
-    """A frozen server to which more and more is sent is late all the same."""
+    """A frozen server is late even if it is sent more and more pairs."""
     subject = replicas(BOTH)
     for now in range(4):
         subject.sent(0, 1, now=float(now))
@@ -217,7 +220,7 @@ def test_a_slow_answer_counts_at_once_and_quick_ones_little_by_little() -> None:
 
 
 def test_only_a_server_whose_rows_others_could_take_is_late() -> None:
-    """Expert 2 of server 0 has no other holder, until server 2 is there."""
+    """No other server holds expert 2 of server 0 until server 2 joins."""
     subject = replicas({0: {5: [0, 2]}, 1: {5: [0]}, 2: {5: [2]}}, connected=[0, 1])
     subject.sent(0, 1, now=0.0)
     assert subject.late(100.0) == []
@@ -233,7 +236,7 @@ def test_only_a_server_whose_rows_others_could_take_is_late() -> None:
 
 
 def test_two_frozen_servers_are_not_given_up_for_each_other() -> None:
-    """Both are late; without 0 there is nobody left who could take what 1 holds."""
+    """Both servers are late. Without server 0 no other server holds what server 1 holds."""
     subject = replicas(BOTH)
     subject.sent(0, 1, now=0.0)
     subject.sent(1, 1, now=0.0)

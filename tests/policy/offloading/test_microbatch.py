@@ -12,7 +12,7 @@ def test_worked_example() -> None:
 
 
 def test_partitions_that_never_fill_are_kept() -> None:
-    """Printed, Algorithm 2 returns only those that reach their largest size: here none."""
+    """As printed, Algorithm 2 returns only the partitions that reach their largest size. Here none does."""
     divided = divide([7, 6, 5], [1, 1, 1], micro_batches=2, largest=4, cache=100)
     assert divided.micro_batches == [[0], [1, 2]] and divided.left == []
 
@@ -23,7 +23,7 @@ def test_what_does_not_fit_comes_back_in_its_order() -> None:
 
 
 def test_a_fuller_micro_batch_takes_what_the_emptiest_cannot() -> None:
-    """The one with fewer prompt tokens promised more to generate."""
+    """The partition with fewer prompt tokens has promised more generated ones."""
     divided = divide([6, 5, 3], [1, 9, 1], micro_batches=2, largest=2, cache=14)
     assert divided.micro_batches == [[0, 2], [1]] and divided.left == []
 

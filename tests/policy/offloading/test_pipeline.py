@@ -41,7 +41,7 @@ def test_worked_example() -> None:
 
 
 def test_algorithm_1_line_by_line() -> None:
-    """Two layers of three micro-batches; (kind, layer, micro-batch or page), counted from 0."""
+    """Two layers of three micro-batches. A task is (kind, layer, micro-batch or page), counted from 0."""
     tasks = decode("cgopipe", Shape(layers=2, micro_batches=3, pages=3, staged=True))
     of = {kind: [(t.layer, t.micro_batch) for t in tasks if t.kind is kind] for kind in Kind}
     both = [(layer, part) for layer in range(2) for part in range(3)]
@@ -80,7 +80,8 @@ def test_two_lanes_in_virtual_time() -> None:
 
 
 def brute_force(tasks: Sequence[Task], seconds: Sequence[int]) -> list[int]:
-    """Ends by stepping a clock: at each tick every lane works on its first unfinished task, if it may."""
+    """The ends of all tasks, found by stepping a clock. At each tick every lane works on its first unfinished
+    task if that may run."""
     left, ends = list(seconds), [-1] * len(tasks)
     clock = 0
     while -1 in ends:
@@ -123,7 +124,7 @@ def _place(tasks: Sequence[Task]) -> dict[tuple[Kind, Lane, int, int], int]:
 def test_no_schedule_breaks_an_order_that_the_model_needs(
     shape: Shape, schedule: Schedule, durations: list[float]
 ) -> None:
-    """Data before its use, buffers free before they are filled, whatever the tasks' durations."""
+    """For all durations, data is ready before it is used and a buffer is free before it is filled."""
     tasks = decode(schedule, shape)
     seconds = dict(zip(Kind, durations, strict=False)) | {Kind.SYNC: 0.0}
     line = run(tasks, [seconds[task.kind] * (1 + task.micro_batch % 2) for task in tasks])
@@ -205,7 +206,8 @@ SECONDS = dict.fromkeys(Kind, 0.05) | {
 
 
 def layer_seconds(schedule: Schedule, count: int = 8) -> float:
-    """Of the middle of a long pass; a whole layer's weights take as long as all its pages."""
+    """Seconds of one layer in the middle of a long pass. Whole weights of a layer take as long as all of its
+    pages."""
     makespans = []
     for layers in (10, 12):
         shape = Shape(layers, count, count, cache_moves=schedule == "s4")
@@ -217,7 +219,7 @@ def layer_seconds(schedule: Schedule, count: int = 8) -> float:
 
 
 def test_figure_6() -> None:
-    """CGOPipe keeps its busiest lane busy; weights that come whole hold up the rows behind them."""
+    """CGOPipe keeps its busiest lane busy. Weights that are loaded whole delay the rows behind them."""
     busiest = 8 * SECONDS[Kind.ATTENTION]
     assert layer_seconds("cgopipe") == pytest.approx(busiest)
     assert layer_seconds("s2") > 1.5 * busiest
@@ -233,7 +235,7 @@ def test_serial_is_the_sum_of_all_tasks() -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
 def test_few_micro_batches_do_not_wait_for_each_other_in_a_circle(micro_batches: int) -> None:
-    """The lookahead is no longer than a layer: attention of a layer needs the layer before."""
+    """The lookahead is at most one layer, since attention of a layer needs the layer before."""
     tasks = decode("cgopipe", Shape(4, micro_batches, micro_batches))
     fast = [task for task in tasks if task.lane is Lane.FAST and task.kind is not Kind.HEAD]
     ahead = min(AHEAD, micro_batches)
@@ -270,7 +272,7 @@ def test_prefill_saves_the_cache_and_moves_rows_where_they_do_not_fit() -> None:
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_prefill_has_two_micro_batches_on_the_fast_level(count: int, cut: bool) -> None:
-    """Rows and caches: when a micro-batch's come or are computed, those of the last but one have gone up."""
+    """When a micro-batch's rows and cache are loaded or computed, those of the last but one are saved."""
     tasks = prefill(Shape(3, count, count, cut=cut), rows_move=True)
     before: dict[int, set[int]] = {}
     for place, task in enumerate(tasks):

@@ -36,7 +36,7 @@ def test_worked_example_of_rounded_shares() -> None:
 
 
 def test_a_step_is_priced_by_hand() -> None:
-    """One layer, one micro-batch, serial: the sum of what its tasks take."""
+    """With one layer, one micro-batch and the serial schedule, a step takes the sum of its tasks."""
     model = ModelSizes("one", 1, 8, 16, GroupedQuery(2, 1, 4), 1, 4, 1, 16)
     fast = Level("fast", 1e9, 1e9, Processor(1e3))  # all products are limited by flops
     hardware = Hardware("x", fast, Level("slow", 1e9, 1e9, Processor(1e3)), Link(100.0, 50.0))
@@ -84,7 +84,7 @@ def test_layers_beyond_the_first_cost_what_the_last_ones_did() -> None:
 
 
 def test_the_search_finds_the_best_of_all_that_fit() -> None:
-    """Every candidate priced: none is faster than the one that bounds and pruning lead to."""
+    """Every candidate is priced. None is faster than the one that the search with pruning finds."""
     job, limits = Workload(20, 10), SearchLimits(largest_batch=24)
     pricing = Pricing(TINY, SMALL, job)
     policies = list(candidates(pricing, limits))
@@ -107,7 +107,7 @@ def test_policies_are_whole() -> None:
 
 
 def test_the_fast_level_is_filled() -> None:
-    """No further expert would fit beside attention on the slow processor."""
+    """With attention on the slow processor, no further expert would fit on the fast level."""
     pricing = Pricing(MIXTRAL, L4, JOB)
     (policy,) = filled(pricing, Policy("cgopipe", 128, 8, slow_attention=True))
     more = replace(policy, static_experts=policy.static_experts + 1)
@@ -116,7 +116,7 @@ def test_the_fast_level_is_filled() -> None:
 
 @pytest.mark.slow
 def test_mixtral_on_the_l4_streams_layers_and_attends_on_the_cpu() -> None:
-    """The paper's major setting: A_g = 0, F_g = 1, limited by the link."""
+    """In the paper's main setting A_g = 0 and F_g = 1, and the link is the limit."""
     price = search(MIXTRAL, L4, JOB)
     policy = price.policy
     assert policy.schedule == "cgopipe" and policy.slow_attention and not policy.in_place
@@ -127,7 +127,7 @@ def test_mixtral_on_the_l4_streams_layers_and_attends_on_the_cpu() -> None:
 
 
 def test_a_disk_computes_nothing() -> None:
-    """RAM over a disk: attention and experts run on the fast level, whatever else is chosen."""
+    """With RAM over a disk, attention and experts run on the fast level, whatever else is chosen."""
     disk = replace(SMALL, slow=replace(SMALL.slow, processor=None))
     price = search(TINY, disk, Workload(20, 10))
     assert not price.policy.slow_attention and not price.policy.in_place
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_said() -> None:
 
 
 def test_prefill_is_in_the_objective() -> None:
-    """A slow prefill makes long batches of long prompts no better, and the throughput counts it."""
+    """A slow prefill does not favour long batches of long prompts, and the throughput includes it."""
     assert L4.fast.processor is not None
     slow = replace(L4, fast=replace(L4.fast, processor=replace(L4.fast.processor, prefill=0.01)))
     fast, tired = (search(MIXTRAL, one, Workload(418, 32)) for one in (L4, slow))
@@ -162,7 +162,7 @@ def test_prefill_is_in_the_objective() -> None:
 
 
 def test_schedules_compare_as_in_table_5() -> None:
-    """CGOPipe ahead of S4 under the same policy, and S4 better with our policy than with FlexGen's."""
+    """CGOPipe is faster than S4 under the same policy. S4 is faster with our policy than with FlexGen's."""
     pricing = Pricing(MIXTRAL, machine("t4-measured"), Workload(418, 128))
 
     def throughput(schedule: Schedule, mu: int, count: int) -> float:
@@ -182,7 +182,7 @@ def test_flexgens_policy_is_priced_as_its_own_schedule() -> None:
 
 @pytest.mark.slow
 def test_machines_with_the_same_memories_share_what_fits() -> None:
-    """Which is what each of them holds."""
+    """Machines with the same memories allow the same policies."""
     quick = replace(SMALL, slow=replace(SMALL.slow, bandwidth=9e8, processor=None), link=Link(9e7, 8e7))
     others = (
         replace(SMALL, fast=replace(SMALL.fast, memory=3e6)),

@@ -1,4 +1,4 @@
-"""What a search is held to, and which of equally good policies it takes."""
+"""The limits of a search, and which of equally good policies it takes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_sizes_that_are_given_are_the_only_ones() -> None:
 
 
 def test_seats_that_stay_empty_count() -> None:
-    """Batches of 8 or of 12: of 12 requests the second batch of 8 would be half empty."""
+    """Batches of 8 or of 12. With 12 requests, the second batch of 8 would be half empty."""
     limits = SearchLimits(("cgopipe",), micro_batch=4)
     for requests in (8, 12):
         best = search(TINY, DISK, JOB, replace(limits, requests=requests, largest_batch=requests))

@@ -10,7 +10,8 @@ CHOSEN = st.lists(st.integers(0, 7), max_size=12).map(lambda ids: np.array(ids, 
 
 
 def test_worked_example() -> None:
-    """One step: 1 once, 3 twice. Another: 1 once. Then 1 counts 1.5, 3 counts 1."""
+    """In one step expert 1 is chosen once and expert 3 twice, in the next expert 1 once. Then 1 counts 1.5
+    and 3 counts 1."""
     likely = ExpertPrefetch(4)
     likely.learn(0, np.array([1, 3, 3]))
     assert likely.experts(0, 4, ()) == [3, 1]

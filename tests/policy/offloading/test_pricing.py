@@ -1,4 +1,4 @@
-"""What a machine's small change costs a policy."""
+"""How a small change of the machine changes the price of a policy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def step(machine: Hardware, policy: Policy = SERIAL) -> float:
 
 
 def test_each_transfer_pays_its_latency() -> None:
-    """A micro-batch sends query, key and value and gets its rows; a layer loads a page."""
+    """A micro-batch saves query, key and value and loads its rows. A layer loads a page."""
     late = replace(MACHINE, link=replace(MACHINE.link, latency=0.01))
     transfers = LAYERS * (PARTS * (3 + 1) + 1)
     assert step(late) - step(MACHINE) == pytest.approx(0.01 * transfers)
@@ -52,7 +52,7 @@ def test_attention_and_overlap_are_their_processors() -> None:
 
 
 def test_each_computed_task_is_launched() -> None:
-    """A micro-batch has pre-attention, attention and post-attention in a layer; its head is free."""
+    """A micro-batch has pre-attention, attention and post-attention in each layer. Its head has no launch."""
     late = Processor(1e12, launch=0.01)
     level = replace(RAM, processor=late)
     fast, slow = replace(MACHINE, fast=level), replace(MACHINE, slow=level)
@@ -93,7 +93,7 @@ def test_rows_that_choose_alike_load_less_on_demand() -> None:
 
 
 def test_on_demand_the_link_is_busy_while_gates_have_not_spoken() -> None:
-    """Without more to read where routing is even, and as long as reading takes."""
+    """Loading likely experts early keeps the link busy, so a step takes about as long as its loads."""
     policy = Policy("on-demand", 8, 2, slow_attention=False, slow_cache=0.0, static_experts=1)
     slow = replace(MACHINE, link=Link(1e10, 1e10))
     pricing = Pricing(MODEL, slow, Workload(100, 10))

@@ -9,7 +9,7 @@ from moesaic.policy.placement.activation_map import activation_map, commonest, d
 
 
 def profile(tokens: list[int], experts: list[list[int]], vocab_size: int = 9) -> Profile:
-    """One request, one layer of three experts."""
+    """A profile of one request and one layer of three experts."""
     routes = Routes(
         np.array(tokens, dtype=np.int32),
         np.array([0, len(tokens)]),

@@ -38,7 +38,7 @@ def ints(*rows: list[int]) -> IntArray:
 
 
 def peaks(load: FloatArray, placement: Placement, servers: dict[int, float]) -> FloatArray:
-    """[L] largest load / capacity."""
+    """The largest load / capacity of each layer, [L]."""
     capacity = np.array(list(servers.values()))
     found: FloatArray = (server_loads(load, placement, list(servers)) / capacity).max(axis=1)
     return found
@@ -83,7 +83,8 @@ def test_a_layer_without_load_counts_as_evenly_loaded() -> None:
 
 
 def test_heaviest_first_is_not_the_end() -> None:
-    """Rooms 3 and 2: the copies in order make 3 + 2 + 2 and 3 + 2; exchanged, 2 + 2 + 2 and 3 + 3."""
+    """The servers have 3 and 2 slots. In order, the copies make 3 + 2 + 2 and 3 + 2. After an exchange they
+    make 2 + 2 + 2 and 3 + 3."""
     load = ints([3, 3, 2, 2, 2])
     placement = place(load, [0], equal(0, 1))
     assert server_loads(load, placement, [0, 1]).tolist() == [[6.0, 6.0]]
@@ -199,11 +200,12 @@ def cases(draw: st.DrawFn, shape: tuple[int, int] | None = None) -> Case:
 
 
 PAIRS = st.tuples(st.integers(1, 3), st.integers(1, 12)).flatmap(lambda s: st.tuples(cases(s), cases(s)))
-"""The same model before and after: other load, other servers, other flags."""
+"""The same model before and after a change of load, servers and flags."""
 
 
 def assert_sound(case: Case, placement: Placement) -> None:
-    """Every expert is held often enough, never twice by one server; slots follow capacity."""
+    """Checks that every expert is held often enough and never twice by one server, and that slots follow
+    capacity."""
     capacity = np.array([case.servers[server] for server in sorted(case.servers)])
     experts = case.load.shape[1]
     assert placement.layers == tuple(range(len(case.load))) and set(placement.servers) <= set(case.servers)
@@ -239,7 +241,7 @@ def test_the_next_placement_is_sound_too(pair: tuple[Case, Case]) -> None:
 
 @given(cases())
 def test_never_worse_than_consecutive_ranges(case: Case) -> None:
-    """Without redundancy on equal servers, where the ranges are as long as the slots."""
+    """Holds without redundancy on equal servers, where the ranges are as long as the slots."""
     experts = case.load.shape[1]
     plain = Case(case.load, dict.fromkeys(case.servers, 1.0), 0, 1)
     if experts % len(plain.servers) == 0:
@@ -250,7 +252,7 @@ def test_never_worse_than_consecutive_ranges(case: Case) -> None:
 
 @given(cases())
 def test_equal_servers_differ_by_one_copy_at_most(case: Case) -> None:
-    """The largest load is at most the mean and one copy, the least bound that any greedy packing keeps."""
+    """The largest load is at most the mean plus one copy. No greedy packing has a lower bound."""
     even = Case(case.load, dict.fromkeys(case.servers, 1.0), case.redundant, case.min_replicas)
     placement = even.place()
     for row, layer in zip(even.load, placement.layers, strict=True):
@@ -323,7 +325,7 @@ def test_moves_are_the_copies_that_lack() -> None:
 
 
 def test_gain_worked_example() -> None:
-    """Server 0 carries 16 of 20 before; 8 + 2 after, when a copy of expert 0 is elsewhere."""
+    """Server 0 carries 16 of 20 before. It carries 8 + 2 after a copy of expert 0 was made elsewhere."""
     load = ints([12, 4, 2, 2])
     servers = equal(0, 1, 5)
     assert server_loads(load, OLD, [0, 1, 5]).tolist() == [[16.0, 4.0, 0.0]]

@@ -24,7 +24,7 @@ IDLE = WorkerLoad(10, 0, 0)
 
 
 def tables(scores: list[list[float]]) -> Tables:
-    """Tables of which dispatch reads the scores [V, ranks] only."""
+    """Tables of which dispatch reads only the scores [V, ranks]."""
     vocab_size, ranks = len(scores), len(scores[0])
     return Tables(
         model="toy",
@@ -39,18 +39,19 @@ def tables(scores: list[list[float]]) -> Tables:
 
 
 TWO = tables([[0, 1], [3, 0]])
-"""Token 0 belongs to rank 1, token 1 three times as much to rank 0."""
+"""Token 0 belongs to rank 1. Token 1 belongs to rank 0, three times as strongly."""
 
 
 def test_worked_example() -> None:
-    """Most free blocks, not the smallest share of used ones; then fewer requests; then the lower id."""
+    """The worker with the most free blocks comes first, not the one with the smallest used share. Then fewer
+    requests decide, then the lower id."""
     assert least_loaded({0: WorkerLoad(100, 90, 1), 1: WorkerLoad(20, 5, 9)}) == 1
     assert least_loaded({0: WorkerLoad(20, 5, 2), 1: WorkerLoad(25, 10, 1)}) == 1
     assert least_loaded({7: WorkerLoad(20, 5, 2), 3: WorkerLoad(20, 5, 2)}) == 3
 
 
 def test_a_worker_may_owe_more_blocks_than_it_has() -> None:
-    """Requests that wait count with blocks that they do not hold yet."""
+    """Requests that wait count with blocks that they do not have yet."""
     assert WorkerLoad(10, 14, 3).free_blocks == -4
     assert least_loaded({0: WorkerLoad(10, 14, 3), 1: WorkerLoad(10, 13, 9)}) == 1
 
@@ -82,7 +83,7 @@ def test_round_robin_worked_example() -> None:
 
 
 def test_rounds_worked_example() -> None:
-    """Three prompts for rank 1: the second one gives way, the third begins another round."""
+    """Three prompts prefer rank 1. The second one goes elsewhere, and the third begins another round."""
     dispatch = Rounds(TWO)
     assert [dispatch({0: IDLE, 1: IDLE}, [0, 0]) for _ in range(3)] == [1, 0, 1]
 
@@ -117,7 +118,8 @@ def test_workers_come_and_go_within_a_round() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=4), min_size=1, max_size=20), st.integers(1, 4))
 def test_rounds_are_algorithm_2(prompts: list[list[int]], ranks: int) -> None:
-    """As printed, with the mask's polarity put right; equal loads, so that ties go to the lower rank."""
+    """Algorithm 2 as printed, with the mask's polarity corrected. Loads are equal, so ties go to the lower
+    rank."""
     scores = np.random.default_rng(ranks).integers(0, 3, (4, ranks)).astype(np.float64)
     dispatch = Rounds(tables(scores.tolist()))
     workers = dict.fromkeys(range(ranks), IDLE)
@@ -163,7 +165,7 @@ def test_affinity_leaves_out_who_is_too_far_ahead() -> None:
 
 @given(st.integers(1, 4), st.integers(0, 1000), st.integers(1, 40))
 def test_affinity_as_it_is_measured(ranks: int, seed: int, requests: int) -> None:
-    """policy.locality, where no request ends: one prompt each, of a token of its own."""
+    """The rate equals that of policy.locality when no request ends. Each prompt is one token of its own."""
     rng = np.random.default_rng(seed)
     scores = rng.integers(0, 4, (requests, ranks)).astype(np.float64)
     dispatch = Affinity(tables(scores.tolist()))

@@ -11,7 +11,7 @@ from moesaic.policy.placement.solvers import SOLVERS
 
 
 def profile(kinds: list[int], length: int = 4) -> Profile:
-    """Requests of tokens 2 * kind and 2 * kind + 1, which choose experts of those numbers."""
+    """Requests of tokens 2 * kind and 2 * kind + 1, which choose the experts with the same numbers."""
     tokens = np.repeat(kinds, length) * 2 + np.tile([0, 1], len(kinds) * length // 2)
     routes = Routes(
         tokens.astype(np.int32),
@@ -43,7 +43,7 @@ def test_unseen_tokens_are_counted_as_often_as_they_come() -> None:
 
 
 def test_request_level_is_below_token_level_where_rounds_decide() -> None:
-    """A request's tokens choose experts of one rank; rounds send some requests to the other one."""
+    """A request's tokens choose experts of one rank. Rounds send some requests to the other rank."""
     made = profile([0, 1, 2, 3] * 6)
     learned, others = split(made, 0.5, 0)
     clusters = SOLVERS["vanilla"](learned, 2, 0)

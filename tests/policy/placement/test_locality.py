@@ -29,7 +29,7 @@ from moesaic.policy.placement.locality import (
 from moesaic.policy.placement.solvers.tokens import labelled
 
 HOMES = np.array([[0, 0, 1, 2]], dtype=np.int16)[:, :, None]
-"""One layer, four experts on three ranks."""
+"""One layer of four experts on three ranks."""
 
 
 def small(*rows: object) -> np.ndarray:
@@ -44,7 +44,7 @@ def routes_of(tokens: list[int], lengths: list[int], prompts: list[int], experts
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """(experts [t, layers, k], homes [layers, E, copies], own [t, layers], ranks)"""
+    """Strategy for (experts [t, layers, k], homes [layers, E, copies], own [t, layers], ranks)."""
     rng = np.random.default_rng(draw(st.integers(0, 10_000)))
     size, ranks, layers = draw(st.integers(2, 7)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     tokens, k = draw(st.integers(1, 9)), draw(st.integers(1, 2))
@@ -106,7 +106,8 @@ def test_balance_worked_examples() -> None:
 
 
 def test_a_whole_example() -> None:
-    """Experts 0 1 | 2 | 3. Token 0 on rank 0 chooses 0 1 2, token 1 on rank 2 chooses 0 1 3."""
+    """The ranks hold experts 0 1 | 2 | 3. Token 0 on rank 0 chooses 0 1 2, and token 1 on rank 2 chooses 0 1
+    3."""
     found = measure(small([[0, 1, 2]], [[0, 1, 3]]), HOMES, small([0], [2]), 3)
     assert found.rate == pytest.approx(3 / 6)
     assert found.loads.tolist() == [[4, 1, 1]] and found.tokens.tolist() == [[1, 0, 1]]
@@ -169,7 +170,7 @@ def clusters_of(tokens: np.ndarray, confidence: list[list[float]]) -> Coclusters
 
 
 def test_unseen_tokens_are_looked_up_as_their_nearest() -> None:
-    """Ids 0 and 1 are known; 2 is near 1, and 3 near 2, which nobody knows either."""
+    """Ids 0 and 1 are known. Id 2 is near 1. Id 3 is near 2, which is unknown too."""
     found = clusters_of(small([0, 1, 2, 0]), [[0.5, 1.0, 0, 0]])
     nearest, tokens = np.array([0, 1, 1, 2], dtype=np.int32), np.array([0, 1, 2, 3, 1], dtype=np.int32)
     assert token_ranks(found, tokens)[:, 0].tolist() == [0, 1, 2, 0, 1]
@@ -177,7 +178,7 @@ def test_unseen_tokens_are_looked_up_as_their_nearest() -> None:
 
 
 def test_token_level() -> None:
-    """Two layers. Id 0: experts 0 1 in both; its labels are ranks 0 and 1."""
+    """Two layers. Id 0 chooses experts 0 1 in both. Its labels are ranks 0 and 1."""
     placed = small([0, 0, 1, 1], [1, 1, 0, 0])
     found = Coclusters(2, placed, small([0, 1], [1, 1]), np.ones((2, 2), dtype=np.float32))
     routes = routes_of([0, 1], [2], [2], small([[0, 1], [0, 1]], [[0, 2], [1, 0]]))
@@ -190,7 +191,8 @@ def test_token_level() -> None:
 
 
 def request_profile(nearest: list[int] | None = None) -> Profile:
-    """Two layers, experts 0 1 2. Id 0 was seen twice: experts 0 and 1 in layer 0, always 2 in layer 1."""
+    """Two layers of experts 0 1 2. Id 0 was seen twice. It chose experts 0 and 1 in layer 0 and always 2 in
+    layer 1."""
     routes = routes_of([0, 0, 1], [3], [3], small([[0], [2]], [[1], [2]], [[1], [0]]))
     found = None if nearest is None else np.array(nearest, dtype=np.int32)
     return Profile.of_routes("m", 4, 3, (0, 1), routes, nearest=found)
@@ -237,7 +239,8 @@ def test_each_round_serves_every_rank_once(ranks: int, requests: int, seed: int)
 
 
 def test_request_level() -> None:
-    """Two ranks and two ids that live on one each; answers count in the rate, not in who gets the request."""
+    """Two ranks and two ids, one for each rank. Answers count in the rate, but do not decide which rank gets
+    a request."""
     experts = small([[0]], [[1]], [[1]], [[1]], [[0]], [[0]])
     routes = routes_of([0, 1, 1, 1, 0, 0], [3, 3], [1, 2], experts)
     profile = Profile.of_routes("m", 2, 2, (0,), routes)

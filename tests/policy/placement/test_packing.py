@@ -42,7 +42,7 @@ def test_who_can_hold_no_more_leaves_its_share_to_the_others() -> None:
 
 
 def test_the_odd_slot_stays_where_it_is() -> None:
-    """Shares 3.5 and 1.5: what the first placement decides, the second one repeats."""
+    """The shares are 3.5 and 1.5. The second placement repeats the decision of the first one."""
     first = server_slots(5, 5, floats(7, 3), ints(0, 5)[None])
     assert first.tolist() == [[3, 2]]
     assert server_slots(5, 5, floats(7, 3), first).tolist() == [[3, 2]]
@@ -71,7 +71,7 @@ def test_copies_leave_a_place_for_each_expert() -> None:
 
 
 def test_an_expert_makes_way_for_those_that_need_the_server() -> None:
-    """Expert 0 would like server 1, but expert 1 needs both."""
+    """Expert 0 prefers server 1, but expert 1 needs both servers."""
     layer = Layer(floats(5, 1), ints(1, 2), ints(2, 1), floats(1, 10))
     assert pack(layer, nothing(2, 2)).tolist() == [[True, False], [True, True]]
 
@@ -109,7 +109,7 @@ def test_swap_worked_example() -> None:
 
 @st.composite
 def layers(draw: st.DrawFn) -> tuple[Layer, BoolArray]:
-    """Any slots and copies that match, and any holders before."""
+    """Strategy for layers whose slots and copies match, with any holders before."""
     experts, servers = draw(st.integers(1, 6)), draw(st.integers(1, 5))
     room = draw(st.lists(st.integers(0, experts), min_size=servers, max_size=servers))
     least = draw(st.integers(1, servers))
@@ -142,7 +142,7 @@ def test_every_room_is_filled_and_every_copy_placed(problem: tuple[Layer, BoolAr
 @pytest.mark.slow
 @given(layers())
 def test_no_expert_could_have_had_the_copy_of_another(problem: tuple[Layer, BoolArray]) -> None:
-    """A copy given to a cold expert was one that no hotter expert could take: tried over all counts."""
+    """For all numbers of copies: if a cold expert got a copy, no hotter expert could have taken it."""
     layer, _ = problem
     load = layer.each * layer.count
     for hot, cold in itertools.permutations(range(len(load)), 2):
@@ -154,7 +154,7 @@ def test_no_expert_could_have_had_the_copy_of_another(problem: tuple[Layer, Bool
 
 
 def matches(count: IntArray, room: IntArray) -> bool:
-    """Whether copies fit slots, each expert's into its roomiest servers (which is enough to find out)."""
+    """Whether the copies fit the slots. It is enough to try each expert on its servers with the most room."""
     left = sorted(room.tolist(), reverse=True)
     for copies_of_one in sorted(count.tolist(), reverse=True):
         if copies_of_one > len(left) or (copies_of_one and left[copies_of_one - 1] == 0):

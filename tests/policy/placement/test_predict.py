@@ -20,7 +20,7 @@ def profile_of(
     num_experts: int,
     nearest: list[int] | None = None,
 ) -> Profile:
-    """One request. experts: [t, layers, k]."""
+    """A profile of one request. experts: [t, layers, k]."""
     chosen = np.array(experts, dtype=np.int16)
     routes = Routes(
         np.array(tokens, dtype=np.int32),
@@ -60,7 +60,7 @@ def test_an_unseen_token_takes_the_place_of_the_nearest_known_one() -> None:
 
 
 def test_scores_are_summed_over_layers_and_choices() -> None:
-    """Two layers, k = 2: a token has four pairs."""
+    """Two layers and k = 2, so a token has four pairs."""
     known = profile_of([0, 0], [[[0, 1], [2, 3]], [[0, 2], [3, 2]]], 1, 4)
     tables = build(known, clusters_of([[0, 0, 1, 1], [0, 0, 1, 1]], [[0], [1]]))
     assert tables.scores.tolist() == [[1.5, 2.5]]
@@ -98,7 +98,9 @@ THREE_LAYERS = profile_of(
     5,
     2,
 )
-"""Experts 0 and 1 are ranks 0 and 1 throughout. After ranks 0, 1 come 0, 0, 1; after 1, 1 comes 1."""
+"""Experts 0 and 1 are on ranks 0 and 1 in all layers. After ranks 0, 1 come 0, 0, 1. After ranks 1, 1 comes
+1.
+"""
 
 
 def test_table_a_worked_example() -> None:
@@ -110,7 +112,8 @@ def test_table_a_worked_example() -> None:
 
 
 def test_the_surer_table_is_believed() -> None:
-    """Token 4 was never seen: in layer 2 it is on rank 0 or 1 alike. Token 3 was on rank 1 every time."""
+    """Token 4 was never seen, and in layer 2 it is equally likely on rank 0 or 1. Token 3 was on rank 1 every
+    time."""
     tables = build(THREE_LAYERS, clusters_of([[0, 1]] * 3, [[1] * 5] * 3))
     tokens = np.array([4, 4, 3, 3])
     history = np.array([[0, 1], [0, 0], [0, 1], [1, 1]])

@@ -12,7 +12,7 @@ from moesaic.policy.placement.redundancy import copied, demand, place, tables_of
 from moesaic.policy.placement.solvers import SOLVERS
 
 HOME = np.array([[1, 0], [1, 0], [0, 1], [0, 1]], dtype=np.bool_)
-"""Experts 0 and 1 on rank 0, 2 and 3 on rank 1."""
+"""Experts 0 and 1 are on rank 0, 2 and 3 on rank 1."""
 
 
 def profile(seed: int = 0, experts: int = 6, tokens: int = 200) -> Profile:
@@ -89,7 +89,8 @@ def test_more_copies_than_ranks(redundant: int) -> None:
 
 
 def test_tables_know_of_copies() -> None:
-    """With everything everywhere, each rank has all of a token's pairs; without copies rows sum to them."""
+    """If every rank holds every expert, each rank has all pairs of a token. Without copies the ranks' pairs
+    add up to them."""
     made = profile()
     clusters = SOLVERS["vanilla"](made, 2, 0)
     seen = made.counts[0].known

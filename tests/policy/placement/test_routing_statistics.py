@@ -34,7 +34,7 @@ V, E, K = 7, 6, 2
 def routes_of(
     lengths: list[int], experts: npt.ArrayLike, tokens: list[int], topics: list[int] | None = None
 ) -> Routes:
-    """experts: [t, layers, k]."""
+    """Routes of requests. experts: [t, layers, k]."""
     return Routes(
         np.array(tokens, dtype=np.int32),
         np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
@@ -45,7 +45,7 @@ def routes_of(
 
 
 def at_random(seed: int, requests: int = 6, layers: int = 3) -> Profile:
-    """Requests of 1 to 9 tokens; half of the token ids have experts that they like."""
+    """Strategy for requests of 1 to 9 tokens. Half of the token ids have preferred experts."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 10, requests)
     tokens = rng.integers(0, V - 1, lengths.sum())
@@ -57,7 +57,7 @@ def at_random(seed: int, requests: int = 6, layers: int = 3) -> Profile:
 
 
 def counted(profile: Profile, layer: int) -> dict[int, Counter[int]]:
-    """Token id -> expert -> how often, by a plain loop."""
+    """How often each token id chose each expert, by a plain loop: token id -> expert -> count."""
     found: dict[int, Counter[int]] = defaultdict(Counter)
     for token, experts in zip(profile.routes.tokens, profile.routes.experts[:, layer], strict=True):
         found[int(token)].update(experts.tolist())
@@ -72,7 +72,7 @@ def top(counts: Counter[int], k: int) -> list[int]:
 
 
 def test_concentration_worked_example() -> None:
-    """Token 3 chose experts 2, 0, 5 five, three and two times; token 4 only expert 1."""
+    """Token 3 chose experts 2, 0 and 5 five, three and two times. Token 4 chose only expert 1."""
     experts = np.array([[2]] * 5 + [[0]] * 3 + [[5]] * 2 + [[1]] * 4)
     counts = Counts.of(np.array([3] * 10 + [4] * 4), experts, V, E)
     assert hottest(counts, 2)[[3, 4, 5]].tolist() == [[2, 0], [1, -1], [-1, -1]]
@@ -82,7 +82,8 @@ def test_concentration_worked_example() -> None:
 
 
 def test_kurtosis_worked_examples() -> None:
-    """6 of 64 experts, each once: the formula of the docstring. All experts alike: no spread."""
+    """6 of 64 experts, each chosen once, give the value of the docstring. Equal loads of all experts have no
+    spread."""
     counts = Counts.of(np.array([0, 1, 1]), np.array([range(6), range(6), range(6)]), 2, 64)
     p = 6 / 64
     assert kurtosis(counts, 64).tolist() == pytest.approx([(1 - 3 * p * (1 - p)) / (p * (1 - p))] * 2)
@@ -168,7 +169,7 @@ def test_together_by_counting(seed: int) -> None:
 
 
 def test_temporal_locality_stays_within_a_request() -> None:
-    """Requests of 3 and 2 tokens: pairs (0, 1), (1, 2) and (3, 4), not (2, 3)."""
+    """Requests have 3 and 2 tokens. The pairs are (0, 1), (1, 2) and (3, 4), but not (2, 3)."""
     routes = routes_of([3, 2], [[[0, 1]], [[1, 0]], [[2, 0]], [[2, 0]], [[3, 4]]], [0] * 5)
     assert repeated(routes, 0, 1) == pytest.approx((1 + 0.5 + 0) / 3)
     assert repeated(routes, 0, 2) == 0.5
@@ -179,7 +180,8 @@ def test_temporal_locality_stays_within_a_request() -> None:
 
 
 def test_topics_lie_apart() -> None:
-    """Requests of topic 0 use experts 0 and 1, those of topic 1 experts 4 and 5; one has no topic."""
+    """Requests of topic 0 use experts 0 and 1, and those of topic 1 use experts 4 and 5. One request has no
+    topic."""
     rows = [[[0, 1]], [[1, 0]], [[4, 5]], [[5, 4]], [[4, 5]], [[2, 3]]]
     found = map_requests(routes_of([1] * 6, rows, [0] * 6, [0, 0, 1, 1, 1, NO_TOPIC]), E)
     assert found is not None and found.topics == (0, 0, 1, 1, 1, NO_TOPIC)
@@ -196,7 +198,7 @@ def test_nobody_is_its_own_neighbour() -> None:
 
 
 def test_the_map_keeps_distances() -> None:
-    """In two dimensions it is the requests' own shape."""
+    """Two dimensions keep the requests' own shape."""
     rows = [[[0, 1]], [[2, 3]], [[0, 3]]]
     found = map_requests(routes_of([1] * 3, rows, [0] * 3), E)
     assert found is not None and found.neighbours is None
@@ -244,7 +246,7 @@ def test_a_token_id_that_was_not_learned_is_a_miss() -> None:
 
 
 def test_looking_back_worked_example() -> None:
-    """Layer 2 repeats layer 0's expert; layer 1 tells nothing. A path never seen is cut."""
+    """Layer 2 repeats layer 0's expert. Layer 1 says nothing about it. A path that was never seen is cut."""
     learned = np.array([[[0], [2], [0]], [[0], [3], [0]], [[1], [2], [1]], [[0], [2], [0]]], dtype=np.int16)
     asked = np.array([[[0], [2], [0]], [[1], [2], [1]], [[1], [3], [1]]], dtype=np.int16)
     assert look_back(learned, asked, 2, E) == pytest.approx((1 / 3, 1 / 3, 2 / 3))
@@ -276,8 +278,8 @@ def test_looking_back_by_counting(seed: int, layer: int) -> None:
 
 
 def test_what_can_be_predicted_is_predicted() -> None:
-    """Four experts on two ranks, four token ids. Layers 0 and 3 follow the token, layer 1 nothing, layers 2
-    and 4 are on rank 0 where both layers before were on the same rank."""
+    """Four experts on two ranks and four token ids. Layers 0 and 3 follow the token, and layer 1 follows
+    nothing. Layers 2 and 4 are on rank 0 if both layers before were on the same rank."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 4, 800)
     first, second, fourth = tokens, rng.integers(0, 4, 800), 2 * (tokens % 2)

@@ -13,7 +13,7 @@ CONFIDENCE = np.array([0.9, 0.2, 0.5, 0.8, 0.7], dtype=np.float32)
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[int], list[float], int]:
-    """Predicted ranks, confidences (with equal ones among them) and the number of ranks."""
+    """Strategy for predicted ranks, confidences (some of them equal) and the number of ranks."""
     ranks = draw(st.integers(1, 5))
     rows = draw(st.integers(0, 24))
     predicted = draw(st.lists(st.integers(0, ranks - 1), min_size=rows, max_size=rows))
@@ -22,7 +22,7 @@ def batches(draw: st.DrawFn) -> tuple[list[int], list[float], int]:
 
 
 def slow_targets(predicted: list[int], confidence: list[float], ranks: int, align: Align) -> list[int]:
-    """Where each row goes, one row after the other."""
+    """The rank of each row, computed one row after the other."""
     rows = len(predicted)
     capacity = -(-rows // ranks)
     if align == "variable":
@@ -70,7 +70,7 @@ def test_inverse_and_ranks_of_the_worked_example() -> None:
 
 
 def test_local_pairs() -> None:
-    """Experts 0 and 1 on rank 0, 2 and 3 on rank 1; rows on ranks 1, 0, 0, 1, 1."""
+    """Experts 0 and 1 are on rank 0, 2 and 3 on rank 1. The rows are on ranks 1, 0, 0, 1, 1."""
     experts = np.array([[2, 3], [2, 0], [0, 1], [1, 0], [3, 0]])
     found = plan(PREDICTED, CONFIDENCE, 2, "move")
     assert found.local_pairs(experts, np.array([0, 0, 1, 1])) == 2 + 1 + 2 + 0 + 1
@@ -82,7 +82,7 @@ def test_nobody_moves_where_everybody_fits() -> None:
 
 
 def test_the_emptiest_rank_is_filled_first() -> None:
-    """All nine rows want rank 0 of four and three may stay: two each for the others, none left empty."""
+    """All nine rows want rank 0 of four, and three may stay. Each other rank gets two, so none is empty."""
     found = plan(np.zeros(9, dtype=np.int64), np.linspace(1, 0, 9), 4, "move")
     assert found.sizes.tolist() == [3, 2, 2, 2]
 
@@ -107,7 +107,8 @@ def test_equals_the_slow_one(batch: tuple[list[int], list[float], int], align: A
 
 @given(batches(), st.sampled_from(["move", "variable", "none"]))
 def test_properties(batch: tuple[list[int], list[float], int], align: Align) -> None:
-    """A permutation and its inverse; equal shards where they are promised; nobody lost for less."""
+    """The order is a permutation with its inverse. Shards are equal where that is promised. No row moves for
+    a smaller gain than needed."""
     predicted, confidence, ranks = np.array(batch[0], dtype=np.int64), np.array(batch[1]), batch[2]
     rows, capacity = len(predicted), -(-len(predicted) // ranks)
     found = plan(predicted, confidence, ranks, align)

@@ -22,7 +22,7 @@ def batching(
 
 
 def run(subject: ContinuousBatching, schedule: ScheduledStep) -> None:
-    """What a scheduler does when the step is done; every sampled token is 0."""
+    """Does what a scheduler does when a step is done. Every sampled token is 0."""
     for sequence, rows in schedule.chunks:
         sequence.advance(rows)
         subject.blocks.commit(sequence.request_id, sequence.tokens.array, sequence.num_computed)
@@ -36,7 +36,7 @@ def chunks(schedule: ScheduledStep) -> list[tuple[int, int]]:
 
 
 def test_worked_example() -> None:
-    """8 rows a step, prompts of 5, 11 and 2 tokens: decodes ride along with the chunks."""
+    """8 rows a step, and prompts of 5, 11 and 2 tokens. Decodes run together with chunks of prompts."""
     subject = batching(rows=8)
     for request_id, length in enumerate((5, 11, 2)):
         subject.add(request(request_id, [request_id] * length, max_tokens=3), now=0.0)
@@ -71,7 +71,7 @@ def test_a_chunk_cap_lets_prompts_share_a_step() -> None:
 
 
 def test_nobody_overtakes() -> None:
-    """4 blocks: request 1 does not fit beside request 0, so request 2, which would, waits too."""
+    """With 4 blocks request 1 does not fit beside request 0. Request 2 would fit, but waits too."""
     subject = batching(num_blocks=4, length=16, rows=16)
     for request_id, length in enumerate((7, 10, 1)):
         subject.add(request(request_id, [request_id] * length, max_tokens=1), 0.0)
@@ -82,7 +82,7 @@ def test_nobody_overtakes() -> None:
 
 
 def test_the_latest_arrival_is_preempted_and_comes_back_first() -> None:
-    """Two requests that decode side by side until the six blocks of two tokens are used up."""
+    """Two requests decode side by side until the six blocks of two tokens are used up."""
     subject = batching(num_blocks=6, size=2, seats=2, length=12)
     for request_id in range(3):
         subject.add(request(request_id, [request_id] * 3, max_tokens=8), 0.0)
@@ -104,7 +104,7 @@ def test_the_latest_arrival_is_preempted_and_comes_back_first() -> None:
 
 
 def test_no_thrash() -> None:
-    """An admission leaves a block for everybody who may still grow."""
+    """An admission leaves a free block for every request that may still grow."""
     subject = batching(num_blocks=4, length=16)
     subject.add(request(0, [0] * 8, max_tokens=8), 0.0)
     run(subject, subject.schedule(0.0))
@@ -113,7 +113,8 @@ def test_no_thrash() -> None:
 
 
 def test_no_block_is_spared_for_who_cannot_grow() -> None:
-    """With max_tokens 1 a prompt of two blocks never needs a third: the answer's KV is not written."""
+    """With max_tokens 1 a prompt of two blocks never needs a third, since the answer's keys and values are
+    not written."""
     subject = batching(num_blocks=4, length=16, rows=16)
     subject.add(request(0, [0] * 8, max_tokens=1), 0.0)
     subject.add(request(1, [1] * 8, max_tokens=1), 0.0)
@@ -170,7 +171,7 @@ def test_length_ends_a_request(max_tokens: int | None, max_model_len: int) -> No
 
 
 def test_scored_chunks_never_mix() -> None:
-    """A prompt of 6 with 2 generated tokens, preempted when rows 0 to 2 had been scored."""
+    """A prompt of 6 tokens with 2 generated ones was preempted when rows 0 to 2 had been scored."""
     sequence = Sequence(request(0, [1] * 6, prompt_logprobs=0), 20, 0.0)
     assert (sequence.reusable, sequence.chunk_end, sequence.scored_now) == (0, 6, True)
     sequence.admit(0)

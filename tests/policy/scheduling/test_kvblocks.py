@@ -16,14 +16,14 @@ def ints(*tokens: int) -> IntArray:
 
 
 def filled(pool: KVBlocks, request_id: int, tokens: IntArray) -> list[int]:
-    """Allocate, compute and commit a request; its block table."""
+    """Allocates, computes and commits a request. Returns its block table."""
     assert pool.allocate(request_id, tokens, len(tokens) - 1) is not None
     pool.commit(request_id, tokens, len(tokens))
     return pool.table(request_id).tolist()
 
 
 def test_worked_example() -> None:
-    """Two questions about one text: the second computes only what differs."""
+    """Two questions about one text. The second one computes only what differs."""
     pool = KVBlocks(num_blocks=5, block_size=4)
     text = (1, 2, 3, 4, 5, 6, 7, 8)
 
@@ -160,7 +160,7 @@ PROMPTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(PROMPTS, st.integers(1, 3), st.booleans())
 def test_the_longest_known_prefix_is_found(prompts: list[list[int]], size: int, keep: bool) -> None:
-    """Against the obvious version: compare with every earlier prompt, token by token."""
+    """Compares with a plain version, which compares with every earlier prompt token by token."""
     pool = KVBlocks(1000, size)
     for request_id, prompt in enumerate(prompts):
         limit = (len(prompt) - 1) // size * size

@@ -1,4 +1,4 @@
-"""KVBlocks under random use of a tiny pool, against a simulated cache and an audit of its inside."""
+"""KVBlocks under random use of a tiny pool, against a simulated cache and an audit of its internal state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Holder:
 
 
 def audit(pool: KVBlocks) -> None:
-    """Each block is in one state, counts are right, known blocks form a forest, leaves are older."""
+    """Checks that each block is in one state, that counts are right, that known blocks form a forest, and
+    that leaves are older."""
     tables = {request_id: table.blocks.array.tolist() for request_id, table in pool._tables.items()}
     holders = Counter(block for table in tables.values() for block in table)
     assert [holders[block] for block in range(pool.num_blocks)] == pool._references
@@ -85,7 +86,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.holders)
     @rule(data=st.data(), rows=st.integers(1, 12))
     def compute(self, data: st.DataObject, rows: int) -> None:
-        """A step for one request: write, then commit."""
+        """Runs a step for one request: writes its blocks, then commits them."""
         request_id = data.draw(st.sampled_from(sorted(self.holders)))
         holder = self.holders[request_id]
         end = min(holder.computed + rows, len(holder.tokens))

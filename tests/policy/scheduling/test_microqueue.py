@@ -24,7 +24,7 @@ from moesaic.policy.scheduling.microqueue import (
 
 
 def column(*rows: int) -> IntArray:
-    """[B, 1] one queue a layer."""
+    """One queue for each layer, [B, 1]."""
     return np.array(rows, dtype=np.int64)[:, None]
 
 
@@ -37,7 +37,7 @@ def chosen(policy: QueuePolicy, tokens: IntArray) -> Queue | None:
 
 
 def test_worked_example() -> None:
-    """Three policies, three answers."""
+    """The three policies give three different answers."""
     tokens = column(1, 6, 0, 5, 5)
     defrag = Defrag(lookahead=2, decay=0.5)
     assert defrag.scores(tokens)[[0, 1, 3, 4], 0].tolist() == [4, 7.25, 7.75, 7]
@@ -51,7 +51,7 @@ def test_defaults_are_those_of_the_public_code() -> None:
 
 
 def test_experts_of_a_layer_share_its_lookahead() -> None:
-    """Own queues count whole, other layers by their mean: 2 + 0.5 * 9 / 3 beats 3 + 0.5 * 3 / 3."""
+    """Own queues count fully, other layers by their mean: 2 + 0.5 * 9 / 3 is more than 3 + 0.5 * 3 / 3."""
     tokens = grid([1, 2, 0], [3, 3, 3])
     assert Defrag(lookahead=1, decay=0.5).scores(tokens).tolist() == [[2.5, 3.5, 1.5], [3.5, 3.5, 3.5]]
     assert chosen(Defrag(lookahead=1, decay=0.5), tokens) == (0, 1)
@@ -94,7 +94,8 @@ def test_the_queue_that_waited_too_long_goes_first(name: str) -> None:
 
 
 def rounds_until_served(policy: QueuePolicy, limit: int) -> int | None:
-    """10 rows come into layer 0 each 30 ms and one waits in layer 1: the round that runs layer 1."""
+    """10 rows arrive at layer 0 every 30 ms, and one row waits in layer 1. Returns the round that runs layer
+    1."""
     for done in range(limit):
         queue = policy.choose(column(10, 1), np.array([[0.03], [0.03 * done]]))
         if queue == (1, 0):

@@ -21,7 +21,7 @@ def ints(*values: int) -> IntArray:
 
 
 def run(call: int, rows: Sequence[int], request_ids: Sequence[int] | None = None, layer: int = 0) -> Units:
-    """A call whose units are of requests 0, 1, ... unless said otherwise, each from position 0."""
+    """A call whose units belong to requests 0, 1, ... unless named otherwise. Each begins at position 0."""
     owners = ints(*(range(len(rows)) if request_ids is None else request_ids))
     return Units.of_run(call, layer, owners, 0 * owners, 0 * owners, ints(*rows))
 
@@ -93,7 +93,8 @@ def test_a_dropped_unit_is_never_ready_but_its_parts_are_awaited() -> None:
 
 
 def test_late_parts_of_an_older_epoch_complete_nothing() -> None:
-    """Preempted with one part out, the request comes back; the old part comes last but one."""
+    """The request was preempted while one part was outstanding. It comes back, and the old part arrives last
+    but one."""
     pool = TokenPool()
     pool.open(Units.of_run(0, 2, ints(9), ints(0), ints(5), ints(1)), top_k=2)
     pool.arrived(0, ints(0))
@@ -143,7 +144,8 @@ ROWS = st.lists(st.one_of(st.just(1), st.integers(1, 9)), min_size=1, max_size=6
 @settings(max_examples=200, derandomize=True)
 @given(ROWS, st.integers(1, 4), st.data())
 def test_a_unit_is_ready_with_the_last_of_its_parts(rows: list[int], top_k: int, data: st.DataObject) -> None:
-    """Any order, any cut into answers, any repetition: against a set of pairs for each unit."""
+    """Answers come in any order, in any pieces, and repeatedly. The result is compared with a set of pairs
+    for each unit."""
     pool = TokenPool()
     pool.open(run(0, rows), top_k)
     ends = np.cumsum(rows) * top_k
@@ -164,7 +166,7 @@ def test_a_unit_is_ready_with_the_last_of_its_parts(rows: list[int], top_k: int,
 
 @dataclass
 class ToyCall:
-    """A call as sets: who is open, and which pairs of whom are out."""
+    """A call as plain sets: the open units, and the outstanding pairs of each."""
 
     layer: int
     lacks: dict[Key, set[int]]
@@ -178,7 +180,7 @@ class ToyCall:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random calls, answers, drops and servers that die, against sets."""
+    """Random calls, answers, drops and dying servers, compared with plain sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +220,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.calls)
     @rule(data=st.data())
     def resend(self, data: st.DataObject) -> None:
-        """What is missing comes at once."""
+        """Sends the missing pairs again. They arrive at once."""
         call = data.draw(st.sampled_from(sorted(self.calls)))
         missing = self.pool.missing(call)
         assert missing.tolist() == sorted(self.calls[call].out)
@@ -254,7 +256,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(self.pool) == sum(bool(toy.out) for toy in self.calls.values())
 
     def teardown(self) -> None:
-        """Every unit was ready once or was dropped, and nothing is left."""
+        """Checks that every unit was ready once or was dropped, and that nothing is left."""
         for call in self.calls:
             self.answer(call, self.pool.missing(call).tolist())
         opened = {key for toy in self.calls.values() for key in toy.lacks}

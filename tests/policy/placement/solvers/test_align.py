@@ -1,4 +1,4 @@
-"""Numbers that mean the same in all layers."""
+"""Cluster numbers that mean the same in all layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def aligned_agreement(profile: Profile, experts: np.ndarray, ranks: int) -> floa
 
 
 def test_worked_example() -> None:
-    """Half the requests choose 0, 1 and then 2, 3; the others 2, 3 and then 0, 1."""
+    """Half of the requests choose 0, 1 and then 2, 3. The others choose 2, 3 and then 0, 1."""
     one, other = [[0, 1], [2, 3]], [[2, 3], [0, 1]]
     profile = profile_of(np.array([one, other] * 4), list(range(9)), np.arange(8) % 2, 2, 4)
     assert align(profile, np.array([[0, 0, 1, 1]] * 2), 2).tolist() == [[0, 0, 1, 1], [1, 1, 0, 0]]
@@ -45,7 +45,7 @@ def test_every_topic_has_one_number(seed: int, by_request: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_as_good_as_every_numbering(seed: int) -> None:
-    """Small enough to try all of them."""
+    """The case is small enough to try every numbering."""
     profile = noise(seed, size=6, layers=4, k=2, requests=20)
     given = shuffled(seed, 4, 6, 3)
     overlap = overlaps(profile, given, 3)
@@ -66,7 +66,8 @@ def test_clusters_stay_and_agree_no_less(seed: int) -> None:
 
 
 def test_agreement_is_the_covariance_of_requests() -> None:
-    """Counted request by request; the first eight are three times as long as the others."""
+    """The covariance is counted request by request. The first eight requests are three times as long as the
+    others."""
     even = noise(3, size=6, layers=3, k=2, requests=16)
     routes = replace(even.routes, starts=np.cumsum([0, *[12] * 8, *[4] * 8]))
     profile = even.of(routes)
@@ -83,7 +84,8 @@ def test_agreement_is_the_covariance_of_requests() -> None:
 
 
 def test_hot_clusters_do_not_attract_each_other() -> None:
-    """Expert 0 is the hotter one in both layers, but requests that lean to it in one don't in the other."""
+    """Expert 0 is the hotter one in both layers. Requests that prefer it in one layer do not prefer it in the
+    other."""
     leans = [([0, 0, 0, 1], [0, 0, 1, 1]), ([0, 0, 1, 1], [0, 0, 0, 1])] * 4
     experts = np.concatenate([np.array(lean).T for lean in leans])[:, :, None]
     profile = profile_of(experts, [4 * i for i in range(9)], np.zeros(32, dtype=np.int64), 1, 2)

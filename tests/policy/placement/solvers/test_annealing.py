@@ -1,4 +1,4 @@
-"""Our solver: what its exchanges say they gain, what it finds, and what a rank carries."""
+"""Our solver: the gains of its exchanges, what it finds, and the load of a rank."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ QUICK = AnnealingSearch(runs=3, steps=600, hot=0.02, cold=1e-3, offspring=2, bri
 
 
 def local(profile: Profile, experts: SmallArray, ranks: int) -> float:
-    """Choices of the profile on their token ids' best ranks, over all layers."""
+    """The number of choices that are on their token id's best rank, over all layers of the profile."""
     layers = zip(profile.counts, experts, strict=True)
     return sum(float(rank_choices(counts, row, ranks).max(axis=1).sum()) for counts, row in layers)
 
 
 def carried(profile: Profile, experts: SmallArray, ranks: int) -> IntArray:
-    """[layers, R] loads."""
+    """The load of each rank in each layer, [layers, R]."""
     layers = zip(experts, profile.loads, strict=True)
     return np.array([np.bincount(row, loads, minlength=ranks) for row, loads in layers]).astype(np.int64)
 
@@ -66,7 +66,7 @@ def test_planted_clusters_are_found_and_numbered_alike(seed: int, ranks: int) ->
 
 @pytest.mark.parametrize("seed", range(5))
 def test_as_good_as_every_placement(seed: int) -> None:
-    """Small enough to try all of them; the load is free."""
+    """The case is small enough to try every placement. The load is unlimited."""
     profile = noise(seed, size=7, layers=1, k=2)
     room = experts_per_rank(7, 3)
     every = {tuple(row) for row in permutations(np.repeat(np.arange(3), room).tolist())}
@@ -77,7 +77,7 @@ def test_as_good_as_every_placement(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 4])
 def test_more_local_than_k_means(seed: int) -> None:
-    """24 experts on 4 ranks without planted order, at the balance that k-means came to."""
+    """24 experts on 4 ranks without planted order, with the balance that k-means reached."""
     profile = noise(seed, size=24, layers=1, k=4, requests=60)
     rival = kmeans.solve(profile, 4, seed)
     most = carried(profile, rival.experts, 4).max()
@@ -89,7 +89,7 @@ def test_more_local_than_k_means(seed: int) -> None:
 
 
 def test_a_rank_carries_no_more_than_its_cap() -> None:
-    """Hot experts like each other: together they are local, apart they are balanced."""
+    """Hot experts are chosen together. On one rank they are local, on several they are balanced."""
     rng = np.random.default_rng(0)
     tokens = np.arange(400) % 40
     scores = rng.random((400, 8)) + np.where(tokens[:, None] % 4 == 0, 0.0, 1.0) * (np.arange(8) < 4)
@@ -162,7 +162,7 @@ def test_polish_ends_where_no_exchange_gains() -> None:
 
 
 def test_anneal_returns_the_best_that_it_saw() -> None:
-    """So hot that it only strays: the start was best."""
+    """The temperature is so high that the search only gets worse. The start was best."""
     rows = np.kron(np.eye(3), np.ones((4, 5))).astype(np.float32)
     layer = annealing._Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 3, AnnealingSearch())
     start = np.arange(12) // 4
@@ -171,7 +171,7 @@ def test_anneal_returns_the_best_that_it_saw() -> None:
 
 
 def test_more_local_and_evener_than_cross_entropy() -> None:
-    """Whatever `spare` would let a rank carry."""
+    """The result is more local and more even for every `spare`."""
     counts = noise(0, size=24, layers=1, k=4, requests=60).counts[0]
     rows, loads = dense(counts, 24), counts.loads(24).astype(np.float64)
     rival = speculative.search_layer(rows, 4, np.random.default_rng(3), speculative.CrossEntropySearch())

@@ -1,4 +1,6 @@
-"""Speculative MoE, Sem-MoE and MoETuner: their parts against what one would write down, and small truths."""
+"""Speculative MoE, Sem-MoE and MoETuner: their parts against plain versions, and small cases with a known
+answer.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ PAPERS: dict[str, Solver] = {
 
 
 def partitions(room: IntArray) -> Iterator[IntArray]:
-    """Every way to fill the ranks, numbers apart."""
+    """Every way to divide the experts over ranks, up to the numbers of the ranks."""
     for labels in product(range(len(room)), repeat=int(room.sum())):
         if (np.bincount(labels, minlength=len(room)) == room).all():
             yield np.array(labels)
@@ -158,7 +160,8 @@ def test_draws_fill_the_rooms(room: list[int]) -> None:
 
 
 def test_draws_follow_p() -> None:
-    """Expert 0 comes first half the time; then it is on rank 0 with 0.8, else where 1 left room."""
+    """Expert 0 is drawn first half of the time. Then it is on rank 0 with probability 0.8, otherwise wherever
+    expert 1 left room."""
     p = np.array([[0.8, 0.2], [0.5, 0.5]])
     drawn = np.concatenate(
         [speculative.draw(p, np.array([1, 1]), 500, np.random.default_rng(seed)) for seed in range(40)]
@@ -196,7 +199,7 @@ def test_search_comes_near_the_best_partition(seed: int, room: list[int]) -> Non
 
 @pytest.mark.parametrize("seed", range(5))
 def test_elites_lead_from_any_start(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exchanges before it left out: what is gained is the cross-entropy method's."""
+    """The exchanges before it are left out, so the whole gain is that of the cross-entropy method."""
     rng = np.random.default_rng(seed)
     groups = rng.permutation(np.arange(16) % 4)
     rows = (groups == np.arange(40)[:, None] % 4) * rng.integers(1, 4, (40, 16)).astype(np.float32)
@@ -258,7 +261,7 @@ def test_requests_go_where_their_experts_are() -> None:
 
 
 def test_cost_worked_example() -> None:
-    """Rank 0 carries 0.7, 1.4 times its fair share; 3 of 4 choices are local."""
+    """Rank 0 carries 0.7, which is 1.4 times its fair share. 3 of 4 choices are local."""
     rows = np.array([[[2, 0]], [[1, 1]]], dtype=np.float32)
     inputs = sem_moe.Inputs(rows, np.zeros((1, 2, 2)), np.array([[0.7, 0.3]]), np.array([1, 1]))
     assert sem_moe.cost(inputs, np.array([[0, 1]]), np.array([0, 1])) == pytest.approx(1.4 + 0.25)
@@ -266,7 +269,7 @@ def test_cost_worked_example() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_experts_are_placed_near_the_best(seed: int) -> None:
-    """Against every placement of a layer's experts, requests given."""
+    """The result is compared with every placement of a layer's experts, for given requests."""
     profile, weights = noise(seed, 6, layers=1, k=2), sem_moe.Weights()
     inputs = sem_moe.inputs_of(profile, experts_per_rank(6, 3), weights)
     requests = np.arange(12) % 3
@@ -278,7 +281,7 @@ def test_experts_are_placed_near_the_best(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_more_rounds_cost_no_more(seed: int) -> None:
-    """The best round is kept: the first rounds are the same."""
+    """The best round is kept, and the first rounds are the same."""
     profile, _ = planted(seed, 12, 4)
     mixed = noise(seed, 12, layers=3, k=3, requests=40)
     for inputs in (
@@ -293,7 +296,8 @@ def test_more_rounds_cost_no_more(seed: int) -> None:
 
 
 def test_exchanges_follow_the_greedy_pass() -> None:
-    """Greedily 1 joins 0, as nothing speaks against it, before its companion 3 comes."""
+    """The greedy pass puts 1 beside 0, before its companion 3 is placed. Nothing speaks against it at that
+    moment."""
     pairs = np.zeros((1, 4, 4))
     pairs[0, 0, 3] = pairs[0, 3, 0] = 0.5
     rows = np.full((4, 1, 4), 1, dtype=np.float32)
@@ -308,7 +312,7 @@ def test_exchanges_follow_the_greedy_pass() -> None:
 
 
 def test_load_weighs() -> None:
-    """Experts 0 and 1 are hot and go together; a high price on load parts them."""
+    """Experts 0 and 1 are hot and chosen together. A high price of load separates them."""
     pairs = np.zeros((1, 4, 4))
     pairs[0, 0, 1] = pairs[0, 1, 0] = 0.5
     rows = np.full((4, 1, 4), 1, dtype=np.float32)
@@ -382,7 +386,8 @@ def test_bottleneck_is_the_best_of_all(seed: int) -> None:
 
 
 def test_traffic_between_clusters() -> None:
-    """Experts 0, 1 | 2, 3, then 0, 2 | 1, 3: of 10 choices 4 leave expert 1 for 3 and 6 leave 2 for 0."""
+    """Clusters are 0, 1 | 2, 3, then 0, 2 | 1, 3. Of 10 choices 4 move from expert 1 to 3, and 6 from expert
+    2 to 0."""
     moved = np.zeros((1, 4, 4), dtype=np.int64)
     moved[0, 1, 3], moved[0, 2, 0] = 4, 6
     found = moetuner.traffic(moved, np.array([[0, 0, 1, 1], [0, 1, 0, 1]]), 2)
@@ -395,7 +400,7 @@ def test_mapped_worked_example() -> None:
 
 
 def heaviest(moves: FloatArray, numbers: IntArray) -> tuple[float, float]:
-    """The most that moves between two ranks in any pair of layers; what moves in all."""
+    """The most choices that move between two ranks in any pair of layers, and the sum of all moves."""
     found = [
         [step[c, d] for c, d in product(range(3), repeat=2) if here[c] != there[d]]
         for step, here, there in zip(moves, numbers, numbers[1:], strict=False)
@@ -405,7 +410,8 @@ def heaviest(moves: FloatArray, numbers: IntArray) -> tuple[float, float]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_other_map_has_a_lower_maximum(seed: int) -> None:
-    """Against all maps of three layers, and for two layers the fewest moves among the equal ones."""
+    """The result is compared with all maps of three layers. For two layers it has the fewest moves of all
+    equal maps."""
     moves = np.random.default_rng(seed).dirichlet(np.full(9, 0.5), 2).reshape(2, 3, 3)
     maps = [np.array(order) for order in permutations(range(3))]
     own = np.arange(3)

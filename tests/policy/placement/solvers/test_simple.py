@@ -1,4 +1,4 @@
-"""The solvers that are baselines, and what all solvers have alike."""
+"""The solvers that serve as baselines, and what all solvers have in common."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from moesaic.policy.placement.solvers.tokens import labelled, rank_choices
 
 SIMPLE = ("vanilla", "eplb", "kmeans", "metis")
 BRIEF = annealing.AnnealingSearch(steps=1_000, brief=500)
-"""What all solvers have alike does not depend on how long one searches."""
+"""A short search. What all solvers have in common does not depend on its length."""
 
 
 def profile_of(
     tokens: list[int], experts: object, vocab_size: int, size: int, nearest: list[int] | None = None
 ) -> Profile:
-    """One request with experts [t, layers, k]."""
+    """A profile of one request. experts: [t, layers, k]."""
     routes = Routes(
         np.array(tokens, dtype=np.int32),
         np.array([0, len(tokens)]),
@@ -134,7 +134,7 @@ def test_tokens_worked_example() -> None:
 
 
 def test_unseen_tokens_take_the_nearest_label_or_the_busiest_rank() -> None:
-    """Ids 0 and 1 are known; 2 is near 0, 3 near itself: nobody knows where it is best off."""
+    """Ids 0 and 1 are known. Id 2 is near id 0. Id 3 is nearest to itself, so its best rank is unknown."""
     tokens, experts = [0, 1, 1], [[[0]], [[1]], [[1]]]
     placed = np.array([[0, 1]])
     with_nearest = labelled(profile_of(tokens, experts, 4, 2, [0, 1, 0, 3]), placed)
@@ -202,7 +202,7 @@ def test_packing_worked_example() -> None:
 
 
 def test_eplb_packs_the_loads_of_each_layer() -> None:
-    """Loads 9 1 5 4 in layer 0, 4 5 1 9 in layer 1."""
+    """The loads are 9 1 5 4 in layer 0 and 4 5 1 9 in layer 1."""
     first = np.repeat([0, 1, 2, 3], [9, 1, 5, 4])
     experts = np.stack([first, 3 - first], axis=1)[:, :, None]
     found = SOLVERS["eplb"](profile_of([0] * len(first), experts, 1, 4), 2)
@@ -212,7 +212,8 @@ def test_eplb_packs_the_loads_of_each_layer() -> None:
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 1000))
 def test_packing_is_that_of_eplb(ranks: int, each: int, seed: int) -> None:
-    """Up to the ranks' names where one expert each makes EPLB keep their order."""
+    """The packing is that of EPLB. Only the numbers of the ranks may differ, where EPLB keeps the order of
+    one expert each."""
     loads = np.random.default_rng(seed).integers(0, 50, ranks * each)
     found = packed(loads, experts_per_rank(len(loads), ranks))
     slots = eplb(loads[None].astype(np.float64), len(loads), 1, 1, ranks).phys_to_log[0]
@@ -239,7 +240,7 @@ def test_kmeans_worked_example() -> None:
 
 @pytest.mark.parametrize("room", [(3, 3), (4, 2), (2, 2, 2), (3, 2, 2)], ids=str)
 def test_kmeans_comes_near_the_best_partition(room: tuple[int, ...]) -> None:
-    """Near in the mean: once in a while it ends far from the best, as a heuristic may."""
+    """It is near in the mean. Sometimes it ends far from the best partition, as a heuristic may."""
     slots = np.repeat(np.arange(len(room)), room).tolist()
     partitions = [np.array(labels) for labels in sorted(set(permutations(slots)))]
     ratios = []
@@ -258,7 +259,7 @@ def test_kmeans_comes_near_the_best_partition(room: tuple[int, ...]) -> None:
 
 
 def spread(vectors: np.ndarray, labels: np.ndarray) -> float:
-    """Squared distances to the centres of the groups."""
+    """The sum of squared distances to the centres of the groups."""
     parts = [vectors[labels == rank] for rank in range(labels.max() + 1)]
     return float(sum(((part - part.mean(axis=0)) ** 2).sum() for part in parts))
 

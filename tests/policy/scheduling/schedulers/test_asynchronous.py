@@ -69,7 +69,7 @@ def requests_under_way(subject: FakeLayered) -> list[int]:
 
 
 def requests_of(actions: list[Action]) -> list[int]:
-    """Whose rows run next."""
+    """The ids of the requests whose rows run next."""
     ids: list[int] = run_of(actions).plan.request_ids.tolist()
     return ids
 
@@ -79,7 +79,7 @@ def kinds(actions: list[Action]) -> list[type[Action]]:
 
 
 def test_worked_example() -> None:
-    """One request through two routed layers, action by action: its prompt, then one decode."""
+    """One request passes through two routed layers, action by action: its prompt, then one decode."""
     subject = worker()
     asked = request(7, [3, 1, 2], max_tokens=2)
     tokens, finish = alone(asked, 64)
@@ -114,7 +114,7 @@ def test_worked_example() -> None:
 
 
 def test_rows_do_not_wait_for_others_experts() -> None:
-    """Request 0's experts answer at once, those of request 1 never: 0 is done meanwhile."""
+    """Request 0's experts answer at once and those of request 1 never. Request 0 finishes meanwhile."""
     subject = worker()
     subject.arrive(request(0, [1], max_tokens=3), request(1, [2], max_tokens=3))
     assert subject.step() == []
@@ -131,7 +131,7 @@ def test_rows_do_not_wait_for_others_experts() -> None:
 
 
 def test_rows_of_different_runs_join_again() -> None:
-    """Requests 0 and 1 asked their experts in different runs, are ready at one segment, and go on
+    """Requests 0 and 1 asked their experts in different runs. They are ready at one segment and go on
     together."""
     subject = worker()
     subject.arrive(request(0, [1, 2]))
@@ -170,7 +170,7 @@ def test_chunks_of_a_request_go_through_one_after_another() -> None:
 
 
 def test_rows_under_way_are_at_most_those_of_a_step() -> None:
-    """A chunk of 5 rows is under way of 6: another request gets one row, a third none."""
+    """A chunk of 5 rows is in flight and the limit is 6. Another request gets one row, a third none."""
     subject = worker(seats=3, rows=6, chunk=5)
     subject.arrive(*(request(i, [i] * 30, max_tokens=3) for i in range(3)))
     assert subject.action is not None
@@ -200,7 +200,7 @@ def test_neighbouring_sources_are_joined() -> None:
 
 
 def test_cancelled_while_its_experts_compute() -> None:
-    """Its blocks are free at once; the run is forgotten when the last late part is in."""
+    """The request's blocks are free at once. The run is forgotten when the last late part has arrived."""
     subject = worker(top_k=1)
     subject.arrive(request(0, [1, 2]))
     subject.step()
@@ -212,7 +212,7 @@ def test_cancelled_while_its_experts_compute() -> None:
 
 
 def test_cancelled_when_ready() -> None:
-    """Run 0 has everything and nobody reads it any more."""
+    """Run 0 has all of its answers, but its request was cancelled."""
     subject = worker(top_k=1)
     subject.arrive(request(0, [1, 2]))
     subject.arrive(request(1, [3]))
@@ -276,7 +276,7 @@ def test_a_failed_run_is_forgotten_and_its_rows_begin_again() -> None:
 
 
 def test_a_run_that_breaks_off_after_its_last_part_came() -> None:
-    """Its rows are ready already at the next segment, and must not run there."""
+    """The run's rows are already ready at the next segment. They must not run there."""
     subject = worker(top_k=1)
     subject.arrive(request(0, [1]))
     subject.compute()
@@ -317,7 +317,8 @@ def test_preempted_requests_get_the_same_tokens() -> None:
 
 
 def test_a_request_stalls_while_only_younger_ones_under_way_could_make_room() -> None:
-    """5 blocks of 2: request 1 runs ahead and takes the last; 0 needs one while 1 waits for its experts."""
+    """5 blocks of 2 tokens. Request 1 runs ahead and takes the last block. Request 0 needs one while 1 waits
+    for its experts."""
     subject = worker(num_blocks=5, size=2, seats=2, length=8, layers=1, top_k=1)
     subject.arrive(request(0, [0] * 3, max_tokens=5), request(1, [1] * 3, max_tokens=5))
     subject.step()
@@ -343,7 +344,7 @@ def test_a_request_stalls_while_only_younger_ones_under_way_could_make_room() ->
 
 
 def test_a_common_prefix_is_computed_once() -> None:
-    """It can be shared once the last segment wrote it."""
+    """The prefix can be shared once the last segment has written it."""
     subject = worker(rows=32)
     prompt = [1, 2, 3, 4] * 4
     subject.arrive(request(0, [*prompt, 0], max_tokens=1))
@@ -355,7 +356,7 @@ def test_a_common_prefix_is_computed_once() -> None:
 
 
 def test_a_prefix_under_way_is_not_shared() -> None:
-    """Its first layers are written, the others are not."""
+    """The prefix's first layers are written, but not the others."""
     subject = worker(seats=2, rows=8)
     subject.arrive(request(0, [1, 2, 3, 4, 5], max_tokens=1))
     subject.step()
@@ -404,7 +405,7 @@ def traffic() -> list[Request]:
 @pytest.mark.parametrize("top_k", [1, 2, 6, 8])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_tokens_of_one_process(policy: str, top_k: int, layers: int) -> None:
-    """Under both schedulers, each in a pool that is too small for all."""
+    """Both schedulers give the tokens of one process, each in a pool that is too small for all requests."""
     limits = BatchLimits(4, 7, 20, 3)
     one, other = (
         FakeExecutor(limits, 10, 2),
@@ -432,7 +433,7 @@ def test_experts_may_answer_in_every_order() -> None:
 
 
 class Spy(MostTokensFirst):
-    """Remembers what it was asked."""
+    """A policy that records its arguments."""
 
     seen: list[tuple[list[int], list[float]]] = []  # noqa: RUF012
 
@@ -442,7 +443,7 @@ class Spy(MostTokensFirst):
 
 
 def test_the_policy_sees_rows_and_how_long_the_oldest_waits() -> None:
-    """Run 0 takes request 0's three rows; request 1 comes at 1.0 and its two rows are ready at 1.5."""
+    """Run 0 takes request 0's three rows. Request 1 arrives at 1.0 and its two rows are ready at 1.5."""
     spy = Spy()
     spy.seen.clear()
     subject = FakeLayered(BatchLimits(4, 16, 64), 32, 4, policy=spy, top_k=1)
@@ -456,7 +457,8 @@ def test_the_policy_sees_rows_and_how_long_the_oldest_waits() -> None:
 
 
 def test_rows_wait_for_others_while_answers_are_out() -> None:
-    """Four units under way; the parts of one are in: where two rows are worth a run it waits for another."""
+    """Four units are in flight, and the parts of one have arrived. If a run needs two rows, it waits for
+    another unit."""
     for rows, goes in ((0, True), (1, True), (2, False)):
         subject = FakeLayered(
             BatchLimits(4, 16, 64), 32, 4, policy=Defrag(), top_k=1, gather=RunThreshold(rows)
@@ -510,7 +512,8 @@ def test_decodes_and_the_chunk_of_a_prompt_do_not_wait_for_each_other() -> None:
 
 
 def test_rows_that_go_on_together_keep_their_batch() -> None:
-    """The same object; whoever goes on with others, or without some, has another."""
+    """Rows that go on together keep the same batch object. Rows that join others, or leave some behind, get
+    another one."""
     subject = worker(layers=3, top_k=1)
     subject.arrive(request(0, [1]), request(1, [2]), request(2, [3]))
     first = subject.action
@@ -529,7 +532,7 @@ def test_rows_that_go_on_together_keep_their_batch() -> None:
 
 
 def test_rows_stand_in_the_order_of_the_run_that_they_come_from() -> None:
-    """However their experts answered."""
+    """The order of the rows does not depend on the order in which experts answered."""
     subject = FakeLayered(BatchLimits(4, 16, 64), 32, 4, policy=Defrag(), top_k=1, gather=RunThreshold(99))
     subject.arrive(*(request(number, [number]) for number in range(3)))
     subject.step()
@@ -539,8 +542,8 @@ def test_rows_stand_in_the_order_of_the_run_that_they_come_from() -> None:
 
 
 def test_too_few_rows_hold_up_no_others() -> None:
-    """Six units, three are worth a run: flfs would take the one that waits at the first gate, and three go on
-    later."""
+    """A run needs three rows. flfs would take the single row at the first segment. That is too few, so the
+    three rows of a later segment run."""
     subject = FakeLayered(
         BatchLimits(8, 16, 64), 32, 4, policy=FirstLayerFirst(), top_k=1, gather=RunThreshold(3)
     )

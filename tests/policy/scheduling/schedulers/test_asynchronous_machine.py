@@ -1,4 +1,4 @@
-"""Asynchronous under random traffic, failures and experts in any order; every action is checked."""
+"""AsynchronousScheduler under random traffic, failures and experts in any order. Every action is checked."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class AsynchronousMachine(RuleBasedStateMachine):
 
     @rule(shapes=st.lists(SHAPES, min_size=1, max_size=4), known=st.sampled_from([0, 0, 0, 2, 9]))
     def arrive(self, shapes: list[dict[str, Any]], known: int) -> None:
-        """known: tokens that they got from a worker that died."""
+        """known: the tokens that the requests got from a worker that died."""
         arrivals = []
         for offset, shape in enumerate(shapes):
             shape = dict(shape)
@@ -97,7 +97,7 @@ class AsynchronousMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.executor.action is not None)
     @rule()
     def ask_experts(self) -> None:
-        """From here on they may answer, also before the run has ended."""
+        """Asks the experts. They may answer from now on, also before the run has ended."""
         self.executor.compute()
 
     @precondition(lambda self: self.executor.action is not None)
@@ -108,7 +108,7 @@ class AsynchronousMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.executor.open_runs())
     @rule(data=st.data())
     def answer(self, data: st.DataObject) -> None:
-        """Some pairs of some run, in any order; some that were there already."""
+        """Answers some pairs of some run, in any order. Some were answered before."""
         run = data.draw(st.sampled_from(self.executor.open_runs()), label="run")
         pairs = list(self.executor.out[run])
         random.Random(data.draw(st.integers(0, 2**16), label="order")).shuffle(pairs)
@@ -119,7 +119,7 @@ class AsynchronousMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.executor.out)
     @rule(data=st.data())
     def answer_twice(self, data: st.DataObject) -> None:
-        """Of a run that has everything, perhaps one that is forgotten."""
+        """Answers pairs of a run again that has all answers. The scheduler may have forgotten it."""
         done = [run for run, pairs in self.executor.out.items() if not pairs]
         if done:
             self.executor.answer(data.draw(st.sampled_from(done), label="run"), [0, 0])
@@ -132,7 +132,7 @@ class AsynchronousMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.executor.clients)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        """Requests that wait, run, wait for experts, ended long ago, or never were."""
+        """Cancels requests that wait, run, wait for experts, have ended, or never existed."""
         ids = st.integers(0, len(self.executor.clients))
         self.executor.cancel(*data.draw(st.lists(ids, min_size=1, max_size=3, unique=True)))
 

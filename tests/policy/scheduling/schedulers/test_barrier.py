@@ -22,13 +22,13 @@ LIMITS = BatchLimits(3, 6, 16)
 
 
 class Worker(FakeExecutor):
-    """One of several: at the gate it says whether it has work."""
+    """One of several workers. At the gate it says whether it has work."""
 
     def __init__(self) -> None:
         super().__init__(LIMITS, 8, 2)
         self.scheduler = BarrierScheduler(LIMITS, self.blocks)
         self.said: list[bool] = []
-        """To the gate, since it opened last."""
+        """What this worker said at the gate since the gate last opened."""
 
     def tell(self, event: Event) -> list[Action]:
         self.now += 0.5
@@ -42,12 +42,12 @@ class Worker(FakeExecutor):
         return actions
 
     def enter(self) -> list[Action]:
-        """Every worker is there."""
+        """Every worker arrives at the gate."""
         self.said = []
         return self.tell(BarrierPassed())
 
     def begun(self) -> list[int] | None:
-        """Whose rows are in the step under way; None: there is none."""
+        """The ids of the requests whose rows are in the current step, or None if there is no step."""
         return None if self.under_way is None else self.under_way.request_ids.tolist()
 
     def _check_plan(self, plan: StepPlan) -> None:
@@ -80,7 +80,7 @@ def test_a_worker_without_work_takes_part_with_no_rows() -> None:
 
 
 def test_replay_gives_the_same_actions() -> None:
-    """Arrivals, preemptions, cancellations, a step that broke off, steps without rows."""
+    """The run has arrivals, preemptions, cancellations, a step that broke off, and steps without rows."""
     subject = Worker()
     subject.arrive(*(request(i, [i % 2] * (i + 1), max_tokens=7) for i in range(6)))
     for turn in range(40):

@@ -62,7 +62,8 @@ def parts(run: Run | None) -> list[tuple[int, list[int]]]:
 
 
 def test_worked_example() -> None:
-    """Two clients ask layer 3, one layer 5: the three calls of layer 3 run together, in order of arrival."""
+    """Two clients call layer 3 and one calls layer 5. The three calls of layer 3 run together, in order of
+    arrival."""
     subject = service()
     ask(subject, 0, 0, 3, [2, 0])
     ask(subject, 1, 1, 5, [1])
@@ -79,7 +80,7 @@ def test_worked_example() -> None:
 
 
 def test_groups_by_expert() -> None:
-    """With a queue for each expert, expert 2's pairs of both clients run together, the others later."""
+    """With a queue for each expert, expert 2's pairs of both clients run together. The others run later."""
     subject = service(groups=EXPERTS)
     ask(subject, 0, 0, 3, [2, 0, 2])
     ask(subject, 1, 1, 3, [1, 2])
@@ -106,7 +107,8 @@ def test_urgency_is_the_oldest_pair_of_a_queue() -> None:
 
 
 def test_a_policy_that_remembers_is_asked_every_time() -> None:
-    """The example of DefragWithHistory: eight pairs of layer 4, alone, count when it looks ahead later."""
+    """As in the example of DefragWithHistory, eight pairs of layer 4 run alone. They count in later
+    look-aheads."""
     assert not Defrag().remembers
     for first, then in ((True, 3), (False, 5)):
         subject = ExpertServerScheduler(
@@ -124,7 +126,7 @@ def test_a_policy_that_remembers_is_asked_every_time() -> None:
 
 
 def test_a_call_without_pairs_runs_with_the_others_of_its_layer() -> None:
-    """Its client waits for everybody's rows of the layer, though it has none."""
+    """The client waits for all rows of the layer, although its own call has no pairs."""
     for groups in (1, EXPERTS):
         subject = service(groups, rule=Enough(pairs=10, wait=9.0))
         ask(subject, 0, 0, 3, [])
@@ -155,7 +157,8 @@ def test_clients_with_small_calls_wait_for_each_other() -> None:
 
 
 def test_calls_that_grow_are_not_waited_for_any_more() -> None:
-    """And those that shrink are. Before anything ran, nobody knows what waiting costs, so nobody waits."""
+    """Calls that shrink are waited for. Before the first run nobody knows what waiting costs, so nobody
+    waits."""
     subject, now, call = service(rule=WhileSmall(pairs=4, wait=0.5, runs=3.0)), 0.0, 0
     waited = []
     for size in [1] * 5 + [8] * 12 + [1] * 30:
@@ -192,7 +195,7 @@ def test_there_is_nothing_to_wait_for_without_calls() -> None:
 
 
 def test_a_client_waits_until_its_last_pair_runs() -> None:
-    """In two groups, client 0's call is half done: it still counts as waiting."""
+    """Client 0's call runs in two groups and is half done. It still counts as waiting."""
     subject = service(groups=EXPERTS, rule=Enough(pairs=3, wait=9.0))
     ask(subject, 0, 0, 3, [0, 1, 1])
     assert parts(subject.next_run(0.0)) == [(0, [1, 2])]
@@ -232,7 +235,7 @@ def test_nobody_waits_for_a_client_that_paused() -> None:
 
 
 def test_a_client_leaves_in_the_middle_of_its_call() -> None:
-    """One group of call 0 ran: what is left of it is forgotten, and leaving twice changes nothing."""
+    """One group of call 0 has run. The rest of the call is forgotten, and leaving twice changes nothing."""
     subject = service(groups=EXPERTS)
     ask(subject, 0, 0, 3, [2, 2, 0])
     assert parts(subject.next_run(0.0)) == [(0, [0, 1])]
@@ -246,7 +249,7 @@ def test_a_client_leaves_in_the_middle_of_its_call() -> None:
 
 @dataclass
 class Asked:
-    """A call that came in."""
+    """A call that a client sent."""
 
     client: int
     layer: int
@@ -349,7 +352,7 @@ def test_a_client_that_was_waited_for_in_vain_is_not_waited_for_at_the_next_laye
 
 @dataclass
 class Recorded:
-    """A scheduler, and what it was told and answered: (method, its arguments, the answer)."""
+    """A scheduler that records each method call, its arguments and its result."""
 
     subject: ExpertServerScheduler
     log: list[tuple[str, tuple[Any, ...], object]] = field(default_factory=list)
@@ -361,7 +364,7 @@ class Recorded:
 
 
 def traffic(recorded: Recorded, turns: int) -> None:
-    """Four clients that come, ask, and leave at any moment; runs whenever the scheduler has one."""
+    """Four clients join, call and leave at any moment. The scheduler runs whenever it can."""
     rng, now, calls, clients = Random(5), 0.0, 0, set[int]()
     for _ in range(turns):
         now += rng.choice([0.0, 0.1, 0.7])
@@ -379,7 +382,7 @@ def traffic(recorded: Recorded, turns: int) -> None:
 
 
 def replayed(subject: ExpertServerScheduler, log: list[tuple[str, tuple[Any, ...], object]]) -> bool:
-    """Whether it answers as it was answered then."""
+    """Whether a new scheduler gives the recorded results."""
     return all(equal(getattr(subject, name)(*arguments), answer) for name, arguments, answer in log)
 
 

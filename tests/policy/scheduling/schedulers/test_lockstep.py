@@ -35,7 +35,7 @@ def plan_of(actions: list[Action]) -> StepPlan:
 
 
 def test_worked_example() -> None:
-    """One request from arrival to end, action by action."""
+    """One request runs from arrival to end, action by action."""
     subject = executor()
     asked = request(7, [3, 1, 2], max_tokens=2)
     tokens, finish = alone(asked, 64)
@@ -102,7 +102,7 @@ def test_cancelled_under_way_keeps_its_blocks_until_the_step_is_done() -> None:
 
 
 def test_cancelled_outside_the_step_is_released_at_once() -> None:
-    """Request 2 has a seat, but its rows are not in the step; request 3 waits and holds nothing."""
+    """Request 2 has a seat, but its rows are not in the step. Request 3 waits and holds no block."""
     subject = FakeExecutor(BatchLimits(3, 3, 64, max_prefill_chunk=1), 32, 4)
     subject.arrive(request(0, [0] * 9), request(1, [1] * 9), request(2, [2] * 9), request(3, [3]))
     subject.scheduler._batching.limits = BatchLimits(2, 2, 64, max_prefill_chunk=1)
@@ -132,7 +132,8 @@ def test_preempted_requests_get_the_same_tokens() -> None:
 
 
 def test_a_preempted_request_finds_its_own_blocks_again() -> None:
-    """Both need a block and one is free: request 0 takes it and ends soon; request 1's stay cached."""
+    """Both requests need a block and one is free. Request 0 takes it and ends soon. Request 1's blocks stay
+    cached."""
     subject = executor(num_blocks=8, size=2, seats=2, rows=16, length=14)
     subject.arrive(request(0, [0] * 3, max_tokens=4), request(1, [1] * 9, max_tokens=3))
     subject.drain()
@@ -165,7 +166,7 @@ def test_a_common_prefix_is_computed_once() -> None:
 
 
 def test_prompt_logprobs_are_reported_once_in_spite_of_preemption() -> None:
-    """The scored prompt is preempted while half of it is computed."""
+    """The prompt to score is preempted when half of it is computed."""
     subject = FakeExecutor(BatchLimits(2, 4, 16), 8, 2)
     subject.arrive(request(0, [1, 2], max_tokens=14), request(1, [3] * 11, 2, prompt_logprobs=0))
     subject.drain()

@@ -1,4 +1,4 @@
-"""LockstepScheduler under random arrivals, cancellations, steps and failures; every action is checked."""
+"""LockstepScheduler under random arrivals, cancellations, steps and failures. Every action is checked."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class LockstepMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.executor.clients)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        """Requests that wait, run, are in a step, ended long ago, or never were."""
+        """Cancels requests that wait, run, are in a step, have ended, or never existed."""
         ids = st.integers(0, len(self.executor.clients))
         self.executor.cancel(*data.draw(st.lists(ids, min_size=1, max_size=3, unique=True)))
 
