@@ -10,7 +10,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_near_cells_are_in_the_blocks_of_a_rank() -> None:
-    """Tokens 5 and 6 on ranks 0 and 1, experts 2 | 0 1: what token 6 chooses of expert 2 is elsewhere."""
+    """Tokens 5 and 6 are on ranks 0 and 1, which hold experts 2 | 0 1. Token 6's choice of expert 2 is
+    remote."""
     found = ActivationMap((5, 6), (2, 0, 1), (1, 1), (1, 2), ((1.0, 0, 0), (0.25, 0.75, 0)), 7 / 8)
     text = draw("a < b", [("one", found)])
     cells = re.findall(r'class="(cell|far)" fill-opacity="([\d.]+)" d="([^"]*)"', text)

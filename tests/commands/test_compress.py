@@ -1,4 +1,4 @@
-"""`moesaic compress` as a person types it."""
+"""`moesaic compress` as a user types it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def write_large(path: Path) -> None:
-    """A checkpoint with a layer of Mixtral 8x7B's experts, whose zeros take no room on a disk."""
+    """A checkpoint with one layer of Mixtral 8x7B's experts. They are zeros in a sparse file, which takes no
+    disk space."""
     sizes = {"hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_local_experts": EXPERTS}
     kind = tiny_models.KINDS["mixtral"][0]
     kind(

@@ -48,7 +48,7 @@ THIS = Hardware(
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[MeasureHardware, Effort]]:
-    """In place of measuring."""
+    """Replaces the measurement. Returns the list of its calls."""
     calls: list[tuple[MeasureHardware, Effort]] = []
 
     def measure(options: MeasureHardware, effort: Effort) -> Hardware:
@@ -146,7 +146,7 @@ def test_mistakes_are_one_line(
 
 
 class Measuring:
-    """In place of the measuring: says what was asked of it."""
+    """Replaces the measurement and records what was asked of it."""
 
     def __init__(self, effort: Effort, show: object, threads: int | None) -> None:
         self.asked = effort, threads
@@ -206,7 +206,7 @@ def test_both_levels_of_a_gpu_and_its_link_are_shown() -> None:
 def test_products_are_those_of_the_checkpoints_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A directory, a shard in it, what is no checkpoint, and one with compressed experts."""
+    """The path is a directory, one of its shards, a path without a checkpoint, or a compressed checkpoint."""
     seen: list[Effort] = []
 
     def measuring(effort: Effort, *others: Any) -> Measuring:

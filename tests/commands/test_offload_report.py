@@ -1,4 +1,4 @@
-"""Predicted, predicted with the link's speed of the run, and measured."""
+"""The report's three durations: predicted, predicted with the link's speed of the run, and measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Planned:
 
 
 def made(found: Planned, speed: float, seconds: float = 2.0) -> PassStats:
-    """Three decode steps, whose experts came at `speed`."""
+    """Three decode steps whose experts were loaded at `speed`."""
     away = found.model.experts - found.price.policy.static_experts
     loaded = 3 * found.model.layers * away * found.model.expert * 2
     busy = {"fast": 0.1, "down": loaded / speed}
@@ -35,7 +35,8 @@ def made(found: Planned, speed: float, seconds: float = 2.0) -> PassStats:
 
 
 def test_the_second_prediction_has_the_speed_of_the_run(found: Planned) -> None:
-    """Serial: seconds are those of the link and of computing; only the former are others then."""
+    """With the serial schedule, seconds are those of the link plus those of computing. Only the link's
+    seconds change."""
     planned_speed = HARDWARE.link.down
     [same] = phases(found, [made(found, planned_speed)])
     assert same.link == pytest.approx(planned_speed) and same.at_link == pytest.approx(same.predicted)

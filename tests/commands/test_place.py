@@ -29,7 +29,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def profile(requests: int = 100, hidden: int = 16) -> Profile:
-    """Token t chooses mostly experts t and t + 4 modulo 8, in other numbers layer by layer; a request has
+    """Token t mostly chooses experts t and t + 4 modulo 8, numbered differently in each layer. A request has
     tokens of one of four kinds."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(4, 12, requests)
@@ -53,7 +53,7 @@ def profile(requests: int = 100, hidden: int = 16) -> Profile:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real one takes seconds a layer, however small; its own tests are elsewhere."""
+    """Replaces the real solver, which takes seconds for each layer and has tests of its own."""
     monkeypatch.setitem(SOLVERS, "ours", SOLVERS["speculative"])
 
 
@@ -65,7 +65,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
-    """What `moesaic place` says with --json."""
+    """The answer of `moesaic place` with --json."""
     assert cli.main(["place", *map(str, words), "--json"]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert out.count("\n") == 1
@@ -108,7 +108,8 @@ def test_a_placement_and_its_tables(file: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_it_is_solved_on_everything(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Measured on a share, shipped from all counts: another share ships the same."""
+    """The placement is measured on a share of the requests but solved on all. So another share gives the same
+    one."""
     texts = []
     for share in (0.1, 0.6):
         answer(capsys, file, "--ranks", 2, "--solver", "kmeans", "--share", share, "-o", tmp_path / "p.json")
@@ -119,7 +120,8 @@ def test_it_is_solved_on_everything(file: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_bytes_are_those_of_the_rows(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A pair that is not local is a row of 16 numbers of four bytes, there and back; k = 2, three layers."""
+    """A pair that is not local sends a row of 16 numbers of four bytes and gets one back. k = 2, and there
+    are three layers."""
     [level, _] = [
         answer(capsys, file, "--ranks", 2, "--solver", name, "-o", tmp_path / "p.json")["solvers"][-1][
             "token_level"
@@ -176,7 +178,7 @@ def test_tables_for_people(file: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def demo_profile() -> Profile:
-    """As `serve demo --record-routing` writes it: a few tokens of the vocabulary, `nearest` unknown."""
+    """A profile as `serve demo --record-routing` writes it: a few known tokens, and no `nearest`."""
     routed = routed_model(files.resolve("demo"))
     rng = np.random.default_rng(1)
     tokens = np.tile(np.arange(300, 320, dtype=np.int32), 4)

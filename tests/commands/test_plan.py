@@ -49,7 +49,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small(tmp_path: Path) -> str:
-    """A model of few experts: a search tries every number of them in fast memory."""
+    """A model of few experts, since a search tries every number of experts in fast memory."""
     config = {
         "model_type": "mixtral", "num_hidden_layers": 6, "hidden_size": 192, "intermediate_size": 192,
         "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 4096, "num_local_experts": 4,
@@ -116,7 +116,7 @@ def test_flexgen_has_its_own_search(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_flexgens_search_knows_the_type_of_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
-    """With fewer bytes a token more requests fit."""
+    """With fewer bytes for each token more requests fit."""
     batches = []
     for dtype in ("bfloat16", "int8", "int4"):
         assert cli.main([*LINE, "--policy", "flexgen", "--json", "--kv-cache-dtype", dtype]) == 0
@@ -233,7 +233,7 @@ def test_a_picture_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 def test_the_paper_for_people_and_for_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three settings; all of them are in tests/policy/test_published.py."""
+    """The output has three settings. tests/papers/test_moe_lightning.py checks all of them."""
     names = ("S1 MTBench padded, n 32", "S8 MTBench, n 32", "S1 MTBench, n 64")
     few = sorted((one for one in settings() if one.name in names), key=lambda one: names.index(one.name))
     monkeypatch.setattr(report, "settings", lambda: iter(few))

@@ -1,4 +1,4 @@
-"""`moesaic profile` as a person types it."""
+"""`moesaic profile` as a user types it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEXTS = {
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> list[str]:
-    """A file for each topic."""
+    """Files of prompts, one for each topic."""
     made = []
     for topic, texts in TEXTS.items():
         path = tmp_path / f"{topic}.jsonl"
@@ -69,7 +69,7 @@ def test_prompts_become_a_profile(
 def test_generated_tokens_and_the_table(
     prompts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Memory for counts only, a short context."""
+    """The memory has room for counts only, and the context is short."""
     out = tmp_path / "p.npz"
     flags = ("--max-tokens", "5", "--max-model-len", "12", "--max-prompts", "2", "--max-memory", "400KB")
     assert profile("--prompts", *prompts, "-o", str(out), *flags) == 0
@@ -143,7 +143,7 @@ def test_a_bad_prompt_is_named_before_anything_runs(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Behind good ones, in the second file."""
+    """The bad prompt comes after good ones, in the second file."""
     file = tmp_path / "bad.jsonl"
     file.write_text(f'{{"prompt": "good"}}\n\n{line}\n')
     monkeypatch.setattr(run, "LLM", lambda *_, **__: pytest.fail("the model was loaded"))
@@ -200,7 +200,7 @@ def test_the_statistics_of_what_was_recorded(
 
 
 def said_by_a_server(*flags: str) -> str:
-    """What `moesaic serve demo` says on stderr that answers two requests and ends well."""
+    """What `moesaic serve demo` prints on stderr when it answers two requests and ends well."""
     flags = ("--port", "0", "--threads", "1", "--max-model-len", "256", *flags)
     command = [sys.executable, "-m", "moesaic", "serve", "demo", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -236,7 +236,7 @@ def test_what_is_served_is_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_live_profile_of_no_request_is_told(tmp_path: Path) -> None:
-    """Of the first eight requests the default share takes none."""
+    """With the default share, none of the first eight requests is recorded."""
     out = tmp_path / "live.npz"
     err = said_by_a_server("--record-routing", str(out))
     assert err.startswith(f"no request was recorded, {out} was not written: --record-routing-share 0.05")

@@ -73,7 +73,7 @@ def test_json_for_machines(file: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_an_infinite_skew_is_null(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two of eight experts are ever chosen: their load is infinitely above the median."""
+    """Only two of eight experts are ever chosen. The median load is 0, so the skew is infinite."""
     routes = Routes(
         np.zeros(2, dtype=np.int32),
         np.array([0, 1, 2]),

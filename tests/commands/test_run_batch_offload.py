@@ -49,7 +49,7 @@ down_gib = {2e7 / GIB}
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Experts of 6 MiB in bf16, 1.5 MiB a layer."""
+    """A checkpoint with 6 MiB of experts in bf16, 1.5 MiB a layer."""
     folder = tmp_path_factory.mktemp("model")
     tiny_models.save(tiny_models.build("qwen3_moe", model_configs.qwen3(**SIZES)), folder, torch.bfloat16)
     byte_tokenizer(folder)
@@ -76,7 +76,7 @@ def command(path: Path, files: tuple[Path, Path], *options: str, cap: str | None
 
 
 def answers(file: Path) -> dict[str, Any]:
-    """Texts and log-probabilities; of errors their codes."""
+    """The texts and log-probabilities of the answers, and the codes of errors."""
     found = {}
     for result in results(file):
         body = (result["response"] or {}).get("body", {})
@@ -133,7 +133,7 @@ def test_rows_of_padding_are_told_apart(
 def test_what_is_done_is_not_planned_for(
     path: Path, files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The long ones were answered before; when all are, nothing is planned or started."""
+    """The long requests were answered before. When all are answered, nothing is planned or started."""
     files[0].write_text("".join(ask(f"r{length}", length) + "\n" for length in (150, 160, 7)))
     done: list[dict[str, Any]] = [
         {"id": "batch_req_1", "custom_id": f"r{length}", "error": None, "response": {"body": {}}}
@@ -216,7 +216,9 @@ def test_float16_is_refused_by_name(
 
 
 LINES = 40
-"""Of a file that is not done when its first line is: twelve are under way at once, or fewer."""
+"""Number of lines of the file. At most twelve are in flight at once, so the file is not done when its first
+line is.
+"""
 
 
 def start(path: Path, files: tuple[Path, Path], *options: str) -> subprocess.Popen[str]:
@@ -272,7 +274,7 @@ def test_a_run_that_is_cut_short_says_so_and_goes_on(
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, with heads for two or four ranks."""
+    """A checkpoint as `path`, with heads for two or four ranks."""
     folder = tmp_path_factory.mktemp("shared")
     options = model_configs.qwen3(**SIZES, num_attention_heads=4, num_key_value_heads=2)
     tiny_models.save(tiny_models.build("qwen3_moe", options), folder, torch.bfloat16)

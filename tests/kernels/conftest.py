@@ -18,7 +18,7 @@ SETS = [
 
 @pytest.fixture(params=SETS)
 def native(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    """The kernels of one instruction set, on one thread. Random numbers begin anew."""
+    """The kernels of one instruction set, on one thread. The random number generator starts anew."""
     torch.manual_seed(0)
     kernels = table.pick("cpu", request.param)
     kernels.set_threads(1, False)

@@ -1,4 +1,4 @@
-"""A row has the same bits alone and in any company, at any place, with any number of threads."""
+"""A row has the same bits alone and together with others, at any position, with any number of threads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from moesaic.kernels.weights import ExpertWeights
 torch.set_num_threads(1)
 THREADS = (1, 2, 3, 5)
 COUNTS = (2, 3, 4, 5, 7, 8, 13, 25, 49, 70, 400)
-"""Rows that are computed together: around every tile, and more than one task takes."""
+"""Numbers of rows that are computed together: around every tile size, and more than one task takes."""
 INPUTS = 70
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
-"""From indices [n] of inputs to their answers [n, ...]."""
+"""A function from indices [n] of inputs to their answers [n, ...]."""
 
 
 def linear(native: Kernels, dtype: torch.dtype) -> Iterator[Compute]:

@@ -1,4 +1,4 @@
-"""A row's attention has the same bits as decode, in any chunk, over any blocks, in any company."""
+"""A row's attention has the same bits as in decode, in any chunk, over any blocks, beside any other rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLE = (0, 1, 6, 15, 39, 100, 254, 255, 256, 257, 299, 400, 511, 512, 513, 600
 Piece = tuple[int, int, int]
 """A sequence and its rows [start, stop) in a step."""
 Rows = dict[tuple[int, int], torch.Tensor]
-"""(sequence, position) -> its attention."""
+"""A dictionary (sequence, position) -> attention of that row."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ SHAPES = {
 
 
 class Story:
-    """Sequences whose queries, keys and values are drawn once, and steps over them."""
+    """Sequences with fixed random queries, keys and values, and steps over them."""
 
     def __init__(self, native: Kernels, shape: Shape, dtype: torch.dtype, window: int | None) -> None:
         self.native, self.shape, self.window = native, shape, window
@@ -59,7 +59,7 @@ class Story:
         self.lay_out(0)
 
     def lay_out(self, seed: int, garbage: float = 0.0) -> None:
-        """Writes all tokens into blocks that `seed` scatters, with `garbage` elsewhere."""
+        """Writes all tokens into blocks that `seed` scatters. Other places have `garbage`."""
         free = iter(np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist())
         self.key_cache, self.value_cache = (
             encode(torch.full((NUM_BLOCKS, BLOCK_SIZE, self.shape.kv_heads, width), garbage), self.dtype)
@@ -74,7 +74,7 @@ class Story:
             self.tables.append(blocks)
 
     def step(self, pieces: Sequence[Piece]) -> Rows:
-        """One step that computes `pieces` together."""
+        """Runs one step that computes `pieces` together."""
         tables = np.zeros((len(pieces), max(len(self.tables[index]) for index, _, _ in pieces)), np.int64)
         for line, (index, _, _) in enumerate(pieces):
             tables[line, : len(self.tables[index])] = self.tables[index]
@@ -97,12 +97,12 @@ class Story:
         return dict(zip(names, found, strict=True))
 
     def decode(self, sequence: int, position: int) -> torch.Tensor:
-        """One row alone."""
+        """Computes one row alone."""
         return self.step([(sequence, position, position + 1)])[sequence, position]
 
 
 def check(found: Rows, wanted: Rows) -> None:
-    """Rows that both know have the same bits."""
+    """Checks that the rows that both have are equal bit by bit."""
     both = found.keys() & wanted.keys()
     assert both
     for name in both:

@@ -1,6 +1,5 @@
-"""Nothing is read behind the last number of an input: there a mapped file ends, and the process with it.
-
-Writes, and reads elsewhere, are watched by the sanitizers (see CONTRIBUTING.md).
+"""No kernel reads behind the last number of an input. A mapped file may end there, and the read would end the
+process. The sanitizers check writes and other reads (see CONTRIBUTING.md).
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from moesaic.kernels.weights import ExpertWeights
 
 torch.set_num_threads(1)
 NO_ACCESS = 0
-"""PROT_NONE of sys/mman.h."""
+"""PROT_NONE of sys/mman.h: memory that cannot be accessed."""
 
 
 class Guarded:
-    """Copies of tensors that end where memory does that nobody may read."""
+    """Copies of tensors that end directly before memory that cannot be accessed."""
 
     def __init__(self) -> None:
         self.protect = ctypes.CDLL(None, use_errno=True).mprotect

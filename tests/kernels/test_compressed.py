@@ -1,4 +1,4 @@
-"""bf16 in 12 bits: what comes back has the very bits. Native kernels: test_compressed_native.py."""
+"""bf16 numbers in 12 bits come back bit by bit. test_compressed_native.py has the native kernels."""
 
 from __future__ import annotations
 
@@ -24,28 +24,31 @@ from moesaic.kernels.compressed import (
 )
 
 ENDS = (0, 1, 31, 32, 63, 64, 1022, 1023)
-"""Places of a block where a group, a vector or the block begins or ends; so does its last number."""
+"""Places of a block where a group, a vector or the block begins or ends. The last number of the
+block is one.
+"""
 SPECIAL = (0x0000, 0x8000, 0x0001, 0x807F, 0x7F80, 0xFF80, 0x7FC0, 0xFF81, 0x7FA5)
-"""Both zeros, denormals, infinities, NaNs quiet and signalling."""
+"""Both zeros, denormals, infinities, and quiet and signalling NaNs."""
 EXPONENTS = st.integers(0, 255)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
 def numbers(rng: np.random.Generator, shape: tuple[int, ...], top: int, width: int) -> Bits:
-    """Random signs and mantissas; exponents from `top` down, `width` of them, every eighth is 0."""
+    """Numbers with random signs and mantissas. Exponents are the `width` ones from `top` down. Every eighth
+    is 0."""
     exponents = np.where(rng.random(shape) < 1 / 8, 0, top - rng.integers(0, width, shape))
     return (exponents << 7 | rng.integers(0, 2, shape) << 15 | rng.integers(0, 128, shape)).astype(np.uint16)
 
 
 def put_strange(rng: np.random.Generator, block: Bits, count: int, values: Bits) -> None:
-    """`count` of the values to places of one block [c], first to its ends."""
+    """Puts `count` of the values into places of one block [c], first at its ends."""
     ends = [place for place in (*ENDS, len(block) - 1) if place < len(block)]
     places = np.array(list(dict.fromkeys((*rng.permutation(ends), *rng.permutation(len(block))))), dtype=int)
     block[places[:count]] = rng.choice(values, min(count, len(block)))
 
 
 def matrix(rng: np.random.Generator, rows: int, columns: int, strange: bool = True) -> Bits:
-    """Every block of every row has a scale of its own, and up to MOST_STRANGE numbers of any bits."""
+    """A matrix whose every block has a scale of its own and up to MOST_STRANGE numbers with any bits."""
     out = np.empty((rows, columns), dtype=np.uint16)
     for row, begin in itertools.product(out, range(0, columns, BLOCK)):
         block = row[begin : begin + BLOCK]
@@ -57,7 +60,8 @@ def matrix(rng: np.random.Generator, rows: int, columns: int, strange: bool = Tr
 
 
 def read(row: Bytes, columns: int) -> tuple[list[int], set[int]]:
-    """Bits of a row, number by number as `csrc/compressed.h` says they lie, and the codes that it has."""
+    """The bits of a row, read number by number as `csrc/compressed.h` describes them, and the codes of the
+    row."""
     bits, codes = [], set()
     for number in range(columns):
         head = row[number // BLOCK * row_bytes(COMPRESSED, BLOCK) :]
@@ -110,7 +114,7 @@ def test_every_field_of_a_head_occurs() -> None:
 
 
 def test_all_bits_there_are() -> None:
-    """An exponent at a time, with every sign and mantissa."""
+    """Tries one exponent at a time, with every sign and mantissa."""
     every = np.arange(2**16, dtype=np.uint16)
     for exponent in range(256):
         own = every[every >> 7 & 0xFF == exponent]
@@ -140,7 +144,7 @@ def test_refused_is_what_no_window_covers(
 
 
 def fewest_strange(exponents: npt.NDArray[np.int64]) -> int:
-    """Numbers that have neither exponent 0 nor one of the best window's."""
+    """The numbers that have neither exponent 0 nor one of the best window's exponents."""
     own = exponents[exponents > 0]
     return min(int(np.count_nonzero((own > top) | (own <= top - WINDOW))) for top in range(WINDOW, 256))
 

@@ -1,4 +1,4 @@
-"""Experts on compressed weights have the very bits of those on bf16."""
+"""Experts with compressed weights have the same bits as experts with bf16 weights."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ except ImportError:
 
 @pytest.fixture
 def reading(native: Kernels) -> Kernels:
-    """Of the instruction sets, those that read compressed weights."""
+    """The instruction sets that can read compressed weights."""
     if native.name == "native (amx_bf16)":
         pytest.skip("amx_bf16 reads no compressed weights")
     return native
 
 
 class Mlp:
-    """An expert's gate and up [w, h] and down [h, w], each where memory ends behind it."""
+    """An expert's gate and up [w, h] and down [h, w]. Memory that cannot be accessed follows each."""
 
     def __init__(self, matrices: Sequence[Bits | Bytes]) -> None:
         guarded = Guarded()
@@ -53,14 +53,14 @@ class Size:
         return (self.w, self.h), (self.w, self.h), (self.h, self.w)
 
     def trained(self, rng: np.random.Generator) -> list[Bits]:
-        """Weights as models have them, one in 128 tiny."""
+        """Random weights distributed as in trained models. One in 128 is tiny."""
         made = [rng.standard_normal(shape, dtype=np.float32) * 0.05 for shape in self.shapes]
         for one in made:
             one[:, 63::128] *= 2.0**-40
         return [(one.view(np.uint32) >> 16).astype(np.uint16) for one in made]
 
     def run(self, mlps: Sequence[Mlp], stored: int, rows: npt.NDArray[np.float32], ids: list[int]) -> Bits:
-        """Answers [n, h] as bits; row i is expert ids[i]'s. Lines beside them stay what they were."""
+        """Answers [n, h] as bits. Row i is computed by expert ids[i]. Lines beside them keep their values."""
         n = len(rows)
         answers = np.full((n + 2, self.h), 7.0, dtype=np.float32)
         lines, chosen = np.arange(1, n + 1), np.array(ids, dtype=np.int64)
@@ -85,7 +85,7 @@ LARGE = pytest.param(Size(2100, 1030), marks=pytest.mark.slow)
 
 
 def uneven(rng: np.random.Generator, n: int) -> list[int]:
-    """Of five experts the first gets most of n rows; 2 and 4 none."""
+    """Of five experts the first gets most of n rows. Experts 2 and 4 get none."""
     return [int(expert) for expert in rng.choice([0, 0, 0, 0, 0, 0, 1, 3], n)]
 
 
@@ -112,7 +112,8 @@ def test_experts_have_the_bits_of_bf16(reading: Kernels, size: Size) -> None:
 @pytest.mark.parametrize("finite", [True, False])
 @pytest.mark.parametrize("columns", [1, 63, 64, 65, 1023, 1024, 1025, 2111])
 def test_any_bits_are_read_as_they_are(reading: Kernels, columns: int, finite: bool) -> None:
-    """Rows that are 1 at one place and else 0 find the numbers there. Of several NaNs a sum is any."""
+    """A row that is 1 at one place and 0 elsewhere reads the numbers of that place. A sum with several NaNs
+    may be any NaN."""
     rng = np.random.default_rng(columns)
     size = Size(columns, 7)
     any_bits = [matrix(rng, *shape) for shape in size.shapes]
@@ -154,7 +155,8 @@ def test_one_strange_number(reading: Kernels, bits: int) -> None:
 @pytest.mark.parametrize("fill", [0x00, 0x7F, 0xFF, None])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_damage_stays_in_its_row(reading: Kernels, size: Size, fill: int | None) -> None:
-    """A row of any bytes: the number that it makes of the answer is any, all others are what they were."""
+    """A row of weights has random bytes. Its number of the answer may be anything. All other numbers stay
+    equal."""
     rng = np.random.default_rng(size.w)
     matrices = [compress(one) for one in size.trained(rng)]
     whole, hurt = Mlp(matrices), int(rng.integers(0, size.h))

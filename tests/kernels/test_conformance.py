@@ -1,7 +1,6 @@
-"""The native products against the reference: projections, products per head, dense MLPs, experts.
-
-bf16 weights are compared with the reference on the same numbers in float32: widening them is exact. So
-are rows that some instruction sets round.
+"""The native products against the reference: projections, products per head, dense MLPs, experts. bf16
+weights are compared with the reference on the same numbers in float32, since widening is exact. Rows that an
+instruction set rounds are treated alike.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ def weights(count: int, hidden: int, width: int, dtype: torch.dtype) -> ExpertWe
 
 
 def routings(rows: int, top_k: int, count: int) -> list[torch.Tensor]:
-    """Random, all to one expert, and most to one: [rows, top_k] ids each."""
+    """Three routings [rows, top_k]: random, all rows to one expert, and most rows to one."""
     drawn = torch.stack([torch.randperm(count)[:top_k] for _ in range(max(rows, 1))])[:rows]
     skewed = torch.where(torch.rand(rows, top_k) < 0.8, 2, drawn)
     return [drawn, torch.full((rows, top_k), count - 1), skewed]

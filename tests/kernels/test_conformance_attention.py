@@ -26,9 +26,11 @@ STEPS = {
     "everything": ([1, 30, 1, 2, 300, 1], [700, 264, 17, 257, 300, 513]),
 }
 HEADS = [(1, 1), (4, 4), (6, 2), (8, 2), (16, 2), (50, 1)]
-"""Query heads and key heads: the last ones are more than meet the same keys at once."""
+"""Numbers of query heads and key heads. The last ones have more query heads than one task computes for the
+same keys.
+"""
 WIDTHS = [(1, 1), (7, 5), (16, 16), (64, 33), (80, 128)]
-"""Of keys and values."""
+"""Widths of keys and of values."""
 WINDOWS = [None, 1, 6, 300]
 BLOCKS = [1, 5, 16]
 CASES = random.Random(0).sample(list(itertools.product(HEADS, WIDTHS, WINDOWS, BLOCKS)), 60)

@@ -1,4 +1,4 @@
-"""What the native kernels do row by row against the reference: norms, rotations, gates, merges, copies."""
+"""The native operations on single rows against the reference: norms, rotations, gates, merges, copies."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def test_rope_of_heads_whose_numbers_lie_apart(native: Kernels, interleaved: boo
 
 
 GATES = [(1, 1), (5, 2), (16, 16), (64, 6), (160, 8), (160, 160)]
-"""Experts and how many of them are chosen."""
+"""Numbers of experts and of chosen experts."""
 
 
 def chosen(rows: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The likelihood of each chosen expert by torch."""
+    """The probability of each chosen expert, by torch."""
     return REFERENCE.linear(rows, weight).softmax(-1).gather(1, ids)
 
 
@@ -118,7 +118,8 @@ def test_of_equally_likely_experts_the_first_are_chosen(native: Kernels) -> None
 @pytest.mark.parametrize(("groups", "kept"), [(1, 1), (4, 2), (8, 3)])
 @pytest.mark.parametrize("experts", [8, 64, 160])
 def test_ties_are_those_of_the_reference(native: Kernels, experts: int, groups: int, kept: int) -> None:
-    """Experts of a few kinds, all of a kind equally likely, in any order: the groups' best tie as well."""
+    """Experts are copies of a few, and copies are equally likely. They come in any order. The best of the
+    groups tie too."""
     kinds = torch.randint(3, (experts,))
     weight, rows = stored(3, 33)[kinds], torch.cat([stored(20, 33), torch.zeros(1, 33)])
     top_k = experts // groups * kept
@@ -162,7 +163,7 @@ def test_merge_of_rows_that_do_not_lie_together(native: Kernels) -> None:
 
 
 def every_kind_of_number() -> torch.Tensor:
-    """float32 of random bits, ties between two bf16 numbers, infinities, subnormals."""
+    """float32 numbers with random bits, ties between two bf16 numbers, infinities and subnormals."""
     drawn = torch.randint(-(2**31), 2**31, (200_000,)).to(torch.int32)
     ties = torch.arange(-(2**15), 2**15).to(torch.int32) * 2**16 + 2**15
     return torch.cat([drawn, ties, ties - 1, ties + 1, torch.tensor([0, -(2**31)], dtype=torch.int32)]).view(

@@ -1,4 +1,4 @@
-"""Results that are freed leave room for the next ones of their size."""
+"""Freed results leave room for the next results of the same size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does not fit is refused by the native kernels before its memory is touched."""
+"""The native kernels refuse arguments that do not fit before they touch any memory."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ COPIES: dict[str, Call] = {
 
 
 def attend(k: Kernels, **changes: object) -> torch.Tensor:
-    """Two sequences, three rows, four heads over two: with one thing changed."""
+    """Calls attention for two sequences, three rows, and four heads over two, with one argument changed."""
     batch = AttentionBatch.build(tokens([1, 2], [9, 5], 4, num_blocks=10), 4)
     known = {
         "query": f(3, 4, 8),
@@ -220,7 +220,7 @@ ATTENTION: dict[str, Call] = {
 
 
 def middle(dtype: torch.dtype, begin: int) -> dict[str, torch.Tensor]:
-    """Values that are six numbers of the keys."""
+    """Values that are six numbers in the middle of the keys."""
     keys = cache(4, 2, 8, dtype, 10)
     return {"keys": keys, "values": keys[..., begin : begin + 6]}
 

@@ -1,4 +1,4 @@
-"""Threads with pools of their own compute at once, with the bits of the shared pool."""
+"""Threads with pools of their own compute at the same time, with the bits of the shared pool."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def own_pool(threads: int, cpus: tuple[int, ...] = ()) -> Iterator[None]:
 
 
 class Work:
-    """Operations that keep intermediate results in every kind of memory; another seed, other numbers."""
+    """Operations that keep intermediate results in every kind of memory. Another seed gives other numbers."""
 
     def __init__(self, native: Kernels, seed: int) -> None:
         torch.manual_seed(seed)
@@ -74,7 +74,7 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
 
 
 def at_once(jobs: list[Callable[[], None]]) -> None:
-    """Runs each in a thread; raises what they raise."""
+    """Runs each function in a thread of its own and raises what they raise."""
     with ThreadPoolExecutor(len(jobs)) as pool:
         for job in [pool.submit(job) for job in jobs]:
             job.result(timeout=100)
@@ -89,7 +89,7 @@ def repeated(work: Work, wanted: list[torch.Tensor], together: threading.Barrier
 def test_two_threads_at_once_have_the_bits_of_the_shared_pool(
     native: Kernels, threads: tuple[int, ...]
 ) -> None:
-    """0 threads: one that stays on the shared pool."""
+    """A thread count of 0 means a thread that uses the shared pool."""
     native.set_threads(2, False)
     works = [Work(native, seed) for seed in range(len(threads))]
     wanted = [work() for work in works]
@@ -126,12 +126,12 @@ def test_a_recording_runs_on_the_pool_of_the_thread_that_runs_it(native: Kernels
 
 
 def tasks_now() -> set[str]:
-    """Threads of this process, Python's and others."""
+    """The ids of all threads of this process, Python's and others."""
     return {task.name for task in Path("/proc/self/task").iterdir()}
 
 
 def soon(true: Callable[[], bool]) -> bool:
-    """Whether it comes true: a thread's last steps are behind its join."""
+    """Whether the condition becomes true. A thread ends a little after its join."""
     deadline = time.monotonic() + 20
     while not true() and time.monotonic() < deadline:
         time.sleep(0.005)

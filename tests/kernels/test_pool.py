@@ -1,4 +1,6 @@
-"""The threads of the native kernels in a process of their own: pinned, forked, more than there can be."""
+"""The threads of the native kernels in a process of their own: pinned, forked, or more than can be
+started.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def child_is_well():
 
 
 def check(script: str) -> None:
-    """Runs START and `script` in a fresh process."""
+    """Runs START and `script` in a new process."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", START + script],
         capture_output=True,
@@ -141,7 +143,7 @@ assert not wrong
 
 
 def test_attention_may_come_before_the_number_of_threads_is_set() -> None:
-    """Work too small for two threads asks for memory of one and for no pool."""
+    """Work that is too small for two threads needs memory for one thread and starts no pool."""
     script = """
 import torch
 from tests.support.paged_steps import cache, tokens

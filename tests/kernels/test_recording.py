@@ -1,4 +1,4 @@
-"""Recorded steps: replayed they do what they did, on what then lies in their inputs."""
+"""A replayed step repeats what was recorded, with the present contents of its inputs."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_replay_needs_nothing_that_the_recording_left_behind(native: Kernels) 
 
 
 def test_rows_of_experts_may_lie_elsewhere_at_each_replay(native: Kernels) -> None:
-    """What a step is given is read where it lies now; another merge's rows stay where they were."""
+    """A replay reads its inputs where they are now. The rows of another merge stay where they were."""
     hidden, weights, mine = torch.randn(3, HIDDEN), torch.rand(3, 2), torch.randn(3, 2, HIDDEN)
 
     def step(given: torch.Tensor) -> torch.Tensor:

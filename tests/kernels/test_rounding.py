@@ -1,4 +1,6 @@
-"""Kernels that round rows that meet bf16 weights: all else has the bits of avx512. Only a name picks them."""
+"""Kernels that round rows that meet bf16 weights. All other results have the bits of avx512. Only a name
+picks these kernels.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def attention(native: Kernels, dtype: torch.dtype) -> torch.Tensor:
 
 
 def everything_else(name: str) -> list[torch.Tensor]:
-    """Products with float32 weights, and what is no product with weights."""
+    """Products with float32 weights, and operations that are no product with weights."""
     torch.manual_seed(0)
     native, rows = table.pick("cpu", name), torch.arange(operations.INPUTS)
     found = [
@@ -112,7 +114,7 @@ def test_what_linux_refuses_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch)
 
 
 def in_tiles(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """rows [n, k] times weight [o, k] transposed, as TDPBF16PS adds: [n, o], all float32."""
+    """rows [n, k] times weight [o, k] transposed, added up in the order of TDPBF16PS: [n, o], all float32."""
     short = -rows.shape[1] % 32
     rows, weight = (functional.pad(one.bfloat16().float(), (0, short)) for one in (rows, weight))
     sums = torch.zeros(len(rows), len(weight))

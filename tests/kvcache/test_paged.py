@@ -1,4 +1,4 @@
-"""What a cache stores and what it takes, in every type."""
+"""What a cache stores and how much memory it takes, for every type."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_token_in_int8_has_a_scale_for_each_row() -> None:
 
 
 def test_the_same_memory_holds_about_four_times_as_many_tokens_in_int8() -> None:
-    """Of the demo's heads, 32 numbers wide, 4 * 32 / 36 times as many."""
+    """The demo's heads have 32 numbers, so it holds 4 * 32 / 36 times as many tokens."""
     whole, narrow = (
         LLM("demo", threads=1, kv_cache_memory="32MiB", kv_cache_dtype=dtype).info
         for dtype in ("float32", "int8")
@@ -80,7 +80,7 @@ def test_large_layers_begin_at_a_huge_page_and_hold_zeros() -> None:
 
 
 def in_memory(rows: torch.Tensor) -> float:
-    """Share of a tensor's pages, as the system tells it."""
+    """The share of a tensor's pages that are in memory, as the system reports it."""
     begin, end = rows.data_ptr(), rows.data_ptr() + rows.nbytes
     begin -= begin % mmap.PAGESIZE
     pages = (ctypes.c_ubyte * -(-(end - begin) // mmap.PAGESIZE))()
@@ -90,7 +90,8 @@ def in_memory(rows: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_memory_is_taken_as_blocks_are_written_or_at_once(at_once: bool) -> None:
-    """Where nothing is written the system may still give what this process had before."""
+    """Unwritten pages may still be in memory, since the system can give this process memory that it had
+    before."""
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -27,13 +27,13 @@ Block = tuple[Path, int]
 
 
 def touched(place: Place) -> set[Block]:
-    """Block numbers, one after the other."""
+    """The numbers of the blocks that these spans touch, one after the other."""
     last = (place.offset + place.size - 1) // ALIGNMENT
     return {(place.file, block) for block in range(place.offset // ALIGNMENT, last + 1)}
 
 
 def in_memory(arranged: Arrangement) -> list[Block]:
-    """The block of a file that each block of memory holds."""
+    """For each block of memory, the block of the file that it holds."""
     return [
         (run.file, (run.offset + at) // ALIGNMENT)
         for run in arranged.runs

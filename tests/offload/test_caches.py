@@ -18,7 +18,7 @@ LAYERS = 2
 
 
 class Copies:
-    """Stands in place of a block: attention that tells which keys a row could see."""
+    """Takes the place of a block. Its attention tells which keys a row could see."""
 
     def attention(self, query: object, keys: torch.Tensor, values: object, batch: object) -> torch.Tensor:
         lens, tables = batch.batch.context_lens, batch.batch.block_tables  # type: ignore[attr-defined]
@@ -27,7 +27,7 @@ class Copies:
 
 
 def cache(layout: KVLayout, dtype: torch.dtype) -> PagedKV:
-    """Twelve blocks whose numbers tell where they lie."""
+    """A cache of twelve blocks whose numbers tell where they are."""
     kv = PagedKV(layout, LAYERS, 12, SIZE, dtype, torch.device("cpu"), table.REFERENCE)
     for layer in range(LAYERS):
         numbers = torch.arange(12.0 * SIZE).view(-1, 1, 1) + 1000 * (layer + 1)

@@ -1,4 +1,6 @@
-"""Experts that come to a device from RAM: the checkpoint's own bytes, in any order of a schedule."""
+"""Experts that are copied to a device from RAM have the checkpoint's own bytes, in any order of a
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ THERE = torch.device("cuda")
 
 @pytest.fixture(scope="module", params=["one", "shards"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Layers of different sizes: experts share blocks."""
+    """Layers of different sizes, whose experts share blocks."""
     path: Path = tmp_path_factory.mktemp(request.param)
     return save(path, torch.float32, request.param == "shards", moe_intermediate_size=70)
 
@@ -55,7 +57,7 @@ def same(case: Case, layer: int, weights: ExpertWeights, experts: Sequence[int] 
 def test_a_page_is_staged_while_later_ones_of_the_layer_before_are_on_their_way(
     case: Case, static: Mapping[int, Sequence[int]], pages: int
 ) -> None:
-    """Page p is staged as soon as that of the last layer has gone, as `pipeline` has it."""
+    """As in `pipeline`, page p is staged as soon as page p of the layer before has been loaded."""
     streamed = staged(case, static)
     streamed.load_static()
     layers = turns(2)
@@ -80,7 +82,7 @@ def test_chosen_experts_come_alone(case: Case) -> None:
 
 
 def test_experts_that_stay_come_in_pieces(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All stay: there is no pinned memory of a layer."""
+    """All experts stay on the fast level, so no pinned memory of a layer is needed."""
     monkeypatch.setattr(device, "PIECE", 3 * 4096)
     streamed = staged(case, dict.fromkeys(LAYERS, range(EXPERTS)))
     assert streamed.memory.slot == 0 and streamed.load_static() == streamed.memory.static > 4 * 3 * 4096

@@ -33,7 +33,7 @@ OTHERS = tuple(lane for lane in Lane if lane is not Lane.FAST)
 
 @pytest.fixture(autouse=True)
 def _ctrl_c() -> Iterator[None]:
-    """Ctrl-C interrupts, also where a shell that started pytest in the background had it ignored."""
+    """Makes Ctrl-C interrupt, even if the shell that started pytest in the background made it ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -44,7 +44,7 @@ def nothing(lane: Lane) -> AbstractContextManager[None]:
 
 
 def ticks() -> Callable[[], float]:
-    """A clock that goes on by one whenever it is read."""
+    """A clock that advances by one whenever it is read."""
     count = itertools.count()
     return lambda: float(next(count))
 
@@ -58,7 +58,7 @@ def lane_threads() -> list[str]:
 
 
 class Log:
-    """What began and ended, in which order and in which thread."""
+    """Records which tasks began and ended, in which order and in which thread."""
 
     def __init__(self, tasks: Sequence[Task], pauses: Sequence[float | None] = (None,)) -> None:
         self._places = {id(one): place for place, one in enumerate(tasks)}
@@ -77,7 +77,7 @@ class Log:
 
 
 def expanded(tasks: Sequence[Task], place: int) -> set[int]:
-    """What a task needs that is done: in place of a barrier what that needs."""
+    """The tasks that a task needs. In place of a barrier it has the tasks that the barrier needs."""
     found: set[int] = set()
     for need in tasks[place].needs:
         found |= expanded(tasks, need) if tasks[need].kind is Kind.SYNC else {need}
@@ -144,7 +144,7 @@ def test_threads_work_at_once_and_live_as_long_as_the_lanes() -> None:
 
 
 class Rooms:
-    """Setup that says who came and went, and fails as often as it is told."""
+    """A setup that records which lanes entered and left, and fails as often as it is told."""
 
     def __init__(self, failures: int = 0) -> None:
         self.failures = failures
@@ -189,12 +189,12 @@ class Trouble(Exception):
 
 
 def is_stopped(lanes: Lanes) -> bool:
-    """Whether the run under way was told to stop."""
+    """Whether the current run was told to stop."""
     return lanes._unsettled is not None and lanes._unsettled._stopped
 
 
 def stopped(lanes: Lanes) -> bool:
-    """The same, after some waiting."""
+    """As `is_stopped`, after waiting for it."""
     deadline = time.monotonic() + 60
     while not is_stopped(lanes) and time.monotonic() < deadline:
         time.sleep(1e-3)
@@ -203,7 +203,7 @@ def stopped(lanes: Lanes) -> bool:
 
 @pytest.mark.parametrize("bad", Lane)
 def test_an_error_stops_every_lane_and_is_raised_once_they_rest(bad: Lane) -> None:
-    """Each lane is in the middle of its first task then; it ends it and does neither of its others."""
+    """At the error each lane is in the middle of its first task. It ends that task and begins no other."""
     tasks = [task(lane, part=0) for lane in Lane]
     tasks += [task(lane, list(Lane).index(bad), part=1) for lane in Lane]
     tasks += [task(lane, part=2) for lane in Lane]
@@ -272,7 +272,7 @@ def test_an_error_anywhere_leaves_lanes_that_can_be_used(schedule: Schedule) -> 
 
 
 def interrupt(seen: Callable[[], bool]) -> None:
-    """Ctrl-C until it is seen: one that comes as a thread falls asleep is seen when it wakes."""
+    """Sends Ctrl-C until it is noticed. A lane that is just falling asleep notices it only when it wakes."""
     for _ in range(20):
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         deadline = time.monotonic() + 3
@@ -285,7 +285,7 @@ def interrupt(seen: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("needed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_control_c_while_the_caller_waits(needed: bool) -> None:
-    """For a task, or at the end of the list."""
+    """The caller waits for a task, or at the end of the list."""
     tasks = [task(Lane.DOWN), task(Lane.DOWN, part=1), task(Lane.FAST, *([0] if needed else []))]
     log = Log(tasks)
 

@@ -11,7 +11,8 @@ from moesaic.offload.link import PIECE, Link, MappedFile
 
 
 class Clock:
-    """Stands in place of `time`: sleeping takes as long as is said, all else nothing."""
+    """Takes the place of `time`. Sleeping takes the time that was asked for, and everything else
+    takes none."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -33,7 +34,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_a_copy_takes_as_long_as_the_link_says(clock: Clock) -> None:
-    """Two and a half MiB over 1 MiB/s: 2.5 s, a piece at a time."""
+    """A copy of 2.5 MiB over a link of 1 MiB/s takes 2.5 s, piece by piece."""
     link = Link(float(PIECE))
     source = np.arange(5 * PIECE // 2, dtype=np.uint8)
     target = np.zeros_like(source)

@@ -1,4 +1,4 @@
-"""What tasks leave in memory between a gate and its merge."""
+"""What tasks leave in memory between a layer's gate and its merge."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from moesaic.policy.offloading.tasks import Kind, Lane, Task
 
 
 class Held:
-    """All experts, and what was asked for."""
+    """Has all experts in memory and records which of them were asked for."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def parts_of(model: Model, cache: ResidentCache, count: int) -> list[Part]:
-    """One row each, of sequences with a block of their own."""
+    """Micro-batches of one row each, whose sequences have a block of their own."""
     made = []
     for index in range(count):
         rows = batch([1], before=[0], wanted=[0])
@@ -164,7 +164,7 @@ def test_a_layer_beyond_the_last_is_the_next_pass_s_first(made: tuple[Operations
 
 
 def test_the_slow_lane_merges_nothing(made: tuple[Operations, Held, list[Part]]) -> None:
-    """In a layer without experts of its own both lanes have a task; one of them goes on with the rows."""
+    """In a layer without routed experts both lanes have a task. Only one of them goes on with the rows."""
     operations, _, parts = made
     for kind in (Kind.PRE, Kind.ATTENTION, Kind.POST_WITHOUT_EXPERTS):
         do(operations, kind, 0, 0)

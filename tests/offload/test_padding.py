@@ -1,4 +1,4 @@
-"""Padding stands behind what there is, is really computed, and holds blocks of its own."""
+"""Padding follows the real tokens, is really computed, and holds blocks of its own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ needs_native = pytest.mark.skipif(not table.instruction_sets(), reason="no nativ
 
 
 def test_worked_example() -> None:
-    """A prompt of 2 tokens, a row at position 5, a chunk of a prompt, the end of a longer one."""
+    """A prompt of 2 tokens, a row at position 5, a chunk of a prompt, and the end of a longer prompt."""
     whole = batch([2, 1, 3, 2], before=[0, 5, 0, 4], wanted=[1, 2, 7])
     padded = Padding(longest=4, block_size=16).of(whole)
     assert padded.positions.tolist() == [0, 1, 2, 3, 5, 0, 1, 2, 4, 5]
@@ -156,7 +156,7 @@ def answers(made: LLM) -> list[Any]:
 def test_as_many_rows_are_computed_as_requests_that_are_all_the_longest_have(
     path: Path, prefill_rows: int, levels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And attention goes over as many tokens, in whole blocks, in decoding too."""
+    """Attention covers as many tokens too, in whole blocks, also in decode."""
     asked: list[AttentionBatch] = []
     made = llm(path, replace(LEVELS[levels], prefill_rows=prefill_rows))
     [block, *_] = made._worker._executor._model.blocks
@@ -186,13 +186,13 @@ def test_as_many_rows_are_computed_as_requests_that_are_all_the_longest_have(
 @needs_native
 @pytest.mark.parametrize("levels", LEVELS)
 def test_answers_are_those_without_padding(path: Path, levels: str) -> None:
-    """Every log-probability too."""
+    """Every log-probability is equal too."""
     assert answers(llm(path, LEVELS[levels])) == answers(llm(path, replace(DISK, padded=None)))
 
 
 @needs_native
 def test_rows_that_decode_beside_a_prompt_attend_to_their_padding(path: Path) -> None:
-    """Two seats, and answers of different lengths: prompts join requests that decode."""
+    """There are two seats, and answers have different lengths. So prompts join requests that decode."""
     made = llm(path, replace(DISK, micro_batch=1), max_num_seqs=2)
     prompts = [tiny_models.prompt(length, model_configs.VOCAB, seed=length) for length in (3, 4, 5)]
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (2, 8, 3)]
@@ -219,7 +219,7 @@ def test_padding_that_cannot_be_is_refused(path: Path, offload: Offload, told: s
 
 @needs_native
 def test_where_there_is_no_room_for_all_padding_all_answers_come(path: Path) -> None:
-    """A cache of four blocks for a request of at most four."""
+    """The cache has four blocks, and a request needs at most four."""
     token = 3 * 2 * 2 * 16 * 4
     small = llm(path, kv_cache_memory=str(64 * token), enable_prefix_caching=False)
     assert answers(small) == answers(llm(path, replace(DISK, padded=None)))
@@ -227,7 +227,8 @@ def test_where_there_is_no_room_for_all_padding_all_answers_come(path: Path) -> 
 
 
 def test_padding_that_comes_down_counts_where_micro_batches_are_made() -> None:
-    """Two prompts of 16 and two rows that decode behind 4 tokens and before a block of padding: 32, not 5."""
+    """Two prompts have 16 tokens. Two rows decode after 4 tokens, each before a block of padding. Such a row
+    counts 21 tokens, not 5."""
     whole = batch([1, 1, 16, 16], before=[4, 4, 0, 0], wanted=[0])
     tables = np.array([[1, 2], [3, 4], [5, 0], [6, 0]])
     whole = replace(whole, block_tables=tables)

@@ -25,7 +25,7 @@ def test_micro_batches_of_sequences_have_each_once_and_no_more_than_allowed(
 
 
 def test_micro_batches_have_about_as_many_cached_tokens() -> None:
-    """Four sequences with 40, 30, 20 and 10 cached tokens, two and two: 50 each."""
+    """Four sequences have 40, 30, 20 and 10 cached tokens. Each of two micro-batches has 50."""
     whole = batch([1, 1, 1, 1], before=[39, 29, 19, 9], wanted=[0, 1, 2, 3])
     assert [sum(part.context_lens) for part, _ in by_sequences(whole, 2)] == [50, 50]
 
@@ -53,8 +53,8 @@ def test_micro_batches_of_rows_come_in_order_and_are_no_larger_than_allowed(
 
 
 def test_worked_example_of_contexts() -> None:
-    """New and all tokens of three sequences: 1 of 1, 5 of 5, 1 of 9. At most 3 tokens: the second one is cut,
-    and the end of it is alone, as it has 5."""
+    """Three sequences have 1 new token of 1, 5 of 5, and 1 of 9. With at most 3 tokens the second one is cut.
+    Its end is alone, since it has 5 tokens."""
     whole = batch([1, 5, 1], before=[0, 0, 8], wanted=[0])
     assert [origin.tolist() for _, origin in by_context(whole, whole.context_lens, 3, False)] == [
         [0, 1, 2],

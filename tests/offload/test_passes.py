@@ -1,4 +1,4 @@
-"""Passes that break off, over a real checkpoint: what comes after has the floats of the model in memory."""
+"""Passes that break off, over a real checkpoint. Later passes have the floats of the model in memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2, ignore_eos=Tr
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three layers: an odd number, so that a pass's first layer comes to both slots."""
+    """A model of three layers. The number is odd, so that a pass's first layer is loaded into both slots."""
     made = tiny_models.save(
         tiny_models.build("qwen3_moe", model_configs.qwen3()), tmp_path_factory.mktemp("passes")
     )
@@ -84,7 +84,8 @@ def test_a_pass_that_breaks_off_anywhere_is_a_pass_that_was_never_run(
 
 
 def test_passes_that_waited_for_their_first_layer_are_counted(path: Path) -> None:
-    """Pages: the first pass alone. On demand a decode step leaves nothing to the prompts after it."""
+    """With pages, only the first pass waits. On demand, a decode step loads nothing for the prompts
+    after it."""
     for way, prompts_wait in (("pages", False), ("on demand", True)):
         made = llm(path, WAYS[way], enable_prefix_caching=False)
         for _ in range(2):
@@ -121,7 +122,8 @@ def test_a_file_that_is_cut_in_the_middle_is_told(path: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("way", WAYS)
 def test_requests_that_do_not_fit_together_are_put_back(path: Path, wanted: list[Any], way: str) -> None:
-    """A cache of four blocks, one request of the maximum length: others are preempted, and go on later."""
+    """The cache has four blocks, and one request has the maximum length. The others are preempted and go on
+    later."""
     token = 3 * 2 * 2 * 16 * 4
     assert floats(llm(path, WAYS[way], kv_cache_memory=str(64 * token))) == wanted
 
@@ -178,7 +180,7 @@ print(told("VmHWM") - before)
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux tells the peak")
 @pytest.mark.parametrize("padded", [0, 400])
 def test_memory_stays_what_the_policy_holds(tmp_path: Path, padded: int) -> None:
-    """Of a model of 24 + 96 MiB: two layers of eight, a cache, rows and their workspace."""
+    """The model has 24 + 96 MiB. The policy keeps two layers of eight, a cache, rows and their workspace."""
     options = model_configs.qwen3(
         hidden_size=256, moe_intermediate_size=512, num_experts=8, num_hidden_layers=8,
         vocab_size=12288, max_position_embeddings=512,
@@ -201,7 +203,7 @@ def test_memory_stays_what_the_policy_holds(tmp_path: Path, padded: int) -> None
 def test_guesses_that_broke_off_are_not_taken_for_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer without experts between two that share a place, and a next pass without prompts."""
+    """A layer without experts lies between two layers that share a slot. The next pass has no prompts."""
     options = model_configs.qwen3(num_hidden_layers=4, mlp_only_layers=[1])
     tiny_models.save(tiny_models.build("qwen3_moe", options), tmp_path)
     byte_tokenizer(tmp_path)

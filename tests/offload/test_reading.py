@@ -19,7 +19,7 @@ DATA = random.Random(0).randbytes(PIECE + 5 * ALIGNMENT + 123)
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """DATA, all of it on the disk."""
+    """A file with the bytes of DATA, all of them on the disk."""
     file = tmp_path_factory.mktemp("reading") / "file"
     with file.open("wb") as opened:
         opened.write(DATA)
@@ -29,7 +29,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def memory(size: int) -> memoryview:
-    """At the beginning of a page."""
+    """Memory that begins at a page."""
     return memoryview(mmap.mmap(-1, size))
 
 
@@ -77,7 +77,7 @@ def test_only_whole_blocks(path: Path, direct: bool) -> None:
 
 
 def cached(path: Path) -> int:
-    """Blocks of the file that are in the page cache."""
+    """The number of the file's blocks that are in the page cache."""
     with path.open("rb") as file:
         mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     blocks = np.zeros(-(-len(mapped) // ALIGNMENT), np.uint8)
@@ -89,7 +89,7 @@ def cached(path: Path) -> int:
 
 @pytest.fixture
 def droppable(path: Path) -> Path:
-    """The file, none of it cached, where the file system can do without."""
+    """The file with nothing in the page cache. Skips the test where the file system always caches."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if cached(path):

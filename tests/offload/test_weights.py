@@ -1,4 +1,4 @@
-"""Streamed experts have the checkpoint's own bytes, whatever is loaded when."""
+"""Streamed experts have the checkpoint's own bytes, in whatever order they are loaded."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ from moesaic.offload.weights import Memory, Streamed
 
 EXPERTS = 6
 LAYERS = (0, 2, 3)
-"""Three with routed experts of four layers: an odd number, so every layer comes to both slots."""
+"""The layers with routed experts, three of four. The number is odd, so every layer is loaded into
+both slots.
+"""
 SOME: dict[int, Sequence[int]] = {0: [1, 4], 2: range(EXPERTS)}
-"""Experts that stay: some of a layer, all of the next, none of the last."""
+"""Experts that stay on the fast level: some of a layer, all of the next, none of the last."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Case:
         return Streamed(self.path, self.layout, static, arena, direct)
 
     def blocks(self, layer: int, experts: Iterable[int]) -> set[tuple[Path, int]]:
-        """The blocks of files in which these experts lie."""
+        """The blocks of the files that contain these experts."""
         headers = Headers(self.path)
         places = [headers.find(*part) for one in experts for part in self.layout.tensors(layer, one)]
         return {
@@ -54,7 +56,7 @@ class Case:
         }
 
     def num_bytes(self, layer: int, experts: Iterable[int]) -> int:
-        """Of those blocks, the last one of a file being shorter."""
+        """The bytes of these blocks. The last block of a file may be shorter."""
         return sum(
             min(ALIGNMENT, file.stat().st_size - block * ALIGNMENT)
             for file, block in self.blocks(layer, experts)
@@ -62,7 +64,7 @@ class Case:
 
 
 def save(path: Path, dtype: torch.dtype, shards: bool, **sizes: int) -> Case:
-    """A Qwen3 whose layer 1 is dense."""
+    """Saves a Qwen3-MoE whose layer 1 is dense."""
     options = {"num_hidden_layers": 4, "num_experts": EXPERTS, "mlp_only_layers": [1], **sizes}
     model = tiny_models.build("qwen3_moe", model_configs.qwen3(**options)).to(dtype)
     model.save_pretrained(path, max_shard_size="60KB" if shards else "1GB")
@@ -77,7 +79,7 @@ def save(path: Path, dtype: torch.dtype, shards: bool, **sizes: int) -> Case:
 
 @pytest.fixture(scope="module", params=["one-bf16", "one-f32", "shards-bf16", "shards-f32-wide"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Experts smaller than a block that share blocks; `wide`: experts of several blocks."""
+    """Small experts, several in a block. With `wide`, experts of several blocks each."""
     shards, dtype, *wide = request.param.split("-")
     sizes = {"moe_intermediate_size": 70} if wide else {}
     path = tmp_path_factory.mktemp(request.param)
@@ -134,7 +136,7 @@ def test_pages_in_any_order_bring_every_expert(
 
 
 def test_a_missing_page_is_missed(case: Case) -> None:
-    """What the test above would see."""
+    """Shows that the test above would notice a missing page."""
     streamed = case.streamed({})
     for page in (0, 2):
         streamed.load_page(0, 0, page, 3)
@@ -172,7 +174,8 @@ def test_experts_that_all_stay_need_no_slots(plain: Case) -> None:
 
 
 def test_addresses_keep_their_place_in_a_block(case: Case) -> None:
-    """What lets a direct read go straight to its place."""
+    """A tensor has the same offset in its block in memory and in the file. So a direct read needs no further
+    copy."""
     streamed, headers = case.streamed(SOME), Headers(case.path)
     for (name, *shape), tensor in zip(case.layout.tensors(3, 5), streamed.experts(1, 3).of(5), strict=True):
         assert tensor.data_ptr() % ALIGNMENT == headers.find(name, *shape).offset % ALIGNMENT
@@ -204,7 +207,7 @@ def test_chosen_experts_come_alone(
 
 
 def test_wide_experts_share_few_blocks(tmp_path: Path) -> None:
-    """So the test above looks at experts of whom no block was read."""
+    """Shows that the test above looks at experts of which no block was read."""
     case = save(tmp_path, torch.float32, shards=False, moe_intermediate_size=200)
     streamed = case.streamed({})
     for part in streamed.experts(0, 0).of(3):
@@ -287,7 +290,7 @@ def test_numbers_that_do_not_begin_at_a_multiple_of_their_size(plain: Case, tmp_
 
 @pytest.mark.parametrize("kept", [0, 7, 100, -1])
 def test_a_file_that_ends_early(plain: Case, tmp_path: Path, kept: int) -> None:
-    """The last tensors of a file are not experts', so they are cut out of the header too."""
+    """The last tensors of a file are not experts' tensors, so they are cut out of the header too."""
     (tmp_path / SINGLE).write_bytes((plain.path / SINGLE).read_bytes()[:kept])
     if kept == -1:
         cut_behind_experts(plain, tmp_path / SINGLE)
@@ -323,7 +326,7 @@ def test_a_file_that_is_cut_while_it_is_read(plain: Case, tmp_path: Path, direct
 
 
 def test_a_file_that_may_end_with_its_last_tensor(plain: Case, tmp_path: Path) -> None:
-    """An expert's last byte is the file's last: its block is short, and that is no damage."""
+    """An expert's last byte is the last one of the file. Its last block is short, and that is no damage."""
     name, rows, columns = plain.layout.tensors(0, 0)[2]
     headers, wanted = Headers(plain.path), plain.tensors
     entries, data = {}, b""
