@@ -17,9 +17,9 @@ LONGEST = 72
 BY_GIT = re.compile(
     r"(fixup|squash|amend)! |Merge (branch|branches|commit|pull request|remote-tracking|tag) |Revert \""
 )
-"""Subjects that git or a forge writes. They pass."""
+"""Matches subjects that git or a forge writes. They are accepted."""
 SCISSORS = re.compile(r"^# -+ >8 -+$", re.MULTILINE)
-"""Below them git shows the change."""
+"""Below this line of a commit message git shows the change."""
 NO_VERBS = re.compile(
     r"an?|the|this|that|these|those|its?|our|we|in|of|on|under|with|how|what|when|where|which|who|why|"
     r"and|all|any|both|each|every|few|fewer|many|more|most|new|no|now|one|only|several|some|two"
@@ -28,11 +28,11 @@ VERBS = re.compile(
     r"(em)?bed|bleed|breed|exceed|feed|heed|need|proceed|(re)?seed|shed|shred|speed|succeed|weed|"
     r"bring|fling|ping|ring|sing|sling|spring|sting|string|swing|wring|alias|bias|canvas|focus"
 )
-"""In the imperative, though their endings look otherwise."""
+"""Verbs in the imperative whose endings look like another form."""
 
 
 def complaint(message: str) -> str | None:
-    """What is wrong with `message`, in one line. None where nothing is, and where git wrote it."""
+    """What is wrong with `message`, in one line. None if nothing is wrong, or if git wrote it."""
     written = SCISSORS.split(message)[0]
     lines = [line.rstrip() for line in written.splitlines() if not line.startswith("#")]
     while lines and not lines[0]:
@@ -53,7 +53,8 @@ def complaint(message: str) -> str | None:
 
 
 def _not_imperative(word: str) -> str | None:
-    """Why `word` opens no imperative, by its ending or a list. A noun such as 'Test' passes for a verb."""
+    """Why `word` cannot begin an imperative, judged by its ending and a list. A noun such as 'Test' passes as
+    a verb."""
     plain = word.lower().strip("`'\"*")
     if plain.endswith(":"):
         return "a prefix"

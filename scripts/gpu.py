@@ -39,13 +39,13 @@ ROOT = Path(__file__).parent.parent
 LIMITS = {"tests": 370, "identity": 60, "speed": 160}
 """Seconds that each part may take; together less than ten minutes."""
 REPORTING = 60
-"""Seconds that pytest may take beside its tests: to start, and to end the tests that run at its limit."""
+"""Seconds that pytest may take besides its tests: to start, and to end the tests that run at its limit."""
 LARGE = "qwen3-moe-0.96b"
 """The checkpoint whose speed is measured on a GPU."""
 MOST_PROCESSES = 4
-"""That run tests at once, each with its share of the GPU's memory."""
+"""Maximum number of processes that run tests at once, each with its share of the GPU's memory."""
 INTERRUPTED = 2
-"""Exit code of pytest."""
+"""Exit code of pytest when it was interrupted."""
 PROMPTS = (
     "def add(a, b):",
     "Tom has 3 apples and buys 4 more. How many apples does he have now?",
@@ -59,7 +59,7 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Work:
-    """What is tried, and how much of it."""
+    """What is tried, and how many runs and requests it has."""
 
     device: str
     tests: tuple[str, ...] = ("tests/device",)
@@ -72,7 +72,8 @@ class Work:
 
 
 def run_tests(work: Work) -> Found:
-    """Counts of pytest's results, and the tests that failed. Ends a little before the limit, to tell them."""
+    """The counts of pytest's results, and the tests that failed. Ends a little before the limit, to report
+    them."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         seconds = max(work.limits["tests"] - REPORTING, 1)
@@ -120,7 +121,7 @@ def common_tokens(one: RequestOutput, other: RequestOutput) -> int:
 
 
 def largest_difference(one: RequestOutput, other: RequestOutput, count: int) -> float:
-    """Of the log-probabilities of the first `count` tokens."""
+    """The largest difference between the log-probabilities of the first `count` tokens."""
     pairs = zip((one.logprobs or [])[:count], (other.logprobs or [])[:count], strict=True)
     return max((abs(a.logprob - b.logprob) for a, b in pairs), default=0.0)
 
@@ -144,7 +145,7 @@ def speed(work: Work) -> Found:
 
 
 def measured(llm: LLM, requests: int, work: Work, latest: float) -> Found:
-    """A row of `speed`: medians of work.rounds, of fewer where time runs out."""
+    """One row of `speed`: medians of work.rounds runs, or of fewer if time runs out."""
     generator = torch.Generator().manual_seed(requests)
     shape = (requests, work.prompt_tokens)
     prompts: list[list[int]] = torch.randint(0, 256, shape, generator=generator).tolist()
@@ -173,7 +174,7 @@ PARTS: dict[str, Callable[[Work], Found]] = {"tests": run_tests, "identity": ide
 
 
 def in_process(part: str, work: Work) -> Found:
-    """What a part found, run in a process of its own, and the seconds that it took."""
+    """The result of a part that ran in a process of its own, and the seconds that it took."""
     started = time.monotonic()
     command = [sys.executable, __file__, "--part", part, "--work", json.dumps(asdict(work))]
     print(f"gpu: {part}, at most {work.limits[part]} s", file=sys.stderr)
@@ -200,7 +201,7 @@ def attempt(part: str, work: Work) -> Found:
 
 
 def about(device: str) -> Found:
-    """The device, and what `moesaic doctor` says of the machine and the versions."""
+    """The device, and what `moesaic doctor` reports about the machine and the versions."""
     doctor = [sys.executable, "-m", "moesaic", "doctor", "--json"]
     found = json.loads(subprocess.run(doctor, stdout=subprocess.PIPE, check=True).stdout)
     name = torch.cuda.get_device_name() if device == "cuda" else found["machine"]["cpu"]

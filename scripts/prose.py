@@ -61,12 +61,12 @@ def sentences(text: str) -> list[str]:
 
 
 def length(sentence: str) -> int:
-    """Words of a sentence: what has a letter or a digit."""
+    """The number of words of a sentence. A word has a letter or a digit."""
     return sum(any(letter.isalnum() for letter in word) for word in sentence.split())
 
 
 def mean(found: list[str]) -> float:
-    """Words of a sentence on average; 0 without sentences."""
+    """Mean number of words of a sentence. 0 if there is no sentence."""
     return sum(map(length, found)) / len(found) if found else 0.0
 
 

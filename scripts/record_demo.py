@@ -1,4 +1,4 @@
-"""Runs the demo and keeps its terminal as a picture: docs/demo.svg."""
+"""Runs the demo and saves its terminal output as a picture, docs/demo.svg."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def main() -> int:
-    """Returns the demo's exit code; the picture is written only when it is 0."""
+    """Returns the demo's exit code. The picture is written only when it is 0."""
     demo = subprocess.run([sys.executable, ROOT / "scripts" / "demo.py"], capture_output=True, text=True)
     console = Console(record=True, width=100, file=sys.stdout)
     console.print(Text("$ make demo", style="bold green"))

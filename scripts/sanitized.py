@@ -1,4 +1,6 @@
-"""As sitecustomize.py beside a sanitized build: the installed package then loads those extensions."""
+"""Is installed as sitecustomize.py in a sanitized build, so that the package loads that build's
+extensions.
+"""
 
 import sys
 from pathlib import Path

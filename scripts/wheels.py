@@ -31,9 +31,9 @@ from packaging.utils import parse_wheel_filename
 
 ROOT = Path(__file__).parent.parent
 KERNELS = "kernels_"
-"""Begins the name of the folder with the objects of one instruction set."""
+"""The beginning of the name of the folder with the objects of one instruction set."""
 COMPILED = ("moesaic/kernels/native/_native.cpython", "moesaic/transport/_shm.cpython")
-"""Begin the names of the compiled modules' files."""
+"""The beginnings of the names of the compiled modules' files."""
 HARMLESS = {"DW.ref.__gxx_personality_v0"}
 """Shared symbols that are data."""
 
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def build(folder: Path) -> Path:
-    """The wheel as the compiler leaves it, in `folder`; its objects are in `folder`/objects."""
+    """The wheel as the compiler made it, in `folder`. Its objects are in `folder`/objects."""
     run(
         *("pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"),
         *("--config-settings", f"build-dir={folder / 'objects'}", "--wheel-dir", str(folder), str(ROOT)),
@@ -75,7 +75,7 @@ def build(folder: Path) -> Path:
 
 
 def check_objects(folder: Path) -> None:
-    """Raise where code of an instruction set could run without having been picked.
+    """Raise if code of an instruction set could run without having been picked.
 
     The linker keeps one copy of an inline function that several objects define. A copy that is compiled for
     AVX-512 would then serve all. So the name of each such symbol must contain the namespace of its
@@ -92,7 +92,7 @@ def check_objects(folder: Path) -> None:
 
 
 def shared_code(path: Path, instruction_set: str) -> list[str]:
-    """Symbols and sections of an object file that are not of `instruction_set` alone."""
+    """Symbols and sections of an object file that do not belong to `instruction_set` alone."""
     namespace = f"{len(instruction_set)}{instruction_set}"
     with path.open("rb") as file:
         elf = ELFFile(file)
@@ -112,7 +112,7 @@ def is_shared(symbol: Symbol, namespace: str) -> bool:
 
 
 def repair(wheel: Path, output: Path) -> Path:
-    """The wheel under the name that says which systems it runs on, in `output`."""
+    """The wheel in `output`, under the name that says which systems it runs on."""
     with tempfile.TemporaryDirectory() as folder:
         run("auditwheel", "repair", "--wheel-dir", folder, str(wheel))
         [repaired] = Path(folder).glob("*.whl")
@@ -125,7 +125,7 @@ def repair(wheel: Path, output: Path) -> Path:
 
 
 def run(module: str, *arguments: str) -> None:
-    """`python -m module`, with the programs that are installed beside this Python on its PATH."""
+    """Run `python -m module`. Its PATH begins with the programs that are installed beside this Python."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, env={**os.environ, "PATH": path})

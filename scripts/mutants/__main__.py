@@ -30,12 +30,12 @@ from scripts.mutants import mutations, reach, tree
 
 TIERS = {"check": "not slow and not full", "test": "not full"}
 SPARE = 120.0
-"""Seconds that tests may take beyond three times what they took before."""
+"""Seconds that tests may take beyond three times their duration before the change."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one mutant."""
+    """What happened to one mutant."""
 
     mutation: mutations.Mutation
     caught: bool
@@ -46,7 +46,7 @@ class Outcome:
 
 @dataclass
 class Trial:
-    """Mutants against the tests of one tier."""
+    """Runs the tests of one tier against mutants."""
 
     copied: tree.Tree
     graph: reach.Reach
@@ -55,7 +55,7 @@ class Trial:
     limit: float = SPARE
 
     def measure(self) -> tree.Run:
-        """Run the whole tier once, unchanged: tests that fail already are left out from here on."""
+        """Run the whole tier once without a change. Tests that fail already are left out afterwards."""
         done = self.copied.pytest([], self.marks, self.workers, 3 * 3600)
         if done.code not in (0, 1):
             how = f"pytest -m {self.marks!r} ended with {done.code}: {done.last_line}"
@@ -75,7 +75,7 @@ class Trial:
         return Outcome(mutation, False, "", time.monotonic() - start)
 
     def _failure(self, tests: list[Path], workers: int) -> str:
-        """The first test that fails, by itself too: else its neighbours disturbed it."""
+        """The first test that also fails alone. A test that fails only with others was disturbed by them."""
         disturbed: list[str] = []
         while True:
             left_out = [word for one in disturbed for word in ("--deselect", one)]

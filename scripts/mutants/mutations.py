@@ -18,13 +18,13 @@ COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
     ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.BitXor: ast.BitOr,
 }  # fmt: skip
 NOT_SWAPPED = ("isinstance", "issubclass", "cast", "getattr", "setattr", "hasattr", "min", "max")
-"""Calls whose first two arguments do not change places: they would fail at once, or return the same."""
+"""Calls whose first two arguments are not swapped. Swapped, they would fail at once or return the same."""
 LOGGERS = ("log", "logger", "logging", "warnings")
 SKIPPED_FIELDS = ("annotation", "returns", "decorator_list", "bases")
 TYPE_NODES = (ast.Name, ast.Attribute, ast.Subscript, ast.Tuple, ast.List, ast.BinOp, ast.BitOr, ast.Load)
 Node = ast.expr | ast.stmt
 Change = tuple[Node, str]
-"""The node whose source is replaced, and what replaces it."""
+"""The node whose source is replaced, and its replacement."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Mutation:
     """One change of one file: the bytes from `start` to `end` become `after`."""
 
     path: str
-    """Relative to the root of the tree."""
+    """Path of the file, relative to the root of the tree."""
     line: int
     kind: str
     before: str
@@ -79,9 +79,10 @@ def choose(found: Iterable[Mutation], seed: int, count: int) -> list[Mutation]:
 
 
 def _executable(node: ast.AST, default: bool = False) -> Iterator[tuple[ast.AST, bool]]:
-    """The nodes that run and are no text: no docstrings, log lines, annotations or formatted strings.
+    """The nodes that are executed.
 
-    The second value says whether the node is the default of an argument or of a field of a class.
+    Docstrings, log lines, annotations and formatted strings are left out. The second value says whether the
+    node is the default of an argument or of a field of a class.
     """
     if _is_text_or_type(node):
         return
@@ -203,7 +204,8 @@ def _is_string(node: ast.AST) -> bool:
 
 
 def _names(call: ast.Call) -> list[str]:
-    """["a", "b"] of `a.b()`, in small letters and without leading underscores but for the last."""
+    """The names ["a", "b"] of `a.b()`, in lower case. Leading underscores are removed except from the last
+    name."""
     *owners, last = ast.unparse(call.func).split(".")
     return [*(owner.lower().strip("_") for owner in owners), last]
 

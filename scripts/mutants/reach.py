@@ -1,4 +1,4 @@
-"""Which test files can reach a module of the package, and which stand nearest to it."""
+"""Finds the test files that can reach a module of the package, and the nearest of them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 FOLDERS = ("tests", "scripts", "benchmarks", "examples", "training")
-"""What tests import beside the package; each file's name starts with its folder's."""
+"""Folders that tests may import from besides the package. Each module's dotted name starts with its folder's
+name.
+"""
 FEW = 8
-"""Files that are tried first whatever their names: those with the fewest imports in between."""
+"""Number of files that are tried first whatever their names are. They have the fewest imports in between."""
 
 
 @dataclass
@@ -19,15 +21,15 @@ class Reach:
     """The import graph of a tree, read from its source."""
 
     modules: dict[str, Path]
-    """By dotted name; paths are relative to the root of the tree."""
+    """Dotted name -> path, relative to the root of the tree."""
     imports: dict[str, set[str]] = field(default_factory=dict)
     anything: set[str] = field(default_factory=set)
-    """Modules that import `subprocess`: the programs that they start are not read from their source."""
+    """Modules that import `subprocess`. The programs that they start cannot be read from their source."""
 
     def tests_of(self, path: str) -> list[Path]:
-        """Test files that can reach the file, those with the fewest imports in between first.
+        """Test files that can reach the file, with the fewest imports in between first.
 
-        A test that starts programs reaches every module, but stands behind those that import it.
+        A test that starts programs reaches every module, but comes after those that import it.
         """
         target = next(name for name, one in self.modules.items() if one == Path(path))
         found = []
@@ -72,7 +74,8 @@ def read(root: Path, package: str) -> Reach:
 
 
 def nearest(path: str, package: str, tests: list[Path]) -> list[Path]:
-    """Those of `tests` that are tried first: whose names say that they test the file, and the first few.
+    """The tests of `tests` that are tried first: those whose names say that they test the file, and the first
+    few.
 
     src/PACKAGE/a/b.py has tests/a/test_b*.py, or else tests/test_b*.py and tests/test_a*.py.
     """
@@ -88,7 +91,7 @@ def nearest(path: str, package: str, tests: list[Path]) -> list[Path]:
 
 
 def _mentioned(name: str, tree: ast.Module, is_package: bool) -> Iterator[str]:
-    """Dotted names that are imported anywhere in a file, or named in a string, as by `python -m`."""
+    """The dotted names that are imported anywhere in a file, or named in a string, as by `python -m`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

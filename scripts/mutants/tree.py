@@ -23,15 +23,15 @@ SCRIPT = "#!{python}\nimport runpy\nrunpy.run_module({module!r}, run_name='__mai
 
 @dataclass(frozen=True)
 class Run:
-    """What pytest said."""
+    """The result of a run of pytest."""
 
     code: int | None
-    """None: it took too long, and was ended."""
+    """The exit code. None if the run took too long and was ended."""
     failed: list[str]
     """Names of tests that failed, or of files that could not be imported."""
     seconds: float
     last_line: str = ""
-    """Of its output."""
+    """The last line of pytest's output."""
 
     @property
     def good(self) -> bool:
@@ -40,12 +40,12 @@ class Run:
 
 @dataclass
 class Tree:
-    """The copy, in `root`."""
+    """A copy of the tree in `root`."""
 
     root: Path
     package: str
     deselected: list[str] = field(default_factory=list)
-    """Tests that fail in the copy as it is: they would catch everything."""
+    """Tests that fail in the unchanged copy. They would fail for every mutant."""
     _ages: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -53,7 +53,7 @@ class Tree:
         return self.root / ".venv" / "bin" / "python"
 
     def pytest(self, tests: Sequence[Path | str], marks: str, workers: int, limit: float, *more: str) -> Run:
-        """Run the tests in these files, all of them where none is given."""
+        """Run the tests in these files. If none is given, run all tests."""
         command = [str(self.python), "-m", "pytest", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
         command += ["-m", marks, *more, *(word for one in self.deselected for word in ("--deselect", one))]
         command += ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
@@ -75,7 +75,7 @@ class Tree:
 
     @contextmanager
     def mutated(self, mutation: Mutation) -> Iterator[None]:
-        """Inside, the copy has that change."""
+        """While the context is open, the copy has this change."""
         file = self.root / mutation.path
         source = file.read_text("utf-8")
         try:
@@ -85,14 +85,16 @@ class Tree:
             self._write(file, source)
 
     def _write(self, file: Path, source: str) -> None:
-        """With an age of its own: Python takes a compiled file of the same age and length for this one's."""
+        """Write a file with a modification time of its own. Python would take a compiled file of the same
+        time and length for this one's."""
         file.write_text(source, "utf-8")
         age = 1_000_000_000 + next(self._ages)
         os.utime(file, (age, age))
 
 
 def copy(root: Path, to: Path, package: str) -> Tree:
-    """Everything but what is built or ignored; compiled modules and libraries are those of this Python."""
+    """Copy everything except what is built or ignored. Compiled modules and libraries are those of this
+    Python."""
     shutil.copytree(root, to, ignore=LEFT_OUT, dirs_exist_ok=True, symlinks=True)
     tree = Tree(to, package)
     venv.create(to / ".venv", symlinks=True)
@@ -112,7 +114,7 @@ def copy(root: Path, to: Path, package: str) -> Tree:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """With all that it started and that is still in its group."""
+    """End a process and everything that it started and that is still in its group."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -33,7 +33,7 @@ from scripts.soak.rounds import Outcome, run_round
 
 
 def plans(seed: str, first: int, only: str) -> Iterator[Plan]:
-    """From round `first` on, without end; `only` those whose shape's name contains that."""
+    """The plans from round `first` on, without end. `only`: just the shapes with this text in their names."""
     for number in count(first):
         plan = plan_round(seed, number)
         if only in plan.shape.name:
@@ -41,7 +41,7 @@ def plans(seed: str, first: int, only: str) -> Iterator[Plan]:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> list[Outcome]:
-    """All rounds, or as many as there is time for. Ctrl-C ends it after the round that is broken off."""
+    """Run all rounds, or as many as there is time for. Ctrl-C ends the run and the current round with it."""
     outcomes: list[Outcome] = []
     deadline = time.monotonic() + 60 * (arguments.minutes or 1e6)
     wanted = islice(plans(arguments.seed, arguments.first, arguments.only), arguments.rounds)

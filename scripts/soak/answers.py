@@ -1,4 +1,4 @@
-"""How answers are compared with those of one process."""
+"""Compares answers with those of one process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 from tests.support.cluster_driver import Answer
 
 TOLERANCE = 1e-3
-"""Of log-probabilities, and of a near-tie, where kernels depend on the batch."""
+"""Tolerance of log-probabilities, and of a near-tie, for kernels whose results depend on the batch."""
 
 
 def difference(expected: Answer, got: Answer, length: int | None, exact: bool) -> str | None:

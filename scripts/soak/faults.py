@@ -15,24 +15,25 @@ from moesaic.cluster.router import Router
 from moesaic.core.cluster_status import ProcessStatus
 
 PATIENCE = 2.0
-"""Seconds of waiting for the chosen process to have work; then the next one is chosen: few requests may never
-come to the last of three workers."""
+"""Seconds of waiting for the chosen process to have work. Then the next process is chosen, since the last of
+three workers may hardly get a request.
+"""
 
 
 @dataclass(frozen=True)
 class Strike:
-    """A fault that happened."""
+    """A fault that was carried out."""
 
     fault: Fault
     victim: str
     time: float
-    """On the clock of the tokens' times."""
+    """The time of the fault, on the clock of the tokens' times."""
     alone: bool
-    """Every other process served."""
+    """True if every other process was serving."""
 
 
 class Saboteur:
-    """Carries out one fault after the other. `look` is told the time and how many tokens there are."""
+    """Carries out one fault after the other. `look` gets the time and the number of tokens."""
 
     def __init__(self, served: Cluster, router: Router, faults: Iterable[Fault]) -> None:
         self.strikes: list[Strike] = []
@@ -40,19 +41,19 @@ class Saboteur:
         self._router = router
         self._left = deque(faults)
         self._frozen: list[tuple[float, int]] = []
-        """When each goes on, and its process id."""
+        """(time at which it goes on, process id) of each frozen process."""
         self._base = 0
         self._chosen: tuple[ProcessStatus, float] | None = None
-        """As it was when it was chosen, and until when it may be idle."""
+        """The process's status when it was chosen, and the time until which it may be idle."""
         self._idle = 0
-        """Chosen ones that had no work."""
+        """Number of chosen processes that had no work."""
 
     @property
     def done(self) -> bool:
         return not self._left and not self._frozen
 
     def look(self, tokens: int, now: float) -> None:
-        """Do what is due."""
+        """Do everything that is due."""
         for due, pid in self._frozen:
             if now >= due:
                 _signal(pid, signal.SIGCONT)
@@ -64,7 +65,7 @@ class Saboteur:
             self._strike(victim, tokens, now)
 
     def stop(self) -> None:
-        """Let every frozen process go on."""
+        """Let every frozen process continue."""
         for _, pid in self._frozen:
             _signal(pid, signal.SIGCONT)
         self._frozen = []
@@ -81,7 +82,7 @@ class Saboteur:
                 self._frozen.append((now + fault.seconds, victim.pid))
 
     def _victim(self, fault: Fault, now: float) -> ProcessStatus | None:
-        """The process to strike now: it serves, and it was seen at work since it was chosen."""
+        """The process to hit now. It serves, and it had work after it was chosen."""
         if fault.healed and not self._healthy():
             self._chosen = None
             return None
@@ -112,7 +113,7 @@ def _same(one: ProcessStatus, other: ProcessStatus) -> bool:
 
 
 def _signal(pid: int, number: signal.Signals) -> bool:
-    """False when the process has ended."""
+    """Send a signal. Returns False if the process has ended."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:

@@ -19,17 +19,17 @@ SELF = Path("/proc/self")
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENT = "memfd:moesaic"
 PATIENCE = 3.0
-"""Seconds in which threads and processes that are on their way out have to be gone."""
+"""Seconds in which ending threads and processes have to be gone."""
 LONG_PATIENCE = 15.0
-"""Seconds in which a connection that was being made to a frozen process has to be given up."""
+"""Seconds after which an attempted connection to a frozen process has to be given up."""
 
 Holdings = dict[str, frozenset[str]]
-"""Kind -> one entry for each."""
+"""Kind -> one entry for each held object."""
 
 
 @dataclass(frozen=True)
 class Leaks:
-    """What was not given back, kind -> what."""
+    """What was not given back: kind -> the objects."""
 
     found: dict[str, list[str]]
 
@@ -38,7 +38,7 @@ class Leaks:
 
 
 def holdings(folder: Path) -> Holdings:
-    """folder: where temporary files of this process lie, and nobody else's."""
+    """What this process holds. folder: contains temporary files of this process and of no other."""
     gc.collect()
     maps = (SELF / "maps").read_text().splitlines()
     return {
@@ -54,7 +54,7 @@ def holdings(folder: Path) -> Holdings:
 
 
 def difference(before: Holdings, after: Holdings) -> Leaks:
-    """What only `after` has.
+    """What only `after` holds.
 
     Example: {"threads": {"a"}} and {"threads": {"a", "b"}} -> Leaks({"threads": ["b"]}).
     """
@@ -62,7 +62,7 @@ def difference(before: Holdings, after: Holdings) -> Leaks:
 
 
 def left_over(before: Holdings, folder: Path) -> Leaks:
-    """Like `difference` with what there is now; looks again while it may still go away."""
+    """As `difference`, with what is held now. Looks again for a while, since some of it may still go away."""
     deadline = time.monotonic() + PATIENCE
     while (leaks := difference(before, holdings(folder))) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -104,7 +104,7 @@ def grown(before: Mapping[str, Counter[str]], after: Mapping[str, Counter[str]])
 
 
 def growth(before: Mapping[str, Counter[str]], now: Callable[[], Mapping[str, Counter[str]]]) -> Leaks:
-    """`grown` with what there is now; looks again while it may still go away."""
+    """As `grown`, with what is held now. Looks again for a while, since some of it may still go away."""
     deadline = time.monotonic() + LONG_PATIENCE
     while (leaks := grown(before, now())) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -112,7 +112,7 @@ def growth(before: Mapping[str, Counter[str]], now: Callable[[], Mapping[str, Co
 
 
 def _children() -> list[str]:
-    """Process ids, those that ended and nobody waited for too."""
+    """The ids of child processes, including ended ones that nobody has waited for."""
     found = []
     for file in SELF.glob("task/*/children"):
         try:
@@ -123,7 +123,7 @@ def _children() -> list[str]:
 
 
 def _descriptors(folder: Path) -> list[tuple[str, str]]:
-    """Number and target of each."""
+    """The number and the target of each open file descriptor."""
     found = []
     for name in os.listdir(folder):  # noqa: PTH208 - reading the folder opens one that is gone then
         try:

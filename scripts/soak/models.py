@@ -16,25 +16,25 @@ from moesaic.testing import byte_tokenizer
 transformers.utils.logging.disable_progress_bar()
 
 LONG = {"max_position_embeddings": 288}
-"""Tokens: a prompt of the pool and its answer."""
+"""The maximum number of tokens of a prompt of the pool and its answer."""
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral, k 2": ("mixtral", model_configs.mixtral(sliding_window=40, **LONG)),
     "mixtral, k 1": ("mixtral", model_configs.mixtral(num_experts_per_tok=1, **LONG)),
     "qwen3, k 8": ("qwen3_moe", model_configs.qwen3(num_experts_per_tok=8, **LONG)),
     "deepseek, k 6": ("deepseek_v2", model_configs.deepseek(n_shared_experts=1, **LONG)),
 }
-"""Tiny, with random weights: what a model costs is no matter here."""
+"""Tiny models with random weights, since the cost of a model does not matter here."""
 
 
 class Models:
-    """Makes a checkpoint, and its answers, when they are asked for first. folder: for the checkpoints."""
+    """Makes a checkpoint and its answers when they are first asked for. folder: contains the checkpoints."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._answers: dict[tuple[str, str, bool], list[Answer]] = {}
 
     def path(self, name: str) -> str:
-        """What LLM takes. name: one of `plan.MODELS`."""
+        """What LLM takes as its model. name: one of `plan.MODELS`."""
         if name == "demo":
             return name
         path = self._folder / name.replace(", ", "-").replace(" ", "")
@@ -44,11 +44,11 @@ class Models:
         return str(path)
 
     def vocabulary(self, name: str) -> int:
-        """Tokens of the pool are below it."""
+        """Upper bound of the token ids of the pool."""
         return 900 if name == "demo" else model_configs.VOCAB
 
     def alone(self, shape: Shape) -> list[Answer]:
-        """The pool's answers by the one-process LLM, token ids and log-probabilities."""
+        """The pool's answers by an LLM in one process: token ids and log-probabilities."""
         key = (shape.model, shape.kernels, shape.exact)
         if key not in self._answers:
             self._answers[key] = self._ask(*key)

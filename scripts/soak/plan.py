@@ -23,21 +23,21 @@ SCHEDULES = (
     ("async", 1, "mtfs"),
     ("async", 1, "flfs"),
 )
-"""Schedule, batches in flight, queue policy: round after round the next one."""
+"""(schedule, batches in flight, queue policy). Each round takes the next one."""
 SIZES = ((1, 1, 1), (1, 2, 1), (2, 2, 2), (1, 3, 2), (2, 1, 1), (3, 2, 2), (2, 3, 1))
-"""Attention workers, expert servers, least replicas."""
+"""(attention workers, expert servers, minimum replicas)."""
 MODELS = ("demo", "mixtral, k 2", "qwen3, k 8", "deepseek, k 6", "mixtral, k 1")
-"""The demo (a Qwen3-MoE, k 4) and what `models.CHECKPOINTS` has."""
+"""The demo (a Qwen3-MoE, k 4) and the models of `models.CHECKPOINTS`."""
 TRANSPORTS = ("shm", "socket", "tcp")
 KINDS = ((KILL, SERVER), (KILL, WORKER), (FREEZE, SERVER), (FREEZE, WORKER))
 SEVERAL = "several kinds"
 MOST_TOKENS = 72
-"""Of one answer."""
+"""Maximum number of tokens of one answer."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A cluster."""
+    """The settings of a cluster."""
 
     schedule: str
     inflight_batches: int
@@ -48,16 +48,17 @@ class Shape:
     model: str
     """One of MODELS."""
     redundant_experts: int
-    """Copies of experts in each layer beyond the least."""
+    """Copies of experts in each layer beyond the minimum."""
     combine: str
     transport: str
-    """Between attention workers and expert servers: shm; socket, of a host; tcp."""
+    """Transport between attention workers and expert servers: shm; socket, on one host; or tcp."""
     chunk: int
-    """Most rows of a step."""
+    """Maximum number of rows of a step."""
     kernels: str
-    """auto: the native ones of this machine; or reference."""
+    """auto: the native kernels of this machine; or reference."""
     bad_connections: bool
-    """Rows come late, twice and in another order, connections break; see `tests.support.faulty_transport`."""
+    """True: rows come late, twice or in another order, and connections break. See
+    `tests.support.faulty_transport`."""
 
     @property
     def exact(self) -> bool:
@@ -83,13 +84,13 @@ class Fault:
     kind: str
     role: str
     after: int
-    """Tokens since the fault before."""
+    """Number of tokens since the fault before."""
     choice: float
-    """Which of the processes that serve then, 0 to 1."""
+    """Which of the processes that serve at that time, as a fraction from 0 to 1."""
     seconds: float
-    """Until a frozen process goes on."""
+    """Seconds until a frozen process continues."""
     healed: bool
-    """Wait until the faults before are over; else it may come on top of them."""
+    """True: wait until the faults before are over. False: this fault may happen during them."""
 
 
 @dataclass(frozen=True)
@@ -99,24 +100,27 @@ class Order:
     number: int
     max_tokens: int
     cancel_after: int | None
-    """Tokens."""
+    """Number of tokens after which the request is cancelled. None: it is not."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One round."""
+    """What one round does."""
 
     seed: str
     shape: Shape
     faults: tuple[Fault, ...]
     requests: int
-    """At least so many are sent; more while faults are left."""
+    """Minimum number of requests. More are sent while faults are left."""
     together: int
-    """Under way at once."""
+    """Number of requests in flight at once."""
 
     @property
     def kind(self) -> str:
-        """Of its faults. Example: "kill, expert server"."""
+        """The kind of the round's faults.
+
+        Example: "kill, expert server".
+        """
         kinds = {f"{fault.kind}, {fault.role}" for fault in self.faults}
         return kinds.pop() if len(kinds) == 1 else SEVERAL
 
@@ -153,7 +157,7 @@ def _shape(rng: random.Random, number: int) -> Shape:
 
 
 def _faults(rng: random.Random) -> tuple[Fault, ...]:
-    """In three rounds of five all are of one kind."""
+    """The faults of a round. In three rounds of five all are of one kind."""
     kind = rng.choice(KINDS) if rng.random() < 0.6 else None
     return tuple(_fault(rng, kind) for _ in range(rng.randint(2, 4)))
 
@@ -171,7 +175,7 @@ def _fault(rng: random.Random, kind: tuple[str, str] | None) -> Fault:
 
 
 def orders(seed: str, pool: int) -> Iterator[Order]:
-    """Requests of a round without end. pool: how many there are to draw from."""
+    """The requests of a round, without end. pool: the number of requests to draw from."""
     rng = random.Random(f"{seed}/orders")
     while True:
         length = rng.randint(4, MOST_TOKENS)

@@ -23,7 +23,7 @@ SHORT = {
     SEVERAL: "several kinds",
     BAD: "bad links",
 }
-"""Of 80 columns each kind has eight."""
+"""Names of the kinds of faults as column titles. Each has eight of 80 columns."""
 REDONE = {
     "process_deaths": "processes that died",
     "failovers": "servers given up with rows outstanding",
@@ -35,7 +35,7 @@ REDONE = {
 
 
 def totals(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """By name, over all rounds."""
+    """Totals of all rounds, by name."""
 
     def add(what: Callable[[Outcome], float]) -> float:
         return sum(map(what, outcomes))
@@ -99,7 +99,7 @@ def as_json(outcomes: Sequence[Outcome]) -> dict[str, object]:
 
 
 def show(outcomes: Sequence[Outcome], console: Console) -> None:
-    """Print the tables, and what was wrong."""
+    """Print the tables and everything that was wrong."""
     table = Table(title="clusters under faults against one process", show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -129,7 +129,7 @@ def _kinds(outcomes: Sequence[Outcome]) -> Table:
 
 
 def _pauses(pauses: list[Pause]) -> Table:
-    """By kind of fault. Only a fault that happened alone has a pause of its own."""
+    """Pauses of streams by kind of fault. Only a fault that happened alone has a pause of its own."""
     table = Table(title="faults, and the longest pause of a stream that each fell into")
     for column in ("fault", "of an", "min-replicas", "count", "alone", "median s", "longest s"):
         table.add_column(column, justify="left" if column in ("fault", "of an") else "right")

@@ -1,4 +1,4 @@
-"""One round: a cluster, traffic, faults, and what is left of them."""
+"""Runs one round: a cluster, traffic and faults. Then looks for what they left behind."""
 
 from __future__ import annotations
 
@@ -28,18 +28,22 @@ from moesaic.core.cluster_status import ClusterCounters
 from moesaic.core.errors import MoesaicError
 
 FROZEN_SECONDS = 2.0
-"""In place of the supervisor's own, so that a freeze of 3 s shows what it does then."""
+"""Seconds after which the supervisor restarts a frozen process. Shorter than its default, so that a freeze of
+3 s triggers it.
+"""
 SILENCE = 40.0
 """Seconds without a token after which a round is given up."""
 BAD = Faults(delay=0.3, duplicate=0.2, reorder=True, cut_after=150)
-"""Connections that no replica is needed for."""
+"""Faults of connections that need no replica."""
 WORSE = replace(BAD, drop_request=0.005, drop=0.0005)
-"""What got lost is asked for again, of another server; at a barrier nobody can know that it got lost."""
+"""Faults that also lose messages. Lost pairs are asked of another server. At a barrier nobody can know that
+one was lost.
+"""
 
 
 @dataclass(frozen=True)
 class Pause:
-    """A fault, and the longest pause of a stream that it fell into."""
+    """A fault, and the longest pause of a stream during which it happened."""
 
     kind: str
     role: str
@@ -53,26 +57,26 @@ class Pause:
 
 @dataclass
 class Outcome:
-    """What came of a round."""
+    """The result of a round."""
 
     seed: str
     shape: str
     kind: str = SEVERAL
-    """Of its faults."""
+    """The kind of its faults."""
     bad_connections: bool = False
     requests: int = 0
     completed: int = 0
     cancelled: int = 0
     tokens: int = 0
-    """Compared."""
+    """Number of tokens that were compared."""
     different: list[str] = field(default_factory=list)
     pauses: list[Pause] = field(default_factory=list)
     longest_gap: float = 0.0
-    """Between two tokens of one stream, seconds."""
+    """The longest time between two tokens of one stream, in seconds."""
     counters: ClusterCounters = field(default_factory=ClusterCounters)
     leaks: Leaks = field(default_factory=lambda: Leaks({}))
     error: str | None = None
-    """Why it broke off."""
+    """Why the round broke off. None if it did not."""
     seconds: float = 0.0
 
     @property
@@ -84,7 +88,7 @@ class Outcome:
 
 
 class Traffic:
-    """Keeps requests under way until the faults happened, and compares every answer."""
+    """Keeps requests in flight until all faults have happened, and compares every answer."""
 
     def __init__(self, served: Cluster, plan: Plan, models: Models, outcome: Outcome) -> None:
         self._served, self._plan, self._outcome = served, plan, outcome
@@ -95,7 +99,8 @@ class Traffic:
         self._open: dict[int, Order] = {}
 
     def run(self, saboteur: Saboteur) -> None:
-        """Until every fault happened and every request ended. AssertionError when nothing moves any more."""
+        """Run until every fault has happened and every request has ended. Raises AssertionError when nothing
+        progresses any more."""
         tokens, moved = -1, time.monotonic()
         while self._more(saboteur) or self._open:
             while self._more(saboteur) and len(self._open) < self._plan.together:
@@ -109,7 +114,7 @@ class Traffic:
             assert now - moved < SILENCE, f"no token for {SILENCE:.0f} s: {self._served.supervisor.report()}"
 
     def _more(self, saboteur: Saboteur) -> bool:
-        """Whether requests are still sent."""
+        """Whether more requests are sent."""
         return not saboteur.done or self._outcome.requests < self._plan.requests
 
     def _submit(self) -> None:
@@ -121,7 +126,7 @@ class Traffic:
         self._outcome.requests += 1
 
     def _collect(self) -> None:
-        """Cancel what is due, compare what ended."""
+        """Cancel what is due, and compare what has ended."""
         running = self._served.running
         for number, order in list(self._open.items()):
             cut = order.cancel_after is not None and len(running.answers[number][0]) >= order.cancel_after
@@ -145,7 +150,7 @@ class Traffic:
 
 
 def run_round(plan: Plan, models: Models, folder: Path) -> Outcome:
-    """folder: for temporary files, and empty."""
+    """Run one round. folder: an empty folder for temporary files."""
     models.alone(plan.shape)
     outcome = Outcome(plan.seed, plan.shape.name, plan.kind, plan.shape.bad_connections)
     before, started = holdings(folder), time.monotonic()
@@ -186,13 +191,13 @@ def _healed(served: Cluster, shape: Shape) -> bool:
 
 
 def _held(served: Cluster) -> dict[str, Counter[str]]:
-    """By each process, now."""
+    """What each process holds now."""
     status = served.supervisor.status()
     return {one.name: held_by(Path(f"/proc/{one.pid}")) for one in status if one.pid is not None}
 
 
 def _blocks(served: Cluster, router: Router) -> list[str]:
-    """Of workers without requests: none must be in use."""
+    """The used blocks of workers without requests. There must be none."""
 
     def idle() -> bool:
         stats = router.stats()
@@ -246,12 +251,13 @@ def _cluster(shape: Shape, model: str) -> Iterator[Cluster]:
 
 
 def _connections(shape: Shape) -> AbstractContextManager[None]:
-    """Around the start of the workers."""
+    """Wraps the connections of the workers that start inside the context."""
     if not shape.bad_connections:
         return nullcontext()
     return faulty(WORSE if shape.min_replicas > 1 and shape.schedule != "barrier" else BAD, seed=7)
 
 
 def _over_tcp(config: ExpertServerConfig) -> ChildProcess:
-    """A server that clients reach through TCP: there they use sockets in place of shared memory."""
+    """Makes clients reach a server through TCP. On one host they then use sockets instead of shared
+    memory."""
     return local.spawn_server(replace(config, address="tcp:127.0.0.1:0"))
