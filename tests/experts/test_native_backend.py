@@ -120,7 +120,7 @@ def test_rows_are_put_to_their_lines(threads: int, width: int) -> None:
 )
 def test_a_line_or_a_place_that_is_none(lines: list[int], places: list[int]) -> None:
     out, rows = np.zeros((4, 8), np.float32), np.ones((2, 8), np.float32)
-    with pytest.raises(ValueError, match="fit|none"):
+    with pytest.raises(ValueError, match="fit|range|none"):
         plain.put(out, np.array(lines), rows, np.array(places))
     for other in (out.astype(np.float64), np.zeros((8, 4), np.float32).T):
         with pytest.raises(TypeError):

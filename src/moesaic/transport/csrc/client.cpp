@@ -14,7 +14,7 @@ Client::Client(nb::object mapping, int descriptor)
 nb::object Client::open(uint64_t request_bytes, uint64_t rows, uint64_t row_bytes) {
     Extent extent{kHeap, request_bytes, rows, row_bytes};
     if (!extent.fits(segment().size) || extent.bytes() > heap_.capacity()) {
-        throw nb::value_error("the call is larger than the heap");
+        throw nb::value_error("the call is larger than the memory for calls");
     }
     if (free_.empty() || (extent.offset = heap_.take(extent.bytes())) == Heap::kNone) return nb::none();
     uint64_t index = free_.back();

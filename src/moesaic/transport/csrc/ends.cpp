@@ -33,7 +33,7 @@ Mapping::Mapping(int descriptor) {
     if (fstatfs(descriptor, &system) != 0 || fstat(descriptor, &file) != 0) fail();
     if (system.f_type != TMPFS_MAGIC) throw nb::value_error("the memory is not a memfd");
     size_ = static_cast<uint64_t>(file.st_size);
-    if (size_ <= kHeap || size_ > kMaxSize) throw nb::value_error("the segment's size is out of bounds");
+    if (size_ <= kHeap || size_ > kMaxSize) throw nb::value_error("the segment is too small or too large");
     void* address = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     if (address == MAP_FAILED) fail();
     base_ = static_cast<unsigned char*>(address);

@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <chrono>
+#include <string>
 
 namespace moesaic {
 namespace {
@@ -14,7 +15,11 @@ using Clock = std::chrono::steady_clock;
 }  // namespace
 
 Peers::Peers(nb::object mapping, uint64_t rank, uint64_t size) : rank_(rank), size_(size) {
-    if (size < 1 || size > kPeers || rank >= size) throw nb::value_error("the group's rank or size is out of bounds");
+    if (size < 1 || size > kPeers || rank >= size) {
+        std::string got = std::to_string(rank) + " of " + std::to_string(size);
+        std::string allowed = "a size of 1 to " + std::to_string(kPeers) + " and a rank below it";
+        throw nb::value_error(("rank: got " + got + "; allowed: " + allowed).c_str());
+    }
     Segment segment = nb::cast<Mapping&>(mapping).segment();
     base_ = segment.base;
     half_ = (segment.size - kHeap) / (2 * size) / kAlign * kAlign;
@@ -24,7 +29,7 @@ Peers::Peers(nb::object mapping, uint64_t rank, uint64_t size) : rank_(rank), si
     }
     if (header().magic.load(std::memory_order_acquire) != kPeersMagic ||
         header().size.load(std::memory_order_relaxed) != size) {
-        throw Broken("the segment is of another version or another group");
+        throw Broken("the segment belongs to another version of moesaic or to another group");
     }
     writable_ = nb::steal(PyMemoryView_FromObject(mapping.ptr()));
     if (!writable_.is_valid()) throw nb::python_error();
@@ -32,10 +37,15 @@ Peers::Peers(nb::object mapping, uint64_t rank, uint64_t size) : rank_(rank), si
 }
 
 nb::list Peers::open(const std::vector<uint64_t>& sizes) {
-    if (sizes.size() != size_) throw nb::value_error("there is not one part for each peer");
+    if (sizes.size() != size_) {
+        std::string got = std::to_string(sizes.size()), allowed = std::to_string(size_);
+        throw nb::value_error(("sizes: got " + got + "; allowed: " + allowed + ", one for each peer").c_str());
+    }
     uint64_t total = 0;
     for (uint64_t bytes : sizes) {
-        if (bytes > half_ || aligned(bytes) > half_ - total) throw nb::value_error("the parts are larger than the half");
+        if (bytes > half_ || aligned(bytes) > half_ - total) {
+            throw nb::value_error("sizes: the parts are larger than a rank's memory for one round");
+        }
         total += aligned(bytes);
     }
     begin();
@@ -51,7 +61,7 @@ nb::list Peers::open(const std::vector<uint64_t>& sizes) {
 }
 
 nb::object Peers::open_for_all(uint64_t bytes) {
-    if (bytes > half_) throw nb::value_error("the part is larger than the half");
+    if (bytes > half_) throw nb::value_error("bytes: the part is larger than a rank's memory for one round");
     begin();
     for (uint64_t peer = 0; peer < size_; ++peer) place(peer, 0, bytes);
     uint64_t at = half_of(rank_);
@@ -60,7 +70,7 @@ nb::object Peers::open_for_all(uint64_t bytes) {
 
 void Peers::begin() {
     header();
-    if (state_ == State::kPosted) throw Broken("a round is under way");
+    if (state_ == State::kPosted) throw Broken("the last round has not ended");
     if (state_ == State::kIdle) ++round_;  // parts that were opened and not posted are dropped
     state_ = State::kOpen;
 }
@@ -127,7 +137,7 @@ std::vector<uint64_t> Peers::missing() const {
 
 nb::list Peers::take() {
     expect(State::kPosted);
-    if (!complete()) throw nb::value_error("the round is not complete");
+    if (!complete()) throw nb::value_error("the round is not complete: not every peer has posted");
     nb::list views;
     for (uint64_t peer = 0; peer < size_; ++peer) {
         const Part& part = header().parts[round_ % 2][peer][rank_];

@@ -4,7 +4,7 @@ namespace moesaic {
 
 Server::Server(nb::object mapping, int descriptor) : End(std::move(mapping), descriptor), slots_(kCalls) {
     if (segment().header().magic.load(std::memory_order_acquire) != kMagic) {
-        throw Broken("the segment is of another version");
+        throw Broken("the segment belongs to another version of moesaic");
     }
 }
 
@@ -24,7 +24,7 @@ nb::list Server::poll(nb::handle self) {
 nb::object Server::take(uint64_t index, nb::handle self) {
     if (index >= kCalls) throw Broken("the client posted a slot that does not exist");
     Slot& slot = slots_[index];
-    if (slot.busy) throw Broken("the client posted a slot whose rows are not all published");
+    if (slot.busy) throw Broken("the client posted a slot again before all of its rows were published");
     const Segment& memory = segment();
     const Descriptor& descriptor = memory.slot(index);
     Extent extent{descriptor.offset.load(std::memory_order_relaxed),
@@ -44,7 +44,7 @@ void Server::publish(uint64_t index, uint64_t turn, const Indices& indices) {
     Slot& slot = slots_[index];
     uint64_t n = indices.shape(0), first = slot.out.count();
     if (n == 0) return;
-    if (!slot.busy || slot.turn != turn) throw nb::value_error("every row of the call was published");
+    if (!slot.busy || slot.turn != turn) throw nb::value_error("all rows of the call are published already");
     std::atomic<uint32_t>* list = segment().list(slot.extent);
     for (uint64_t i = 0; i < n; ++i) {
         int64_t row = indices.data()[i];

@@ -16,7 +16,7 @@ namespace MOESAIC_ISA {
 constexpr int64_t INNER_COLUMNS = 64;  // of gate and of up, so that they stay in L2; a multiple of a chunk
 constexpr int64_t DOWN_COLUMNS = 128;
 
-struct Group {  // the (token, rank) pairs of one active expert
+struct Group {  // the (token, slot) pairs of one active expert
     int64_t expert, begin, end;
     int64_t place;  // index of its first row among all rows, in sets that are packed together
     int64_t room;   // index of its first inner row; an earlier group may have used the same memory

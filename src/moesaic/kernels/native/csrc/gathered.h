@@ -34,13 +34,13 @@ class Gathered {
         size_t pairs = experts.shape(0), first = rows.size();
         bool wide = int64_t(hidden.shape(1)) == h && int64_t(answers.shape(1)) == h;
         if (!wide || places.shape(0) != pairs || lines.shape(0) != pairs) {
-            throw nb::value_error("rows, pairs and answers do not fit");
+            throw nb::value_error("part: the widths or the numbers of its arrays do not fit together");
         }
         for (size_t row = 0; row < hidden.shape(0); row++) rows.push_back(uint64_t(hidden.data() + int64_t(row) * h));
         for (size_t i = 0; i < pairs; i++) {
             size_t place = size_t(places.data()[i]), line = size_t(lines.data()[i]);  // negative numbers become huge
             if (place >= hidden.shape(0) || line >= answers.shape(0)) {
-                throw nb::value_error("a pair names a row or a line that is none");
+                throw nb::value_error("part: a place or a line is out of range");
             }
             row_of.push_back(int64_t(first + place));
             ids.push_back(experts.data()[i]);
@@ -69,11 +69,11 @@ class Put {
         : out_(out.data()), rows_(rows.data()), lines_(lines.data()), places_(places.data()),
           count_(int64_t(lines.shape(0))), width_(int64_t(rows.shape(1))) {
         if (out.shape(1) != rows.shape(1) || places.shape(0) != lines.shape(0)) {
-            throw nb::value_error("rows, places and lines do not fit");
+            throw nb::value_error("put: the widths or the numbers of its arrays do not fit together");
         }
         for (int64_t i = 0; i < count_; i++) {  // negative numbers become huge
             if (size_t(lines_[i]) >= out.shape(0) || size_t(places_[i]) >= rows.shape(0)) {
-                throw nb::value_error("a row or a line that is none");
+                throw nb::value_error("put: a place or a line is out of range");
             }
         }
     }

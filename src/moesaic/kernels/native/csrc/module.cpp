@@ -46,9 +46,11 @@ class Tape {
     Tape(const Tape&) = delete;  // its jobs refer to it
     Tape& operator=(const Tape&) = delete;
 
-    // Returns kAllHeld, or a (token, rank) pair whose expert is missing.
+    // Returns kAllHeld, or a (token, slot) pair whose expert is missing.
     int64_t run(Address rows) {
-        if ((given == 0) != (rows == 0)) throw nb::value_error("rows are given at every run or never");
+        if ((given == 0) != (rows == 0)) {
+            throw nb::value_error("rows: got them at some runs only; allowed: at every run or never");
+        }
         now = rows;
         return outside_python([this] {
             for (const auto& job : jobs) {
@@ -114,9 +116,11 @@ void head_linear(Address rows, int64_t row_stride, int64_t head_stride, Address 
 
 // Converts a number to Stored. Raises ValueError if it is invalid, or if these kernels do not support it.
 Stored stored_as(int number) {
-    if (number < 0 || number > int(Stored::kCompressed)) throw nb::value_error("stored is 0, 1 or 2");
+    if (number < 0 || number > int(Stored::kCompressed)) {
+        throw nb::value_error(("stored: got " + std::to_string(number) + "; allowed: 0, 1 or 2").c_str());
+    }
     if (Stored(number) == Stored::kCompressed && !active->compressed) {
-        throw nb::value_error("these kernels read no compressed experts");
+        throw nb::value_error("stored: got 2, compressed experts; allowed: 0 or 1 with these kernels");
     }
     return Stored(number);
 }
@@ -132,11 +136,16 @@ int64_t experts(Address hidden, Address ids, Address gate, Address up, Address d
 void gathered_experts(const Matrix<const uint64_t>& table, int64_t h, int64_t w, int stored, nb::list parts) {
     Gathered batch;
     Stored as = stored_as(stored);
-    if (table.shape(0) != 3) throw nb::value_error("a table has the addresses of gate, up and down");
+    if (table.shape(0) != 3) {
+        std::string got = std::to_string(table.shape(0)) + " rows";
+        throw nb::value_error(("table: got " + got + "; allowed: 3, the addresses of gate, up and down").c_str());
+    }
     try {
         for (nb::handle part : parts) batch.add(part, h);
     } catch (const nb::cast_error&) {
-        throw nb::value_error("a part is rows, places, experts, answers and lines, dense, of float32 and int64");
+        throw nb::value_error(
+            "parts: got another type of array; allowed: dense rows and answers of float32, and places, experts and "
+            "lines of int64");
     }
     if (batch.ids.empty()) return;
     int64_t absent = outside_python([&] { return active->experts(batch.job(table, h, w, as)); });

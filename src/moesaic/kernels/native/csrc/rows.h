@@ -115,18 +115,18 @@ inline void choose(const moesaic::Gate& job, float* scores, int64_t* ids, float*
     for (int64_t i = 0; i < job.experts; i++) scores[i] /= sum;
     if (job.groups_kept < job.groups) limit_groups(job, scores);
     float chosen = 0;
-    for (int64_t rank = 0; rank < job.top_k; rank++) {
+    for (int64_t slot = 0; slot < job.top_k; slot++) {
         int64_t id = 0;
         for (int64_t i = 1; i < job.experts; i++) {
             if (scores[i] > scores[id]) id = i;  // of equal ones the first
         }
-        ids[rank] = id, weights[rank] = scores[id];
+        ids[slot] = id, weights[slot] = scores[id];
         chosen += scores[id];
         scores[id] = -1;
     }
-    for (int64_t rank = 0; rank < job.top_k; rank++) {
-        if (job.normalise) weights[rank] /= chosen;
-        weights[rank] *= job.scale;
+    for (int64_t slot = 0; slot < job.top_k; slot++) {
+        if (job.normalise) weights[slot] /= chosen;
+        weights[slot] *= job.scale;
     }
 }
 

@@ -165,7 +165,7 @@ struct Products {
     bool compressed;  // whether they support compressed experts
     void (*linear)(const Linear&);
     void (*head_linear)(const HeadLinear&);
-    int64_t (*experts)(const Experts&);  // kAllHeld, or the (token, rank) pair whose expert is missing
+    int64_t (*experts)(const Experts&);  // kAllHeld, or the (token, slot) pair whose expert is missing
     void (*gated_mlp)(const GatedMlp&);
 };
 
