@@ -30,14 +30,16 @@ from moesaic.kernels import table
 from moesaic.kernels.batch import AttentionBatch
 
 CASES = [(1, 1, 100), (1, 1, 8000), (8, 1, 1000), (32, 1, 100), (1, 512, 512), (32, 64, 64), (4, 128, 2000)]
-"""(sequences, new tokens, tokens with those) each."""
+"""(sequences, new tokens of each, tokens of each with the new ones)."""
 BLOCK = 16
 PAUSE = 0.3
-"""Seconds before each turn: threads of the other engine keep a core busy for a while, waiting for more."""
+"""Seconds of waiting before each turn. Threads of the other engine keep a core busy for a while and wait for
+more.
+"""
 
 
 def steps(sequences: int, rows: int, context: int) -> AttentionBatch:
-    """A step of sequences whose blocks lie anywhere in the cache."""
+    """One step of sequences whose blocks are anywhere in the cache."""
     width = -(-context // BLOCK)
     blocks = np.random.default_rng(0).permutation(sequences * width).reshape(sequences, width)
     batch = TokenBatch(
@@ -54,7 +56,7 @@ def steps(sequences: int, rows: int, context: int) -> AttentionBatch:
 def calls(
     case: tuple[int, int, int], heads: tuple[int, int, int], dtype: torch.dtype
 ) -> list[Callable[[], Any]]:
-    """moesaic's call, and torch's where it has one."""
+    """moesaic's call, and torch's if torch has one."""
     sequences, rows, context = case
     query_heads, key_heads, width = heads
     batch = steps(*case)
@@ -75,7 +77,7 @@ def calls(
 
 
 def medians(engines: list[Callable[[], Any]], rounds: int) -> list[float]:
-    """Seconds of each, in three turns of `rounds` calls."""
+    """Median seconds of each call, in three turns of `rounds` calls."""
     times: list[list[float]] = [[] for _ in engines]
     for _ in range(3):
         for taken, call in zip(times, engines, strict=True):

@@ -25,18 +25,18 @@ from rich.table import Table
 
 HERE = Path(__file__).parent
 PAUSE = 0.3
-"""Seconds after each turn, as in peers.py."""
+"""Seconds of waiting after each turn, as in peers.py."""
 
 
 def tree(name: str, root: Path, model: Path, threads: int) -> Engine:
-    """moesaic of the tree at `root`, loaded."""
+    """The package moesaic of the tree at `root`, imported."""
     python, peer = root / ".venv" / "bin" / "python", root / "benchmarks" / "peer_moesaic.py"
     command = [str(python), str(peer), str(model), str(threads), "{}"]
     return Engine(name, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
 
 
 def measure(engines: list[Engine], concurrency: int, arguments: argparse.Namespace) -> list[list[str]]:
-    """A row for each engine."""
+    """One row for each engine."""
     rng = random.Random(0)
     prompts = [[rng.randrange(256) for _ in range(arguments.prompt_len)] for _ in range(concurrency)]
     runs: dict[str, list[dict[str, Any]]] = {engine.name: [] for engine in engines}

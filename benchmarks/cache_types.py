@@ -39,20 +39,21 @@ WHOLE = "float32"
 
 @dataclass(frozen=True)
 class Answered:
-    """With one type of cache and one kind of kernels."""
+    """The answers with one type of cache and one kind of kernels."""
 
     token_bytes: float
     scores: list[TokenLogprob]
-    """Of every token of all pieces but the first ones, with the most likely one in its place."""
+    """The log-probability of every token of all pieces except their first ones, with the most likely token
+    beside it."""
     answers: list[list[int]]
 
 
 @dataclass(frozen=True)
 class Compared:
-    """With the float32 cache."""
+    """The comparison with the float32 cache."""
 
     cache: str
-    """Its type, or the other kernels."""
+    """The type of the cache, or the name of the other kernels."""
     token_bytes: float
     mean_difference: float
     largest_difference: float
@@ -63,7 +64,7 @@ class Compared:
 
 
 def pieces(model: LLM, texts: Sequence[str], count: int, length: int) -> list[list[int]]:
-    """As many of each text as there are to be, spread over it."""
+    """The number of pieces of each text, spread over it."""
     found = []
     for file in texts:
         tokens = model.tokenizer.encode(Path(file).read_text(encoding="utf-8"))
@@ -100,7 +101,7 @@ def compared(cache: str, one: Answered, whole: Answered) -> Compared:
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    """Tokens before the first that differs."""
+    """Number of equal tokens before the first difference."""
     unequal = (index for index, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
     return next(unequal, len(one))
 

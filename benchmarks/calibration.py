@@ -31,7 +31,7 @@ PUBLISHED = np.array(
 RATE = 0.47
 RANKS = 8
 SHARE = 0.2
-"""Of the requests, as profile."""
+"""The share of the requests that serves as the profile."""
 BASELINES = ("metis", "kmeans")
 
 
@@ -89,7 +89,7 @@ def _fitted_decay(shape: Shape) -> float:
 
 
 def check(shape: Shape) -> None:
-    """Print what was measured against what it should be."""
+    """Print the measured values beside the values that they should have."""
     print(f"{shape.experts} experts, top {shape.top_k}: decay {shape.decay}, noise {shape.noise}")
     print("layer          F1: p25   p50   p75   top-k: p25   p50   p75   others: p25   p50   p75")
     for depth, want, found in zip(

@@ -1,4 +1,4 @@
-"""What `peers.py` and its child processes have to know of a checkpoint, read without any engine."""
+"""What `peers.py` and its child processes have to know about a checkpoint, read without any engine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies."""
+    """The place of a tensor in the checkpoint."""
 
     file: Path
     dtype: str
-    """As safetensors spells it: BF16, F16, F32."""
+    """The dtype in the spelling of safetensors: BF16, F16, F32."""
     shape: tuple[int, ...]
     start: int
-    """Its first byte in the file."""
+    """Offset of its first byte in the file."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
-        """Name -> tensor, of every shard."""
+        """Name -> tensor, for the tensors of every shard."""
         found: dict[str, Stored] = {}
         for file in sorted(self.path.glob("*.safetensors")):
             with file.open("rb") as opened:
@@ -50,7 +50,7 @@ class Checkpoint:
         return found
 
     def setting(self, *names: str) -> Any:
-        """The first of these keys that config.json has."""
+        """The value of the first of these keys that config.json has."""
         return next(self.config[name] for name in names if self.config.get(name) is not None)
 
     def prefill_flops(self, prompts: int, tokens: int) -> int:

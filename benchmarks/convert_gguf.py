@@ -40,11 +40,11 @@ class Entry:
 
     name: str
     sources: tuple[str, ...]
-    """Several are stacked."""
+    """The checkpoint's tensors. If there are several, they are stacked."""
     heads: int = 0
-    """Not 0: rows of each of so many heads change places, see `interleave`."""
+    """If it is not 0: the number of heads whose rows are reordered, see `interleave`."""
     exact: bool = False
-    """float32 in every file."""
+    """True: it is float32 in every file."""
 
 
 def interleave(rows: Floats, heads: int) -> Floats:
@@ -58,7 +58,7 @@ def interleave(rows: Floats, heads: int) -> Floats:
 
 
 def read(tensor: Stored) -> Floats:
-    """Any tensor as float32, exactly."""
+    """Any tensor as float32, without rounding."""
     kind = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}[tensor.dtype]
     raw: NDArray[Any] = np.memmap(tensor.file, kind, "r", tensor.start, tensor.shape)
     if tensor.dtype == "BF16":
@@ -67,7 +67,7 @@ def read(tensor: Stored) -> Floats:
 
 
 def entries(checkpoint: Checkpoint) -> Iterator[Entry]:
-    """What the file will hold, in order."""
+    """The tensors of the file, in order."""
     model_type = checkpoint.config["model_type"]
     heads, kv_heads = (
         checkpoint.setting(f"num_{kind}_heads") if model_type == "mixtral" else 0
@@ -96,7 +96,7 @@ def entries(checkpoint: Checkpoint) -> Iterator[Entry]:
 
 
 def describe(writer: gguf.GGUFWriter, checkpoint: Checkpoint) -> None:
-    """The keys that llama.cpp reads."""
+    """Writes the keys that llama.cpp reads."""
     config, setting = checkpoint.config, checkpoint.setting
     heads = setting("num_attention_heads")
     width = config.get("head_dim") or config["hidden_size"] // heads
@@ -121,7 +121,7 @@ def describe(writer: gguf.GGUFWriter, checkpoint: Checkpoint) -> None:
 
 
 def check(checkpoint: Checkpoint, wanted: list[Entry]) -> None:
-    """Refuse what would come out as another model."""
+    """Refuses a checkpoint that would be converted to another model."""
     config = checkpoint.config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", "default") != "default" or config.get("sliding_window"):

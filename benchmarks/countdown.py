@@ -12,14 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 Result = TypeVar("Result")
 Tell = Callable[[int, int], None]
-"""What a step tells its progress to: done so far, in all."""
+"""A callback for the progress of a step: (done so far, total)."""
 
 
 class Clock:
-    """What is being done, on the error stream: two bars, and the time that is left."""
+    """Shows the progress on the error stream: two bars, and the time that is left."""
 
     def __init__(self, steps: Sequence[str]) -> None:
-        """steps: all that will be timed, in any order."""
+        """steps: the names of everything that will be timed, in any order."""
         self._left = list(steps)
         self._done: list[tuple[str, float]] = []
         self._console = Console(stderr=True)
@@ -28,7 +28,7 @@ class Clock:
         self._all = self._bars.add_task("all", total=len(steps), left="")
         self._one = self._bars.add_task("", total=None, left="")
         self.what = ""
-        """Said before the name of each step."""
+        """Text that is shown before the name of each step."""
 
     def __enter__(self) -> Clock:
         self._bars.__enter__()
@@ -38,7 +38,7 @@ class Clock:
         self._bars.__exit__(*error)
 
     def timed(self, name: str, step: Callable[[Tell], Result]) -> Result:
-        """Do a step; it is handed what to tell its progress to."""
+        """Do a step. It gets the callback for its progress."""
         self._bars.reset(self._one, description=f"{self.what}, {name}", total=None)
 
         def show(done: int, total: int) -> None:

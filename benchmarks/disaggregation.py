@@ -24,7 +24,7 @@ PARTS = {"one": one, "colocated": colocated, "kill": kill, "queues": queues, "af
 
 
 def model(command: argparse.ArgumentParser, part: ModuleType) -> None:
-    """`colocated` writes its own."""
+    """The checkpoint. `colocated` writes its own."""
     if part is not colocated:
         command.add_argument("model", nargs="?", default="demo", help="a Hugging Face directory, or demo")
 

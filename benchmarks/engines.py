@@ -18,16 +18,16 @@ BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 
 @dataclass
 class Engine:
-    """A child process, and one way to use it."""
+    """A child process, and one set of its settings."""
 
     name: str
     process: subprocess.Popen[str]
     weight_bytes: int | None = None
-    """Bytes of a weight; moesaic's are counted instead."""
+    """Bytes of a weight. For moesaic they are counted instead."""
     options: dict[str, Any] = field(default_factory=dict)
 
     def ask(self, **order: Any) -> dict[str, Any]:
-        """The child's answer, with the most memory that its processes had."""
+        """The child's answer, together with the most memory that its processes had."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps(self.options | order) + "\n")
         self.process.stdin.flush()
@@ -43,7 +43,7 @@ class Engine:
 
 
 def start(arguments: argparse.Namespace) -> list[Engine]:
-    """moesaic first, then the peers that were asked for."""
+    """Starts moesaic first, then the peers that were asked for."""
     model, threads = str(arguments.model), str(arguments.threads)
     engines = [Engine("moesaic", _child(sys.executable, "moesaic", model, threads, arguments.settings))]
     if arguments.compressed:
@@ -69,12 +69,13 @@ def _child(python: str, peer: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def _python(path: Path) -> str:
-    """The interpreter of a virtual environment, or the one that was named itself."""
+    """The interpreter of a virtual environment, or the interpreter itself if the path names one."""
     return str(path / "bin" / "python" if path.is_dir() else path)
 
 
 def _gguf(python: str, model: Path, work: Path | None, kind: str) -> Path:
-    """The checkpoint as a GGUF file, written unless there is one that is not older than the checkpoint."""
+    """The checkpoint as a GGUF file. It is written unless one exists that is not older than the
+    checkpoint."""
     folder = work or model.with_name(f"{model.name}-gguf")
     file = folder / f"{model.name}-{kind}.gguf"
     if not file.exists() or file.stat().st_mtime < (model / "config.json").stat().st_mtime:

@@ -34,13 +34,13 @@ from moesaic.core.profile import Counts
 from moesaic.policy.placement.solvers.annealing import AnnealingSearch, dense, place
 
 LIKE = routings.SHAPES[0]
-"""Whose decay and noise the small layers have."""
+"""The shape whose decay and noise the small layers have."""
 LAYERS = 3
 
 
 @dataclass(frozen=True)
 class Found:
-    """One instance."""
+    """The results of one instance."""
 
     experts: int
     ranks: int
@@ -48,7 +48,7 @@ class Found:
     bound: float
     ours: float
     seconds: float
-    """Of the integer program."""
+    """Seconds of the integer program."""
 
 
 def small(experts: int, top_k: int, ids: int, seed: int) -> list[Counts]:
@@ -64,7 +64,7 @@ def small(experts: int, top_k: int, ids: int, seed: int) -> list[Counts]:
 
 
 def solved(counts: Counts, experts: int, ranks: int, arguments: argparse.Namespace) -> Found | None:
-    """None: the optimum was not proved in time."""
+    """The optimum, or None if it was not proved in time."""
     begun = time.perf_counter()
     try:
         optimum, _ = exact(counts, experts, ranks, arguments.seconds)
@@ -85,7 +85,7 @@ def solved(counts: Counts, experts: int, ranks: int, arguments: argparse.Namespa
 
 
 def show(rows: list[Found], unsolved: dict[tuple[int, int], int], console: Console) -> None:
-    """A row for each number of experts and ranks."""
+    """Show one row for each number of experts and ranks."""
     table = Table()
     names = ("experts", "ranks", "solved", "optimum", "bound / optimum", "most", "ours / optimum", "least")
     for name in (*names, "ours / bound", "seconds"):

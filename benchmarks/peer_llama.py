@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from protocol import Answer, Order, private_stdout, serve, timed
 
 UBATCH = 2048
-"""Tokens that one pass computes at most. llama.cpp's own 512 is slower: an expert sees fewer rows at once."""
+"""Maximum number of tokens of one pass. llama.cpp's default of 512 is slower, since an expert gets fewer rows
+at once.
+"""
 CELLS = 256
-"""llama.cpp rounds each sequence's share of the KV cache up to so many tokens."""
+"""llama.cpp rounds each sequence's share of the KV cache up to a multiple of this number of tokens."""
 ERROR, FLOAT32 = 4, 0
 """As ggml numbers them: a level of its log, and a type of its tensors."""
 

@@ -73,7 +73,7 @@ def summarise(
     arguments: argparse.Namespace,
     concurrency: int,
 ) -> dict[str, Any]:
-    """What the answers of one engine come to; counted: the weights that a decode step reads."""
+    """The summary of one engine's answers. counted: the weights that a decode step reads."""
     decode_s = statistics.median(answer["decode_s"] for answer in answers)
     prefill_s = statistics.median(answer["prefill_s"] for answer in answers)
     steps, tokens = arguments.gen_len - 1, concurrency * arguments.prompt_len

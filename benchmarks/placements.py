@@ -61,13 +61,13 @@ from moesaic.profiling.options import ProfileOptions
 
 KINDS = ("made-up", "uniform")
 BOUND = "bound"
-"""What takes the place of a solver's name while bounds are computed."""
+"""Takes the place of a solver's name while bounds are computed."""
 
 Row = dict[str, Any]
 Learn = Callable[[Profile], Profile]
-"""Completes the profile of some requests."""
+"""A function that completes the profile of some requests."""
 Make = Callable[[int], Profile]
-"""All requests of a seed."""
+"""A function from a seed to a profile of all requests."""
 Source = tuple[str, Make, Learn]
 
 
@@ -75,7 +75,7 @@ Source = tuple[str, Make, Learn]
 
 
 def trial(solver: str, learned: Profile, others: Routes, ranks: int, seed: int, show: Any = None) -> Row:
-    """A solver's numbers on `others`. show: is told its progress (done, total)."""
+    """One solver's figures on `others`. show: is called with (done, total)."""
     begun = time.perf_counter()
     clusters = SOLVERS[solver](learned, ranks, seed, show)
     seconds = time.perf_counter() - begun
@@ -109,7 +109,7 @@ def bounds(learned: Profile, others: Routes, ranks: int, rounds: int, show: Any 
 def cell(
     learned: Profile, others: Routes, ranks: int, seed: int, arguments: argparse.Namespace, clock: Clock
 ) -> Iterator[Row]:
-    """A row for each solver."""
+    """One row for each solver."""
     limits = clock.timed(BOUND, partial(bounds, learned, others, ranks, arguments.bound_rounds))
     for solver in arguments.solvers:
         found = clock.timed(solver, partial(trial, solver, learned, others, ranks, seed))
@@ -136,7 +136,7 @@ def _uniform(shape: routings.Shape, sizes: dict[str, int], seed: int) -> Profile
 
 
 def recorded(arguments: argparse.Namespace) -> Profile:
-    """The model's own routing of all prompts; each file is a topic."""
+    """The model's own routing of all prompts. Each file is a topic."""
     with tempfile.TemporaryDirectory(prefix="placements-") as folder:
         file = Path(folder) / "profile.npz"
         options = ProfileOptions(arguments.prompts, file, max_prompts=arguments.max_prompts)

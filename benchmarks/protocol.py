@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 Order = dict[str, Any]
-"""{"do": "run", "prompts": [[token ids]], "new": tokens to make of each} and what an engine knows beside."""
+"""{"do": "run", "prompts": [[token ids]], "new": number of tokens for each} and settings of one engine."""
 Answer = dict[str, Any]
 """{"prefill_s", "decode_s", "tokens": [[token ids]]}"""
 

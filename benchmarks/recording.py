@@ -50,13 +50,13 @@ from moesaic.transport.local import LocalConnection, local_pair
 MOESAIC = (sys.executable, "-m", "moesaic")
 START_SECONDS = 180
 PROMPT = 64
-"""Tokens of a prompt."""
+"""Number of tokens of a prompt."""
 MOST_BYTES = 1 << 28
 
 
 @contextmanager
 def served(model: str, port: int, flags: Sequence[str]) -> Iterator[str]:
-    """The URL of a server, until the end of the block."""
+    """The URL of a server that runs until the context ends."""
     url = f"http://127.0.0.1:{port}"
     command = [*MOESAIC, "serve", model, "--port", str(port), "--no-enable-prefix-caching", *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -187,7 +187,7 @@ def cpu(arguments: argparse.Namespace) -> tuple[list[tuple[float, float, int]], 
 
 
 def requests(arguments: argparse.Namespace, number: int, vocab_size: int) -> list[Request]:
-    """Those of a round: other ids, so that other ones are recorded."""
+    """The requests of a round. They have other ids, so that other requests are recorded."""
     rng = np.random.default_rng(number)
     params = SamplingParams(temperature=0.0, max_tokens=arguments.new, ignore_eos=True, seed=0)
     prompts = rng.integers(3, vocab_size, (arguments.requests, PROMPT)).tolist()
@@ -225,7 +225,7 @@ def show_cpu(
 
 
 def recorded(arguments: argparse.Namespace) -> float:
-    """Share of the requests of all rounds but the first."""
+    """The share of recorded requests in all rounds but the first."""
     ids = range(arguments.requests, (arguments.rounds + 1) * arguments.requests)
     return statistics.fmean(draw(one // TOGETHER, SEED) < arguments.share for one in ids)
 

@@ -43,7 +43,7 @@ from moesaic.transport.waiting import wait
 TRANSPORTS = ("shm", "unix", "tcp", "zmq-ipc", "zmq-tcp", "gloo", "nixl", "nixl-flag")
 SPIN_SECONDS = 1e-3
 WARMUP_SHARE = 0.25
-"""Of --seconds: the most that the rounds before those that count may take."""
+"""The largest share of --seconds for the warm-up rounds."""
 PATIENCE = 60.0
 """Seconds beyond --seconds after which a measurement counts as stuck."""
 
@@ -64,7 +64,7 @@ def serve_calls(options: argparse.Namespace) -> None:
 
 
 def answered(end: Answerer) -> bool:
-    """Send back what is there. False if the client is done."""
+    """Send back what has arrived. Returns False if the client has finished."""
     try:
         for call in end.poll():
             call.answer[:] = call.request
@@ -183,7 +183,7 @@ def measure(options: argparse.Namespace, transport: str, batch: int) -> list[lis
 
 
 def heard(process: subprocess.Popen[str]) -> str:
-    """Its next line; nothing if it ended."""
+    """The next line of the process, or nothing if it has ended."""
     assert process.stdout is not None
     return process.stdout.readline().strip()
 

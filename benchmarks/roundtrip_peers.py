@@ -25,7 +25,7 @@ INSTALL = {
     "nixl": "pip install --no-deps nixl nixl-cu12 (with dependencies it brings a torch for CUDA, 5.8 GB)",
 }
 ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "NIXL_LOG_LEVEL": "ERROR"}
-"""Of every process. NIXL writes its log to the standard output."""
+"""Environment variables of every process. NIXL writes its log to the standard output."""
 
 Round = Callable[[], None]
 Bytes = npt.NDArray[np.uint8]
@@ -123,7 +123,7 @@ class Link:
     tensor: Any
     flag: Any
     turn: int = 0
-    """Rounds that have begun."""
+    """Number of rounds that have begun."""
 
 
 class Registered:
@@ -167,7 +167,7 @@ class Registered:
         return self.memory[at : at + 8].view(np.int64)
 
     def push(self, links: list[Link]) -> None:
-        """Write the tensor of the next round, and say so."""
+        """Write the tensor of the next round and notify the peer."""
         self.since = time.perf_counter()
         for link in links:
             link.turn += 1

@@ -42,7 +42,7 @@ from moesaic.core.profile import Profile, Routes
 FloatArray = npt.NDArray[np.float32]
 
 WIDTH = 16
-"""Coordinates of the space."""
+"""Number of coordinates of the space."""
 TOPICS = 16
 TOPIC = 0.5
 """Length of a topic's vector beside a context's, which is 1."""
@@ -56,9 +56,11 @@ ids decide, is higher beside its hotness, which counts every id once, than witho
 SPREAD = 0.35
 """Log-normal spread of the experts' loads."""
 SHORTEST, LONGEST = 32, 224
-"""Tokens of a request, evenly; the first three quarters are its prompt."""
+"""Minimum and maximum number of tokens of a request, evenly distributed. The first three quarters are its
+prompt.
+"""
 AT_ONCE = 2_000
-"""Ids whose nearest known one is looked for together."""
+"""Number of ids whose nearest known id is searched at once."""
 
 DEPTHS = (1, 6, 11, 16, 21, 26)
 """Layers of Table 1 of Semantic Parallelism, of 26."""
@@ -72,7 +74,7 @@ class Shape:
     top_k: int
     decay: float
     noise: tuple[float, ...]
-    """At the depths DEPTHS; between them interpolated."""
+    """The noise at the depths DEPTHS. Between them it is interpolated."""
     vocabulary: int = 16_000
 
 
@@ -133,7 +135,7 @@ class Generator:
         return found.clip(max=self.shape.vocabulary - 1)
 
     def profile(self, noise: list[float]) -> Profile:
-        """One layer for each noise."""
+        """A profile with one layer for each noise."""
         return self.finished([self._layer(np.float32(one)) for one in noise])
 
     def _layer(self, noise: np.float32) -> npt.NDArray[np.int16]:

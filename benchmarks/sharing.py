@@ -22,7 +22,7 @@ READY = "ready"
 
 
 def child(model: str, kernels: str, threads: int, concurrency: int, seconds: float) -> None:
-    """Loads, says so, waits for a line, decodes, prints tokens/s."""
+    """Loads, reports it, waits for a line, decodes, and prints tokens/s."""
     llm = LLM(model, kernels=kernels, threads=threads, enable_prefix_caching=False, max_model_len=512)
     prompts = [[1 + index, 2, 3, 4] for index in range(concurrency)]
     params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)

@@ -38,7 +38,7 @@ from moesaic.experts.client import DirectExperts, ExpertRequest, RequestHandle
 
 PATTERNS = ("persistent", "alternating", "exponential")
 FINEST = 40
-"""Halvings of the interval in which b lies."""
+"""Number of halvings of the interval that contains b."""
 STEEPEST = 64.0
 Shares = dict[int, float]
 """Layer -> share of its pairs."""
@@ -150,7 +150,8 @@ def count(path: Path, new: int = 32) -> tuple[dict[int, np.ndarray], dict[int, n
 
 
 def shares(pairs: dict[int, np.ndarray], pattern: str) -> Shares:
-    """Of the pairs, on the hot half. Example: [3, 1] pairs of 2 experts, persistent -> 0.75."""
+    """The share of the pairs that are on the hot half. Example: [3, 1] pairs of 2 experts, persistent ->
+    0.75."""
     return {
         layer: float(counts[hot(direction(pattern, layer, len(counts)))].sum() / counts.sum())
         for layer, counts in pairs.items()
@@ -158,7 +159,7 @@ def shares(pairs: dict[int, np.ndarray], pattern: str) -> Shares:
 
 
 def busier_half(pairs: dict[int, np.ndarray]) -> Shares:
-    """Of the pairs, on the half of the experts with the most of them."""
+    """The share of the pairs that are on the half of the experts with the most pairs."""
     return {
         layer: float(np.sort(counts)[len(counts) // 2 :].sum() / counts.sum())
         for layer, counts in pairs.items()

@@ -46,7 +46,7 @@ Tokens = list[int]
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A row for each placement and dispatch; what was served."""
+    """One row for each placement and dispatch, and what was served."""
     layout = layout_of(arguments.model)
     profile = Profile.load(arguments.profile)
     profile.check(layout.fingerprint, str(arguments.profile))

@@ -28,20 +28,20 @@ from moesaic.policy.scheduling.schedulers import expert_server
 from moesaic.transport.stream import StreamConnection
 
 FOLDER = "MOESAIC_BREAKDOWN"
-"""Environment variable: where each process writes what it spent."""
+"""Environment variable with the folder in which each process writes its times."""
 WRITE_SECONDS = 0.2
 STAGES = ("schedule", "page table", "pre-processing", "execution", "post-processing", "sampling", "messages")
 
 
 class Stopwatch:
-    """Exclusive CPU seconds by stage, of the thread that starts it first."""
+    """CPU seconds by stage, without nested stages, of the thread that starts it first."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self.layers: dict[int, float] = defaultdict(float)
         """CPU seconds of execution by layer."""
         self.runs = 0
-        """Batches that were executed, at one layer each."""
+        """Number of batches that were executed. Each is at one layer."""
         self._open: list[str] = []
         self._since = 0.0
         self._thread: int | None = None
@@ -83,7 +83,7 @@ class Stopwatch:
         setattr(owner, name, counted)
 
     def write(self, file: Path) -> None:
-        """Atomically: whoever reads sees all of it."""
+        """Write a file in one rename, so that a reader sees all of it or nothing."""
         part = file.with_suffix(".part")
         found = {"seconds": dict(self.seconds), "layers": dict(self.layers), "runs": self.runs}
         part.write_text(json.dumps(found))
@@ -97,7 +97,7 @@ class Stopwatch:
 
 
 def start(watch: Stopwatch, kind: str) -> None:
-    """Write what `watch` has, every now and then, from a thread of its own."""
+    """Write what `watch` has at regular intervals, from a thread of its own."""
     file = Path(os.environ[FOLDER]) / f"{kind}-{os.getpid()}.json"
 
     def write() -> None:
@@ -158,12 +158,12 @@ def watch_worker() -> None:
 
 
 def read(folder: Path, kind: str, pids: list[int]) -> list[dict[str, Any]]:
-    """What these processes wrote last."""
+    """The last values that these processes wrote."""
     return [json.loads((folder / f"{kind}-{pid}.json").read_text()) for pid in pids]
 
 
 def grown(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """What a process spent between two readings."""
+    """What a process spent between two readings, by stage."""
     found: dict[str, Any] = {"runs": after["runs"] - before["runs"]}
     for name in ("seconds", "layers"):
         old = before[name]

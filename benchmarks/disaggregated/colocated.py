@@ -46,7 +46,7 @@ ROUTINGS = (UNIFORM, *skew.PATTERNS)
 
 
 def checkpoint(arguments: argparse.Namespace, routing: str) -> Path:
-    """Written where it is not there yet."""
+    """The checkpoint. It is written if it does not exist."""
     path: Path = arguments.checkpoints / f"{arguments.shape}-{routing}-{arguments.share:g}"
     done = path / "done"
     if not done.exists():
@@ -58,7 +58,7 @@ def checkpoint(arguments: argparse.Namespace, routing: str) -> Path:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Rows by routing, concurrency and schedule; shares that were counted; breakdowns."""
+    """Rows by routing, concurrency and schedule, then the counted shares and the breakdowns."""
     found: dict[str, Any] = {"rows": [], "shares": {}, "breakdown": []}
     models = {routing: checkpoint(arguments, routing) for routing in arguments.routing}
     each = arguments.rounds * len(arguments.concurrency) + 2
@@ -96,7 +96,7 @@ def _ranks(name: str, model: str, placement: Path, arguments: argparse.Namespace
 def _rounds(
     engines: list[Served], routing: str, arguments: argparse.Namespace, advance: Any
 ) -> list[dict[str, Any]]:
-    """Interleaved; the first run of each is for warmth."""
+    """Interleaves the runs of all settings. The first run of each only warms up."""
     runs: dict[tuple[int, str], list[dict[str, float]]] = {}
     for engine in engines:
         engine.run(random_prompts(8, arguments.prompt_len, 1000), 4)
@@ -128,7 +128,8 @@ def one_run(engine: Served, prompts: list[list[int]], new: int) -> dict[str, flo
 
 
 def _shares(engine: Served) -> list[float]:
-    """Of the pairs of each layer, on server 0: all that this engine computed."""
+    """The share of the pairs of each layer that are on server 0, over everything that this engine
+    computed."""
     assert engine.launched.supervisor is not None
     load = engine.launched.supervisor.load()
     if load is None:
@@ -140,7 +141,7 @@ def _shares(engine: Served) -> list[float]:
 def _breakdowns(
     routing: str, model: str, placement: Path, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """One run of each schedule with stopwatches in the processes."""
+    """Runs each schedule once with stopwatches in the processes."""
     found = []
     for name in arguments.schedule:
         with (
@@ -178,7 +179,7 @@ def _read(folder: Path, workers: list[int], servers: list[int]) -> list[dict[str
 
 @contextmanager
 def _stopwatches(folder: Path) -> Iterator[None]:
-    """Processes that are started inside have stopwatches in them."""
+    """Puts stopwatches into the processes that are started inside the context."""
 
     def worker(config: WorkerConfig) -> local.ChildProcess:
         return local._spawn("disaggregated.timed_worker", config.to_json(), "worker process")

@@ -27,31 +27,32 @@ from moesaic.policy.scheduling.schedulers.actions import Action, Event
 from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 
 FOLDER = "MOESAIC_DEPTHS"
-"""Environment variable: where each worker writes what it saw."""
+"""Environment variable with the folder in which each worker writes its samples."""
 SAMPLE_SECONDS = 0.05
 
 Sample = tuple[float, list[float]]
-"""A moment on the monotonic clock, which all processes of a machine share, and the rows of each place."""
+"""(moment on the monotonic clock that all processes of a machine share, rows at each place)."""
 
 
 # ---- in the worker
 
 
 class Watched:
-    """How deep the queues of one scheduler are. One thread tells it of changes, another one asks."""
+    """The queue depths of one scheduler. One thread reports changes, another one asks."""
 
     def __init__(self, scheduler: AsyncScheduler, now: float) -> None:
         self._ready = scheduler._ready
         self._seen: tuple[FloatArray, float] = (np.zeros(len(self._ready.tokens)), now)
-        """Row-seconds of each place, and up to when. Replaced as one, for the thread that asks."""
+        """Row-seconds of each place, and the time up to which they count. Both are replaced at once, for the
+        thread that asks."""
         self._asked = self._seen
 
     def before_change(self, now: float) -> None:
-        """The queues are about to change."""
+        """The queues will change now."""
         self._seen = self._counted(now)
 
     def ask(self, now: float) -> Sample:
-        """Means since the last call, and the middle of that time."""
+        """The means since the last call, and the middle of that time."""
         area, since = self._asked
         self._asked = self._counted(now)
         means = (self._asked[0] - area) / max(now - since, 1e-9)
@@ -81,7 +82,7 @@ def watch_worker() -> None:
 
 
 def start(file: Path, watched: Watched) -> None:
-    """Append what there is, every SAMPLE_SECONDS, until the process ends."""
+    """Append the new samples every SAMPLE_SECONDS until the process ends."""
 
     def sample() -> None:
         with file.open("a") as lines:
@@ -106,7 +107,7 @@ def file_of(folder: Path, pid: int) -> Path:
 
 @contextmanager
 def sampled(folder: Path) -> Iterator[None]:
-    """Attention workers that are started inside are sampled into `folder`."""
+    """Samples the attention workers that are started inside the context into `folder`."""
 
     def worker(config: WorkerConfig) -> local.ChildProcess:
         return local._spawn("disaggregated.sampled_worker", config.to_json(), "worker process")
@@ -118,7 +119,7 @@ def sampled(folder: Path) -> Iterator[None]:
 
 
 def read(folder: Path, pid: int) -> list[Sample]:
-    """All that this worker has seen so far; a line that is being written is left out."""
+    """All samples of this worker so far. An unfinished line is left out."""
     lines = file_of(folder, pid).read_text().splitlines(keepends=True)
     samples = (json.loads(line) for line in lines if line.endswith("\n"))
     return [(moment, rows) for moment, rows in samples]

@@ -14,12 +14,14 @@ from html import escape
 from disaggregated.picture import DARK, LEFT, LIGHT, TOP, WIDTH, step
 
 PANEL, ROW, GAP, FOOT = 132, 3, 30, 44
-"""Heights in pixels: of a panel, about; of a row at least; above a panel for its name; of the time axis."""
+"""Heights in pixels: about a panel, at least a row, the space above a panel for its name, and the
+time axis.
+"""
 BARS, SPACE = 76, 12
-"""Widths in pixels: of the means, and between them and the panel."""
+"""Widths in pixels: the bars of the means, and the space between them and the panel."""
 WIDE = WIDTH - LEFT - SPACE - BARS - 40
 LEVELS = 7
-"""Colours at most."""
+"""Maximum number of colours."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Panel:
     """[moment][place]; the first place is drawn at the bottom."""
 
     def means(self) -> list[float]:
-        """By place."""
+        """The mean depth of each place."""
         return [sum(column) / len(self.depths) for column in zip(*self.depths, strict=True)]
 
 
@@ -63,7 +65,7 @@ def draw(
 
 
 def _panel(panel: Panel, top: int, tall: int, bounds: list[float], segments: Sequence[str]) -> Iterator[str]:
-    """One path for each colour; neighbours in time of one colour are one rectangle."""
+    """One path for each colour. Neighbours in time with one colour are one rectangle."""
     wide, bottom = WIDE / len(panel.depths), top + tall * len(segments)
     paths: dict[int, list[str]] = {}
     for segment in range(len(segments)):
@@ -103,7 +105,7 @@ def _bars(means: list[float], top: int, tall: int, widest: float) -> Iterator[st
 
 
 def _legend(bounds: list[float], unit: str) -> Iterator[str]:
-    """A box for each colour, and where it begins."""
+    """A box for each colour, with the depth at which it begins."""
     for number, bound in enumerate(bounds):
         x = LEFT + 52 * number
         yield f'<path class="l{number + 1} edge" d="M{x},31h14v14h-14z"/>'
@@ -120,7 +122,7 @@ def _time(seconds: float, y: float, across: str) -> Iterator[str]:
 
 
 def _style(levels: int) -> str:
-    """One colour, the more opaque the deeper."""
+    """Styles for one colour that is more opaque for larger depths."""
     steps = (0.06 + 0.94 * (number / levels) ** 1.5 for number in range(1, levels + 1))
     depth = " ".join(f".l{number} {{ fill-opacity: {share:.2f} }}" for number, share in enumerate(steps, 1))
     return f"""<style>

@@ -23,11 +23,11 @@ VICTIM = "expert server 1"
 AFTER = 5.0
 """Seconds after the kill whose tokens are counted."""
 CASES = {"no fault": 2, "min-replicas 2": 2, "min-replicas 1": 1}
-"""Name -> least replicas. In the first nothing is killed."""
+"""Name -> minimum replicas. In the first case nothing is killed."""
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each case and round; `bins` are tokens in each `arguments.bin` seconds."""
+    """One row for each case and round. `bins` has the tokens in each `arguments.bin` seconds."""
     rows = []
     with ExitStack() as stack, Progress(console=Console(stderr=True)) as progress:
         engines = {}
@@ -44,7 +44,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def one_run(engine: Served, arguments: argparse.Namespace, fault: bool) -> dict[str, Any]:
-    """Traffic without a pause; after `arguments.before` seconds the victim dies, or nothing happens."""
+    """Traffic without a pause. After `arguments.before` seconds the victim is killed, or nothing happens."""
     engine.times.clear()
     assert engine.launched.engine.info is not None
     vocabulary = min(engine.launched.engine.info.vocab_size, 1000)
@@ -61,7 +61,7 @@ def one_run(engine: Served, arguments: argparse.Namespace, fault: bool) -> dict[
 
 
 def evaluate(times: dict[int, list[float]], killed: float, arguments: argparse.Namespace) -> dict[str, Any]:
-    """From the moments of all tokens, by request."""
+    """The figures of a run, from the times of all tokens of each request."""
     moments = [moment - killed for one in times.values() for moment in one]
     gaps = [b - a for one in times.values() for a, b in pairwise(one) if b > killed]
     count = round((arguments.before + arguments.after) / arguments.bin)
@@ -86,7 +86,7 @@ def _traffic(engine: Served, arguments: argparse.Namespace, prompts: Any, until:
 
 
 def _settle(engine: Served) -> None:
-    """Drop what is open, and wait until all processes serve again."""
+    """Drop open requests, and wait until all processes serve again."""
     for number in list(engine.open):
         engine.launched.engine.cancel(number)
     engine.open.clear()
@@ -107,7 +107,7 @@ def _redone(engine: Served, before: Any) -> dict[str, int]:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Medians by case; `kept`: tokens after the kill over the control's in the same round."""
+    """Medians by case. `kept`: tokens after the kill, divided by those of the control in the same round."""
     found = []
     control = {row["round"]: row for row in rows if row["case"] == "no fault"}
     for case in CASES:
@@ -134,7 +134,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def picture(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
-    """Tokens/s over seconds since the kill, medians over the rounds."""
+    """Draws tokens/s over the seconds since the kill, as medians over the rounds."""
     lines = []
     for case in CASES:
         columns = zip(*(row["bins"] for row in rows if row["case"] == case), strict=True)

@@ -23,7 +23,7 @@ ALONE = "one process"
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each way of serving and concurrency."""
+    """One row for each way of serving and each concurrency."""
     runs: dict[tuple[int, str], list[dict[str, float]]] = {}
     with ExitStack() as stack, Progress(console=Console(stderr=True)) as progress:
         engines = [stack.enter_context(serving(ALONE, arguments.model, 2))]

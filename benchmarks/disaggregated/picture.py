@@ -10,7 +10,7 @@ from html import escape
 WIDTH, HEIGHT = 720, 320
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 56, 44
 LIGHT, DARK = ("#0969da", "#1a7f37", "#bc4c00"), ("#58a6ff", "#3fb950", "#f0883e")
-"""Of the first three lines."""
+"""Colours of the first three lines, on light and on dark pages."""
 
 
 @dataclass(frozen=True)

@@ -22,28 +22,28 @@ from moesaic.config import ClusterConfig
 
 POLICIES = ("defrag", "mtfs", "flfs")
 SAMPLE = 0.25
-"""Seconds between two looks at the queues: as often as processes report."""
+"""Seconds between two samples of the queues. Processes report as often."""
 
 
 @dataclass
 class Watched:
-    """A run as it went: each list has an entry for each look."""
+    """The samples of a run. Each list has one entry for each sample."""
 
     seconds: list[float] = field(default_factory=list)
     arrived: list[int] = field(default_factory=list)
-    """Requests so far."""
+    """Number of requests that have arrived."""
     ended: list[int] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
-    """Requests that no step has taken up."""
+    """Number of requests that no step has taken up."""
     waiting_pairs: list[int] = field(default_factory=list)
-    """At all expert servers."""
+    """Number of pairs that wait at all expert servers."""
     depths: list[list[float]] = field(default_factory=list)
     """[each SAMPLE seconds][place] rows that wait in the attention workers; the last place is the sampler."""
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each policy and round. All policies get the same arrivals."""
+    """One row for each policy and round. All policies get the same arrivals."""
     rows = []
     names = [*(str(layer) for layer in layout_of(arguments.model).layers), "sampler"]
     with ExitStack() as stack, Progress(console=Console(stderr=True)) as progress:
@@ -76,7 +76,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _saturation(engine: Served, arguments: argparse.Namespace) -> float:
-    """Requests/s with all requests in at once."""
+    """Requests/s if all requests are sent at once."""
     prompts = random_prompts(arguments.saturation, arguments.prompt_len, 1000)
     run = engine.run(prompts, arguments.gen_len)
     return len(prompts) / max(one[-1] for one in run.times)
@@ -130,7 +130,7 @@ def _drain(engine: Served) -> None:
 
 
 def evaluate(watched: Watched, gaps: list[float], rate: float) -> dict[str, Any]:
-    """Rates over the second half, when the queues are filled; requests/s."""
+    """Requests/s over the second half, when the queues are filled."""
     half = len(watched.seconds) // 2
     span = watched.seconds[-1] - watched.seconds[half]
     late = watched.depths[len(watched.depths) // 2 :]

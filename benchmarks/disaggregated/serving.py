@@ -1,4 +1,4 @@
-"""A served model that a benchmark drives, and what it measured of a run."""
+"""A served model that a benchmark drives, and the figures of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from moesaic.launch import Launched, launch
 from moesaic.models import files, registry
 
 SETTLE = 0.3
-"""Seconds without news after which every process has reported what it did."""
+"""Seconds without a message after which every process has reported its work."""
 LONGEST_SETTLE = 3.0
 PATIENCE = 120.0
 """Seconds without a message after which a cluster counts as broken."""
@@ -33,7 +33,7 @@ PATIENCE = 120.0
 
 @dataclass
 class Run:
-    """When the tokens of each request came, on a clock that starts with the first request."""
+    """The time of each token of each request, on a clock that starts with the first request."""
 
     prompt_tokens: int
     times: list[list[float]]
@@ -73,7 +73,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True)
 class Counters:
-    """What all processes counted so far."""
+    """The counters of all processes at one moment."""
 
     worker: WorkerStats
     servers: tuple[ExpertServerStats, ...]
@@ -82,15 +82,15 @@ class Counters:
 
 @dataclass(frozen=True)
 class Spent:
-    """What they counted between two moments."""
+    """The difference of the counters between two moments."""
 
     seconds: float
     pairs: int
     expert_runs: int
     worker_waiting: float
-    """Seconds with nothing to do but wait for experts, of all attention workers."""
+    """Seconds in which attention workers had nothing to do but wait for experts, summed over all workers."""
     server_busy: tuple[float, ...]
-    """Seconds of each expert server."""
+    """Busy seconds of each expert server."""
     resent_pairs: int
     failovers: int
 
@@ -119,12 +119,12 @@ def spent(before: Counters, after: Counters) -> Spent:
 
 @dataclass
 class Served:
-    """One process or a cluster, ready. Driven by one thread."""
+    """One process or a cluster that is ready. One thread drives it."""
 
     name: str
     launched: Launched
     times: dict[int, list[float]] = field(default_factory=dict)
-    """Request -> when its tokens came, on the monotonic clock."""
+    """Request -> times of its tokens, on the monotonic clock."""
     open: set[int] = field(default_factory=set)
 
     def until_ready(self) -> None:
@@ -141,7 +141,7 @@ class Served:
         return number
 
     def take(self, timeout: float) -> bool:
-        """One message, if one comes."""
+        """Handle one message, if one has arrived."""
         message = self.launched.connection.receive(timeout)
         if message is None:
             return False
@@ -153,7 +153,7 @@ class Served:
         return True
 
     def run(self, prompts: list[list[int]], new: int) -> Run:
-        """All at once, until the last one ended."""
+        """Run all requests at once until the last one has ended."""
         started = time.monotonic()
         numbers = [self.submit(prompt, new) for prompt in prompts]
         while self.open:
@@ -163,7 +163,7 @@ class Served:
         return Run(sum(map(len, prompts)), times)
 
     def counters(self) -> Counters:
-        """As every process last reported."""
+        """The counters as every process reported them last."""
         supervisor = self.launched.supervisor
         processes = [] if supervisor is None else supervisor.status()
         servers = tuple(one.stats for one in processes if one.role == "expert server")
@@ -172,7 +172,7 @@ class Served:
         return Counters(worker, servers, time.monotonic())
 
     def measured(self, prompts: list[list[int]], new: int) -> tuple[Run, Spent]:
-        """A run, and what it took of every process. Seconds are those of the run alone."""
+        """A run, and the work of every process in it. Seconds are those of the run alone."""
         before = self.counters()
         run = self.run(prompts, new)
         after = self.settled()
@@ -180,7 +180,7 @@ class Served:
         return run, spent(before, Counters(after.worker, after.servers, before.time + ended))
 
     def settled(self) -> Counters:
-        """Once nothing of them changes any more."""
+        """The counters, once none of them changes any more."""
         last, since = self.counters(), time.monotonic()
         deadline = since + LONGEST_SETTLE
         while time.monotonic() < min(since + SETTLE, deadline):
@@ -191,12 +191,13 @@ class Served:
         return last
 
     def pid(self, name: str) -> int:
-        """Of a process by the supervisor's name for it, such as "expert server 0"."""
+        """The process id of a process by the supervisor's name for it, such as "expert server 0"."""
         assert self.launched.supervisor is not None
         return next(one.pid for one in self.launched.supervisor.status() if one.name == name and one.pid)
 
     def pin(self, cores: Sequence[int]) -> None:
-        """Attention worker i and expert server i, with all their threads, to core i: they are rank i."""
+        """Pin attention worker i and expert server i, with all of their threads, to core i. They
+        are rank i."""
         assert self.launched.supervisor is not None
         for one in self.launched.supervisor.status():
             for thread in Path(f"/proc/{one.pid}/task").iterdir():
@@ -231,7 +232,8 @@ def serving(
     max_num_seqs: int = 128,
     **scheduler: Any,
 ) -> Iterator[Served]:
-    """Ready to be driven, until the end of the block. threads: of each process. scheduler: more settings."""
+    """A served model that is ready until the context ends. threads: of each process. scheduler: more
+    settings."""
     worker = WorkerConfig(
         ModelConfig(model, threads=threads, max_model_len=512),
         CacheConfig(enable_prefix_caching=False),
@@ -244,7 +246,7 @@ def serving(
 
 
 def medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of each number over the rounds."""
+    """The median of each number over the rounds."""
     return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
 
 

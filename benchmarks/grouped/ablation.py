@@ -33,9 +33,9 @@ from moesaic.runtime.group.forecast import BatchOrder, ExpectedRanks
 from moesaic.transport.peers import Peers
 
 SHARE = 0.2
-"""Of the requests, as profile."""
+"""The share of the requests that serves as the profile."""
 TWICE = "all-reduce twice"
-"""What moves no token: the form of the same name, for comparison."""
+"""The form of the same name, which moves no token. It is here for comparison."""
 
 
 # ---- a rank
@@ -68,7 +68,7 @@ def on_rank(peers: Peers, task: dict[str, Any], folder: Path) -> list[dict[str, 
 
 
 class Steps:
-    """One variant on one rank, batch after batch."""
+    """Runs one variant on one rank, batch after batch."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Steps:
         self._rows = np.ones((len(tokens), hidden), np.float32)
 
     def step(self) -> None:
-        """All layers of the next batch."""
+        """Run all layers of the next batch."""
         tokens, experts = self._batches[self._turn % len(self._batches)]
         self._turn += 1
         self._exchange.begin(tokens)
@@ -105,14 +105,14 @@ class Steps:
             self._exchange.layer(number, index, experts[:, index], self._weights, self._rows)
 
     def counted(self) -> dict[str, float]:
-        """Of a step, mean over all batches: bytes of this rank, and its pairs."""
+        """The bytes of this rank and its pairs in one step, as means over all batches."""
         found = _bytes(self._group, self.step, len(self._batches))
         local, pairs = self._exchange.local_pairs, self._exchange.pairs
         return found | {"local_pairs": local / len(self._batches), "pairs": pairs / len(self._batches)}
 
 
 def all_reduces(group: Group, rows: int, hidden: int, layers: int) -> Call:
-    """Two for each layer."""
+    """Runs two all-reduces for each layer."""
     whole = np.ones((rows, hidden), np.float32)
 
     def once() -> None:
@@ -123,7 +123,7 @@ def all_reduces(group: Group, rows: int, hidden: int, layers: int) -> Call:
 
 
 def _bytes(group: Group, once: Call, times: int) -> dict[str, float]:
-    """That a call makes this rank send, mean over some."""
+    """The bytes that a call makes this rank send, as a mean over some calls."""
     before = group.traffic
     for _ in range(times):
         once()
@@ -139,7 +139,7 @@ def _bytes(group: Group, once: Call, times: int) -> dict[str, float]:
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each number of ranks, rows and case."""
+    """One row for each number of ranks, number of rows and case."""
     profile = Profile.load(arguments.profile) if arguments.profile else made_up(arguments)
     train, test = profile.routes.split(SHARE, arguments.seed)
     found: list[dict[str, Any]] = []
@@ -176,7 +176,7 @@ def write(
     arguments: argparse.Namespace,
     advance: Callable[[int, int], None],
 ) -> None:
-    """What the ranks read: both placements with their tables, and rows of `test`."""
+    """Write the files that the ranks read: both placements with their tables, and rows of `test`."""
     for kind, solver in (("solved", arguments.solver), ("vanilla", "vanilla")):
         clusters = SOLVERS[solver](profile, size, arguments.seed, advance)
         predict.build(profile, clusters).save(folder / f"{kind}.npz")
@@ -186,7 +186,7 @@ def write(
 
 
 def summary(ranks: Sequence[dict[str, Any]], rows: int, layers: int) -> list[dict[str, Any]]:
-    """Of what all ranks found for one number of rows: per exchange, which is a layer of a step."""
+    """The figures of all ranks for one number of rows, for one exchange, which is one layer of a step."""
     found = []
     for name in ranks[0]["times"]:
         times = slowest([rank["times"][name] for rank in ranks]) / layers

@@ -19,23 +19,23 @@ from moesaic.runtime.group.forecast import RowAssignment
 from moesaic.transport.peers import Peers
 
 Answer = Callable[[Packet], FloatArray]
-"""A packet -> [p, h] for its pairs."""
+"""A function from a packet to the answers [p, h] of its pairs."""
 Merge = Callable[[FloatArray, FloatArray, FloatArray], FloatArray]
-"""Rows [m, h], weights [m, k] and answers [m, k, h] -> [m, h]."""
+"""A function from rows [m, h], weights [m, k] and answers [m, k, h] to the merged rows [m, h]."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What an exchange has of the four."""
+    """Which of the four savings an exchange has."""
 
     shuffle: bool = True
-    """Rows are scattered to where their experts are expected, else in the batch's order."""
+    """True: rows are scattered to the ranks where their experts are expected. False: in the batch's order."""
     placement: bool = True
-    """Experts live where a solver puts them, else in consecutive ranges."""
+    """True: experts are where a solver puts them. False: in consecutive ranges."""
     once: bool = True
-    """A row goes once to a rank, else once for each of its experts there."""
+    """True: a row is sent once to a rank. False: once for each of its experts there."""
     one_packet: bool = True
-    """Metadata goes with the activations, else in a round before."""
+    """True: metadata travels with the activations. False: in a round before."""
 
 
 CASES = {
@@ -49,7 +49,7 @@ CASES = {
 
 
 class Exchange:
-    """Of one rank."""
+    """The exchange of one rank."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class Exchange:
         answer: Answer,
         merge: Merge,
     ) -> None:
-        """group: over `peers`. owners: [layers, E] ranks of the experts."""
+        """group: a group over `peers`. owners: [layers, E] the rank of each expert."""
         self._peers, self._group, self._variant = peers, group, variant
         self._forecast, self._owners = forecast, owners
         self._answer, self._merge = answer, merge
         self.local_pairs = self.pairs = 0
 
     def begin(self, token_ids: IntArray) -> None:
-        """Another step, of these rows [n]."""
+        """Begins another step, with these rows [n]."""
         self._forecast.begin(token_ids)
 
     def layer(
@@ -100,20 +100,20 @@ class Exchange:
 
 
 def row_once(route: Route, rank: int, hidden: FloatArray, weights: FloatArray) -> Outgoing:
-    """As `routing.dispatch` sends it."""
+    """Sends rows as `routing.dispatch` does."""
     rows = route.rows(rank)
     return Outgoing(hidden, rows, route.experts(rank), weights[rows])
 
 
 def row_for_each_pair(route: Route, rank: int, hidden: FloatArray, weights: FloatArray) -> Outgoing:
-    """The same pairs in the same order, k = 1."""
+    """Sends the same pairs in the same order, with k = 1."""
     row, chosen = route.pairs(rank)
     experts = route.expert_ids[row, chosen].astype(np.int32)
     return Outgoing(hidden, row, experts[:, None], weights[row, chosen][:, None])
 
 
 def two_rounds(peers: Peers, group: Group, outgoing: Sequence[Outgoing]) -> list[Packet]:
-    """What `all_to_all_v` does, in one round for the metadata and one for the activations."""
+    """Does what `all_to_all_v` does, in one round for the metadata and one for the activations."""
     bare = [replace(each, hidden=each.hidden[:, :0]) for each in outgoing]
     heads = [
         replace(head, rows=head.rows.copy(), experts=head.experts.copy(), weights=head.weights.copy())

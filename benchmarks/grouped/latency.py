@@ -25,7 +25,7 @@ from moesaic.transport.peers import Peers
 
 DENSE = ("all-reduce", "reduce-scatter", "all-gather")
 GLOO = "gloo "
-"""Before the name of an operation."""
+"""Prefix of the names of gloo's operations."""
 
 
 def exchange_name(share: float) -> str:
@@ -57,7 +57,7 @@ def on_rank(peers: Peers, task: dict[str, Any], folder: Path) -> list[dict[str, 
 
 
 def operations(group: Group, rows: int, task: dict[str, Any]) -> dict[str, Call]:
-    """Ours, by name."""
+    """Our operations, by name."""
     hidden = task["hidden"]
     whole = np.ones((rows, hidden), np.float32)
     mine = np.ones((int((_drawn(group, rows, 0.5, task).homes == group.rank).sum()), hidden), np.float32)
@@ -73,7 +73,7 @@ def operations(group: Group, rows: int, task: dict[str, Any]) -> dict[str, Call]
 
 
 def exchange(group: Group, drawn: routes.Drawn, hidden: int) -> Call:
-    """Rows to their experts and back."""
+    """Sends rows to their experts and the answers back."""
     mine = drawn.homes == group.rank
     route = Route(drawn.experts[mine], drawn.owners[mine])
     rows = np.ones((int(mine.sum()), hidden), np.float32)
@@ -128,7 +128,7 @@ def _counted(group: Group, once: Call) -> dict[str, int]:
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each number of ranks, width, number of rows and operation."""
+    """One row for each number of ranks, width, number of rows and operation."""
     found: list[dict[str, Any]] = []
     with Progress(console=Console(stderr=True)) as progress:
         shapes = [(size, hidden) for size in arguments.ranks for hidden in arguments.hidden]
@@ -152,7 +152,7 @@ def _advance(progress: Progress, bar: TaskID, base: int) -> Callable[[int, int],
 
 
 def _rows(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of what all ranks found for one number of rows."""
+    """The rows of the table for one number of rows, from what all ranks found."""
     found = []
     for name in ranks[0]["times"]:
         times = slowest([rank["times"][name] for rank in ranks])

@@ -22,10 +22,10 @@ from moesaic.collectives.group import Group
 
 ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 AT_A_TIME = 10
-"""Calls of one operation before it is another one's turn."""
+"""Number of calls of one operation before the next operation's turn."""
 WARMUP = 5
 PATIENCE = 30.0
-"""Seconds that a rank may end later than another."""
+"""Seconds that one rank may end later than another."""
 
 Call = Callable[[], object]
 Advance = Callable[[int, int], None]
@@ -36,7 +36,7 @@ Advance = Callable[[int, int], None]
 
 @contextmanager
 def task_folder(task: Mapping[str, Any]) -> Iterator[Path]:
-    """A private folder where the ranks find their task, and leave what they found."""
+    """A private folder in which the ranks find their task and write their results."""
     with tempfile.TemporaryDirectory(prefix="collectives-") as name:
         folder = Path(name)
         (folder / "task.json").write_text(json.dumps({"secret": secrets.token_hex(16), **task}))
@@ -44,7 +44,7 @@ def task_folder(task: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def run(folder: Path, size: int, advance: Advance) -> list[Any]:
-    """What each of `size` ranks found. advance: is told what is done, of how much."""
+    """The results of each of `size` ranks. advance: is called with what is done and of how much."""
     with ExitStack() as stack:
         ranks = [_started(stack, folder, rank, size) for rank in range(size)]
         assert ranks[0].stdout is not None
@@ -89,12 +89,12 @@ def _result(folder: Path, rank: int) -> Path:
 
 
 def leave(folder: Path, rank: int, found: object) -> None:
-    """For the parent."""
+    """Writes this rank's result for the parent."""
     _result(folder, rank).write_text(json.dumps(found))
 
 
 def report(rank: int, done: int, total: int) -> None:
-    """To the parent; the first rank's word counts."""
+    """Reports progress to the parent. Only the first rank's report counts."""
     if rank == 0:
         print(done, total, flush=True)
 
@@ -131,7 +131,7 @@ def timed(
 
 
 def one(group: Group, once: Call) -> float:
-    """Seconds of a call that all ranks begin together."""
+    """Seconds of one call that all ranks begin together."""
     group.announce(b"")
     before = time.perf_counter()
     once()
@@ -139,7 +139,7 @@ def one(group: Group, once: Call) -> float:
 
 
 def agreed(group: Group, yes: bool) -> bool:
-    """What the first rank says."""
+    """The value that the first rank has."""
     return group.announce(b"+" if yes else b"") == b"+"
 
 

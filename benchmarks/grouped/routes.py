@@ -14,18 +14,18 @@ FLOAT = 4
 
 @dataclass(frozen=True)
 class Drawn:
-    """Of a batch of n rows on some ranks."""
+    """The routes of a batch of n rows on some ranks."""
 
     experts: IntArray
-    """[n, k] logical."""
+    """[n, k] the logical ids of the chosen experts."""
     owners: IntArray
-    """[n, k] ranks of those."""
+    """[n, k] the ranks of those experts."""
     homes: IntArray
-    """[n] where each row is."""
+    """[n] the rank of each row."""
 
     @property
     def local_share(self) -> float:
-        """Of the pairs, those on the row's own rank."""
+        """The share of the pairs that are on the row's own rank."""
         return float((self.owners == self.homes[:, None]).mean())
 
     @property
@@ -34,7 +34,7 @@ class Drawn:
 
     @property
     def remote_ranks(self) -> int:
-        """Ranks other than its own that a row reaches, each once, of all rows together."""
+        """How many ranks other than its own a row reaches, each counted once, summed over all rows."""
         keys = np.unique(np.arange(len(self.owners))[:, None] * (1 + self.owners.max()) + self.owners)
         home = self.homes[keys // (1 + self.owners.max())]
         return int((keys % (1 + self.owners.max()) != home).sum())

@@ -34,12 +34,12 @@ ALONE = "one process"
 SHUFFLED = "shuffled"
 FORMS = ("deepspeed", "all-reduce", "reduce-scatter", SHUFFLED)
 IDS = 1000
-"""Random prompts have token ids below."""
+"""Upper bound of the token ids of random prompts."""
 PAYLOAD = ("all_reduce_bytes", "reduce_scatter_bytes", "all_gather_bytes", "all_to_all_bytes")
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each way of serving and concurrency."""
+    """One row for each way of serving and each concurrency."""
     runs: dict[tuple[int, str], list[dict[str, float]]] = {}
     profiled, served = prompts_of(arguments)
     with ExitStack() as stack, Progress(console=Console(stderr=True)) as progress:
@@ -78,7 +78,7 @@ def _engines(arguments: argparse.Namespace, placement: Path | None) -> Iterator[
 
 
 def prompts_of(arguments: argparse.Namespace) -> tuple[list[list[int]], list[list[int]]]:
-    """Token ids to profile, and others to serve."""
+    """Token ids of the prompts to profile, and of the prompts to serve."""
     tokenizer = Tokenizer(files.resolve(arguments.model, None))
     most, length = max(arguments.concurrency), arguments.prompt_len
     if not arguments.prompts:

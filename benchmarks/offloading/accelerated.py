@@ -20,15 +20,18 @@ from offloading.telling import Telling
 
 EXPERTS = ".mlp.experts"
 WORKING = 5
-"""Layers whose experts need room besides those that stay: read, copied by products, freed late."""
+"""Number of layers whose experts need memory besides those that stay: read, copied by products,
+freed late.
+"""
 ROW_NUMBERS = 12
-"""Numbers that a row has in memory at worst, over the experts it chose times the hidden size."""
+"""Maximum numbers that a row has in memory for the experts it chose, as a multiple of the hidden size."""
 DONE = "done.json"
-"""Written last, into FOLDER."""
+"""A file in FOLDER that is written last."""
 
 
 def devices(layers: int, resident: int) -> dict[str, str]:
-    """accelerate's device map: all in memory but the experts of the layers from `resident` on."""
+    """accelerate's device map. Everything is in memory except the experts of the layers from
+    `resident` on."""
     held = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
     found = dict.fromkeys(held, "cpu")
     for layer in range(layers):
@@ -41,31 +44,31 @@ def devices(layers: int, resident: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Way:
-    """How a batch is run in a given memory."""
+    """How a batch is run in a given amount of memory."""
 
     size: int
-    """Prompts at a time; the next ones come when these have all their tokens."""
+    """Number of prompts in a batch. The next batch starts when these have all of their tokens."""
     rows: int
-    """Of a pass."""
+    """Maximum number of rows of a pass."""
     resident: int
-    """Layers whose experts stay in memory."""
+    """Number of layers whose experts stay in memory."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A batch, and what it takes."""
+    """A batch of prompts, and the memory that it needs."""
 
     prompts: int
     longest: int
-    """Tokens of a prompt."""
+    """Number of tokens of the longest prompt."""
     new: int
     layers: int
     layer: int
-    """Bytes of one layer's experts, and so below."""
+    """Bytes of one layer's experts. The sizes below are bytes too."""
     token: int
-    """In the cache."""
+    """Bytes of a token in the cache."""
     row: int
-    """While it is computed."""
+    """Bytes of a row while it is computed."""
 
     def best(self, room: int) -> Way:
         """The way with the fewest reads of a layer in `room` bytes; the smallest one where there is none.
@@ -90,7 +93,7 @@ class Work:
 
 
 def prepare(model: Path, folder: Path) -> None:
-    """Let transformers write the experts of all layers."""
+    """Lets transformers write the experts of all layers."""
     import protocol  # noqa: F401  it takes the scripts' folder from the path of this process
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

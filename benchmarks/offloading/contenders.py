@@ -1,4 +1,4 @@
-"""Who is compared: for each, the command that starts it, what it alone is told, and the files it reads."""
+"""The contenders: for each, its command, the settings that it alone gets, and the files that it reads."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Contender:
     name: str
     command: list[str]
     reads: tuple[Path, ...]
-    """Files and folders that are not in the page cache when it starts."""
+    """Files and folders that must not be in the page cache when the contender starts."""
     order: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
 
 
 def contenders(arguments: argparse.Namespace, hardware: Path) -> list[Contender]:
-    """moesaic's schedules first, then the peers that were asked for; what they need is written now."""
+    """moesaic's schedules first, then the peers that were asked for. Writes the files that they need."""
     found = [ours(schedule, arguments, hardware) for schedule in arguments.schedules]
     if arguments.compressed:
         found += [compressed(one, arguments.compressed) for one in found]
@@ -52,7 +52,7 @@ def ours(schedule: str, arguments: argparse.Namespace, hardware: Path) -> Conten
 
 
 def ordered(schedule: str, arguments: argparse.Namespace, hardware: Path) -> dict[str, Any]:
-    """What a plan is made by, besides the job."""
+    """The inputs of a plan besides the job."""
     return {
         "schedule": schedule,
         "hardware": str(hardware),
@@ -62,19 +62,19 @@ def ordered(schedule: str, arguments: argparse.Namespace, hardware: Path) -> dic
 
 
 def compressed(one: Contender, folder: Path) -> Contender:
-    """The same from what `moesaic compress` made of the model."""
+    """The same contender, from the checkpoint that `moesaic compress` made."""
     order = one.order | {"model": str(folder)}
     return replace(one, name=f"{one.name}, compressed", reads=(folder,), order=order)
 
 
 def padded(arguments: argparse.Namespace, hardware: Path) -> Contender:
-    """MoE-Lightning(p): the first schedule again, every prompt as long as the longest."""
+    """MoE-Lightning(p): the first schedule again, with every prompt padded to the longest."""
     one = ours((arguments.schedules or ["auto"])[0], arguments, hardware)
     return replace(one, name="moesaic padded", order=one.order | {"pad": True})
 
 
 def accelerate(arguments: argparse.Namespace) -> Contender:
-    """transformers in accelerate's hooks, as many layers' experts in memory as the cap has room for."""
+    """transformers with accelerate's hooks. As many layers' experts are in memory as fit under the cap."""
     python = engines._python(arguments.accelerate)
     if Checkpoint(arguments.model).config["model_type"] != "qwen3_moe":
         raise SystemExit("--accelerate: knows checkpoints of model_type qwen3_moe")
@@ -92,7 +92,7 @@ def accelerate(arguments: argparse.Namespace) -> Contender:
 
 
 def llama(arguments: argparse.Namespace) -> Contender:
-    """llama.cpp on a file that is mapped, not loaded."""
+    """llama.cpp with a file that is mapped, not loaded."""
     python = engines._python(arguments.llama)
     file = engines._gguf(python, arguments.model, arguments.work, "bf16")
     order = {"file": str(file), "rows": arguments.llama_rows}
@@ -100,7 +100,7 @@ def llama(arguments: argparse.Namespace) -> Contender:
 
 
 def cache_numbers(model: Path) -> int:
-    """Numbers of keys and values that a token has in all layers."""
+    """Number of keys and values that a token has in the caches of all layers."""
     checkpoint = Checkpoint(model)
     heads = checkpoint.setting("num_attention_heads")
     width = checkpoint.config.get("head_dim") or checkpoint.config["hidden_size"] // heads

@@ -36,11 +36,13 @@ from offloading.percore import Bench
 from offloading.sessions import FLOAT32, Job, Pass, Session, in_memory, routing
 
 SHAPE = "qwen3-moe-0.2b"
-"""Of the checkpoint that is written where none is given."""
+"""The shape of the checkpoint that is written when none is given."""
 PAPER: tuple[Schedule, ...] = ("cgopipe", "s2", "s3", "s4", "serial")
 One = TypeVar("One")
 SETTLING = 2
-"""First steps of a turn that do not count: behind others' steps, which mostly sleep, they are slower."""
+"""Number of first steps of a turn that do not count. After steps of other sessions, which mostly sleep, they
+are slower.
+"""
 BEHIND = 0.03
 """Share of its throughput by which CGOPipe may be slower before it counts as behind."""
 
@@ -65,7 +67,7 @@ def quick(arguments: argparse.Namespace) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Figures of every context, schedule and speed."""
+    """The figures of every context, schedule and speed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(arguments.model or folder)
         if arguments.model is None:
@@ -80,7 +82,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def sizes_of(path: Path) -> ModelSizes:
-    """Of a pass: logits are computed after it, and not in it."""
+    """The sizes of a pass. Logits are computed after it."""
     raw = files.read_json(path / "config.json")
     return replace(read(raw, str(path.name)), computed=float(FLOAT32), vocab=0)
 
@@ -132,7 +134,7 @@ def _context(
 
 
 def turns(sessions: Sequence[One], speeds: Sequence[float], rounds: int) -> Iterator[tuple[float, One]]:
-    """What is compared comes one after the other, and each is first in some rounds."""
+    """The compared sessions run one after the other. Each is first in some rounds."""
     for turn in range(rounds):
         for speed in speeds:
             for place in range(len(sessions)):
@@ -183,7 +185,7 @@ def _row(policy: Policy, passes: Sequence[Pass], price: Phase, tokens: int) -> d
 
 
 def tasks_of(passes: Sequence[Pass]) -> dict[tuple[Kind, Lane], float]:
-    """Median seconds of a task, by what it does and where."""
+    """Median seconds of a task, by its kind and lane."""
     found: dict[tuple[Kind, Lane], list[float]] = defaultdict(list)
     for one in passes:
         for task, start, end in zip(one.tasks, one.times.starts, one.times.ends, strict=True):
@@ -193,12 +195,12 @@ def tasks_of(passes: Sequence[Pass]) -> dict[tuple[Kind, Lane], float]:
 
 
 def _middle(passes: Sequence[Pass]) -> Pass:
-    """The one that took the median time."""
+    """The run with the median time."""
     return sorted(passes, key=lambda one: one.times.makespan)[len(passes) // 2]
 
 
 def picture(found: dict[str, Any], arguments: argparse.Namespace) -> str:
-    """Of the longest context, at the middle one of the speeds."""
+    """Draws the longest context at the middle speed."""
     middle = arguments.links[len(arguments.links) // 2]
     last = found["contexts"][-1]
     title = f"A decode step of {last['requests']} requests at {last['context']} tokens, link {middle:g} GB/s"
@@ -268,12 +270,13 @@ def _table(rows: Sequence[dict[str, Any]], title: str) -> Table:
 
 
 def base_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What others are compared with: serial, or the first where it is not there."""
+    """The schedule that others are compared with: serial, or the first one if serial is missing."""
     return next((row for row in rows if row["schedule"] == "serial"), rows[0])
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """What CGOPipe gains over the paper's other schedules, measured and priced; how far ratios are off."""
+    """What CGOPipe gains over the paper's other schedules, measured and priced, and how far the ratios
+    differ."""
     base = base_of(rows)
     off = {
         row["schedule"]: row["measured"] / base["measured"] / (row["priced"] / base["priced"]) - 1

@@ -35,9 +35,9 @@ from offloading.watching import Outcome, drop_cache, watch
 from offloading.workload import prompts, questions
 
 BALANCE = "balance"
-"""In place of a batch: what the planner would take of a job without end."""
+"""Takes the place of a batch size: the size that the planner would take for an endless job."""
 ENDLESS = 512
-"""Prompts that stand for such a job."""
+"""Number of prompts that stand for an endless job."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +91,7 @@ def _batch(text: str) -> int | str:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All runs, and their medians."""
+    """The results of all runs, and their medians."""
     from moesaic.config import parse_bytes
     from moesaic.tokenizer import Tokenizer
 
@@ -128,7 +128,7 @@ def _measured(arguments: argparse.Namespace, file: Path) -> Path:
 
 
 def _job(arguments: argparse.Namespace, cap: int, batch: list[list[int]]) -> dict[str, Any]:
-    """What every contender is told."""
+    """What every contender is told about the job."""
     new = arguments.few if len(batch) == 1 else arguments.gen_len
     return {
         "model": str(arguments.model),
@@ -143,7 +143,7 @@ def _job(arguments: argparse.Namespace, cap: int, batch: list[list[int]]) -> dic
 def _sizes(
     arguments: argparse.Namespace, cap: int, hardware: Path, texts: list[str], encode: Any
 ) -> list[int]:
-    """The batches in numbers, each once."""
+    """The different batch sizes, as numbers."""
     found = []
     for batch in arguments.batches:
         if isinstance(batch, str):
@@ -180,7 +180,7 @@ def _once(
     before: list[Outcome],
     clock: Clock,
 ) -> list[Outcome]:
-    """A run; none where the first round did not end well: it would not end otherwise now."""
+    """One run. None if the first round failed, since it would fail again."""
 
     def step(tell: Tell) -> list[Outcome]:
         if before and before[0].ended != "done":

@@ -11,7 +11,7 @@ from offloading.sessions import Pass
 
 WIDTH, LEFT, RIGHT, TOP = 1000, 118, 14, 64
 ROW, GAP = 15, 26
-"""Height of a lane, and between two charts."""
+"""Height of a lane, and of the space between two charts."""
 GROUPS: dict[str, tuple[str, tuple[Kind, ...]]] = {
     "pre-attention": ("#8250df", (Kind.PRE,)),
     "attention": ("#1a7f37", (Kind.ATTENTION,)),
@@ -24,14 +24,14 @@ GROUPS: dict[str, tuple[str, tuple[Kind, ...]]] = {
     "cache": ("#d4a72c", (Kind.LOAD_CACHE, Kind.SAVE_CACHE)),
     "rows": ("#cf222e", (Kind.SAVE_QKV, Kind.LOAD_ROWS, Kind.SAVE_ROWS, Kind.LOAD_ANSWERS)),
 }
-"""What is coloured alike."""
+"""Groups of task kinds that have one colour."""
 COLOURS = {kind.value: colour for colour, kinds in GROUPS.values() for kind in kinds}
 Box = Sequence[Any]
 """Kind, lane, layer, micro-batch or page, begin and end in seconds."""
 
 
 def told(one: Pass) -> list[list[Any]]:
-    """A pass as JSON."""
+    """A pass as a JSON object."""
     return [
         [task.kind.value, task.lane.value, task.layer, task.micro_batch, start, end]
         for task, start, end in zip(one.tasks, one.times.starts, one.times.ends, strict=True)
@@ -117,7 +117,7 @@ def _legend() -> list[str]:
 
 
 def _axis(span: float, y: int) -> list[str]:
-    """Milliseconds, about ten marks."""
+    """The axis in milliseconds, with about ten marks."""
     size = next(
         size
         for power in range(-3, 7)

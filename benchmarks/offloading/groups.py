@@ -26,7 +26,7 @@ class NoGroup(Exception):
 
 @dataclass(frozen=True)
 class Group:
-    """One group, its limit set."""
+    """One control group with its limit."""
 
     path: Path
     version: int
@@ -52,7 +52,7 @@ class Group:
         return any(line.split()[0] == "oom_kill" and int(line.split()[1]) > 0 for line in lines if line)
 
     def remove(self) -> None:
-        """After its processes were ended; those that are left get a moment."""
+        """Remove the group after its processes were ended. Waits a moment for those that are left."""
         deadline = time.monotonic() + PATIENCE
         while True:
             try:

@@ -89,7 +89,7 @@ def show(found: dict[str, Any], console: Console) -> None:
 
 
 def picture(found: dict[str, Any], arguments: argparse.Namespace) -> str:
-    """Milliseconds over the context, of the largest micro-batch."""
+    """Draws milliseconds over the context, for the largest micro-batch."""
     largest = max(row["micro_batch"] for row in found["rows"])
     rows = [row for row in found["rows"] if row["micro_batch"] == largest]
     title = f"One layer, micro-batch {largest}, link {found['link']:g} GB/s"

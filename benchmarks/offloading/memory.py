@@ -27,10 +27,10 @@ from offloading.disk import _measured
 from offloading.telling import _number
 
 SHAPE = "qwen3-moe-0.96b"
-"""Of the checkpoint that is written where none is given."""
+"""The shape of the checkpoint that is written when none is given."""
 MIB = 1 << 20
 PAUSE = 0.02
-"""Seconds between two looks at a process."""
+"""Seconds between two samples of a process's memory."""
 LIBRARIES = "import moesaic.runtime.build, moesaic.runtime.offloaded; print(open('/proc/self/status').read())"
 
 
@@ -109,7 +109,7 @@ def lines(requests: int, longest: int, generate: int) -> list[str]:
 
 
 def watched(process: subprocess.Popen[Any]) -> list[int]:
-    """The most bytes that the process had resident, then its children, until it ended."""
+    """The most bytes that the process, then its children, had resident until it ended."""
     peaks: dict[int, int] = {process.pid: 0}
     while process.poll() is None:
         for pid in (process.pid, *children(process.pid)):

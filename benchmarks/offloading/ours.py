@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """A journal that tells of each step's tokens."""
+    """A journal that reports each step's tokens."""
 
     def __init__(self, telling: Telling) -> None:
         self._telling = telling
@@ -55,7 +55,7 @@ def planned(order: dict[str, Any], requests: float) -> Planned:
 
 
 def phases(found: Planned, passes: tuple[PassStats, ...], seconds: float) -> dict[str, Any]:
-    """What the passes of a run come to. seconds: of the whole run; what is beside passes is decode's."""
+    """The totals of a run's passes. seconds: of the whole run. Time besides passes counts as decode's."""
     from moesaic.commands.offload_report import phases as report
 
     parts = {one.name: one for one in report(found, passes)}
@@ -69,7 +69,7 @@ def phases(found: Planned, passes: tuple[PassStats, ...], seconds: float) -> dic
 
 
 def settings(found: Planned) -> dict[str, Any]:
-    """Of `LLM`."""
+    """The settings of the `LLM`."""
     worker = found.worker
     parts = (worker.model, worker.cache, worker.scheduler)
     named = {name: value for part in parts for name, value in vars(part).items() if name != "model"}

@@ -41,13 +41,13 @@ PACE = 1e9
 """Bytes/s of the link whose latency is measured: it sleeps, as a slow link does."""
 HANDOVERS = 100
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
-"""A matrix, of products."""
+"""Numbers of rows of a matrix product."""
 EACH = (1, 2, 4, 8, 16, 32, 64, 256)
-"""Of an expert."""
+"""Numbers of rows of each expert."""
 
 
 def cores() -> tuple[int, int]:
-    """CPU of the fast and of the slow level, as the executor has them."""
+    """The CPUs of the fast and of the slow level, as the executor has them."""
     cpus = allowed_cpus()
     return cpus[0], cpus[-1]
 
@@ -62,7 +62,7 @@ class Bench:
 
     @classmethod
     def of(cls, path: Path, seconds: float) -> Bench:
-        """seconds: for each figure."""
+        """seconds: duration of the measurement of each figure."""
         layout = registry.expert_layout(path, table.pick("cpu"), "cpu", "auto")
         loaded = load_model(ModelConfig(str(path), threads=1), None, layout)
         return cls(path, loaded, Stopwatch(seconds))
@@ -79,7 +79,7 @@ class Bench:
         return Hardware("two cores", fast, slow, link)
 
     def latency(self, numbers: int) -> float:
-        """Seconds of a short transfer beside its bytes."""
+        """Seconds of a short transfer besides its bytes."""
         link, rows = links.Link(PACE), _random(numbers)
         return max(self.watch.seconds(lambda: link.copy(rows)) - rows.nbytes / PACE, 0.0)
 
@@ -111,7 +111,7 @@ class Bench:
         return self._listed(tasks, do) / HANDOVERS
 
     def _listed(self, tasks: Sequence[Task], do: Callable[[Task], None]) -> float:
-        """Seconds of a list on the two cores."""
+        """Seconds of a task list on the two cores."""
         one_core = self.loaded.kernels.one_core
         assert one_core is not None
         fast, slow = cores()
@@ -216,7 +216,7 @@ class _Turns:
         self._turn = 0
 
     def layer(self) -> int:
-        """The next one's."""
+        """The number of the next layer."""
         self._turn = (self._turn + 1) % self._layers
         return self._turn
 
@@ -243,7 +243,7 @@ class _Turns:
 
 
 def on_core(kernels: table.Kernels, cpu: int, run: Callable[[], float]) -> float:
-    """What `run` answers there."""
+    """The result of `run`, called on this core."""
     assert kernels.one_core is not None
     with kernels.one_core(cpu):
         return run()

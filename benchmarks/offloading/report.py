@@ -121,7 +121,7 @@ def _prices(rows: Sequence[Mapping[str, Any]]) -> Table | None:
 
 
 def _priced(told: Sequence[Mapping[str, Any]]) -> list[str]:
-    """told: of each round."""
+    """told: the predictions of each round."""
 
     def median(name: str) -> float:
         return statistics.median(one[name] or 0.0 for one in told)
@@ -133,7 +133,7 @@ def _priced(told: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _rate(row: Mapping[str, Any]) -> float:
-    """tok/s of the whole job."""
+    """Tokens/s of the whole job."""
     rate: float = row["projected_tokens_per_s"] or row["tokens_per_s"]
     return rate
 

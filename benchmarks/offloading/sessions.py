@@ -23,12 +23,12 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Job:
-    """Requests that are all alike."""
+    """Requests that all have the same lengths."""
 
     micro_batch: int
     micro_batches: int
     context: int
-    """Tokens of a prompt."""
+    """Number of tokens of a prompt."""
     generate: int
     prefill_rows: int
 
@@ -46,12 +46,13 @@ class Job:
         return [prompt.tolist() for prompt in drawn]
 
     def policy(self, schedule: Schedule, static_experts: int = 0) -> Policy:
-        """s4 has attention on the fast level; all others beside the cache, on the slow one."""
+        """The policy. s4 has attention on the fast level, all other schedules on the slow one beside the
+        cache."""
         slow = schedule != "s4"
         return Policy(schedule, self.micro_batch, self.micro_batches, slow, static_experts)
 
     def settings(self, token_bytes: int) -> dict[str, Any]:
-        """Of an LLM. token_bytes: in the cache, all layers."""
+        """The settings of an LLM. token_bytes: bytes of a token in the cache of all layers."""
         longest = self.context + self.generate
         tokens = self.requests * (longest + 32)
         return {
@@ -107,7 +108,7 @@ class Session:
         return session
 
     def step(self, speed: float | None = None) -> Pass:
-        """The next pass, over a link of this speed (bytes/s); None: as before."""
+        """Run the next pass over a link of this speed in bytes/s. None: the speed of the pass before."""
         if speed is not None:
             for link in (self._made._operations._down, self._made._operations._up):
                 link._speed = speed
@@ -117,17 +118,18 @@ class Session:
         return self.passes[-1]
 
     def finish(self) -> list[Any]:
-        """Every request's tokens and log-probabilities, to the last digit."""
+        """Finish all requests. Returns their tokens and log-probabilities to the last digit."""
         return floats(list(self.llm._outputs(self._batch)))
 
     @property
     def _made(self) -> Any:
-        """What makes its passes."""
+        """The object that makes the session's passes."""
         return self.llm._worker._executor._runner.passes  # type: ignore[attr-defined]
 
 
 def sampling(job: Job) -> list[SamplingParams]:
-    """Drawn, not greedy: a random model's likeliest tokens are few, and the experts that they choose too."""
+    """Samples instead of greedy decoding. A random model has few likeliest tokens, which choose few
+    experts."""
     return [
         SamplingParams(max_tokens=job.generate, temperature=1.0, seed=seed, logprobs=1, ignore_eos=True)
         for seed in range(job.requests)
@@ -135,7 +137,7 @@ def sampling(job: Job) -> list[SamplingParams]:
 
 
 def routing(model: str, job: Job, token_bytes: int, experts: int, steps: int = 8) -> Routing:
-    """Of decode steps of *other* prompts with these lengths, computed in memory."""
+    """The routing of decode steps of other prompts with these lengths, computed in memory."""
     seen: list[Rows] = []
     other = replace(job, generate=steps + 1)
     settings = other.settings(token_bytes) | {"max_num_batched_tokens": 2048}
@@ -150,13 +152,13 @@ def routing(model: str, job: Job, token_bytes: int, experts: int, steps: int = 8
 
 
 def in_memory(model: str, job: Job, token_bytes: int) -> list[Any]:
-    """The same from an engine that has all weights in its memory."""
+    """The same results, from an engine that has all weights in its memory."""
     llm = LLM(model, **job.settings(token_bytes) | {"max_num_batched_tokens": 2048})
     return floats(list(llm._outputs(llm._submit(list(job.prompts), sampling(job)))))
 
 
 def floats(pieces: Sequence[RequestOutput]) -> list[Any]:
-    """By request, in order."""
+    """(token id, log-probability) of each token by request, in order."""
     found: dict[int, list[Any]] = {}
     for piece in pieces:
         mine = found.setdefault(piece.request_id, [])

@@ -15,33 +15,34 @@ Token = tuple[int, int]
 
 
 class Telling:
-    """Made before anything heavy is imported; loading is over when `begin` is said."""
+    """Reports a run to the parent. It is made before anything slow is imported. `begin` says that loading is
+    over."""
 
     def __init__(self) -> None:
         from protocol import private_stdout  # it takes the scripts' folder from the path of this process
 
         self._answers = private_stdout()
         self.order: dict[str, Any] = json.loads(sys.stdin.readline())
-        """What is to be done: model, prompts, new, threads, and what one contender alone knows."""
+        """The order: model, prompts, new, threads, and the settings that one contender alone knows."""
         self._begun, self._read = 0.0, 0
 
     def begin(self, **known: Any) -> None:
-        """The clock starts. known: settings that were chosen here, for the report."""
+        """Start the clock. known: settings that were chosen here, for the report."""
         self._say("begin", known=known)
         self._read = read_bytes() or 0
         self._begun = time.perf_counter()
 
     def step(self, new: Iterable[Token]) -> None:
-        """These tokens came."""
+        """Report new tokens."""
         self._say("step", seconds=time.perf_counter() - self._begun, new=list(new), **self._taken())
 
     def end(self, **measured: Any) -> None:
-        """All tokens came. measured: what this contender alone can measure."""
+        """Report that all tokens have been made. measured: what this contender alone can measure."""
         seconds = time.perf_counter() - self._begun
         self._say("end", seconds=seconds, measured=measured, **self._taken())
 
     def refuse(self, why: str) -> None:
-        """It cannot be run, in one line."""
+        """Report in one line why the job cannot be run."""
         self._say("refused", why=why)
 
     def _taken(self) -> dict[str, int | None]:

@@ -22,35 +22,35 @@ FOLDER = Path(__file__).parent.parent
 
 @dataclass
 class Outcome:
-    """What was heard of a run."""
+    """What a run reported."""
 
     prompts: int
     new: int
-    """Tokens wanted of each prompt."""
+    """Number of tokens that are wanted of each prompt."""
     ended: str = ""
-    """done, time limit, out of memory, refused, or died."""
+    """How the run ended: done, time limit, out of memory, refused, or died."""
     why: str = ""
-    """Of the last three, in one line."""
+    """For the last three, the reason in one line."""
     begun: bool = False
     seconds: float = 0.0
-    """Since the clock started, at the last word."""
+    """Seconds from the start of the clock to the last report."""
     first: float | None = None
-    """Seconds when each prompt had a token; None: some have none."""
+    """Seconds until each prompt had a token. None: some prompts have none."""
     at_first: int = 0
-    """Tokens that there were then."""
+    """Number of tokens at that time."""
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    """Of each prompt."""
+    """The tokens of each prompt."""
     read: int | None = None
-    """Bytes from the disk."""
+    """Bytes read from the disk."""
     resident: int | None = None
-    """Bytes, at most."""
+    """Maximum resident bytes."""
     charged: int | None = None
     """Bytes that the group had at most, page cache included."""
     known: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
 
     def hear(self, said: dict[str, Any]) -> None:
-        """One line of `telling`."""
+        """Handle one line of `telling`."""
         event = said["event"]
         if event == "begin":
             self.begun, self.known = True, said["known"]
@@ -140,7 +140,7 @@ def _hand(process: subprocess.Popen[str], order: dict[str, Any]) -> None:
 def _listen(
     process: subprocess.Popen[str], outcome: Outcome, limit: float, tell: Callable[[int, int], None]
 ) -> None:
-    """Until it ended, or its time is over."""
+    """Listen until the run has ended or its time is over."""
     assert process.stdout is not None
     lines: queue.Queue[str | None] = queue.Queue()
     reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
