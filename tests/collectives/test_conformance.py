@@ -1,4 +1,6 @@
-"""Every implementation of Group, at every size: the sums and their bits, the bytes, the ways back."""
+"""Every implementation of Group at every size: the sums and their bits, the bytes sent, and the order of
+returned rows.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ def in_processes(size: int, folder: Path) -> list[Outcome]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """By kind and size: what each rank found. Each group runs once."""
+    """The results of each rank, by kind and size of the group. Each group runs once."""
     folder = tmp_path_factory.mktemp("groups")
     return cache(lambda kind, size: in_threads(size) if kind == "threads" else in_processes(size, folder))
 

@@ -1,4 +1,4 @@
-"""Ranks in other processes that are killed, frozen or never come: nobody hangs."""
+"""Ranks in other processes are killed, frozen or never start. No rank hangs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 
 pytestmark = pytest.mark.slow
 PATIENCE = 20.0
-"""Seconds after which something hangs."""
+"""Seconds after which a test counts as hanging."""
 Child = subprocess.Popen[str]
 
 
 @contextmanager
 def ranks(path: Path, tasks: list[str], size: int | None = None) -> Iterator[list[Child]]:
-    """A process per task, killed at the end."""
+    """Starts a process for each task. Kills them at the end."""
     command = [sys.executable, "-m", "tests.support.collectives_rank", str(path / "s")]
     total = str(len(tasks) if size is None else size)
     with ExitStack() as stack:
@@ -37,7 +37,7 @@ def ranks(path: Path, tasks: list[str], size: int | None = None) -> Iterator[lis
 
 
 def line(child: Child) -> str:
-    """The next line; fails if none comes."""
+    """The next line of a process. Fails if none comes."""
     assert child.stdout is not None
     assert select.select([child.stdout], [], [], PATIENCE)[0], "nothing was said"
     return child.stdout.readline().strip()
@@ -82,7 +82,7 @@ def test_a_frozen_rank_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_death_before_all_are_there(tmp_path: Path) -> None:
-    """Two of three have come, and the one that others wait for dies."""
+    """Two of three ranks have arrived. The one that the others wait for dies."""
     with ranks(tmp_path, ["wait", "wait"], size=3) as (first, second):
         while not (tmp_path / "s").exists():
             assert first.poll() is None

@@ -1,4 +1,4 @@
-"""Counts, routes and profiles, and the file."""
+"""Counts, routes and profiles, and the file that stores them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moesaic.core.profile import Counts, Profile, Routes, transitions
 
 
 def counts_of(rows: np.ndarray) -> Counts:
-    """From a dense matrix [V, E]."""
+    """Counts from a dense matrix [V, E]."""
     starts = np.concatenate([[0], np.cumsum((rows > 0).sum(axis=1))])
     tokens, experts = np.nonzero(rows)
     return Counts(starts, experts.astype(np.int16), rows[tokens, experts].astype(np.int32))
@@ -30,7 +30,7 @@ def dense(counts: Counts, size: int) -> np.ndarray:
 
 
 def profile_of(seed: int = 0, requests: int = 7, layers: int = 3, nearest: bool = True) -> Profile:
-    """20 token ids, 6 experts, top 2."""
+    """A profile with 20 token ids, 6 experts and top-2."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, 5, requests)
     tokens = int(lengths.sum())
@@ -93,7 +93,7 @@ def test_counts_count(seed: int, size: int) -> None:
 
 @given(st.integers(0, 1000), st.integers(1, 5), st.integers(1, 5))
 def test_counts_add(seed: int, first: int, second: int) -> None:
-    """Also where only one side knows the higher experts."""
+    """Holds also if only one side knows the higher experts."""
     rng = np.random.default_rng(seed)
     one, other = rng.integers(0, 3, (5, first)), rng.integers(0, 3, (5, second))
     both = np.zeros((5, 5), dtype=np.int64)
@@ -191,7 +191,7 @@ def test_what_is_written_is_read(tmp_path: Path, layers: int, requests: int, nea
 
 
 def test_a_profile_without_routes_keeps_its_counts(tmp_path: Path) -> None:
-    """What a recorder without room for a sample writes."""
+    """A recorder without memory for a sample writes such a profile."""
     profile = profile_of()
     bare = replace(profile, routes=profile.routes.of([]), topics=())
     bare.save(tmp_path / "p")

@@ -9,7 +9,8 @@ MODEL = RoutedModel("moe-x", 100, 9, 2, (1, 3))
 
 
 def rows(request: int, *positions: int, token: int = 10, expert: int = 0) -> Rows:
-    """Token at position p is token + p, its experts of layer i are expert + i and expert + i + 1."""
+    """Rows whose token at position p is token + p. Its experts of layer i are expert + i and expert
+    + i + 1."""
     made = np.zeros(len(positions), MODEL.row)
     made["request"], made["position"] = request + 1, positions
     made["token"] = token + np.array(positions)
@@ -60,7 +61,7 @@ def test_a_request_without_rows_is_none() -> None:
 
 
 def test_rows_that_lack_are_left_out_of_the_prompt() -> None:
-    """A prompt of 5 tokens, three of which the prefix cache held."""
+    """A prompt of 5 tokens. The prefix cache had three of them."""
     assembly = Assembly(MODEL, 1 << 20)
     assembly.add(rows(0, 3, 4, 5))
     assembly.add(ending(MODEL, 0, 5))

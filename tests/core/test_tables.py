@@ -13,7 +13,7 @@ from moesaic.core.tables import SCHEMA, Tables
 
 
 def tables() -> Tables:
-    """Three token ids, layers 1 and 2 of two experts, two ranks, k = 1."""
+    """Tables of three token ids, layers 1 and 2 with two experts, two ranks, and k = 1."""
     return Tables(
         model="toy-1",
         layers=(1, 2),
@@ -38,13 +38,14 @@ def test_worked_example() -> None:
 
 
 def test_a_long_prompt_is_summed_exactly() -> None:
-    """In float32 2^24 + 1 is 2^24."""
+    """In float32, 2^24 + 1 would be 2^24."""
     made = replace(tables(), scores=np.array([[2.0**24, 0], [1, 1], [0, 0]], dtype=np.float32))
     assert made.request_scores([0, 1, 1, 1]).tolist() == [2.0**24 + 3, 3.0]
 
 
 def test_megabytes_for_the_largest_models() -> None:
-    """DeepSeek-V2's size, on 8 ranks: the paper's 11.7 MiB of labels, as much of confidence, and scores."""
+    """DeepSeek-V2's size on 8 ranks: the paper's 11.7 MiB of labels, as much for confidence, and
+    the scores."""
     vocab_size, layers, ranks = 102_400, 60, 8
     made = Tables(
         "deepseek_v2",
@@ -134,7 +135,8 @@ def test_no_file_or_another_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compressed", [True, False])
 def test_a_damage_anywhere_gets_one_line_or_does_no_harm(tmp_path: Path, compressed: bool) -> None:
-    """400 files: bytes changed in many places (some into other digits, as of a shape), zeroed, cut off."""
+    """400 damaged files. Bytes are changed in many places (some into other digits, as of a shape), zeroed or
+    cut off."""
     path, rng = tmp_path / "t.npz", np.random.default_rng(compressed)
     tables().save(path)
     if not compressed:

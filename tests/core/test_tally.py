@@ -15,7 +15,7 @@ MODEL = RoutedModel("moe-x", 50, 8, 2, (1, 2, 4))
 
 
 def drawn(requests: int, seed: int, length: int = 10) -> Routes:
-    """Requests of 1 to `length` tokens."""
+    """Strategy for requests of 1 to `length` tokens."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, length + 1, requests)
     total = int(lengths.sum())

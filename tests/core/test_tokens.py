@@ -1,4 +1,4 @@
-"""Parts of a step's rows are steps themselves."""
+"""Parts of a step's rows are steps of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from moesaic.core.tokens import TokenBatch
 
 
 def batch(rows: list[int], before: list[int], wanted: list[int]) -> TokenBatch:
-    """Sequences with so many rows, and so many tokens in the cache before; token ids are row numbers."""
+    """A batch of sequences with these numbers of rows, and of tokens in the cache before them. Token ids are
+    row numbers."""
     starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)])
     positions = [np.arange(old, old + count, dtype=np.int64) for old, count in zip(before, rows, strict=True)]
     return TokenBatch(

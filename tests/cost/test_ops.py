@@ -15,14 +15,15 @@ def test_worked_example_of_touched_experts() -> None:
 
 
 def test_touched_experts_by_brute_force() -> None:
-    """Two rows, each with any 2 of 5 experts: the mean size of the union."""
+    """Two rows each choose any 2 of 5 experts. Compares with the mean size of the union."""
     choices = [set(pair) for pair in combinations(range(5), 2)]
     unions = [len(one | other) for one in choices for other in choices]
     assert ops.touched(5, 2, 2) == pytest.approx(sum(unions) / len(unions))
 
 
 def test_a_layer_of_a_tiny_model_counted_by_hand() -> None:
-    """hidden 4, 2 query heads and 1 key head of width 3, 2 experts of width 5, 1 a token; two bytes each."""
+    """hidden 4, 2 query heads and 1 key head of width 3, 2 experts of width 5, top-1, and two bytes for each
+    number."""
     model = ModelSizes("tiny", 1, 4, 10, GroupedQuery(2, 1, 3), 1, 2, 1, 5)
     rows = 7
     before = ops.query_key_value(model, rows)
@@ -55,7 +56,7 @@ def test_causal_attention_is_the_sum_over_growing_contexts() -> None:
 
 
 def test_decode_attention_does_not_gain_from_a_batch_and_experts_do() -> None:
-    """MoE-Lightning, section 3.3: intensities of Figures 4 and 5."""
+    """MoE-Lightning, section 3.3: the intensities of Figures 4 and 5."""
     small, large = (ops.attention(MIXTRAL, rows, 512, 2).intensity for rows in (1, 64))
     assert small == pytest.approx(large) and 3 < small < 4.1
     assert ops.routed(MIXTRAL, 256).intensity > 6 * ops.routed(MIXTRAL, 32).intensity

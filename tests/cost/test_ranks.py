@@ -29,7 +29,8 @@ def test_worked_example() -> None:
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v2-lite", "qwen3-30b-a3b"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_together_are_the_model(name: str, ranks: int) -> None:
-    """Routed experts and heads; what is whole on every rank counts once for each."""
+    """Routed experts and heads add up to those of the model. What is whole on every rank counts once for each
+    rank."""
     model = KNOWN[name]
     mine = model_of_rank(model, ranks, model.experts // ranks)
     for rows in (1, 7, 300):
@@ -58,7 +59,7 @@ def test_ranks_share_processor_bandwidth_and_link_but_not_memory() -> None:
 
 @pytest.mark.parametrize(("gpus", "together"), [(4, 1), (8, 1), (2, 2), (3, 2), (1, 4)])
 def test_ranks_have_gpus_of_their_own_and_share_ram_and_link(gpus: int, together: int) -> None:
-    """Where there are fewer GPUs than ranks, the fullest counts."""
+    """If there are fewer GPUs than ranks, the GPU with the most ranks counts."""
     machine = MACHINES["t4"]
     mine = share_of_rank(machine, 4, gpus)
     assert mine.fast.memory == machine.fast.memory / together

@@ -16,7 +16,7 @@ FAST = {"memory_gib": 1, "bandwidth_gib": 1, "tflops": 1}
 
 
 def test_worked_example() -> None:
-    """P1 where the link's roof meets the CPU's peak; P2 where it meets what the GPU reaches."""
+    """P1 is where the link's roof meets the CPU's peak. P2 is where it meets what the GPU reaches."""
     assert FIGURES.p1 == pytest.approx(81.25)
     assert FIGURES.p2(intensity_i=32) == pytest.approx(600.0)
     assert FIGURES.balance(intensity_i=32) == pytest.approx(600.0), "memory-bound there: P2 is the balance"
@@ -50,7 +50,7 @@ def test_seconds_is_the_slower_roof() -> None:
 
 
 def test_what_does_not_overlap_is_added() -> None:
-    """4 s of computing and 3 of reading: one after the other 7."""
+    """4 s of computing and 3 s of reading take 7 s one after the other."""
     for overlap, wanted in ((1.0, 4.0), (0.5, 5.5), (0.0, 7.0)):
         level = Level("RAM", 1e9, 2.0, Processor(1.0, overlap=overlap))
         assert seconds(Work(flops=4, weights=6), level) == wanted
@@ -66,7 +66,7 @@ EXPERTS = ((1.0, 10.0), (4.0, 20.0), (64.0, 50.0))
     ("rows", "wanted"), [(1, 10.0), (2.5, 2.5 / 0.15), (4, 20.0), (64, 50.0), (1000, 50.0), (0.5, 5.0)]
 )
 def test_experts_have_the_rate_that_was_measured_with_their_rows(rows: float, wanted: float) -> None:
-    """An expert of one row takes 0.1 s, of four 0.2; of half a row as long as of one."""
+    """An expert takes 0.1 s for one row and 0.2 s for four. Half a row takes as long as one."""
     assert Processor(100.0, experts=EXPERTS).experts_flops(rows) == pytest.approx(wanted)
 
 

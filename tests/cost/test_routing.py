@@ -1,4 +1,4 @@
-"""Distinct experts of rows that choose alike."""
+"""The number of distinct experts of rows that choose alike."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_misses_are_means_over_all_sets_of_requests() -> None:
 
 
 def even(requests: int, experts: int, layers: int = 2) -> list[np.ndarray]:
-    """Rows that choose for themselves, two experts each."""
+    """A routing in which each row chooses two experts for itself."""
     rng = np.random.default_rng(1)
     ids = rng.permuted(np.tile(np.arange(experts), (requests * 6 * layers, 1)), axis=1)[:, :2]
     return list(ids.reshape(requests, 6, layers, 2))
@@ -43,14 +43,14 @@ def test_even_routing_is_what_is_expected_of_it(rows: int) -> None:
 
 
 def test_rows_of_one_request_are_no_others() -> None:
-    """Each of four requests has an expert of its own, chosen by all of its rows."""
+    """Each of four requests has an expert of its own, which all of its rows choose."""
     found = Routing.seen([np.full((50, 1, 1), request) for request in range(4)], 8)
     assert [8 * found.share(rows) for rows in (1, 2, 3, 4, 100)] == pytest.approx([1, 2, 3, 4, 4])
     assert found.share(0.5) == pytest.approx(1 / 16)
 
 
 def test_a_model_with_routing_reads_fewer_experts() -> None:
-    """All rows choose the same two."""
+    """All rows choose the same two experts."""
     same = Routing.seen([np.tile([3, 5], (4, 2, 1)) for _ in range(6)], 8)
     model = replace(MODEL, routing=same)
     assert ops.distinct(model, 1) == ops.distinct(MODEL, 1) == ops.distinct(model, 500) == 2
@@ -62,7 +62,7 @@ def test_a_model_with_routing_reads_fewer_experts() -> None:
 
 
 def profile(lengths: list[int], seed: int = 0) -> Profile:
-    """The last tokens choose experts 0 and 1, all before them 2 and 3."""
+    """A profile in which the last tokens choose experts 0 and 1, and all tokens before them 2 and 3."""
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     experts = np.full((starts[-1], 2, 2), [2, 3], np.int16)
     for begin, end in pairwise(starts):

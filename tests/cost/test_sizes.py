@@ -36,7 +36,7 @@ def test_cached_numbers_of_a_token() -> None:
 
 
 def test_integers_in_the_cache_have_scales() -> None:
-    """Mixtral: 8 keys and 8 values of 128 numbers; DeepSeek-V3: one latent of 576."""
+    """Mixtral has 8 keys and 8 values of 128 numbers. DeepSeek-V3 has one latent of 576 numbers."""
     grouped, latent = KNOWN["mixtral-8x7b"], KNOWN["deepseek-v3"]
     for model, rows, width in ((grouped, 16, 128), (latent, 1, 576)):
         for dtype, token in (("bfloat16", 2 * width), ("int8", width + 4), ("int4", width / 2 + 4)):
@@ -44,7 +44,7 @@ def test_integers_in_the_cache_have_scales() -> None:
 
 
 def test_latent_parameters_do_not_depend_on_the_absorbed_form() -> None:
-    """Query, the two compressions, the two unfolding matrices, output: DeepSeek-V2-Lite's tensors."""
+    """DeepSeek-V2-Lite's tensors are query, the two compressions, the two unfolding matrices, and output."""
     before, after = Latent(16, 512, 64, 128, 128).projected(2048)
     assert before + after == 2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 256 + 16 * 128 * 2048
 

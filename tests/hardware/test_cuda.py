@@ -11,7 +11,7 @@ from moesaic.hardware.timing import Stopwatch
 
 
 class Host:
-    """The CPU in a GPU's place. Waits are counted."""
+    """Lets the CPU take a GPU's place, and counts the waits."""
 
     name = "cpu"
     title = "a GPU that is none"

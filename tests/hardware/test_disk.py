@@ -20,7 +20,7 @@ def measured(path: Path, sizes: Sizes = TINY, limit: float = 0.002) -> Disk:
 
 
 class Spy:
-    """In place of DirectFile: notes what is read, by whom."""
+    """Takes the place of DirectFile. Records what is read, and by which thread."""
 
     direct = False
 
@@ -79,7 +79,7 @@ def test_the_first_read_goes_through_once(tmp_path: Path, spy: Spy) -> None:
 
 
 def ticking(tick: float) -> Clock:
-    """A clock that is `tick` later at every look."""
+    """A clock that advances by `tick` at every reading."""
     now = [0.0]
 
     def clock() -> float:

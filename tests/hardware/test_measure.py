@@ -85,7 +85,7 @@ def test_one_thread_is_measured_once(tmp_path: Path) -> None:
 
 
 def test_a_gpus_memory_over_ram() -> None:
-    """The CPU in the GPU's place."""
+    """The CPU takes the GPU's place."""
     found = Measuring(TINY, quiet, threads=1).gpu_over_ram(Host(), "box")
     assert found.fast.name == "a GPU that is none" and found.fast.memory == 64 << 20
     assert found.slow.name == "RAM, 1 thread" and found.slow.usable == 0.8

@@ -11,7 +11,7 @@ from moesaic.kernels.table import REFERENCE, pick
 
 
 class Clock:
-    """A second later at every look."""
+    """A clock that advances by a second at every reading."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -18,7 +18,7 @@ TINY = Sizes(hidden=64, width=32, matrices=4, rows=(1, 3, 8), most_rows=16, top_
 
 
 def spied(kernels: Kernels, seen: list[tuple[Any, ...]]) -> Kernels:
-    """Notes what is computed."""
+    """Records what is computed."""
 
     def experts(
         weights: ExpertWeights,
@@ -72,7 +72,8 @@ def test_a_row_goes_to_several_experts() -> None:
 
 
 def test_overlap_is_read_off_few_rows() -> None:
-    """Weights of 2 bytes at 1 byte/s, a peak of 2 flops/s: 2 rows compute 2 s a weight, read in 2."""
+    """Weights of 2 bytes are read at 1 byte/s, and the peak is 2 flops/s. So 2 rows compute for 2 s for each
+    weight, which takes 2 s to read."""
 
     def found(seconds: float) -> float:
         rates = [Rate("dense", "bfloat16", 2, 4 / seconds), Rate("dense", "bfloat16", 1000, 2.0)]

@@ -6,7 +6,7 @@ from moesaic.hardware.timing import SHORTEST, Stopwatch
 
 
 class Clock:
-    """Shows what it is told, and passes while something runs."""
+    """A clock that shows what it is told, and advances while something runs."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -21,11 +21,11 @@ class Import:
     """One imported module."""
 
     target: str
-    """Full dotted name: "moesaic.core.request", "torch.nn"."""
+    """The full dotted name, such as "moesaic.core.request" or "torch.nn"."""
     line: int
     in_function: bool
     for_types: bool
-    """Under `if TYPE_CHECKING`: never executed."""
+    """True if it is under `if TYPE_CHECKING`, so that it is never executed."""
 
 
 class Module:
@@ -48,11 +48,12 @@ class Module:
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        """Of the whole tree."""
+        """All nodes of the module's syntax tree."""
         return list(ast.walk(self.tree))
 
     def imports(self, known: frozenset[str] = frozenset()) -> list[Import]:
-        """`from a import b` means module a.b when `known` has it, and else module a."""
+        """The imports of a module. `from a import b` means module a.b if `known` has it, and module a
+        otherwise."""
         return [
             Import(target, node.lineno, inside, types)
             for node, inside, types in self._statements
@@ -61,7 +62,7 @@ class Module:
 
     @cached_property
     def _statements(self) -> list[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
-        """Those that import, whether they stand in a function, and whether they are for types alone."""
+        """The import statements, each with whether it is in a function and whether it is for types alone."""
         return list(self._importing(self.tree, False, False))
 
     def _importing(
@@ -292,7 +293,7 @@ def functions(module: Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def drawers(modules: Sequence[Module], banned: Sequence[str]) -> list[str]:
-    """Modules and classes named after nothing."""
+    """Modules and classes whose names say nothing."""
     found = []
     for module in modules:
         classes = [node.name for node in module.nodes if isinstance(node, ast.ClassDef)]

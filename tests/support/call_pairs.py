@@ -1,4 +1,4 @@
-"""What the tests of calls share: connected pairs of every kind, a server in another process, patience."""
+"""What the tests of calls share: connected pairs of every kind, a server in another process, and waiting."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ HEAP = 64 << 20
 KINDS = ("shm", "unix", "tcp", "faulty")
 ADDRESS = {"tcp": "tcp:127.0.0.1:0"}
 PATIENCE = 20.0
-"""Seconds after which something hangs."""
+"""Seconds after which a test counts as hanging."""
 
 
 class Peer(Protocol):
-    """The end that is polled along."""
+    """The other end, which is polled too while a test waits."""
 
     def poll(self) -> Sequence[object]: ...
 
 
 class Silent:
-    """An end that is not there, or not to be polled."""
+    """Takes the place of an end that does not exist or must not be polled."""
 
     def poll(self) -> list[object]:
         return []
@@ -65,7 +65,7 @@ def pair(kind: str, folder: Path, heap_bytes: int = HEAP) -> Iterator[tuple[Call
 
 
 def accepted(listener: Listener) -> Answerer:
-    """The one connection that passes next."""
+    """The next connection that is accepted."""
     assert wait([], [listener.fileno()], PATIENCE)
     (answerer,) = listener.accepted()
     return answerer
@@ -73,7 +73,7 @@ def accepted(listener: Listener) -> Answerer:
 
 @contextmanager
 def process(role: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """tests/support/call_peer.py in another process, killed at the end."""
+    """Runs tests/support/call_peer.py in another process and kills it at the end."""
     command = [sys.executable, str(Path(__file__).with_name("call_peer.py")), role, *arguments]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
     with child:
@@ -89,7 +89,7 @@ def line(child: subprocess.Popen[str]) -> str:
 
 
 def until(done: Callable[[], object], *ends: End) -> None:
-    """Wait on the ends until `done()`, which polls them. Fails if nothing comes of it."""
+    """Waits on the ends until `done()`, which polls them. Fails after PATIENCE."""
     end = time.monotonic() + PATIENCE
     while not done():
         assert time.monotonic() < end, "nothing happened"
@@ -97,7 +97,7 @@ def until(done: Callable[[], object], *ends: End) -> None:
 
 
 def receive(caller: Caller, answerer: Peer | None = None, count: int = 1) -> list[tuple[Call, list[int]]]:
-    """Publications, at least `count`. The server's end is polled along, so that its bytes move."""
+    """The next publications, at least `count`. The server's end is polled too, so that its bytes move."""
     found: list[tuple[Call, list[int]]] = []
 
     def done() -> bool:
@@ -111,7 +111,7 @@ def receive(caller: Caller, answerer: Peer | None = None, count: int = 1) -> lis
 
 
 def rows_of(caller: Caller, answerer: Peer, call: Call, count: int) -> list[int]:
-    """Row indices of one call, exactly `count`."""
+    """The row indices of one call, exactly `count`."""
     rows: list[int] = []
     while len(rows) < count:
         for found, some in receive(caller, answerer):
@@ -121,7 +121,7 @@ def rows_of(caller: Caller, answerer: Peer, call: Call, count: int) -> list[int]
 
 
 def incoming(caller: Peer, answerer: Answerer, count: int = 1) -> list[Incoming]:
-    """Calls at the server. The client's end is polled along."""
+    """The next calls at the server. The client's end is polled too."""
     found: list[Incoming] = []
 
     def done() -> bool:
@@ -134,7 +134,7 @@ def incoming(caller: Peer, answerer: Answerer, count: int = 1) -> list[Incoming]
 
 
 def lost(end: Caller | Answerer) -> str:
-    """Poll until the end is lost; why."""
+    """Polls until the end is lost. Returns the reason."""
     reasons: list[str] = []
 
     def done() -> bool:

@@ -24,35 +24,35 @@ from moesaic.core.request import TokenLogprob
 from moesaic.launch import Launched, launch
 
 PATIENCE = 120.0
-"""Seconds after which something hangs, on a busy machine too."""
+"""Seconds after which a test counts as hanging, also on a busy machine."""
 
 Answer = tuple[list[int], list[float]]
-"""Token ids, and the log-probability of each."""
+"""Token ids, and the log-probability of each token."""
 
 
 @dataclass
 class Running:
-    """Requests under way."""
+    """Requests in flight."""
 
     answers: dict[int, Answer] = field(default_factory=dict)
     times: dict[int, list[float]] = field(default_factory=dict)
-    """When each token came."""
+    """Request -> times of its tokens."""
     unfinished: set[int] = field(default_factory=set)
 
     @property
     def tokens(self) -> int:
-        """Of all requests so far."""
+        """Number of tokens of all requests so far."""
         return sum(len(tokens) for tokens, _ in self.answers.values())
 
     @property
     def longest_gap(self) -> float:
-        """Between two tokens of one request, seconds."""
+        """The longest time between two tokens of one request, in seconds."""
         gaps = [b - a for times in self.times.values() for a, b in pairwise(times)]
         return max(gaps, default=0.0)
 
 
 class Cluster:
-    """`launched`, once it serves."""
+    """A launched cluster that serves."""
 
     def __init__(self, launched: Launched) -> None:
         assert launched.supervisor is not None
@@ -65,27 +65,28 @@ class Cluster:
                 raise ConnectionLost(launched.engine.dead)
 
     def pid(self, name: str) -> int:
-        """Of a process by the supervisor's name for it, such as "expert server 0"."""
+        """The process id of a process by the supervisor's name for it, such as "expert server 0"."""
         [pid] = [member.pid for member in self.supervisor.status() if member.name == name]
         assert pid is not None
         return pid
 
     @property
     def broken_off(self) -> int:
-        """Servers whose connections broke with rows outstanding; not those that a client gave up because
-        they, or the whole machine, stood still for a moment."""
+        """Servers whose connections broke while rows were outstanding. Servers that a client gave up because
+        of a timeout are left out, since they or the whole machine may have paused."""
         counters = self.supervisor.report().counters
         return counters.failovers - counters.silent_failovers
 
     def until(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
-        """Look after the engine's messages until `condition` holds."""
+        """Handles the engine's messages until `condition` holds."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"it did not happen: {self.supervisor.report()}"
             self.take(0.02)
 
     def connected(self) -> None:
-        """Until every attention worker is connected to every expert server: serving waits for none of it."""
+        """Waits until every attention worker is connected to every expert server. Serving does not wait for
+        that."""
 
         def all_met() -> bool:
             found = self.supervisor.status()
@@ -95,7 +96,7 @@ class Cluster:
         self.until(all_met)
 
     def submit(self, prompts: list[list[int]], params: list[SamplingParams]) -> None:
-        """Numbered in order, from 0 on."""
+        """Submits requests. They are numbered in order, from 0 on."""
         for prompt, one in zip(prompts, params, strict=True):
             number = self._launched.engine.submit(prompt, one)
             self.running.answers[number] = ([], [])
@@ -103,16 +104,16 @@ class Cluster:
             self.running.unfinished.add(number)
 
     def cancel(self, number: int) -> None:
-        """Nobody waits for it any more; what came of it stays among the answers."""
+        """Cancels a request. Its tokens so far stay among the answers."""
         self._launched.engine.cancel(number)
         self.running.unfinished.discard(number)
 
     def pump(self, timeout: float) -> None:
-        """One message of the workers."""
+        """Waits for one message of the workers."""
         assert self.take(timeout), f"the cluster is silent: {self.supervisor.status()}"
 
     def take(self, timeout: float) -> bool:
-        """One message of the workers, if one comes."""
+        """Handles one message of the workers, if one has arrived."""
         message = self._launched.connection.receive(timeout)
         if message is None:
             return False
@@ -126,7 +127,7 @@ class Cluster:
         return True
 
     def finish(self, disturb: Callable[[int], None] = lambda tokens: None) -> list[Answer]:
-        """Until every request ended; `disturb` is told how many tokens there are, after each message."""
+        """Runs until every request has ended. `disturb` gets the number of tokens after each message."""
         while self.running.unfinished:
             self.pump(PATIENCE)
             disturb(self.running.tokens)
@@ -154,7 +155,7 @@ def cluster(
     queues: QueueConfig = QueueConfig(),
     **more: Any,
 ) -> Iterator[Cluster]:
-    """Serving, until the end of the block. more: of ClusterConfig."""
+    """A cluster that serves until the context ends. more: further settings of ClusterConfig."""
     worker = WorkerConfig(
         ModelConfig(model, threads=threads, kernels=kernels, max_model_len=max_model_len),  # type: ignore[arg-type]
         CacheConfig(kv_cache_memory, kv_cache_dtype),  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What every rank of a group does in the conformance suite: inputs by rank, calls, and what came of them."""
+"""The inputs, calls and results of every rank of a group in the conformance suite."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Outcome = dict[str, np.ndarray[Any, Any]]
 
 
 def rows(rank: int, count: int = ROWS, salt: int = 0) -> FloatArray:
-    """[count, WIDTH] of widely different sizes, so that the order of a sum shows in its bits."""
+    """Rows [count, WIDTH] of widely different sizes, so that the order of a sum changes its bits."""
     rng = np.random.default_rng([rank, salt])
     scale = 10.0 ** rng.integers(-3, 4, (count, 1))
     found: FloatArray = (rng.standard_normal((count, WIDTH)) * scale).astype(np.float32)
@@ -25,7 +25,7 @@ def rows(rank: int, count: int = ROWS, salt: int = 0) -> FloatArray:
 
 
 def sizes(size: int) -> list[int]:
-    """Shards of any size, one of them empty when there are three."""
+    """Shard sizes. One of three or more shards is empty."""
     return {1: [24], 2: [5, 19], 3: [0, 7, 17], 4: [3, 0, 20, 1]}[size]
 
 
@@ -34,7 +34,7 @@ def order() -> Any:
 
 
 def route(rank: int, size: int) -> Route:
-    """Each rank's own batch, over experts dealt out to the ranks in turn."""
+    """Each rank's own batch. Experts are dealt out to the ranks in turn."""
     rng = np.random.default_rng([rank, 77])
     ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(ROWS // 2 + rank)])
     return Route(ids, ids % size)
@@ -47,7 +47,7 @@ def weights(rank: int, size: int) -> FloatArray:
 
 
 def expert(hidden: FloatArray, ids: Any) -> FloatArray:
-    """[p, h] what experts ids [p] make of rows [p, h]."""
+    """The answers [p, h] of experts ids [p] for rows [p, h]."""
     answer: FloatArray = np.multiply(hidden, ids[:, None] + 1, dtype=np.float32)
     return answer
 
@@ -116,7 +116,7 @@ def message(group: Group) -> Outcome:
 
 
 def many(group: Group) -> Outcome:
-    """Rounds of all kinds and sizes, one after another: every one of them right."""
+    """Rounds of all kinds and sizes, one after another. Each must be right."""
     wrong = 0
     for turn in range(300):
         count = turn % 7

@@ -1,4 +1,4 @@
-"""Code that breaks when a test says so."""
+"""Methods that raise when a test says so."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Answer = tuple[int, dict[str, Any], dict[str, str]]
 
 
 def completion(body: dict[str, Any]) -> Answer:
-    """A success whose text says what was asked."""
+    """A success whose text repeats the request."""
     usage = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
     text = f"<{body.get('prompt')}>" + "x" * int(body.get("size", 0))
     return 200, {"model": "fake", "choices": [{"index": 0, "text": text}], "usage": usage}, {}
@@ -30,19 +30,20 @@ def refusal(status: int, code: str, **headers: str) -> Answer:
 
 @dataclass
 class FakeServer:
-    """answer: body -> (status, JSON, headers). delay: seconds. A body may say after how many others it is."""
+    """answer: body -> (status, JSON, headers). delay: seconds. A body may name a number of other requests
+    that come before it."""
 
     answer: Callable[[dict[str, Any]], Answer] = completion
     delay: float = 0.0
     seen: Counter[str] = field(default_factory=Counter)
-    """Prompts asked for, and how often."""
+    """Prompts that were asked for -> how often."""
     answered: int = 0
     turn: asyncio.Condition = field(default_factory=asyncio.Condition)
-    """Of those that wait for others to be answered."""
+    """The condition on which requests wait until others are answered."""
     flying: int = 0
     peak: int = 0
     started: int = 0
-    """How often the service was entered."""
+    """How often the service was started."""
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         body = json.loads((await receive())["body"])
@@ -76,14 +77,14 @@ def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> str:
 
 
 def write_input(path: Path, count: int, **body: Any) -> list[str]:
-    """`count` good lines; returns their ids."""
+    """Writes `count` good lines. Returns their ids."""
     ids = [f"id-{number}" for number in range(count)]
     path.write_text("".join(line(custom_id, **body) + "\n" for custom_id in ids))
     return ids
 
 
 def results(path: Path) -> list[dict[str, Any]]:
-    """Every line of the output, each of which must be whole."""
+    """Every line of the output. Each must be a whole line."""
     raw = path.read_bytes()
     assert raw == b"" or raw.endswith(b"\n")
     return [json.loads(part) for part in raw.split(b"\n")[:-1]]

@@ -1,4 +1,4 @@
-"""A cluster without processes, as the server sees one."""
+"""A cluster without processes, with the interface that the server uses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SERVER, WORKER = "expert server", "attention worker"
 
 
 class FakeCluster:
-    """Scales at once; `failure` is raised instead."""
+    """Scales at once, or raises `failure`."""
 
     def __init__(self, pairs: IntArray | None = None, failure: Exception | None = None) -> None:
         self.servers, self.workers = 2, 1

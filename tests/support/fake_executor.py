@@ -33,7 +33,7 @@ from tests.support.toy_model import EMPTY, alone, hashes, mix, sample
 
 @dataclass
 class Client:
-    """What one request was told, and how far its rows came."""
+    """The outputs that one request has got, and the number of its computed rows."""
 
     request: Request
     generated: list[int] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Client:
 
 
 class FakeExecutor:
-    """A scheduler, its simulated cache, and everybody who asked for something."""
+    """A scheduler, its simulated cache, and all requests."""
 
     def __init__(
         self, limits: BatchLimits, num_blocks: int, block_size: int, prefix_reuse: bool = True
@@ -82,7 +82,7 @@ class FakeExecutor:
         return self.tell(Cancelled(list(request_ids)))
 
     def step(self) -> list[Action]:
-        """Run the step under way and report it."""
+        """Runs the current step and reports it."""
         plan = self.under_way
         assert plan is not None
         tokens = self._run(plan)
@@ -90,7 +90,7 @@ class FakeExecutor:
         return self.tell(StepDone(plan.step, np.array(tokens, dtype=np.int64)))
 
     def fail(self) -> list[Action]:
-        """Break off the step under way, some of its rows written; the next one has its number."""
+        """Breaks off the current step after some of its rows were written. The next step gets its number."""
         plan = self.under_way
         assert plan is not None
         batch = plan.batch
@@ -104,7 +104,7 @@ class FakeExecutor:
         return self.tell(StepFailed(plan.step))
 
     def drain(self) -> None:
-        """Step until idle; every request must end in a bounded number of steps."""
+        """Steps until idle. Every request must end in a bounded number of steps."""
         work = sum(len(c.request.prompt_token_ids) + self.limits.max_model_len for c in self.clients.values())
         bound = 20 + work * len(self.clients)
         while self.under_way is not None:
@@ -180,7 +180,8 @@ class FakeExecutor:
         assert len(self.held) <= self.limits.max_num_seqs
 
     def _check_plan(self, plan: StepPlan) -> None:
-        """Every row belongs to its request, follows the row before it, and has a block of its own."""
+        """Checks that every row belongs to its request, follows the row before it, and has a block of its
+        own."""
         batch, limits = plan.batch, self.limits
         assert 0 < batch.num_rows <= limits.max_num_batched_tokens
         assert batch.num_rows == len(batch.positions) == batch.query_starts[-1]
@@ -207,7 +208,7 @@ class FakeExecutor:
         assert batch.logit_rows.tolist() == self._wanted_rows(plan)
 
     def _wanted_rows(self, plan: StepPlan) -> list[int]:
-        """Logit rows, by the definition in StepPlan; checks `scored` on the way."""
+        """The logit rows by the definition in StepPlan. Checks `scored` too."""
         starts = plan.batch.query_starts.tolist()
         rows = {starts[i + 1] - 1 for i in plan.sampled.tolist()}
         for i in plan.scored.tolist():
@@ -223,7 +224,7 @@ class FakeExecutor:
     # ---- the "model"
 
     def _run(self, plan: StepPlan) -> list[int]:
-        """Write the step's hashes through the block tables, and sample."""
+        """Writes the step's hashes through the block tables, and samples."""
         batch = plan.batch
         for i, request_id in enumerate(plan.request_ids.tolist()):
             client = self.clients[request_id]
@@ -249,7 +250,7 @@ class FakeExecutor:
         self.kv[table[position // size], position % size] = mix(before, token)
 
     def _check_cache(self, table: np.ndarray, tokens: list[int]) -> int:
-        """What the table leads to must be the hashes of `tokens`; the last of them."""
+        """Checks that the table leads to the hashes of `tokens`. Returns the last one."""
         read = self.kv[table].reshape(-1)[: len(tokens)].tolist()
         assert read == hashes(tokens), "the KV cache holds another sequence's values"
         return read[-1] if read else EMPTY
@@ -257,7 +258,8 @@ class FakeExecutor:
     # ---- the end
 
     def check_everybody(self) -> None:
-        """After `drain`: each request got what it gets alone, and nothing is held any more."""
+        """After `drain`, checks that each request got what it gets alone, and that nothing is held
+        any more."""
         for client in self.clients.values():
             tokens, finish = alone(client.request, self.limits.max_model_len)
             if client.cancelled:

@@ -16,7 +16,7 @@ COMMIT = "c0ffee" + "0" * 34
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves `files` of `repository`; every request is noted in `seen`."""
+    """Serves `files` of `repository` and records every request in `seen`."""
 
     repository: str
     files: Path
@@ -66,7 +66,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Quiet."""
+        """Logs nothing."""
 
 
 @contextmanager

@@ -45,26 +45,26 @@ Row = tuple[int, int, int]
 
 @dataclass
 class Asked:
-    """A run whose experts were asked, until it is forgotten."""
+    """A run whose experts were asked. It is kept until it is forgotten."""
 
     segment: int
     rows: list[Row]
     carried: list[int]
     gated: list[int]
-    """What the experts see of each row."""
+    """The input of the experts for each row."""
     parts: dict[int, int]
-    """Pair -> its part."""
+    """Pair -> its answer."""
     wanted: int
-    """Pairs in all."""
+    """Number of all pairs."""
 
 
-def part(gated: int, rank: int) -> int:
-    """What the expert of this rank answers."""
-    return mix(gated, rank) % 1_000_003
+def part(gated: int, slot: int) -> int:
+    """The answer of the expert at this position of the top-k."""
+    return mix(gated, slot) % 1_000_003
 
 
 class FakeLayered(FakeExecutor):
-    """Asynchronous, its simulated caches, its experts, and everybody who asked for something."""
+    """An asynchronous scheduler, its simulated caches, its experts, and all requests."""
 
     def __init__(
         self,
@@ -85,10 +85,10 @@ class FakeLayered(FakeExecutor):
         self.caches = [np.full((num_blocks, block_size), -1, dtype=np.int64) for _ in range(layers + 1)]
         self.action: RunSegment | None = None
         self.computed: list[int] | None = None
-        """Tokens of the run under way, once its rows are written and its experts asked."""
+        """The tokens of the current run, once its rows are written and its experts are asked."""
         self.asked: dict[int, Asked] = {}
         self.out: dict[int, list[int]] = {}
-        """Run -> the pairs that its experts did not answer, also after it failed."""
+        """Run -> the pairs that its experts have not answered, also after the run failed."""
         self.forgotten: set[int] = set()
         self.failed: set[int] = set()
 
@@ -106,7 +106,7 @@ class FakeLayered(FakeExecutor):
         return self.tell(Arrived(list(requests), generated))
 
     def step(self) -> list[Action]:
-        """End the run under way."""
+        """Ends the current run."""
         action = self.action
         assert action is not None
         tokens = self.compute()
@@ -119,14 +119,14 @@ class FakeLayered(FakeExecutor):
         return self.tell(StepDone(action.plan.step, np.array(tokens, dtype=np.int64)))
 
     def compute(self) -> list[int]:
-        """Carry out the run under way without saying so: its experts may answer before it ends."""
+        """Executes the current run without reporting it. Its experts may answer before it ends."""
         assert self.action is not None
         if self.computed is None:
             self.computed = self._compute(self.action)
         return self.computed
 
     def fail(self) -> list[Action]:
-        """Break off the run under way, some of its rows written, its experts perhaps asked."""
+        """Breaks off the current run after some of its rows were written. Its experts may have been asked."""
         action = self.action
         assert action is not None
         plan, cache = action.plan, self.caches[action.segment]
@@ -143,7 +143,7 @@ class FakeLayered(FakeExecutor):
         return self.tell(StepFailed(plan.step))
 
     def answer(self, run: int, pairs: Iterable[int]) -> list[Action]:
-        """Experts answer these pairs of a run, some perhaps not for the first time."""
+        """Experts answer these pairs of a run. Some may have been answered before."""
         found = list(pairs)
         self.out[run] = [pair for pair in self.out[run] if pair not in found]
         if run in self.asked:
@@ -154,12 +154,12 @@ class FakeLayered(FakeExecutor):
         return self.tell(PartsArrived([(run, np.array(found, dtype=np.int64))]))
 
     def open_runs(self) -> list[int]:
-        """Runs with pairs that are out and whose experts were really asked, oldest first."""
+        """Runs with outstanding pairs whose experts were really asked, oldest first."""
         under_way = None if self.action is None or self.computed is not None else self.action.plan.step
         return [run for run, pairs in self.out.items() if pairs and run != under_way]
 
     def turn(self) -> bool:
-        """Something that happens next, the obvious one. False: nothing is under way anywhere."""
+        """Does the next thing that can happen. Returns False if nothing is in flight."""
         if self.action is not None:
             self.step()
             return True
@@ -169,7 +169,7 @@ class FakeLayered(FakeExecutor):
         return bool(runs)
 
     def drain(self) -> None:
-        """Until idle; every request must end in a bounded number of turns."""
+        """Runs until idle. Every request must end in a bounded number of turns."""
         work = sum(len(c.request.prompt_token_ids) + self.limits.max_model_len for c in self.clients.values())
         bound = 50 + 4 * (self.layers + 1) * work * len(self.clients) + len(self.out)
         while self.turn():
@@ -223,7 +223,7 @@ class FakeLayered(FakeExecutor):
         self.carried = carried
 
     def _merged(self, source: RowSource, segment: int) -> list[int]:
-        """What the rows carry after their experts: garbage if a part is another row's."""
+        """The rows after their experts. They are garbage if a part is another row's."""
         asked = self.asked[source.run]
         assert asked.segment == segment - 1 and 0 <= source.start < source.stop <= len(asked.rows)
         merged = []
@@ -243,7 +243,7 @@ class FakeLayered(FakeExecutor):
             assert len(asked.parts) == asked.wanted, "late parts would go into memory that is somebody else's"
 
     def _wanted_rows(self, plan: StepPlan) -> list[int]:
-        """Prompt rows count as scored where there are logits: at the last segment."""
+        """The logit rows. Prompt rows count as scored where logits exist, at the last segment."""
         ids = plan.request_ids[plan.scored].tolist()
         before = {request_id: len(self.clients[request_id].scored) for request_id in ids}
         rows = super()._wanted_rows(plan)
@@ -256,7 +256,7 @@ class FakeLayered(FakeExecutor):
     # ---- the "model"
 
     def _compute(self, action: RunSegment) -> list[int]:
-        """Write the run's hashes through the block tables; at the last segment, sample."""
+        """Writes the run's hashes through the block tables. Samples at the last segment."""
         plan, batch, cache = action.plan, action.plan.batch, self.caches[action.segment]
         last = action.segment == self.layers
         shift = 0 if last else VOCABULARY * (action.segment + 1)
@@ -283,7 +283,7 @@ class FakeLayered(FakeExecutor):
     # ---- the end
 
     def check_everybody(self) -> None:
-        """After `drain`: as of FakeExecutor; and nothing waits or is kept."""
+        """After `drain`, checks what FakeExecutor checks, and that nothing waits or is kept."""
         super().check_everybody()
         scheduler = self.asynchronous
         assert not self.asked and not len(scheduler._runs) and not scheduler._units

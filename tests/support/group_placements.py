@@ -19,7 +19,7 @@ from moesaic.policy.placement.solvers.tokens import labelled
 def recorded(
     model: str, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
 ) -> tuple[list[Completion], Profile]:
-    """What one process answers, and its routing. The requests of the profile are in the prompts' order."""
+    """The answers of one process, and its routing. The requests of the profile are in the prompts' order."""
     spec = registry.routed_model(files.resolve(model, None))
     assembly = Assembly(spec, 1 << 30)
     answers = LLM(model, threads=1, kv_cache_memory="64MiB", routing=assembly.add).generate(prompts, params)
@@ -29,7 +29,8 @@ def recorded(
 
 
 def write(folder: Path, profile: Profile, units: int, copies: int = 0) -> str:
-    """Experts at random on as many ranks, of each layer `copies` of them on a second one. The file."""
+    """Writes a placement with random experts on each rank. In each layer `copies` of them are on a second
+    rank too. Returns the file."""
     rng = np.random.default_rng(units)
     row = np.arange(profile.num_experts) % units
     experts = np.stack([rng.permutation(row) for _ in profile.layers]).astype(np.int16)

@@ -1,4 +1,4 @@
-"""What each rank of a group takes of the sanitizer's device, where ranks are threads."""
+"""Counts the memory of the sanitizer's device that each rank of a group takes, where ranks are threads."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from tests.support.thread_groups import RANK
 
 
 class Shares:
-    """Bytes, since it began. Memory is of the rank whose thread, or a thread that it started, took it."""
+    """Bytes of each rank since the start. Memory belongs to the rank whose thread, or a thread that it
+    started, took it."""
 
     def __init__(self) -> None:
         self._owner: dict[int, int] = {}
         self._now, self.most = Counter[int](), Counter[int]()
 
     def tell(self, storage: int, size: int) -> None:
-        """See Taken."""
+        """Handles one report, see Taken."""
         if size > 0:
             self._owner[storage] = rank_of_thread()
         owner = self._owner.get(storage)
@@ -35,7 +36,7 @@ class Shares:
 
 @contextmanager
 def shares() -> Iterator[Shares]:
-    """For groups that start within."""
+    """Counts the memory of groups that start inside the context."""
     gc.collect()  # what other tests took
     counted, start = Shares(), Thread.start
 
@@ -49,7 +50,7 @@ def shares() -> Iterator[Shares]:
 
 
 def rank_of_thread() -> int:
-    """0 where there are no ranks."""
+    """The rank of this thread. 0 if there are no ranks."""
     thread = current_thread()
     if thread.name.startswith(RANK):
         return int(thread.name.removeprefix(RANK))

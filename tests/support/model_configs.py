@@ -105,4 +105,4 @@ QWEN3_WINDOW_YARN_K8 = (
     "qwen3_moe",
     qwen3(use_sliding_window=True, sliding_window=9, num_experts_per_tok=8, rope_parameters=YARN),
 )
-"""For tests of whole engines."""
+"""A model for tests of whole engines."""

@@ -15,7 +15,7 @@ from moesaic.models.model import Model
 
 @dataclass
 class Driver:
-    """Sequences by index, each with its own blocks, handed out in a scrambled order."""
+    """Sequences by index. Each has blocks of its own, in a scrambled order."""
 
     model: Model
     num_blocks: int = 64
@@ -35,7 +35,7 @@ class Driver:
         self.free = np.random.default_rng(0).permutation(self.num_blocks).tolist()
 
     def step(self, rows: dict[int, list[int]]) -> torch.Tensor:
-        """Feeds new tokens of some sequences; logits [n, V] of every row."""
+        """Computes new tokens of some sequences. Returns logits [n, V] of every row."""
         batch = self._batch(rows)
         return self._forward(batch)
 
@@ -81,7 +81,7 @@ class Driver:
         return model.logits(hidden)
 
     def prefill(self, tokens: list[int], index: int = 0, chunk: int | None = None) -> torch.Tensor:
-        """Logits [length, V] of a prompt, in chunks."""
+        """Logits [length, V] of a prompt that is computed in chunks."""
         chunk = chunk or len(tokens)
         parts = [tokens[start : start + chunk] for start in range(0, len(tokens), chunk)]
         return torch.cat([self.step({index: part}) for part in parts])

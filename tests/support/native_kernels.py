@@ -1,4 +1,4 @@
-"""What the tests of the native kernels share: weights as a mapped file has them, and how near is near."""
+"""What the tests of the native kernels share: weights as in a mapped file, and tolerances."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from moesaic.kernels.table import ROUNDING, Kernels
 
 ROWS = (0, 1, 2, 3, 5, 7, 8, 13, 49, 130)
 WIDTHS = (1, 7, 24, 33, 100, 1030, 2100)
-"""Of rows: no multiples of a vector, and longer than the block that sums are cut at."""
+"""Widths of rows. They are no multiples of a vector, and some are longer than the block that sums
+are cut at.
+"""
 STORED = (torch.float32, torch.bfloat16)
 CACHED = (*STORED, torch.int8)
 ROUNDING_NAMES = {f"native ({name})" for name in ROUNDING}
@@ -25,7 +27,7 @@ def stored(*shape: int, dtype: torch.dtype = torch.float32, spread: float = 1.0)
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-5) -> None:
-    """Equal up to `tolerance` of the largest number."""
+    """Whether two tensors are equal up to `tolerance` times the largest number."""
     assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     if wanted.numel():
         assert float((found - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
@@ -42,7 +44,7 @@ def met(native: Kernels, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tens
 
 
 EDGE = 2e-6
-"""Of the largest inner number of an MLP: what two orders of its sum may differ by."""
+"""The possible difference between two orders of a sum, as a share of the largest inner number of an MLP."""
 
 
 def close_mlp(native: Kernels, found: torch.Tensor, rows: torch.Tensor, mlp: Sequence[torch.Tensor]) -> None:
@@ -62,7 +64,7 @@ def close_mlp(native: Kernels, found: torch.Tensor, rows: torch.Tensor, mlp: Seq
 
 
 def same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether two tensors are the same bit by bit: NaN is NaN, and 0 is not -0."""
+    """Whether two tensors are equal bit by bit. NaN equals NaN, and 0 is not -0."""
     integer = {4: torch.int32, 2: torch.int16, 1: torch.int8}[wanted.dtype.itemsize]
     return found.dtype == wanted.dtype and torch.equal(
         found.contiguous().view(integer), wanted.contiguous().view(integer)

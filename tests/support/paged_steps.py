@@ -46,13 +46,13 @@ def cache(
 
 
 def fill(cache: torch.Tensor, slots: torch.Tensor, number: float) -> None:
-    """Rows of nothing but `number` at these slots."""
+    """Fills the rows at these slots with `number`."""
     rows = torch.full((1, width_of(cache)), number)
     cache.flatten(0, 1)[slots] = encode(rows, cache.dtype)
 
 
 def unused(batch: AttentionBatch, slots: int) -> torch.Tensor:
-    """[slots] whether no token of a sequence lies there."""
+    """For each slot, whether no token of a sequence is there."""
     used = torch.zeros(slots, dtype=torch.bool)
     rows = batch.batch
     for blocks, length in zip(rows.block_tables, rows.context_lens, strict=True):

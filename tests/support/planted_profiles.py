@@ -12,7 +12,7 @@ from moesaic.core.tokens import IntArray
 def profile_of(
     experts: npt.NDArray[np.integer], starts: list[int], tokens: IntArray, vocab_size: int, size: int
 ) -> Profile:
-    """Requests with experts [t, layers, k]."""
+    """A profile of requests with experts [t, layers, k]."""
     requests = len(starts) - 1
     routes = Routes(
         tokens=tokens.astype(np.int32),
@@ -25,7 +25,7 @@ def profile_of(
 
 
 def noise(seed: int, size: int, layers: int, k: int, requests: int = 12, length: int = 8) -> Profile:
-    """Choices without any order, some experts hotter than others."""
+    """Choices without any order. Some experts are hotter than others."""
     rng = np.random.default_rng(seed)
     heat = rng.normal(size=(layers, size))
     scores = heat + rng.gumbel(size=(requests * length, layers, size))
@@ -51,5 +51,5 @@ def planted(seed: int, size: int, ranks: int, layers: int = 3) -> tuple[Profile,
 
 
 def same_clusters(one: IntArray, other: IntArray) -> bool:
-    """Whether two labellings of the same things differ in numbers only."""
+    """Whether two labellings of the same items differ only in their numbers."""
     return bool(((one[:, None] == one) == (other[:, None] == other)).all())

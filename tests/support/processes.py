@@ -1,4 +1,4 @@
-"""Processes as they are seen from outside."""
+"""Finds processes and their states from outside."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from pathlib import Path
 
 
 def children(pid: int, module: str | None = None) -> list[int]:
-    """Ids of those that the main thread of `pid` started. module: only those that run it as `python -m`."""
+    """Ids of the processes that the main thread of `pid` started. module: only those that run it as `python
+    -m`."""
     started = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(child) for child in started if module is None or module in _command(child)]
 
 
 def gone(pid: int) -> bool:
-    """Whether it ended, waited for or not."""
+    """Whether the process has ended, even if nobody has waited for it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -17,7 +17,7 @@ from moesaic.runtime.group.build_rank import follower
 from moesaic.runtime.group.launcher import of_rank
 
 RANK = "rank "
-"""Begins the name of a rank's thread."""
+"""The beginning of the name of a rank's thread."""
 
 
 class Threads:
@@ -26,7 +26,7 @@ class Threads:
     def __init__(
         self, config: WorkerConfig, within: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
-        """within: what each thread is in."""
+        """within: makes the context in which each thread runs."""
         self._within = within
         self.ends = local_group(config.parallel.tensor_parallel_size)
         self.failed: list[BaseException] = []
@@ -67,7 +67,8 @@ class Threads:
 def group_of_threads(
     model: str, within: Callable[[], AbstractContextManager[object]] = nullcontext, **settings: Any
 ) -> Iterator[tuple[LLM, Group, Threads]]:
-    """An LLM whose worker is a group, the first rank's end of it, and the others. within: see Threads."""
+    """An LLM whose worker is a group, the first rank's end of the group, and the ends of the others. within:
+    see Threads."""
     made: list[Threads] = []
 
     def launcher(config: WorkerConfig) -> Threads:

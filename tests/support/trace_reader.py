@@ -1,4 +1,4 @@
-"""A trace as a viewer sees it: rows of spans that lie in each other."""
+"""Reads a trace as a viewer does, as rows of nested spans."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ Event = dict[str, Any]
 class Span:
     name: str
     begin: int
-    """Microseconds."""
+    """Begin of the span in microseconds."""
     end: int
     args: dict[str, Any]
 
     @property
     def layer(self) -> int | None:
-        """That it computes."""
+        """The layer that the span computes."""
         return int(self.name.split()[1]) if self.name.startswith("layer ") else None
 
 
 @dataclass
 class Row:
-    """Of one process."""
+    """One row of a process."""
 
     process: str
     pid: int
     spans: list[Span] = field(default_factory=list)
-    """As they stand in the file."""
+    """The spans in the order of the file."""
 
     def named(self, name: str) -> list[Span]:
         return [span for span in self.spans if span.name == name]
@@ -51,12 +51,12 @@ def joined(file: Path) -> list[Event]:
 
 
 def part(file: Path) -> list[Event]:
-    """Those of one process's part."""
+    """The events of one process's part."""
     return [json.loads(event) for event in events(file)]
 
 
 def rows(found: Iterable[Event]) -> list[Row]:
-    """In the order that the trace asks for."""
+    """The rows in the order that the trace asks for."""
     by_thread: dict[int, Row] = {}
     order: dict[int, int] = {}
     for event in found:
