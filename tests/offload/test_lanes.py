@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import signal
@@ -54,6 +55,8 @@ def task(lane: Lane, *needs: int, kind: Kind = Kind.PRE, part: int = 0) -> Task:
 
 
 def lane_threads() -> list[str]:
+    """The names of all lane threads. Lanes of another test's LLM end when it is collected, so collect it."""
+    gc.collect()
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("lane ")]
 
 
