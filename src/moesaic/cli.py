@@ -18,12 +18,13 @@ from cyclopts import App, CycloptsError, Parameter
 from moesaic import __version__
 from moesaic.batch.options import RunBatch
 from moesaic.bench.options import ServeBench, ThroughputBench
-from moesaic.commands import streams
+from moesaic.commands import descriptors, streams
 from moesaic.commands.options import Compress, Join, MeasureHardware, Place, Plan, Scale, ShowProfile
 from moesaic.commands.usage import GroupedFlags, one_line
 from moesaic.config import (
     CacheConfig,
     ClusterConfig,
+    ConnectionConfig,
     ModelConfig,
     OffloadConfig,
     ParallelConfig,
@@ -32,6 +33,7 @@ from moesaic.config import (
     ServerConfig,
     TraceConfig,
     WorkerConfig,
+    admin_key,
     api_key,
     resolve_server,
 )
@@ -90,6 +92,7 @@ def serve(
     queues: Annotated[QueueConfig, FLAT] = QueueConfig(),
     cluster: Annotated[ClusterConfig, FLAT] = ClusterConfig(),
     server: Annotated[ServerConfig, FLAT] = ServerConfig(),
+    connections: Annotated[ConnectionConfig, FLAT] = ConnectionConfig(),
     tracing: Annotated[TraceConfig, FLAT] = TraceConfig(),
     record: Annotated[RecordConfig, FLAT] = RecordConfig(),
     output: Annotated[Output, FLAT] = Output(),
@@ -101,7 +104,7 @@ def serve(
     from moesaic.commands import serve as command
 
     worker = WorkerConfig(model, cache, scheduler, trace=tracing.trace, queues=queues)
-    return command.run(worker, cluster, resolve_server(server), record, output.json)
+    return command.run(worker, cluster, resolve_server(server), connections, record, output.json)
 
 
 @app.command
@@ -113,7 +116,8 @@ def scale(
     """Add or remove expert servers and attention workers of a running server, while it serves."""
     from moesaic.commands import scale as command
 
-    return command.run(replace(options, api_key=options.api_key or api_key()), output.json)
+    given = options.admin_key or options.api_key
+    return command.run(replace(options, admin_key=given or admin_key() or api_key()), output.json)
 
 
 @app.command
@@ -284,6 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
+        if error.errno in descriptors.EXHAUSTED:
+            return _fail(descriptors.exhausted(), 1, given)
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
         streams.replace("stdout")  # what the old one still holds would fail again at exit

@@ -10,15 +10,22 @@ import httpx
 import openai
 import pytest
 
+from moesaic.config import ConnectionConfig
 from moesaic.core.errors import EngineDeadError
 from moesaic.server.app import create_app
 from moesaic.server.async_engine import AsyncEngine
-from moesaic.server.run import bind, serve
+from moesaic.server.elastic import admin_paths
+from moesaic.server.guard import Access
+from moesaic.server.hosts import Hosts
+from moesaic.server.listener import bind
+from moesaic.server.run import serve
 from moesaic.server.service import Cluster, Service
 from moesaic.tokenizer import Tokenizer
 from tests.support.fake_worker import FakeWorker, engine_and_worker, make_tokenizer
 
 MODEL = "org/fake-moe"
+ADMIN_KEY = "adm1n"
+"""Of servers without an API key."""
 
 
 @pytest.fixture(scope="session")
@@ -39,12 +46,13 @@ class Live:
     front: AsyncEngine
     worker: FakeWorker
     api_key: str | None
+    """None: it needs none. `ADMIN_KEY` is sent then, as changes need it."""
     thread: threading.Thread
     ended_by: list[BaseException] = field(default_factory=list)
 
     @property
     def headers(self) -> dict[str, str]:
-        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        return {"Authorization": f"Bearer {self.api_key or ADMIN_KEY}"}
 
     @property
     def http(self) -> httpx.Client:
@@ -87,19 +95,23 @@ def launched(tokenizer: Tokenizer) -> Iterator[Launch]:
         max_body_bytes: int = 2**16,
         default_sampling: dict[str, float] | None = None,
         cluster: Cluster | None = None,
-        may_change: bool = True,
+        closed: bool = False,
+        hosts: Hosts | None = None,
+        body_seconds: float = 60.0,
+        limits: ConnectionConfig = ConnectionConfig(),
     ) -> Live:
+        """closed: as on an address that is no loopback address."""
         front, worker = engine_and_worker(tokenizer, max_waiting=max_waiting, pace=pace)
-        service = Service(
-            front, MODEL, default_sampling or {}, version="1.2.3", cluster=cluster, may_change=may_change
-        )
-        app = create_app(service, api_key=api_key, max_body_bytes=max_body_bytes)
+        service = Service(front, MODEL, default_sampling or {}, version="1.2.3", cluster=cluster)
+        paths = frozenset() if cluster is None else admin_paths(closed)
+        access = Access(api_key, api_key or ADMIN_KEY, paths, hosts)
+        app = create_app(service, access=access, max_body_bytes=max_body_bytes, body_seconds=body_seconds)
         listener = bind("127.0.0.1", 0)
         errors: list[BaseException] = []
 
         def run() -> None:
             try:
-                serve(app, front, listener, log_level="error", access_log=False)
+                serve(app, front, listener, limits=limits, log_level="error", access_log=False)
             except EngineDeadError as error:
                 errors.append(error)
 

@@ -92,20 +92,27 @@ def test_changes_need_the_key(launch: Launch) -> None:
     assert cluster.asked == [(1, None)]
 
 
-def test_without_a_key_a_public_server_changes_nothing(launch: Launch) -> None:
+def test_changes_need_a_key_where_nothing_else_does(launch: Launch) -> None:
     cluster = FakeCluster()
-    live = launch(cluster=cluster, may_change=False)
-    answer = live.post("/scale_elastic_ep", expert_servers=1)
-    assert (answer.status_code, cluster.asked) == (403, [])
-    assert "--api-key" in answer.json()["error"]["message"]
+    live = launch(cluster=cluster)
+    with httpx.Client(base_url=live.url, trust_env=False) as anybody:
+        assert anybody.get("/v1/models").status_code == 200
+        assert anybody.get("/v1/fault_tolerance/status").status_code == 200
+        for path in ("/scale_elastic_ep", "/scale%5felastic_ep"):
+            answer = anybody.post(path, json={"expert_servers": 1})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert "admin key" in answer.json()["error"]["message"]
+    assert cluster.asked == []
+    assert live.post("/scale_elastic_ep", expert_servers=1).status_code == 200
 
 
 def test_without_a_key_a_public_server_does_not_tell_who_is_behind_it(launch: Launch) -> None:
-    live = launch(cluster=FakeCluster(), may_change=False)
-    answer = live.get("/v1/fault_tolerance/status")
-    assert answer.status_code == 403
-    assert "--api-key" in answer.json()["error"]["message"]
-    assert "pid" not in answer.text and live.get("/metrics").status_code == 200
+    live = launch(cluster=FakeCluster(), closed=True)
+    with httpx.Client(base_url=live.url, trust_env=False) as anybody:
+        answer = anybody.get("/v1/fault_tolerance/status")
+        assert answer.status_code == 401
+        assert "pid" not in answer.text and anybody.get("/metrics").status_code == 200
+    assert live.get("/v1/fault_tolerance/status").status_code == 200
 
 
 def test_a_web_page_cannot_change_a_server_on_its_readers_machine(launch: Launch) -> None:

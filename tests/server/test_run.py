@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from moesaic.core.errors import ConfigError
-from moesaic.server.run import bind
+from moesaic.server.listener import bind
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,22 +1,27 @@
-"""A server process for the tests of signals: `python -m tests.support.server_process TOKENIZER_DIR PACE`.
+"""A server process: `python -m tests.support.server_process TOKENIZER_DIR PACE [LIMITS]`.
 
 Prints its port. The worker answers like in every other test; with PACE "fail" it fails to load.
+LIMITS: fields of ConnectionConfig as JSON.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
+from moesaic.config import ConnectionConfig
 from moesaic.core import messages
 from moesaic.core.errors import MoesaicError
 from moesaic.server.app import create_app
-from moesaic.server.run import bind, serve
+from moesaic.server.listener import bind
+from moesaic.server.run import serve
 from moesaic.server.service import Service
 from tests.support.fake_worker import engine_and_worker, make_tokenizer
 
 
-def main(path: str, pace: str) -> int:
+def main(path: str, pace: str, fields: str = "{}") -> int:
+    limits = ConnectionConfig(**json.loads(fields))
     failing = pace == "fail"
     front, worker = engine_and_worker(make_tokenizer(Path(path)), pace=0.0 if failing else float(pace))
     listener = bind("127.0.0.1", 0)
@@ -28,7 +33,8 @@ def main(path: str, pace: str) -> int:
     else:
         worker.ready()
     try:
-        return serve(create_app(Service(front, "m")), front, listener, log_level="error")
+        app = create_app(Service(front, "m"), body_seconds=limits.timeout_body)
+        return serve(app, front, listener, limits=limits, log_level="error")
     except MoesaicError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2

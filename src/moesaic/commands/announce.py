@@ -35,9 +35,14 @@ class Announcer:
         port: int,
         as_json: bool,
         cluster: Callable[[], ClusterStatus] | None = None,
+        admin_key: str | None = None,
     ) -> None:
-        """cluster: returns the status of the processes. None if one worker process does everything."""
+        """cluster: returns the status of the processes. None if one worker process does everything.
+
+        admin_key: a key to print, since nobody else knows it. None prints none.
+        """
         self._cluster = cluster
+        self._admin_key = admin_key
         self._announced = False
         self._name = name
         self._host = host
@@ -84,10 +89,14 @@ class Announcer:
         status = None if self._cluster is None else asdict(self._cluster())
         if self._as_json:
             record = as_record(self._name, url, info)
-            text = json.dumps(record if status is None else record | {"cluster": status})
+            record |= {} if status is None else {"cluster": status}
+            record |= {} if self._admin_key is None else {"admin_key": self._admin_key}
+            text = json.dumps(record)
         else:
             parts = [in_text(as_table(self._name, info)), capacity_line(info)]
             parts += [] if status is None else as_lines(status)
+            if self._admin_key is not None:
+                parts.append(f"Admin key, which moesaic scale --admin-key needs: {self._admin_key}")
             text = "\n".join([*parts, f"Serving {self._name} at {url}"])
         try:
             print(text, flush=True)

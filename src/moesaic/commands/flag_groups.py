@@ -41,7 +41,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("--data-parallel-size", "--enable-expert-parallel"),
     ),
     "Placement and prediction": ("--placement", "--dispatch", "--shuffle-align"),
-    "Server": ("--host", "--port", "--api-key", "--served-model-name", "--chat-template"),
+    "Server": ("--host", "--port", "--served-model-name", "--chat-template"),
+    "Access": ("--api-key", "--admin-key", "--allowed-hosts"),
+    "Connections": (*("--max-connections", "--timeout-header", "--timeout-body", "--timeout-keep-alive"),),
     "Observing": (
         *("--access-log", "--trace", "--record-routing", "--record-routing-share"),
         *("--record-routing-memory", "--json", "--debug"),

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+from moesaic.commands import descriptors
 from moesaic.commands.options import Join
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import Enlisted
@@ -33,6 +34,7 @@ def run(options: Join, as_json: bool) -> int:
         else:
             print(f"{error}; joining again", flush=True)
 
+    descriptors.prepare()
     secret = read_secret(Path(options.secret_file), "--secret-file")
     threads = options.threads or len(os.sched_getaffinity(0))
     model = None if options.model is None else Path(options.model)

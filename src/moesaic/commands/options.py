@@ -22,8 +22,12 @@ class Scale:
 
     base_url: str = "http://127.0.0.1:8000"
     """URL of the server."""
+    admin_key: str | None = None
+    """The server's admin key, which it prints at its start, sent as `Authorization: Bearer KEY`. None: the
+    value of MOESAIC_ADMIN_KEY, else the API key."""
     api_key: str | None = None
-    """Key that is sent as `Authorization: Bearer KEY`. None: the value of MOESAIC_API_KEY."""
+    """The server's API key, for a server without an admin key of its own. None: the value of
+    MOESAIC_API_KEY."""
     expert_servers: int | None = None
     """New number of expert servers. None: unchanged."""
     attention_workers: int | None = None

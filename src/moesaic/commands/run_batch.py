@@ -12,7 +12,7 @@ from moesaic.batch import run as batch
 from moesaic.batch.options import RunBatch
 from moesaic.batch.output import answered
 from moesaic.batch.show import Summary, print_summary
-from moesaic.commands import hardware, offload_report
+from moesaic.commands import descriptors, hardware, offload_report
 from moesaic.commands.plan import find_hardware
 from moesaic.commands.tracing import announced
 from moesaic.config import OffloadConfig, WorkerConfig
@@ -25,6 +25,7 @@ from moesaic.tokenizer import Tokenizer
 
 def run(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig, as_json: bool) -> int:
     """Answer the lines that have no result yet, and print a summary. Returns the exit code."""
+    descriptors.prepare(worker.parallel.tensor_parallel_size)
     planned = None
     if offload.fast_memory is not None:
         planned = _planned(options, worker, offload)

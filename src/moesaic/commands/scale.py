@@ -30,5 +30,5 @@ async def _scale(options: Scale) -> Any:
         "attention_workers": options.attention_workers,
     }
     body = {name: number for name, number in wanted.items() if number is not None}
-    async with Client(options.base_url, api_key=options.api_key) as client:
+    async with Client(options.base_url, api_key=options.admin_key or options.api_key) as client:
         return (await client.post("/scale_elastic_ep", body)).require_success()

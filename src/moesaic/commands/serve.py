@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from ipaddress import ip_address
 from pathlib import Path
 from socket import socket
 
 from moesaic import __version__
+from moesaic.commands import descriptors
 from moesaic.commands.announce import Announcer
 from moesaic.commands.tracing import announced
-from moesaic.config import ClusterConfig, ServerConfig, WorkerConfig
+from moesaic.config import ClusterConfig, ConnectionConfig, ServerConfig, WorkerConfig
 from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.errors import EngineDeadError
 from moesaic.core.messages import Message
 from moesaic.launch import Launched, launch
-from moesaic.server.run import bind, serve
+from moesaic.server.hosts import Hosts, is_loopback
+from moesaic.server.listener import bind
 from moesaic.trace.options import RecordConfig
 from moesaic.transport.base import Connection
 
@@ -49,9 +51,15 @@ class Observed:
 
 
 def run(
-    config: WorkerConfig, cluster: ClusterConfig, server: ServerConfig, record: RecordConfig, as_json: bool
+    config: WorkerConfig,
+    cluster: ClusterConfig,
+    server: ServerConfig,
+    limits: ConnectionConfig,
+    record: RecordConfig,
+    as_json: bool,
 ) -> int:
     """Serve until a signal arrives or the worker dies. Returns the exit code."""
+    descriptors.prepare(_processes(cluster.resolved()))
     name = server.served_model_name or config.model.model
     template = Path(server.chat_template) if server.chat_template else None
     with (
@@ -63,7 +71,11 @@ def run(
             config, cluster, chat_template=template, max_waiting=server.max_queue, record=record
         ) as launched,
     ):
-        return _serve(launched, listener, name, server, as_json)
+        return _serve(launched, listener, name, server, limits, as_json)
+
+
+def _processes(cluster: ClusterConfig) -> int:
+    return cluster.attention_workers * cluster.tensor_parallel_size + cluster.expert_servers
 
 
 @contextmanager
@@ -87,28 +99,39 @@ def _stoppable() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _serve(launched: Launched, listener: socket, name: str, server: ServerConfig, as_json: bool) -> int:
+def _serve(
+    launched: Launched,
+    listener: socket,
+    name: str,
+    server: ServerConfig,
+    limits: ConnectionConfig,
+    as_json: bool,
+) -> int:
     """Serve the HTTP API of `launched`. Returns the exit code."""
-    from moesaic.server.app import create_app  # a slow import, during which the worker already loads
+    from moesaic.server.app import create_app  # slow imports, during which the worker already loads
     from moesaic.server.async_engine import AsyncEngine
+    from moesaic.server.elastic import admin_paths
+    from moesaic.server.guard import Access
+    from moesaic.server.run import serve
     from moesaic.server.service import Service
 
     host, port = listener.getsockname()[:2]
-    with Announcer(name, host, port, as_json, reported(launched)) as announcer:
+    new_key = secrets.token_urlsafe(24) if launched.supervisor and server.admin_key is None else None
+    with Announcer(name, host, port, as_json, reported(launched), new_key) as announcer:
         connection = Observed(launched.connection, announcer.observe)
         engine = AsyncEngine(launched.engine, connection, how_it_ended=launched.how_it_ended)
-        service = Service(
-            engine,
-            name,
-            launched.default_sampling,
-            __version__,
-            cluster=launched.supervisor,
-            may_change=server.api_key is not None or ip_address(host.partition("%")[0]).is_loopback,
+        service = Service(engine, name, launched.default_sampling, __version__, cluster=launched.supervisor)
+        closed = server.api_key is None and not is_loopback(host)
+        access = Access(
+            server.api_key,
+            server.admin_key or new_key,
+            admin_paths(closed) if launched.supervisor else frozenset(),
+            Hosts.of(server.host, host, server.more_hosts),
         )
-        app = create_app(service, api_key=server.api_key)
+        app = create_app(service, access=access, body_seconds=limits.timeout_body)
         level = "info" if server.access_log else "warning"
         try:
-            return serve(app, engine, listener, log_level=level, access_log=server.access_log)
+            return serve(app, engine, listener, limits=limits, log_level=level, access_log=server.access_log)
         except EngineDeadError as error:
             ended = launched.how_it_ended()
             raise EngineDeadError(f"{ended}, and the server with it ({error})") from error

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from moesaic.config.cluster import ClusterConfig, ParallelConfig
-from moesaic.config.environment import api_key, hub_cache, one_gpu, worker_environment
+from moesaic.config.environment import admin_key, api_key, hub_cache, one_gpu, worker_environment
 from moesaic.config.expert_server import ExpertServerConfig
-from moesaic.config.server import ServerConfig, TraceConfig, resolve_server
+from moesaic.config.server import ConnectionConfig, ServerConfig, TraceConfig, resolve_server
 from moesaic.config.values import (
     SMALL_MODEL,
     Align,
@@ -38,6 +38,7 @@ __all__ = [
     "CacheConfig",
     "ClusterConfig",
     "Combine",
+    "ConnectionConfig",
     "Device",
     "DispatchName",
     "Dtype",
@@ -57,6 +58,7 @@ __all__ = [
     "TraceConfig",
     "Transport",
     "WorkerConfig",
+    "admin_key",
     "api_key",
     "check_threads",
     "hub_cache",

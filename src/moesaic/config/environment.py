@@ -8,6 +8,9 @@ from pathlib import Path
 
 from moesaic.config.values import check_key
 
+_API_KEY, _ADMIN_KEY = "MOESAIC_API_KEY", "MOESAIC_ADMIN_KEY"
+"""They stay in the process that they were given to: its children have no use for a key."""
+
 
 def api_key(environment: Mapping[str, str] | None = None) -> str | None:
     """The API key of MOESAIC_API_KEY, for servers and clients that no flag gives one; None without it.
@@ -15,9 +18,18 @@ def api_key(environment: Mapping[str, str] | None = None) -> str | None:
     Raises ConfigError for an empty key. It means that a secret was not passed on; a server without a key
     would not be what its user wants.
     """
-    key = (os.environ if environment is None else environment).get("MOESAIC_API_KEY")
+    return _key(_API_KEY, environment)
+
+
+def admin_key(environment: Mapping[str, str] | None = None) -> str | None:
+    """The admin key of MOESAIC_ADMIN_KEY; None without it. Raises ConfigError as `api_key` does."""
+    return _key(_ADMIN_KEY, environment)
+
+
+def _key(name: str, environment: Mapping[str, str] | None) -> str | None:
+    key = (os.environ if environment is None else environment).get(name)
     if key is not None:
-        check_key("MOESAIC_API_KEY", key)
+        check_key(name, key)
     return key
 
 
@@ -52,7 +64,9 @@ def worker_environment(environment: Mapping[str, str] | None = None) -> dict[str
     """The environment of a worker process.
 
     OpenMP threads sleep while they wait, unless the user set it otherwise. By default they spin, which costs
-    a scheduler quantum at every operator when another process needs the core.
+    a scheduler quantum at every operator when another process needs the core. The keys of the HTTP API are
+    left out.
     """
     known = os.environ if environment is None else environment
-    return {"OMP_WAIT_POLICY": "passive", **known}
+    kept = {name: value for name, value in known.items() if name not in (_API_KEY, _ADMIN_KEY)}
+    return {"OMP_WAIT_POLICY": "passive", **kept}

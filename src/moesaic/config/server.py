@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from moesaic.config.environment import api_key
+from moesaic.config.environment import admin_key, api_key
 from moesaic.config.values import at_least, check_key
 from moesaic.core.errors import ConfigError
+
+_HOST = re.compile(r"\*|[A-Za-z0-9._:%-]+")
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,12 @@ class ServerConfig:
     api_key: str | None = None
     """Key that clients must send as `Authorization: Bearer KEY`. The environment variable MOESAIC_API_KEY is
     safer: other users of this machine can read a command line."""
+    admin_key: str | None = None
+    """Key for calls that change the server, such as scaling. None: the value of MOESAIC_ADMIN_KEY, else the
+    API key, else a new key that is printed at the start."""
+    allowed_hosts: str | None = None
+    """Names, with commas between, by which clients may call a server without an API key, beside localhost
+    and the address of --host. `*` allows every name, also that of a web page that attacks the server."""
     served_model_name: str | None = None
     """Name of the model in the API. None: MODEL as given."""
     chat_template: str | None = None
@@ -45,10 +55,49 @@ class ServerConfig:
         at_least("--max-queue", self.max_queue, 0)
         if self.api_key is not None:
             check_key("--api-key", self.api_key)
+        if self.admin_key is not None:
+            check_key("--admin-key", self.admin_key)
+        if not all(map(_HOST.fullmatch, self.more_hosts)):
+            allowed = "names with commas between, such as a.example,b.example, or *"
+            raise ConfigError.field("--allowed-hosts", self.allowed_hosts, allowed)
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ConfigError.field("--served-model-name", self.served_model_name, "a name that is not empty")
+
+    @property
+    def more_hosts(self) -> tuple[str, ...]:
+        """The names in --allowed-hosts."""
+        text = self.allowed_hosts
+        return () if text is None else tuple(name.strip() for name in text.split(","))
+
+
+@dataclass(frozen=True)
+class ConnectionConfig:
+    """How many connections there may be, and how long a client may take to send its request."""
+
+    timeout_header: float = 20.0
+    """Maximum seconds until the head of a request has arrived. Slower connections are closed."""
+    timeout_body: float = 60.0
+    """Maximum seconds until the body of a request has arrived, plus one second for each 500 bytes. It is also
+    the longest pause of a body. An answer may take as long as it needs."""
+    timeout_keep_alive: float = 5.0
+    """Seconds after which a connection without a further request is closed."""
+    max_connections: int | None = None
+    """Maximum number of requests that are answered at the same time. Further ones get status 503, except
+    for /health and /metrics. None: what the descriptor limit (ulimit -n) allows, at most 16384."""
+
+    def __post_init__(self) -> None:
+        for flag, seconds in (
+            ("--timeout-header", self.timeout_header),
+            ("--timeout-body", self.timeout_body),
+            ("--timeout-keep-alive", self.timeout_keep_alive),
+        ):
+            if not 0 < seconds < math.inf:
+                raise ConfigError.field(flag, seconds, "a positive number of seconds")
+        if self.max_connections is not None:
+            at_least("--max-connections", self.max_connections, 1)
 
 
 def resolve_server(config: ServerConfig, environment: Mapping[str, str] | None = None) -> ServerConfig:
     """`config` with what it leaves open taken from the environment."""
-    return replace(config, api_key=config.api_key or api_key(environment))
+    key = config.api_key or api_key(environment)
+    return replace(config, api_key=key, admin_key=config.admin_key or admin_key(environment) or key)

@@ -8,12 +8,18 @@ from moesaic.server import chat, completions, elastic, models, status, tokens
 from moesaic.server.cluster_metrics import ClusterCollector
 from moesaic.server.documentation import Api, bearer
 from moesaic.server.errors import install_handlers
-from moesaic.server.guard import MAX_BODY_BYTES, Guard
+from moesaic.server.guard import BODY_SECONDS, MAX_BODY_BYTES, Access, Guard
 from moesaic.server.metrics import EngineCollector, registry_of
 from moesaic.server.service import Service
 
 
-def create_app(service: Service, *, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> Api:
+def create_app(
+    service: Service,
+    *,
+    access: Access = Access(),
+    max_body_bytes: int = MAX_BODY_BYTES,
+    body_seconds: float = BODY_SECONDS,
+) -> Api:
     """The API of `service`. The caller must start `service.engine` before it serves the API."""
     app = Api(
         title="moesaic",
@@ -28,10 +34,10 @@ def create_app(service: Service, *, api_key: str | None = None, max_body_bytes: 
     app.state.registry = registry_of(collector)
     if service.cluster is not None:
         app.state.registry.register(ClusterCollector(service.cluster, service.model_name))
-    key_needed = [] if api_key is None else [Depends(bearer)]
+    key_needed = [] if access.api_key is None else [Depends(bearer)]
     for router in (completions.router, chat.router, tokens.router, models.router, elastic.router):
         app.include_router(router, dependencies=key_needed)
     app.include_router(status.router)
     install_handlers(app)
-    app.add_middleware(Guard, api_key=api_key, max_body_bytes=max_body_bytes)
+    app.add_middleware(Guard, access=access, max_body_bytes=max_body_bytes, body_seconds=body_seconds)
     return app

@@ -14,9 +14,10 @@ Responses = dict[int | str, dict[str, Any]]
 
 _REASONS = {
     400: "The request is wrong; `param` names the field.",
-    401: "Wrong or missing API key.",
-    403: "Changes need an API key, or a server that listens only on a loopback address.",
+    401: "Wrong or missing API key; for changes, wrong or missing admin key.",
+    403: "The header Host is not allowed: see --allowed-hosts. Only without an API key.",
     404: "The model is not served, or the resource does not exist.",
+    408: "The body arrived too slowly.",
     409: "The request contradicts the state of the cluster.",
     413: "The body is too large.",
     429: "The queue is full; try again after `Retry-After` seconds.",
@@ -29,7 +30,7 @@ def errors(*statuses: int) -> Responses:
     return {status: {"model": ErrorResponse, "description": _REASONS[status]} for status in statuses}
 
 
-BODY_ERRORS = errors(400, 401, 404, 413, 503)
+BODY_ERRORS = errors(400, 401, 403, 404, 408, 413, 503)
 GENERATION_ERRORS = BODY_ERRORS | errors(429)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 
 from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.errors import ConfigError
-from moesaic.server.documentation import errors
+from moesaic.server.documentation import bearer, errors
 from moesaic.server.errors import Problem
 from moesaic.server.json_body import StrictJsonRoute
 from moesaic.server.requests import ScaleRequest
@@ -17,23 +17,31 @@ from moesaic.server.service import Cluster, Service, Serving
 POLL_SECONDS = 0.5
 """Seconds between two checks whether the server still serves while a change runs."""
 
+STATUS = "/v1/fault_tolerance/status"
+SCALE = "/scale_elastic_ep"
+
 router = APIRouter(route_class=StrictJsonRoute)
 
 
-@router.get("/v1/fault_tolerance/status", responses=errors(401, 403, 404))
+def admin_paths(closed: bool) -> frozenset[str]:
+    """The paths that always need the admin key. closed: so does the status, which names addresses."""
+    return frozenset({SCALE, STATUS} if closed else {SCALE})
+
+
+@router.get(STATUS, responses=errors(401, 403, 404))
 async def status(service: Serving) -> ClusterStatus:
     """Report every process, the experts of each server, the copies of each expert, and all failures."""
-    return _cluster(service, "the status names processes and addresses").report()
+    return _cluster(service).report()
 
 
-@router.post("/scale_elastic_ep", responses=errors(400, 401, 403, 404, 409, 413, 503))
+@router.post(SCALE, responses=errors(400, 401, 403, 404, 408, 409, 413, 503), dependencies=[Depends(bearer)])
 async def scale(body: ScaleRequest, service: Serving) -> ClusterStatus:
     """Change the number of expert servers or attention workers. The answer comes once the change is done.
 
     Requests are served meanwhile. If the change fails, the cluster stays as it was. If the server shuts down
     before the change is done, the answer is a 503.
     """
-    cluster = _cluster(service, "changes are not allowed")
+    cluster = _cluster(service)
     if body.expert_servers is None and body.attention_workers is None:
         raise Problem(400, "the body: expert_servers or attention_workers is needed")
     service.engine.require_serving()
@@ -49,12 +57,8 @@ async def scale(body: ScaleRequest, service: Serving) -> ClusterStatus:
     return cluster.report()
 
 
-def _cluster(service: Service, closed: str) -> Cluster:
-    """The cluster. Raises Problem if there is none, or if clients may not see it. closed: the reason why."""
-    if not service.may_change:
-        raise Problem(
-            403, f"{closed}: start the server with --api-key, or on a loopback --host", code="forbidden"
-        )
+def _cluster(service: Service) -> Cluster:
+    """The cluster. Raises Problem if there is none."""
     if service.cluster is None:
         raise Problem(
             404,

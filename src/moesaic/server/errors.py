@@ -142,7 +142,7 @@ def _problem_of_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
         case "missing":
             return Problem(400, f"{name}: missing", param=field, code="missing_required_parameter")
     reasons = dict.fromkeys(str(rival["msg"]) for rival in rivals)
-    return Problem(400, f"{name}: got {_shown(error['input'])}; {' or '.join(reasons)}", param=field)
+    return Problem(400, f"{name}: got {shown(error['input'])}; {' or '.join(reasons)}", param=field)
 
 
 def _whole_body(error: Mapping[str, Any]) -> str:
@@ -174,6 +174,7 @@ def _steps(place: Sequence[object]) -> Iterator[str]:
             yield f".{step}"
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """`value` as a message repeats it, cut where it is long."""
     text = repr(value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

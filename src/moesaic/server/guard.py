@@ -1,30 +1,94 @@
-"""Checks the API key and the size of every request, and gives it an id, before any route sees it."""
+"""Checks the host, the key, the size and the pace of every request, and gives it an id.
+
+That happens before any route sees the request.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 import uuid
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moesaic.server.errors import Problem
+from moesaic.server.errors import Problem, shown
+from moesaic.server.hosts import Hosts
 
 MAX_BODY_BYTES = 32 * 2**20
-OPEN_PATHS = frozenset({"/health", "/metrics", "/ping", "/version", "/openapi.json"})
-"""Paths that need no key. All others need one, also those that do not exist."""
+BODY_SECONDS = 60.0
+BODY_RATE = 500
+"""Bytes of a body that give its client another second, as in Apache's mod_reqtimeout."""
+ALIVE_PATHS = frozenset({"/health", "/ping", "/metrics"})
+"""Paths that are answered when the server has too many connections for anything else."""
+OPEN_PATHS = ALIVE_PATHS | {"/version", "/openapi.json"}
+"""Paths that need no key. All others need one if there is one, also those that do not exist."""
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
 
 
-class Guard:
-    """ASGI middleware. api_key: the key that clients must send; None means that no key is needed."""
+@dataclass(frozen=True)
+class Access:
+    """Who may call which paths."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+    api_key: str | None = None
+    """The key that clients must send. None means that no key is needed."""
+    admin_key: str | None = None
+    """The key of `admin_paths`, which is also good for all other paths. None closes the former."""
+    admin_paths: frozenset[str] = frozenset()
+    """Paths that always need the admin key."""
+    hosts: Hosts | None = None
+    """What the header Host may be where no API key is needed. None means that anything is allowed."""
+
+    def problem(self, path: str, headers: Headers) -> Problem | None:
+        """Why this request is refused. None if it is not."""
+        if path in OPEN_PATHS:
+            return None
+        if self.api_key is None and self.hosts is not None and not self.hosts.allow(headers.get("host", "")):
+            return Problem(
+                403,
+                f"Host: got {shown(headers.get('host', ''))}; allowed: localhost, the address of --host, and "
+                "what --allowed-hosts names; any host with --api-key",
+                code="host_not_allowed",
+            )
+        keys: tuple[str | None, ...]
+        if path in self.admin_paths:
+            keys, kind = (
+                (self.admin_key,),
+                "admin key, which the server prints at its start if none was given",
+            )
+        elif self.api_key is not None:
+            keys, kind = (self.api_key, self.admin_key), "API key"
+        else:
+            return None
+        if any(_has_key(headers, key) for key in keys):
+            return None
+        return Problem(
+            401,
+            f"wrong or missing {kind}; send it as the header Authorization: Bearer KEY",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+class Guard:
+    """ASGI middleware. body_seconds: seconds that a body may take, plus one for each BODY_RATE bytes. It may
+    also stop for no longer than that.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        access: Access,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        body_seconds: float = BODY_SECONDS,
+    ) -> None:
         self._app = app
-        self._key = None if api_key is None else api_key.encode()
+        self._access = access
         self._max_body_bytes = max_body_bytes
+        self._body_seconds = body_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -32,28 +96,15 @@ class Guard:
             return
         headers = Headers(scope=scope)
         identified = _with_request_id(send, headers.get("x-request-id", ""))
-        problem = self._problem(scope["path"], headers)
+        problem = self._access.problem(scope["path"], headers) or self._size_problem(headers)
         if problem is None:
             await self._app(scope, self._limited(receive), identified)
         else:
             await problem.response()(scope, receive, identified)
 
-    def _problem(self, path: str, headers: Headers) -> Problem | None:
-        if path not in OPEN_PATHS and not self._authorised(headers):
-            return Problem(
-                401,
-                "wrong or missing API key; send it as the header Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+    def _size_problem(self, headers: Headers) -> Problem | None:
         length = headers.get("content-length", "")
         return self._too_large() if length.isdecimal() and int(length[:20]) > self._max_body_bytes else None
-
-    def _authorised(self, headers: Headers) -> bool:
-        if self._key is None:
-            return True
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
 
     def _too_large(self) -> Problem:
         return Problem(
@@ -64,18 +115,47 @@ class Guard:
         )
 
     def _limited(self, receive: Receive) -> Receive:
-        """`receive` that raises if the body is too large. It also works without a Content-Length header."""
-        seen = 0
+        """`receive` that raises if the body is too large or too slow.
+
+        It also works without a Content-Length header. After the body there are no limits: a route then waits
+        for the client to leave, for as long as its answer takes.
+        """
+        seen, began, complete = 0, 0.0, False
 
         async def limited() -> Message:
-            nonlocal seen
-            message = await receive()
+            nonlocal seen, began, complete
+            if complete:
+                return await receive()
+            now = asyncio.get_running_loop().time()
+            began = began or now
+            until = min(now, began + seen / BODY_RATE) + self._body_seconds
+            try:
+                async with asyncio.timeout_at(until):
+                    message = await receive()
+            except TimeoutError:
+                raise self._too_slow() from None
             seen += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
             if seen > self._max_body_bytes:
                 raise self._too_large()
             return message
 
         return limited
+
+    def _too_slow(self) -> Problem:
+        return Problem(
+            408,
+            f"the body did not arrive within {self._body_seconds:g} s, plus 1 s for each {BODY_RATE} bytes "
+            "(--timeout-body)",
+            code="request_timeout",
+            headers={"Connection": "close"},
+        )
+
+
+def _has_key(headers: Headers, key: str | None) -> bool:
+    scheme, _, sent = headers.get("authorization", "").partition(" ")
+    right = key is not None and hmac.compare_digest(sent.strip().encode("latin-1"), key.encode())
+    return right and scheme.lower() == "bearer"
 
 
 def _with_request_id(send: Send, given: str) -> Send:

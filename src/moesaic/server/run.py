@@ -1,51 +1,25 @@
-"""The server's process: opens the socket, handles signals and ends the server."""
+"""The server's process: handles signals and ends the server."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from moesaic.config import ConnectionConfig
 from moesaic.core.errors import ConfigError, EngineDeadError
+from moesaic.server.async_engine import AsyncEngine
+from moesaic.server.connections import Door, room_now
 
-if TYPE_CHECKING:  # `bind` must be usable before the slow imports
-    from moesaic.server.async_engine import AsyncEngine
-
-_BACKLOG = 2048
 _GRACE_SECONDS = 10
 """Seconds for clients to finish reading, or sending, once no request is computed any more."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Port 0 takes a free one. Raises ConfigError if the address cannot be used.
-
-    Call it before anything slow, so that a used port is reported before a model is loaded.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--host: got {host!r}; cannot be resolved: {error}") from error
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        flag = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
-        raise ConfigError(f"{flag}: cannot listen on {host}:{port}: {error.strerror}") from error
-    return listener
 
 
 def serve(
@@ -53,6 +27,7 @@ def serve(
     engine: AsyncEngine,
     listener: socket.socket,
     *,
+    limits: ConnectionConfig = ConnectionConfig(),
     log_level: str = "info",
     access_log: bool = True,
 ) -> int:
@@ -61,22 +36,33 @@ def serve(
     At the first SIGTERM or SIGINT the server refuses new requests (503), finishes those in flight and gives
     clients a few seconds to read the rest; it returns 0. A second signal stops it at once; it returns
     128 + signal. If the worker dies, requests in flight end with an error. Then it raises EngineDeadError, or
-    ConfigError if a setting or the checkpoint was the cause.
+    ConfigError if a setting or the checkpoint was the cause. Raises ConfigError, too, if the descriptor limit
+    is too small for `limits`.
     """
-    config = uvicorn.Config(app, lifespan="off", log_level=log_level, access_log=access_log)
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_level=log_level,
+        access_log=access_log,
+        timeout_keep_alive=limits.timeout_keep_alive,  # type: ignore[arg-type]  # fractions are fine, too
+    )
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        return runner.run(_serve(config, engine, listener))
+        return runner.run(_serve(config, engine, listener, limits))
 
 
-async def _serve(config: uvicorn.Config, engine: AsyncEngine, listener: socket.socket) -> int:
-    server = _Server(config)
+async def _serve(
+    config: uvicorn.Config, engine: AsyncEngine, listener: socket.socket, limits: ConnectionConfig
+) -> int:
+    server = _Server(config, listener, limits)
     shutdown = _Shutdown(engine, server)
     watching = asyncio.create_task(shutdown.when_dead())
     engine.start()
     try:
         with _signals(shutdown.on_signal):
-            await server.serve(sockets=[listener])
+            await server.serve(sockets=[])
     finally:
         watching.cancel()
     if shutdown.code == 0 and engine.ended.is_set():
@@ -100,10 +86,13 @@ def _signals(handler: Callable[[int], None]) -> Iterator[None]:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """False for the traceback of a call that was cancelled on purpose.
+    """False for the traceback of a call that was cancelled on purpose, and for a client's invalid HTTP.
 
     A second signal cancels all calls. The end of the server also cancels calls whose clients do not read.
+    Invalid HTTP is answered with a 400. A line for each could fill the log.
     """
+    if record.msg == "Invalid HTTP request received.":
+        return False
     kind = record.exc_info[0] if record.exc_info else None
     return kind is None or not issubclass(kind, asyncio.CancelledError)
 
@@ -115,7 +104,21 @@ def _raise_cause(engine: AsyncEngine) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, since `_Shutdown` handles signals."""
+    """uvicorn without its signal handlers and its way to accept: `_Shutdown` and `Door` do that."""
+
+    def __init__(self, config: uvicorn.Config, listener: socket.socket, limits: ConnectionConfig) -> None:
+        super().__init__(config)
+        self._listener = listener
+        self._door = Door(self, listener, limits, room_now(limits.max_connections))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._door.open()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._door.close()
+        self._listener.close()
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -77,8 +77,6 @@ class Service:
     """Time at which serving started, on the wall clock."""
     cluster: Cluster | None = None
     """The supervisor of several processes. None if one worker process does everything."""
-    may_change: bool = True
-    """True if clients may see the cluster's processes and change their number."""
 
     def __post_init__(self) -> None:
         try:

@@ -75,6 +75,8 @@ class Acceptor(Generic[Passed]):
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         poller.register(self._stop, select.POLLIN)
+        stopping = select.poll()  # select.select knows no descriptor of 1024 or more
+        stopping.register(self._stop, select.POLLIN)
         while True:
             if any(fd == self._stop for fd, _ in poller.poll()):
                 return
@@ -85,7 +87,7 @@ class Acceptor(Generic[Passed]):
             except (OSError, RuntimeError) as error:  # no descriptor or thread is free now
                 reason = error.strerror if isinstance(error, OSError) else error
                 _log.warning("cannot accept at %s: %s", self._address, reason)
-                select.select([self._stop], [], [], RETRY_SECONDS)
+                stopping.poll(1000 * RETRY_SECONDS)
 
     def _begin(self, sock: socket.socket, name: object) -> None:
         """Start the thread of one handshake, which replaces the oldest one if there are too many."""

@@ -194,10 +194,12 @@ def _watch(rank: int, process: subprocess.Popen[bytes], ended: SimpleQueue[Ended
     """Watch a rank until it ends. It sends signs of life once Python has loaded the program."""
     assert process.stdout is not None
     output = b""  # without signs of life
+    more = select.poll()  # select.select knows no descriptor of 1024 or more
     with process.stdout as signs:
+        more.register(signs, select.POLLIN)
         while read := os.read(signs.fileno(), 4096):
             output = (output + read).lstrip(ALIVE)
-            if not select.select([signs], [], [], FROZEN_SECONDS)[0]:
+            if not more.poll(1000 * FROZEN_SECONDS):
                 process.kill()
     line = output.partition(b"\n")[0].decode(errors="replace")
     ended.put(EndedRank(rank, process.pid, process.wait(), line))

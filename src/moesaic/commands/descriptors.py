@@ -1,0 +1,39 @@
+"""The limit on file descriptors: raised as far as it goes, and checked before anything needs one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import resource
+
+from moesaic.core.errors import ConfigError
+
+LEAST = 48
+"""Descriptors that a process with one worker needs, with some to spare."""
+EACH = 4
+"""Descriptors that each further process, or each peer, needs."""
+EXHAUSTED = (errno.EMFILE, errno.ENFILE)
+
+
+def prepare(processes: int = 1) -> None:
+    """Raise the soft limit of this process and of its children to the hard one.
+
+    processes: number of processes that this one starts. Raises ConfigError if even the hard limit is too
+    small for them.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # macOS names no hard limit, but has one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needed = LEAST + EACH * (processes - 1)
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise ConfigError.field(
+            "the limit of open files (ulimit -n)", limit, f"at least {needed}; raise it with ulimit -n 1024"
+        )
+
+
+def exhausted() -> str:
+    """The line for a process that has run out of descriptors."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f"too many open files; the limit of this process is {limit}: raise it with ulimit -n"
