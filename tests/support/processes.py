@@ -12,6 +12,12 @@ def children(pid: int, module: str | None = None) -> list[int]:
     return [int(child) for child in started if module is None or module in _command(child)]
 
 
+def all_children(pid: int) -> list[int]:
+    """Ids of those that any thread of `pid` started."""
+    lists = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children")]
+    return sorted(int(child) for listed in lists for child in listed)
+
+
 def gone(pid: int) -> bool:
     """Whether the process has ended, even if nobody has waited for it."""
     try:

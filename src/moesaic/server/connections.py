@@ -21,6 +21,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from starlette.datastructures import MutableHeaders
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moesaic.config import ConnectionConfig
@@ -30,7 +31,7 @@ from moesaic.server.guard import ALIVE_PATHS
 
 if TYPE_CHECKING:
     import uvicorn
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ SPARE = RESERVE = 64
 PATIENCE = 0.25
 """Seconds after which a connection that waits for a request may be closed for a new one."""
 READER_PATIENCE = 2.0
-"""The same for a client that reads nothing of a complete answer. It is looked at every LOOK_SECONDS."""
+"""The same for a client that reads nothing of its answer. It is looked at every LOOK_SECONDS."""
 STALLED = 60.0
 """Seconds after which a client that reads nothing of a complete answer is gone."""
 LOOK_SECONDS = 0.5
@@ -103,7 +104,9 @@ class Door:
         self._limits = limits
         self._open = 0
         self._waiting: dict[Connection, None] = {}
-        """Connections without a request, in the order in which they began to wait."""
+        """Connections without a request, the longest first. Further those with a request for ALIVE_PATHS or
+        one that is refused: they are beyond the maximum, so they must not last.
+        """
         self._accepting: set[asyncio.Task[object]] = set()
         self._looking: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
@@ -135,6 +138,11 @@ class Door:
         self._open -= 1
         if self._retry is not None:
             self._resume()
+
+    @property
+    def crowded(self) -> bool:
+        """Whether there are more connections than requests that may be answered at the same time."""
+        return self._open > self.room.served
 
     @contextlib.contextmanager
     def seat(self) -> Iterator[None]:
@@ -284,8 +292,9 @@ class Connection(H11Protocol):
 
     def gives_way(self, now: float) -> bool:
         """Whether the connection has waited for long enough to be closed for a new one."""
+        quiet = self._fresh or self._answered()
         reading = self.transport.is_closing() or self.transport.get_write_buffer_size()
-        return now - self.since > (READER_PATIENCE if reading else PATIENCE)
+        return now - self.since > (PATIENCE if quiet and not reading else READER_PATIENCE)
 
     def overdue(self, now: float, header_seconds: float) -> bool:
         """Whether the client has taken too long. uvicorn's keep-alive timer ends idle connections."""
@@ -313,25 +322,39 @@ class Connection(H11Protocol):
     def _look_at_request(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self._fresh = False
-            self._door.works(self)
+            if self.cycle.scope["path"] in ALIVE_PATHS:
+                self.since = time.monotonic()
+            else:
+                self._door.works(self)
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or refuse it where there are too many."""
         if scope["path"] in ALIVE_PATHS:
-            await self._serve(scope, receive, send)
+            await self._serve(scope, receive, _closing(send) if self._door.crowded else send)
         elif self._door.busy < self._door.room.served:
             with self._door.seat():
                 await self._serve(scope, receive, send)
         else:
+            self.since = time.monotonic()
+            self._door.waits(self)
             problem = problem_of(self._door.full())
             if b"expect" not in dict(scope["headers"]):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(REFUSED_BODY_SECONDS):
                         while (await receive()).get("more_body"):
                             pass
-            response = problem.response()
-            response.headers["Connection"] = "close"
-            await response(scope, receive, send)
+            await problem.response()(scope, receive, _closing(send))
+
+
+def _closing(send: Send) -> Send:
+    """`send` that closes the connection after the answer."""
+
+    async def closing(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)["Connection"] = "close"
+        await send(message)
+
+    return closing
 
 
 def _raw(problem: Problem) -> bytes:

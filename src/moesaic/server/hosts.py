@@ -30,9 +30,11 @@ class Hosts:
 
     def allow(self, header: str) -> bool:
         """Whether the value of the header Host is allowed. A port is ignored."""
-        name = _without_port(header.strip().lower())
-        if ANY in self.names or name in self.names or name.removesuffix(".") in self.names:
-            return bool(name) or ANY in self.names
+        if ANY in self.names:
+            return True
+        name = _without_port(header.strip().lower()).removesuffix(".")
+        if name and name in self.names:
+            return True
         if name == "localhost" or name.endswith(".localhost"):
             return True
         return is_loopback(name) or (self.any_address and _is_address(name))

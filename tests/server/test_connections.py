@@ -1,0 +1,269 @@
+"""Clients that are silent, slow, wrong or too many, against a real process with a small descriptor limit."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from moesaic.core.errors import ConfigError
+from moesaic.server.connections import MOST, Room
+from tests.support.raw_http import ask, connect, get, head, post, read, silent
+
+ROOT = Path(__file__).parents[2]
+BODY = {"prompt": "x", "max_tokens": 4}
+QUICK = '{"timeout_header": 1, "timeout_body": 1, "timeout_keep_alive": 1}'
+
+
+class Process:
+    """tests.support.server_process under a descriptor limit."""
+
+    def __init__(self, path: Path, pace: float, limits: str, descriptors: int) -> None:
+        run = f'ulimit -n {descriptors}; exec "$0" -m tests.support.server_process "$@"'
+        self.process = subprocess.Popen(
+            ["bash", "-c", run, sys.executable, str(path), str(pace), limits],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline())
+        while get(self.port, "/health") != 200:
+            time.sleep(0.02)
+
+    def end(self) -> str:
+        """End the server and return what it logged."""
+        self.process.terminate()
+        said = self.process.communicate(timeout=30)[1]
+        assert self.process.returncode == 0
+        assert "Traceback" not in said, said
+        return said
+
+
+@contextmanager
+def process(path: Path, *, pace: float = 0.0, limits: str = "{}", descriptors: int = 64) -> Iterator[Process]:
+    server = Process(path, pace, limits, descriptors)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """A server with time limits of a second."""
+    with process(tmp_path_factory.mktemp("quick"), pace=0.04, limits=QUICK, descriptors=256) as server:
+        yield server
+        server.end()
+
+
+def test_the_room_leaves_descriptors_for_everything_else() -> None:
+    assert Room.within(1024, 24, None) == Room(served=1000 - 128, spare=64)
+    assert Room.within(64, 20, None) == Room(served=44 - 22, spare=11)
+    assert Room.within(1 << 20, 20, None) == Room(served=MOST, spare=64)
+    assert Room.within(1 << 20, 20, 1 << 17) == Room(served=1 << 17, spare=64)
+    assert Room.within(64, 20, 3) == Room(served=3, spare=11)
+
+
+def test_a_limit_without_room_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"ulimit -n\): got 20; allowed: at least 24"):
+        Room.within(20, 20, None)
+    with pytest.raises(ConfigError, match=r"^--max-connections: got 23; allowed: at most 22 .* ulimit -n"):
+        Room.within(64, 20, 23)
+
+
+@pytest.mark.slow
+def test_silent_connections_keep_nobody_out(tmp_path: Path) -> None:
+    """More of them than the process may have descriptors, again and again."""
+    with process(tmp_path) as server:
+        with silent(server.port, 150), silent(server.port, 150):
+            for _ in range(3):
+                assert get(server.port, "/health") == get(server.port, "/metrics") == 200
+                answer = ask(server.port, post("/v1/completions", BODY, "Connection: close"))
+                assert answer is not None and answer.status == 200
+                time.sleep(0.3)
+        said = server.end()
+    assert re.fullmatch(r"\d+ requests or \d+ connections are open, the maximum; .*ulimit -n\)\n", said), said
+
+
+@pytest.mark.slow
+def test_honest_clients_beyond_the_maximum_are_told_to_come_back(tmp_path: Path) -> None:
+    """None of a hundred is cut off, and /health is answered meanwhile."""
+    request = post("/v1/completions", BODY | {"max_tokens": 40}, "Connection: close")
+    with process(tmp_path, pace=0.02) as server, ThreadPoolExecutor(101) as pool:
+        health = pool.submit(lambda: [get(server.port, "/health") for _ in range(20)])
+        calls = [pool.submit(ask, server.port, request) for _ in range(100)]
+        answers = [call.result() for call in calls]
+        assert health.result() == [200] * 20
+        said = server.end()
+    good = [answer for answer in answers if answer is not None and answer.status == 200]
+    refused = [answer for answer in answers if answer is not None and answer.status != 200]
+    assert all(b'"finish_reason":"length"' in answer.body for answer in good)
+    assert len(good) + len(refused) == 100 and good and refused
+    for answer in refused:
+        if answer.status == 503:
+            assert (answer.code, answer.headers["retry-after"]) == ("too_many_connections", "1")
+            assert answer.headers["connection"] == "close"
+        else:
+            assert answer.status == 429, "the engine's queue is full"
+    assert said.count("\n") == 1, "one line, and not one for each connection"
+
+
+@pytest.mark.slow
+def test_idle_connections_give_way(tmp_path: Path) -> None:
+    with process(tmp_path, limits='{"timeout_keep_alive": 600}') as server, ExitStack() as stack:
+        idle = []
+        for _ in range(80):
+            sock = stack.enter_context(connect(server.port))
+            sock.sendall(head("/version"))
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += sock.recv(1 << 16)
+            assert answer.startswith(b"HTTP/1.1 200")
+            idle.append(sock)
+        assert get(server.port, "/health") == 200
+        assert idle[0].recv(1) == b"", "an idle connection is closed without an answer"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"", 408),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localh", 408),
+        (head("/v1/completions", 100) + b'{"prompt": ', 408),
+    ],
+    ids=["silent", "half a head", "half a body"],
+)
+def test_what_never_arrives_is_not_waited_for(quick: Process, sent: bytes, status: int) -> None:
+    with connect(quick.port) as sock:
+        sock.sendall(sent)
+        answer = read(sock)
+    assert answer is not None
+    assert (answer.status, answer.code, answer.headers["connection"]) == (status, "request_timeout", "close")
+    assert answer.headers["content-type"] == "application/json"
+
+
+@pytest.mark.slow
+def test_a_head_that_drips_is_cut(quick: Process) -> None:
+    with connect(quick.port) as sock:
+        drip(sock, b"GET /health HTTP/1.1\r\nX: " + b"x" * 1000)
+        answer = read(sock)
+    assert answer is None or answer.status == 408
+
+
+@pytest.mark.slow
+def test_a_body_that_drips_is_cut(quick: Process) -> None:
+    with connect(quick.port) as sock:
+        sock.sendall(head("/v1/completions", 5000))
+        drip(sock, b'{"prompt": "' + b"x" * 4000)
+        answer = read(sock)
+    assert answer is None or answer.status == 408
+
+
+@pytest.mark.slow
+def test_a_body_that_stops_is_cut_however_fast_it_began(quick: Process) -> None:
+    """2 MB are good for an hour, but a pause is not."""
+    with connect(quick.port) as sock:
+        sock.sendall(head("/tokenize", 3 << 20) + b'{"prompt": "' + b"x" * (2 << 20))
+        answer = read(sock)
+    assert answer is not None and answer.status == 408
+
+
+@pytest.mark.slow
+def test_a_slow_but_steady_upload_is_answered(quick: Process) -> None:
+    """Four times as long as --timeout-body."""
+    request = post("/tokenize", {"prompt": "x" * 8000}, "Connection: close")
+    with connect(quick.port) as sock:
+        for start in range(0, len(request), 400):
+            sock.sendall(request[start : start + 400])
+            time.sleep(0.2)
+        answer = read(sock)
+    assert answer is not None and answer.status == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_may_take_its_time(quick: Process, stream: bool) -> None:
+    """Four times as long as every limit."""
+    body = {"prompt": "x", "max_tokens": 100, "stream": stream}
+    answer = ask(quick.port, post("/v1/completions", body, "Connection: close"))
+    assert answer is not None and answer.status == 200
+    assert b'"finish_reason":"length"' in answer.body
+
+
+@pytest.mark.slow
+def test_a_kept_connection_is_closed_when_it_is_idle(quick: Process) -> None:
+    with connect(quick.port) as sock:
+        sock.sendall(head("/health") + head("/health"))  # two at once: a pipeline
+        answer = read(sock)
+        assert answer is not None and answer.body.count(b"HTTP/1.1 200 OK") == 1
+    with connect(quick.port) as sock:
+        sock.sendall(head("/health"))
+        time.sleep(0.6)
+        sock.sendall(b"GET /hea")  # half a head on a kept connection
+        answer = read(sock)
+        assert answer is not None and answer.status == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET /\xff HTTP/9.9\r\nHost: x\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+def test_what_is_not_http_is_a_400_in_the_usual_shape(quick: Process, sent: bytes) -> None:
+    answer = ask(quick.port, sent)
+    assert answer is not None and (answer.status, answer.code) == (400, "invalid_http")
+
+
+@pytest.mark.slow
+def test_invalid_http_during_an_answer_ends_only_its_connection(quick: Process) -> None:
+    request = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n"
+    )
+    with connect(quick.port) as sock:
+        sock.sendall(request.replace(b"/v1/completions", b"/nothing"))
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 404")
+        sock.sendall(b"zz\r\n")
+        while sock.recv(1 << 16):
+            pass
+    assert get(quick.port, "/health") == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["/metrics", "/openapi.json"])
+def test_clients_that_read_nothing_keep_nobody_out(tmp_path: Path, path: str) -> None:
+    """Their answers wait in the server, up to the point where it stops writing."""
+    with process(tmp_path) as server, ExitStack() as stack:
+        for _ in range(60):
+            sock = stack.enter_context(connect(server.port))
+            sock.sendall(head(path) * 1000)
+        assert get(server.port, "/health") == 200
+
+
+def drip(sock: socket.socket, data: bytes) -> None:
+    """Send a byte at a time until the server has had enough."""
+    for byte in data:
+        try:
+            sock.sendall(bytes([byte]))
+        except OSError:
+            return
+        time.sleep(0.05)
