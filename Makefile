@@ -2,7 +2,8 @@
 # make demo    serve the checkpoint inside the package and stream an answer from it
 # make check   before a commit: format, lint, types, architecture, fast tests; under two minutes
 # make test    every test but those marked full: of each matrix of settings a cover of all pairs; about ten minutes
-# make full    the tests marked full, properties on random examples, then `make soak`; hours
+# make full    the tests marked full, properties on random examples, `make fuzz`, then `make soak`; hours
+# make fuzz    100,000 right and wrong requests to a real server with low limits; no 5xx
 # make soak    210 rounds of real clusters whose processes are killed and frozen; every answer is compared
 # make wheel   a wheel that needs no compiler where it is installed, checked, in dist/
 # make gpu     what a GPU gives: its tests, answers beside the CPU's, tokens/s, in build/gpu.json; less than ten minutes
@@ -12,7 +13,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-done
 
-.PHONY: setup demo lint check test full soak wheel gpu sanitize
+.PHONY: setup demo lint check test full fuzz soak wheel gpu sanitize
 unexport PYTHONDONTWRITEBYTECODE  # tests that start processes would compile everything each time
 
 setup: $(STAMP)
@@ -39,7 +40,11 @@ full: $(STAMP)
 	$(BIN)/pytest -m full -n 2 --dist loadfile
 	$(BIN)/pytest -m hypothesis --hypothesis-profile=random
 	$(BIN)/pytest --hypothesis-profile=random $$(find tests -name 'test_*_machine.py')
+	$(MAKE) fuzz
 	$(MAKE) soak
+
+fuzz: $(STAMP)
+	$(BIN)/python -m scripts.fuzz_api --calls 100000 $(FUZZ)
 
 soak: $(STAMP)
 	$(BIN)/python -m scripts.soak $(SOAK)

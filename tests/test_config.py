@@ -10,6 +10,7 @@ import pytest
 from moesaic import config
 from moesaic.config import (
     CacheConfig,
+    ConnectionConfig,
     ModelConfig,
     ParallelConfig,
     QueueConfig,
@@ -19,7 +20,7 @@ from moesaic.config import (
 )
 from moesaic.core.errors import ConfigError
 
-CONFIGS = (ModelConfig, CacheConfig, SchedulerConfig, QueueConfig, ServerConfig)
+CONFIGS = (ModelConfig, CacheConfig, SchedulerConfig, QueueConfig, ServerConfig, ConnectionConfig)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,14 @@ def test_json_carries_every_setting() -> None:
         ("--port", lambda: ServerConfig(port=65536)),
         ("--max-queue", lambda: ServerConfig(max_queue=-1)),
         ("--api-key", lambda: ServerConfig(api_key="")),
+        ("--admin-key", lambda: ServerConfig(admin_key="se cret")),
+        ("--allowed-hosts", lambda: ServerConfig(allowed_hosts="a.example,,b.example")),
+        ("--allowed-hosts", lambda: ServerConfig(allowed_hosts="http://a.example")),
         ("--served-model-name", lambda: ServerConfig(served_model_name=" ")),
+        ("--timeout-header", lambda: ConnectionConfig(timeout_header=0)),
+        ("--timeout-body", lambda: ConnectionConfig(timeout_body=float("inf"))),
+        ("--timeout-keep-alive", lambda: ConnectionConfig(timeout_keep_alive=-1)),
+        ("--max-connections", lambda: ConnectionConfig(max_connections=0)),
     ],
 )
 def test_a_wrong_setting_is_named(flag: str, make) -> None:
@@ -163,6 +171,19 @@ def test_api_key_comes_from_the_flag_then_the_environment() -> None:
     assert config.resolve_server(ServerConfig(), environment).api_key == "from-outside"
     assert config.resolve_server(ServerConfig(api_key="flag"), environment).api_key == "flag"
     assert config.resolve_server(ServerConfig(), {}).api_key is None
+
+
+def test_the_admin_key_is_the_api_key_where_nothing_else_is_said() -> None:
+    environment = {"MOESAIC_API_KEY": "everybody", "MOESAIC_ADMIN_KEY": "admins"}
+    assert config.resolve_server(ServerConfig(), {}).admin_key is None
+    assert config.resolve_server(ServerConfig(api_key="a"), {}).admin_key == "a"
+    assert config.resolve_server(ServerConfig(api_key="a"), environment).admin_key == "admins"
+    assert config.resolve_server(ServerConfig(api_key="a", admin_key="b"), environment).admin_key == "b"
+
+
+def test_a_worker_gets_no_keys() -> None:
+    environment = {"MOESAIC_API_KEY": "a", "MOESAIC_ADMIN_KEY": "b", "HOME": "/root"}
+    assert config.worker_environment(environment) == {"OMP_WAIT_POLICY": "passive", "HOME": "/root"}
 
 
 def test_a_bad_key_is_refused_and_not_repeated() -> None:
