@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from moesaic.core.errors import ConfigError
-from moesaic.server.connections import MOST, Room
+from moesaic.server.room import MOST, Room
 from tests.support.raw_http import ask, connect, get, head, post, read, silent
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +119,29 @@ def test_honest_clients_beyond_the_maximum_are_told_to_come_back(tmp_path: Path)
         else:
             assert answer.status == 429, "the engine's queue is full"
     assert said.count("\n") == 1, "one line, and not one for each connection"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "begun", [b"POST /v1/compl", head("/v1/completions", 2000) + b'{"prompt": '], ids=["heads", "bodies"]
+)
+def test_half_requests_keep_nobody_out(tmp_path: Path, begun: bytes) -> None:
+    """Those that drip as little as those that stop."""
+    with process(tmp_path) as server, ExitStack() as stack:
+        socks = [stack.enter_context(connect(server.port)) for _ in range(60)]
+        for sock in socks:
+            sock.sendall(begun)
+        for _ in range(30):
+            time.sleep(0.1)
+            for sock in socks[::2]:
+                with suppress(OSError):  # it was closed
+                    sock.sendall(b"x")
+        assert get(server.port, "/health") == 200
+        answer = ask(server.port, post("/v1/completions", BODY, "Connection: close"))
+        assert answer is not None and answer.status == 200
+        ended = read(socks[0])
+        assert ended is None or ended.status == 503
+        server.end()
 
 
 @pytest.mark.slow

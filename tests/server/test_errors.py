@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import httpx
 import openai
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from moesaic.core import messages
 from moesaic.server import prompts
 from moesaic.server.requests import CompletionRequest
+from tests.support.raw_http import connect, head, read
 
 from .conftest import MODEL, Launch, Live
 from .test_chat import ASK
@@ -140,6 +142,21 @@ def test_a_huge_body_is_413(live: Live, told: bool) -> None:
         response = client.post("/v1/completions", content=body if told else pieces, headers=headers)
     assert response.status_code == 413
     assert error_of(response)["code"] == "body_too_large"
+
+
+def test_many_large_bodies_at_once_are_503(launch: Launch, until: Until) -> None:
+    """Each is allowed, but all together would take too much memory. Afterwards there is room again."""
+    live = launch(max_body_bytes=1000)
+    port = int(live.url.rsplit(":", 1)[1])
+    body = json.dumps({"prompt": "x" * 900}).encode()
+    with ExitStack() as stack:
+        socks = [stack.enter_context(connect(port)) for _ in range(20)]
+        for sock in socks:
+            sock.sendall(head("/tokenize", 950, "Connection: close") + body[:900])
+        first = read(socks[-1])
+        assert first is not None and (first.status, first.code) == (503, "too_many_bytes")
+        assert first.headers["retry-after"] == "1"
+    until(lambda: live.post("/tokenize", prompt="x" * 900).status_code == 200)
 
 
 @pytest.mark.parametrize(

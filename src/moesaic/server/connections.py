@@ -12,22 +12,19 @@ import contextlib
 import itertools
 import logging
 import math
-import resource
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from http import HTTPStatus
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from starlette.datastructures import MutableHeaders
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moesaic.config import ConnectionConfig
-from moesaic.core.errors import ConfigError
 from moesaic.server.errors import NotServingError, Problem, problem_of
-from moesaic.server.guard import ALIVE_PATHS
+from moesaic.server.guard import ALIVE_PATHS, BODY_RATE
+from moesaic.server.room import Room
 
 if TYPE_CHECKING:
     import uvicorn
@@ -35,14 +32,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-MOST = 16384
-"""Maximum number of requests at the same time, where the descriptor limit would allow more."""
-SPARE = RESERVE = 64
-"""Descriptors for connections beyond the maximum, and for workers and files. A small limit has fewer."""
 PATIENCE = 0.25
 """Seconds after which a connection that waits for a request may be closed for a new one."""
 READER_PATIENCE = 2.0
-"""The same for a client that reads nothing of its answer. It is looked at every LOOK_SECONDS."""
+"""The same for a client that sends nothing of a body or reads nothing of an answer."""
 STALLED = 60.0
 """Seconds after which a client that reads nothing of a complete answer is gone."""
 LOOK_SECONDS = 0.5
@@ -55,39 +48,6 @@ REFUSED_BODY_SECONDS = 1.0
 """Seconds for the body of a request that is refused. A client may read no answer before it has sent it."""
 RETRY_AFTER = 1.0
 """Seconds after which a refused client should try again."""
-
-
-@dataclass(frozen=True)
-class Room:
-    """How many connections there may be."""
-
-    served: int
-    """Requests at the same time; further ones are answered with 503."""
-    spare: int
-    """Connections beyond `served`: they ask for /health or /metrics, or they are refused."""
-
-    @classmethod
-    def within(cls, limit: int, used: int, wanted: int | None) -> Room:
-        """The room that a limit of `limit` descriptors leaves when `used` are open.
-
-        wanted: the value of --max-connections. Raises ConfigError if it is too large for the limit.
-        """
-        free = limit - used
-        spare = min(SPARE, free // 4)
-        most = free - spare - min(RESERVE, free // 4)
-        if most < 1 or spare < 1:
-            raise ConfigError.field("the descriptor limit (ulimit -n)", limit, f"at least {used + 4}")
-        if wanted is not None and wanted > most:
-            allowed = f"at most {most} with a descriptor limit of {limit}; raise it with ulimit -n"
-            raise ConfigError.field("--max-connections", wanted, allowed)
-        return cls(min(most, MOST) if wanted is None else wanted, spare)
-
-
-def room_now(wanted: int | None) -> Room:
-    """The room of this process, which has opened everything but its connections. See Room.within."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    used = len(list(Path("/dev/fd").iterdir()))
-    return Room.within(1 << 20 if limit == resource.RLIM_INFINITY else limit, used, wanted)
 
 
 class Door:
@@ -104,8 +64,8 @@ class Door:
         self._limits = limits
         self._open = 0
         self._waiting: dict[Connection, None] = {}
-        """Connections without a request, the longest first. Further those with a request for ALIVE_PATHS or
-        one that is refused: they are beyond the maximum, so they must not last.
+        """Connections without a complete request, the longest first. Further those with a request for
+        ALIVE_PATHS or one that is refused: they are beyond the maximum, so they must not last.
         """
         self._accepting: set[asyncio.Task[object]] = set()
         self._looking: asyncio.Task[None] | None = None
@@ -277,15 +237,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP. uvicorn's own answer has no OpenAI shape and fails during a response."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            started = self.cycle.response_started
-            self.cycle.disconnected = True  # its answer has no place any more
-            self.cycle.message_event.set()
-            if started:
-                self.transport.close()
-                return
-        self.transport.write(_raw(Problem(400, "this is not an HTTP request", code="invalid_http")))
-        self.transport.close()
+        self._end(Problem(400, "this is not an HTTP request", code="invalid_http"))
 
     def _unsupported_upgrade_warning(self) -> None:
         """Ignore the header Upgrade quietly, as HTTP allows. uvicorn would log two lines for each request."""
@@ -303,15 +255,26 @@ class Connection(H11Protocol):
             self._unsent, self.since = unsent, now
         if unsent or self.transport.is_closing():
             return now - self.since > STALLED
-        idle = self._answered() and not self._begun
-        return not idle and now - self.since > header_seconds
+        incomplete = self._fresh or (self._answered() and self._begun)
+        return incomplete and now - self.since > header_seconds
 
     def turn_away(self, problem: Problem) -> None:
-        """Close the connection, with `problem` as the answer to its first request, which has not arrived."""
+        """Close the connection, with `problem` as the answer to a request that has not arrived."""
         if self.transport.is_closing() or self.transport.get_write_buffer_size():
             self.transport.abort()
-            return
-        if self._fresh:
+        elif self._answered():
+            self.transport.close()
+        else:
+            self._end(problem)
+
+    def _end(self, problem: Problem) -> None:
+        """Close the connection, with `problem` as the last answer where no other one has begun."""
+        started = False
+        if self.cycle is not None and not self.cycle.response_complete:
+            started = self.cycle.response_started
+            self.cycle.disconnected = True  # the application's answer has no place any more
+            self.cycle.message_event.set()
+        if not started:
             self.transport.write(_raw(problem))
         self.transport.close()
 
@@ -322,9 +285,8 @@ class Connection(H11Protocol):
     def _look_at_request(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self._fresh = False
-            if self.cycle.scope["path"] in ALIVE_PATHS:
-                self.since = time.monotonic()
-            else:
+            self.since = time.monotonic()
+            if not self.cycle.more_body and self.cycle.scope["path"] not in ALIVE_PATHS:
                 self._door.works(self)
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -332,7 +294,11 @@ class Connection(H11Protocol):
         if scope["path"] in ALIVE_PATHS:
             await self._serve(scope, receive, _closing(send) if self._door.crowded else send)
         elif self._door.busy < self._door.room.served:
-            with self._door.seat():
+            with contextlib.ExitStack() as seat:
+                if self.cycle.more_body:
+                    receive = self._until_complete(receive, seat)
+                else:
+                    seat.enter_context(self._door.seat())
                 await self._serve(scope, receive, send)
         else:
             self.since = time.monotonic()
@@ -344,6 +310,27 @@ class Connection(H11Protocol):
                         while (await receive()).get("more_body"):
                             pass
             await problem.response()(scope, receive, _closing(send))
+
+    def _until_complete(self, receive: Receive, seat: contextlib.ExitStack) -> Receive:
+        """`receive` that counts the request once its body is complete. Until then it may give way."""
+        began, seen, complete = time.monotonic(), 0, False
+
+        async def counting() -> Message:
+            nonlocal seen, complete
+            message = await receive()
+            if complete:
+                return message
+            seen += len(message.get("body", b""))
+            self.since = min(time.monotonic(), began + seen / BODY_RATE)
+            complete = not message.get("more_body", False)
+            if complete:
+                if self._door.busy >= self._door.room.served:
+                    raise problem_of(self._door.full())
+                seat.enter_context(self._door.seat())
+                self._door.works(self)
+            return message
+
+        return counting
 
 
 def _closing(send: Send) -> Send:

@@ -6,6 +6,7 @@ That happens before any route sees the request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import re
 import uuid
@@ -18,6 +19,8 @@ from moesaic.server.errors import Problem, shown
 from moesaic.server.hosts import Hosts
 
 MAX_BODY_BYTES = 32 * 2**20
+MANY_BODIES = 16
+"""Bodies of the maximum size that all open requests together may have. They are held in memory."""
 BODY_SECONDS = 60.0
 BODY_RATE = 500
 """Bytes of a body that give its client another second, as in Apache's mod_reqtimeout."""
@@ -89,6 +92,8 @@ class Guard:
         self._access = access
         self._max_body_bytes = max_body_bytes
         self._body_seconds = body_seconds
+        self._held = 0
+        """Bytes in the bodies of all open requests."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -98,7 +103,8 @@ class Guard:
         identified = _with_request_id(send, headers.get("x-request-id", ""))
         problem = self._access.problem(scope["path"], headers) or self._size_problem(headers)
         if problem is None:
-            await self._app(scope, self._limited(receive), identified)
+            with contextlib.ExitStack() as held:
+                await self._app(scope, self._limited(receive, held), identified)
         else:
             await problem.response()(scope, receive, identified)
 
@@ -114,8 +120,8 @@ class Guard:
             headers={"Connection": "close"},
         )
 
-    def _limited(self, receive: Receive) -> Receive:
-        """`receive` that raises if the body is too large or too slow.
+    def _limited(self, receive: Receive, held: contextlib.ExitStack) -> Receive:
+        """`receive` that raises if the body is too large or too slow. held: ends with the request.
 
         It also works without a Content-Length header. After the body there are no limits: a route then waits
         for the client to leave, for as long as its answer takes.
@@ -134,13 +140,30 @@ class Guard:
                     message = await receive()
             except TimeoutError:
                 raise self._too_slow() from None
-            seen += len(message.get("body", b""))
+            size = len(message.get("body", b""))
+            seen += size
             complete = not message.get("more_body", False)
             if seen > self._max_body_bytes:
                 raise self._too_large()
+            self._hold(size)
+            held.callback(self._hold, -size)
+            if self._held > MANY_BODIES * self._max_body_bytes:
+                raise self._too_much()
             return message
 
         return limited
+
+    def _hold(self, size: int) -> None:
+        self._held += size
+
+    def _too_much(self) -> Problem:
+        return Problem(
+            503,
+            f"all open requests together have more than {MANY_BODIES} times {self._max_body_bytes} bytes",
+            "service_unavailable",
+            code="too_many_bytes",
+            headers={"Connection": "close", "Retry-After": "1"},
+        )
 
     def _too_slow(self) -> Problem:
         return Problem(

@@ -16,7 +16,8 @@ from starlette.types import ASGIApp
 from moesaic.config import ConnectionConfig
 from moesaic.core.errors import ConfigError, EngineDeadError
 from moesaic.server.async_engine import AsyncEngine
-from moesaic.server.connections import Door, room_now
+from moesaic.server.connections import Door
+from moesaic.server.room import room_now
 
 _GRACE_SECONDS = 10
 """Seconds for clients to finish reading, or sending, once no request is computed any more."""
