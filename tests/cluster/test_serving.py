@@ -125,7 +125,7 @@ def test_scaling_and_a_kill_during_traffic(server: Server) -> None:
 def test_refusals_are_one_line(server: Server) -> None:
     for flags, key, code, message in (
         (("--expert-servers", "1"), KEY, 1, "HTTP 409: expert_servers: got 1; --min-replicas"),
-        (("--expert-servers", "3"), "wrong", 1, "HTTP 401: wrong or missing API key"),
+        (("--expert-servers", "3"), "wrong", 1, "HTTP 401: wrong or missing admin key"),
         (("--expert-servers", "0"), KEY, 2, "--expert-servers: got 0"),
         ((), KEY, 2, "--expert-servers or --attention-workers"),
     ):

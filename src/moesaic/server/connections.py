@@ -43,7 +43,7 @@ LOOK_SECONDS = 0.5
 RETRY_SECONDS = 0.05
 """Seconds until the next attempt to accept, while there is no descriptor for another connection."""
 LOG_SECONDS = 60.0
-"""Seconds between two log lines about refused connections."""
+"""Seconds between two log lines of the door."""
 REFUSED_BODY_SECONDS = 1.0
 """Seconds for the body of a request that is refused. A client may read no answer before it has sent it."""
 RETRY_AFTER = 1.0
@@ -115,15 +115,22 @@ class Door:
     def full(self) -> NotServingError:
         """The refusal of a connection, which is also logged if none was for a while."""
         self._refused += 1
-        now = time.monotonic()
-        if now - self._logged >= LOG_SECONDS:
+        if self._may_log():
             _log.warning(
                 "%d requests or %d connections are open, the maximum; refused since the last such line: %d "
                 "(see --max-connections and ulimit -n)",
                 *(self.room.served, self.room.served + self.room.spare, self._refused),
             )
-            self._logged, self._refused = now, 0
+            self._refused = 0
         return NotServingError("the server has too many connections", "too_many_connections", RETRY_AFTER)
+
+    def _may_log(self) -> bool:
+        """Whether the last line is LOG_SECONDS ago. Then the next one is due."""
+        now = time.monotonic()
+        due = now - self._logged >= LOG_SECONDS
+        if due:
+            self._logged = now
+        return due
 
     def _accept(self) -> None:
         """Accept what has come, as far as there is room. The listener is readable."""
@@ -137,7 +144,8 @@ class Door:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:  # something else took the descriptors, or there is no memory
-                _log.warning("cannot accept a connection: %s", error.strerror)
+                if self._may_log():
+                    _log.warning("cannot accept a connection: %s", error.strerror)
                 self._pause(LOOK_SECONDS)
                 return
             self._begin(sock)
