@@ -49,7 +49,8 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("policy.placement.dispatch", "trace.parts", "transport"),
         "models.fingerprint",  # whether a server that joins has the same checkpoint
     ),
-    "tokenizer": ("core",),
+    "templates": ("config", "core"),
+    "tokenizer": ("core", "templates"),
     "detokenizer": ("tokenizer",),
     # Workers are known through a transport only.
     "engine": ("core", "detokenizer", "tokenizer", "transport.base"),
@@ -110,7 +111,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "safetensors": ("models.checkpoint",),
     "huggingface_hub": ("models.files",),
     "tokenizers": ("tokenizer",),
-    "jinja2": ("tokenizer",),
+    "jinja2": ("templates.compiled", "templates.process"),  # never in the process of the server
     "msgspec": ("transport",),
     "fastapi": ("server",),
     "starlette": ("server",),
@@ -141,6 +142,7 @@ LATE_IMPORTS = {
     "commands.serve": "the API takes most of a second to import, which the worker loads in as well",
     "experts.process": "a server on the native kernels never imports torch, one on the reference has to",
     "models.files": "the hub's library is needed for hub ids only and takes a second to import",
+    "templates.__main__": "its parent says where modules are found",
     "policy.offloading.planner": "only FlexGen's own search needs SciPy, which takes half a second to import",
 }
 BROAD_EXCEPTS = {
@@ -273,7 +275,8 @@ HEAVY = ("torch", "transformers", "fastapi", "huggingface_hub")
         ("moesaic.commands.serve", HEAVY[:3]),
         ("moesaic.server.app", HEAVY[:2]),
         ("moesaic.server.run", HEAVY[:2]),
-        ("moesaic.engine", HEAVY),
+        ("moesaic.engine", (*HEAVY, "jinja2")),
+        ("moesaic.templates.process", (*HEAVY, "numpy", "tokenizers", "pydantic", "socket", "asyncio")),
     ],
 )
 def test_import_stays_light(module: str, banned: tuple[str, ...]) -> None:

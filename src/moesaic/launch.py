@@ -45,22 +45,25 @@ def launch(
     cluster: ClusterConfig | None = None,
     *,
     chat_template: Path | None = None,
+    special_tokens_in_content: bool = False,
     max_waiting: int | None = None,
     seed: int | None = None,
     record: RecordConfig = RecordConfig(),
 ) -> Iterator[Launched]:
     """Start `config`'s worker, or the processes of `cluster`. They end with the block.
 
-    chat_template, max_waiting: see Tokenizer and Engine. seed: determines the seeds of requests without one;
-    None draws other seeds in each run. After the block the trace of `config` and the routing profile of
-    `record` are complete. Raises ConfigError for errors that are found before the weights are read.
+    chat_template, special_tokens_in_content: see Tokenizer. max_waiting: see Engine. seed: determines the
+    seeds of requests without one; None draws other seeds in each run. After the block the trace of `config`
+    and the routing profile of `record` are complete. Raises ConfigError for errors that are found before the
+    weights are read.
     """
     cluster = cluster and cluster.resolved()
     path = _checked(config, cluster)
     defaults = files.generation_defaults(path)
-    tokenizer = Tokenizer(path, chat_template)
+    tokenizer = Tokenizer(path, chat_template, special_tokens_in_content=special_tokens_in_content)
     here = _here(config, cluster, path, record)
     with ExitStack() as stack:
+        stack.callback(tokenizer.close)
         stack.enter_context(collecting(config.trace))
         stack.enter_context(recording(record))
         connection: Connection

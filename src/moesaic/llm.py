@@ -75,16 +75,18 @@ class LLM:
         journal: Journal | None = None,
         routing: RowSink | None = None,
         trace: str | None = None,
+        special_tokens_in_content: bool = False,
         **settings: Any,
     ) -> None:
         """routing: receives the chosen experts of all rows, see `core.routing`. Offloaded weights and tensor
-        parallelism are refused with it. trace: a path from `trace.parts.part_of`."""
+        parallelism are refused with it. trace: a path from `trace.parts.part_of`.
+        special_tokens_in_content: let special tokens in chat messages act like those of the template."""
         config = _worker_config(model, settings)
         if routing is not None:
             _check_routing(config)
         config = config if trace is None else replace(config, trace=trace)
         path = files.resolve(model, config.model.revision)
-        tokenizer = Tokenizer(path)
+        tokenizer = Tokenizer(path, special_tokens_in_content=special_tokens_in_content)
         self._defaults = files.generation_defaults(path)
         ours, theirs = local_pair()
         self._connection = ours
@@ -143,7 +145,11 @@ class LLM:
     ) -> list[Completion]:
         """Answer one conversation or several, with the checkpoint's chat template."""
         several = conversations if not conversations or _nested(conversations) else [conversations]
-        prompts: list[Prompt] = [self.tokenizer.chat(one) for one in several]  # type: ignore[arg-type]
+        most = self.info.max_model_len * self.tokenizer.longest_token  # characters
+        prompts: list[Prompt] = [
+            self.tokenizer.chat(one, most_characters=most)  # type: ignore[arg-type]
+            for one in several
+        ]
         chosen = replace(self.default_sampling, max_tokens=None) if params is None else params
         return self._complete(self._submit(prompts, chosen, own_text=True))
 

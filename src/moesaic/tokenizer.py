@@ -4,52 +4,56 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from threading import Lock
+from typing import Any
 
-import jinja2
 import tokenizers
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from moesaic.core.errors import CheckpointError, ConfigError, RequestError
+from moesaic.core.errors import CheckpointError, ConfigError, RequestError, TemplateError
+from moesaic.templates import content
+from moesaic.templates.pool import Renderers
+from moesaic.templates.renderer import Limits
 
 REPLACEMENT = "\ufffd"
 MARK = "\ue000"
 """A private-use character. It marks the end of a continued message while the template is rendered."""
-TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Errors that Python's operators raise in a chat template, for messages that the template cannot handle."""
+ALLOW = "--allow-special-tokens-in-content"
 
 
 class Tokenizer:
     """The tokenizer of the checkpoint in directory `path`.
 
     chat_template: a file with a Jinja template, used in place of the checkpoint's own.
-    Raises CheckpointError if tokenizer.json is missing or damaged.
+    special_tokens_in_content: whether special tokens in messages mean what they mean in the template. Else
+    they are text. limits: of the template, which runs in processes of its own. They end with this object.
+    Raises CheckpointError if tokenizer.json is missing or damaged, or the template cannot be compiled.
     """
 
-    def __init__(self, path: Path, chat_template: Path | None = None) -> None:
-        file = path / "tokenizer.json"
-        if not file.is_file():
-            raise CheckpointError(f"{path}: no tokenizer.json (only fast tokenizers are read)")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises a plain Exception for every defect
-            raise CheckpointError(f"{file}: not a tokenizer: {error}") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+    def __init__(
+        self,
+        path: Path,
+        chat_template: Path | None = None,
+        *,
+        special_tokens_in_content: bool = False,
+        limits: Limits = Limits(),
+    ) -> None:
+        self._file = path / "tokenizer.json"
+        self._tokenizer = _read_tokenizer(self._file)
         settings_file = path / "tokenizer_config.json"
         self._settings = _read_settings(settings_file) if settings_file.is_file() else {}
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._bytes_of_character = byte_level_alphabet()
         self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._anchor_text = self.decode(self._anchor)
-        self._template = self._find_template(path, chat_template)
         self._bos = self._missing_bos()
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self._special = content.SpecialTokens([token.content for token in added if token.special])
+        self._special_in_content = special_tokens_in_content
+        self._loading_literal = Lock()
+        source, where = self._find_template(path, chat_template)
+        self._template = None if source is None else _started(source, where, limits)
 
     @cached_property
     def longest_token(self) -> int:
@@ -100,21 +104,40 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        most_characters: int | None = None,
         **variables: Any,
     ) -> list[int]:
         """The token ids of a conversation, formatted by the checkpoint's chat template.
 
         add_generation_prompt: end with the header of the answer. continue_final_message: end with the text of
-        the last message, which the model then continues. variables: further variables of the template.
-        Raises RequestError if there is no template or the template refuses the messages.
+        the last message, which the model then continues. most_characters: maximum length of the text.
+        variables: further variables of the template.
+        Raises RequestError if there is no template, or if the template refuses the messages or reaches a
+        limit, and RendererError if no process can be started for it. Special tokens in messages become text;
+        RequestError is raised where the template or the tokenizer does not allow that.
         """
-        text = self.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **variables,
-        )
-        return self.encode(text, add_special_tokens=False)
+
+        def render(plain: Sequence[Mapping[str, Any]]) -> str:
+            return self._render(
+                plain, add_generation_prompt, continue_final_message, most_characters, variables
+            )
+
+        plain = _plain(messages)
+        text = render(plain)
+        token = None if self._special_in_content else self._special.first_in(plain)
+        if token is None:
+            return self.encode(text, add_special_tokens=False)
+        hidden = self._special.hide(plain)
+        if hidden is None:
+            raise _not_text(token, "beside characters of both private-use planes of Unicode")
+        marked, plane = hidden
+        text_with_marks = render(marked)
+        if content.shown(text_with_marks, plane) != text:
+            raise _not_text(token, "and the chat template acts on it")
+        ids = self._encode_apart(text_with_marks, plane)
+        if ids is None:
+            raise _not_text(token, "and this tokenizer encodes a text otherwise in pieces than as a whole")
+        return ids
 
     def render(
         self,
@@ -122,9 +145,27 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        most_characters: int | None = None,
         **variables: Any,
     ) -> str:
         """The text of a conversation. Parameters and errors are those of `chat`."""
+        return self._render(
+            _plain(messages), add_generation_prompt, continue_final_message, most_characters, variables
+        )
+
+    def close(self) -> None:
+        """End the processes of the chat template. Afterwards no conversation can be formatted."""
+        if self._template is not None:
+            self._template.close()
+
+    def _render(
+        self,
+        plain: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        most: int | None,
+        variables: Mapping[str, Any],
+    ) -> str:
         if self._template is None:
             raise RequestError(
                 "messages: this model has no chat template; use /v1/completions or --chat-template",
@@ -135,17 +176,60 @@ class Tokenizer:
                 "continue_final_message: allowed only with add_generation_prompt false",
                 "continue_final_message",
             )
-        plain = [{**message, "content": _text_of(message.get("content"))} for message in messages]
+        own = {"add_generation_prompt": add_generation_prompt, **self._special_tokens()}
+        for name in variables:
+            if name in own:
+                raise RequestError(f"chat_template_kwargs: {name!r} cannot be set", "chat_template_kwargs")
+        messages = _marked(plain) if continue_final_message else plain
         try:
+            # transformers always sets tools and documents
             text = self._template.render(
-                messages=_marked(plain) if continue_final_message else plain,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens(),
-                **{"tools": None, "documents": None, **variables},  # transformers always sets these names
+                {"tools": None, "documents": None, **variables, **own, "messages": messages}, most
             )
-        except (jinja2.TemplateError, *TEMPLATE_ERRORS) as error:
-            raise RequestError(f"messages: the chat template refuses them: {error}", "messages") from error
+        except TemplateError as error:
+            does = f"refuses them: {error}" if error.refused else str(error)
+            code = "context_length_exceeded" if error.too_long and most is not None else None
+            raise RequestError(f"messages: the chat template {does}", "messages", code) from error
         return _cut_at_mark(text) if continue_final_message else text
+
+    def _encode_apart(self, text: str, plane: int) -> list[int] | None:
+        """The ids of a rendered `text` whose special tokens in private-use characters are text.
+
+        Encodes what lies between the template's special tokens in pieces. None if the tokenizer does not
+        encode this conversation in pieces as it does in one, with an `x` for each of those characters.
+        """
+        spans = self._special.spans(text)
+        masked = content.masked(text, plane)
+        if self._joined(masked, spans) != self.encode(masked, add_special_tokens=False):
+            return None
+        return self._joined(content.shown(text, plane), spans)
+
+    def _joined(self, text: str, spans: Sequence[tuple[int, int]]) -> list[int]:
+        """The ids of `text`. Its special tokens are those at `spans`; all others are text."""
+        begins, ends = [0, *(end for _, end in spans)], [*(begin for begin, _ in spans), len(text)]
+        pieces = [text[begin:end] for begin, end in zip(begins, ends, strict=True)]
+        found = self._literal.encode_batch_fast(pieces, add_special_tokens=False)
+        ids = list(found[0].ids)
+        for (begin, end), piece in zip(spans, found[1:], strict=True):
+            token = self._tokenizer.token_to_id(text[begin:end])
+            assert token is not None
+            ids += [token, *piece.ids]
+        return ids
+
+    @property
+    def _literal(self) -> tokenizers.Tokenizer:
+        """The tokenizer, for texts in which special tokens are text. Read when it is first needed.
+
+        It is another object, since the library cannot change this setting while other threads encode.
+        """
+        with self._loading_literal:
+            return self._literal_tokenizer
+
+    @cached_property
+    def _literal_tokenizer(self) -> tokenizers.Tokenizer:
+        literal = _read_tokenizer(self._file)
+        literal.encode_special_tokens = True
+        return literal
 
     def _special_tokens(self) -> dict[str, str]:
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -167,7 +251,8 @@ class Tokenizer:
             return []
         return [] if token in self._tokenizer.encode("a").ids else [token]
 
-    def _find_template(self, path: Path, override: Path | None) -> jinja2.Template | None:
+    def _find_template(self, path: Path, override: Path | None) -> tuple[str | None, Path]:
+        """The source of the chat template, or None, and where it was found."""
         source: Any = self._settings.get("chat_template")
         if isinstance(source, list):  # several named templates: take the one called default
             named = (each for each in source if isinstance(each, dict))
@@ -182,46 +267,39 @@ class Tokenizer:
                 raise CheckpointError(f"{file}: a chat template that is not UTF-8: {error.reason}") from error
         if source is not None and not isinstance(source, str):
             raise CheckpointError(f"{path}: chat_template: got {source!r}; allowed: a text")
-        return None if source is None else _compile(source, override or path)
+        return source, override or path
 
 
-class _Generation(Extension):
-    """Parses {% generation %} ... {% endgeneration %} and keeps the text between them.
-
-    Templates mark the model's own text with it, for training.
-    """
-
-    tags = {"generation"}  # noqa: RUF012, jinja expects a set here
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _compile(source: str, where: Path) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+def _read_tokenizer(file: Path) -> tokenizers.Tokenizer:
+    if not file.is_file():
+        raise CheckpointError(f"{file.parent}: no tokenizer.json (only fast tokenizers are read)")
     try:
-        return environment.from_string(source)
-    except (jinja2.TemplateError, SyntaxError) as error:
-        raise CheckpointError(f"{where}: the chat template is damaged: {error}") from error
+        found = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises a plain Exception for every defect
+        raise CheckpointError(f"{file}: not a tokenizer: {error}") from error
+    found.no_truncation()
+    found.no_padding()
+    return found
 
 
-def _raise_exception(message: str) -> NoReturn:
-    """Refuse a conversation. Chat templates call this function."""
-    raise jinja2.TemplateError(message)
+def _started(source: str, where: Path, limits: Limits) -> Renderers:
+    """The processes that render the template `source`."""
+    try:
+        return Renderers(source, limits)
+    except TemplateError as error:
+        does = f"is damaged: {error}" if error.refused else f"{error}, while it was compiled"
+        raise CheckpointError(f"{where}: the chat template {does}") from error
 
 
-def _to_json(value: object, ensure_ascii: bool = False, **form: Any) -> str:
-    """Plain JSON, as in transformers. Jinja's own filter escapes characters for HTML.
+def _not_text(token: str, why: str) -> RequestError:
+    allowed = f"messages without it, or a server with {ALLOW}"
+    what = f"the special token {token!r} cannot be read as text: it stands in a message, {why}"
+    return RequestError(f"messages: {what}; allowed: {allowed}", "messages", "special_token_in_content")
 
-    form: indent, separators, sort_keys.
-    """
-    return json.dumps(value, ensure_ascii=ensure_ascii, **form)
+
+def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """`messages` as chat templates expect them: each content is a text."""
+    return [{**message, "content": _text_of(message.get("content"))} for message in messages]
 
 
 def _text_of(content: object) -> str:

@@ -37,13 +37,16 @@ async def serving(
     model_name: str,
     *,
     chat_template: Path | None = None,
+    special_tokens_in_content: bool = False,
     seed: int | None = None,
 ) -> AsyncIterator[Served]:
     """Serve `config`'s model under the name `model_name` until the end of the block.
 
-    seed: of the seeds that requests get.
+    chat_template, special_tokens_in_content: see Tokenizer. seed: of the seeds that requests get.
     """
-    with launch(config, chat_template=chat_template, seed=seed) as launched:
+    with launch(
+        config, chat_template=chat_template, special_tokens_in_content=special_tokens_in_content, seed=seed
+    ) as launched:
         engine = AsyncEngine(launched.engine, launched.connection)
         service = Service(engine, model_name, launched.default_sampling, __version__)
         engine.start()

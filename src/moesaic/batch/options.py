@@ -22,6 +22,9 @@ class RunBatch:
     """Model name that the bodies of the lines use. None: MODEL as given."""
     chat_template: Path | None = None
     """File with a Jinja chat template, used in place of the checkpoint's own."""
+    allow_special_tokens_in_content: bool = False
+    """Let special tokens in the content of messages act like those of the chat template. Otherwise they are
+    text, so that nobody can begin a turn inside of a message."""
     max_in_flight: int | None = None
     """Maximum number of requests submitted to the engine at a time. None: twice --max-num-seqs."""
     seed: int | None = None

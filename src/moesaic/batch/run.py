@@ -37,7 +37,13 @@ def run(options: RunBatch, worker: WorkerConfig, console: Console | None = None)
     EngineDeadError if the worker dies. The output file is complete in every case.
     """
     name = options.served_model_name or worker.model.model
-    service = serving(worker, name, chat_template=options.chat_template, seed=options.seed)
+    service = serving(
+        worker,
+        name,
+        chat_template=options.chat_template,
+        special_tokens_in_content=options.allow_special_tokens_in_content,
+        seed=options.seed,
+    )
     return run_with(service, name, options, 2 * worker.scheduler.max_num_seqs, console)
 
 

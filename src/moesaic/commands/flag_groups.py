@@ -41,7 +41,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("--data-parallel-size", "--enable-expert-parallel"),
     ),
     "Placement and prediction": ("--placement", "--dispatch", "--shuffle-align"),
-    "Server": ("--host", "--port", "--served-model-name", "--chat-template"),
+    "Server": (
+        *("--host", "--port", "--served-model-name", "--chat-template"),
+        "--allow-special-tokens-in-content",
+    ),
     "Access": ("--api-key", "--admin-key", "--allowed-hosts"),
     "Connections": (*("--max-connections", "--timeout-header", "--timeout-body", "--timeout-keep-alive"),),
     "Observing": (

@@ -51,7 +51,8 @@ def _planned(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig) ->
     Raises ConfigError for experts that cannot be streamed, before it measures or plans anything.
     """
     path = files.resolve(worker.model.model, worker.model.revision)
-    tokenizer, done = Tokenizer(path, options.chat_template), answered(options.output_file)
+    allow, done = options.allow_special_tokens_in_content, answered(options.output_file)
+    tokenizer = Tokenizer(path, options.chat_template, special_tokens_in_content=allow)
     job = lengths.survey(options.input_file, tokenizer, longest_request(worker), done, offload.pad)
     if job is None:
         return None

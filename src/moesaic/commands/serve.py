@@ -68,7 +68,12 @@ def run(
         announced(config.trace),
         announced(record.record_routing, "the routing is in {0}: print it with moesaic profile show {0}"),
         launch(
-            config, cluster, chat_template=template, max_waiting=server.max_queue, record=record
+            config,
+            cluster,
+            chat_template=template,
+            special_tokens_in_content=server.allow_special_tokens_in_content,
+            max_waiting=server.max_queue,
+            record=record,
         ) as launched,
     ):
         return _serve(launched, listener, name, server, limits, as_json)

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from moesaic.config.cluster import ClusterConfig, ParallelConfig
-from moesaic.config.environment import admin_key, api_key, hub_cache, one_gpu, worker_environment
+from moesaic.config.environment import (
+    admin_key,
+    api_key,
+    hub_cache,
+    one_gpu,
+    renderer_environment,
+    worker_environment,
+)
 from moesaic.config.expert_server import ExpertServerConfig
 from moesaic.config.server import ConnectionConfig, ServerConfig, TraceConfig, resolve_server
 from moesaic.config.values import (
@@ -64,6 +71,7 @@ __all__ = [
     "hub_cache",
     "one_gpu",
     "parse_bytes",
+    "renderer_environment",
     "resolve_server",
     "worker_environment",
 ]

@@ -70,3 +70,12 @@ def worker_environment(environment: Mapping[str, str] | None = None) -> dict[str
     known = os.environ if environment is None else environment
     kept = {name: value for name, value in known.items() if name not in (_API_KEY, _ADMIN_KEY)}
     return {"OMP_WAIT_POLICY": "passive", **kept}
+
+
+def renderer_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a process that renders chat templates.
+
+    It holds what Python needs to start and the time zone, and none of the user's secrets.
+    """
+    known = os.environ if environment is None else environment
+    return {name: known[name] for name in ("LD_LIBRARY_PATH", "TZ") if name in known}

@@ -44,6 +44,9 @@ class ServerConfig:
     """Name of the model in the API. None: MODEL as given."""
     chat_template: str | None = None
     """File with a Jinja chat template, used in place of the checkpoint's own."""
+    allow_special_tokens_in_content: bool = False
+    """Let special tokens in the content of messages act like those of the chat template. Otherwise they are
+    text, so that nobody can begin a turn inside of a message."""
     max_queue: int = 256
     """Maximum number of requests that wait beyond max_num_seqs. Further requests get status 429."""
     access_log: bool = False

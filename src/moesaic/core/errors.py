@@ -4,6 +4,8 @@
     ├── ConfigError         a flag, a field or a file is wrong: names it, its value, what is allowed
     │   └── CheckpointError a checkpoint is not understood: names the key or the tensor
     ├── RequestError        one request is wrong (HTTP 400)
+    ├── TemplateError       a chat template failed or reached a limit; it becomes one of the errors above
+    ├── RendererError       no process could be started to render a chat template (HTTP 503)
     ├── OverloadedError     the queue is full, try again later (HTTP 429)
     ├── ScalingError        the cluster could not be changed and is as before (HTTP 409 or 503)
     ├── ConnectionLost      the peer of a transport is gone
@@ -40,6 +42,26 @@ class RequestError(MoesaicError):
         super().__init__(message)
         self.field = field
         self.code = code
+
+
+class TemplateError(MoesaicError):
+    """A chat template failed. The message is a predicate, such as "ran for more than 5 seconds".
+
+    refused: the template or Jinja raised an error, and the message says which. too_long: the rendered text is
+    longer than allowed. fatal: the process that rendered it is of no more use.
+    """
+
+    def __init__(
+        self, message: str, *, refused: bool = False, too_long: bool = False, fatal: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.refused = refused
+        self.too_long = too_long
+        self.fatal = fatal
+
+
+class RendererError(MoesaicError):
+    """No process could be started to render a chat template."""
 
 
 class OverloadedError(MoesaicError):

@@ -14,7 +14,7 @@ from moesaic.core.errors import RequestError
 from moesaic.core.request import RequestOutput, SamplingParams, TokenLogprob
 from moesaic.server.async_engine import Stream
 from moesaic.server.documentation import GENERATION_ERRORS, streamed
-from moesaic.server.events import EventStream, answer
+from moesaic.server.events import CLIENT_GONE, EventStream, answer, unless_disconnected
 from moesaic.server.json_body import StrictJsonRoute
 from moesaic.server.logprobs import chat_logprobs
 from moesaic.server.prompts import chat_prompt
@@ -46,7 +46,9 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
     service.engine.require_serving()
     service.require_model(body.model)
     params = chat_params(body, service)
-    prompt = await chat_prompt(body.messages, body, service)
+    prompt = await unless_disconnected(request.receive, chat_prompt(body.messages, body, service))
+    if prompt is None:
+        return Response(status_code=CLIENT_GONE)
     reply = _Reply(body, len(prompt), service)
     source = _open(service, prompt, params, own_text=not body.continue_final_message)
     if body.stream:

@@ -12,7 +12,14 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from moesaic.core.errors import EngineDeadError, MoesaicError, OverloadedError, RequestError, ScalingError
+from moesaic.core.errors import (
+    EngineDeadError,
+    MoesaicError,
+    OverloadedError,
+    RendererError,
+    RequestError,
+    ScalingError,
+)
 
 _SHOWN = 80
 """Maximum number of characters of a wrong value that a message repeats."""
@@ -93,6 +100,8 @@ def problem_of(error: Exception) -> Problem:
             return Problem(409, str(error), code="scaling_conflict")
         case ScalingError():
             return Problem(503, str(error), _UNAVAILABLE, code="scaling_failed")
+        case RendererError():
+            return Problem(503, str(error), _UNAVAILABLE, code="no_renderer")
         case EngineDeadError():
             return Problem(503, str(error), _UNAVAILABLE, code="engine_dead")
         case RequestValidationError():

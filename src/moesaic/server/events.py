@@ -17,7 +17,7 @@ from moesaic.server.responses import Payload
 
 T = TypeVar("T")
 
-_CLIENT_GONE = 499
+CLIENT_GONE = 499
 """The status of an answer whose client has disconnected. It appears in logs only."""
 
 
@@ -56,7 +56,7 @@ async def answer(receive: Receive, source: Stream, work: Coroutine[Any, Any, Pay
         payload = await unless_disconnected(receive, work)
     finally:
         source.close()
-    return Response(status_code=_CLIENT_GONE) if payload is None else payload.response()
+    return Response(status_code=CLIENT_GONE) if payload is None else payload.response()
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

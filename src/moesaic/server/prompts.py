@@ -59,19 +59,21 @@ async def chat_prompt(
         if name in taken:
             raise RequestError(f"chat_template_kwargs: {name!r} cannot be set here", "chat_template_kwargs")
     plain = [_plain(message) for message in messages]
-    size = sum(len(message["content"]) for message in plain)
+    most = None
     if not any_length:
-        _require_short(size, service, "messages")
+        size = sum(len(message["content"]) for message in plain)
+        most = _require_short(size, service, "messages")
 
     def render() -> list[int]:
         return tokenizer.chat(
             plain,
             add_generation_prompt=options.add_generation_prompt is not False,
             continue_final_message=bool(options.continue_final_message),
+            most_characters=most,
             **variables,
         )
 
-    return await off_loop(size, render)
+    return await service.chat_threads.run(render)
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
@@ -85,10 +87,10 @@ def _prompt(sent: str | list[int], special: bool, tokenizer: Tokenizer) -> Promp
     return Prompt(sent, None)
 
 
-def _require_short(characters: int, service: Service, field: str) -> None:
-    """Raise RequestError for a text that surely has more tokens than the context.
+def _require_short(characters: int, service: Service, field: str) -> int:
+    """The length in characters above which a text surely has more tokens than the context.
 
-    To tokenize it would take seconds.
+    Raises RequestError for a longer text. To tokenize it would take seconds.
     """
     longest = service.tokenizer.longest_token
     allowed = service.engine.require_serving().max_model_len * longest
@@ -96,6 +98,7 @@ def _require_short(characters: int, service: Service, field: str) -> None:
         what = f"at most {allowed}, which is the context length times the longest token, {longest}"
         error = f"{field}: got {characters} characters; allowed: {what}"
         raise RequestError(error, field, "context_length_exceeded")
+    return allowed
 
 
 def _plain(message: Message) -> dict[str, Any]:

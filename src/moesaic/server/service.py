@@ -14,7 +14,11 @@ from moesaic.core.cluster_status import ClusterLoad, ClusterStatus
 from moesaic.core.errors import ConfigError, RequestError
 from moesaic.core.request import SamplingParams
 from moesaic.server.async_engine import AsyncEngine
+from moesaic.server.chat_threads import ChatThreads
 from moesaic.server.errors import UnknownModelError
+
+CHATS_AT_ONCE = 4
+"""Number of conversations that the chat template is applied to at a time."""
 
 
 class Tokenizer(Protocol):
@@ -39,6 +43,7 @@ class Tokenizer(Protocol):
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        most_characters: int | None = None,
         **variables: Any,
     ) -> list[int]: ...
 
@@ -77,6 +82,8 @@ class Service:
     """Time at which serving started, on the wall clock."""
     cluster: Cluster | None = None
     """The supervisor of several processes. None if one worker process does everything."""
+    chat_threads: ChatThreads = field(default_factory=lambda: ChatThreads(CHATS_AT_ONCE))
+    """The threads that apply the chat template."""
 
     def __post_init__(self) -> None:
         try:

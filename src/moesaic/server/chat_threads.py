@@ -1,0 +1,75 @@
+"""Threads that wait for chat templates, so that neither the event loop nor other work waits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from moesaic.core.errors import OverloadedError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Job:
+    work: Callable[[], Any]
+    result: Future[Any]
+    deadline: float
+    """Time at which it is too late to start, on the monotonic clock."""
+
+
+class ChatThreads:
+    """`count` threads, started at the first job. They end with this object and keep no process alive.
+
+    patience: seconds that a job may wait for a thread.
+    """
+
+    def __init__(self, count: int, patience: float = 10.0) -> None:
+        self._count = count
+        self._patience = patience
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._started = False
+        weakref.finalize(self, _end, self._jobs, count)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which a thread calls. A cancelled call that has not begun never begins.
+
+        Raises OverloadedError if no thread was free for `patience` seconds.
+        """
+        if not self._started:
+            self._started = True
+            for _ in range(self._count):
+                threading.Thread(target=_serve, args=(self._jobs,), name="chat", daemon=True).start()
+        result: Future[T] = Future()
+        self._jobs.put(_Job(work, result, time.monotonic() + self._patience))
+        return await asyncio.wrap_future(result)
+
+
+def _serve(jobs: SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        if not job.result.set_running_or_notify_cancel():
+            continue
+        if time.monotonic() > job.deadline:
+            what = "other conversations take their time in the chat template"
+            job.result.set_exception(OverloadedError(f"{what}; try again later", retry_after=5.0))
+            continue
+        try:
+            done = job.work()
+        except BaseException as error:
+            job.result.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            job.result.set_result(done)
+
+
+def _end(jobs: SimpleQueue[_Job | None], count: int) -> None:
+    for _ in range(count):
+        jobs.put(None)

@@ -1,0 +1,98 @@
+"""Special tokens in the content of messages: found, and written in other characters while a template runs.
+
+A template writes special tokens around the contents of messages. In the rendered text nobody can tell whose
+they are. So they are replaced in the contents by characters of a private-use plane, one for one. The
+template then handles a content of the same length, and the text shows what came from a content.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+_PLANES = (0xF0000, 0x100000)
+"""First characters of Unicode's private-use planes."""
+_USED = 0xFFFE
+"""Number of characters in a plane."""
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer, as texts."""
+
+    def __init__(self, texts: Collection[str]) -> None:
+        longest_first = sorted(filter(None, texts), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Begin and end of each special token in `text`, from left to right. The longest one wins."""
+        return [match.span() for match in self._pattern.finditer(text)]
+
+    def first_in(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """A special token in what `messages` say, or None. A role is no content."""
+        for text in _texts([_content(message) for message in messages]):
+            if found := self._pattern.search(text):
+                return found[0]
+        return None
+
+    def hide(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], int] | None:
+        """`messages` with special tokens in other characters, and the first character of their plane.
+
+        None if the messages have characters of both planes.
+        """
+        texts = _texts([_content(message) for message in messages])
+        plane = next((each for each in _PLANES if not any(_has(each, text) for text in texts)), None)
+        if plane is None:
+            return None
+        hidden: list[Mapping[str, Any]] = [
+            {**message, **self._hidden(_content(message), plane)} for message in messages
+        ]
+        return hidden, plane
+
+    def _hidden(self, value: Any, plane: int) -> Any:
+        if isinstance(value, str):
+            return self._pattern.sub(lambda found: _moved(found[0], plane), value)
+        if isinstance(value, Mapping):
+            return {name: self._hidden(each, plane) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._hidden(each, plane) for each in value]
+        return value
+
+
+def shown(text: str, plane: int) -> str:
+    """`text` with the hidden special tokens as they were."""
+    return _inside(plane).sub(lambda found: _moved(found[0], -plane), text)
+
+
+def masked(text: str, plane: int) -> str:
+    """`text` with an `x` in place of each character of a hidden special token."""
+    return _inside(plane).sub(lambda found: "x" * len(found[0]), text)
+
+
+def _content(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if name != "role"}
+
+
+def _texts(value: Any) -> list[str]:
+    """Every text in `value`, which may hold lists and dictionaries."""
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [text for each in inner for text in _texts(each)]
+
+
+def _has(plane: int, text: str) -> bool:
+    return _inside(plane).search(text) is not None
+
+
+def _inside(plane: int) -> re.Pattern[str]:
+    return re.compile(f"[{chr(plane)}-{chr(plane + _USED - 1)}]+")
+
+
+def _moved(text: str, offset: int) -> str:
+    """`text` with each character of a token moved by `offset`. Characters without a place in a plane stay."""
+    moved = (ord(character) + offset for character in text)
+    return "".join(
+        chr(there) if ord(character) < _USED or offset < 0 else character
+        for character, there in zip(text, moved, strict=True)
+    )
