@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Any
 
 import tokenizers
+from tokenizers.pre_tokenizers import Metaspace
 
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError, TemplateError
 from moesaic.templates import content
@@ -208,7 +209,10 @@ class Tokenizer:
         """The ids of `text`. Its special tokens are those at `spans`; all others are text."""
         begins, ends = [0, *(end for _, end in spans)], [*(begin for begin, _ in spans), len(text)]
         pieces = [text[begin:end] for begin, end in zip(begins, ends, strict=True)]
-        found = self._literal.encode_batch_fast(pieces, add_special_tokens=False)
+        literal, spaced = self._literal
+        if spaced and pieces[0] and not pieces[0].startswith((" ", "\u2581")):
+            pieces[0] = " " + pieces[0]
+        found = literal.encode_batch_fast(pieces, add_special_tokens=False)
         ids = list(found[0].ids)
         for (begin, end), piece in zip(spans, found[1:], strict=True):
             token = self._tokenizer.token_to_id(text[begin:end])
@@ -217,19 +221,24 @@ class Tokenizer:
         return ids
 
     @property
-    def _literal(self) -> tokenizers.Tokenizer:
-        """The tokenizer, for texts in which special tokens are text. Read when it is first needed.
+    def _literal(self) -> tuple[tokenizers.Tokenizer, bool]:
+        """A tokenizer for pieces in which special tokens are text, and whether the first one gets a space.
 
-        It is another object, since the library cannot change this setting while other threads encode.
+        It is read when it is first needed. It is an object of its own, since the library cannot change
+        settings while other threads encode.
         """
         with self._loading_literal:
             return self._literal_tokenizer
 
     @cached_property
-    def _literal_tokenizer(self) -> tokenizers.Tokenizer:
+    def _literal_tokenizer(self) -> tuple[tokenizers.Tokenizer, bool]:
         literal = _read_tokenizer(self._file)
         literal.encode_special_tokens = True
-        return literal
+        metaspace = literal.pre_tokenizer
+        if not isinstance(metaspace, Metaspace) or metaspace.prepend_scheme != "first":
+            return literal, False
+        metaspace.prepend_scheme = "never"  # else every piece would get the space of a text's beginning
+        return literal, True
 
     def _special_tokens(self) -> dict[str, str]:
         names = ("bos_token", "eos_token", "unk_token", "pad_token")

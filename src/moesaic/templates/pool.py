@@ -61,8 +61,11 @@ class Renderers:
             return self._render(request, most)
 
     def close(self) -> None:
-        """End all processes."""
-        self._ending()
+        """End all processes. A conversation that is rendered now, or later, gets a RendererError."""
+        with self._changed:
+            self._ending()
+            self._warm.clear()
+            self._changed.notify_all()
 
     def _render(self, request: bytes, most: int) -> str:
         how = ""
@@ -86,10 +89,12 @@ class Renderers:
 
     def _take(self) -> Renderer:
         with self._changed:
-            self._prepare()
+            if self._ending.alive:
+                self._prepare()
             while not self._warm:
+                if not self._ending.alive:
+                    raise RendererError("the processes that render chat templates have been ended")
                 if not self._count:
-                    assert self._failure is not None
                     raise RendererError(f"no process can render chat templates: {self._failure}")
                 self._changed.wait()
             return self._warm.pop()
@@ -108,26 +113,29 @@ class Renderers:
             started = Renderer(self._source, self.limits)
         except (RendererError, TemplateError) as error:
             failure = error
-        with self._changed:
-            self._starting -= 1
-            if started is None:
-                self._count -= 1
+        finally:
+            with self._changed:
+                self._starting -= 1
+                self._count -= started is None
                 self._failure = failure
-            else:
-                self._add(started)
-            self._changed.notify_all()
+                self._changed.notify_all()
+        if started is not None:
+            self._add(started)
 
     def _add(self, renderer: Renderer) -> None:
-        if self._ending.alive:
-            self._alive.add(renderer)
-            self._warm.append(renderer)
-        else:
-            renderer.end()
+        with self._changed:
+            if self._ending.alive:
+                self._alive.add(renderer)
+                self._warm.append(renderer)
+                self._changed.notify()
+                return
+        renderer.end()
 
     def _give_back(self, renderer: Renderer) -> None:
         with self._changed:
-            self._warm.append(renderer)
-            self._changed.notify()
+            if self._ending.alive:
+                self._warm.append(renderer)
+                self._changed.notify()
 
     def _discard(self, renderer: Renderer) -> None:
         """End a process and start another in its place."""
@@ -135,7 +143,8 @@ class Renderers:
         with self._changed:
             self._alive.discard(renderer)
             self._count -= 1
-            self._prepare()
+            if self._ending.alive:
+                self._prepare()
             self._changed.notify_all()
 
 

@@ -38,7 +38,9 @@ def serve(seconds: float, memory: int) -> int:
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(kind, (0, 0))
     fcntl.fcntl(_CONNECTION, fcntl.F_SETOWN, os.getpid())
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # no template may fill the parent's log
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)  # no template may fill the parent's log
+    os.close(nowhere)
     try:
         _send(frames.pack(frames.STARTED))
         source = _receive().decode(*frames.CODING)

@@ -102,13 +102,15 @@ class Renderer:
     def _ask(self, message: bytes, seconds: float, most: int) -> str:
         deadline = time.monotonic() + seconds
         try:
-            self._connection.settimeout(seconds)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_receive` says how it ended
+                self._connection.settimeout(seconds)
                 self._connection.sendall(message)
             kind, body = self._receive(deadline, 4 * most)
         except TimeoutError:
             what = f"ran for more than {seconds:g} seconds and was stopped"
             raise TemplateError(what, fatal=True) from None
+        except OSError as error:  # another thread has closed the socket
+            raise ConnectionLost(f"process {self.pid} has been ended") from error
         text = body.decode(*frames.CODING)
         match kind:
             case frames.DONE:
