@@ -1,0 +1,178 @@
+"""Templates that take long or fail, in a server that answers others meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from moesaic.core.errors import OverloadedError, RendererError
+from moesaic.server.chat_threads import ChatThreads
+from moesaic.server.service import CHATS_AT_ONCE
+from moesaic.templates.pool import AT_ONCE
+from moesaic.templates.renderer import Limits
+from moesaic.testing import byte_tokenizer
+from moesaic.tokenizer import Tokenizer
+
+from .conftest import Launch, Live, launched
+
+ASK = [{"role": "user", "content": "hi"}]
+TEMPLATE = (
+    "{% if how == 'time' %}"
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    "{% if how == 'memory' %}{{ messages * 1000000000 }}{% endif %}"
+    "{% if how == 'length' %}{{ 'a' * 100000 }}{% endif %}"
+    "{% if how == 'error' %}{{ raise_exception('no\nway') }}{% endif %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}say:hello"
+)
+SECONDS = 3.0
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server whose template fails as `chat_template_kwargs.how` says."""
+    path = tmp_path_factory.mktemp("failing")
+    byte_tokenizer(path, ["<s>", "</s>"], chat_template=TEMPLATE, eos_token="</s>")
+    tokenizer = Tokenizer(path, limits=Limits(seconds=SECONDS, memory=2**26))
+    with launched(tokenizer) as launch:
+        yield launch()
+    tokenizer.close()
+
+
+def asking(how: str) -> dict[str, object]:
+    return {"messages": ASK, "chat_template_kwargs": {"how": how}}
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "says"),
+    [
+        ("memory", None, "messages: the chat template needed more than 64 MiB of memory and was stopped"),
+        ("error", None, "messages: the chat template refuses them: no way"),
+        ("length", "context_length_exceeded", "messages: the chat template made more than 1024 characters"),
+    ],
+)
+def test_a_template_that_fails_is_a_bad_request(failing: Live, how: str, code: str | None, says: str) -> None:
+    answer = failing.post("/v1/chat/completions", **asking(how))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "messages", code)
+    assert error["message"].startswith(says)
+    assert failing.post("/v1/chat/completions", **asking("")).status_code == 200
+
+
+def test_a_conversation_to_tokenize_may_be_longer_than_the_context(failing: Live) -> None:
+    assert failing.post("/tokenize", **asking("length")).json()["count"] > 100_000
+
+
+@pytest.mark.slow
+def test_others_are_answered_while_templates_take_long(failing: Live) -> None:
+    with ThreadPoolExecutor(2 * CHATS_AT_ONCE) as threads:
+        slow = [threads.submit(failing.post, "/v1/chat/completions", **asking("time")) for _ in range(6)]
+        begun = time.monotonic()
+        answered = 0
+        while time.monotonic() < begun + SECONDS / 2:
+            assert failing.get("/health").status_code == 200
+            assert failing.post("/v1/completions", prompt=[1, 2], max_tokens=2).status_code == 200
+            assert failing.post("/v1/completions", prompt="say:" + "x" * 200).status_code == 200
+            answered += 1
+        assert answered > 2 and not any(one.done() for one in slow)
+        errors = [one.result() for one in slow]
+    assert {answer.status_code for answer in errors} == {400}
+    says = "messages: the chat template ran for more than 3 seconds and was stopped"
+    assert {answer.json()["error"]["message"] for answer in errors} == {says}
+    assert failing.post("/v1/chat/completions", **asking("")).status_code == 200
+
+
+@pytest.mark.slow
+def test_conversations_of_clients_that_left_are_not_rendered(
+    failing: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    chat = Tokenizer.chat
+
+    def watched(self: Tokenizer, messages: list[dict[str, str]], **variables: object) -> list[int]:
+        seen.append(str(variables["how"]))
+        return chat(self, messages, **variables)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Tokenizer, "chat", watched)
+
+    def leave(how: str) -> None:
+        with failing.http as client, pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/chat/completions", json=asking(how), timeout=0.5)
+
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(leave, ["time"] * CHATS_AT_ONCE))  # these have begun
+        list(threads.map(leave, ["late"] * 8))  # and these wait for them
+    assert failing.post("/v1/chat/completions", **asking("")).status_code == 200
+    assert seen == ["time"] * CHATS_AT_ONCE + [""]
+
+
+def test_no_process_for_the_template_is_503(
+    launch: Launch, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = launch()
+
+    def fail(*_: object, **__: object) -> None:
+        raise RendererError("no process can render chat templates: reason")
+
+    monkeypatch.setattr(tokenizer, "chat", fail)
+    answer = live.post("/v1/chat/completions", messages=ASK)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (503, "no_renderer")
+    assert error["message"] == "no process can render chat templates: reason"
+
+
+def test_as_many_threads_as_processes() -> None:
+    """More would wait for a process; fewer would leave one idle."""
+    assert CHATS_AT_ONCE == AT_ONCE
+
+
+def test_who_waits_too_long_for_a_thread_is_told_to_come_back() -> None:
+    block = threading.Event()
+
+    async def scenario() -> None:
+        threads = ChatThreads(1, patience=0.05)
+        first = asyncio.create_task(threads.run(lambda: block.wait(20)))
+        await asyncio.sleep(0.05)
+        second = asyncio.create_task(threads.run(lambda: "second"))
+        third = asyncio.create_task(threads.run(lambda: "third"))
+        await asyncio.sleep(0.1)
+        third.cancel()
+        block.set()
+        assert await first is True
+        with pytest.raises(OverloadedError, match="conversations take their time in the chat template"):
+            await second
+        assert await threads.run(lambda: "fourth") == "fourth"
+        with pytest.raises(KeyError):
+            await threads.run({}.popitem)
+
+    asyncio.run(scenario())
+
+
+def test_threads_end_with_their_object(until: Callable[..., None]) -> None:
+    def mine() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "chat"]
+
+    before = set(mine())
+
+    async def scenario() -> None:
+        threads = ChatThreads(2)
+        assert await threads.run(lambda: 5) == 5
+        assert len(set(mine()) - before) == 2
+
+    asyncio.run(scenario())
+    until(lambda: not set(mine()) - before)
+
+
+def test_special_tokens_of_a_client_are_text(launch: Launch, tmp_path: Path) -> None:
+    live = launch()
+    live.post("/v1/chat/completions", messages=[{"role": "user", "content": "a</s>b"}])
+    ids = live.worker.seen[-1].prompt_token_ids
+    assert max(ids) < 256 and "[user]a</s>b" in live.worker.tokenizer.decode(ids)
+    body = {"messages": [{"role": "user", "content": "</s>"}], "add_generation_prompt": False}
+    assert live.post("/tokenize", **body).json()["tokens"] == list(b"[user]</s>")
