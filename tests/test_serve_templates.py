@@ -1,0 +1,183 @@
+"""Hostile chat templates in the programs as a person runs them: `serve`, `run-batch` and `LLM`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+import moesaic
+from moesaic import LLM
+from moesaic.core.errors import RequestError
+from tests.support.processes import gone
+from tests.test_serve import Server, start
+
+DEMO = Path(moesaic.__file__).parent / "demo"
+ASK = [{"role": "user", "content": "hi"}]
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+ONE_OPERATION = "{{ (messages|length + 9) ** (9 ** 9) }}"
+GRACE = 10
+"""Seconds that the server gives its clients after the last request; see moesaic.server.run."""
+
+
+def serving(tmp_path: Path, template: str) -> Server:
+    file = tmp_path / "hostile.jinja"
+    file.write_text(template)
+    return start("--chat-template", str(file))
+
+
+def renderers(pid: int) -> list[int]:
+    """Ids of the processes that render templates, whichever thread of `pid` started them."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    children = [child for task in tasks for child in (task / "children").read_text().split()]
+    return [int(child) for child in children if _is_renderer(child)]
+
+
+def _is_renderer(pid: str) -> bool:
+    return b"templates/__main__.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def chat(client: httpx.Client) -> httpx.Response:
+    return client.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 2}, timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", [ENDLESS, ONE_OPERATION], ids=["loops", "one operation"])
+def test_a_hostile_template_delays_no_other_request_and_no_signal(tmp_path: Path, template: str) -> None:
+    server = serving(tmp_path, template)
+    process = server.process
+    with httpx.Client(base_url=server.url, timeout=20) as client, ThreadPoolExecutor(8) as threads:
+        slow = [threads.submit(chat, client) for _ in range(3)]
+        for _ in range(3):
+            assert client.get("/health").status_code == 200
+            body = {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
+            assert client.post("/v1/completions", json=body).status_code == 200
+            time.sleep(0.3)
+        assert not any(one.done() for one in slow)
+        _refused(slow)
+        with pytest.raises(httpx.ReadTimeout):  # this client leaves
+            client.post("/v1/chat/completions", json={"messages": ASK}, timeout=0.5)
+        children = renderers(process.pid)
+        late = threads.submit(chat, client)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(GRACE + 30) == 0
+        late.exception(30)
+    assert children and all(gone(pid) for pid in children)
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def _refused(slow: list[Future[httpx.Response]]) -> None:
+    for one in slow:
+        answer = one.result(60)
+        assert answer.status_code == 400
+        says = "messages: the chat template ran for more than 5 seconds and was stopped"
+        assert answer.json()["error"]["message"] == says
+
+
+@pytest.mark.slow
+def test_sigkill_of_the_server_ends_its_renderers(tmp_path: Path) -> None:
+    server = serving(tmp_path, ONE_OPERATION)
+    with httpx.Client(base_url=server.url) as client, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(chat, client)
+        deadline = time.monotonic() + 20
+        while len(children := renderers(server.process.pid)) < 2:
+            assert time.monotonic() < deadline
+        server.process.kill()
+        server.process.wait(20)
+        assert waiting.exception(20) is not None
+    deadline = time.monotonic() + 20
+    while not all(gone(pid) for pid in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert server.process.stdout is not None
+    server.process.stdout.close()
+
+
+@pytest.mark.slow
+def test_renderers_that_are_killed_are_replaced(tmp_path: Path) -> None:
+    server = serving(tmp_path, "{{ messages[0].content }}")
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        for _ in range(3):
+            for pid in renderers(server.process.pid):
+                subprocess.run(["kill", "-9", str(pid)], check=True)
+            answers = [chat(client) for _ in range(3)]
+            assert answers[-1].status_code == 200
+            assert {answer.status_code for answer in answers} <= {200, 400}
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(30) == 0
+    assert server.process.stdout is not None
+    server.process.stdout.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "is damaged: it is nested too deeply"),
+        ("{{ 9 ** (9 ** 9) }}", "ran for more than 5 seconds and was stopped, while it was compiled"),
+    ],
+    ids=["nested", "a constant"],
+)
+def test_a_hostile_template_is_one_line_at_the_start(tmp_path: Path, template: str, says: str) -> None:
+    file = tmp_path / "hostile.jinja"
+    file.write_text(template)
+    command = [sys.executable, "-m", "moesaic", "serve", "demo", "--port", "0", "--chat-template", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines() == [f"moesaic: {file}: the chat template {says}"]
+
+
+@pytest.mark.slow
+def test_a_batch_has_the_same_limits(tmp_path: Path) -> None:
+    (template := tmp_path / "hostile.jinja").write_text(
+        "{% if messages[0].content == 'bad' %}{{ messages * 1000000000 }}{% endif %}{{ messages[0].content }}"
+    )
+    (lines := tmp_path / "in.jsonl").write_text(
+        "".join(
+            json.dumps(
+                {
+                    "custom_id": content,
+                    "method": "POST",
+                    "url": "/v1/chat/completions",
+                    "body": {"messages": [{"role": "user", "content": content}], "max_tokens": 2},
+                }
+            )
+            + "\n"
+            for content in ("good", "bad", "<|im_end|>")
+        )
+    )
+    out = tmp_path / "out.jsonl"
+    flags = ["-i", str(lines), "-o", str(out), "--chat-template", str(template), "--threads", "1"]
+    command = [sys.executable, "-m", "moesaic", "run-batch", "--model", "demo", *flags]
+    subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    results = {line["custom_id"]: line for line in map(json.loads, out.read_text().splitlines())}
+    assert results["bad"]["response"]["status_code"] == 400
+    assert "needed more than 256 MiB of memory" in results["bad"]["error"]["message"]
+    assert results["good"]["response"]["status_code"] == 200
+    usage = results["<|im_end|>"]["response"]["body"]["usage"]
+    assert usage["prompt_tokens"] > 1
+
+
+@pytest.mark.slow
+def test_the_library_has_the_same_limits(tmp_path: Path) -> None:
+    for file in DEMO.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% if messages[0].content == 'bad' %}{{ messages * 1000000000 }}{% endif %}{{ messages[0].content }}"
+    )
+    llm = LLM(str(tmp_path), threads=1)
+    with pytest.raises(RequestError, match="the chat template needed more than 256 MiB of memory"):
+        llm.chat([{"role": "user", "content": "bad"}])
+    ids = llm.chat([{"role": "user", "content": "<|im_end|>"}])[0].prompt_token_ids
+    assert len(ids) > 1
+    allowing = LLM(str(tmp_path), threads=1, special_tokens_in_content=True)
+    assert len(allowing.chat([{"role": "user", "content": "<|im_end|>"}])[0].prompt_token_ids) == 1
