@@ -23,6 +23,7 @@ from moesaic.commands import doctor, flag_groups, machine, usage
 from moesaic.commands.announce import capacity_line, requests_of_maximum_length
 from moesaic.commands.machine import Machine
 from moesaic.commands.units import in_bytes, in_words
+from moesaic.core.errors import ConfigError
 from moesaic.core.messages import WorkerInfo
 from tests.support.processes import children
 
@@ -421,3 +422,25 @@ def test_capacity_counts_whole_blocks() -> None:
     info = WorkerInfo(**names | numbers | {"max_model_len": 20, "block_size": 16, "num_blocks": 5})
     assert requests_of_maximum_length(info) == 2
     assert capacity_line(info) == "KV cache holds 80 tokens, 2 requests of the maximum length"
+
+
+@pytest.mark.parametrize("flags", [(), ("--allow-special-tokens-in-content",)])
+@pytest.mark.parametrize("command", ["serve", "run-batch"])
+def test_the_flag_about_special_tokens_arrives(
+    command: str, flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+
+    def launch(*_: object, **settings: object) -> None:
+        seen.append(settings["special_tokens_in_content"])
+        raise ConfigError("enough")
+
+    for module in ("moesaic.commands.serve", "moesaic.batch.local"):
+        monkeypatch.setattr(f"{module}.launch", launch)
+    (tmp_path / "in").write_text(
+        '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}\n'
+    )
+    batch = ("--model", "demo", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"))
+    rest = ("demo", "--port", "0") if command == "serve" else batch
+    assert cli.main([command, *rest, *flags]) == 2
+    assert seen == [bool(flags)]

@@ -16,6 +16,7 @@ import pytest
 import moesaic
 from moesaic import LLM
 from moesaic.core.errors import RequestError
+from moesaic.server.service import CHATS_AT_ONCE
 from tests.support.processes import gone
 from tests.test_serve import Server, start
 
@@ -65,11 +66,13 @@ def test_a_hostile_template_delays_no_other_request_and_no_signal(tmp_path: Path
         with pytest.raises(httpx.ReadTimeout):  # this client leaves
             client.post("/v1/chat/completions", json={"messages": ASK}, timeout=0.5)
         children = renderers(process.pid)
-        late = threads.submit(chat, client)
+        late = [threads.submit(chat, client) for _ in range(CHATS_AT_ONCE + 2)]
         time.sleep(0.5)
         process.send_signal(signal.SIGTERM)
         assert process.wait(GRACE + 30) == 0
-        late.exception(30)
+        statuses = [one.result(30).status_code for one in late]
+    assert statuses.count(503) >= 2, "those that had not begun"
+    assert set(statuses) == {400, 503}
     assert children and all(gone(pid) for pid in children)
     assert process.stdout is not None
     process.stdout.close()
@@ -107,7 +110,9 @@ def test_renderers_that_are_killed_are_replaced(tmp_path: Path) -> None:
     server = serving(tmp_path, "{{ messages[0].content }}")
     with httpx.Client(base_url=server.url, timeout=20) as client:
         for _ in range(3):
-            for pid in renderers(server.process.pid):
+            pids = renderers(server.process.pid)
+            assert pids
+            for pid in pids:
                 subprocess.run(["kill", "-9", str(pid)], check=True)
             answers = [chat(client) for _ in range(3)]
             assert answers[-1].status_code == 200

@@ -163,6 +163,13 @@ def test_chat_uses_the_checkpoints_template(tmp_path: Path) -> None:
     assert tokenizer.chat(messages)[0] == tokenizer.vocab_size - 1
 
 
+def test_special_tokens_of_the_tokenizer_cannot_be_set(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_byte_tokenizer(tmp_path, chat_template=TEMPLATE, bos_token="<end>"))
+    with pytest.raises(RequestError, match="^chat_template_kwargs: 'bos_token' cannot be set$") as caught:
+        tokenizer.chat([{"role": "user", "content": "hi"}], bos_token="<s>")
+    assert caught.value.field == "chat_template_kwargs"
+
+
 @pytest.mark.parametrize(
     ("form", "content", "text"),
     [

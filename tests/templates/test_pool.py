@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 from tests.support.processes import gone
 
+import moesaic
 from moesaic.core.errors import RendererError, RequestError, TemplateError
 from moesaic.templates.pool import AT_ONCE, Renderers
 from moesaic.templates.renderer import Limits
 
-LIMITS = Limits(seconds=0.3, memory=48 * 2**20, characters=2**20)
+LIMITS = Limits(seconds=60.0, memory=48 * 2**20, characters=2**20)
+QUICK = Limits(seconds=0.3)
 PATIENT = Limits(seconds=100.0)
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 PLAIN = "{{ messages[0].content }}"
@@ -78,7 +80,7 @@ def test_a_hostile_template_fails_with_one_line(
     start: Callable[..., Renderers], source: str, says: str
 ) -> None:
     with pytest.raises(TemplateError, match=says) as caught:
-        start(source, LIMITS).render(said())
+        start(source, QUICK if "seconds" in says else LIMITS).render(said())
     assert "\n" not in str(caught.value)
 
 
@@ -97,11 +99,14 @@ def test_compiling_has_the_limits_too() -> None:
 
 def test_a_failure_does_not_touch_the_next_conversation(start: Callable[..., Renderers]) -> None:
     """Another process is ready when one is ended, since it was started with the first conversation."""
-    pool = start("{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}" + PLAIN, LIMITS)
+    pool = start(
+        "{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}" + PLAIN, Limits(seconds=1.0)
+    )
     assert pool.render(said()) == "hi"
     until(lambda: len(pool._warm) == 2)
     before = {renderer.pid for renderer in pool._warm}
     for _ in range(3):
+        until(lambda: len(pool._warm) == 2)
         with pytest.raises(TemplateError, match="ran for more"):
             pool.render(said("loop"))
         assert pool._warm, "one is ready at once"
@@ -258,6 +263,15 @@ def test_a_process_in_one_long_operation_ends_with_its_parent() -> None:
         parent.kill()
         parent.wait(20)
     until(lambda: all(gone(pid) for pid in pids))
+
+
+def test_modules_are_found_where_the_parent_finds_them() -> None:
+    """Also in the folder that it was started in, although the process leaves it."""
+    root = Path(moesaic.__file__).parents[1]
+    code = f"import sys; sys.path[:] = ['', *(p for p in sys.path if p not in ('', {str(root)!r}))]\n"
+    code += "from moesaic.templates.pool import Renderers; print(Renderers('x').render({}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("x\n", "")
 
 
 def test_processes_end_with_the_object() -> None:

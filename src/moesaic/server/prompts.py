@@ -65,6 +65,7 @@ async def chat_prompt(
         most = _require_short(size, service, "messages")
 
     def render() -> list[int]:
+        service.engine.require_serving()  # this conversation may have waited for its turn
         return tokenizer.chat(
             plain,
             add_generation_prompt=options.add_generation_prompt is not False,

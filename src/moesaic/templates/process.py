@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import resource
+import select
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ _AT_ONCE = 1 << 20
 """Maximum number of bytes that are read at a time."""
 _COPIES = 32
 """Bytes of memory for each byte of a request: a character takes up to four, and a text is copied often."""
+_STATM = Path("/proc/self/statm")
+"""Linux's numbers of this process's pages. Elsewhere memory has no limit."""
 _LATER = 1.0
 """Seconds after its limit at which a renderer ends by itself. Its parent has ended it by then."""
 
@@ -86,7 +89,9 @@ class _Limits:
 
     def __init__(self, seconds: float, memory: int) -> None:
         self._seconds = seconds
-        self._memory = memory + _address_space()
+        self._memory = memory + _address_space() if _STATM.exists() else None
+        self._closed = select.poll()
+        self._closed.register(_CONNECTION, select.POLLHUP)
         self._flags = fcntl.fcntl(_CONNECTION, fcntl.F_GETFL)
 
     @contextmanager
@@ -94,12 +99,16 @@ class _Limits:
         """A context with the limits for a request of `size` bytes.
 
         Two signals end the process, also in the middle of one long operation: SIGALRM after the limit, and
-        SIGIO when the parent closes the socket. The parent sends nothing meanwhile.
+        SIGIO when the parent closes the socket. The parent sends nothing meanwhile. Raises EOFError if it has
+        closed the socket already.
         """
         before = resource.getrlimit(resource.RLIMIT_AS)
         fcntl.fcntl(_CONNECTION, fcntl.F_SETFL, self._flags | os.O_ASYNC)
+        if self._closed.poll(0):
+            raise EOFError
         signal.setitimer(signal.ITIMER_REAL, self._seconds + _LATER)
-        resource.setrlimit(resource.RLIMIT_AS, (self._memory + _COPIES * size, before[1]))
+        if self._memory is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (self._memory + _COPIES * size, before[1]))
         try:
             yield
         finally:
@@ -110,7 +119,7 @@ class _Limits:
 
 def _address_space() -> int:
     """Bytes of address space that this process has."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    pages = int(_STATM.read_text(encoding="ascii").split()[0])
     return pages * resource.getpagesize()
 
 

@@ -50,7 +50,8 @@ class Renderer:
         """
         self._limits = limits
         self._connection, theirs = socket.socketpair()
-        settings = {"path": sys.path, "seconds": limits.seconds, "memory": limits.memory}
+        path = [str(Path(each).absolute()) for each in sys.path]
+        settings = {"path": path, "seconds": limits.seconds, "memory": limits.memory}
         try:
             with theirs:
                 self._process: subprocess.Popen[bytes] = subprocess.Popen(
