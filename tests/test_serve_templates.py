@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,10 +29,23 @@ GRACE = 10
 """Seconds that the server gives its clients after the last request; see moesaic.server.run."""
 
 
-def serving(tmp_path: Path, template: str) -> Server:
-    file = tmp_path / "hostile.jinja"
-    file.write_text(template)
-    return start("--chat-template", str(file))
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Callable[[str], Server]]:
+    """Starts servers with a template. They end with the test, also where it fails."""
+    started: list[Server] = []
+
+    def serve(template: str) -> Server:
+        file = tmp_path / "hostile.jinja"
+        file.write_text(template)
+        started.append(start("--chat-template", str(file)))
+        return started[-1]
+
+    yield serve
+    for server in started:
+        server.process.kill()
+        server.process.wait(20)
+        assert server.process.stdout is not None
+        server.process.stdout.close()
 
 
 def renderers(pid: int) -> list[int]:
@@ -51,8 +65,10 @@ def chat(client: httpx.Client) -> httpx.Response:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("template", [ENDLESS, ONE_OPERATION], ids=["loops", "one operation"])
-def test_a_hostile_template_delays_no_other_request_and_no_signal(tmp_path: Path, template: str) -> None:
-    server = serving(tmp_path, template)
+def test_a_hostile_template_delays_no_other_request_and_no_signal(
+    serving: Callable[[str], Server], template: str
+) -> None:
+    server = serving(template)
     process = server.process
     with httpx.Client(base_url=server.url, timeout=20) as client, ThreadPoolExecutor(8) as threads:
         slow = [threads.submit(chat, client) for _ in range(3)]
@@ -74,8 +90,6 @@ def test_a_hostile_template_delays_no_other_request_and_no_signal(tmp_path: Path
     assert statuses.count(503) >= 2, "those that had not begun"
     assert set(statuses) == {400, 503}
     assert children and all(gone(pid) for pid in children)
-    assert process.stdout is not None
-    process.stdout.close()
 
 
 def _refused(slow: list[Future[httpx.Response]]) -> None:
@@ -87,8 +101,8 @@ def _refused(slow: list[Future[httpx.Response]]) -> None:
 
 
 @pytest.mark.slow
-def test_sigkill_of_the_server_ends_its_renderers(tmp_path: Path) -> None:
-    server = serving(tmp_path, ONE_OPERATION)
+def test_sigkill_of_the_server_ends_its_renderers(serving: Callable[[str], Server]) -> None:
+    server = serving(ONE_OPERATION)
     with httpx.Client(base_url=server.url) as client, ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(chat, client)
         deadline = time.monotonic() + 20
@@ -101,13 +115,11 @@ def test_sigkill_of_the_server_ends_its_renderers(tmp_path: Path) -> None:
     while not all(gone(pid) for pid in children):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert server.process.stdout is not None
-    server.process.stdout.close()
 
 
 @pytest.mark.slow
-def test_renderers_that_are_killed_are_replaced(tmp_path: Path) -> None:
-    server = serving(tmp_path, "{{ messages[0].content }}")
+def test_renderers_that_are_killed_are_replaced(serving: Callable[[str], Server]) -> None:
+    server = serving("{{ messages[0].content }}")
     with httpx.Client(base_url=server.url, timeout=20) as client:
         for _ in range(3):
             pids = renderers(server.process.pid)
@@ -119,8 +131,6 @@ def test_renderers_that_are_killed_are_replaced(tmp_path: Path) -> None:
             assert {answer.status_code for answer in answers} <= {200, 400}
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(30) == 0
-    assert server.process.stdout is not None
-    server.process.stdout.close()
 
 
 @pytest.mark.slow

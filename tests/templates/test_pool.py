@@ -97,6 +97,7 @@ def test_compiling_has_the_limits_too() -> None:
         Renderers("{{ messages }}" * 2_000, Limits(memory=2**20))
 
 
+@pytest.mark.slow
 def test_a_failure_does_not_touch_the_next_conversation(start: Callable[..., Renderers]) -> None:
     """Another process is ready when one is ended, since it was started with the first conversation."""
     pool = start(
