@@ -113,6 +113,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "tokenizers": ("tokenizer",),
     "jinja2": ("templates.compiled", "templates.process"),  # never in the process of the server
     "msgspec": ("transport",),
+    "cryptography": ("transport.sealing",),
     "fastapi": ("server",),
     "starlette": ("server",),
     "uvicorn": ("server",),

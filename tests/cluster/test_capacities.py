@@ -24,6 +24,7 @@ from moesaic.transport import acceptor
 from moesaic.transport import address as addresses
 from moesaic.transport.authentication import Deadline, Terms, prove_as_client
 from moesaic.transport.calls import MIN_HEAP
+from moesaic.transport.sealed_socket import wire
 from moesaic.transport.stream import StreamConnection
 from tests.cluster.test_balancing import LAYOUT, filled
 from tests.cluster.test_changes import Scene, advance, spawning  # noqa: F401  a fixture
@@ -170,7 +171,7 @@ def test_whoever_says_something_else_first_is_dropped(
     monkeypatch.setattr(acceptor._log, "warning", lambda line, *parts: lines.put(line % parts))
     join_listener = JoinListener("tcp:127.0.0.1:0", SECRET, welcome.append)
     peer = connected(join_listener.address)
-    name = "tcp:{}:{}".format(*peer._socket.getsockname())
+    name = "tcp:{}:{}".format(*peer._socket._socket.getsockname())  # type: ignore[union-attr]
     try:
         peer.send(word)
         with pytest.raises(ConnectionLost):
@@ -186,5 +187,5 @@ def test_whoever_says_something_else_first_is_dropped(
 def connected(address: str) -> StreamConnection:
     """Past the handshake."""
     sock: socket.socket = addresses.dial(addresses.parse(address), 10.0)
-    prove_as_client(sock, SECRET, Terms("stream", MIN_HEAP), Deadline(10.0))
-    return StreamConnection(sock)
+    keys = prove_as_client(sock, SECRET, Terms("stream", MIN_HEAP), Deadline(10.0))
+    return StreamConnection(wire(sock, keys))

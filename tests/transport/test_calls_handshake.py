@@ -187,7 +187,7 @@ def test_closing_ends_open_handshakes(tmp_path: Path) -> None:
 
 
 def test_the_wrong_secret(listener: Listener) -> None:
-    with pytest.raises(ConnectionLost, match="no connection to .* closed the connection"):
+    with pytest.raises(ConnectionLost, match="no connection to .*: the server does not accept this secret"):
         connect(listener.address, b"another secret of the tests")
 
 
@@ -213,7 +213,7 @@ def reflect(sock: socket.socket) -> None:
 
 def guess(sock: socket.socket) -> None:
     sock.sendall(MAGIC + sock.recv(len(MAGIC) + NONCE, socket.MSG_WAITALL)[len(MAGIC) :])
-    sock.sendall(bytes(PROOF))
+    sock.sendall(b"x" * PROOF)
     sock.recv(1)
 
 
@@ -233,6 +233,70 @@ def test_the_server_has_to_prove_itself_too(replies: Callable[[socket.socket], N
         connect(where, SECRET)
     thread.join()
     server.close()
+
+
+def refuse(sock: socket.socket) -> None:
+    sock.sendall(MAGIC + bytes(NONCE))
+    sock.recv(len(MAGIC) + NONCE + 16 + PROOF, socket.MSG_WAITALL)
+    sock.sendall(authentication.REFUSAL)
+
+
+def break_off(sock: socket.socket) -> None:
+    sock.sendall(MAGIC + bytes(NONCE))
+    sock.recv(len(MAGIC) + NONCE + 16 + PROOF, socket.MSG_WAITALL)
+
+
+@pytest.mark.parametrize(("replies", "refused"), [(refuse, True), (break_off, False)])
+def test_a_refusal_is_told_from_a_connection_that_broke(
+    replies: Callable[[socket.socket], None], refused: bool
+) -> None:
+    """A server that has lost its cluster tries again only after the latter."""
+    where, server, thread = rogue(replies)
+    sock = address.dial(address.parse(where), 10.0)
+    with sock, pytest.raises(ConnectionLost) as raised:
+        authentication.prove_as_client(sock, SECRET, Terms("stream", HEAP), Deadline(10.0))
+    assert isinstance(raised.value, authentication.Refused) == refused, raised.value
+    thread.join()
+    server.close()
+
+
+def test_versions_that_differ_refuse_each_other_by_name(
+    listener: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
+    older = b"moesaic1"
+    assert older != MAGIC
+    with raw(listener) as sock:
+        sock.sendall(older + bytes(NONCE))
+        answer = authentication.read_exactly(sock, len(MAGIC) + NONCE, Deadline(10.0))
+        assert answer.startswith(MAGIC), "the older one reads why it is refused"
+        until(lambda: caplog.records)
+    both = "both need the same version of moesaic"
+    assert f"the other end speaks protocol 'moesaic1', this end '{MAGIC.decode()}': {both}" in caplog.text
+    where, server, thread = rogue(lambda sock: sock.sendall(b"moesaic\n" + sock.recv(40)[8:]))
+    with pytest.raises(ConnectionLost, match=f"speaks protocol 'moesaic.n', this end '{MAGIC.decode()}'"):
+        connect(where, SECRET)
+    thread.join()
+    server.close()
+
+
+def test_both_ends_get_the_same_keys_and_new_ones_each_time() -> None:
+    seen = set()
+    for _ in range(3):
+        one, two = socket.socketpair()
+        found: list[Any] = []
+
+        def serve(end: socket.socket = two, found: list[Any] = found) -> None:
+            found.append(authentication.prove_as_server(end, SECRET, Deadline(10.0)))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with one, two:
+            keys = authentication.prove_as_client(one, SECRET, Terms("stream", HEAP), Deadline(10.0))
+            thread.join()
+        [(terms, others)] = found
+        assert terms == Terms("stream", HEAP) and others == keys.swapped()
+        seen |= set(keys)
+    assert len(seen) == 6
 
 
 def test_a_silent_server_times_out() -> None:

@@ -20,6 +20,8 @@ from moesaic.core.request import FinishReason, Request, SamplingParams, TokenLog
 from moesaic.transport.base import Connection
 from moesaic.transport.codec import decode
 from moesaic.transport.local import local_pair
+from moesaic.transport.sealed_socket import SealedSocket
+from moesaic.transport.sealing import Keys
 from moesaic.transport.stream import MAX_FRAME, StreamConnection, stream_pair
 
 Pair = tuple[Connection, Connection]
@@ -76,7 +78,23 @@ def tcp_connections() -> Pair:
     return StreamConnection(one), StreamConnection(two)
 
 
-@pytest.fixture(params=[local_pair, stream_connections, tcp_connections], ids=["local", "unix", "tcp"])
+def sealed_connections() -> Pair:
+    keys = Keys(b"1" * 32, b"2" * 32)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        two, _ = listener.accept()
+    return StreamConnection(SealedSocket(one, keys)), StreamConnection(SealedSocket(two, keys.swapped()))
+
+
+PAIRS = {
+    "local": local_pair,
+    "unix": stream_connections,
+    "tcp": tcp_connections,
+    "sealed tcp": sealed_connections,
+}
+
+
+@pytest.fixture(params=PAIRS.values(), ids=PAIRS)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     make: Callable[[], Pair] = request.param
     ends = make()

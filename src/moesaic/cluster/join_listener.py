@@ -1,8 +1,8 @@
 """The socket through which expert servers of other machines join the cluster.
 
 A server that knows the cluster's secret may join. Both sides prove that they know it
-(`transport.authentication`); nothing after that is encrypted. A peer that stalls or does not know the
-secret is disconnected, with one line in the log.
+(`transport.authentication`). Everything after that is encrypted (`transport.sealing`). A peer that stalls or
+does not know the secret is disconnected. The log has one line about it, or one about many.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.transport import address as addresses
 from moesaic.transport.acceptor import Acceptor
 from moesaic.transport.authentication import Deadline, prove_as_server
+from moesaic.transport.sealed_socket import wire
 from moesaic.transport.stream import StreamConnection
 
 HANDSHAKE_SECONDS = 10.0
@@ -42,7 +43,8 @@ class RemoteProcess:
 
     def how_it_ended(self) -> str:
         """How the process ended, in words for people. Called once the connection is lost."""
-        return f"the connection to {self.peer} is lost"
+        why = "" if self.connection.lost is None else f": {self.connection.lost}"
+        return f"the connection to {self.peer} is lost{why}"
 
     def kill(self) -> None:
         """Closes the connection. The server joins again when it notices."""
@@ -84,9 +86,9 @@ class JoinListener:
         """Authenticates a peer and reads its first message. Raises for anything that is not an expert
         server."""
         host, port = sock.getpeername()[:2]
-        prove_as_server(sock, self._secret, Deadline(HANDSHAKE_SECONDS))
+        _, keys = prove_as_server(sock, self._secret, Deadline(HANDSHAKE_SECONDS))
         with contextlib.ExitStack() as undo:
-            connection = StreamConnection(sock)
+            connection = StreamConnection(wire(sock, keys))
             undo.callback(connection.close)
             word = connection.receive(HANDSHAKE_SECONDS)
             if not isinstance(word, messages.Enlist) or not 0 < word.capacity < math.inf:

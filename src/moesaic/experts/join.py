@@ -6,7 +6,6 @@ connections closed. The cluster cannot restart such a server, so the server join
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from moesaic.models import fingerprint
 from moesaic.transport import address as addresses
 from moesaic.transport.authentication import Deadline, Refused, Terms, prove_as_client
 from moesaic.transport.calls import MIN_HEAP
+from moesaic.transport.sealed_socket import wire
 from moesaic.transport.stream import StreamConnection
 from moesaic.transport.wakeup import Wakeup
 
@@ -148,15 +148,10 @@ def _connect(joining: JoinOptions, wakeup: Wakeup) -> tuple[StreamConnection, st
         raise ConnectionLost(f"no connection to {joining.cluster}: {error.strerror or error}") from error
     try:
         terms = Terms("stream", MIN_HEAP)
-        prove_as_client(sock, joining.secret, terms, Deadline(HANDSHAKE_SECONDS))
+        keys = prove_as_client(sock, joining.secret, terms, Deadline(HANDSHAKE_SECONDS))
     except (OSError, MoesaicError) as error:
         sock.close()
         kind = Refused if isinstance(error, Refused) else ConnectionLost
         raise kind(f"no connection to {joining.cluster}: {error}") from error
     here = str(sock.getsockname()[0])
-    return StreamConnection(_blocking(sock), on_message=wakeup.ring), here
-
-
-def _blocking(sock: socket.socket) -> socket.socket:
-    sock.settimeout(None)
-    return sock
+    return StreamConnection(wire(sock, keys), on_message=wakeup.ring), here

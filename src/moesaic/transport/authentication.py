@@ -6,7 +6,11 @@
 
 The HMAC is HMAC-SHA256, compared in constant time. The two labels differ, so a proof cannot be sent back to
 its sender. The numbers a and b are new each time, so a proof cannot be used twice. Every message has a fixed
-length, so nothing is parsed before the peer is known. What follows the handshake is not encrypted.
+length, so nothing is parsed before the peer is known.
+
+A server that does not accept the proof answers with REFUSAL instead of its own proof. So a client can tell a
+refusal from a connection that broke. After the handshake both ends have keys that depend on a, b and the
+terms. Everything that follows on a TCP connection is sealed with them (sealing.py).
 """
 
 from __future__ import annotations
@@ -20,10 +24,14 @@ from typing import NamedTuple
 
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.transport.calls import MAX_HEAP, MIN_HEAP
+from moesaic.transport.sealing import Keys, client_keys
 
-MAGIC = b"moesaic1"
+MAGIC = b"moesaic2"
+"""Name and version of the protocol. Ends of different versions refuse each other."""
+_NAME = b"moesaic"
 NONCE = 32
 PROOF = 32
+REFUSAL = bytes(PROOF)
 _TERMS = struct.Struct("<8sQ")
 KINDS = ("shm", "stream")
 
@@ -67,35 +75,45 @@ class Deadline:
         sock.settimeout(left)
 
 
-def prove_as_client(sock: socket.socket, secret: bytes, terms: Terms, deadline: Deadline) -> None:
-    """Do the client's side. Raises Refused when the secrets differ, otherwise ConnectionLost or OSError."""
+def prove_as_client(sock: socket.socket, secret: bytes, terms: Terms, deadline: Deadline) -> Keys:
+    """Do the client's side. Returns the keys of its end.
+
+    Raises Refused when the secrets or the versions differ, otherwise ConnectionLost or OSError.
+    """
     mine = secrets.token_bytes(NONCE)
     _send(sock, MAGIC + mine, deadline)
-    nonces = mine + _nonce(sock, deadline)
+    magic, theirs = _magic(sock, deadline), read_exactly(sock, NONCE, deadline)
+    _check_version(magic)
+    nonces = mine + theirs
     packed = _TERMS.pack(terms.kind.encode(), terms.heap_bytes)
     _send(sock, packed + _proof(secret, b"client", nonces, packed), deadline)
-    try:
-        proof = read_exactly(sock, PROOF, deadline)
-    except ConnectionLost as lost:
-        raise Refused("the other end closed the connection during the handshake: another secret?") from lost
+    proof = read_exactly(sock, PROOF, deadline)
+    if proof == REFUSAL:
+        raise Refused("the server does not accept this secret: it has another secret")
     if not hmac.compare_digest(proof, _proof(secret, b"server", nonces, packed)):
         raise Refused("the server does not know the secret")
+    return client_keys(secret, nonces, packed)
 
 
-def prove_as_server(sock: socket.socket, secret: bytes, deadline: Deadline) -> Terms:
-    """Do the server's side. Raises ConnectionLost if the client does not know the secret, or OSError."""
-    theirs = _nonce(sock, deadline)
+def prove_as_server(sock: socket.socket, secret: bytes, deadline: Deadline) -> tuple[Terms, Keys]:
+    """Do the server's side. Returns what the client asks for, and the keys of the server's end.
+
+    Raises ConnectionLost if the client does not know the secret or has another version, or OSError.
+    """
+    magic, theirs = _magic(sock, deadline), read_exactly(sock, NONCE, deadline)
     mine = secrets.token_bytes(NONCE)
-    _send(sock, MAGIC + mine, deadline)
+    _send(sock, MAGIC + mine, deadline)  # also to another version, which then knows why it is refused
+    _check_version(magic)
     packed = read_exactly(sock, _TERMS.size, deadline)
     proof, nonces = read_exactly(sock, PROOF, deadline), theirs + mine
     if not hmac.compare_digest(proof, _proof(secret, b"client", nonces, packed)):
+        _send(sock, REFUSAL, deadline)
         raise ConnectionLost("the client does not know the secret")
     kind, heap_bytes = _TERMS.unpack(packed)
     terms = Terms(kind.rstrip(b"\0").decode("ascii", "replace"), heap_bytes)
     check_terms(terms)
     _send(sock, _proof(secret, b"server", nonces, packed), deadline)
-    return terms
+    return terms, client_keys(secret, nonces, packed).swapped()
 
 
 def read_exactly(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
@@ -115,10 +133,20 @@ def _send(sock: socket.socket, data: bytes, deadline: Deadline) -> None:
     sock.sendall(data)
 
 
-def _nonce(sock: socket.socket, deadline: Deadline) -> bytes:
-    if read_exactly(sock, len(MAGIC), deadline) != MAGIC:
-        raise ConnectionLost("the other end is not moesaic, or another version of it")
-    return read_exactly(sock, NONCE, deadline)
+def _magic(sock: socket.socket, deadline: Deadline) -> bytes:
+    """What the other end calls its protocol. Raises ConnectionLost if that is not moesaic."""
+    magic = read_exactly(sock, len(MAGIC), deadline)
+    if not magic.startswith(_NAME):
+        raise ConnectionLost("the other end is not moesaic")
+    return magic
+
+
+def _check_version(magic: bytes) -> None:
+    if magic != MAGIC:
+        theirs, mine = ascii(magic.decode("latin-1")), ascii(MAGIC.decode())
+        raise Refused(
+            f"the other end speaks protocol {theirs}, this end {mine}: both need the same version of moesaic"
+        )
 
 
 def _proof(secret: bytes, label: bytes, nonces: bytes, terms: bytes) -> bytes:

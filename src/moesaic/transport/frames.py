@@ -7,12 +7,12 @@ frame that arrives in pieces is a waiting generator, and bulk bytes are read dir
 from __future__ import annotations
 
 import select
-import socket
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 
 from moesaic.core.errors import ConnectionLost
+from moesaic.transport.sealed_socket import Wire
 
 HEADER = struct.Struct("<IIQQQ")
 """kind, rows, call number, bytes of a row, bytes of the request; 32 bytes."""
@@ -20,7 +20,7 @@ REQUEST, ROWS = 1, 2
 """Kinds of frames. REQUEST: the request follows. ROWS: `rows` indices (u32) follow, then as many rows."""
 
 READS = 64
-"""Maximum system calls of one `pump`, so that a peer which never stops sending does not delay others."""
+"""Maximum reads of one `pump`, so that a peer which never stops sending does not delay others."""
 PIECES = 64
 """Maximum pieces of memory in one system call."""
 
@@ -30,10 +30,12 @@ Wanted = Iterator[list[memoryview]]
 class Frames:
     """A socket, which belongs to it. wanted: yields the memory to fill next, and may raise ConnectionLost."""
 
-    def __init__(self, sock: socket.socket, wanted: Wanted) -> None:
+    def __init__(self, sock: Wire, wanted: Wanted) -> None:
         sock.setblocking(False)
         self.lost: ConnectionLost | None = None
         """Why nothing more can be received, or None."""
+        self.more = False
+        """Whether the last `pump` left something to read that the socket may not show."""
         self.unsent = 0
         """Bytes that the socket has not accepted yet."""
         self.pushed = 0
@@ -89,12 +91,14 @@ class Frames:
         """Send and receive what is possible now. The end of the stream, or a damaged frame, sets `lost`."""
         if self._outbox:
             self.flush()
+        self.more = False
         if self.lost is not None:
             return
         try:
             for _ in range(READS):
                 if not self._read():
                     return
+            self.more = True
         except ConnectionLost as lost:
             self.lost = lost.again()
 
@@ -106,7 +110,7 @@ class Frames:
         self._socket.close()
 
     def _read(self) -> bool:
-        """Make one system call. Returns False if there was nothing to read."""
+        """Read once. Returns False if there was nothing to read."""
         try:
             count = self._socket.recvmsg_into(self._into[:PIECES])[0]
         except (BlockingIOError, InterruptedError):

@@ -104,7 +104,7 @@ def _accept_rank(
     """The rank of the process that connected. None, with one line in the log, if it does not belong here."""
     deadline = Deadline(HANDSHAKE_SECONDS)
     try:
-        found = prove_as_server(sock, secret, deadline)
+        found, _ = prove_as_server(sock, secret, deadline)
         rank, theirs = _RANK_AND_SIZE.unpack(read_exactly(sock, _RANK_AND_SIZE.size, deadline))
         if found != terms or theirs != size or not 1 <= rank < size or rank in taken:
             raise ConnectionLost(

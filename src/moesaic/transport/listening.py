@@ -21,6 +21,7 @@ from moesaic.transport.authentication import (
     read_exactly,
 )
 from moesaic.transport.calls import HEAP_BYTES, MAX_HEAP, Answerer, Caller
+from moesaic.transport.sealed_socket import wire
 from moesaic.transport.sockets import StreamAnswerer, StreamCaller
 
 try:
@@ -43,7 +44,8 @@ def connect(
 ) -> Caller:
     """Connect to the Listener at `address`.
 
-    kind: "shm" shares memory and needs a Unix address, "stream" copies through the socket.
+    kind: "shm" shares memory and needs a Unix address, "stream" copies through the socket. Over TCP that is
+    encrypted.
     heap_bytes: maximum bytes of all open calls of this connection.
     timeout: seconds for connecting and the handshake together.
 
@@ -63,8 +65,10 @@ def connect(
     except OSError as error:
         raise ConnectionLost(f"no connection to {address}: {error.strerror or error}") from None
     try:
-        prove_as_client(sock, secret, terms, deadline)
-        return _share(sock, heap_bytes, deadline) if kind == "shm" else StreamCaller(sock, heap_bytes)
+        keys = prove_as_client(sock, secret, terms, deadline)
+        if kind == "shm":
+            return _share(sock, heap_bytes, deadline)
+        return StreamCaller(wire(sock, keys), heap_bytes)
     except (OSError, ConnectionLost) as error:
         sock.close()
         raise ConnectionLost(f"no connection to {address}: {error}") from None
@@ -146,14 +150,12 @@ class Listener:
         if addresses.foreign(sock):
             raise ConnectionLost("a process of another user")
         deadline = Deadline(self._seconds)
-        terms = prove_as_server(sock, self._secret, deadline)
+        terms, keys = prove_as_server(sock, self._secret, deadline)
         if terms.heap_bytes > self._max_heap:
             raise ConfigError.field("heap_bytes", terms.heap_bytes, f"at most {self._max_heap}")
-        return (
-            self._mapped(sock, terms, deadline)
-            if terms.kind == "shm"
-            else StreamAnswerer(sock, terms.heap_bytes)
-        )
+        if terms.kind == "shm":
+            return self._mapped(sock, terms, deadline)
+        return StreamAnswerer(wire(sock, keys), terms.heap_bytes)
 
     def _mapped(self, sock: socket.socket, terms: Terms, deadline: Deadline) -> Answerer:
         """An Answerer on the memory that the client sends."""

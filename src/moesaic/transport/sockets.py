@@ -1,12 +1,12 @@
-"""Calls over a stream socket (Unix or TCP). A request is sent once, and rows are sent as they are published.
+"""Calls over a stream socket (Unix, or TCP in encrypted records).
 
+A request is sent once, and rows are sent as they are published.
 frames.py describes the frames. The client never has more than `heap_bytes` in calls, and the server enforces
 that. So the memory of both ends is bounded, whatever the other end does.
 """
 
 from __future__ import annotations
 
-import socket
 from collections import deque
 from collections.abc import Iterator
 
@@ -17,6 +17,7 @@ from moesaic.core.tokens import IntArray
 from moesaic.transport.blocks import Block, Blocks
 from moesaic.transport.calls import MAX_CALLS, MAX_ROWS, Call, Incoming, Outstanding, refuse
 from moesaic.transport.frames import HEADER, REQUEST, ROWS, Frames
+from moesaic.transport.sealed_socket import Wire
 
 _PER_ROW = HEADER.size + 4
 """Bytes in addition to a row that is published alone."""
@@ -64,7 +65,7 @@ class StreamCall:
 class _StreamEnd:
     """The socket, and the behaviour that both ends share."""
 
-    def __init__(self, sock: socket.socket, heap_bytes: int, wanted: Iterator[list[memoryview]]) -> None:
+    def __init__(self, sock: Wire, heap_bytes: int, wanted: Iterator[list[memoryview]]) -> None:
         """wanted: yields the memory for the next bytes that arrive."""
         self._heap_bytes = heap_bytes
         self._used = 0
@@ -81,7 +82,7 @@ class _StreamEnd:
         return self._frames.fileno()
 
     def ready(self) -> bool:
-        return self._frames.lost is not None
+        return self._frames.lost is not None or self._frames.more
 
     def arm(self) -> bool:
         return self.ready()
@@ -97,7 +98,7 @@ class _StreamEnd:
 class StreamCaller(_StreamEnd):
     """A Caller over `sock`, which belongs to it from now on."""
 
-    def __init__(self, sock: socket.socket, heap_bytes: int) -> None:
+    def __init__(self, sock: Wire, heap_bytes: int) -> None:
         self._calls: dict[int, StreamCall] = {}
         self._number = 0
         self._news: list[tuple[Call, IntArray]] = []
@@ -206,7 +207,7 @@ class StreamIncoming:
 class StreamAnswerer(_StreamEnd):
     """An Answerer over `sock`, which belongs to it from now on."""
 
-    def __init__(self, sock: socket.socket, heap_bytes: int) -> None:
+    def __init__(self, sock: Wire, heap_bytes: int) -> None:
         self._open: set[int] = set()
         self._retired: deque[tuple[int, tuple[Block, Block]]] = deque()
         """(bytes pushed, memory) of finished calls. The memory is free once that many bytes were sent."""

@@ -1,10 +1,11 @@
-"""Messages as length-prefixed frames over a connected stream socket (Unix or TCP).
+"""Messages as length-prefixed frames over a connected stream socket (Unix, or TCP in encrypted records).
 
 A thread reads frames into an inbox as bytes arrive, so a sender never waits for a peer that is busy with a
 step. It also notices the end of the stream at once, even while no thread calls `receive`.
 
 A frozen peer reads nothing. Bytes that the socket does not accept then wait in an outbox, so `send` never
-blocks. A second thread sends them, and exists only while the outbox is not empty.
+blocks. A second thread sends them, and exists only while the outbox is not empty. While it exists, no other
+thread sends. So the bytes of a socket, and the records of a sealed one, keep their order.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import Message
 from moesaic.transport import codec
+from moesaic.transport.sealed_socket import Wire
 
 _LENGTH = struct.Struct("<Q")
 MAX_FRAME = 1 << 30
@@ -36,7 +38,7 @@ class StreamConnection:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: Wire,
         on_lost: Callable[[], None] | None = None,
         on_message: Callable[[], None] | None = None,
     ) -> None:
@@ -45,6 +47,7 @@ class StreamConnection:
         self._on_message = on_message
         self._inbox: queue.SimpleQueue[Message | ConnectionLost] = queue.SimpleQueue()
         self._lost: ConnectionLost | None = None
+        """Why nothing more can be received, once `receive` has raised it."""
         self._sending = threading.Lock()
         """Protects `_outbox`, `_unsent` and `_send_failed`."""
         self._outbox: deque[memoryview] = deque()
@@ -93,6 +96,11 @@ class StreamConnection:
             self._lost = item
         raise self._lost.again()
 
+    @property
+    def lost(self) -> str | None:
+        """Why nothing more can be received. None until `receive` has raised it."""
+        return None if self._lost is None else str(self._lost)
+
     def ended(self, timeout: float) -> bool:
         """Whether the peer sends nothing more. Waits at most `timeout` seconds for that."""
         self._reader.join(timeout)
@@ -112,13 +120,16 @@ class StreamConnection:
 
     def _try(self, frame: memoryview) -> int:
         """How many of these bytes the socket accepts without waiting. Raises ConnectionLost."""
+        sent = 0
         try:
-            return self._socket.send(frame, socket.MSG_DONTWAIT)
+            while sent < len(frame):
+                sent += self._socket.send(frame[sent:], socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return 0
+            pass  # the socket is full
         except OSError as error:
             self._send_failed = f"the other end is gone: {error.strerror or error}"
             raise ConnectionLost(self._send_failed) from error
+        return sent
 
     def _write(self, frame: memoryview) -> None:
         """Send the outbox, whose first entry is `frame`, waiting for the peer to read."""
