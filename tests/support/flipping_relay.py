@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 PIECE = 1000
 
@@ -38,12 +38,8 @@ class Relay:
     """A relay that runs, as a test sees it."""
 
     port: int
-    process: subprocess.Popen[str]
-
-    def changed(self) -> None:
-        """Wait until the next change was made."""
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "flipped\n"
+    flipped: list[str] = field(default_factory=list)
+    """A line for each change that was made."""
 
 
 @contextmanager
@@ -54,9 +50,13 @@ def relay(target: str, *changes: Change) -> Iterator[Relay]:
     with process:
         try:
             assert process.stdout is not None
-            yield Relay(int(process.stdout.readline()), process)
+            found = Relay(int(process.stdout.readline()))
+            reader = threading.Thread(target=found.flipped.extend, args=(process.stdout,))
+            reader.start()
+            yield found
         finally:
             process.kill()
+            reader.join()
 
 
 # ---- the process

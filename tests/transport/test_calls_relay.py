@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 from tests.support.call_pairs import HEAP, SECRET, ask, line, lost, noise, process, until
-from tests.support.flipping_relay import Change, relay
+from tests.support.flipping_relay import Change, Relay, relay
 
 from moesaic.core.errors import ConnectionLost, DamagedMessage
 from moesaic.transport.authentication import MAGIC, NONCE, PROOF
@@ -48,6 +48,12 @@ def echoed(caller: Caller, count: int, size: int = SIZE, rows: int = ROWS) -> in
     return count
 
 
+def flips(between: Relay, count: int) -> bool:
+    """Whether so many changes were made. The relay's word arrives by another way than the bytes."""
+    until(lambda: len(between.flipped) >= count)
+    return len(between.flipped) == count
+
+
 def test_a_changed_bit_ends_the_connection_and_changes_no_answer() -> None:
     """The server, the relay and this process go on: each change meets a new connection."""
     changes = [
@@ -55,10 +61,10 @@ def test_a_changed_bit_ends_the_connection_and_changes_no_answer() -> None:
     ]
     with process("server", "tcp:127.0.0.1:0", "echo") as server, relay(line(server), *changes) as between:
         address = f"tcp:127.0.0.1:{between.port}"
-        for change in changes:
+        for number, change in enumerate(changes, start=1):
             caller = connect(address, SECRET, heap_bytes=HEAP)
             assert echoed(caller, 6) < 6, f"{change} was not noticed"
-            between.changed()
+            assert flips(between, number)
             why = lost(caller)
             if change.direction == "down":
                 assert why.startswith("encrypted record ") and why.endswith(" on the way"), why
@@ -87,11 +93,11 @@ def test_pieces_that_are_repeated_left_out_swapped_or_cut(way: str) -> None:
     changes = [Change(way, attack, 0) for attack in (-1, -2, -3, -4)]
     with process("server", "tcp:127.0.0.1:0", "echo") as server, relay(line(server), *changes) as between:
         address = f"tcp:127.0.0.1:{between.port}"
-        for change in changes:
+        for number, change in enumerate(changes, start=1):
             caller = connect(address, SECRET)
             large = 5 * RECORD
             assert echoed(caller, 3, large, 1) < 3, f"{change} was not noticed"
-            between.changed()
+            assert flips(between, number)
             with pytest.raises(ConnectionLost) as raised:
                 caller.poll()
             assert way == "up" or isinstance(raised.value, DamagedMessage), raised.value
