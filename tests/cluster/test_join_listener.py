@@ -123,8 +123,11 @@ def test_who_does_not_know_the_secret_stays_outside(door: dict[str, Any], tmp_pa
     create_secret(other)
     with cluster(**door) as served, joiner(served, other) as process:
         assert process.wait(20) == 1
-        assert process.stderr is not None and "no connection to tcp:127.0.0.1:" in process.stderr.read()
+        assert process.stderr is not None
+        error = process.stderr.read()
+        assert "no connection to tcp:127.0.0.1:" in error and "it has another secret" in error
         assert len(served.supervisor.status()) == 2
+        assert served.supervisor.report().counters.refused_connections == 1
 
 
 @pytest.mark.slow

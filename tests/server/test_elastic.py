@@ -153,6 +153,7 @@ def test_metrics_of_processes_and_experts(launch: Launch) -> None:
     assert found["moesaic:resent_pairs_total"] == 99
     assert found["moesaic:slo_violations_total{objective=ttft}"] == 5
     assert found["moesaic:slo_violations_total{objective=itl}"] == 6
+    assert found["moesaic:refused_connections_total"] == 7
     assert found["moesaic:expert_pairs_total{expert=0,layer=1}"] == 5
     assert found["moesaic:expert_pairs_total{expert=1,layer=2}"] == 2
     assert found["moesaic:expert_balancedness{layer=2}"] == 0.5

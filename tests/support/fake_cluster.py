@@ -48,6 +48,7 @@ class FakeCluster:
                 resent_pairs=99,
                 missed_ttft=5,
                 missed_itl=6,
+                refused_connections=7,
             ),
             dispatch="affinity",
             locality=[LayerLocality(1, 40, 30, 0.75), LayerLocality(2, 40, 10, 0.25)],

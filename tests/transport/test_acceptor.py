@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import resource
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -95,10 +97,36 @@ def test_who_comes_takes_the_place_of_the_oldest(caplog: pytest.LogCaptureFixtur
         silent[3].sendall(b"good but slow")
         until(lambda: passed == ["good peer", "good but slow"])
         names = ["tcp:{}:{}".format(*sock.getsockname()) for sock in silent]
-    why = "it was the oldest of 2 handshakes"
-    assert [record.getMessage() for record in caplog.records] == [
-        f"dropped {name} at tcp:door: {why}" for name in names[:3]
-    ]
+    lines = [f"dropped {name} at tcp:door: it was the oldest of 2 handshakes" for name in names]
+    found = [record.getMessage() for record in caplog.records]
+    assert len(found) == 2 and found[0] == lines[0]
+    assert re.fullmatch(re.escape(lines[2]) + r" \(the last of 2 such lines in \d+ s\)", found[1])
+
+
+def test_a_port_scan_is_a_few_lines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody is forgotten: the lines count all of them, also those since the last line."""
+    monkeypatch.setattr(acceptor, "QUIET_SECONDS", 0.05)
+    count, began = 200, time.monotonic()
+    with door() as (connect, passed, one):
+        for number in range(count):
+            connect().sendall(b"bad %d" % number)
+            until(lambda number=number: one.dropped == number + 1)
+        until(lambda: count_of(caplog) == count)  # while nobody else comes
+        connect().sendall(b"good peer")
+        until(lambda: passed == ["good peer"])
+        for number in range(2):
+            connect().sendall(b"bad")
+            until(lambda number=number: one.dropped == count + number + 1)
+    assert count_of(caplog) == count + 2, "what was held back is logged at the end"
+    assert len(caplog.records) <= 4 + (time.monotonic() - began) / 0.05
+
+
+def count_of(caplog: pytest.LogCaptureFixture) -> int:
+    """How many peers the lines tell of."""
+    counts = [re.search(r"last of (\d+) such", record.getMessage()) for record in caplog.records]
+    return sum(1 if found is None else int(found[1]) for found in counts)
 
 
 def test_closing_drops_who_is_not_done_and_welcomes_nobody() -> None:

@@ -24,8 +24,12 @@ from moesaic.transport.stream import StreamConnection
 HANDSHAKE_SECONDS = 10.0
 STOP_SECONDS = 5.0
 """Seconds that a server has to leave after it was asked to."""
-MAX_PENDING = 16
-"""Maximum number of handshakes at the same time."""
+MAX_PENDING = 64
+"""Maximum number of handshakes at the same time.
+
+A further peer replaces the oldest one. So a server is kept out only if so many strangers come while it does
+its handshake, and then it tries again.
+"""
 
 
 @dataclass
@@ -77,6 +81,11 @@ class JoinListener:
         self.address = str(where)
         """Address with the real port."""
         self._acceptor = Acceptor(listening, self.address, self._enlisted, welcome, MAX_PENDING)
+
+    @property
+    def dropped(self) -> int:
+        """Peers that were not accepted."""
+        return self._acceptor.dropped
 
     def close(self) -> None:
         """Stops listening. A second call does nothing."""

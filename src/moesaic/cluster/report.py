@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from moesaic.cluster.join_listener import JoinListener
 from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.publishing import union
@@ -46,7 +47,9 @@ def process_status(
     )
 
 
-def counters(members: Members, router: Router, rebalances: int) -> ClusterCounters:
+def counters(
+    members: Members, router: Router, rebalances: int, door: JoinListener | None = None
+) -> ClusterCounters:
     """Returns all counts since the start."""
     experts = router.stats().experts
     return ClusterCounters(
@@ -59,6 +62,7 @@ def counters(members: Members, router: Router, rebalances: int) -> ClusterCounte
         rebalances=rebalances,
         missed_ttft=router.objectives.missed_ttft,
         missed_itl=router.objectives.missed_itl,
+        refused_connections=0 if door is None else door.dropped,
     )
 
 

@@ -138,7 +138,7 @@ class Supervisor:
             processes=self.status(),
             replicas=[] if placement is None else layer_replicas(placement, members.servers),
             failures=self._failures.all(),
-            counters=counters(members, self._router, self._changes.rebalances),
+            counters=counters(members, self._router, self._changes.rebalances, self._join_listener),
             join_address=None if self._join_listener is None else self._join_listener.address,
             transport=self._transport,
             dispatch=self._dispatch,

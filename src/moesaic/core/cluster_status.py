@@ -108,6 +108,9 @@ class ClusterCounters:
     """Requests whose first token came later than --slo-ttft."""
     missed_itl: int = 0
     """Tokens that came later than --slo-itl after the token before."""
+    refused_connections: int = 0
+    """Connections to --cluster-address that did not become a server: strangers, or servers with another
+    secret or version."""
 
 
 @dataclass(frozen=True)

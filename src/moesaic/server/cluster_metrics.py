@@ -68,6 +68,11 @@ class ClusterCollector(Collector):
                 counters.moved_requests,
             ),
             ("rebalances", "Changes of the placement that balance the load.", counters.rebalances),
+            (
+                "refused_connections",
+                "Connections to --cluster-address that did not become a server.",
+                counters.refused_connections,
+            ),
         ):
             yield self._counter(name, text, [((), value)])
         missed: Series = [(("ttft",), counters.missed_ttft), (("itl",), counters.missed_itl)]

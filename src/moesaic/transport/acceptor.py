@@ -1,4 +1,7 @@
-"""Accepts peers in the background. Each has its own thread and deadline, so none delays another."""
+"""Accepts peers in the background. Each has its own thread and deadline, so none delays another.
+
+The log names the first peer that is dropped, then at most one in QUIET_SECONDS, and counts the others.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,20 @@ import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.transport import address as addresses
+from moesaic.transport.line_limit import LineLimit
 
 _log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
 """Seconds before the next attempt to accept, after there was no descriptor or no thread for a peer."""
+QUIET_SECONDS = 10.0
+"""Minimum seconds between two lines about dropped peers."""
 
 Passed = TypeVar("Passed")
 
@@ -26,7 +33,7 @@ class Acceptor(Generic[Passed]):
     """Accepts on `listening`, which belongs to it from now on. `address` is the name for its log lines.
 
     handshake: called with the socket of a peer, in a thread of its own. It raises OSError, ConnectionLost or
-    ConfigError for a peer to drop. Then one line in the log names the peer and the reason.
+    ConfigError for a peer to drop. A line in the log names the peer and the reason, or counts such peers.
     welcome: called in the same thread with the result of the handshake.
     most: maximum handshakes at the same time. A further peer replaces the oldest one.
     """
@@ -40,6 +47,9 @@ class Acceptor(Generic[Passed]):
         most: int,
     ) -> None:
         self.closed = False
+        self.dropped = 0
+        """Peers that were dropped."""
+        self._drops, self._troubles = LineLimit(QUIET_SECONDS), LineLimit(QUIET_SECONDS)
         self._socket, self._address, self._most = listening, address, most
         self._handshake, self._welcome = handshake, welcome
         self._lock = threading.Lock()
@@ -68,6 +78,8 @@ class Acceptor(Generic[Passed]):
             threads = list(self._threads)
         for thread in threads:
             thread.join()
+        for limit in (self._drops, self._troubles):
+            _warn(limit.rest(time.monotonic()))
         self._socket.close()
         os.close(self._stop)
 
@@ -78,15 +90,18 @@ class Acceptor(Generic[Passed]):
         stopping = select.poll()  # select.select knows no descriptor of 1024 or more
         stopping.register(self._stop, select.POLLIN)
         while True:
-            if any(fd == self._stop for fd, _ in poller.poll()):
+            if any(fd == self._stop for fd, _ in poller.poll(1e3 * QUIET_SECONDS)):
                 return
+            with self._lock:
+                _warn(self._drops.due(time.monotonic()))
+            _warn(self._troubles.due(time.monotonic()))
             try:
                 self._begin(*self._socket.accept())
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 continue
             except (OSError, RuntimeError) as error:  # no descriptor or thread is free now
                 reason = error.strerror if isinstance(error, OSError) else error
-                _log.warning("cannot accept at %s: %s", self._address, reason)
+                _warn(self._troubles.add(f"cannot accept at {self._address}: {reason}", time.monotonic()))
                 stopping.poll(1000 * RETRY_SECONDS)
 
     def _begin(self, sock: socket.socket, name: object) -> None:
@@ -132,7 +147,14 @@ class Acceptor(Generic[Passed]):
                 self._threads.discard(threading.current_thread())
 
     def _drop(self, peer: str, why: object) -> None:
-        _log.warning("dropped %s at %s: %s", peer, self._address, why)
+        """Count a peer that was dropped. Called with the lock."""
+        self.dropped += 1
+        _warn(self._drops.add(f"dropped {peer} at {self._address}: {why}", time.monotonic()))
+
+
+def _warn(line: str | None) -> None:
+    if line is not None:
+        _log.warning("%s", line)
 
 
 def _shut(sock: socket.socket) -> None:
