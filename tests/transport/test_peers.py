@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,36 @@ def test_ranks_that_were_told_differently_do_not_meet(
 def test_a_place_that_is_none_is_refused(rank: int, size: int, name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: got"):
         gather(str(tmp_path / "s"), SECRET, rank, size)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_path_that_is_too_long_is_named_with_what_is_allowed(rank: int) -> None:
+    path = "/tmp/" + "long/" * 30
+    with pytest.raises(ConfigError, match=f"address: got 'unix:{path}'; allowed: .*at most 107 bytes"):
+        gather(path, SECRET, rank, 2)
+
+
+def test_a_group_can_meet_at_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file is made, so none can remain."""
+    monkeypatch.chdir(tmp_path)
+    found = together(
+        *(partial(gather, f"@moesaic-test-{os.getpid()}", SECRET, i, 2, CAPACITY) for i in (0, 1))
+    )
+    assert all(isinstance(end, SharedPeers) for end in found), found
+    assert not list(tmp_path.iterdir())
+    for end in found:
+        end.close()  # type: ignore[attr-defined]
+
+
+def test_a_process_of_another_user_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    name = f"@moesaic-test-{os.getpid()}"
+    found = together(*(partial(gather, name, SECRET, i, 2, CAPACITY, 0.5) for i in (0, 1)))
+    assert all(isinstance(each, ConnectionLost) for each in found), found
+    assert "a process of another user" in caplog.text
 
 
 def test_nothing_is_left_open(tmp_path: Path) -> None:

@@ -67,12 +67,16 @@ class Deadline:
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
-    def apply(self, sock: socket.socket) -> None:
-        """Set the timeout of `sock` to the remaining time. Raises TimeoutError if none remains."""
+    def left(self) -> float:
+        """The remaining seconds. Raises TimeoutError if none remain."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeoutError("timed out")
-        sock.settimeout(left)
+        return left
+
+    def apply(self, sock: socket.socket) -> None:
+        """Set the timeout of `sock` to the remaining time. Raises TimeoutError if none remains."""
+        sock.settimeout(self.left())
 
 
 def prove_as_client(sock: socket.socket, secret: bytes, terms: Terms, deadline: Deadline) -> Keys:

@@ -4,7 +4,8 @@
     rank 0 -> a rank, once all are there: one byte with descriptors: that of the memory, then a socket to
                       each other rank from 1 on, in order of rank
 
-The connection to rank 0 then serves as the socket between the two. No file remains.
+The connection to rank 0 then serves as the socket between the two. No file remains, and with an @name there
+is none at any time.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def gather(
 ) -> SharedPeers:
     """This rank's end of a group of `size` processes. Returns once all of them have called it.
 
-    path: Unix socket of rank 0.
+    path: Unix socket of rank 0, a file or an @name.
     capacity: maximum bytes that a rank sends in one round, the same for all ranks.
 
     Raises ConfigError for settings that cannot work, and ConnectionLost if not all ranks connect in
@@ -66,17 +67,20 @@ def gather(
     terms, deadline = Terms("shm", capacity), Deadline(seconds)
     check_secret(secret)
     check_terms(terms)
+    where = addresses.parse(f"unix:{path}")
     try:
-        return (_host if rank == 0 else _join)(path, secret, (rank, size), terms, deadline)
+        return (_host if rank == 0 else _join)(where, secret, (rank, size), terms, deadline)
     except OSError as error:
         raise ConnectionLost(f"rank {rank} of {size} found no group at {path}: {error}") from None
 
 
-def _host(path: str, secret: bytes, place: tuple[int, int], terms: Terms, deadline: Deadline) -> SharedPeers:
+def _host(
+    where: addresses.Address, secret: bytes, place: tuple[int, int], terms: Terms, deadline: Deadline
+) -> SharedPeers:
     _, size = place
     mapping, memory = make_segment(2 * size * terms.heap_bytes)
     sockets: dict[int, socket.socket] = {}
-    listening, _ = addresses.bind(addresses.Address(path=path))
+    listening, _ = addresses.bind(where)
     try:
         peers = _shm.Peers(mapping, 0, size)  # writes the header before the others look
         while len(sockets) < size - 1:
@@ -94,7 +98,8 @@ def _host(path: str, secret: bytes, place: tuple[int, int], terms: Terms, deadli
         raise
     finally:
         listening.close()
-        Path(path).unlink(missing_ok=True)
+        if where.file:
+            Path(where.file).unlink(missing_ok=True)
         os.close(memory)
 
 
@@ -104,6 +109,8 @@ def _accept_rank(
     """The rank of the process that connected. None, with one line in the log, if it does not belong here."""
     deadline = Deadline(HANDSHAKE_SECONDS)
     try:
+        if addresses.foreign(sock):
+            raise ConnectionLost("a process of another user")
         found, _ = prove_as_server(sock, secret, deadline)
         rank, theirs = _RANK_AND_SIZE.unpack(read_exactly(sock, _RANK_AND_SIZE.size, deadline))
         if found != terms or theirs != size or not 1 <= rank < size or rank in taken:
@@ -135,9 +142,11 @@ def _hand_out(sockets: dict[int, socket.socket], memory: int) -> None:
                 end.close()
 
 
-def _join(path: str, secret: bytes, place: tuple[int, int], terms: Terms, deadline: Deadline) -> SharedPeers:
+def _join(
+    where: addresses.Address, secret: bytes, place: tuple[int, int], terms: Terms, deadline: Deadline
+) -> SharedPeers:
     rank, size = place
-    sock = _dial(path, deadline)
+    sock = _dial(where, deadline)
     sockets, memory = {0: sock}, -1
     try:
         prove_as_client(sock, secret, terms, deadline)
@@ -145,7 +154,7 @@ def _join(path: str, secret: bytes, place: tuple[int, int], terms: Terms, deadli
         deadline.apply(sock)
         data, descriptors, _, _ = socket.recv_fds(sock, len(_OK), size, socket.MSG_CMSG_CLOEXEC)
         if data != _OK or len(descriptors) != size - 1:
-            raise ConnectionLost(f"rank 0 did not accept rank {rank} of {size} into the group at {path}")
+            raise ConnectionLost(f"rank 0 did not accept rank {rank} of {size} into the group at {where}")
         memory, others = descriptors[0], [other for other in range(1, size) if other != rank]
         for other, descriptor in zip(others, descriptors[1:], strict=True):
             sockets[other] = socket.socket(fileno=descriptor)
@@ -159,17 +168,10 @@ def _join(path: str, secret: bytes, place: tuple[int, int], terms: Terms, deadli
             os.close(memory)
 
 
-def _dial(path: str, deadline: Deadline) -> socket.socket:
+def _dial(where: addresses.Address, deadline: Deadline) -> socket.socket:
     """Connect to rank 0, which may begin to listen a little later."""
     while True:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            deadline.apply(sock)
-            sock.connect(path)
-            return sock
-        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
-            sock.close()
+            return addresses.dial(where, deadline.left())
+        except (FileNotFoundError, ConnectionRefusedError):
             time.sleep(_RETRY_SECONDS)
-        except OSError:
-            sock.close()
-            raise

@@ -1,4 +1,7 @@
-"""`python -m moesaic.runtime.group`: one rank of a tensor-parallel group, started by the first rank."""
+"""`python -m moesaic.runtime.group`: one rank of a tensor-parallel group, started by the first rank.
+
+The first line of the standard input is the name of the socket where the ranks meet, and their secret in hex.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 import torch
 
@@ -26,21 +28,20 @@ def main() -> int:
     """Compute the steps of the first rank until it is gone. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="moesaic.runtime.group", description=__doc__)
     parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--socket", required=True, help="path of the socket where the ranks find each other")
     parser.add_argument("--config", required=True, help="settings as JSON")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine decides when its workers end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    secret = bytes.fromhex(sys.stdin.readline())
-    threading.Thread(target=_end_with_first_rank, args=(Path(arguments.socket),), daemon=True).start()
+    meeting, _, secret = sys.stdin.readline().strip().partition(" ")
+    threading.Thread(target=_end_with_first_rank, daemon=True).start()
     threading.Thread(target=_send_alive, daemon=True).start()
     config = WorkerConfig.from_json(arguments.config)
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
     try:
         peers = gather(
-            arguments.socket,
-            secret,
+            meeting,
+            bytes.fromhex(secret),
             arguments.rank,
             config.parallel.tensor_parallel_size,
             seconds=READY_SECONDS,
@@ -70,15 +71,9 @@ def _send_alive() -> None:
             time.sleep(ALIVE_SECONDS)
 
 
-def _end_with_first_rank(path: Path) -> None:
-    """End this process when its standard input ends. path: of the socket, alone in its folder.
-
-    Both still exist if the first rank ended before all ranks had found each other.
-    """
+def _end_with_first_rank() -> None:
+    """End this process when its standard input ends."""
     sys.stdin.read()
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
-        path.parent.rmdir()
     os._exit(0)
 
 

@@ -14,12 +14,10 @@ import secrets
 import select
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from moesaic.collectives.group import Group
@@ -82,8 +80,8 @@ class RankLauncher:
             allowed = "1: the compiled module moesaic.transport._shm is missing"
             raise ConfigError.field("--tensor-parallel-size", self.size, allowed)
         self._secret = secrets.token_bytes(32)
-        self._folder = tempfile.TemporaryDirectory(prefix="moesaic-group-")
-        self._path = str(Path(self._folder.name) / "socket")
+        # A name and no file, so that nothing remains whenever a process is killed.
+        self._socket = f"@moesaic-group-{secrets.token_hex(16)}"
         processes = [self._start(config, rank) for rank in range(1, self.size)]
         self._over, self._ended = threading.Event(), SimpleQueue[EndedRank]()
         self._gone: EndedRank | None = None
@@ -123,9 +121,7 @@ class RankLauncher:
 
         Raises ConnectionLost if a rank is missing.
         """
-        peers = gather(self._path, self._secret, 0, self.size, seconds=READY_SECONDS)
-        self._folder.cleanup()
-        return OneShotGroup(peers)
+        return OneShotGroup(gather(self._socket, self._secret, 0, self.size, seconds=READY_SECONDS))
 
     def when_lost(self, report: Callable[[str], None]) -> None:
         """Call `report` once, from a thread, when a rank ends before `close`.
@@ -139,15 +135,7 @@ class RankLauncher:
         self._ending()
 
     def _start(self, config: WorkerConfig, rank: int) -> subprocess.Popen[bytes]:
-        command = [
-            sys.executable,
-            "-m",
-            "moesaic.runtime.group",
-            "--rank",
-            str(rank),
-            "--socket",
-            self._path,
-        ]
+        command = [sys.executable, "-m", "moesaic.runtime.group", "--rank", str(rank)]
         process = subprocess.Popen(
             [*command, "--config", of_rank(config, rank).to_json()],
             stdin=subprocess.PIPE,
@@ -156,7 +144,8 @@ class RankLauncher:
             process_group=0,
         )
         assert process.stdin is not None
-        process.stdin.write(self._secret.hex().encode() + b"\n")
+        # Not in the command, which other users can read.
+        process.stdin.write(f"{self._socket} {self._secret.hex()}\n".encode())
         process.stdin.flush()
         return process
 
