@@ -159,3 +159,12 @@ def test_writing_stops_when_its_time_is_over(tmp_path: Path) -> None:
     assert writing == [(0, 8 * PAGE), (2 * PAGE, 8 * PAGE), (8 * PAGE, 8 * PAGE)], (
         "12 seconds from the first look"
     )
+
+
+def test_the_file_that_is_written_has_no_name(tmp_path: Path) -> None:
+    """So a measurement that is killed leaves nothing behind."""
+    seen: list[list[Path]] = []
+    found = disk.measure(
+        tmp_path, TINY, 0.002, time.perf_counter, lambda *_: seen.append(list(tmp_path.iterdir()))
+    )
+    assert found.write and seen and not any(seen)

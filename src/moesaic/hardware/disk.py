@@ -108,15 +108,16 @@ def _written(
 ) -> Iterator[tuple[Path, float]]:
     """Write a file of random bytes.
 
-    Yields its path and the bytes/s of writing. Deletes the file at the end.
+    Yields a path to open it with, and the bytes/s of writing. The file has no name in its folder, so it is
+    gone as soon as this process ends, however it ends.
     """
     size = min(sizes.file, shutil.disk_usage(folder).free // 2) // ALIGNMENT * ALIGNMENT
     if size < sizes.least:
         raise ConfigError.field("--path", str(folder), f"a disk with {2 * sizes.least} bytes left")
-    with tempfile.NamedTemporaryFile(prefix="moesaic-", suffix=".measure", dir=folder) as file:
+    with tempfile.TemporaryFile(dir=folder) as file:
         begun = clock()
         done = _fill(file, size, sizes.least, begun + 4 * limit, clock, show)
-        yield Path(file.name), done / max(clock() - begun, 1e-9)
+        yield Path(f"/proc/self/fd/{file.fileno()}"), done / max(clock() - begun, 1e-9)
 
 
 def _fill(file: IO[bytes], size: int, piece: int, end: float, clock: Clock, show: Show) -> int:
