@@ -2,6 +2,8 @@
 
     python benchmarks/roundtrip.py                          one client, one server
     python benchmarks/roundtrip.py --shape 2+2 --json       two clients, two servers
+    python benchmarks/roundtrip.py --transport tcp tcp-plain --batch 1 --turns 5
+                                                            what encryption costs a message of 14 KB
     pip install pyzmq                                       adds the lines of ZeroMQ
     pip install --no-deps nixl nixl-cu12                    adds those of NIXL
 
@@ -10,7 +12,11 @@ it to every server, each of which sends it back at once, and a round is over whe
 Ours copy the tensor into what they send from, the others send it from where it lies; the answer stays where
 the transport puts it. Every process is one of its own. With more processes than cores nobody spins; NIXL,
 which has nothing to block on, yields between two looks. All clients begin their rounds at the same moment
-and make --rounds of them, or as many as --seconds allow.
+and make --rounds of them, or as many as --seconds allow. With --turns the transports take turns, so that
+whatever else the machine does meets all of them.
+
+tcp is encrypted, as moesaic always sends over TCP. tcp-plain is the same code without encryption, for
+comparison only.
 """
 
 from __future__ import annotations
@@ -36,11 +42,13 @@ from rich.table import Table
 from roundtrip_peers import ASK, ENVIRONMENT, INSTALL, NEEDS, ROW_BYTES, SERVE, Round, random_bytes, say
 
 from moesaic.core.errors import ConnectionLost
+from moesaic.transport import listening
 from moesaic.transport.calls import Answerer, Caller
 from moesaic.transport.listening import Listener, connect
 from moesaic.transport.waiting import wait
 
-TRANSPORTS = ("shm", "unix", "tcp", "zmq-ipc", "zmq-tcp", "gloo", "nixl", "nixl-flag")
+OURS = ("shm", "unix", "tcp", "tcp-plain")
+TRANSPORTS = (*OURS, "zmq-ipc", "zmq-tcp", "gloo", "nixl", "nixl-flag")
 SPIN_SECONDS = 1e-3
 WARMUP_SHARE = 0.25
 """The largest share of --seconds for the warm-up rounds."""
@@ -103,11 +111,13 @@ def ask_calls(options: argparse.Namespace) -> Round:
 
 
 def family(transport: str) -> str:
-    return "calls" if transport in ("shm", "unix", "tcp") else transport.split("-")[0]
+    return "calls" if transport in OURS else transport.split("-")[0]
 
 
 def child(options: argparse.Namespace) -> None:
     kind = family(options.transport)
+    if options.transport == "tcp-plain":
+        listening.wire = lambda sock, keys: sock
     if options.child == "server":
         end_with_parent()
         return (SERVE | {"calls": serve_calls})[kind](options)
@@ -200,22 +210,29 @@ def spin(options: argparse.Namespace) -> float:
 
 
 def results(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for transport in options.transport:
-        needed = NEEDS.get(transport)
-        if needed is not None and importlib.util.find_spec(needed) is None:
-            print(f"{transport}: left out; {INSTALL[needed]}", file=sys.stderr)
-            continue
-        for batch in options.batch:
-            times = measure(options, transport, batch)
-            p50, p99 = (np.percentile(np.concatenate(times), [50, 99]) * 1e6).round(1).tolist()
-            yield {
-                "transport": transport,
-                "shape": options.shape,
-                "batch": batch,
-                "rounds": min(map(len, times)),
-                "p50_us": p50,
-                "p99_us": p99,
-            }
+    transports = [transport for transport in options.transport if installed(transport)]
+    times: dict[tuple[str, int], list[list[float]]] = {}
+    for batch, _, transport in itertools.product(options.batch, range(options.turns), transports):
+        times.setdefault((transport, batch), []).extend(measure(options, transport, batch))
+    for transport, batch in itertools.product(transports, options.batch):
+        found = times[transport, batch]
+        p50, p99 = (np.percentile(np.concatenate(found), [50, 99]) * 1e6).round(1).tolist()
+        yield {
+            "transport": transport,
+            "shape": options.shape,
+            "batch": batch,
+            "rounds": min(map(len, found)),
+            "p50_us": p50,
+            "p99_us": p99,
+        }
+
+
+def installed(transport: str) -> bool:
+    needed = NEEDS.get(transport)
+    if needed is None or importlib.util.find_spec(needed) is not None:
+        return True
+    print(f"{transport}: left out; {INSTALL[needed]}", file=sys.stderr)
+    return False
 
 
 def show(found: list[dict[str, Any]], options: argparse.Namespace) -> None:
@@ -244,6 +261,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", default="1+1", help="clients + servers, such as 2+2 or 1+3")
     parser.add_argument("--rounds", type=int, default=1000, help="of each client")
     parser.add_argument("--seconds", type=float, default=2.0, help="the most that the rounds may take")
+    parser.add_argument("--turns", type=int, default=1, help="times that the transports take turns")
     parser.add_argument("--warmup", type=int, default=50)
     parser.add_argument("--spin", type=float, help="seconds that a process looks before it sleeps")
     parser.add_argument("--json", action="store_true")

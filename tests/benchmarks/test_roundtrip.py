@@ -12,6 +12,7 @@ import roundtrip_peers
 
 def options(**changed: object) -> argparse.Namespace:
     usual = {"shape": "1+1", "rounds": 5, "warmup": 1, "seconds": 20.0, "spin": 0.0, "debug": False}
+    usual |= {"turns": 1}
     return argparse.Namespace(**(usual | {"secret": "00" * 16} | changed))
 
 
@@ -38,6 +39,27 @@ def test_every_transport_has_a_server_and_a_client() -> None:
     foreign = {roundtrip.family(name) for name in roundtrip.TRANSPORTS} - {"calls"}
     assert foreign == set(roundtrip_peers.SERVE) == set(roundtrip_peers.ASK)
     assert set(roundtrip_peers.NEEDS.values()) == set(roundtrip_peers.INSTALL)
+
+
+def test_transports_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"tcp": 2e-6, "tcp-plain": 1e-6}
+    order: list[tuple[str, int]] = []
+
+    def measure(options: argparse.Namespace, transport: str, batch: int) -> list[list[float]]:
+        order.append((transport, batch))
+        return [[seconds[transport] * batch] * 3]
+
+    monkeypatch.setattr("roundtrip.measure", measure)
+    found = list(roundtrip.results(options(transport=["tcp", "tcp-plain"], batch=[1, 16], turns=2)))
+    assert order == [("tcp", 1), ("tcp-plain", 1)] * 2 + [("tcp", 16), ("tcp-plain", 16)] * 2
+    medians = [(row["transport"], row["batch"], row["p50_us"]) for row in found]
+    assert medians == [("tcp", 1, 2), ("tcp", 16, 32), ("tcp-plain", 1, 1), ("tcp-plain", 16, 16)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["tcp", "tcp-plain"])
+def test_calls_with_and_without_encryption_make_all_rounds(transport: str) -> None:
+    assert [len(times) for times in roundtrip.measure(options(), transport, 1)] == [5]
 
 
 @pytest.mark.slow
