@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.call_pairs import SECRET, accepted, ask, descriptors, incoming, noise, until
+from tests.support.call_pairs import SECRET, accepted, ask, descriptors, incoming, lost, noise, until
 
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.transport import _shm, address, authentication, listening
 from moesaic.transport.authentication import MAGIC, NONCE, PROOF, Deadline, Terms
 from moesaic.transport.calls import MAX_HEAP
+from moesaic.transport.frames import HEADER, REQUEST
 from moesaic.transport.listening import Listener, connect
 
 Peer = Callable[[socket.socket], object]
@@ -297,6 +298,19 @@ def test_both_ends_get_the_same_keys_and_new_ones_each_time() -> None:
         assert terms == Terms("stream", HEAP) and others == keys.swapped()
         seen |= set(keys)
     assert len(seen) == 6
+
+
+def test_who_sends_without_encryption_over_tcp_is_dropped() -> None:
+    """Though it knows the secret. No message asks for a connection without encryption."""
+    listener = Listener("tcp:127.0.0.1:0", SECRET)
+    with raw(listener) as sock:
+        prove(sock)
+        authentication.read_exactly(sock, PROOF, Deadline(10.0))
+        answerer = accepted(listener)
+        sock.sendall(HEADER.pack(REQUEST, 1, 1, 1, 5) + b"hello")
+        assert lost(answerer).startswith("encrypted record 1 is damaged")
+    answerer.close()
+    listener.close()
 
 
 def test_a_silent_server_times_out() -> None:

@@ -153,7 +153,7 @@ class Opener:
 
     def cut(self) -> DamagedMessage:
         """The error of a stream that ended inside a record."""
-        return self._end("the stream ended inside it")
+        return self._end("the stream ended inside it, so the other end died or the connection was cut")
 
     def _open(self, sealed: memoryview, into: memoryview) -> None:
         if self._damaged is not None:
