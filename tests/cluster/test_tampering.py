@@ -27,6 +27,7 @@ listening.Listener.__init__ = told
 from moesaic.__main__ import main
 raise SystemExit(main())
 """
+IN_THE_HANDSHAKE = [Change("up", 45, 2), Change("down", 12, 6)]
 CONTROL = [Change("up", 2000, 3), Change("down", 700, 0), Change("up", 700, 7), Change("down", 350, 5)]
 BULK = [
     *(Change("up", 3000, 1), Change("down", 9000, 6), Change("down", 150, 0), Change("up", 400, 2)),
@@ -42,10 +43,11 @@ def free_port() -> int:
 @pytest.mark.slow
 def test_changed_bits_cost_a_pause_and_no_token(tmp_path: Path) -> None:
     secret, port, batches = tmp_path / "secret", free_port(), 0
+    changes = [*CONTROL[:2], *IN_THE_HANDSHAKE, *CONTROL[2:]]
     shape = {"cluster_address": "tcp:127.0.0.1:0", "cluster_secret_file": str(secret), "expert_servers": 1}
     with (
         cluster(**shape, rebalance_interval=0.0) as served,  # type: ignore[arg-type]
-        relay(served.supervisor.report().join_address or "", *CONTROL) as control,
+        relay(served.supervisor.report().join_address or "", *changes) as control,
         relay(f"127.0.0.1:{port}", *BULK) as bulk,
     ):
         command = [sys.executable, "-c", JOIN.format(address=f"tcp:127.0.0.1:{bulk.port}")]
@@ -56,7 +58,7 @@ def test_changed_bits_cost_a_pause_and_no_token(tmp_path: Path) -> None:
             subprocess.Popen(command, stdout=log, stderr=log) as joiner,
         ):
             try:
-                while len(control.flipped) < len(CONTROL) or len(bulk.flipped) < len(BULK):
+                while len(control.flipped) < len(changes) or len(bulk.flipped) < len(BULK):
                     served.submit(*workload(COUNT, TOKENS))
                     batches += 1
                     served.finish()

@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.support.flipping_relay import Change, relay
 
 from moesaic.cluster.join_listener import MAX_PENDING, JoinListener, RemoteProcess
 from moesaic.config import QueueConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.core.experts import ExpertLayout
-from moesaic.experts.join import DELAYS, JoinOptions, _config, join
+from moesaic.experts.join import DELAYS, REFUSALS, JoinOptions, _config, join
 from moesaic.models import fingerprint
 from moesaic.transport.authentication import Refused
 
@@ -155,7 +156,23 @@ def test_who_is_refused_does_not_ask_again(tmp_path: Path) -> None:
         joiner.between = change
         with pytest.raises(Refused, match="another secret"):
             joiner.run()
-    assert joiner.slept == [DELAYS[0]]
+    assert joiner.slept == list(DELAYS[:REFUSALS])
+
+
+def test_a_refusal_that_somebody_on_the_way_caused_is_not_the_end(tmp_path: Path) -> None:
+    """A server that has been in the cluster asks again. Nobody has vouched for what ended its handshake."""
+    peers: list[RemoteProcess] = []
+
+    def welcome(process: RemoteProcess) -> None:
+        peers.append(process)
+        (given_up if len(peers) < 2 else RemoteProcess.stop)(process)
+
+    changes = [Change("up", 4000, 0), Change("up", 30, 5), Change("down", 55, 1)]
+    with listener(welcome) as listening, relay(listening.address, *changes) as between:
+        joiner = Joiner(f"tcp:127.0.0.1:{between.port}", tmp_path)
+        with pytest.raises(Refused, match="the cluster is shutting down and accepts no servers"):
+            joiner.run()
+    assert joiner.slept == list(DELAYS[:3]) and len(between.flipped) == 2
 
 
 def test_strangers_who_say_nothing_keep_nobody_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -27,6 +27,15 @@ from moesaic.transport.wakeup import Wakeup
 HANDSHAKE_SECONDS = 10.0
 DELAYS = (0.5, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0)
 """Seconds before each attempt to join again. Together they leave a restarted cluster about a minute."""
+REFUSALS = 3
+"""Attempts to join again after which a refusal in the handshake is believed.
+
+Nobody has vouched for such a refusal: a bit that was changed on the way causes one too.
+"""
+
+
+class SentAway(Refused):
+    """The cluster said, after the handshake, that it accepts no servers."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +84,10 @@ def join(
     while True:
         try:
             return _once(joining, joined)
-        except Refused:
-            raise
         except ConnectionLost as error:
-            if tries is None:
+            if tries is None or isinstance(error, SentAway):
+                raise
+            if isinstance(error, Refused) and tries >= REFUSALS:
                 raise
             if tries == len(DELAYS):
                 raise ConnectionLost(f"{error}; given up after {tries} attempts to join again") from error
@@ -96,7 +105,7 @@ def _once(joining: JoinOptions, on_joined: Callable[[messages.Enlisted], None]) 
         supervisor.send(messages.Enlist(joining.capacity))
         enlisted = supervisor.receive(None)
         if isinstance(enlisted, messages.Shutdown):
-            raise Refused("the cluster is shutting down and accepts no servers")
+            raise SentAway("the cluster is shutting down and accepts no servers")
         if not isinstance(enlisted, messages.Enlisted):
             raise ConnectionLost(f"{joining.cluster}: its first message was not Enlisted")
         on_joined(enlisted)
