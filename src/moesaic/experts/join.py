@@ -18,7 +18,7 @@ from moesaic.core.errors import CheckpointError, ConfigError, ConnectionLost, Mo
 from moesaic.experts.process import serve
 from moesaic.models import fingerprint
 from moesaic.transport import address as addresses
-from moesaic.transport.authentication import Deadline, Refused, Terms, prove_as_client
+from moesaic.transport.authentication import Deadline, Refused, SentAway, Terms, prove_as_client
 from moesaic.transport.calls import MIN_HEAP
 from moesaic.transport.sealed_socket import wire
 from moesaic.transport.stream import StreamConnection
@@ -32,10 +32,6 @@ REFUSALS = 3
 
 Nobody has vouched for such a refusal: a bit that was changed on the way causes one too.
 """
-
-
-class SentAway(Refused):
-    """The cluster said, after the handshake, that it accepts no servers."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from moesaic.policy.scheduling.schedulers.expert_server import (
     WhileSmall,
 )
 from moesaic.trace.track import Track
-from moesaic.transport.authentication import Refused
+from moesaic.transport.authentication import SentAway
 from moesaic.transport.listening import Listener
 from moesaic.transport.stream import StreamConnection
 from moesaic.transport.wakeup import Wakeup
@@ -94,7 +94,7 @@ def serve(
                     case messages.Hold():
                         loader.change(message)
                     case messages.Refuse(reason):
-                        raise Refused(f"refused this server: {reason}")
+                        raise SentAway(f"refused this server: {reason}")
                     case messages.Shutdown():
                         return 0
             server.turn(None, (wakeup.fileno(),))

@@ -61,6 +61,10 @@ class Refused(ConnectionLost):
     """The other end does not accept this secret or this server. A new attempt would not change that."""
 
 
+class SentAway(Refused):
+    """The cluster said, after the handshake, that it does not accept this server."""
+
+
 class Deadline:
     """The time by which a whole handshake must be done."""
 
