@@ -21,6 +21,8 @@ REPLACEMENT = "\ufffd"
 MARK = "\ue000"
 """A private-use character. It marks the end of a continued message while the template is rendered."""
 ALLOW = "--allow-special-tokens-in-content"
+MOST_SETTINGS = 16 << 20
+"""Largest tokenizer_config.json in bytes. Real ones have less than one MB, with thousands of added tokens."""
 
 
 class Tokenizer:
@@ -345,8 +347,10 @@ def _cut_at_mark(text: str) -> str:
 
 def _read_settings(file: Path) -> dict[str, Any]:
     try:
+        if file.stat().st_size > MOST_SETTINGS:
+            raise ValueError(f"it has more than {MOST_SETTINGS} bytes")
         settings = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not JSON: {error}") from error
     if not isinstance(settings, dict):
         raise CheckpointError(f"{file}: not a JSON object")

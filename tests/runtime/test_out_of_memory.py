@@ -27,7 +27,7 @@ ASKED = WorkerConfig(ModelConfig("demo"), CacheConfig("4GiB"))
             ASKED,
             "--kv-cache-memory: got '4GiB'; allowed: less, or a smaller model (run-batch runs larger)",
         ),
-        (replace(ASKED, offload=STAYS), "--fast-memory: less of the GPU is free than was planned for"),
+        (replace(ASKED, offload=STAYS), "--fast-memory: less memory is free than was planned for"),
     ],
     ids=["in memory", "offloaded"],
 )

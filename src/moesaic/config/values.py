@@ -42,9 +42,10 @@ def parse_bytes(name: str, text: str | int) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
     unit = _UNITS.get(match.group(2).upper()) if match else None
-    if match is None or unit is None or float(match.group(1)) <= 0:
+    number = float(match.group(1)) if match else 0.0
+    if match is None or unit is None or not 0 < number * unit < 2**63:
         raise ConfigError.field(name, text, "a positive size such as 512MiB, 4GiB or 4GB")
-    return int(float(match.group(1)) * unit)
+    return int(number * unit)
 
 
 def at_least(name: str, value: int, low: int) -> None:

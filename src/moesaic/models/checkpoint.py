@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import COMPRESSED, row_bytes
 from moesaic.kernels.compressed import decompress
-from moesaic.models.files import read_json
+from moesaic.models.config import shown
+from moesaic.models.files import INDEX_BYTES, read_json
 from moesaic.models.headers import COMPRESSED_ROWS
 from moesaic.models.memory import Copies
 from moesaic.models.pages import PAGE, drop_pages, prefer_huge
@@ -46,7 +47,8 @@ class Checkpoint:
             held = set(self._open(shard).keys())
             listed = {name for name, where in self._shard.items() if where == shard}
             for name in sorted(listed - held):
-                raise CheckpointError(f"{path / shard}: tensor {name} is missing, though the index lists it")
+                problem = f"tensor {shown(name)} is missing, though the index lists it"
+                raise CheckpointError(f"{path / shard}: {problem}")
         self._bytes = sum((path / shard).stat().st_size for shard in self._files)
 
     @property
@@ -56,6 +58,7 @@ class Checkpoint:
 
     def claim(self, name: str, *shape: int) -> None:
         """Marks a tensor as part of the model, without reading it. Checks its name, shape and type."""
+        self.dtype(name)
         found = self._slice(name)
         if found.get_dtype() == COMPRESSED_ROWS:
             if len(shape) != 2:
@@ -64,7 +67,6 @@ class Checkpoint:
         if tuple(found.get_shape()) != shape:
             got = list(found.get_shape())
             raise CheckpointError(f"{self.path}: tensor {name}: got shape {got}; allowed: {list(shape)}")
-        self.dtype(name)
         self._claimed.add(name)
 
     def tensor(
@@ -133,7 +135,7 @@ class Checkpoint:
         left = self.unread(unused)
         if left:
             more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
-            raise CheckpointError(f"{self.path}: tensor {left[0]} is not expected by this model{more}")
+            raise CheckpointError(f"{self.path}: tensor {shown(left[0])} is not expected by this model{more}")
 
     def _slice(self, name: str) -> Any:
         if name not in self._shard:
@@ -146,6 +148,22 @@ class Checkpoint:
             if self._copies is None:
                 _prefer_huge_pages(self._files[shard], self.path / shard)
         return self._files[shard]
+
+
+class Claims(Checkpoint):
+    """A checkpoint whose tensors are claimed and never read: a config that does not fit costs no memory."""
+
+    def tensor(
+        self,
+        name: str,
+        *shape: int,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        part: tuple[slice, ...] = (),
+    ) -> torch.Tensor:
+        """As `Checkpoint.tensor`, but returns a tensor without memory."""
+        self.claim(name, *shape)
+        return torch.empty(shape, dtype=dtype, device="meta")[part]
 
 
 def _prefer_huge_pages(opened: Any, file: Path) -> None:
@@ -165,7 +183,7 @@ def _page_in(mapped: torch.Tensor) -> None:
 def _shards(path: Path) -> dict[str, str]:
     """Returns tensor name -> file name."""
     if (path / INDEX).is_file():
-        table = read_json(path / INDEX).get("weight_map")
+        table = read_json(path / INDEX, INDEX_BYTES).get("weight_map")
         if not isinstance(table, dict) or not table:
             raise CheckpointError(f"{path / INDEX}: weight_map is missing or empty")
         return {str(name): Path(str(shard)).name for name, shard in table.items()}

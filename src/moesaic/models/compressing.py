@@ -26,7 +26,7 @@ from moesaic.kernels import compressed
 from moesaic.kernels.table import REFERENCE
 from moesaic.models import fingerprint
 from moesaic.models.checkpoint import INDEX, SINGLE, Progress
-from moesaic.models.files import PATTERNS, read_json
+from moesaic.models.files import INDEX_BYTES, PATTERNS, read_json
 from moesaic.models.headers import COMPRESSED_ROWS
 from moesaic.models.registry import expert_layout, read_spec
 
@@ -194,7 +194,9 @@ def _shards(path: Path, layout: ExpertLayout) -> list[_Shard]:
     """Returns the files of a checkpoint. Their headers were checked when the layout was read."""
     files = [SINGLE]
     if (path / INDEX).is_file():
-        files = sorted({Path(name).name for name in read_json(path / INDEX)["weight_map"].values()})
+        files = sorted(
+            {Path(name).name for name in read_json(path / INDEX, INDEX_BYTES)["weight_map"].values()}
+        )
     wanted = {
         name: [rows, columns]
         for layer in layout.layers
@@ -256,7 +258,7 @@ def _write_beside(path: Path, directory: Path, config: dict[str, Any], total: in
     }
     _write_json(directory / "config.json", config)
     if (path / INDEX).is_file():
-        index = read_json(path / INDEX)
+        index = read_json(path / INDEX, INDEX_BYTES)
         index["metadata"] = {**(index.get("metadata") or {}), "total_size": total}
         _write_json(directory / INDEX, index)
 

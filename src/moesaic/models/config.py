@@ -26,15 +26,36 @@ BENIGN = frozenset(
 )  # fmt: skip
 """Keys that do not affect inference."""
 
+MOST_INTEGER = 2**31 - 1
+"""Largest integer of a config. No size of a model comes near it."""
+MOST_LAYERS = 1 << 16
+"""Largest number of layers. Sizes are kept for each layer, also where there are no weights to bound it."""
+MOST_NUMBER = 1e30
+"""Largest number of a config that is still far from the limits of float32."""
 _REQUIRED = object()
+_SHOWN = 80
+"""Maximum number of characters of a wrong value that a message repeats."""
+
+
+def shown(value: object) -> str:
+    """Returns a value of a file as one short line. A name made of printable characters stays as it is."""
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
+    text = text.encode("ascii", "backslashreplace").decode()  # a file may hold a lone surrogate
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def _refuse(name: str, value: object, allowed: str) -> CheckpointError:
-    return CheckpointError(f"config.json: {name}: got {value!r}; allowed: {allowed}")
+    got = shown(repr(value))
+    return CheckpointError(f"config.json: {shown(name)}: got {got}; allowed: {allowed}")
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _too_large(value: object, most: float) -> str:
+    """Returns the upper limit as a part of a message, if `value` exceeds it."""
+    return f" and at most {most:g}" if _is_number(value) and value > most else ""  # type: ignore[operator]
 
 
 class Fields:
@@ -61,11 +82,13 @@ class Fields:
     def integer(
         self, name: str, default: Any = _REQUIRED, minimum: int = 1, maximum: int | None = None
     ) -> int:
-        """Returns an integer of at least `minimum` and, if given, at most `maximum`."""
+        """Returns an integer of at least `minimum`, and at most `maximum` or else MOST_INTEGER."""
         value = self.raw(name, default)
-        good = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
-        if not good or (maximum is not None and value > maximum):
-            top = "" if maximum is None else f" and at most {maximum}"
+        most = MOST_INTEGER if maximum is None else maximum
+        good = isinstance(value, int) and not isinstance(value, bool)
+        if not good or not minimum <= value <= most:
+            large = maximum is not None or (good and value > most)
+            top = f" and at most {most}" if large else ""
             raise _refuse(self._where + name, value, f"an integer of at least {minimum}{top}")
         return int(value)
 
@@ -74,17 +97,19 @@ class Fields:
         return None if self.raw(name, None) is None else self.integer(name, minimum=minimum)
 
     def number(self, name: str, default: Any = _REQUIRED, minimum: float = 0.0) -> float:
-        """Returns a number of at least `minimum`."""
+        """Returns a number from `minimum` to MOST_NUMBER."""
         value = self.raw(name, default)
-        if not _is_number(value) or not minimum <= value < float("inf"):
-            raise _refuse(self._where + name, value, f"a number of at least {minimum:g}")
+        if not _is_number(value) or not minimum <= value <= MOST_NUMBER:
+            allowed = f"a number of at least {minimum:g}{_too_large(value, MOST_NUMBER)}"
+            raise _refuse(self._where + name, value, allowed)
         return float(value)
 
     def number_above(self, name: str, low: float, default: Any = _REQUIRED) -> float:
-        """Returns a number greater than `low`."""
+        """Returns a number greater than `low`, and at most MOST_NUMBER."""
         value = self.raw(name, default)
-        if not _is_number(value) or not low < value < float("inf"):
-            raise _refuse(self._where + name, value, f"a number above {low:g}")
+        if not _is_number(value) or not low < value <= MOST_NUMBER:
+            allowed = f"a number above {low:g}{_too_large(value, MOST_NUMBER)}"
+            raise _refuse(self._where + name, value, allowed)
         return float(value)
 
     def maybe_number(self, name: str, minimum: float = 0.0) -> float | None:
@@ -100,8 +125,9 @@ class Fields:
 
     def integers(self, name: str) -> tuple[int, ...]:
         """Returns a list of integers, which is empty if the key is null or absent."""
-        value = self.raw(name, None) or []
-        if not isinstance(value, list) or any(not isinstance(item, int) for item in value):
+        value = self.raw(name, None)
+        value = [] if value is None else value
+        if not isinstance(value, list) or any(type(item) is not int for item in value):
             raise _refuse(self._where + name, value, "a list of integers")
         return tuple(value)
 
@@ -131,7 +157,7 @@ class Fields:
             told = self._raw["quantization_config"]
             method = told.get("quant_method", "unknown") if isinstance(told, dict) else told
             raise CheckpointError(
-                f"config.json: quantization_config: got quant_method {method!r}; "
+                f"config.json: quantization_config: got quant_method {shown(repr(method))}; "
                 f"allowed: none, or {QUANT_METHOD}: quantized checkpoints are not supported"
             )
         benign = BENIGN | {"quantization_config"} if not self._where else frozenset[str]()

@@ -11,7 +11,7 @@ from typing import Any
 from moesaic.core.errors import CheckpointError
 from moesaic.models import rope
 from moesaic.models.block import DecoderBlock
-from moesaic.models.config import Fields
+from moesaic.models.config import MOST_LAYERS, Fields
 from moesaic.models.latent import LatentSizes, latent_attention
 from moesaic.models.layers import GatedMLP, TopKRouter
 from moesaic.models.loader import ExpertNames, Loader
@@ -84,7 +84,7 @@ def parse(raw: dict[str, Any]) -> Config:
         dense_width=fields.integer("intermediate_size", 11008),
         expert_width=fields.integer("moe_intermediate_size"),
         shared_experts=fields.maybe_integer("n_shared_experts", minimum=0) or 0,
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=fields.integer("num_hidden_layers", maximum=MOST_LAYERS),
         attention=_attention(fields, rope_config),
         epsilon=fields.number("rms_norm_eps", 1e-6),
         tied=fields.flag("tie_word_embeddings", False),
@@ -144,7 +144,7 @@ def expert_names(config: Config, layer: int) -> ExpertNames:
 def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
     """Loads every layer without its routed experts."""
     spec = config.spec
-    table = rope.RopeTable.build(config.rope, config.attention.rope_width, spec.max_position, loader.device)
+    table = loader.rope_table(config.rope, config.attention.rope_width, spec.max_position)
     return tuple(
         _block(config, layer in spec.moe_layers, loader, table, f"model.layers.{layer}")
         for layer in range(config.num_layers)

@@ -15,6 +15,10 @@ PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "voca
 """Files to download from a hub: weights as safetensors, never pickles or code."""
 IGNORED = ["*/*", "consolidated*"]
 """Copies of the weights in other layouts, which some repositories have beside the one that is read."""
+CONFIG_BYTES = 4 << 20
+"""Largest config file that is read. Real ones have a few kilobytes."""
+INDEX_BYTES = 64 << 20
+"""Largest index of tensors that is read. Those of the largest models have about 10 MB."""
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
@@ -72,13 +76,21 @@ def _from_hub(model: str, revision: str | None) -> Path:
         raise ConfigError(f"model: {model!r}: the hub answered {error.response.status_code}") from error
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object. Raises CheckpointError if the file is missing or contains something else."""
+def read_json(file: Path, most: int = CONFIG_BYTES) -> dict[str, Any]:
+    """Reads a JSON object of at most `most` bytes.
+
+    Raises CheckpointError if the file is missing, larger, or contains something else.
+    """
     try:
+        size = file.stat().st_size
+        if size > most:
+            raise CheckpointError(f"{file}: got {size} bytes; allowed: at most {most}")
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{file}: this file is missing") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: is not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: contains no JSON object")

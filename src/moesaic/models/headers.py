@@ -15,9 +15,12 @@ from typing import Any, TypeGuard
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import COMPRESSED, row_bytes
+from moesaic.models.files import INDEX_BYTES, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MOST_HEADER = 100_000_000
+"""Largest header in bytes, as in the safetensors library."""
 NUMBERS = {"F32": 4, "BF16": 2, "F16": 2}
 """Supported data types of numbers -> bytes per number."""
 METADATA = "__metadata__"
@@ -118,9 +121,9 @@ def _index(path: Path) -> dict[str, str]:
     if not file.is_file():
         return {}
     try:
-        table = json.loads(file.read_bytes())["weight_map"]
+        table = read_json(file, INDEX_BYTES)["weight_map"]
         return {str(name): Path(shard).name for name, shard in table.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: not an index of tensors ({error!r})") from error
 
 
@@ -132,22 +135,37 @@ def _read(file: Path) -> _Header:
         begin = 8 + length
         if begin > size:
             raise ValueError(f"its header has {begin} bytes, but the file {size}")
+        if length > MOST_HEADER:
+            raise ValueError(f"its header has {length} bytes; allowed: at most {MOST_HEADER}")
         entries = json.loads(opened.read(length))
     if not isinstance(entries, dict):
         raise ValueError(f"its header is a {type(entries).__name__}")
+    _check_ranges(entries, size - begin)
     return _Header(file, begin, size - begin, entries)
 
 
 def _any_place(name: str, entry: Any, header: _Header) -> Place:
     """Where a tensor of any data type is. Raises CheckpointError for an entry that says no such place."""
     shape, span = (entry.get("shape"), entry.get("data_offsets")) if isinstance(entry, dict) else (None, None)
-    size = span[1] - span[0] if isinstance(span, list) and [type(at) for at in span] == [int, int] else -1
-    if not isinstance(shape, list) or not _fits(span, size, header.size):
+    if not isinstance(shape, list) or not _fits(span, None, header.size):
         raise CheckpointError(f"{header.file}: truncated or corrupt: tensor {name} has no bytes in the file")
-    return Place(header.file, header.begin + span[0], size, str(entry.get("dtype")), tuple(shape))
+    begin, end = span
+    return Place(header.file, header.begin + begin, end - begin, str(entry.get("dtype")), tuple(shape))
 
 
-def _fits(span: Any, size: int, length: int) -> TypeGuard[list[int]]:
-    """Whether `span`, read from a file, is a range [begin, end] of `size` bytes within `length` bytes."""
+def _check_ranges(entries: dict[str, Any], size: int) -> None:
+    """Raises ValueError unless the tensors follow one another and fill the file. `find` checks each size."""
+    spans = [entry.get("data_offsets") for entry in entries.values() if isinstance(entry, dict)]
+    ranges = sorted((span[0], span[1]) for span in spans if _fits(span, None, size))
+    end = 0
+    for begin, stop in ranges:
+        if begin != end:
+            raise ValueError(f"its tensors overlap or leave a gap at byte {begin}, after byte {end}")
+        end = stop
+
+
+def _fits(span: Any, size: int | None, length: int) -> TypeGuard[list[int]]:
+    """Whether `span`, read from a file, is a range [begin, end] of `size` bytes (None: any) within `length`
+    bytes."""
     whole = isinstance(span, list) and [type(at) for at in span] == [int, int]
-    return whole and 0 <= span[0] <= span[1] <= length and span[1] - span[0] == size
+    return whole and 0 <= span[0] <= span[1] <= length and size in (None, span[1] - span[0])

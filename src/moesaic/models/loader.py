@@ -13,7 +13,7 @@ from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.config import Fields
 from moesaic.models.layers import GatedMLP, GroupedQueryAttention, Projection
-from moesaic.models.rope import RopeTable, rotary_width
+from moesaic.models.rope import RopeConfig, RopeTable, rotary_width
 from moesaic.models.shard import WHOLE, Shard
 
 
@@ -30,6 +30,13 @@ class Loader:
     """The tensor-parallel rank whose heads are read."""
     of_expert: Shard = WHOLE
     """The rank whose part of every routed expert's width is read."""
+    positions: int | None = None
+    """Maximum tokens of a request, for which rotary tables are made. None: the model's own maximum."""
+
+    def rope_table(self, config: RopeConfig, width: int, most: int) -> RopeTable:
+        """Returns the table for heads of `width` numbers. most: the model's maximum of positions."""
+        positions = most if self.positions is None else min(most, self.positions)
+        return RopeTable.build(config, width, positions, self.device)
 
     def matrix(self, name: str, rows: int, columns: int, *part: slice) -> torch.Tensor:
         """Returns `name`.weight [rows, columns], or a part of it."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from moesaic.models import rope
 from moesaic.models.block import DecoderBlock
-from moesaic.models.config import Fields
+from moesaic.models.config import MOST_LAYERS, Fields
 from moesaic.models.layers import TopKRouter
 from moesaic.models.loader import ExpertNames, Heads, Loader, grouped_query_attention, read_heads
 from moesaic.models.spec import KVLayout, ModelSpec
@@ -66,7 +66,7 @@ def parse(raw: dict[str, Any]) -> Config:
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
         expert_width=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=fields.integer("num_hidden_layers", maximum=MOST_LAYERS),
         heads=read_heads(fields, epsilon=fields.number("rms_norm_eps", 1e-5)),
         epsilon=fields.number("rms_norm_eps", 1e-5),
         tied=fields.flag("tie_word_embeddings", False),
@@ -89,8 +89,7 @@ def expert_names(config: Config, layer: int) -> ExpertNames:
 
 def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
     """Loads every layer without its routed experts."""
-    positions = config.spec.max_position
-    table = rope.RopeTable.build(config.rope, config.heads.width, positions, loader.device)
+    table = loader.rope_table(config.rope, config.heads.width, config.spec.max_position)
     return tuple(_block(config, loader, table, layer) for layer in range(config.num_layers))
 
 

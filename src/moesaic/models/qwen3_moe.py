@@ -10,7 +10,7 @@ from typing import Any
 
 from moesaic.models import rope
 from moesaic.models.block import DecoderBlock
-from moesaic.models.config import Fields
+from moesaic.models.config import MOST_LAYERS, Fields
 from moesaic.models.layers import TopKRouter
 from moesaic.models.loader import ExpertNames, Heads, Loader, grouped_query_attention, read_heads
 from moesaic.models.spec import KVLayout, ModelSpec
@@ -44,11 +44,9 @@ class Config:
 
     @property
     def spec(self) -> ModelSpec:
-        layers = range(self.num_layers)
+        layers, dense = range(self.num_layers), frozenset(self.dense_layers)
         sparse = tuple(
-            layer
-            for layer in layers
-            if layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
+            layer for layer in layers if layer not in dense and (layer + 1) % self.sparse_step == 0
         )
         return ModelSpec(
             model_type="qwen3_moe",
@@ -85,7 +83,7 @@ def parse(raw: dict[str, Any]) -> Config:
         hidden_size=fields.integer("hidden_size"),
         dense_width=fields.integer("intermediate_size", 6144),
         expert_width=fields.integer("moe_intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=fields.integer("num_hidden_layers", maximum=MOST_LAYERS),
         heads=read_heads(fields, normed=True, epsilon=fields.number("rms_norm_eps", 1e-6)),
         epsilon=fields.number("rms_norm_eps", 1e-6),
         tied=fields.flag("tie_word_embeddings", False),
@@ -112,7 +110,7 @@ def expert_names(config: Config, layer: int) -> ExpertNames:
 def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
     """Loads every layer without its routed experts."""
     spec = config.spec
-    table = rope.RopeTable.build(config.rope, config.heads.width, spec.max_position, loader.device)
+    table = loader.rope_table(config.rope, config.heads.width, spec.max_position)
     return tuple(_block(config, spec, loader, table, layer) for layer in range(config.num_layers))
 
 

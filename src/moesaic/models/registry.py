@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,11 +13,12 @@ from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.routing import RoutedModel
 from moesaic.core.stored import COMPRESSED
-from moesaic.kernels.table import Kernels
+from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models import deepseek_v2, fingerprint, mixtral, qwen3_moe
 from moesaic.models.block import Block
-from moesaic.models.checkpoint import Checkpoint, Progress
+from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Progress
+from moesaic.models.config import shown
 from moesaic.models.files import read_json
 from moesaic.models.loader import ExpertNames, Loader, claim_experts, experts
 from moesaic.models.model import Model
@@ -56,9 +58,10 @@ CACHE_DTYPES = {**DTYPES, "int8": torch.int8}
 
 
 def read_spec(path: Path, shard: Shard = WHOLE) -> ModelSpec:
-    """Reads the sizes of the model in `path`, or of one rank's part of it, from config.json alone.
+    """Reads the sizes of the model in `path`, or of one rank's part of it, from config.json.
 
-    Raises ConfigError for a shard that does not fit the model.
+    If there are weights, their headers have all tensors of these sizes. Raises ConfigError for a shard that
+    does not fit the model.
     """
     config: Config = _parse(path)[1]
     return shard.spec(config.spec)
@@ -83,6 +86,7 @@ def load(
     progress: Progress | None = None,
     shard: Shard = WHOLE,
     mapped: bool = True,
+    positions: int | None = None,
 ) -> Model:
     """Loads the model in a directory: with or without routed experts, and with all or one rank's heads.
 
@@ -92,6 +96,7 @@ def load(
     mapped: False copies the weights into memory, so that the files' pages can be dropped.
     shard: with more than one rank, `output_projection` returns a partial sum, and the spec has the rank's
     heads.
+    positions: maximum tokens of a request; None: the model's own maximum.
 
     Raises ConfigError for a shard that does not fit the model. Raises CheckpointError, naming it, for a key
     or a tensor that is missing or not understood.
@@ -99,7 +104,8 @@ def load(
     file, config = _parse(path)
     spec = shard.spec(config.spec)
     checkpoint = Checkpoint(path, progress, mapped)
-    loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint, kernels), shard)
+    number = _dtype(dtype, device, checkpoint, kernels)
+    loader = Loader(checkpoint, kernels, device, number, shard, positions=positions)
     embedding = loader.matrix("model.embed_tokens", spec.vocab_size, spec.hidden_size)
     model = Model(
         spec=spec,
@@ -170,13 +176,48 @@ def load_experts(
 
 
 def _parse(path: Path) -> tuple[ModelFile, Any]:
+    """Reads config.json, and checks that the files have each tensor of the model that it describes.
+
+    So the files bound the config's sizes before anything is allocated. A directory without any weights is
+    not checked: nothing can be loaded from it.
+    """
+    weights = sorted(path.glob("*.safetensors"))
+    return _checked(path, _stamp(path / "config.json", path / INDEX, *weights))
+
+
+@lru_cache(maxsize=4)
+def _checked(path: Path, stamp: tuple[object, ...]) -> tuple[ModelFile, Any]:
+    """As _parse. stamp: of the files, so that a file that changed is read again."""
     raw = read_json(path / "config.json")
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODELS:
         allowed = ", ".join(sorted(MODELS))
-        raise CheckpointError(f"{path}: model_type: got {model_type!r}; allowed: {allowed}")
+        raise CheckpointError(f"{path}: model_type: got {shown(repr(model_type))}; allowed: {allowed}")
     file = MODELS[model_type]
-    return file, file.parse(raw)
+    config = file.parse(raw)
+    if (path / SINGLE).is_file() or (path / INDEX).is_file():
+        _claim(file, config, Claims(path))
+    return file, config
+
+
+def _stamp(*files: Path) -> tuple[object, ...]:
+    """What changes when a file does. Files that do not exist are left out."""
+    found = [(file, file.stat()) for file in files if file.is_file()]
+    return tuple((file, stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in found)
+
+
+def _claim(file: ModelFile, config: Config, claims: Claims) -> None:
+    """Raises CheckpointError unless the files have each tensor of `config`, in its shape.
+
+    It builds the whole model from tensors without memory, and stops at the first one that does not fit.
+    """
+    spec, loader = config.spec, Loader(claims, REFERENCE, "meta", torch.float32, positions=0)
+    embedding = loader.matrix("model.embed_tokens", spec.vocab_size, spec.hidden_size)
+    loader.exact("model.norm.weight", spec.hidden_size)
+    file.blocks(config, loader)
+    _experts(file, config, loader, read=False)
+    if not config.tied or HEAD in claims.names:
+        claims.claim(HEAD, *embedding.shape)
 
 
 def _dtype(dtype: str, device: str, checkpoint: Checkpoint, kernels: Kernels) -> torch.dtype:

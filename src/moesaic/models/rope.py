@@ -15,8 +15,10 @@ import numpy as np
 import torch
 
 from moesaic.core.errors import CheckpointError
-from moesaic.models.config import Fields
+from moesaic.models.config import MOST_INTEGER, Fields, shown
 
+MOST_WIDTH = 1 << 16
+"""Largest width of a head. Each pair of it has an angle, which is computed before any tensor is looked up."""
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
@@ -76,17 +78,26 @@ def read(fields: Fields, max_position: int, default_theta: float) -> RopeConfig:
     parts.ignore("type")
     parts.only("partial_rotary_factor", 1.0, 1, None, why="this model rotates whole heads")
     if kind not in KINDS:
-        raise CheckpointError(f"config.json: rope_type: got {kind!r}; allowed: {', '.join(KINDS)}")
+        raise CheckpointError(f"config.json: rope_type: got {shown(repr(kind))}; allowed: {', '.join(KINDS)}")
     config = _scaled(parts, kind, theta, max_position)
     parts.done()
+    if config.factor * config.original > MOST_INTEGER:
+        raise CheckpointError(
+            f"config.json: rope: got factor {config.factor:g} of {config.original} tokens; "
+            f"allowed: a product of at most {MOST_INTEGER}"
+        )
     return config
 
 
 def rotary_width(name: str, width: int) -> int:
-    """Returns `width`, the part of a head that is rotated. Raises CheckpointError if it is odd."""
-    if width % 2:
+    """Returns `width`, the part of a head that is rotated.
+
+    Raises CheckpointError unless it is even and from 2 to MOST_WIDTH.
+    """
+    if width % 2 or not 2 <= width <= MOST_WIDTH:
         raise CheckpointError(
-            f"config.json: {name}: got {width}; allowed: an even integer, since heads are rotated in pairs"
+            f"config.json: {name}: got {width}; allowed: an even integer from 2 to {MOST_WIDTH}, since heads "
+            "are rotated in pairs"
         )
     return width
 
@@ -127,6 +138,18 @@ def frequencies(config: RopeConfig, width: int) -> torch.Tensor:
         keep = 1.0 - _ramp(config, width)
         return (1.0 / (config.factor * powers)) * (1.0 - keep) + plain * keep
     return plain
+
+
+def _checked(config: RopeConfig, width: int) -> torch.Tensor:
+    """As `frequencies`. Raises CheckpointError if some are not finite, or the scale of the angles is not."""
+    try:
+        found = frequencies(config, width)
+        good = bool(found.isfinite().all()) and math.isfinite(config.angle_scale)
+    except (ArithmeticError, ValueError):
+        good = False
+    if not good:
+        raise CheckpointError(f"config.json: rope: got {config}; allowed: values that give finite angles")
+    return found
 
 
 def _ramp(config: RopeConfig, width: int) -> torch.Tensor:
@@ -172,7 +195,7 @@ class RopeTable:
         wrong from the fourth digit on. So about one process in a hundred would produce tokens with other bits
         (github.com/pytorch/pytorch/issues/188792).
         """
-        angles = np.arange(positions, dtype=np.float32)[:, None] * frequencies(config, width).numpy()
+        angles = np.arange(positions, dtype=np.float32)[:, None] * _checked(config, width).numpy()
         cosine = np.cos(angles, out=np.empty_like(angles), dtype=np.float64, casting="same_kind")
         sine = np.sin(angles, out=angles, dtype=np.float64, casting="same_kind")
         for table in (cosine, sine):

@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from moesaic.core.errors import ConfigError
 from moesaic.models.spec import ModelSpec
 
+MOST_RANKS = 1024
+"""Largest size of a group that a message names as allowed."""
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -52,8 +55,8 @@ class Shard:
         Raises ConfigError if the heads cannot be split over that many ranks.
         """
         heads, kv_heads = whole.heads, whole.kv.kv_heads
-        allowed = [size for size in range(1, heads + 1) if _fits(size, heads, kv_heads)]
-        if self.size not in allowed:
+        if not 1 <= self.size <= heads or not _fits(self.size, heads, kv_heads):
+            allowed = [size for size in range(1, min(heads, MOST_RANKS) + 1) if _fits(size, heads, kv_heads)]
             sizes = ", ".join(map(str, allowed))
             text = f"{sizes} for {heads} query and {kv_heads} key-value heads"
             raise ConfigError.field("--tensor-parallel-size", self.size, text)

@@ -257,8 +257,9 @@ def _sizes(worker: WorkerConfig, profile: str | None) -> ModelSizes:
     Raises ConfigError for another model's profile.
     """
     path = files.resolve(worker.model.model, worker.model.revision)
+    tied = registry.is_tied(path)  # first, since it checks the sizes that `read` takes as they are
     raw: dict[str, Any] = files.read_json(path / "config.json")
-    model = replace(read(raw, worker.model.model), computed=ROW_BYTES, tied=registry.is_tied(path))
+    model = replace(read(raw, worker.model.model), computed=ROW_BYTES, tied=tied)
     if profile is not None:
         known = Profile.load(Path(profile))
         known.check(registry.routed_model(path).model, profile)

@@ -15,6 +15,7 @@ from moesaic.runtime import in_memory, offloaded, out_of_memory
 from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.group import build_rank
+from moesaic.runtime.model_loading import check_memory
 from moesaic.runtime.worker import Worker
 
 
@@ -27,6 +28,7 @@ def build_worker(context: WorkerContext) -> tuple[Worker, WorkerInfo]:
     stamp = context.config.checkpoint_stamp or fingerprint.stamp(path)
     context = replace(context, config=replace(context.config, checkpoint_stamp=stamp))
     with out_of_memory.explained(context.config), fingerprint.unchanged(path, stamp):
+        check_memory(context.config, context.limits.max_model_len)
         parts = _build_parts(context)
     return _assemble(context, parts), _describe(context, parts)
 

@@ -65,6 +65,14 @@ def available_memory() -> int:
     return available if limit is None else min(available, limit)
 
 
+def total_memory() -> int:
+    """Bytes of memory that this machine has, within the memory limit of a container."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _CGROUP / "memory.max"
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return total if text == "max" else min(total, int(text))
+
+
 def _cgroup_left() -> int | None:
     """Bytes left below the memory limit of this control group (version 2), or None without a limit."""
     limit, current = _CGROUP / "memory.max", _CGROUP / "memory.current"

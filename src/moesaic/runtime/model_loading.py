@@ -15,7 +15,14 @@ from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.model import Model
 from moesaic.models.shard import WHOLE, Shard
-from moesaic.runtime.machine import available_memory, cores, keep_freed_memory, return_freed_memory
+from moesaic.models.spec import ModelSpec
+from moesaic.runtime.machine import (
+    available_memory,
+    cores,
+    keep_freed_memory,
+    return_freed_memory,
+    total_memory,
+)
 
 AUTO_SHARE = 0.4
 """Share of the memory left after the weights that `--kv-cache-memory auto` takes on a CPU, at most."""
@@ -54,7 +61,17 @@ def load_model(
     path = files.resolve(config.model, config.revision)
     with_experts = elsewhere is None
     mapped = config.mmap and not own_memory
-    model = registry.load(path, kernels, str(device), config.dtype, with_experts, progress, shard, mapped)
+    model = registry.load(
+        path,
+        kernels,
+        str(device),
+        config.dtype,
+        with_experts,
+        progress,
+        shard,
+        mapped,
+        config.max_model_len,
+    )
     num_bytes = model.num_bytes + (0 if elsewhere is None else elsewhere.num_bytes)
     threads = config.threads or (1 if num_bytes < SMALL_MODEL else most_threads or cores())
     kernels.set_threads(threads, config.pin_threads)
@@ -119,6 +136,20 @@ def context_length(config: ModelConfig) -> int:
     return config.max_model_len
 
 
+def check_memory(config: WorkerConfig, max_model_len: int) -> None:
+    """Refuse a KV cache that cannot fit, before anything of its size or of the context's is allocated.
+
+    `num_blocks_of` checks again, with the memory that the weights leave. Raises ConfigError for a cache that
+    is larger than the machine's memory, or too small for one request of the maximum length.
+    """
+    device = device_of(config.model)
+    path = files.resolve(config.model.model, config.model.revision)
+    spec = registry.read_spec(path, Shard(0, config.parallel.tensor_parallel_size))
+    smallest = "float32" if device.type == "cpu" else "bfloat16"
+    named = smallest if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
+    _num_blocks(config, spec, device, max_model_len, registry.CACHE_DTYPES[named], None)
+
+
 def num_blocks_of(
     config: WorkerConfig,
     loaded: LoadedModel,
@@ -131,17 +162,27 @@ def num_blocks_of(
     free: bytes that an automatic cache may take; None: what is free now. Raises ConfigError if one request of
     the maximum length does not fit.
     """
-    spec, block_size = loaded.model.spec, config.cache.block_size
-    ranks = config.parallel.tensor_parallel_size
+    return _num_blocks(config, loaded.model.spec, loaded.device, max_model_len, kv_dtype, free)
+
+
+def _num_blocks(
+    config: WorkerConfig,
+    spec: ModelSpec,
+    device: torch.device,
+    max_model_len: int,
+    kv_dtype: torch.dtype,
+    free: int | None,
+) -> int:
+    block_size, ranks = config.cache.block_size, config.parallel.tensor_parallel_size
     block_bytes = block_size * bytes_per_token(spec.kv, spec.num_layers, kv_dtype)
     per_request = -(-max_model_len // block_size)
     if config.cache.kv_cache_memory == "auto":
-        budget = free_memory(loaded.device) if free is None else free
-        if loaded.device.type == "cpu":  # ranks share a CPU's memory; each has its own GPU
+        budget = free_memory(device) if free is None else free
+        if device.type == "cpu":  # ranks share a CPU's memory; each has its own GPU
             budget //= ranks
         num_blocks = min(budget // block_bytes, per_request * config.scheduler.max_num_seqs)
     else:
-        budget = parse_bytes("--kv-cache-memory", config.cache.kv_cache_memory) // ranks
+        budget = _given_bytes(config, device) // ranks
         num_blocks = budget // block_bytes
     if num_blocks < per_request:
         holds = max(0, num_blocks) * block_size
@@ -152,6 +193,18 @@ def num_blocks_of(
             f"{per_request * block_bytes / 2**20:.1f} MiB{shorter}"
         )
     return int(num_blocks)
+
+
+def _given_bytes(config: WorkerConfig, device: torch.device) -> int:
+    """The bytes of --kv-cache-memory. Raises ConfigError if they are more than all memory of the machine."""
+    given = parse_bytes("--kv-cache-memory", config.cache.kv_cache_memory)
+    most = total_memory()
+    if device.type == "cuda":  # the cache is in the GPUs' memory, or in RAM where the plan says so
+        most = max(most, torch.cuda.mem_get_info(device)[1] * config.parallel.tensor_parallel_size)
+    if given > most:
+        allowed = f"at most {most / 2**30:.1f}GiB, the memory of this machine"
+        raise ConfigError.field("--kv-cache-memory", config.cache.kv_cache_memory, allowed)
+    return given
 
 
 def free_memory(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""Messages for a GPU that is out of memory. torch's own message is long and names no setting."""
+"""Messages for memory that is used up. torch's own message is long and names no setting."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from moesaic.core.errors import ConfigError
 
 @contextmanager
 def explained(config: WorkerConfig) -> Iterator[None]:
-    """Code that loads a model and allocates its cache. Raises ConfigError when the GPU is out of memory."""
+    """Code that loads a model and allocates its cache. Raises ConfigError when memory is used up."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError) as error:
         text = (
             f"--kv-cache-memory: got {config.cache.kv_cache_memory!r}; "
             "allowed: less, or a smaller model (run-batch runs larger)"
         )
         if config.offload is not None:
-            text = "--fast-memory: less of the GPU is free than was planned for"
+            text = "--fast-memory: less memory is free than was planned for"
         raise ConfigError(f"{text} ({_first_sentence(error)})") from error
 
 
@@ -33,5 +33,5 @@ def of_step(error: torch.OutOfMemoryError) -> str:
     return f"a step: {reason}; allowed: {allowed}, or less in --kv-cache-memory or --fast-memory"
 
 
-def _first_sentence(error: torch.OutOfMemoryError) -> str:
+def _first_sentence(error: Exception) -> str:
     return str(error).partition(". ")[0]

@@ -1,0 +1,61 @@
+"""A KV cache that cannot fit is refused before a weight is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support import model_configs, tiny_models
+
+from moesaic import LLM
+from moesaic.core.errors import ConfigError
+from moesaic.models import registry
+from moesaic.runtime import model_loading
+from moesaic.testing import byte_tokenizer
+
+
+def refused(model: str, **settings: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        LLM(model, **settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker must not come to its weights."""
+    monkeypatch.setattr(registry, "load", lambda *given, **named: pytest.fail("weights are read"))
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("size", ["1000TiB", str(2**62)])
+def test_a_cache_larger_than_the_machine(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_loading, "total_memory", lambda: 3 << 30)
+    said = refused("demo", kv_cache_memory=size)
+    assert said == f"--kv-cache-memory: got '{size}'; allowed: at most 3.0GiB, the memory of this machine"
+
+
+@pytest.mark.parametrize("size", ["9" * 400, f"{2**63}", "9" * 300 + "GiB"])
+def test_a_size_that_no_machine_has(size: str) -> None:
+    assert "--kv-cache-memory: got '" in refused("demo", kv_cache_memory=size)
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("size", ["auto", "1MiB"])
+def test_a_context_longer_than_memory(size: str, tmp_path: Path) -> None:
+    path = tiny_models.save(tiny_models.build(*model_configs.CASES["mixtral-linear"]), tmp_path)
+    byte_tokenizer(path)
+    tiny_models.edit(path, max_position_embeddings=2**31 - 1)
+    said = refused(str(path), kv_cache_memory=size)
+    assert f"--kv-cache-memory: {size}" in said
+    assert "less than one request of the maximum length 2147483647; allowed: at least " in said
+
+
+def test_memory_that_runs_out_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object, **named: object) -> None:
+        raise MemoryError("Unable to allocate 1.00 TiB. More words")
+
+    monkeypatch.setattr("moesaic.runtime.in_memory.PagedKV", full)
+    said = refused("demo", kv_cache_memory="1MiB")
+    assert said.startswith("--kv-cache-memory: got '1MiB'; allowed: less, or a smaller model")
