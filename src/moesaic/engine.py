@@ -194,7 +194,10 @@ class Engine:
             stream = self._streams.get(request_id)
             if stream is None:
                 continue  # cancelled while the worker was sending its token
-            output = _advance(stream, token, finish, logprob)
+            if finish is FinishReason.ERROR:
+                output = _broken_off(stream)
+            else:
+                output = _advance(stream, token, finish, logprob)
             if output.finished:
                 self._drop(stream)
                 if finish is None:
@@ -279,6 +282,19 @@ def _advance(
         prompt_logprobs=(stream.prompt_logprobs or None) if first else None,
         finish_reason=finish,
         stop_reason=reason,
+        num_prompt_tokens=len(stream.request.prompt_token_ids),
+        num_cached_tokens=stream.cached_tokens,
+    )
+
+
+def _broken_off(stream: _Stream) -> RequestOutput:
+    """The end of a completion whose logits were not finite: the text that was held back, and no token."""
+    return RequestOutput(
+        request_id=stream.group,
+        index=stream.index,
+        text=stream.pending + stream.decoder.finish(),
+        logprobs=None if stream.request.params.logprobs is None else [],
+        finish_reason=FinishReason.ERROR,
         num_prompt_tokens=len(stream.request.prompt_token_ids),
         num_cached_tokens=stream.cached_tokens,
     )

@@ -57,5 +57,5 @@ def test_memory_that_runs_out_is_told_in_one_line(monkeypatch: pytest.MonkeyPatc
         raise MemoryError("Unable to allocate 1.00 TiB. More words")
 
     monkeypatch.setattr("moesaic.runtime.in_memory.PagedKV", full)
-    said = refused("demo", kv_cache_memory="1MiB")
-    assert said.startswith("--kv-cache-memory: got '1MiB'; allowed: less, or a smaller model")
+    said = refused("demo", kv_cache_memory="8MiB")
+    assert said.startswith("--kv-cache-memory: got '8MiB'; allowed: less, or a smaller model")

@@ -304,6 +304,8 @@ def test_a_client_that_never_reads_its_answers() -> None:
         frame(kind=ROWS, rows=1) + struct.pack("<I", 3),
         frame(kind=ROWS, rows=1) + struct.pack("<I", 2**32 - 1),
         (frame(kind=ROWS, rows=1) + struct.pack("<I", 2) + b"abcd") * 2,
+        frame(kind=ROWS, row_bytes=8) + struct.pack("<I", 2) + b"abcdefgh",
+        frame(kind=ROWS, row_bytes=0) + struct.pack("<I", 2),
     ],
 )
 def test_a_damaged_answer_frame(data: bytes) -> None:

@@ -10,6 +10,7 @@
     ├── ScalingError        the cluster could not be changed and is as before (HTTP 409 or 503)
     ├── ConnectionLost      the peer of a transport is gone
     │   └── DamagedMessage  the peer sent invalid data and is dropped
+    ├── NonFiniteLogitsError the model's logits of one request were NaN or infinite (HTTP 500)
     └── EngineDeadError     the worker died: no request can be served any more (HTTP 503)
 
 Any other exception that escapes is a bug in moesaic and keeps its traceback.
@@ -96,6 +97,16 @@ class ConnectionLost(MoesaicError):
 
 class DamagedMessage(ConnectionLost):
     """The other end sent invalid data. It is not moesaic, or it cannot be trusted any more."""
+
+
+class NonFiniteLogitsError(MoesaicError):
+    """The model's logits of one request were NaN or infinite. Other requests are not affected."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's logits are not finite (NaN or infinite), so no token can be sampled; "
+            "the checkpoint may be damaged: see the log of the worker"
+        )
 
 
 class EngineDeadError(MoesaicError):

@@ -116,6 +116,7 @@ class Tokens:
 
     request_ids: list[int]
     token_ids: list[int]
+    """NO_TOKEN for a request that ends with FinishReason.ERROR."""
     finish: list[FinishReason | None]
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
     """Empty when no request of the step wants them."""

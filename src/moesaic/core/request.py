@@ -11,6 +11,8 @@ from moesaic.core.errors import RequestError
 
 MAX_LOGPROBS = 20
 SEED_LIMIT = 2**63
+NO_TOKEN = -1
+"""In place of a token id: the model's logits were not finite, so there was none to sample."""
 
 
 class FinishReason(enum.Enum):
@@ -22,6 +24,8 @@ class FinishReason(enum.Enum):
     """The request reached max_tokens or the model's context length."""
     ABORT = "abort"
     """The client or a shutdown cancelled the request."""
+    ERROR = "error"
+    """The model's logits were not finite. What the request generated before is valid."""
 
 
 @dataclass(frozen=True)

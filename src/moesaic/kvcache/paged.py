@@ -8,7 +8,9 @@ import mmap
 import numpy as np
 import torch
 
+from moesaic.core.tokens import IntArray
 from moesaic.kernels.cache import stored_width
+from moesaic.kernels.reference.cache import decode
 from moesaic.kernels.table import Kernels
 from moesaic.models.spec import KVLayout
 
@@ -63,6 +65,19 @@ class PagedKV:
     def values(self, layer: int) -> torch.Tensor:
         """Returns [blocks, block_size, kv_heads, stored width of a value], or [..., value_width] of keys."""
         return self._values[layer]
+
+    def first_not_finite(self, blocks: IntArray, length: int) -> int | None:
+        """The first layer that has a NaN or an infinite number in the first `length` tokens of `blocks`.
+
+        Returns None if there is none. It reads all of these rows, so it is for errors only.
+        """
+        wanted = torch.from_numpy(blocks[: -(-length // self._keys[0].shape[1])]).to(self.device)
+        for layer, pair in enumerate(zip(self._keys, self._values, strict=True)):
+            for cached in pair:
+                rows = cached.index_select(0, wanted).flatten(0, 1)[:length]
+                if not torch.isfinite(decode(rows) if rows.dtype == torch.int8 else rows).all():
+                    return layer
+        return None
 
 
 def _zeros(

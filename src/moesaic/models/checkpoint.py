@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -15,6 +16,7 @@ from moesaic.core.stored import COMPRESSED, row_bytes
 from moesaic.kernels.compressed import decompress
 from moesaic.models.config import shown
 from moesaic.models.files import INDEX_BYTES, read_json
+from moesaic.models.finite import first_not_finite
 from moesaic.models.headers import COMPRESSED_ROWS
 from moesaic.models.memory import Copies
 from moesaic.models.pages import PAGE, drop_pages, prefer_huge
@@ -76,12 +78,14 @@ class Checkpoint:
         dtype: torch.dtype,
         device: str = "cpu",
         part: tuple[slice, ...] = (),
+        scan: bool = True,
     ) -> torch.Tensor:
         """Returns a tensor of exactly this shape, or the `part` of it that these slices select.
 
         It is memory-mapped if it is stored as `dtype` and wanted on the CPU, unless columns are selected. A
         compressed tensor stays compressed if dtype is uint8, and then cannot have a part. Otherwise it is
         decompressed.
+        scan: raise CheckpointError for a number that is NaN or infinite, also one that only `dtype` makes so.
         """
         self.claim(name, *shape)
         stored: torch.Tensor = self._open(self._shard[name]).get_tensor(name)
@@ -102,6 +106,8 @@ class Checkpoint:
                 _page_in(stored)
             else:
                 tensor = self._copies.of(stored)
+        if scan and tensor.dtype is not torch.uint8:
+            self._refuse_not_finite(name, tensor)
         if self._copies is not None:
             drop_pages(stored.data_ptr(), stored.nbytes)
         if self._progress is not None:
@@ -137,6 +143,15 @@ class Checkpoint:
             more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
             raise CheckpointError(f"{self.path}: tensor {shown(left[0])} is not expected by this model{more}")
 
+    def _refuse_not_finite(self, name: str, tensor: torch.Tensor) -> None:
+        index = first_not_finite(tensor)
+        if index is not None:
+            at = [int(each) for each in np.unravel_index(index, tensor.shape)]
+            number, kind = float(tensor.view(-1)[index]), str(tensor.dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"{self.path}: tensor {name}: got {number} at {at} as {kind}; allowed: finite numbers"
+            )
+
     def _slice(self, name: str) -> Any:
         if name not in self._shard:
             raise CheckpointError(f"{self.path}: tensor {name} is missing")
@@ -160,6 +175,7 @@ class Claims(Checkpoint):
         dtype: torch.dtype,
         device: str = "cpu",
         part: tuple[slice, ...] = (),
+        scan: bool = True,
     ) -> torch.Tensor:
         """As `Checkpoint.tensor`, but returns a tensor without memory."""
         self.claim(name, *shape)

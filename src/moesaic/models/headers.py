@@ -160,7 +160,7 @@ def _check_ranges(entries: dict[str, Any], size: int) -> None:
     end = 0
     for begin, stop in ranges:
         if begin != end:
-            raise ValueError(f"its tensors overlap or leave a gap at byte {begin}, after byte {end}")
+            raise ValueError(f"truncated or corrupt: overlap or gap at byte {begin}, after byte {end}")
         end = stop
 
 

@@ -30,6 +30,8 @@ class Loader:
     """The tensor-parallel rank whose heads are read."""
     of_expert: Shard = WHOLE
     """The rank whose part of every routed expert's width is read."""
+    scan: bool = True
+    """Whether NaN and infinite numbers are looked for. Routed experts are most of a model and not scanned."""
     positions: int | None = None
     """Maximum tokens of a request, for which rotary tables are made. None: the model's own maximum."""
 
@@ -41,7 +43,13 @@ class Loader:
     def matrix(self, name: str, rows: int, columns: int, *part: slice) -> torch.Tensor:
         """Returns `name`.weight [rows, columns], or a part of it."""
         return self.checkpoint.tensor(
-            f"{name}.weight", rows, columns, dtype=self.dtype, device=self.device, part=part
+            f"{name}.weight",
+            rows,
+            columns,
+            dtype=self.dtype,
+            device=self.device,
+            part=part,
+            scan=self.scan,
         )
 
     def expert_dtype(self, names: ExpertNames) -> torch.dtype:
@@ -180,7 +188,7 @@ def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None
     wanted = set(range(names.num_experts) if expert_ids is None else expert_ids)
     if wanted and not 0 <= min(wanted) <= max(wanted) < names.num_experts:
         raise CheckpointError(f"experts: got {sorted(wanted)}; allowed: 0 to {names.num_experts - 1}")
-    loader = replace(loader, dtype=loader.expert_dtype(names))
+    loader = replace(loader, dtype=loader.expert_dtype(names), scan=False)
     parts: Sequence[tuple[slice, ...]] = ((), (), ())
     if loader.of_expert.size > 1:
         kept = loader.of_expert.part(names.width)

@@ -63,9 +63,9 @@ class PaddedBlocks(KVBlocks):
         lacking = self._lacking[request_id]
         return super().extend(request_id, num_tokens + lacking) or super().extend(request_id, num_tokens)
 
-    def free(self, request_id: int) -> None:
+    def free(self, request_id: int, valid: bool = True) -> None:
         del self._lacking[request_id]
-        super().free(request_id)
+        super().free(request_id, valid)
 
 
 def block_pool(num_blocks: int, block_size: int, prefix_reuse: bool, padded: int | None) -> KVBlocks:

@@ -30,7 +30,7 @@ def build_worker(context: WorkerContext) -> tuple[Worker, WorkerInfo]:
     with out_of_memory.explained(context.config), fingerprint.unchanged(path, stamp):
         check_memory(context.config, context.limits.max_model_len)
         parts = _build_parts(context)
-    return _assemble(context, parts), _describe(context, parts)
+        return _assemble(context, parts), _describe(context, parts)
 
 
 def _build_parts(context: WorkerContext) -> WorkerParts:
@@ -53,6 +53,7 @@ def _assemble(context: WorkerContext, parts: WorkerParts) -> Worker:
         recorder=parts.recorder,
         logit_rows=parts.logit_rows,
         observer=parts.observer,
+        kv=parts.kv,
     )
     return Worker(
         context.connection,

@@ -13,6 +13,7 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.routing import RowSink
 from moesaic.experts.client import ExpertServers
+from moesaic.kvcache.paged import PagedKV
 from moesaic.models.checkpoint import Progress
 from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.schedulers.actions import Scheduler
@@ -63,6 +64,8 @@ class WorkerParts:
     """Number of KV blocks."""
     runner: StepRunner
     scheduler: Scheduler
+    kv: PagedKV
+    """The cache of all layers: on the first rank, with the keys and values of its heads."""
     expert_stats: Callable[[], ExpertStats] = ExpertStats
     """Takes a snapshot of what the experts counted."""
     servers: ExpertServers | None = None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 
 from moesaic.core import messages
-from moesaic.core.request import TokenLogprob
+from moesaic.core.request import NO_TOKEN, TokenLogprob
 from moesaic.core.tokens import IntArray
 from moesaic.experts.client import ExpertServers
+from moesaic.kvcache.paged import PagedKV
 from moesaic.models.model import Model
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
@@ -27,13 +30,23 @@ from moesaic.policy.scheduling.schedulers.actions import (
 )
 from moesaic.runtime.observer import UNOBSERVED, WorkerObserver
 from moesaic.runtime.routing_recorder import RoutingRecorder
-from moesaic.runtime.sampling.sampler import Sampler, token_logprobs
+from moesaic.runtime.sampling.sampler import Sampler, not_finite, token_logprobs
 from moesaic.runtime.step.layerwise import LayerwiseRunner
 from moesaic.runtime.step.running_step import Step, StepResult, StepRunner
 from moesaic.transport.base import Connection
 
+LOG = logging.getLogger(__name__)
 SCORED_SLICE = 128
 """Prompt rows whose logits [rows, vocab] are in memory at one time."""
+
+
+def place_of(layer: int | None, num_layers: int) -> str:
+    """Where numbers that are not finite began, in words. layer: the first one whose cached rows have some."""
+    if layer is None:
+        return f"which began after the attention of layer {num_layers - 1}: in its experts, or in the LM head"
+    if layer == 0:
+        return "which began in layer 0: in the embedding, its norm, or its keys and values"
+    return f"which began between the experts of layer {layer - 1} and the keys and values of layer {layer}"
 
 
 class Executor:
@@ -50,10 +63,12 @@ class Executor:
         recorder: RoutingRecorder | None = None,
         logit_rows: int | None = None,
         observer: WorkerObserver = UNOBSERVED,
+        kv: PagedKV | None = None,
     ) -> None:
         """layerwise: for schedulers that run the model segment by segment.
 
         logit_rows: maximum number of rows whose logits are computed at once; None: all rows of a step.
+        kv: the cache, in which the layer is looked up where numbers that are not finite began.
         """
         self._model = model
         self._runner = runner
@@ -65,6 +80,7 @@ class Executor:
         self._recorder = recorder
         self._observer = observer
         self._logit_rows = logit_rows
+        self._kv = kv
         self._scored_rows = min(SCORED_SLICE, logit_rows or SCORED_SLICE)
         self._events: list[Event] = []
         """Ends of runs that `progress` has not returned yet."""
@@ -180,6 +196,7 @@ class Executor:
         tokens = np.zeros(0, dtype=np.int64)
         if len(plan.sampled):
             tokens, logprobs = self._sample(plan, result)
+            self._report_broken(plan, tokens)
             if logprobs:
                 self._logprobs[plan.step] = logprobs
         self._observer.sampled(len(plan.sampled))
@@ -205,6 +222,18 @@ class Executor:
             logprobs += report or [None] * len(found)
         return np.concatenate(tokens), logprobs if any(logprobs) else []
 
+    def _report_broken(self, plan: StepPlan, tokens: IntArray) -> None:
+        """Say of which requests the logits were not finite, and where that began."""
+        for sample in np.flatnonzero(tokens == NO_TOKEN).tolist():
+            sequence = int(plan.sampled[sample])
+            request_id, layer = int(plan.request_ids[sequence]), None
+            if self._kv is not None:
+                blocks = plan.batch.block_tables[sequence]
+                layer = self._kv.first_not_finite(blocks, int(plan.batch.context_lens[sequence]))
+            place = place_of(layer, self._model.spec.num_layers)
+            LOG.warning("request %d ended: the model's logits are not finite, %s", request_id, place)
+            self._observer.broken(request_id, place)
+
     def _sampled_rows(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
         """The rows of `hidden` that a token is sampled from: in most steps all of them."""
         batch = plan.batch
@@ -229,12 +258,21 @@ class Executor:
         entries = self._prompt_entries(
             hidden[line : line + len(targets)], targets, request.params.prompt_logprobs or 0
         )
-        self._connection.send(messages.PromptLogprobs(request.request_id, first, entries))
+        if entries is None:
+            self._sampler.give_up(request.request_id)
+        else:
+            self._connection.send(messages.PromptLogprobs(request.request_id, first, entries))
 
-    def _prompt_entries(self, hidden: torch.Tensor, targets: list[int], count: int) -> list[TokenLogprob]:
+    def _prompt_entries(
+        self, hidden: torch.Tensor, targets: list[int], count: int
+    ) -> list[TokenLogprob] | None:
+        """The log-probabilities of `targets`; None where logits are not finite."""
         entries: list[TokenLogprob] = []
         for begin in range(0, len(targets), self._scored_rows):
             part = slice(begin, begin + self._scored_rows)
-            logprobs = torch.log_softmax(self._model.logits(hidden[part]), dim=-1)
+            logits = self._model.logits(hidden[part])
+            if not_finite(logits):
+                return None
+            logprobs = torch.log_softmax(logits, dim=-1)
             entries += token_logprobs(logprobs, targets[part], count)
         return entries

@@ -62,7 +62,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         runner = _runner(context, stages, experts)
         scheduler: Scheduler = LockstepScheduler(limits, blocks, config.scheduler.inflight_batches)
         return WorkerParts(
-            loaded, kv_dtype, num_blocks, runner, scheduler, recorder=routed, observer=observer
+            loaded, kv_dtype, num_blocks, runner, scheduler, stages.kv, recorder=routed, observer=observer
         )
     remote = _remote(context, layout, loaded, observer)
     runner = _runner(context, stages, remote)
@@ -73,6 +73,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         num_blocks,
         runner,
         scheduler,
+        stages.kv,
         expert_stats=remote.stats,
         servers=remote,
         layerwise=LayerwiseRunner(runner, remote),

@@ -109,6 +109,7 @@ def build_parts(context: WorkerContext, offload: Offload) -> WorkerParts:
         num_blocks,
         runner,
         LockstepScheduler(limits, blocks),
+        kv,
         expert_stats=runner.stats,
         observer=observer,
         logit_rows=offload.logit_rows,

@@ -10,6 +10,7 @@ Its own row of the trace has these spans:
     to sampler  rows on their way from the last experts through the last block
     sampling    from there to tokens; a part of `to sampler` where the model runs segment by segment
     step        a whole step, where the experts are computed in this process
+    not finite  a request ended since its logits were NaN or infinite; says where that began
     gate        waiting for the other workers before a step that all of them begin together
 
 The counter `pairs at servers` says how many (row, expert) pairs were sent and not answered yet.
@@ -85,6 +86,10 @@ class WorkerTrace:
 
     def sampled(self, rows: int) -> None:
         self._pieces.sampled(rows)
+
+    def broken(self, request_id: int, place: str) -> None:
+        now = self._track.now()
+        self._track.span("not finite", now, now, request=request_id, place=place)
 
     def pass_ended(self, tasks: Sequence[Task], times: Timeline) -> None:
         self._lanes.write(tasks, times)

@@ -14,8 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from moesaic.core import messages
-from moesaic.core.errors import ConnectionLost, EngineDeadError, MoesaicError, RequestError
-from moesaic.core.request import RequestOutput, SamplingParams
+from moesaic.core.errors import (
+    ConnectionLost,
+    EngineDeadError,
+    MoesaicError,
+    NonFiniteLogitsError,
+    RequestError,
+)
+from moesaic.core.request import FinishReason, RequestOutput, SamplingParams
 from moesaic.engine import Engine
 from moesaic.server.errors import NotServingError
 from moesaic.server.metrics import Meter
@@ -32,8 +38,9 @@ class Inbox(Protocol):
 class Stream:
     """The outputs of one call, in order of arrival: an async iterator of (prompt number, output).
 
-    It ends after the last completion. It raises EngineDeadError if the worker dies first. Closing it early
-    cancels the unfinished completions.
+    It ends after the last completion. It raises EngineDeadError if the worker dies first, and
+    NonFiniteLogitsError at the first completion that ends for that reason. Closing it early cancels the
+    unfinished completions.
     """
 
     def __init__(self, engine: AsyncEngine) -> None:
@@ -65,6 +72,8 @@ class Stream:
         if isinstance(item, EngineDeadError):
             raise item
         self._unfinished -= item[1].finished
+        if item[1].finish_reason is FinishReason.ERROR:
+            raise NonFiniteLogitsError
         return item
 
 

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from moesaic.core.errors import (
     EngineDeadError,
     MoesaicError,
+    NonFiniteLogitsError,
     OverloadedError,
     RendererError,
     RequestError,
@@ -102,6 +103,8 @@ def problem_of(error: Exception) -> Problem:
             return Problem(503, str(error), _UNAVAILABLE, code="scaling_failed")
         case RendererError():
             return Problem(503, str(error), _UNAVAILABLE, code="no_renderer")
+        case NonFiniteLogitsError():
+            return Problem(500, str(error), "server_error", code="non_finite_logits")
         case EngineDeadError():
             return Problem(503, str(error), _UNAVAILABLE, code="engine_dead")
         case RequestValidationError():

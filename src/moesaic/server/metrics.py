@@ -184,6 +184,11 @@ class EngineCollector(Collector):
         yield self._counter("prompt_tokens", "Prompt tokens processed.", meter.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", meter.generation_tokens)
         yield self._successes()
+        yield self._counter(
+            "corrupted_requests",
+            "Requests that ended because the model's logits were NaN or infinite.",
+            meter.finished[FinishReason.ERROR],
+        )
         yield from self._group(worker.experts.group)
         itl = meter.inter_token_latency
         first = meter.time_to_first_token

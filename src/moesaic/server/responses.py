@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel
 from starlette.responses import Response
 
-FinishReasonName = Literal["stop", "length", "abort"]
+FinishReasonName = Literal["stop", "length", "abort", "error"]
 
 
 class Payload(BaseModel):

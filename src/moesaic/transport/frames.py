@@ -17,7 +17,8 @@ from moesaic.transport.sealed_socket import Wire
 HEADER = struct.Struct("<IIQQQ")
 """kind, rows, call number, bytes of a row, bytes of the request; 32 bytes."""
 REQUEST, ROWS = 1, 2
-"""Kinds of frames. REQUEST: the request follows. ROWS: `rows` indices (u32) follow, then as many rows."""
+"""Kinds of frames. REQUEST: the request follows. ROWS: `rows` indices (u32) follow, then as many rows.
+Rows have the bytes that the request asked for."""
 
 READS = 64
 """Maximum reads of one `pump`, so that a peer which never stops sending does not delay others."""

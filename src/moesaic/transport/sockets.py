@@ -161,11 +161,14 @@ class StreamCaller(_StreamEnd):
         """Read ROWS frames. Rows are read directly into the answers."""
         while True:
             yield [self._header]
-            kind, count, number, _, _ = HEADER.unpack(self._header)
+            kind, count, number, row_bytes, _ = HEADER.unpack(self._header)
             call = self._calls.get(number)
             known = kind == ROWS and call is not None and call._state != "open"
             if not known or call is None or not 1 <= count <= call._outstanding.count:
                 raise DamagedMessage(f"the server sent a damaged frame (kind {kind}, call {number})")
+            if row_bytes != call.row_bytes:
+                asked = f"call {number} asked for rows of {call.row_bytes}"
+                raise DamagedMessage(f"the server sent a damaged frame (rows of {row_bytes} bytes; {asked})")
             named = np.empty(count, "<u4")
             yield [named.data.cast("B")]
             try:
@@ -226,7 +229,7 @@ class StreamAnswerer(_StreamEnd):
     def send(self, call: StreamIncoming, indices: IntArray) -> None:
         """Send rows of a call, for `StreamIncoming.publish`."""
         if self._frames.lost is None:
-            header = memoryview(HEADER.pack(ROWS, len(indices), call.number, 0, 0))
+            header = memoryview(HEADER.pack(ROWS, len(indices), call.number, call.row_bytes, 0))
             named = indices.astype("<u4").data.cast("B")
             self._frames.push([header, named, *pieces(call.answer, indices, call.row_bytes)])
         if not call._outstanding.count:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesaic.core.request import Request, SamplingParams
+from moesaic.core.request import NO_TOKEN, Request, SamplingParams
 from moesaic.runtime.sampling.sampler import Sampler, token_logprobs, uniform
 
 VOCAB = 13
@@ -170,12 +170,56 @@ def test_of_a_small_vocabulary_all_are_the_likeliest() -> None:
     assert [token for token, _ in found[0].top] == [1, 2, 0]
 
 
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"logprobs": 2}, {"logit_bias": {1: 5.0}}])
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_a_model_that_overflows_samples_some_token(broken: float) -> None:
+def test_logits_that_are_not_finite_give_no_token(broken: float, params: dict[str, object]) -> None:
+    for logits in ([broken] * 4, [1.0, broken, 0.0, 2.0], [-math.inf, 1.0, 0.0, broken]):
+        sampler = Sampler(4)
+        sampler.admit(make(0, **params), [])
+        tokens, logprobs = sampler.sample(np.array([0]), torch.tensor([logits]))
+        assert tokens.tolist() == [NO_TOKEN] and logprobs == []
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_a_broken_row_leaves_the_others_as_they_are(at: int) -> None:
+    params: list[dict[str, object]] = [
+        {"logprobs": 3},
+        {"temperature": 0.0},
+        {"top_p": 0.9, "logprobs": 1, "repetition_penalty": 1.5},
+        {"logit_bias": {5: -100.0}, "min_tokens": 2},
+    ]
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, 4, 50, generator=generator)
+    whole, broken = Sampler(50), Sampler(50)
+    for sampler in (whole, broken):
+        for number, each in enumerate(params):
+            sampler.admit(make(number, seed=7 + number, **each), [])
+    others = np.array([number for number in range(4) if number != at])
+    for step, logits in enumerate(rows):
+        ids = np.arange(4) if step == 0 else others
+        wanted, logprobs = whole.sample(np.arange(4), logits.clone())
+        spoiled = logits[ids].clone()
+        if step == 0:
+            spoiled[at, 3] = math.nan
+        tokens, found = broken.sample(ids, spoiled)
+        kept = [line for line, number in enumerate(ids) if number != at]
+        assert tokens[kept].tolist() == wanted[others].tolist()
+        assert [found[line] for line in kept] == [logprobs[number] for number in others]
+        assert step or (tokens[at] == NO_TOKEN and found[at] is None)
+
+
+def test_large_finite_logits_and_banned_tokens_are_sampled() -> None:
+    sampler = Sampler(4)
+    sampler.admit(make(0, temperature=0.0, stop_token_ids=[1, 2], min_tokens=3), [])
+    for logits in ([3e38, 3.1e38, 3.2e38, 3.3e38], [-3e38] * 4):
+        assert sampler.sample(np.array([0]), torch.tensor([logits]))[0][0] in (0, 3)
+
+
+def test_what_scored_a_broken_prompt_gets_no_token() -> None:
     sampler = Sampler(4)
     sampler.admit(make(0), [])
-    for logits in ([broken] * 4, [1.0, broken, 0.0, 2.0]):
-        assert 0 <= sampler.sample(np.array([0]), torch.tensor([logits]))[0][0] < 4
+    sampler.give_up(0)
+    assert sampler.sample(np.array([0]), torch.zeros(1, 4))[0].tolist() == [NO_TOKEN]
 
 
 def test_a_bias_does_not_bring_back_a_stop_token_before_min_tokens() -> None:

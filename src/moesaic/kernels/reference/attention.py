@@ -46,6 +46,8 @@ def paged_attention(
         seen = position < group.lengths[:, None]
         if sliding_window is not None:
             seen &= position >= group.lengths[:, None] - sliding_window
+        for cached in (key, value):  # other requests' rows, which may be NaN: 0 * NaN is NaN
+            cached.masked_fill_(~seen[:, :, None, None], 0.0)
         rows = query[group.rows].view(len(key), key.shape[2], -1, query.shape[2])
         out[group.rows] = _attend(rows, key, value, seen[:, None], scale).flatten(1, 2)
     for chunk in batch.chunks:

@@ -134,7 +134,7 @@ class ContinuousBatching:
 
     def free(self, sequence: Sequence) -> None:
         """Free the blocks of a removed request that ran. No step may use them any more."""
-        self.blocks.free(sequence.request_id)
+        self.blocks.free(sequence.request_id, valid=not sequence.failed)
 
     def schedule(
         self, now: float, busy: Collection[int] = frozenset(), most_rows: int | None = None

@@ -170,9 +170,15 @@ class KVBlocks:
             parent = self._identities[known]
         table.num_committed = last
 
-    def free(self, request_id: int) -> None:
-        """Release all blocks of the request. Its known blocks stay cached, the others become free."""
+    def free(self, request_id: int, valid: bool = True) -> None:
+        """Release all blocks of the request. Its known blocks stay cached, the others become free.
+
+        valid: False where what it computed cannot be used. Then no later request finds its blocks, once the
+        last request that shares them has ended.
+        """
         for block in reversed(self._tables.pop(request_id).blocks.array.tolist()):
+            if not valid and self._references[block] == 1 and self._keys[block] is not None:
+                self._unregister(block)
             self._release(block)
 
     # ---- prefixes

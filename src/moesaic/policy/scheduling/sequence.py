@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 
-from moesaic.core.request import FinishReason, Request
+from moesaic.core.request import NO_TOKEN, FinishReason, Request
 from moesaic.policy.scheduling.intvector import IntVector
 
 
@@ -29,6 +29,7 @@ class Sequence:
 
     __slots__ = (
         "epoch",
+        "failed",
         "max_len",
         "num_computed",
         "num_prompt",
@@ -52,6 +53,8 @@ class Sequence:
         """Number of tokens, prompt included, at which the request ends with FinishReason.LENGTH."""
         self.stop_ids = request.stop_ids
         self.stage = Stage.WAITING
+        self.failed = False
+        """The logits of its last row were not finite, so its KV may not be either."""
         self.epoch = 0
         """How often the request was preempted."""
         self.num_computed = 0
@@ -132,7 +135,11 @@ class Sequence:
         """Add a sampled token. Returns the reason when the request ends with it, otherwise None.
 
         A stop token ends the request only from the `min_tokens`-th token on, as long as the sampler masks it.
+        NO_TOKEN ends it without a token.
         """
+        if token == NO_TOKEN:
+            self.failed = True
+            return FinishReason.ERROR
         may_stop = self.num_generated >= self.request.params.min_tokens
         self.tokens.append(token)
         if may_stop and token in self.stop_ids:

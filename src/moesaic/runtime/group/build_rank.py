@@ -163,7 +163,7 @@ def join(
     kv = PagedKV(model.spec.kv, model.spec.num_layers, num_blocks, size, dtype, loaded.device, loaded.kernels)
     collectives = _collectives(config.parallel, group, owners, loaded.kernels, model.expert_weights, counts)
     run = ShardedModel(model, kv, size, group, collectives).run
-    return RankRunner(run, group, _named(config.parallel, owners), counts)
+    return RankRunner(run, group, kv, _named(config.parallel, owners), counts)
 
 
 def _paged(
@@ -183,7 +183,7 @@ def _paged(
     after = offloaded_group.GroupPostAttention(loaded.model, group, collectives, weights)
     parts = offloaded.PassParts(loaded, levels, after, owners.most, kv)
     passes = offloaded.passes_over(config, offload, parts)
-    return RankRunner(passes.run, group, _named(config.parallel, owners), counts, passes.stats)
+    return RankRunner(passes.run, group, kv, _named(config.parallel, owners), counts, passes.stats)
 
 
 def build_parts(context: WorkerContext) -> WorkerParts:
@@ -214,6 +214,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         num_blocks,
         runner,
         LockstepScheduler(limits, blocks),
+        runner.kv,
         expert_stats=runner.stats,
         logit_rows=None if offload is None else offload.logit_rows,
         linger=0.0 if offload is None else offloaded.LINGER,

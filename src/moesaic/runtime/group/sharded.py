@@ -38,6 +38,7 @@ class RankRunner:
         self,
         run: RunBatch,
         group: Group,
+        kv: PagedKV,
         collectives: str,
         counts: GroupCounts,
         passes: Callable[[], tuple[PassStats, ...]] = tuple,
@@ -48,6 +49,7 @@ class RankRunner:
         """
         self.launcher: RankLauncher | None = None
         """The processes of the other ranks; only the first rank has it."""
+        self.kv = kv
         self.collectives = collectives
         self._run, self._group = run, group
         self._counts, self._passes = counts, passes

@@ -5,6 +5,9 @@ min-p, top-k and top-p. Log-probabilities are those of the logits before all of 
 
 Sampling noise depends on (seed, position) and on nothing else. So a request's tokens never depend on its
 batch, on preemption, or on the worker that computes it.
+
+A row with a logit that is NaN or infinite gets NO_TOKEN. This is checked before bans and penalties change any
+logit, and it costs one sum over the row. The other rows are sampled as they would be without it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moesaic.core.request import Request, TokenLogprob
+from moesaic.core.request import NO_TOKEN, Request, TokenLogprob
 from moesaic.core.tokens import IntArray
 from moesaic.runtime.sampling.penalties import Adjustment, adjust
 
@@ -35,6 +38,8 @@ class _Row:
     """Number of tokens in the prompt and the answer so far."""
     adjustment: Adjustment | None
     """How the request changes its logits. None where it does not change them."""
+    broken: bool = False
+    """Logits of its prompt were not finite."""
 
 
 class Sampler:
@@ -54,6 +59,10 @@ class Sampler:
         """Forget a request. Ids of requests that were never admitted are ignored."""
         self._rows.pop(request_id, None)
 
+    def give_up(self, request_id: int) -> None:
+        """Logits of the request's prompt were not finite: its next token is NO_TOKEN."""
+        self._rows[request_id].broken = True
+
     def request(self, request_id: int) -> Request:
         return self._rows[request_id].request
 
@@ -63,9 +72,13 @@ class Sampler:
         """The next token of each request, and their log-probabilities.
 
         The second list is empty if no request wants log-probabilities. logits: [p, vocab] float32, row i for
-        request_ids[i]. They may be changed in place.
+        request_ids[i]. They may be changed in place. A row that is not finite gets NO_TOKEN and no
+        log-probabilities.
         """
         rows = [self._rows[int(request_id)] for request_id in request_ids]
+        bad = {line for line, row in enumerate(rows) if row.broken}.union(not_finite(logits))
+        if bad:
+            return self._sample_others(request_ids, logits, bad)
         raw = _log_softmax_where(logits, [row.request.params.logprobs is not None for row in rows])
         adjusted = {line: row.adjustment for line, row in enumerate(rows) if row.adjustment is not None}
         if adjusted:
@@ -80,6 +93,30 @@ class Sampler:
             if row.adjustment is not None:
                 row.adjustment.append(int(token))
         return result, report
+
+    def _sample_others(
+        self, request_ids: IntArray, logits: torch.Tensor, bad: set[int]
+    ) -> tuple[IntArray, list[TokenLogprob | None]]:
+        """As `sample`, without the rows `bad`."""
+        good = np.array([line for line in range(len(request_ids)) if line not in bad], dtype=np.int64)
+        result = np.full(len(request_ids), NO_TOKEN, dtype=np.int64)
+        report: list[TokenLogprob | None] = [None] * len(request_ids)
+        if len(good):
+            kept = torch.from_numpy(good).to(logits.device)
+            result[good], found = self.sample(request_ids[good], logits[kept])
+            for line, entry in zip(good.tolist(), found, strict=False):
+                report[line] = entry
+        return result, report if any(report) else []
+
+
+def not_finite(rows: torch.Tensor) -> list[int]:
+    """The rows of [n, m] float32 that have a NaN or an infinite number, ascending."""
+    sums = rows.sum(dim=-1)
+    if torch.isfinite(sums).all():
+        return []
+    # The sum of very large finite numbers is infinite too.
+    suspects = torch.nonzero(~torch.isfinite(sums))[:, 0].tolist()
+    return [line for line in suspects if not torch.isfinite(rows[line]).all()]
 
 
 def token_logprobs(logprobs: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:

@@ -45,7 +45,7 @@ class StepDone:
 
     step: int
     tokens: IntArray
-    """[p] the sampled token of each entry of StepPlan.sampled."""
+    """[p] the sampled token of each entry of StepPlan.sampled; NO_TOKEN ends its request."""
 
 
 @dataclass(frozen=True)
