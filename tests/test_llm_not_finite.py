@@ -17,8 +17,10 @@ from moesaic.core.request import FinishReason
 from moesaic.llm import Completion
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.testing import byte_tokenizer
+from moesaic.trace.parts import collecting, part_of
 from tests.support import model_configs, tiny_models
 from tests.support.cluster_driver import cluster
+from tests.support.trace_reader import joined, rows
 from tests.test_llm_offload import CORES, DISK
 
 NEW = 4
@@ -180,12 +182,11 @@ def test_in_a_cluster(shape: dict[str, Any], folders: Folders, known: Known) -> 
 
 @pytest.mark.slow
 def test_a_trace_says_where_it_began(folders: Folders, tmp_path: Path) -> None:
-    from moesaic.trace.parts import part_of
-
-    trace = part_of(str(tmp_path / "trace.json"), "worker")
-    answers(folders.damaged, trace=trace)
-    text = "".join(file.read_text() for file in tmp_path.iterdir())
-    assert "not finite" in text and "after the attention of layer 2" in text
+    trace = str(tmp_path / "trace.json")
+    with collecting(trace):
+        answers(folders.damaged, trace=part_of(trace, "worker"))
+    spans = [one for row in rows(joined(Path(trace))) for one in row.named("not finite")]
+    assert {str(one.args["place"])[:36] for one in spans} == {"which began after the attention of la"[:36]}
 
 
 # ---- while loading

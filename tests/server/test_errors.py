@@ -14,6 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from moesaic.core import messages
+from moesaic.core.request import NO_TOKEN, FinishReason
 from moesaic.server import prompts
 from moesaic.server.requests import CompletionRequest
 from tests.support.raw_http import connect, head, read
@@ -340,3 +341,55 @@ def test_the_workers_last_words_are_passed_on(launch: Launch, until: Until) -> N
         live.worker.connection.send(words)
         response = call.result(60)
     assert response.status_code == 503 and "out of memory" in error_of(response)["message"]
+
+
+def break_off(live: Live) -> None:
+    """The worker says of every request under way that its logits are not finite."""
+    ids = sorted(live.worker.running)
+    live.worker.running.clear()
+    reasons: list[FinishReason | None] = [FinishReason.ERROR] * len(ids)
+    live.worker.connection.send(messages.Tokens(ids, [NO_TOKEN] * len(ids), reasons))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_logits_that_are_not_finite_are_500(n: int, launch: Launch, until: Until) -> None:
+    live = launch()
+    live.worker.open.clear()
+    with ThreadPoolExecutor(3) as pool:
+        calls = [
+            pool.submit(live.post, "/v1/completions", prompt="x", n=n),
+            pool.submit(live.post, "/v1/chat/completions", messages=ASK, n=n),
+        ]
+        until(
+            lambda: live.front.engine.num_unfinished == 2 * n and len(live.worker.running) == 2 * n,
+            seconds=60,
+        )
+        break_off(live)
+        responses = [call.result(60) for call in calls]
+    for response in responses:
+        error = error_of(response)
+        assert response.status_code == 500 and error["type"] == "server_error"
+        assert error["code"] == "non_finite_logits" and "logits are not finite" in error["message"]
+    assert live.front.engine.num_unfinished == 0
+    live.worker.open.set()
+    assert live.post("/v1/completions", prompt="say:ok").json()["choices"][0]["text"] == "ok"
+    text = live.get("/metrics").text
+    assert f'moesaic:corrupted_requests_total{{model_name="{MODEL}"}} {2 * n}.0' in text
+    assert f'request_success_total{{finished_reason="error",model_name="{MODEL}"}} {2 * n}.0' in text
+
+
+def test_a_stream_whose_logits_are_not_finite_ends_with_an_error(launch: Launch, until: Until) -> None:
+    live = launch()
+    live.worker.open.clear()
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(live.post, "/v1/chat/completions", messages=ASK, stream=True)
+        until(lambda: len(live.worker.running) == 1, seconds=60)
+        break_off(live)
+        events = call.result(60).text.strip().split("\n\n")
+    error = json.loads(events[-1].removeprefix("data: ") if "[DONE]" not in events[-1] else events[-2][6:])
+    assert error["error"]["code"] == "non_finite_logits" and error["error"]["type"] == "server_error"
+    stream = live.openai.completions.create(model=MODEL, prompt="x", max_tokens=100, stream=True)
+    until(lambda: len(live.worker.running) == 1, seconds=60)
+    break_off(live)
+    with pytest.raises(openai.APIError, match="logits are not finite"):
+        list(stream)

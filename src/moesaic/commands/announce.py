@@ -134,7 +134,7 @@ def as_table(name: str, info: WorkerInfo) -> Table:
         "type": f"{info.model_type}, {info.num_layers} layers, {experts}",
         "parameters": f"{in_words(info.num_parameters)}, {in_bytes(info.weight_bytes)}" + each,
         "device": info.device,
-        "kernels": info.kernels,
+        "kernels": info.kernels + (f", torch {info.torch_code}" if info.torch_code else ""),
         "dtype": f"{info.dtype}, KV cache {info.kv_dtype}",
         "threads": str(info.threads) + each,
         **({"collectives": info.collectives} if info.ranks > 1 else {}),

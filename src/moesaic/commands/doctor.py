@@ -67,6 +67,15 @@ def warnings(machine: Machine, choice: Choice) -> list[str]:
             "moesaic was installed without its native kernels and uses the slow torch reference: install "
             "a C++17 compiler (Debian: apt install g++), then reinstall moesaic"
         )
+    if (
+        choice.device == "cpu"
+        and machine.torch_cpu_capability == "DEFAULT"
+        and "avx2" in table.instruction_sets()
+    ):
+        notes.append(
+            "torch computes without AVX2, although this CPU has it: /proc/cpuinfo cannot be read, or "
+            "ATEN_CPU_CAPABILITY is set. Log-probabilities may differ in their last bits from other machines"
+        )
     if choice.device == "cpu" and not {"avx2", "neon"} & set(machine.instruction_sets):
         notes.append("this CPU has neither AVX2 nor NEON: moesaic will be very slow on it")
     if machine.cpu_quota is not None and machine.cpu_quota < machine.cores:
@@ -93,6 +102,8 @@ def _print(machine: Machine, choice: Choice, notes: list[str]) -> None:
     console = Console(highlight=False)
     console.print(_table("This machine", _facts(machine)))
     chosen = {name: str(value) for name, value in asdict(choice).items()}
+    if choice.device == "cpu":
+        chosen["kernels"] += f", torch {machine.torch_cpu_capability}"
     chosen["threads"] += ", or 1 for a model of less than 256 MiB"
     console.print(_table("moesaic will use", chosen))
     for note in notes:

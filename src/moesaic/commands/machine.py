@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from moesaic.config import hub_cache
+from moesaic.kernels import table
 from moesaic.runtime.machine import available_memory, cores
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -96,7 +97,7 @@ def examine() -> Machine:
         nvidia_driver=_NVIDIA.exists(),
         torch=str(torch.__version__),
         torch_build=_torch_build(),
-        torch_cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        torch_cpu_capability=table.torch_code(),
         hub_cache=str(cache),
         hub_cache_free=shutil.disk_usage(nearest_existing(cache)).free,
     )

@@ -86,6 +86,9 @@ class WorkerInfo:
     """Number of processes that form this worker."""
     collectives: str = ""
     """The collectives between attention and experts. Empty for a worker with one process."""
+    torch_code: str = ""
+    """What torch's own operations on the CPU are compiled for, such as AVX512. It decides the last bits of
+    log-probabilities and of sampling, as `kernels` does of everything else. Empty on a GPU."""
 
     @property
     def kv_tokens(self) -> int:

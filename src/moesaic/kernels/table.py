@@ -145,6 +145,15 @@ class Kernels:
     """A context in which the calling thread's results may reuse the memory of freed results."""
 
 
+def torch_code() -> str:
+    """The instruction set of torch's own operations on a CPU, such as AVX512, AVX2 or DEFAULT (portable).
+
+    Log-probabilities and sampling use them beside the kernels, so it decides their last bits. torch reads
+    /proc/cpuinfo to choose; where that is missing it takes DEFAULT. ATEN_CPU_CAPABILITY overrides it.
+    """
+    return torch.backends.cpu.get_cpu_capability()
+
+
 def _torch_threads(threads: int, pin: bool) -> None:
     if pin:
         raise ConfigError.field(

@@ -9,6 +9,7 @@ import torch
 from moesaic.core.messages import WorkerInfo
 from moesaic.core.stored import COMPRESSED
 from moesaic.experts.client import NoServers
+from moesaic.kernels.table import torch_code
 from moesaic.kvcache.paged import bytes_per_token
 from moesaic.models import files, fingerprint
 from moesaic.runtime import in_memory, offloaded, out_of_memory
@@ -94,6 +95,7 @@ def _describe(context: WorkerContext, parts: WorkerParts) -> WorkerInfo:
         max_num_batched_tokens=context.limits.max_num_batched_tokens,
         ranks=parts.ranks,
         collectives=parts.collectives,
+        torch_code=torch_code() if loaded.device.type == "cpu" else "",
     )
 
 

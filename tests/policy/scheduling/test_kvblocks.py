@@ -46,6 +46,28 @@ def test_worked_example() -> None:
     assert pool.stats() == BlockStats(total=5, free=3, cached=2, prefix_queries=19, prefix_hits=8)
 
 
+def test_blocks_that_are_not_valid_are_found_by_nobody() -> None:
+    pool, tokens = KVBlocks(16, 2), ints(*range(7))
+    filled(pool, 0, tokens)
+    pool.free(0, valid=False)
+    assert pool.stats() == BlockStats(total=16, free=16, prefix_queries=7)
+    assert pool.allocate(1, tokens, reusable=6) == 0
+
+
+def test_blocks_that_are_not_valid_stay_known_while_another_request_has_them() -> None:
+    """Its later blocks are named after them."""
+    pool, shared = KVBlocks(16, 2), ints(1, 2, 3, 4)
+    filled(pool, 0, ints(*shared, 5, 6, 7))
+    other = ints(*shared, 8, 9, 10)
+    assert pool.allocate(1, other, reusable=6) == 4
+    pool.free(0, valid=False)
+    assert pool.stats().cached == 0
+    pool.commit(1, other, 7)
+    assert pool.allocate(2, ints(8, 9, 10), reusable=2) == 0, "8, 9 is known after 1, 2, 3, 4 only"
+    pool.free(1, valid=False)
+    assert pool.allocate(3, ints(*shared, 0), reusable=4) == 0
+
+
 def test_the_last_token_is_always_computed() -> None:
     pool = KVBlocks(8, 4)
     tokens = ints(*range(8))
