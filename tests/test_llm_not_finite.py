@@ -184,7 +184,7 @@ def test_in_a_cluster(shape: dict[str, Any], folders: Folders, known: Known) -> 
 def test_a_trace_says_where_it_began(folders: Folders, tmp_path: Path) -> None:
     trace = str(tmp_path / "trace.json")
     with collecting(trace):
-        answers(folders.damaged, trace=part_of(trace, "worker"))
+        answers(folders.damaged, trace=part_of(trace, "attention worker 0"))
     spans = [one for row in rows(joined(Path(trace))) for one in row.named("not finite")]
     assert {str(one.args["place"])[:36] for one in spans} == {"which began after the attention of la"[:36]}
 

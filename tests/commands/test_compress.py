@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import resource
 import signal
@@ -72,14 +73,26 @@ def write_large(path: Path) -> None:
     kind(
         **model_configs.mixtral(num_hidden_layers=1, architectures=["MixtralForCausalLM"], **sizes)
     ).save_pretrained(path)
-    shapes = {"model.embed_tokens.weight": (model_configs.VOCAB, HIDDEN)}
+    layer, vocab = "model.layers.0", model_configs.VOCAB
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, HIDDEN),
+        "lm_head.weight": (vocab, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        f"{layer}.input_layernorm.weight": (HIDDEN,),
+        f"{layer}.post_attention_layernorm.weight": (HIDDEN,),
+        f"{layer}.self_attn.q_proj.weight": (48, HIDDEN),
+        f"{layer}.self_attn.k_proj.weight": (24, HIDDEN),
+        f"{layer}.self_attn.v_proj.weight": (24, HIDDEN),
+        f"{layer}.self_attn.o_proj.weight": (HIDDEN, 48),
+        f"{layer}.block_sparse_moe.gate.weight": (EXPERTS, HIDDEN),
+    }
     for expert in range(EXPERTS):
         for word, shape in (("w1", (WIDTH, HIDDEN)), ("w2", (HIDDEN, WIDTH)), ("w3", (WIDTH, HIDDEN))):
-            shapes[f"model.layers.0.block_sparse_moe.experts.{expert}.{word}.weight"] = shape
+            shapes[f"{layer}.block_sparse_moe.experts.{expert}.{word}.weight"] = shape
     header, at = {}, 0
-    for name, (rows, columns) in shapes.items():
-        offsets = [at, at := at + 2 * rows * columns]
-        header[name] = {"dtype": "BF16", "shape": [rows, columns], "data_offsets": offsets}
+    for name, shape in shapes.items():
+        offsets = [at, at := at + 2 * math.prod(shape)]
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": offsets}
     text = json.dumps(header).encode()
     with (path / SINGLE).open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
