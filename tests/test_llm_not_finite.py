@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -187,6 +192,60 @@ def test_a_trace_says_where_it_began(folders: Folders, tmp_path: Path) -> None:
         answers(folders.damaged, trace=part_of(trace, "attention worker 0"))
     spans = [one for row in rows(joined(Path(trace))) for one in row.named("not finite")]
     assert {str(one.args["place"])[:36] for one in spans} == {"which began after the attention of la"[:36]}
+
+
+@pytest.mark.slow
+def test_run_batch_fails_these_lines_only(folders: Folders, known: Known, tmp_path: Path) -> None:
+    body = {"model": "m", "temperature": 0, "ignore_eos": True, "max_tokens": NEW}
+    lines = [
+        {"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": {**body, "prompt": prompt}}
+        for n, prompt in enumerate(PROMPTS)
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--threads", "1", "--kv-cache-memory", "2MiB", "--served-model-name", "m"]
+    command = [sys.executable, "-m", "moesaic", "run-batch", "-i", str(tmp_path / "in.jsonl"), "-o"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "out.jsonl"), "--model", str(folders.damaged), *flags],
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert (tmp_path / "out.jsonl").is_file(), done.stderr
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len(found) == len(PROMPTS)
+    statuses = {one["custom_id"]: one["response"]["status_code"] for one in found}
+    assert set(statuses.values()) == {200, 500}
+    assert {one["error"]["code"] for one in found if one["error"]} == {"non_finite_logits"}
+    greedy = {str(n): reason for n, reason in enumerate(ended(known.damaged)) if n % 2 == 0}
+    assert {n: statuses[n] == 200 for n in greedy} == {
+        n: reason is FinishReason.LENGTH for n, reason in greedy.items()
+    }
+
+
+@pytest.mark.slow
+def test_a_server_with_expert_servers_answers_500_and_goes_on(folders: Folders) -> None:
+    flags = ["--port", "0", "--json", "--threads", "1", "--kv-cache-memory", "2MiB", "--expert-servers", "2"]
+    command = [sys.executable, "-m", "moesaic", "serve", str(folders.damaged), *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = json.loads(process.stdout.readline())["url"]
+            body = {"temperature": 0, "ignore_eos": True, "max_tokens": NEW}
+            with httpx.Client(base_url=url, timeout=100) as client:
+                model = client.get("/v1/models").json()["data"][0]["id"]
+                found = [
+                    client.post("/v1/completions", json={**body, "model": model, "prompt": prompt})
+                    for prompt in PROMPTS
+                ]
+                metrics, health = client.get("/metrics").text, client.get("/health")
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+    broken = [response.json()["error"] for response in found if response.status_code == 500]
+    assert {response.status_code for response in found} == {200, 500} and health.status_code == 200
+    assert {error["code"] for error in broken} == {"non_finite_logits"}
+    counted = next(
+        line for line in metrics.splitlines() if line.startswith("moesaic:corrupted_requests_total")
+    )
+    assert float(counted.split()[-1]) == len(broken)
 
 
 # ---- while loading
