@@ -110,6 +110,7 @@ def test_the_log_says_where_it_began(
     assert messages == {"began between the experts of layer 0 and the keys and values of layer 1"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_no_block_of_a_failed_request_is_used_again(

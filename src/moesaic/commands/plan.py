@@ -96,7 +96,7 @@ def find_model(name: str) -> ModelSizes:
     except OSError as error:
         allowed = f"a directory with config.json, a config.json, {', '.join(KNOWN)}"
         raise ConfigError.field("model", name, allowed) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not a JSON file: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: not a JSON object")

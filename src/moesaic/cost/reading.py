@@ -169,4 +169,4 @@ def _integer(raw: Raw, name: str, default: Any = _REQUIRED, least: int = 1, most
 
 
 def _refuse(name: str, value: object, allowed: str) -> CheckpointError:
-    return CheckpointError(f"config.json: {name}: got {value!r}; allowed: {allowed}")
+    return CheckpointError(f"config.json: {name}: got {repr(value)[:80]}; allowed: {allowed}")
