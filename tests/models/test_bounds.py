@@ -207,6 +207,16 @@ def test_tensors_in_wrong_places_are_refused(entries: Any, tmp_path: Path) -> No
         assert "\n" not in str(caught.value) and SINGLE in str(caught.value)
 
 
+@pytest.mark.parametrize("shard", ["a\nb", "a\0b", "\ud800"])
+def test_a_file_name_that_cannot_be_printed_is_refused(shard: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": shard}}))
+    for read in (Headers, Checkpoint):
+        with pytest.raises(CheckpointError) as caught:
+            read(tmp_path)
+        assert INDEX in str(caught.value) and "\n" not in str(caught.value)
+        str(caught.value).encode()
+
+
 def test_a_name_with_a_newline_stays_in_one_line(tmp_path: Path) -> None:
     path = write(tmp_path, {"a\nb": entry([2], 0, 8)}, bytes(8))
     with pytest.raises(CheckpointError) as caught:

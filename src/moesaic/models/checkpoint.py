@@ -202,6 +202,11 @@ def _shards(path: Path) -> dict[str, str]:
         table = read_json(path / INDEX, INDEX_BYTES).get("weight_map")
         if not isinstance(table, dict) or not table:
             raise CheckpointError(f"{path / INDEX}: weight_map is missing or empty")
+        for shard in {str(shard) for shard in table.values()}:
+            if not shard.isprintable():
+                raise CheckpointError(
+                    f"{path / INDEX}: weight_map: got {shown(shard)}; allowed: names of files"
+                )
         return {str(name): Path(str(shard)).name for name, shard in table.items()}
     if (path / SINGLE).is_file():
         return dict.fromkeys(_open(path / SINGLE).keys(), SINGLE)

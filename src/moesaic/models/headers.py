@@ -122,7 +122,10 @@ def _index(path: Path) -> dict[str, str]:
         return {}
     try:
         table = read_json(file, INDEX_BYTES)["weight_map"]
-        return {str(name): Path(shard).name for name, shard in table.items()}
+        names = {str(name): Path(shard).name for name, shard in table.items()}
+        if not all(map(str.isprintable, set(names.values()))):
+            raise TypeError("a file's name is not printable")
+        return names
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: not an index of tensors ({error!r})") from error
 

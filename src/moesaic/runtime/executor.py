@@ -112,7 +112,7 @@ class Executor:
                 self._emit(action)
             case Release():
                 for request_id in action.request_ids:
-                    self._sampler.release(request_id)
+                    self._sampler.release(request_id, action.preempted)
                 if self._recorder is not None:
                     self._recorder.release(action)
 

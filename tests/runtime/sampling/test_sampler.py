@@ -220,6 +220,12 @@ def test_what_scored_a_broken_prompt_gets_no_token() -> None:
     sampler.admit(make(0), [])
     sampler.give_up(0)
     assert sampler.sample(np.array([0]), torch.zeros(1, 4))[0].tolist() == [NO_TOKEN]
+    sampler.release(0, preempted=True)
+    sampler.admit(make(0), [])
+    assert sampler.sample(np.array([0]), torch.zeros(1, 4))[0].tolist() == [NO_TOKEN]
+    sampler.release(0)
+    sampler.admit(make(0), [])
+    assert sampler.sample(np.array([0]), torch.zeros(1, 4))[0][0] >= 0
 
 
 def test_a_bias_does_not_bring_back_a_stop_token_before_min_tokens() -> None:

@@ -38,8 +38,6 @@ class _Row:
     """Number of tokens in the prompt and the answer so far."""
     adjustment: Adjustment | None
     """How the request changes its logits. None where it does not change them."""
-    broken: bool = False
-    """Logits of its prompt were not finite."""
 
 
 class Sampler:
@@ -48,6 +46,8 @@ class Sampler:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._rows: dict[int, _Row] = {}
+        self._broken: set[int] = set()
+        """Requests with logits of their prompt that were not finite."""
 
     def admit(self, request: Request, generated: list[int]) -> None:
         """A request enters the batch. generated: its tokens from before a preemption."""
@@ -55,13 +55,18 @@ class Sampler:
         length = len(request.prompt_token_ids) + len(generated)
         self._rows[request.request_id] = _Row(request, length, adjustment)
 
-    def release(self, request_id: int) -> None:
-        """Forget a request. Ids of requests that were never admitted are ignored."""
+    def release(self, request_id: int, preempted: bool = False) -> None:
+        """Forget a request. Ids of requests that were never admitted are ignored.
+
+        preempted: the request will be admitted again.
+        """
         self._rows.pop(request_id, None)
+        if not preempted:
+            self._broken.discard(request_id)
 
     def give_up(self, request_id: int) -> None:
         """Logits of the request's prompt were not finite: its next token is NO_TOKEN."""
-        self._rows[request_id].broken = True
+        self._broken.add(request_id)
 
     def request(self, request_id: int) -> Request:
         return self._rows[request_id].request
@@ -76,7 +81,9 @@ class Sampler:
         log-probabilities.
         """
         rows = [self._rows[int(request_id)] for request_id in request_ids]
-        bad = {line for line, row in enumerate(rows) if row.broken}.union(not_finite(logits))
+        bad = set(not_finite(logits))
+        if self._broken:
+            bad.update(np.flatnonzero(np.isin(request_ids, list(self._broken))).tolist())
         if bad:
             return self._sample_others(request_ids, logits, bad)
         raw = _log_softmax_where(logits, [row.request.params.logprobs is not None for row in rows])
