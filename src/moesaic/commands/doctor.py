@@ -76,7 +76,8 @@ def warnings(machine: Machine, choice: Choice) -> list[str]:
             "torch computes without AVX2, although this CPU has it: /proc/cpuinfo cannot be read, or "
             "ATEN_CPU_CAPABILITY is set. Log-probabilities may differ in their last bits from other machines"
         )
-    if choice.device == "cpu" and not {"avx2", "neon"} & set(machine.instruction_sets):
+    known = {*machine.instruction_sets, *table.instruction_sets()}  # without /proc only the kernels know
+    if choice.device == "cpu" and not {"avx2", "neon"} & known:
         notes.append("this CPU has neither AVX2 nor NEON: moesaic will be very slow on it")
     if machine.cpu_quota is not None and machine.cpu_quota < machine.cores:
         fit = max(1, int(machine.cpu_quota))
