@@ -387,7 +387,10 @@ def a_machine(**changes: object) -> Machine:
         ({"gpus": [machine.Gpu("a", 1, 1, "9.0")] * 2}, "CUDA_VISIBLE_DEVICES"),
     ],
 )
-def test_doctor_gives_advice(changes: dict[str, object], advice: str) -> None:
+def test_doctor_gives_advice(
+    changes: dict[str, object], advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.table, "instruction_sets", lambda: ["portable"])
     assert doctor.warnings(a_machine(), doctor.choose(a_machine())) == []
     sick = a_machine(**changes)
     (note,) = doctor.warnings(sick, doctor.choose(sick))
