@@ -58,6 +58,14 @@ def test_a_mutant_differs_from_its_source_in_that_place_only() -> None:
         ] == [one.line]
 
 
+def test_a_number_that_one_does_not_change_is_left_alone() -> None:
+    found = mutations.find("x.py", "most, least = 1e30, 1e-9\n")
+    assert [(one.before, one.after) for one in found] == [
+        ("1e-9", "(1.000000001)"),
+        ("1e-9", "(-0.999999999)"),
+    ]
+
+
 def test_mutants_of_the_package_are_valid() -> None:
     chosen = mutations.choose(program.found(ROOT, "moesaic", "src/moesaic/core/"), 0, 60)
     assert len({(one.path, one.line) for one in chosen}) == 60

@@ -162,8 +162,8 @@ def _constants(node: ast.AST) -> Iterator[Change]:
         if isinstance(node.value, bool):
             yield node, repr(not node.value)
         elif isinstance(node.value, int | float):
-            yield node, f"({node.value + 1!r})"
-            yield node, f"({node.value - 1!r})"
+            near = node.value + 1, node.value - 1
+            yield from ((node, f"({one!r})") for one in near if one != node.value)  # 1e30 + 1 is 1e30
 
 
 def _removed(node: ast.AST) -> Iterator[Change]:

@@ -97,6 +97,8 @@ def test_for_machines_and_with_another_host(
     assert sum(found["memory"]["slow"].values()) <= 0.9 * GIB / 16
     step = found["decode_step"]
     assert step["bottleneck"] == max(step["layer_seconds"], key=lambda name: step["layer_seconds"][name])
+    layers = json.loads((Path(small) / "config.json").read_text())["num_hidden_layers"]
+    assert 0.3 < layers * step["layer_seconds"][step["bottleneck"]] / step["seconds"] <= 1.0
     assert found["helps"][0]["gain"] >= found["helps"][-1]["gain"] and found["advice"]
 
 
