@@ -145,7 +145,7 @@ def watch_worker() -> None:
     watch.wrap(batch.AttentionBatch, "build", "page table")
     watch.wrap(running_step.RunningStep, "advance", "pre-processing")
     watch.wrap(layerwise.LayerwiseRunner, "run", "pre-processing")
-    watch.wrap(remote.RemoteExperts, "_pump", "pre-processing")
+    watch.wrap(remote.RemoteExperts, "_progress", "pre-processing")
     watch.wrap(stages, "until_gate", "execution")
     for name in ("dense", "merge"):
         watch.wrap(block.Block, name, "execution")

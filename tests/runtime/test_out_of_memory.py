@@ -64,7 +64,8 @@ def test_on_another_rank_of_a_group(case: str, monkeypatch: pytest.MonkeyPatch) 
     start, started = subprocess.Popen, []
 
     def rank(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        assert command[1:3] == ["-m", "moesaic.runtime.group"]
+        if "moesaic.runtime.group" not in command:
+            return start(command, **options)
         script = RANK.format(full=FULL, place=place)
         started.append(start([command[0], "-c", script, *command[3:]], **options))
         return started[-1]

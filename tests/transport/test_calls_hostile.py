@@ -120,7 +120,7 @@ def test_the_largest_descriptor_is_taken(segment: Segment) -> None:
 def test_a_slot_posted_twice(segment: Segment) -> None:
     segment.post()
     segment.post()
-    with pytest.raises(ConnectionLost, match="not all published"):
+    with pytest.raises(ConnectionLost, match="before all of its rows were published"):
         segment.answerer.poll()
 
 

@@ -197,7 +197,7 @@ def test_rounds_out_of_turn_are_bugs() -> None:
             call()
     core.open([4])
     core.post()
-    with pytest.raises(_shm.Broken, match="under way"):
+    with pytest.raises(_shm.Broken, match="the last round has not ended"):
         core.open([4])
     core.close()
     with pytest.raises(_shm.Broken, match="closed"):
