@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.fake_cluster import BROKEN, BUSY, WRONG, FakeCluster
+from tests.support.raw_http import ask, head, post
 
 from .conftest import Launch, Live
 from .test_status import samples
@@ -104,6 +105,24 @@ def test_changes_need_a_key_where_nothing_else_does(launch: Launch) -> None:
         assert "admin key" in answer.json()["error"]["message"]
     assert cluster.asked == []
     assert live.post("/scale_elastic_ep", expert_servers=1).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "end", ["%0a", "%0d%0a", "%00", "%e2%80%a8", "%85", "/", "%2f", "/.", ";x", "%20", "?x", "%3f"]
+)
+def test_no_other_spelling_of_a_path_goes_around_the_admin_key(end: str, launch: Launch) -> None:
+    """A route also matches a path with a line feed at its end."""
+    cluster = FakeCluster()
+    port = int(launch(cluster=cluster, closed=True).url.rsplit(":", 1)[1])
+    for begin in ("", "/", "http://localhost", "/%2e"):
+        changed = ask(
+            port, post(f"{begin}/scale_elastic_ep{end}", {"expert_servers": 1}, "Connection: close")
+        )
+        told = ask(port, head(f"{begin}/v1/fault_tolerance/status{end}", None, "Connection: close"))
+        assert changed is not None and told is not None
+        assert {changed.status, told.status} <= {401, 404}, (begin, changed, told)
+        assert b"expert_servers" not in changed.body and b"processes" not in told.body
+    assert cluster.asked == []
 
 
 def test_without_a_key_a_public_server_does_not_tell_who_is_behind_it(launch: Launch) -> None:

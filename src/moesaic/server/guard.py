@@ -56,6 +56,8 @@ class Access:
                 "what --allowed-hosts names; any host with --api-key",
                 code="host_not_allowed",
             )
+        if not path.isprintable():  # a route for /x also matches "/x\n", which is none of `admin_paths`
+            return Problem(404, f"the path: got {shown(path)}; allowed: printable characters")
         keys: tuple[str | None, ...]
         if path in self.admin_paths:
             keys, kind = (
