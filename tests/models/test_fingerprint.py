@@ -132,6 +132,113 @@ def test_a_cache_folder_that_cannot_be_used_or_read_costs_time_only(tmp_path: Pa
     assert fingerprint.of(path) == first
 
 
+def others() -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+    return {name: tensor + 1 for name, tensor in tensors().items()}
+
+
+def digest(path: Path) -> str:
+    digests = ExpertDigests(path, LAYOUT)
+    found = digests.of(0, 0)
+    digests.save()
+    return found
+
+
+def test_a_file_with_the_same_size_and_time_is_read_again(tmp_path: Path) -> None:
+    """Files from an archive that is built reproducibly all have the same time.
+
+    Here they are blobs of the hub's cache, to which a snapshot has links. A backup may add hard links.
+    """
+    blobs = write(tmp_path / "blobs", tensors())
+    path = tmp_path / "snapshot"
+    path.mkdir()
+    for blob in blobs.iterdir():
+        os.utime(blob, ns=(1, 1))
+        (path / blob.name).symlink_to(f"../blobs/{blob.name}")
+    stamp, before = fingerprint.stamp(path), (fingerprint.of(path), digest(path))
+    file = blobs / "model.safetensors"
+    (tmp_path / "backup").hardlink_to(file)
+    file.chmod(0o600)
+    assert fingerprint.stamp(path) == stamp
+    file.write_bytes(write(tmp_path / "other", others()).joinpath(file.name).read_bytes())
+    os.utime(file, ns=(1, 1))
+    fingerprint._of.cache_clear()
+    after = fingerprint.of(path), digest(path)
+    assert before[0] != after[0] and before[1] != after[1]
+    file.touch()
+    assert fingerprint.stamp(path) != stamp
+
+
+def test_digests_are_those_of_the_files_that_were_there_at_first(tmp_path: Path) -> None:
+    """Else those of a file that was replaced meanwhile are kept for the new one, or the other way round."""
+    path = write(tmp_path / "one", tensors())
+    digests = ExpertDigests(path, LAYOUT)
+    first = digests.of(0, 0)
+    file = path / "model.safetensors"
+    write(tmp_path / "other", others()).joinpath(file.name).replace(file)
+    assert digests.of(0, 0) == first
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: the files changed since they were first"):
+        digests.of(0, 1)
+    digests.save()
+    assert digest(path) != first
+
+
+def test_digests_of_a_file_that_is_gone_are_kept(tmp_path: Path) -> None:
+    path = write(tmp_path / "one", tensors())
+    queue = DigestQueue(path, LAYOUT)
+    queue.add({0: [0]})
+    while queue:
+        queue._digests.of(0, 0)
+        (path / "model.safetensors").unlink()
+        assert queue.some()
+
+
+def test_a_fingerprint_of_files_that_change_meanwhile_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "one", tensors())
+    read = fingerprint._digest
+
+    def slow(*arguments: object) -> str:
+        (path / "config.json").touch()
+        return read(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fingerprint, "_digest", slow)
+    with pytest.raises(CheckpointError, match="the files changed"):
+        fingerprint.of(path)
+
+
+@pytest.mark.parametrize("kept", ['{"fingerprint": 5}', '{"fingerprint": "a.b"}', "[" * 100_000])
+def test_nonsense_in_the_cache_folder_is_ignored(kept: str, tmp_path: Path, cache: Path) -> None:
+    path = write(tmp_path / "one", tensors())
+    first = fingerprint.of(path)
+    [file] = cache.iterdir()
+    file.write_text(kept)
+    fingerprint._of.cache_clear()
+    assert fingerprint.of(path) == first
+
+
+def test_a_user_without_a_home_has_no_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the random user of a container."""
+
+    def homeless(*_: object) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    path = write(tmp_path / "one", tensors())
+    monkeypatch.setattr(fingerprint, "cache_folder", homeless)
+    assert fingerprint.of(path) and digest(path)
+
+
+def test_a_full_disk_leaves_no_part_of_a_file(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> Path:
+        raise OSError(28, "No space left on device")
+
+    path = write(tmp_path / "one", tensors())
+    monkeypatch.setattr(Path, "replace", full)
+    assert fingerprint.of(path) and not list(cache.iterdir())
+
+
 def test_a_stamp_changes_with_each_file(tmp_path: Path) -> None:
     path = write(tmp_path / "one", dict(list(tensors().items())[:3]), dict(list(tensors().items())[3:]))
     stamps = [fingerprint.stamp(path)]

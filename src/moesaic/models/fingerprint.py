@@ -5,8 +5,9 @@ bytes. Every tensor is sampled, and all samples together have at most 64 MiB. So
 size is read completely, and a change of a few numbers in a larger one can be missed. `ExpertDigests` misses
 nothing: it reads every byte of an expert.
 
-Both are kept in the user's cache folder under the device, inode, size and time of the file that was read. A
-file that is written again has another time, so it is read again.
+Both are kept in the user's cache folder under the device, inode, size and times of the file that was read. A
+file that is written again has other times, so it is read again. No program can set one of them: that of the
+last change of the inode.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,6 +41,7 @@ PIECE = 1 << 20
 """Bytes that are read at once."""
 KEPT = 16 << 20
 """Only what needs more bytes than this to be read is kept in the cache folder."""
+_FINGERPRINT = re.compile(r"[0-9a-f]{16}(\.[0-9a-f]{16}){2}")
 
 
 def of(path: Path) -> str:
@@ -46,7 +49,7 @@ def of(path: Path) -> str:
 
     Raises CheckpointError for files that are missing or damaged.
     """
-    return _of(path, stamp(path))
+    return _of(path, _state(path))
 
 
 def difference(one: str, other: str) -> str:
@@ -70,16 +73,13 @@ def stamp(path: Path) -> str:
 
     It reads no file, so it only means something on one machine. Raises CheckpointError if a file is missing.
     """
-    files = [path / "config.json", *Headers(path).files]
-    return _hash(f"{file.name} {_key(file)}" for file in files)
+    return _hash(f"{file.name} {_identity(_found(file))}" for file in _files(path))
 
 
 def check_unchanged(path: Path, stamped: str) -> None:
     """Raise CheckpointError if the files no longer have this stamp."""
     if stamp(path) != stamped:
-        raise CheckpointError(
-            f"{path}: the files changed since they were first read; restart to serve the new ones"
-        )
+        raise _changed(path)
 
 
 @contextlib.contextmanager
@@ -93,12 +93,14 @@ def unchanged(path: Path, stamped: str) -> Iterator[None]:
 class ExpertDigests:
     """The digests of a checkpoint's routed experts: SHA-256 of the types, shapes and bytes of the matrices.
 
-    Raises CheckpointError where a matrix cannot be read.
+    They are those of the files that were there when this object was created. Raises CheckpointError where a
+    matrix cannot be read, or must be read from a file that has changed since then.
     """
 
     def __init__(self, path: Path, layout: ExpertLayout) -> None:
         self._headers = Headers(path)
         self._layout = layout
+        self._found = {file: _found(file) for file in self._headers.files}
         self._known: dict[Path, dict[str, str]] = {}
         """File -> tensor -> digest."""
         self._new: set[Path] = set()
@@ -113,17 +115,21 @@ class ExpertDigests:
     def save(self) -> None:
         """Keep the digests that were computed since the last call in the cache folder."""
         for file in self._new:
-            if file.stat().st_size > KEPT:
-                _write_cache(_key(file), self._known[file])
+            if self._found[file].st_size > KEPT:
+                _write_cache(_key(self._found[file]), self._known[file])
         self._new.clear()
 
     def _tensor(self, name: str, place: Place) -> str:
-        if place.file not in self._known:
-            self._known[place.file] = _read_cache(_key(place.file))
-        known = self._known[place.file]
+        file = place.file
+        if file not in self._known:
+            self._known[file] = _read_cache(_key(self._found[file]))
+        known = self._known[file]
         if name not in known:
-            known[name] = _digest(place.file, [(place.offset, place.size)])
-            self._new.add(place.file)
+            digest = _digest(file, [(place.offset, place.size)])
+            if _key(_found(file)) != _key(self._found[file]):
+                raise _changed(file)
+            known[name] = digest
+            self._new.add(file)
         return known[name]
 
 
@@ -157,9 +163,9 @@ class DigestQueue:
 
 
 @cache
-def _of(path: Path, stamped: str) -> str:
-    kept = _read_cache(stamped)
-    if "fingerprint" not in kept:
+def _of(path: Path, state: str) -> str:
+    kept = _read_cache(state)
+    if not _FINGERPRINT.fullmatch(kept.get("fingerprint", "")):
         config = {
             key: value for key, value in read_json(path / "config.json").items() if key not in NOT_COMPARED
         }
@@ -169,8 +175,10 @@ def _of(path: Path, stamped: str) -> str:
         sampled = (f"{name} {_digest(place.file, _samples(place, most))}" for name, place in tensors.items())
         parts = _hash([json.dumps(config, sort_keys=True)]), _hash(names), _hash(sampled)
         kept = {"fingerprint": ".".join(part[:16] for part in parts)}
+        if _state(path) != state:
+            raise _changed(path)
         if sum(min(most, place.size) for place in tensors.values()) > KEPT:
-            _write_cache(stamped, kept)
+            _write_cache(state, kept)
     return kept["fingerprint"]
 
 
@@ -208,34 +216,63 @@ def _hash(lines: Iterable[str]) -> str:
     return found.hexdigest()
 
 
-# ---- the cache folder
+# ---- the states of files
 
 
-def _key(file: Path) -> str:
+def _files(path: Path) -> list[Path]:
+    return [path / "config.json", *Headers(path).files]
+
+
+def _found(file: Path) -> os.stat_result:
     try:
-        found = file.stat()
+        return file.stat()
     except OSError as error:
         raise CheckpointError(f"{file}: this file is missing") from error
+
+
+def _identity(found: os.stat_result) -> str:
+    """A word that stays the same when a file only gets another mode, owner or hard link."""
     return f"{found.st_dev}-{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
 
 
-def _folder() -> Path:
-    return cache_folder() / "digests"
+def _key(found: os.stat_result) -> str:
+    """The name in the cache folder of what is known of a file."""
+    return f"{_identity(found)}-{found.st_ctime_ns}"
+
+
+def _state(path: Path) -> str:
+    """The same of all files of a checkpoint together."""
+    return _hash(f"{file.name} {_key(_found(file))}" for file in _files(path))
+
+
+def _changed(path: Path) -> CheckpointError:
+    why = "the files changed since they were first read; restart to serve the new ones"
+    return CheckpointError(f"{path}: {why}")
+
+
+# ---- the cache folder
+
+
+def _file_of(key: str) -> Path:
+    return cache_folder() / "digests" / f"{key}.json"
 
 
 def _read_cache(key: str) -> dict[str, str]:
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads((_folder() / f"{key}.json").read_text("utf-8"))
-        if isinstance(found, dict):
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # RuntimeError: no home, or nested deeply
+        found = json.loads(_file_of(key).read_text("utf-8"))
+        if isinstance(found, dict) and all(isinstance(value, str) for value in found.values()):
             return found
     return {}
 
 
 def _write_cache(key: str, value: dict[str, str]) -> None:
     """Without a folder that can be written, digests are computed anew each time."""
-    with contextlib.suppress(OSError):
-        file = _folder() / f"{key}.json"
+    with contextlib.suppress(OSError, RuntimeError):
+        file = _file_of(key)
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps(value), "utf-8")
-        unfinished.replace(file)
+        try:
+            unfinished.write_text(json.dumps(value), "utf-8")
+            unfinished.replace(file)
+        finally:
+            unfinished.unlink(missing_ok=True)
