@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,12 +18,14 @@ from safetensors.numpy import save_file
 from tests.support.flipping_relay import Change, relay
 
 from moesaic.cluster.join_listener import MAX_PENDING, JoinListener, RemoteProcess
-from moesaic.config import QueueConfig
+from moesaic.config import ExpertServerConfig, QueueConfig
 from moesaic.core import messages
-from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.core.errors import CheckpointError, ConfigError, ConnectionLost
 from moesaic.core.experts import ExpertLayout
 from moesaic.experts.join import DELAYS, REFUSALS, JoinOptions, _config, join
+from moesaic.experts.process import _ExpertLoader
 from moesaic.models import fingerprint
+from moesaic.models.fingerprint import DigestQueue
 from moesaic.transport.authentication import Refused
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
@@ -137,6 +141,61 @@ def test_a_server_by_hand_schedules_as_the_others(tmp_path: Path) -> None:
     config = _config(joining, told, "127.0.0.1")
     assert config.queues == QueueConfig(0.25, 4, 8, 1.5)
     assert (config.schedule, config.queue_policy, config.mmap) == ("async", "defrag", False)
+
+
+def test_files_that_change_after_they_were_compared_are_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joining = JoinOptions("tcp:127.0.0.1:1", SECRET, model=checkpoint(tmp_path))
+    compare = fingerprint.of
+
+    def then_changed(path: Path) -> str:
+        found = compare(path)
+        checkpoint(path, 2.0)
+        return found
+
+    monkeypatch.setattr(fingerprint, "of", then_changed)
+    told = messages.Enlisted(layout(), "m", "auto", False, "async", "defrag")
+    stamp = _config(joining, told, "127.0.0.1").checkpoint_stamp
+    assert stamp
+    with pytest.raises(CheckpointError, match="the files changed since they were first read"):
+        fingerprint.check_unchanged(tmp_path, stamp)
+
+
+class Heard:
+    """A supervisor's connection as a server sees it. ended: once the server closed it."""
+
+    def __init__(self) -> None:
+        self.told: list[messages.Message] = []
+        self.ended = threading.Event()
+
+    def send(self, message: messages.Message) -> None:
+        self.told.append(message)
+
+    def close(self) -> None:
+        self.ended.set()
+
+
+def test_who_cannot_read_its_experts_again_leaves(tmp_path: Path) -> None:
+    """Such as after the files were replaced. Its digests would never come, or be those of other weights."""
+    tensors = {name: np.ones(shape, np.float32) for name, *shape in SIZES.tensors(0, 0)}
+    file = checkpoint(tmp_path) / "model.safetensors"
+    save_file(tensors, file)
+    digests = DigestQueue(tmp_path, SIZES)
+    save_file(tensors, tmp_path / "new")
+    (tmp_path / "new").replace(file)
+    config = ExpertServerConfig(str(tmp_path), SIZES, "unix:x", joined=True)
+    heard, backend = Heard(), SimpleNamespace(name="reference", take=lambda _: None, keep=lambda _: None)
+    stamp = fingerprint.stamp(tmp_path)
+    loader = _ExpertLoader(heard, backend, "tcp:x:1", config, stamp, digests)  # type: ignore[arg-type]
+    loader.change(messages.Hold(1, {0: [0]}))
+    try:
+        assert heard.ended.wait(10)
+    finally:
+        loader.close()
+    holds, failed = heard.told
+    assert isinstance(holds, messages.Holds) and isinstance(failed, messages.Failed)
+    assert "the files changed since they were first read" in failed.error
 
 
 def test_who_is_refused_does_not_ask_again(tmp_path: Path) -> None:

@@ -244,6 +244,8 @@ class Supervisor:
     def _tick(self, now: float) -> None:
         # If the inbox is not empty, this thread was late, not the process.
         heard_all = self._members.inbox.empty()
+        if self._weights is not None:
+            self._weights.keep(self._members.servers)
         for member in self._members.all:
             self._survive(partial(self._check, member, heard_all, now))
             if member.elsewhere and self._weights is not None:

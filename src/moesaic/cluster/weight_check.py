@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -92,6 +92,12 @@ class WeightCheck:
             checked.waiting = None
             self._accept(member, message)
 
+    def keep(self, members: Iterable[Member]) -> None:
+        """Forgets all servers but these."""
+        there = {(member.number, member.incarnation) for member in members}
+        for gone in self._known.keys() - there:
+            del self._known[gone]
+
     def close(self) -> None:
         """Ends the thread."""
         self._received.put(None)
@@ -112,9 +118,11 @@ class WeightCheck:
         equal: set[tuple[int, int]] = set()
         for layer, experts in told.items():
             for expert, digest in experts.items():
+                if layer not in self._layout.prefixes or not 0 <= expert < self._layout.num_experts:
+                    return equal, f"the checkpoint has no expert {expert} of layer {layer}"
                 try:
                     own = self._digests.of(layer, expert)
-                except (CheckpointError, KeyError) as error:
+                except CheckpointError as error:
                     return equal, f"expert {expert} of layer {layer} cannot be compared: {error}"
                 if digest != own:
                     why = "its bytes are not those of this cluster's checkpoint"

@@ -121,6 +121,7 @@ def _config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) -> Exp
     model = Path(enlisted.model) if joining.model is None else joining.model
     if not model.is_dir():
         raise ConfigError.field("--model", str(model), "a directory with the checkpoint that is served")
+    stamp = fingerprint.stamp(model)
     other = fingerprint.difference(fingerprint.of(model), enlisted.layout.weights)
     if other:
         allowed = f"the checkpoint that {joining.cluster} serves; this one has other {other}"
@@ -128,6 +129,7 @@ def _config(joining: JoinOptions, enlisted: messages.Enlisted, here: str) -> Exp
     return ExpertServerConfig(
         model=str(model),
         layout=enlisted.layout,
+        checkpoint_stamp=stamp,
         joined=True,
         address=joining.listen or str(addresses.Address(host=here)),
         kernels=joining.kernels or cast("KernelName", enlisted.kernels),

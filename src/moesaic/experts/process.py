@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -76,12 +77,12 @@ def serve(
     with fingerprint.unchanged(path, stamp):
         backend = _backend(config)
         backend.take(first.experts)
+        digests = DigestQueue(path, config.layout) if config.joined else None
     listener = Listener(config.address, secret or first.secret)
     rule, policy = _start_rule(config, max(map(len, first.experts.values()), default=0)), _policy(config)
     service = ExpertServerScheduler(config.layout.layers, policy, rule)
     observer = None if config.trace is None else ServerTrace(Track(Path(config.trace), time.monotonic))
     server = ExpertServer(config.layout, backend, listener, service, time.monotonic, observer)
-    digests = DigestQueue(path, config.layout) if config.joined else None
     loader = _ExpertLoader(supervisor, backend, listener.address, config, stamp, digests)
     loader.change(first)
     stopped = threading.Event()
@@ -187,18 +188,26 @@ class _ExpertLoader:
             except ConnectionLost:
                 return
             except MoesaicError as error:
-                self._supervisor.send(messages.Failed(str(error), user_error=True))
+                self._fail(error)
+
+    def _fail(self, error: MoesaicError) -> None:
+        with contextlib.suppress(ConnectionLost):  # the main loop notices it too
+            self._supervisor.send(messages.Failed(str(error), user_error=True))
 
     def _next(self) -> messages.Hold | None:
-        """Wait for the next message. Digests experts meanwhile."""
+        """Wait for the next message. Digests experts meanwhile.
+
+        A server that cannot read its experts leaves: nobody would ever compare them.
+        """
         while self._digests is not None and self._digests and self._wanted.empty():
             try:
                 self._supervisor.send(messages.Digests(self._digests.some()))
             except ConnectionLost:
                 return None
             except MoesaicError as error:
-                self._supervisor.send(messages.Failed(str(error), user_error=True))
-                self._digests = None
+                self._fail(error)
+                self._supervisor.close()
+                return None
         return self._wanted.get()
 
     def _report(self, hold: messages.Hold) -> None:
