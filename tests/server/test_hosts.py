@@ -1,4 +1,4 @@
-"""The header Host of a server without a key."""
+"""The header Host of a server without a key, and requests that a proxy would read otherwise."""
 
 from __future__ import annotations
 
@@ -37,6 +37,10 @@ PUBLIC = Hosts.of("0.0.0.0", "0.0.0.0", ("Moesaic.Example",))
         ("127.0.0.1:80:evil.example", False, False),
         ("[::1", True, True),
         ("[]", False, False),
+        ("[::1].evil.example", False, False),
+        ("[::1]evil.example:8000", False, False),
+        ("[::1]:evil.example", False, False),
+        ("localhost@evil.example", False, False),
         (":8000", False, False),
         ("", False, False),
         ("\xe9", False, False),
@@ -51,6 +55,7 @@ def test_a_star_allows_every_host() -> None:
 
 
 def test_the_name_of_host_is_allowed() -> None:
+    assert Hosts.of("127.0.0.1", "127.0.0.1", ("box.lan.",)).allow("box.lan.:8000")
     assert Hosts.of("Box.lan", "10.0.0.3").allow("box.lan:8000")
 
 
@@ -77,3 +82,13 @@ def test_with_a_key_every_host_is_allowed(launch: Launch) -> None:
     lines = ("Authorization: Bearer s3cret", "Connection: close")
     answer = ask(port, head("/v1/models", None, *lines, host="moesaic.example"))
     assert answer is not None and answer.status == 200
+
+
+def test_a_body_with_two_lengths_ends_the_connection(launch: Launch) -> None:
+    """A proxy that believes Content-Length would take the second request for a part of the first."""
+    body = b'{"prompt": "x"}'
+    chunked = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    first = head("/v1/completions", len(chunked), "Transfer-Encoding: chunked") + chunked
+    port = int(launch().url.rsplit(":", 1)[1])
+    answer = ask(port, first + head("/v1/models", None, "Connection: close"))
+    assert answer is not None and (answer.status, answer.code) == (400, "invalid_http")

@@ -111,6 +111,13 @@ class Guard:
             await problem.response()(scope, receive, identified)
 
     def _size_problem(self, headers: Headers) -> Problem | None:
+        if "content-length" in headers and "transfer-encoding" in headers:
+            return Problem(  # a proxy in front may believe the other one and see another end of the request
+                400,
+                "a request has the header Content-Length or Transfer-Encoding, not both",
+                code="invalid_http",
+                headers={"Connection": "close"},
+            )
         length = headers.get("content-length", "")
         return self._too_large() if length.isdecimal() and int(length[:20]) > self._max_body_bytes else None
 

@@ -25,7 +25,7 @@ class Hosts:
     @classmethod
     def of(cls, host: str, address: str, more: tuple[str, ...] = ()) -> Hosts:
         """The hosts of a server that listens on `host`, which means `address`. more: further ones."""
-        names = frozenset(name.lower() for name in (host, *more))
+        names = frozenset(name.lower().removesuffix(".") for name in (host, *more))
         return cls(names, not is_loopback(address))
 
     def allow(self, header: str) -> bool:
@@ -54,8 +54,9 @@ def _is_address(name: str) -> bool:
 
 
 def _without_port(host: str) -> str:
-    """'[::1]:8000' -> '::1', 'localhost:8000' -> 'localhost'."""
+    """'[::1]:8000' -> '::1', 'localhost:8000' -> 'localhost'. What is no host stays as it is."""
     if host.startswith("["):
-        return host[1:].partition("]")[0]
+        name, _, rest = host[1:].partition("]")
+        return name if not rest or (rest[0] == ":" and rest[1:].isdecimal()) else host
     name, colon, port = host.rpartition(":")
     return name if colon and ":" not in name and port.isdecimal() else host
