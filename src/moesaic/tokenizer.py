@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -53,6 +54,13 @@ class Tokenizer:
         self._bos = self._missing_bos()
         added = self._tokenizer.get_added_tokens_decoder().values()
         self._special = content.SpecialTokens([token.content for token in added if token.special])
+        unknown = {self._special_tokens().get("unk_token"), getattr(self._tokenizer.model, "unk_token", None)}
+        self._normalized = {
+            number: token.content
+            for number, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special and token.normalized and token.content not in unknown
+        }
+        """Id -> text of the special tokens that the tokenizer looks for in normalized text."""
         self._special_in_content = special_tokens_in_content
         self._loading_literal = Lock()
         source, where = self._find_template(path, chat_template)
@@ -129,7 +137,10 @@ class Tokenizer:
         text = render(plain)
         token = None if self._special_in_content else self._special.first_in(plain)
         if token is None:
-            return self.encode(text, add_special_tokens=False)
+            ids = self.encode(text, add_special_tokens=False)
+            if not self._special_in_content and (more := self._unwritten(ids, text)) is not None:
+                raise _not_text(more, "in other characters that the tokenizer takes for it")
+            return ids
         hidden = self._special.hide(plain)
         if hidden is None:
             raise _not_text(token, "beside characters of both private-use planes of Unicode")
@@ -137,10 +148,10 @@ class Tokenizer:
         text_with_marks = render(marked)
         if content.shown(text_with_marks, plane) != text:
             raise _not_text(token, "and the chat template acts on it")
-        ids = self._encode_apart(text_with_marks, plane)
-        if ids is None:
+        apart = self._encode_apart(text_with_marks, plane)
+        if apart is None:
             raise _not_text(token, "and this tokenizer encodes a text otherwise in pieces than as a whole")
-        return ids
+        return apart
 
     def render(
         self,
@@ -194,6 +205,15 @@ class Tokenizer:
             code = "context_length_exceeded" if error.too_long and most is not None else None
             raise RequestError(f"messages: the chat template {does}", "messages", code) from error
         return _cut_at_mark(text) if continue_final_message else text
+
+    def _unwritten(self, ids: Sequence[int], text: str) -> str | None:
+        """A special token in `ids` that is not written in `text`, or None.
+
+        A tokenizer that looks for some of them in normalized text finds these in other characters too.
+        """
+        written = Counter(text[begin:end] for begin, end in self._special.spans(text))
+        found = Counter(self._normalized[token] for token in ids if token in self._normalized)
+        return next(iter(found - written), None)
 
     def _encode_apart(self, text: str, plane: int) -> list[int] | None:
         """The ids of a rendered `text` whose special tokens in private-use characters are text.

@@ -40,7 +40,6 @@ PUBLIC = Hosts.of("0.0.0.0", "0.0.0.0", ("Moesaic.Example",))
         ("[::1].evil.example", False, False),
         ("[::1]evil.example:8000", False, False),
         ("[::1]:evil.example", False, False),
-        ("localhost@evil.example", False, False),
         (":8000", False, False),
         ("", False, False),
         ("\xe9", False, False),
