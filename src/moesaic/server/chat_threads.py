@@ -1,4 +1,4 @@
-"""Threads that wait for chat templates, so that neither the event loop nor other work waits."""
+"""Threads for chat templates and for long texts, so that neither the event loop nor other work waits."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 from moesaic.core.errors import OverloadedError
 
 T = TypeVar("T")
+IN_TEMPLATE = "other conversations take their time in the chat template"
+IN_TOKENIZER = "other long texts are in the tokenizer"
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,12 @@ class _Job:
 class ChatThreads:
     """`count` threads, started at the first job. They end with this object and keep no process alive.
 
-    patience: seconds that a job may wait for a thread.
+    patience: seconds that a job may wait for a thread. busy: why it had to wait for longer, in words.
     """
 
-    def __init__(self, count: int, patience: float = 10.0) -> None:
+    def __init__(self, count: int, patience: float = 10.0, busy: str = IN_TEMPLATE) -> None:
         self._count = count
+        self._busy = busy
         self._patience = patience
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._started = False
@@ -46,19 +49,20 @@ class ChatThreads:
         if not self._started:
             self._started = True
             for _ in range(self._count):
-                threading.Thread(target=_serve, args=(self._jobs,), name="chat", daemon=True).start()
+                threading.Thread(
+                    target=_serve, args=(self._jobs, self._busy), name="chat", daemon=True
+                ).start()
         result: Future[T] = Future()
         self._jobs.put(_Job(work, result, time.monotonic() + self._patience))
         return await asyncio.wrap_future(result)
 
 
-def _serve(jobs: SimpleQueue[_Job | None]) -> None:
+def _serve(jobs: SimpleQueue[_Job | None], busy: str) -> None:
     while (job := jobs.get()) is not None:
         if not job.result.set_running_or_notify_cancel():
             continue
         if time.monotonic() > job.deadline:
-            what = "other conversations take their time in the chat template"
-            job.result.set_exception(OverloadedError(f"{what}; try again later", retry_after=5.0))
+            job.result.set_exception(OverloadedError(f"{busy}; try again later", retry_after=5.0))
             continue
         try:
             done = job.work()

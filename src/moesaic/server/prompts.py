@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,11 @@ T = TypeVar("T")
 
 MAX_PROMPTS = 2048
 """Maximum number of prompts in one call, whatever the length of the queue."""
+
+MOST_CHARACTERS = 4 << 20
+"""Maximum number of characters of a text where the context is short. Each may need 200 bytes of memory."""
+_LONG_TOKEN = 8
+"""Characters of a text for each token of a long context. In real texts a token has about four."""
 
 _AT_ONCE = 1 << 14
 """Maximum number of characters or tokens that are processed in the event loop. More is done in a thread."""
@@ -42,7 +46,7 @@ async def completion_prompts(body: CompletionRequest, service: Service) -> list[
     texts = [len(one) for one in many if isinstance(one, str)]
     _require_short(max(texts, default=0), service, "prompt")
     special, tokenizer = body.add_special_tokens is not False, service.tokenizer
-    return await off_loop(sum(texts), lambda: [_prompt(one, special, tokenizer) for one in many])
+    return await off_loop(sum(texts), lambda: [_prompt(one, special, tokenizer) for one in many], service)
 
 
 async def chat_prompt(
@@ -59,10 +63,10 @@ async def chat_prompt(
         if name in taken:
             raise RequestError(f"chat_template_kwargs: {name!r} cannot be set here", "chat_template_kwargs")
     plain = [_plain(message) for message in messages]
-    most = None
-    if not any_length:
-        size = sum(len(message["content"]) for message in plain)
-        most = _require_short(size, service, "messages")
+    size = sum(len(message["content"]) for message in plain)
+    most = (
+        require_length(size, service, "messages") if any_length else _require_short(size, service, "messages")
+    )
 
     def render() -> list[int]:
         service.engine.require_serving()  # this conversation may have waited for its turn
@@ -77,9 +81,21 @@ async def chat_prompt(
     return await service.chat_threads.run(render)
 
 
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Run `work` and return its result. An input of large `size` runs in a thread, not to delay others."""
-    return work() if size <= _AT_ONCE else await asyncio.to_thread(work)
+async def off_loop(size: int, work: Callable[[], T], service: Service) -> T:
+    """Run `work` and return its result. An input of large `size` runs in a thread, not to delay others.
+
+    Raises OverloadedError if no thread was free for too long.
+    """
+    return work() if size <= _AT_ONCE else await service.text_threads.run(work)
+
+
+def require_length(characters: int, service: Service, field: str) -> int:
+    """The maximum length of a text in characters. Raises RequestError for a longer one."""
+    allowed = max(MOST_CHARACTERS, _LONG_TOKEN * service.engine.require_serving().max_model_len)
+    if characters > allowed:
+        error = f"{field}: got {characters} characters; allowed: at most {allowed}"
+        raise RequestError(error, field, "string_above_max_length")
+    return allowed
 
 
 def _prompt(sent: str | list[int], special: bool, tokenizer: Tokenizer) -> Prompt:
@@ -99,7 +115,7 @@ def _require_short(characters: int, service: Service, field: str) -> int:
         what = f"at most {allowed}, which is the context length times the longest token, {longest}"
         error = f"{field}: got {characters} characters; allowed: {what}"
         raise RequestError(error, field, "context_length_exceeded")
-    return allowed
+    return min(allowed, require_length(characters, service, field))
 
 
 def _plain(message: Message) -> dict[str, Any]:

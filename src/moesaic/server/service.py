@@ -14,11 +14,13 @@ from moesaic.core.cluster_status import ClusterLoad, ClusterStatus
 from moesaic.core.errors import ConfigError, RequestError
 from moesaic.core.request import SamplingParams
 from moesaic.server.async_engine import AsyncEngine
-from moesaic.server.chat_threads import ChatThreads
+from moesaic.server.chat_threads import IN_TOKENIZER, ChatThreads
 from moesaic.server.errors import UnknownModelError
 
 CHATS_AT_ONCE = 4
 """Number of conversations that the chat template is applied to at a time."""
+TEXTS_AT_ONCE = 4
+"""Number of long texts that are tokenized at a time. Each may need some hundred MiB of memory."""
 
 
 class Tokenizer(Protocol):
@@ -84,6 +86,8 @@ class Service:
     """The supervisor of several processes. None if one worker process does everything."""
     chat_threads: ChatThreads = field(default_factory=lambda: ChatThreads(CHATS_AT_ONCE))
     """The threads that apply the chat template."""
+    text_threads: ChatThreads = field(default_factory=lambda: ChatThreads(TEXTS_AT_ONCE, busy=IN_TOKENIZER))
+    """The threads that encode and decode long texts."""
 
     def __post_init__(self) -> None:
         try:

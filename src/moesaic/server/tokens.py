@@ -5,14 +5,14 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from moesaic.core.errors import RequestError
-from moesaic.server.documentation import BODY_ERRORS
+from moesaic.server.documentation import GENERATION_ERRORS
 from moesaic.server.json_body import StrictJsonRoute
-from moesaic.server.prompts import chat_prompt, off_loop
+from moesaic.server.prompts import chat_prompt, off_loop, require_length
 from moesaic.server.requests import DetokenizeRequest, TokenizeRequest
 from moesaic.server.responses import Detokenized, Tokenized
 from moesaic.server.service import Service, Serving
 
-router = APIRouter(responses=BODY_ERRORS, route_class=StrictJsonRoute)
+router = APIRouter(responses=GENERATION_ERRORS, route_class=StrictJsonRoute)
 
 
 @router.post("/tokenize")
@@ -24,7 +24,7 @@ async def tokenize(body: TokenizeRequest, service: Serving) -> Tokenized:
     tokens = await _tokens(body, service)
     names = None
     if body.return_token_strs:
-        names = await off_loop(len(tokens), lambda: [tokenizer.token(token) for token in tokens])
+        names = await off_loop(len(tokens), lambda: [tokenizer.token(token) for token in tokens], service)
     return Tokenized(count=len(tokens), max_model_len=info.max_model_len, tokens=tokens, token_strs=names)
 
 
@@ -38,7 +38,7 @@ async def detokenize(body: DetokenizeRequest, service: Serving) -> Detokenized:
     if bad is not None:
         allowed = f"0 to {tokenizer.vocab_size - 1}"
         raise RequestError(f"tokens: got token id {bad}; allowed: {allowed}", "tokens")
-    return Detokenized(prompt=await off_loop(len(tokens), lambda: tokenizer.decode(tokens, False)))
+    return Detokenized(prompt=await off_loop(len(tokens), lambda: tokenizer.decode(tokens, False), service))
 
 
 async def _tokens(body: TokenizeRequest, service: Service) -> list[int]:
@@ -47,4 +47,5 @@ async def _tokens(body: TokenizeRequest, service: Service) -> list[int]:
     if body.messages is not None:
         return await chat_prompt(body.messages, body, service, any_length=True)
     tokenizer, text, special = service.tokenizer, body.prompt or "", body.add_special_tokens is not False
-    return await off_loop(len(text), lambda: tokenizer.encode(text, special))
+    require_length(len(text), service, "prompt")
+    return await off_loop(len(text), lambda: tokenizer.encode(text, special), service)

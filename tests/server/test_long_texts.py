@@ -1,0 +1,67 @@
+"""Long texts need much memory in a tokenizer, so their length and their number at a time are limited."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from moesaic.server import prompts
+from moesaic.server.service import TEXTS_AT_ONCE
+
+from .conftest import Launch, Live
+
+MOST = 2048
+"""Eight characters for each token of the context."""
+
+
+@pytest.fixture
+def live(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Live:
+    monkeypatch.setattr(prompts, "MOST_CHARACTERS", 100)
+    monkeypatch.setattr(prompts, "_AT_ONCE", 30)
+    return launch()
+
+
+def test_a_text_that_would_take_gigabytes_is_refused(live: Live) -> None:
+    assert live.post("/tokenize", prompt="x" * MOST).json()["count"] == MOST
+    for body in ({"prompt": "x" * (MOST + 1)}, {"messages": [{"role": "user", "content": "x" * (MOST + 1)}]}):
+        answer = live.post("/tokenize", **body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "string_above_max_length")
+        assert error["message"] == f"{error['param']}: got {MOST + 1} characters; allowed: at most {MOST}"
+
+
+def test_a_prompt_has_no_more_characters_than_any_other_text(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the longest token is very long."""
+    monkeypatch.setitem(live.front.engine.tokenizer.__dict__, "longest_token", 100)
+    for path, body in {
+        "/v1/completions": {"prompt": ["x", "x" * (MOST + 1)]},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x" * (MOST + 1)}]},
+    }.items():
+        answer = live.post(path, **body)
+        assert answer.json()["error"]["code"] == "string_above_max_length"
+
+
+def test_few_long_texts_are_tokenized_at_a_time(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, going, most = live.front.engine.tokenizer, threading.Semaphore(0), 0
+    encode, lock, now = tokenizer.encode, threading.Lock(), 0
+
+    def slow(*given: object) -> list[int]:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        going.acquire(timeout=0.2)
+        with lock:
+            now -= 1
+        return encode(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tokenizer, "encode", slow)
+    count = 5 * TEXTS_AT_ONCE
+    with ThreadPoolExecutor(count) as threads:
+        answers = threads.map(lambda _: live.post("/tokenize", prompt="x" * 40).status_code, range(count))
+        assert list(answers) == [200] * count
+    assert most == TEXTS_AT_ONCE
