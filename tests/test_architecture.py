@@ -52,8 +52,9 @@ EDGES: dict[str, tuple[str, ...]] = {
     "templates": ("config", "core"),
     "tokenizer": ("core", "templates"),
     "detokenizer": ("tokenizer",),
+    "stop_strings": (),
     # Workers are known through a transport only.
-    "engine": ("core", "detokenizer", "tokenizer", "transport.base"),
+    "engine": ("core", "detokenizer", "stop_strings", "tokenizer", "transport.base"),
     "server": ("config", "core", "engine"),
     "client": ("core",),
     "bench": ("client", "config", "core", "llm", "trace.parts"),

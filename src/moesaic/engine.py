@@ -7,7 +7,7 @@ HTTP server and the `LLM` class use the same object.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from moesaic.core import messages
@@ -22,8 +22,15 @@ from moesaic.core.request import (
     TokenLogprob,
 )
 from moesaic.detokenizer import IncrementalDecoder
+from moesaic.stop_strings import Search, StopStrings
 from moesaic.tokenizer import Tokenizer
 from moesaic.transport.base import Connection
+
+MOST_BYTES = 1 << 27
+"""Maximum bytes of the n completions of a request in the message to the worker, where each has its own copy.
+
+That is half of what a connection may have unsent. An id has up to 5 bytes, and an entry of a bias up to 14.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,8 +51,7 @@ class _Stream:
     """The id that `submit` returned, which all completions of the request share."""
     index: int
     decoder: IncrementalDecoder
-    pending: str = ""
-    """Text not yet returned, since it may be the beginning of a stop string."""
+    stops: Search
     tokens: list[int] = field(default_factory=list)
     """Tokens generated so far."""
     cached_tokens: int = 0
@@ -116,7 +122,9 @@ class Engine:
         seed = self._rng.randrange(SEED_LIMIT) if params.seed is None else params.seed
         group = self._next_id
         requests, streams = [], {}
-        for index, single in enumerate(params.fan_out(seed)):
+        stops = StopStrings(params.stop)
+        # The worker does not look for stop strings. Each of n copies could have megabytes.
+        for index, single in enumerate(replace(params, stop=()).fan_out(seed)):
             request = Request(
                 request_id=self._next_id,
                 prompt_token_ids=prompt_token_ids,
@@ -127,7 +135,8 @@ class Engine:
             self._next_id += 1
             before = () if own_text else prompt_token_ids
             decoder = IncrementalDecoder(self.tokenizer, params.skip_special_tokens, before)
-            streams[request.request_id] = _Stream(request, group, index, decoder)
+            search = stops.search(params.include_stop_str_in_output)
+            streams[request.request_id] = _Stream(request, group, index, decoder, search)
             requests.append(request)
         self._send(messages.Submit(requests))
         self._streams |= streams
@@ -248,8 +257,15 @@ def _fit(prompt: list[int], params: SamplingParams, info: messages.WorkerInfo) -
             "prompt",
             code="context_length_exceeded",
         )
+    stop_ids = tuple(dict.fromkeys(params.stop_token_ids))
+    size = params.n * (5 * (len(prompt) + len(stop_ids)) + 14 * len(params.logit_bias))
+    if size > MOST_BYTES:
+        what = f"the prompt, stop_token_ids and logit_bias have {size} bytes in all"
+        raise RequestError(f"n: got {params.n}, for which {what}; allowed: at most {MOST_BYTES}", "n")
     scores = params.prompt_logprobs if len(prompt) > 1 else None
-    return replace(params, max_tokens=params.max_tokens or room, prompt_logprobs=scores)
+    return replace(
+        params, max_tokens=params.max_tokens or room, prompt_logprobs=scores, stop_token_ids=stop_ids
+    )
 
 
 def _advance(
@@ -263,10 +279,9 @@ def _advance(
     fresh = "" if hidden else stream.decoder.push([token])
     if finish is not None:
         fresh += stream.decoder.finish()
-    stops = params.stop if len(stream.tokens) >= params.min_tokens else ()
-    text, stream.pending, stop = _split_at_stop(
-        stream.pending + fresh, stops, params.include_stop_str_in_output, final=finish is not None
-    )
+    text, stop = fresh, None
+    if len(stream.tokens) >= params.min_tokens:
+        text, stop = stream.stops.push(fresh, final=finish is not None)
     reason: str | int | None = stop
     if stop is not None:
         finish = FinishReason.STOP
@@ -292,27 +307,9 @@ def _broken_off(stream: _Stream) -> RequestOutput:
     return RequestOutput(
         request_id=stream.group,
         index=stream.index,
-        text=stream.pending + stream.decoder.finish(),
+        text=stream.stops.held + stream.decoder.finish(),
         logprobs=None if stream.request.params.logprobs is None else [],
         finish_reason=FinishReason.ERROR,
         num_prompt_tokens=len(stream.request.prompt_token_ids),
         num_cached_tokens=stream.cached_tokens,
     )
-
-
-def _split_at_stop(text: str, stops: Sequence[str], keep: bool, final: bool) -> tuple[str, str, str | None]:
-    """(text to return now, text to keep for later, the stop string that was found).
-
-    The text to keep is the longest end of `text` with which a stop string begins.
-    Example: "one\\nQ" with stop "\\nQuestion" -> ("one", "\\nQ", None).
-    """
-    found = [(text.find(stop), stop) for stop in stops if stop in text]
-    if found:
-        # Take the one that ends first: then the answer does not depend on how the text is split into tokens.
-        at, stop = min(found, key=lambda pair: (pair[0] + len(pair[1]), pair[0]))
-        return text[: at + len(stop) if keep else at], "", stop
-    if final or not stops:
-        return text, "", None
-    beginnings = (stop[:size] for stop in stops for size in range(1, min(len(stop), len(text) + 1)))
-    longest = max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
-    return text[: len(text) - longest], text[len(text) - longest :], None
