@@ -1,4 +1,7 @@
-"""Long texts need much memory in a tokenizer, so their length and their number at a time are limited."""
+"""Long texts need much memory in a tokenizer, so their length and their number at a time are limited.
+
+Their scores need much time.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from moesaic.server import prompts
+from moesaic.server import completions, prompts
 from moesaic.server.service import TEXTS_AT_ONCE
 
 from .conftest import Launch, Live
@@ -65,3 +68,24 @@ def test_few_long_texts_are_tokenized_at_a_time(live: Live, monkeypatch: pytest.
         answers = threads.map(lambda _: live.post("/tokenize", prompt="x" * 40).status_code, range(count))
         assert list(answers) == [200] * count
     assert most == TEXTS_AT_ONCE
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_scores_of_a_long_prompt_are_written_in_a_thread(
+    stream: bool, live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, seen = live.front.engine.tokenizer, set()
+    name = tokenizer.token_bytes
+
+    def noting(token: int) -> bytes:
+        seen.add(threading.current_thread())
+        return name(token)
+
+    monkeypatch.setattr(tokenizer, "token_bytes", noting)
+    monkeypatch.setattr(completions, "_AT_ONCE", 100)
+    wanted = {"max_tokens": 1, "echo": True, "logprobs": 4, "stream": stream}
+    assert "text_offset" in live.post("/v1/completions", prompt="x" * 20, **wanted).text
+    [loop] = seen
+    seen.clear()
+    assert "text_offset" in live.post("/v1/completions", prompt="x" * 21, **wanted).text
+    assert len(seen - {loop}) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
@@ -30,6 +31,9 @@ from moesaic.server.service import Service, Serving
 from moesaic.server.usage import Tally
 
 router = APIRouter(route_class=StrictJsonRoute)
+
+_AT_ONCE = 1 << 12
+"""Maximum number of tokens that are looked up in the event loop, which takes some ms."""
 
 
 @router.post("/v1/completions", response_model=Completion, responses=GENERATION_ERRORS | streamed(Completion))
@@ -62,7 +66,7 @@ class _Reply:
     async def chunks(self, source: Stream) -> AsyncIterator[Completion]:
         """The streamed answer: a chunk for each output that is not empty, then the usage."""
         async for number, output in source:
-            choice = self._piece(number, output)
+            choice = await self._written(number, output)
             if choice.text or choice.logprobs or choice.finish_reason:
                 yield self._completion([choice], self._running_usage())
         if self._body.streams_usage:
@@ -72,10 +76,16 @@ class _Reply:
         """The complete answer."""
         pieces: defaultdict[int, list[CompletionChoice]] = defaultdict(list)
         async for number, output in source:
-            piece = self._piece(number, output)
+            piece = await self._written(number, output)
             pieces[piece.index].append(piece)
         choices = [_joined(pieces[index]) for index in sorted(pieces)]
         return self._completion(choices, self._tally.usage())
+
+    async def _written(self, number: int, output: RequestOutput) -> CompletionChoice:
+        """`_piece`, in a thread if it looks up many tokens. A long echoed prompt takes seconds."""
+        if len(output.prompt_logprobs or ()) * ((self._body.logprobs or 0) + 1) <= _AT_ONCE:
+            return self._piece(number, output)
+        return await asyncio.to_thread(self._piece, number, output)
 
     def _piece(self, number: int, output: RequestOutput) -> CompletionChoice:
         """The piece that `output` adds to its choice. The first piece contains the echoed prompt."""
