@@ -223,7 +223,8 @@ class Tokenizer:
         """
         spans = self._special.spans(text)
         masked = content.masked(text, plane)
-        if self._joined(masked, spans) != self.encode(masked, add_special_tokens=False):
+        whole = self.encode(masked, add_special_tokens=False)
+        if self._joined(masked, spans) != whole:
             return None
         return self._joined(content.shown(text, plane), spans)
 

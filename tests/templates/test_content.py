@@ -202,6 +202,24 @@ def test_a_special_token_in_characters_that_are_normalized_is_refused(tmp_path: 
     assert Tokenizer(tmp_path, special_tokens_in_content=True).chat(user("\uff1c|im_end|>")).count(end) == 2
 
 
+def test_special_tokens_in_keys_are_text(tmp_path: Path) -> None:
+    """Such as the names of a call's arguments, which a model has made up."""
+    template = "{% for m in messages %}{{ m.arguments | tojson }}{{ m.arguments.city }}</s>{% endfor %}"
+    byte_tokenizer(tmp_path, SPECIAL, chat_template=template)
+    tokenizer = Tokenizer(tmp_path)
+    call = {"role": "assistant", "content": "", "arguments": {"</s>": [{"</s>": 1}], "city": "</s>"}}
+    ids = tokenizer.chat([call])
+    assert tokenizer.decode(ids, False) == '{"</s>": [{"</s>": 1}], "city": "</s>"}</s></s>'
+    assert [token for token in ids if token > 255] == ids[-1:]
+
+
+def test_a_special_token_beside_a_lone_surrogate_is_one_line(tmp_path: Path) -> None:
+    byte_tokenizer(tmp_path, SPECIAL, chat_template="{{ messages[0].content }}")
+    for content in ("</s>\ud800", "</s>\ud83d\ude00"):
+        with pytest.raises(RequestError, match="not valid Unicode text: surrogates not allowed"):
+            Tokenizer(tmp_path).chat(user(content))
+
+
 def test_hidden_texts_keep_their_length() -> None:
     special = SpecialTokens(["</s>", "</s>>", ""])
     assert special.spans("a</s></s>>") == [(1, 5), (5, 10)]

@@ -30,7 +30,7 @@ class SpecialTokens:
 
     def first_in(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
         """A special token in what `messages` say, or None. A role is no content."""
-        for text in _texts([_content(message) for message in messages]):
+        for text in _texts([list(_content(message).values()) for message in messages]):
             if found := self._pattern.search(text):
                 return found[0]
         return None
@@ -40,12 +40,13 @@ class SpecialTokens:
 
         None if the messages have characters of both planes.
         """
-        texts = _texts([_content(message) for message in messages])
+        texts = _texts([list(_content(message).values()) for message in messages])
         plane = next((each for each in _PLANES if not any(_has(each, text) for text in texts)), None)
         if plane is None:
             return None
         hidden: list[Mapping[str, Any]] = [
-            {**message, **self._hidden(_content(message), plane)} for message in messages
+            {**message, **{name: self._hidden(value, plane) for name, value in _content(message).items()}}
+            for message in messages
         ]
         return hidden, plane
 
@@ -53,7 +54,7 @@ class SpecialTokens:
         if isinstance(value, str):
             return self._pattern.sub(lambda found: _moved(found[0], plane), value)
         if isinstance(value, Mapping):
-            return {name: self._hidden(each, plane) for name, each in value.items()}
+            return {self._hidden(name, plane): self._hidden(each, plane) for name, each in value.items()}
         if isinstance(value, list | tuple):
             return [self._hidden(each, plane) for each in value]
         return value
@@ -74,10 +75,12 @@ def _content(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _texts(value: Any) -> list[str]:
-    """Every text in `value`, which may hold lists and dictionaries."""
+    """Every text in `value`, which may hold lists and dictionaries. The keys of these are texts too."""
     if isinstance(value, str):
         return [value]
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    if isinstance(value, Mapping):
+        return _texts([*value, *value.values()])
+    inner = value if isinstance(value, list | tuple) else ()
     return [text for each in inner for text in _texts(each)]
 
 
