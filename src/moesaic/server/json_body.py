@@ -13,11 +13,19 @@ from starlette.responses import Response
 
 from moesaic.server.errors import Problem
 
+MOST_CONTAINERS = 1 << 18
+"""Maximum number of lists and objects in a body. The event loop validates them one by one."""
+MOST_ITEMS = 1 << 22
+"""Maximum number of commas in a body that separate items, such as the token ids of prompts."""
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+"""A JSON string, or the rest of a body that ends inside of one."""
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse(body: bytes) -> Any:
     """Parse a JSON text. Raises json.JSONDecodeError or Problem."""
+    _check_size(body)
     try:
         value = json.loads(body, parse_constant=_refuse)
         if _SURROGATE_ESCAPE.search(body):
@@ -48,6 +56,23 @@ class StrictJsonRoute(APIRoute):
 class _StrictRequest(Request):
     async def json(self) -> Any:
         return parse(await self.body())
+
+
+def _check_size(body: bytes) -> None:
+    """Raise Problem for a body that would hold the event loop for seconds."""
+    _check_count(body.count(b'"'), "quotation marks", MOST_ITEMS)  # what `_STRING` looks at one by one
+    for what, signs, most in (
+        ("lists and objects", (b"[", b"{"), MOST_CONTAINERS),
+        ("items", (b",",), MOST_ITEMS),
+    ):
+        if sum(map(body.count, signs)) > most:  # most of them may be in texts
+            body = _STRING.sub(b"", body)
+            _check_count(sum(map(body.count, signs)), what, most)
+
+
+def _check_count(found: int, what: str, most: int) -> None:
+    if found > most:
+        raise Problem(400, f"the body: got {found} {what}; allowed: at most {most}")
 
 
 def _refuse(constant: str) -> NoReturn:
