@@ -89,3 +89,22 @@ def test_scores_of_a_long_prompt_are_written_in_a_thread(
     seen.clear()
     assert "text_offset" in live.post("/v1/completions", prompt="x" * 21, **wanted).text
     assert len(seen - {loop}) == 1
+
+
+def test_many_completions_share_the_entries_of_a_call(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else two MB of logit_bias for 320 prompts become 700, and the connection to the worker breaks."""
+    monkeypatch.setattr(prompts, "MOST_ENTRIES", 100)
+    bias, ids = {str(number): 1.0 for number in range(50)}, [250] * 50
+    chat = {"messages": [{"role": "user", "content": "say:x"}]}
+    for path, prompt, copies in (
+        ("/v1/completions", {"prompt": "say:x"}, {"n": 3}),
+        ("/v1/completions", {"prompt": ["say:x"] * 3}, {}),
+        ("/v1/chat/completions", chat, {"n": 3}),
+    ):
+        for name, entries in (("logit_bias", bias), ("stop_token_ids", ids)):
+            answer = live.post(path, **prompt, **copies, **{name: entries})
+            says = f"{name}: got 50 entries for each of 3 completions; allowed: at most 100 in all"
+            assert (answer.status_code, answer.json()["error"]["message"]) == (400, says)
+            assert answer.json()["error"]["param"] == name
+    for path, prompt in (("/v1/completions", {"prompt": "say:x"}), ("/v1/chat/completions", chat)):
+        assert live.post(path, **prompt, n=2, logit_bias=bias, stop_token_ids=ids).status_code == 200

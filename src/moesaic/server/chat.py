@@ -17,7 +17,7 @@ from moesaic.server.documentation import GENERATION_ERRORS, streamed
 from moesaic.server.events import CLIENT_GONE, EventStream, answer, unless_disconnected
 from moesaic.server.json_body import StrictJsonRoute
 from moesaic.server.logprobs import chat_logprobs
-from moesaic.server.prompts import chat_prompt
+from moesaic.server.prompts import chat_prompt, require_few_entries
 from moesaic.server.requests import ChatRequest
 from moesaic.server.responses import (
     ChatChoice,
@@ -45,6 +45,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
     """Answer a conversation."""
     service.engine.require_serving()
     service.require_model(body.model)
+    require_few_entries(body, body.n or 1)
     params = chat_params(body, service)
     prompt = await unless_disconnected(request.receive, chat_prompt(body.messages, body, service))
     if prompt is None:

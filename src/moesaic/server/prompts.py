@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moesaic.core.errors import RequestError
-from moesaic.server.requests import CompletionRequest, Message, TemplateOptions
+from moesaic.server.requests import CompletionRequest, GenerationRequest, Message, TemplateOptions
 from moesaic.server.service import Service, Tokenizer
 
 T = TypeVar("T")
@@ -16,6 +16,9 @@ T = TypeVar("T")
 MAX_PROMPTS = 2048
 """Maximum number of prompts in one call, whatever the length of the queue."""
 
+MOST_ENTRIES = 1 << 18
+"""Maximum number of entries of logit_bias, and of stop_token_ids, of all completions of a call together. Each
+completion has its own copy, which is validated here and sent to the worker."""
 MOST_CHARACTERS = 4 << 20
 """Maximum number of characters of a text where the context is short. Each may need 200 bytes of memory."""
 _LONG_TOKEN = 8
@@ -43,6 +46,7 @@ async def completion_prompts(body: CompletionRequest, service: Service) -> list[
     if len(many) > MAX_PROMPTS:
         raise RequestError(f"prompt: got {len(many)} prompts; allowed: at most {MAX_PROMPTS}", "prompt")
     service.engine.require_room_ever(len(many), len(many) * (body.n or 1))
+    require_few_entries(body, len(many) * (body.n or 1))
     texts = [len(one) for one in many if isinstance(one, str)]
     _require_short(max(texts, default=0), service, "prompt")
     special, tokenizer = body.add_special_tokens is not False, service.tokenizer
@@ -79,6 +83,14 @@ async def chat_prompt(
         )
 
     return await service.chat_threads.run(render)
+
+
+def require_few_entries(body: GenerationRequest, completions: int) -> None:
+    """Raise RequestError if logit_bias and stop_token_ids are too large for so many completions."""
+    for name, entries in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
+        if completions * len(entries or ()) > MOST_ENTRIES:
+            what = f"{len(entries or ())} entries for each of {completions} completions"
+            raise RequestError(f"{name}: got {what}; allowed: at most {MOST_ENTRIES} in all", name)
 
 
 async def off_loop(size: int, work: Callable[[], T], service: Service) -> T:
