@@ -108,3 +108,13 @@ def test_many_completions_share_the_entries_of_a_call(live: Live, monkeypatch: p
             assert answer.json()["error"]["param"] == name
     for path, prompt in (("/v1/completions", {"prompt": "say:x"}), ("/v1/chat/completions", chat)):
         assert live.post(path, **prompt, n=2, logit_bias=bias, stop_token_ids=ids).status_code == 200
+
+
+def test_scores_of_prompts_in_one_answer_are_limited(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes some hundred bytes, and each of n completions repeats those of its prompt."""
+    monkeypatch.setattr(completions, "MOST_SCORES", 120)
+    wanted = {"max_tokens": 1, "echo": True, "logprobs": 4}
+    answer = live.post("/v1/completions", prompt=["x" * 5, "x" * 4], n=3, **wanted)
+    says = "logprobs: got 4, with echo 135 log-probabilities of prompts in one answer; allowed: at most 120"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, says)
+    assert live.post("/v1/completions", prompt=["x" * 4] * 2, n=3, **wanted).status_code == 200

@@ -11,6 +11,7 @@ from dataclasses import replace
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from moesaic.core.errors import RequestError
 from moesaic.core.request import RequestOutput
 from moesaic.server.async_engine import Stream
 from moesaic.server.documentation import GENERATION_ERRORS, streamed
@@ -34,6 +35,8 @@ router = APIRouter(route_class=StrictJsonRoute)
 
 _AT_ONCE = 1 << 12
 """Maximum number of tokens that are looked up in the event loop, which takes some ms."""
+MOST_SCORES = 1 << 22
+"""Maximum number of log-probabilities of echoed prompts in one answer. Each needs some hundred bytes."""
 
 
 @router.post("/v1/completions", response_model=Completion, responses=GENERATION_ERRORS | streamed(Completion))
@@ -42,12 +45,23 @@ async def create_completion(body: CompletionRequest, request: Request, service: 
     service.engine.require_serving()
     service.require_model(body.model)
     prompts = await completion_prompts(body, service)
+    _require_few_scores(body, prompts)
     jobs = [(p.token_ids, completion_params(body, len(p.token_ids), service)) for p in prompts]
     reply = _Reply(body, prompts, service)
     source = service.engine.open(jobs)
     if body.stream:
         return EventStream(reply.chunks(source), source)
     return await answer(request.receive, source, reply.whole(source))
+
+
+def _require_few_scores(body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
+    """Raise RequestError if the answer would have too many log-probabilities of its prompts."""
+    if not body.echo or body.logprobs is None:
+        return
+    found = (body.n or 1) * sum(len(prompt.token_ids) for prompt in prompts) * (body.logprobs + 1)
+    if found > MOST_SCORES:
+        what = f"{body.logprobs}, with echo {found} log-probabilities of prompts in one answer"
+        raise RequestError(f"logprobs: got {what}; allowed: at most {MOST_SCORES}", "logprobs")
 
 
 class _Reply:
