@@ -127,6 +127,27 @@ def test_who_has_the_same_weights_serves_after_its_digests_were_compared(
 
 
 @pytest.mark.slow
+def test_a_refused_server_gets_no_rows_while_it_leaves(
+    expected: list[Answer], door: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused while it serves, and does not leave at all."""
+    same = copied(tmp_path / "same")
+    with cluster(**door) as served, joiner(served, door["cluster_secret_file"], "--model", str(same)):
+        served.until(lambda: newcomer(served) is not None)
+        supervisor = served.supervisor
+        [member] = [one for one in supervisor._members.servers if one.elsewhere]
+        monkeypatch.setattr(supervisor._members, "refuse", lambda member, reason: None)
+        supervisor._members.inbox.put(lambda: supervisor._refuse(member, "of this test"))
+        served.until(lambda: "of this test" in failures(served))
+        placement = supervisor.placement
+        assert placement is not None
+        assert member.number not in supervisor._publisher.directory(placement).experts
+        member.child.kill()  # type: ignore[union-attr]
+        served.until(lambda: len(supervisor.status()) == 2)
+        assert answers(served) == expected
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", ["attention worker 0", "expert server 0"])
 def test_a_process_that_starts_again_after_the_files_changed_is_refused(
     expected: list[Answer], tmp_path: Path, killed: str

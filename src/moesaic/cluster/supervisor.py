@@ -240,6 +240,9 @@ class Supervisor:
         """Sends a server away whose weights are not those of the cluster's checkpoint."""
         self._note(f"{member.name} is refused: {reason}")
         self._members.refuse(member, reason)
+        if member.stage is Stage.SERVING:  # it may take seconds to leave, or stay
+            member.stage = Stage.DRAINING
+            self._publisher.publish()
 
     def _tick(self, now: float) -> None:
         # If the inbox is not empty, this thread was late, not the process.
