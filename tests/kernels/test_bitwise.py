@@ -9,6 +9,7 @@ import torch
 from tests.support.native_kernels import CACHED, STORED, same_bits, stored
 
 from moesaic.kernels.cache import stored_width
+from moesaic.kernels.gating import Gating
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 
@@ -84,10 +85,17 @@ def gate(native: Kernels, dtype: torch.dtype) -> Iterator[Compute]:
         rows, weight = stored(INPUTS, 1100), stored(count, 1100, spread=0.03)
 
         def choose(some: torch.Tensor, rows=rows, weight=weight, groups=groups, kept=kept) -> torch.Tensor:
-            ids, likely = native.gate(rows[some], weight, 6, True, 2.5, groups, kept)
+            ids, likely = native.gate(rows[some], weight, Gating(6, True, 2.5, groups, kept))
             return torch.cat([ids.float(), likely], dim=1)
 
         yield choose
+        bias, rule = stored(count), Gating(6, True, 2.5, groups, kept, "sigmoid", "two best", 1e-20)
+
+        def correct(some: torch.Tensor, rows=rows, weight=weight, bias=bias, rule=rule) -> torch.Tensor:
+            ids, likely = native.gate(rows[some], weight, rule, bias)
+            return torch.cat([ids.float(), likely], dim=1)
+
+        yield correct
 
 
 def merge(native: Kernels, dtype: torch.dtype) -> Iterator[Compute]:

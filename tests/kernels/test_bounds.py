@@ -13,6 +13,7 @@ from tests.support.native_kernels import CACHED, STORED, close, close_mlp, met
 from tests.support.paged_steps import tokens
 
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.gating import Gating
 from moesaic.kernels.reference.cache import decode, encode
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
@@ -80,7 +81,7 @@ def test_products(native: Kernels, guarded: Guarded, width: int, dtype: torch.dt
             guarded(torch.ones(count, 1).long()),
         )
         native.experts(table, rows, ids)
-        native.gate(rows, weight.float(), 1, True)
+        native.gate(rows, weight.float(), Gating(1, True))
 
 
 @pytest.mark.parametrize("width", [2, 6, 30, 34, 66])

@@ -12,6 +12,7 @@ import torch
 from moesaic.core.errors import ConfigError
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.gating import Gating
 from moesaic.kernels.reference import attention, dense, experts, gate
 from moesaic.kernels.weights import ExpertWeights
 
@@ -45,11 +46,8 @@ class Gate(Protocol):
         self,
         rows: torch.Tensor,
         weight: torch.Tensor,
-        top_k: int,
-        normalise: bool,
-        scale: float = 1.0,
-        groups: int = 1,
-        groups_kept: int = 1,
+        gating: Gating,
+        bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 

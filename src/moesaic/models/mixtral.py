@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from moesaic.kernels.gating import Gating
 from moesaic.models import rope
 from moesaic.models.block import DecoderBlock
 from moesaic.models.config import MOST_LAYERS, Fields
@@ -104,6 +105,6 @@ def _block(config: Config, loader: Loader, table: rope.RopeTable, layer: int) ->
             loader, f"{name}.self_attn", config.heads, table, config.window
         ),
         post_norm=loader.exact(f"{name}.post_attention_layernorm.weight", hidden),
-        router=TopKRouter(loader.kernels, gate, config.top_k, normalise=True),
+        router=TopKRouter(loader.kernels, gate, Gating(config.top_k, normalise=True)),
         dense_part=None,
     )

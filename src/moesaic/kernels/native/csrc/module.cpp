@@ -188,16 +188,19 @@ void norm(Address rows, Address added, Address weight, Address sum, Address out,
 }
 
 void rope(Address rows, int64_t row_stride, int64_t head_stride, Address weight, float epsilon, Address cosine,
-          Address sine, Address positions, Address out, int64_t n, int64_t heads, int64_t width, bool interleaved) {
+          Address sine, Address positions, Address out, int64_t n, int64_t heads, int64_t width, int64_t rotated,
+          bool interleaved) {
     perform(active->rope,
             Rope{at<float>(rows), row_stride, head_stride, at<float>(weight), epsilon, at<float>(cosine),
-                 at<float>(sine), at<int64_t>(positions), at<float>(out), n, heads, width, interleaved});
+                 at<float>(sine), at<int64_t>(positions), at<float>(out), n, heads, width, rotated, interleaved});
 }
 
-void gate(Address rows, Address weight, Address ids, Address weights, int64_t n, int64_t h, int64_t experts,
-          int64_t top_k, int64_t groups, int64_t groups_kept, float scale, bool normalise) {
-    perform(active->gate, Gate{at<float>(rows), at<float>(weight), at<int64_t>(ids), at<float>(weights), n, h,
-                               experts, top_k, groups, groups_kept, scale, normalise});
+void gate(Address rows, Address weight, Address bias, Address ids, Address weights, int64_t n, int64_t h,
+          int64_t experts, int64_t top_k, int64_t groups, int64_t groups_kept, float scale, float added, bool normalise,
+          bool sigmoid, bool two_best) {
+    perform(active->gate, Gate{at<float>(rows), at<float>(weight), at<float>(bias), at<int64_t>(ids),
+                               at<float>(weights), n, h, experts, top_k, groups, groups_kept, scale, added, normalise,
+                               sigmoid, two_best});
 }
 
 void merge(Address residual, Address dense, Address rows, Address weights, Address out, int64_t n, int64_t top_k,
