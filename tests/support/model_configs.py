@@ -43,6 +43,32 @@ def deepseek(**options: Any) -> dict[str, Any]:
     return {**base, **options}
 
 
+def deepseek3(**options: Any) -> dict[str, Any]:
+    return deepseek(
+        **{
+            "num_key_value_heads": options.get("num_attention_heads", 4),
+            "n_group": 4,
+            "topk_group": 2,
+            **options,
+        }
+    )
+
+
+def glm4(**options: Any) -> dict[str, Any]:
+    base = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 20,
+        "n_routed_experts": 12, "num_experts_per_tok": 4, "max_position_embeddings": 192,
+    }  # fmt: skip
+    return {**base, **options}
+
+
+def glm4_lite(**options: Any) -> dict[str, Any]:
+    base = deepseek(num_key_value_heads=options.get("num_attention_heads", 4), q_lora_rank=20, **options)
+    del base["first_k_dense_replace"]  # mlp_layer_types says it
+    return base
+
+
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", mixtral()),
@@ -98,6 +124,47 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         deepseek(
             num_attention_heads=3, v_head_dim=5, tie_word_embeddings=True,
             rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+        ),
+    ),
+    "deepseek3": ("deepseek_v3", deepseek3()),
+    "deepseek3-full": (
+        "deepseek_v3",
+        deepseek3(
+            q_lora_rank=20, qk_rope_head_dim=16, n_shared_experts=2, attention_bias=True, num_hidden_layers=4,
+            first_k_dense_replace=2, n_group=3, topk_group=1, num_experts_per_tok=3,
+            routed_scaling_factor=1.7,
+            rope_parameters={**YARN, "rope_theta": 100.0, "mscale": 0.7, "mscale_all_dim": 1.2},
+        ),
+    ),
+    "deepseek3-plain-odd-heads": (
+        "deepseek_v3",
+        deepseek3(
+            num_attention_heads=3, n_group=1, topk_group=1, norm_topk_prob=False, first_k_dense_replace=0,
+            num_experts_per_tok=1, rope_interleave=False, tie_word_embeddings=True,
+        ),
+    ),
+    "glm4": ("glm4_moe", glm4()),
+    "glm4-norm-bias-groups": (
+        "glm4_moe",
+        glm4(
+            use_qk_norm=True, attention_bias=True, n_group=3, topk_group=2, num_hidden_layers=4,
+            first_k_dense_replace=2, n_shared_experts=2, routed_scaling_factor=2.5,
+        ),
+    ),
+    "glm4-plain-odd-heads-yarn": (
+        "glm4_moe",
+        glm4(
+            num_attention_heads=9, num_key_value_heads=3, head_dim=20, norm_topk_prob=False,
+            first_k_dense_replace=0, rope_parameters={**YARN, "partial_rotary_factor": 0.7},
+        ),
+    ),
+    "glm4-lite": ("glm4_moe_lite", glm4_lite()),
+    "glm4-lite-layers-groups-yarn": (
+        "glm4_moe_lite",
+        glm4_lite(
+            num_attention_heads=2, attention_bias=True, n_group=2, topk_group=1, num_experts_per_tok=5,
+            mlp_layer_types=["sparse", "dense", "sparse"],
+            rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
         ),
     ),
 }  # fmt: skip
