@@ -33,6 +33,13 @@ SHARDED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek-lite": model_configs.CASES["deepseek-lite"],
     "deepseek-full": model_configs.CASES["deepseek-full"],
+    "deepseek3": model_configs.CASES["deepseek3"],
+    "glm4": (
+        "glm4_moe",
+        model_configs.glm4(
+            num_attention_heads=8, num_key_value_heads=4, attention_bias=True, use_qk_norm=True
+        ),
+    ),
 }
 LENGTH, GREEDY = 23, 24
 NAMED = pytest.mark.parametrize("name", SHARDED)
