@@ -28,3 +28,4 @@ class Gating:
     group_scores: Literal["best", "two best"] = "best"
     """A group's score: the score of its best expert, or the sum of the two best."""
     added: float = 0.0
+    """Added to the sum that divides the weights, so that it is not zero. DeepSeek-V3 has 1e-20."""
