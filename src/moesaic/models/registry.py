@@ -15,7 +15,7 @@ from moesaic.core.routing import RoutedModel
 from moesaic.core.stored import COMPRESSED
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
-from moesaic.models import deepseek_v2, fingerprint, mixtral, qwen3_moe
+from moesaic.models import deepseek_v2, fingerprint, mixtral, olmoe, qwen2_moe, qwen3_moe
 from moesaic.models.block import Block
 from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Progress
 from moesaic.models.config import shown
@@ -50,6 +50,8 @@ class ModelFile(Protocol):
 MODELS: Mapping[str, ModelFile] = {
     "deepseek_v2": deepseek_v2,
     "mixtral": mixtral,
+    "olmoe": olmoe,
+    "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
 }
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
