@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 VOCAB = 97
+FULL, SLIDING = "full_attention", "sliding_attention"
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
@@ -116,7 +117,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_moe",
         qwen2(
             num_attention_heads=3, num_key_value_heads=1, use_sliding_window=True, sliding_window=9,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            layer_types=[SLIDING, FULL, SLIDING],
             shared_expert_intermediate_size=7, tie_word_embeddings=True,
         ),
     ),
