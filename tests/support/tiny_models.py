@@ -38,6 +38,13 @@ def save(model: Any, path: Path, dtype: torch.dtype = torch.float32) -> Path:
     return path
 
 
+def save_fused(model: Any, path: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Writes the checkpoint with each layer's experts in two tensors, in the form in which transformers
+    computes."""
+    model.to(dtype).save_pretrained(path, save_original_format=False)
+    return path
+
+
 def edit(path: Path, **changes: Any) -> Path:
     """Changes keys of config.json; None removes the key."""
     file = path / "config.json"
