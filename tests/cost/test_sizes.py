@@ -19,6 +19,9 @@ PUBLISHED = {
     "deepseek-v2-lite": (15.7, 2.7),
     "deepseek-v3": (671.0, 37.6),
     "qwen3-30b-a3b": (30.5, 3.4),
+    "olmoe-1b-7b": (6.9, 1.3),
+    "qwen1.5-moe-a2.7b": (14.3, 2.7),
+    "qwen2-57b-a14b": (57.4, 14.2),
 }
 """Billions of parameters, all and active, with embeddings."""
 
@@ -73,6 +76,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "intermediate_size": 6144,
+    },
+    "olmoe-1b-7b": {
+        "model_type": "olmoe",
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "vocab_size": 50304,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "intermediate_size": 1024,
+    },
+    "qwen2-57b-a14b": {
+        "model_type": "qwen2_moe",
+        "num_hidden_layers": 28,
+        "hidden_size": 3584,
+        "vocab_size": 151936,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2560,
+        "shared_expert_intermediate_size": 20480,
+        "intermediate_size": 18944,
     },
     "deepseek-v2": {
         "model_type": "deepseek_v2",

@@ -106,6 +106,17 @@ def merge(native: Kernels, dtype: torch.dtype) -> Iterator[Compute]:
     yield lambda some: native.merge(residual[some], dense[some], None, None)
 
 
+def sigmoid_gate(native: Kernels, dtype: torch.dtype) -> Iterator[Compute]:
+    for hidden, width in ((1030, 70), (33, 1100)):
+        rows, weight, values = stored(INPUTS, hidden), stored(1, hidden, spread=0.03), stored(INPUTS, width)
+        yield lambda some, r=rows, w=weight, v=values: native.sigmoid_gate(r[some], w, v[some])
+
+
+def clip(native: Kernels, dtype: torch.dtype) -> Iterator[Compute]:
+    rows = stored(INPUTS, 1030)
+    yield lambda some: native.clip(rows[some], 0.9)
+
+
 def store(native: Kernels, dtype: torch.dtype) -> Iterator[Compute]:
     rows = stored(INPUTS, 3, 400)
 
@@ -118,8 +129,21 @@ def store(native: Kernels, dtype: torch.dtype) -> Iterator[Compute]:
     yield stored_again
 
 
-OPERATIONS = (linear, linears, head_linear, gated_mlp, experts, norms, rope, gate, merge, store)
-WITHOUT_WEIGHTS = (norms, rope, gate, merge)
+OPERATIONS = (
+    linear,
+    linears,
+    head_linear,
+    gated_mlp,
+    experts,
+    norms,
+    rope,
+    gate,
+    merge,
+    sigmoid_gate,
+    clip,
+    store,
+)
+WITHOUT_WEIGHTS = (norms, rope, gate, merge, sigmoid_gate, clip)
 
 
 @pytest.mark.parametrize("dtype", CACHED)

@@ -91,6 +91,8 @@ def test_rows(native: Kernels, guarded: Guarded, width: int) -> None:
         native.rms_norm(rows, weight, 1e-6)
         native.add_norm(rows, others, weight, 1e-6)
         native.merge(rows, others, draw(guarded, count, 2, width), draw(guarded, count, 2))
+        native.sigmoid_gate(rows, draw(guarded, 1, width), others)
+        native.clip(rows, 0.5)
         heads, places = draw(guarded, count, 3, width), guarded(torch.full((count,), 4))
         cosine, sine = draw(guarded, 5, width // 2), draw(guarded, 5, width // 2)
         for interleaved in (False, True):

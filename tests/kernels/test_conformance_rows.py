@@ -276,3 +276,38 @@ def test_join(native: Kernels, left: int, right: int) -> None:
         shared = (dense[0], wide[:, :1, :right].expand(-1, heads, -1))
         for pair in (dense, strided, shared):
             assert torch.equal(native.join(*pair), torch.cat(pair, dim=-1))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_sigmoid_gate(native: Kernels, width: int) -> None:
+    for hidden in (1, 33, 100):
+        rows, weight = stored(max(ROWS), hidden), stored(1, hidden, spread=hidden**-0.5)
+        values = stored(max(ROWS), width + 3)
+        for count in ROWS:
+            for some in (values[:count, 3:], values[:count, :width].contiguous()):
+                arguments = rows[:count], weight, some
+                close(native.sigmoid_gate(*arguments), REFERENCE.sigmoid_gate(*arguments))
+
+
+def test_sigmoid_gate_of_large_numbers(native: Kernels) -> None:
+    rows = torch.tensor([[-1e30], [-200.0], [-20.0], [0.0], [20.0], [200.0], [1e30]])
+    for kernels in (native, REFERENCE):
+        found = kernels.sigmoid_gate(rows, torch.ones(1, 1), torch.full((7, 5), 3.0))
+        wanted = torch.tensor([0.0, 0.0, 6.1834606e-9, 1.5, 3.0, 3.0, 3.0])[:, None].expand(7, 5)
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-30)
+        nan = torch.full((1, 1), torch.nan)
+        assert kernels.sigmoid_gate(nan, torch.ones(1, 1), torch.ones(1, 5)).isnan().all()
+        assert kernels.sigmoid_gate(torch.ones(1, 1), torch.ones(1, 1), nan).isnan().all()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_clip(native: Kernels, width: int) -> None:
+    wide = stored(max(ROWS), width + 3)
+    for count in ROWS:
+        for rows in (wide[:count, 3:], wide[:count, :width].contiguous()):
+            found = native.clip(rows, 0.75)
+            assert same_bits(found, REFERENCE.clip(rows, 0.75).contiguous())
+            assert bool((found.abs() <= 0.75).all())
+    [row] = native.clip(torch.tensor([[-torch.inf, torch.inf, torch.nan, -0.5]]), 0.75)
+    assert row[:2].tolist() == [-0.75, 0.75]
+    assert row[2].isnan() and row[3] == -0.5

@@ -153,6 +153,18 @@ MERGE: dict[str, Call] = {
     "a dense part of one row": lambda k: k.merge(f(3, 8), f(1, 8), f(3, 2, 8), f(3, 2)),
     "a dense part in bf16": lambda k: k.merge(f(3, 8), f(3, 8).to(BRAIN), None, None),
 }
+SIGMOID_GATE: dict[str, Call] = {
+    "a weight of another width": lambda k: k.sigmoid_gate(f(3, 8), f(1, 7), f(3, 5)),
+    "two weights": lambda k: k.sigmoid_gate(f(3, 8), f(2, 8), f(3, 5)),
+    "a weight in bf16": lambda k: k.sigmoid_gate(f(3, 8), f(1, 8).to(BRAIN), f(3, 5)),
+    "fewer values": lambda k: k.sigmoid_gate(f(3, 8), f(1, 8), f(2, 5)),
+    "values in bf16": lambda k: k.sigmoid_gate(f(3, 8), f(1, 8), f(3, 5).to(BRAIN)),
+    "rows in float64": lambda k: k.sigmoid_gate(f(3, 8).double(), f(1, 8), f(3, 5)),
+}
+CLIP: dict[str, Call] = {
+    "rows in bf16": lambda k: k.clip(f(3, 8).to(BRAIN), 0.5),
+    "rows with three axes": lambda k: k.clip(f(3, 2, 8), 0.5),
+}
 COPIES: dict[str, Call] = {
     "ids in int32": lambda k: k.embed(f(9, 8), ids(1, 2).int()),
     "ids with gaps": lambda k: k.embed(f(9, 8), ids(1, 2, 3, 4)[::2]),
@@ -238,6 +250,8 @@ CALLS = {
         "gate": GATE,
         "experts": EXPERTS,
         "merge": MERGE,
+        "sigmoid_gate": SIGMOID_GATE,
+        "clip": CLIP,
         "copies": COPIES,
         "attention": ATTENTION,
     }.items()

@@ -31,6 +31,7 @@ class Layer:
         self.projections = [stored(HIDDEN, HIDDEN, spread=0.1) for _ in range(3)]
         self.up, self.router = stored(HEADS, WIDTH, WIDTH), stored(6, HIDDEN, spread=0.1)
         self.bias = stored(6, spread=0.1)
+        self.opening = stored(1, HIDDEN, spread=0.1)
         self.mlp = [stored(*shape, spread=0.1) for shape in ((30, HIDDEN), (30, HIDDEN), (HIDDEN, 30))]
         parts = [tuple(stored(*one.shape, spread=0.1) for _ in range(6)) for one in self.mlp]
         self.experts = ExpertWeights(*parts)
@@ -48,7 +49,7 @@ class Layer:
         joined = k.join(attended[..., :4], attended[..., 4:]).flatten(1)
         residual, normed = k.add_norm(hidden, k.linear(joined, self.projections[0]), self.norm, 1e-6)
         chosen, weights = k.gate(normed, self.router, GATING, self.bias)
-        dense = k.gated_mlp(normed, *self.mlp)
+        dense = k.clip(k.sigmoid_gate(normed, self.opening, k.gated_mlp(normed, *self.mlp)), 0.5)
         return k.merge(residual, dense, k.experts(self.experts, normed, chosen), weights)
 
 

@@ -32,6 +32,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "mixtral": model_configs.mixtral,
         "qwen3_moe": model_configs.qwen3,
         "deepseek_v2": model_configs.deepseek,
+        "olmoe": model_configs.olmoe,
+        "qwen2_moe": model_configs.qwen2,
     }
     found = {
         kind: tiny_models.save(tiny_models.build(kind, make()), tmp_path_factory.mktemp(kind))
@@ -133,6 +135,37 @@ def test_an_unknown_key_is_refused_with_its_value(kind: str, copy: Any) -> None:
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, ("mlp_layer_types", "each of 3 layers")),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense", "moe", 1]}, ("mlp_layer_types", "'sparse'")),
         ("glm4_moe_lite", {"first_k_dense_replace": 2}, ("first_k_dense_replace", "2", "mlp_layer_types")),
+        ("olmoe", {"clip_qkv": 0}, ("clip_qkv", "0", "above 0")),
+        ("olmoe", {"clip_qkv": "8"}, ("clip_qkv", "'8'", "above 0")),
+        ("olmoe", {"head_dim": 16}, ("head_dim", "16", "8, None", "hidden_size / num_attention_heads")),
+        ("olmoe", {"sliding_window": 4096}, ("sliding_window", "4096")),
+        ("olmoe", {"num_experts_per_tok": 17}, ("num_experts_per_tok", "17", "at most 16")),
+        ("olmoe", {"num_local_experts": 8}, ("num_local_experts", "8", "16")),
+        ("qwen2_moe", {"attention_bias": True}, ("attention_bias", "True", "qkv_bias")),
+        ("qwen2_moe", {"qkv_bias": 1}, ("qkv_bias", "1", "true, false")),
+        ("qwen2_moe", {"qkv_bias": False}, ("self_attn.k_proj.bias is not expected",)),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, ("shared_expert_intermediate_size", "0")),
+        ("qwen2_moe", {"use_qk_norm": True}, ("use_qk_norm", "True")),
+        (
+            "qwen2_moe",
+            {"use_sliding_window": True, "sliding_window": 9, "layer_types": None},
+            ("layer_types", "None", "list of 3"),
+        ),
+        ("qwen2_moe", {"layer_types": [model_configs.FULL] * 2}, ("layer_types", "list of 3")),
+        (
+            "qwen2_moe",
+            {"layer_types": [model_configs.FULL, model_configs.SLIDING, model_configs.FULL]},
+            ("layer_types", "of full_attention, with use_sliding_window false"),
+        ),
+        (
+            "qwen2_moe",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 0,
+                "layer_types": [model_configs.FULL, model_configs.SLIDING, model_configs.FULL],
+            },
+            ("sliding_window", "0", "at least 1"),
+        ),
     ],
 )
 def test_a_value_that_is_not_supported_is_named(
@@ -145,7 +178,7 @@ def test_an_unknown_model_type_is_refused_with_the_list(copy: Any) -> None:
     refused(
         tiny_models.edit(copy("mixtral"), model_type="llama"),
         "'llama'",
-        "deepseek_v2, deepseek_v3, glm4_moe, glm4_moe_lite, kimi_k2, mixtral, qwen3_moe",
+        "deepseek_v2, deepseek_v3, glm4_moe, glm4_moe_lite, kimi_k2, mixtral, olmoe, qwen2_moe, qwen3_moe",
     )
 
 

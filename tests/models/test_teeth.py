@@ -52,6 +52,14 @@ EDITS: dict[str, tuple[str, dict[str, Any]]] = {
     "top-k normalisation": ("qwen3", {"norm_topk_prob": False}),
     "top-k normalisation, on": ("qwen3-k8-plain", {"norm_topk_prob": True}),
     "scaling factor": ("deepseek-full", {"routed_scaling_factor": 1.0}),
+    "clipped queries, keys and values": ("olmoe-clip-bias-gqa", {"clip_qkv": None}),
+    "top-k normalisation of olmoe": ("olmoe-clip-bias-gqa", {"norm_topk_prob": False}),
+    "top-k normalisation of qwen2, on": ("qwen2", {"norm_topk_prob": True}),
+    "windows of qwen2": ("qwen2-windows-odd-heads", {"layer_types": [model_configs.FULL] * 3}),
+    "which layers of qwen2 have windows": (
+        "qwen2-windows-odd-heads",
+        {"layer_types": [model_configs.FULL, model_configs.SLIDING, model_configs.SLIDING]},
+    ),
     "one expert more": ("deepseek-k1-one-head", {"num_experts_per_tok": 2}),
     "epsilon": ("qwen3", {"rms_norm_eps": 0.1}),
     "group limit of deepseek3": ("deepseek3", {"n_group": 1, "topk_group": 1}),
@@ -155,6 +163,15 @@ WEIGHTS = {
     "query latent norm": ("deepseek-full", {"query_norm": torch.ones_like}),
     "latent norm": ("deepseek-lite", {"latent_norm": torch.ones_like}),
     "shared experts and dense layers": ("deepseek-lite", {"dense_part": nothing}),
+    "query norm of olmoe": ("olmoe", {"query_norm": nothing}),
+    "key norm of olmoe": ("olmoe", {"key_norm": nothing}),
+    "query bias of olmoe": ("olmoe-clip-bias-gqa", {"query": no_bias}),
+    "key bias of olmoe": ("olmoe-clip-bias-gqa", {"key": no_bias}),
+    "query bias of qwen2": ("qwen2", {"query": no_bias}),
+    "key bias of qwen2": ("qwen2", {"key": no_bias}),
+    "value bias of qwen2": ("qwen2", {"value": no_bias}),
+    "shared experts of qwen2": ("qwen2", {"dense_part": nothing}),
+    "gates of the shared experts": ("qwen2", {"dense_part": lambda shared: shared.expert}),
     "dense layers": ("qwen3-bias-dense-layers", {"dense_part": nothing}),
     "sigmoids": ("deepseek3-plain-odd-heads", {"router": gating(scores="softmax")}),
     "groups by their two best": ("deepseek3", {"router": gating(group_scores="best")}),
@@ -206,3 +223,15 @@ def test_groups_left_out_by_zeros_are_noticed(intact: Intact, monkeypatch: pytes
     limit = gate._limit
     monkeypatch.setattr(gate, "_limit", lambda *given: limit(*given).nan_to_num(neginf=0.0))
     check_differs(registry.load(path, REFERENCE), wanted)
+
+
+def test_a_norm_of_all_heads_together_is_not_one_of_each_head(intact: Intact) -> None:
+    path, wanted = intact("olmoe-clip-bias-gqa")
+    width, keys = 8, 2 * 8
+
+    def other(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        if len(weight) != keys:
+            return dense.rms_norm(rows, weight, epsilon)
+        return dense.rms_norm(rows.unflatten(1, (-1, width)), weight.view(-1, width), epsilon).flatten(1)
+
+    check_differs(registry.load(path, replace(REFERENCE, rms_norm=other)), wanted)

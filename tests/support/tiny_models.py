@@ -14,6 +14,8 @@ torch.set_num_threads(1)
 KINDS = {
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
+    "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
     "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
     "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
     "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
@@ -46,6 +48,13 @@ def corrections(model: Any) -> list[torch.Tensor]:
 def save(model: Any, path: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Writes the checkpoint in `dtype`, as transformers does by default. `model` is rounded too."""
     model.to(dtype).save_pretrained(path)
+    return path
+
+
+def save_fused(model: Any, path: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Writes the checkpoint with each layer's experts in two tensors, in the form in which transformers
+    computes."""
+    model.to(dtype).save_pretrained(path, save_original_format=False)
     return path
 
 

@@ -67,7 +67,25 @@ def _qwen(raw: Raw, name: str) -> ModelSizes:
         experts=experts,
         top_k=_integer(raw, "num_experts_per_tok", most=experts),
         expert_width=_integer(raw, "moe_intermediate_size"),
+        shared_width=_integer(raw, "shared_expert_intermediate_size", 0, least=0),
         dense_width=_integer(raw, "intermediate_size"),
+        tied=bool(raw.get("tie_word_embeddings", False)),
+    )
+
+
+def _olmoe(raw: Raw, name: str) -> ModelSizes:
+    layers, experts = _integer(raw, "num_hidden_layers", most=LAYERS), _integer(raw, "num_experts", 64)
+    attention = _grouped(raw)
+    return ModelSizes(
+        name,
+        layers=layers,
+        hidden=_integer(raw, "hidden_size"),
+        vocab=_integer(raw, "vocab_size"),
+        attention=replace(attention, normed=(attention.heads, attention.kv_heads)),
+        moe_layers=layers,
+        experts=experts,
+        top_k=_integer(raw, "num_experts_per_tok", 8, most=experts),
+        expert_width=_integer(raw, "intermediate_size"),
         tied=bool(raw.get("tie_word_embeddings", False)),
     )
 
@@ -143,6 +161,8 @@ def _dbrx(raw: Raw, name: str) -> ModelSizes:
 
 _READERS: dict[str, Callable[[Raw, str], ModelSizes]] = {
     "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    "qwen2_moe": _qwen,
     "qwen3_moe": _qwen,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,

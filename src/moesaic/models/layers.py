@@ -112,3 +112,17 @@ class GatedMLP:
     def apply(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, h] -> [n, h]."""
         return self.kernels.gated_mlp(rows, self.gate, self.up, self.down)
+
+
+@dataclass(frozen=True)
+class GatedSharedExpert:
+    """A shared expert whose result is multiplied by sigmoid(gate row): a number for each row (Qwen2-MoE)."""
+
+    kernels: Kernels
+    expert: GatedMLP
+    gate: torch.Tensor
+    """[1, h] float32"""
+
+    def apply(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, h] -> [n, h]."""
+        return self.kernels.sigmoid_gate(rows, self.gate, self.expert.apply(rows))

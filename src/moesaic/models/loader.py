@@ -176,7 +176,12 @@ class ExpertNames:
 
 
 def claim_experts(checkpoint: Checkpoint, names: ExpertNames) -> None:
-    """Checks that every expert exists with its shape, without reading any."""
+    """Checks that every expert exists with its shape, without reading any, and that a fused tensor has no
+    others."""
+    for name, rows, columns in names.shapes(0):
+        inside = checkpoint.inside(f"{name}.weight")
+        if inside is not None:
+            checkpoint.claim(inside.tensor, *inside.whole(names.num_experts, rows, columns))
     for expert in range(names.num_experts):
         for name, rows, columns in names.shapes(expert):
             checkpoint.claim(f"{name}.weight", rows, columns)

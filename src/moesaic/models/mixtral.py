@@ -96,7 +96,9 @@ def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
 
 def _block(config: Config, loader: Loader, table: rope.RopeTable, layer: int) -> DecoderBlock:
     name, hidden = f"model.layers.{layer}", config.hidden_size
-    gate = loader.exact(f"{name}.block_sparse_moe.gate.weight", config.num_experts, hidden)
+    renamed = f"{name}.mlp.gate.weight"  # beside fused experts
+    gate_name = renamed if renamed in loader.checkpoint.names else f"{name}.block_sparse_moe.gate.weight"
+    gate = loader.exact(gate_name, config.num_experts, hidden)
     return DecoderBlock(
         kernels=loader.kernels,
         epsilon=config.epsilon,

@@ -22,6 +22,8 @@ from moesaic.models import (
     glm4_moe,
     glm4_moe_lite,
     mixtral,
+    olmoe,
+    qwen2_moe,
     qwen3_moe,
 )
 from moesaic.models.block import Block
@@ -62,6 +64,8 @@ MODELS: Mapping[str, ModelFile] = {
     "glm4_moe_lite": glm4_moe_lite,
     "kimi_k2": deepseek_v3,
     "mixtral": mixtral,
+    "olmoe": olmoe,
+    "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
 }
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

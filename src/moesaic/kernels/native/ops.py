@@ -230,6 +230,25 @@ def join(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def sigmoid_gate(rows: torch.Tensor, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Multiplies values [n, w] by sigmoid(rows [n, h] times weight [1, h] transposed). Returns [n, w]."""
+    n, hidden = checks.axes(rows, 2)
+    width = checks.axes(values, 2)[1]
+    rows, values = checks.rows(rows), checks.rows(values, n, width)
+    gate = checks.exact(weight, 1, hidden)
+    out = MEMORY.empty(n, width)
+    _native.sigmoid_gate(rows.data_ptr(), gate, values.data_ptr(), out.data_ptr(), n, hidden, width)
+    return out
+
+
+def clip(rows: torch.Tensor, limit: float) -> torch.Tensor:
+    """Limits every number of rows [n, w] to -limit .. limit. NaN stays NaN."""
+    n, width = checks.axes(rows, 2)
+    rows, out = checks.rows(rows), MEMORY.empty(n, width)
+    _native.clip(rows.data_ptr(), out.data_ptr(), n, width, limit)
+    return out
+
+
 def store(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     """Writes rows [n, Hkv, d] to slots [n] of a cache [blocks, block_size, Hkv, stored width]."""
     heads, width = checks.axes(cache, 4)[2], width_of(cache)

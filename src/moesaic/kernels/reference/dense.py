@@ -94,6 +94,16 @@ def join(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.cat((left, right), dim=-1)
 
 
+def sigmoid_gate(rows: torch.Tensor, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Multiplies values [n, w] by sigmoid(rows [n, h] times weight [1, h] transposed). Returns [n, w]."""
+    return values * torch.sigmoid(linear(rows, weight))
+
+
+def clip(rows: torch.Tensor, limit: float) -> torch.Tensor:
+    """Limits every number of rows [n, w] to -limit .. limit. NaN stays NaN."""
+    return rows.clamp(-limit, limit)
+
+
 def gated_mlp(rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """down(silu(gate rows) * (up rows)): rows [n, h], gate and up [w, h], down [h, w] -> [n, h]."""
     wide = functional.silu(linear(rows, gate), inplace=True).mul_(linear(rows, up))

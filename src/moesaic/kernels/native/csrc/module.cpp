@@ -225,6 +225,15 @@ void join(Address left, Address right, Address out, int64_t n, int64_t heads, in
                                left_row, left_head, right_row, right_head});
 }
 
+void sigmoid_gate(Address rows, Address weight, Address values, Address out, int64_t n, int64_t h, int64_t width) {
+    perform(active->sigmoid_gate,
+            SigmoidGate{at<float>(rows), at<float>(weight), at<float>(values), at<float>(out), n, h, width});
+}
+
+void clip(Address rows, Address out, int64_t n, int64_t width, float limit) {
+    perform(active->clip, Clip{at<float>(rows), at<float>(out), n, width, limit});
+}
+
 std::vector<std::string> names() {
     std::vector<std::string> all;
     for (const Table* table : available()) all.push_back(table->name);
@@ -297,6 +306,8 @@ NB_MODULE(_native, m) {
     m.def("merge", merge);
     m.def("embed", embed);
     m.def("join", join);
+    m.def("sigmoid_gate", sigmoid_gate);
+    m.def("clip", clip);
     nb::class_<Tape>(m, "Tape", "the operations that ran between record() and stop()")
         .def(nb::init<>())
         .def("run", &Tape::run)

@@ -210,4 +210,29 @@ inline void join_rows(const moesaic::Join& job) {
     });
 }
 
+inline void sigmoid_gate(const moesaic::SigmoidGate& job) {
+    float* scores = scratch(kWork, job.n);
+    linear({job.rows, job.n, job.h, {{job.weight, nullptr, scores, 1}}, 1, true});
+    parallel_rows(job.n, job.width, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            Vec below = add(set1(1.0f), exponential(set1(-scores[r])));
+            Vec opening = divide(set1(1.0f), below);
+            for (int64_t i = 0; i < job.width; i += LANES) {
+                int64_t count = job.width - i;
+                store_some(job.out + r * job.width + i, mul(load_some(job.values + r * job.width + i, count), opening),
+                           count);
+            }
+        }
+    });
+}
+
+inline void clip(const moesaic::Clip& job) {
+    parallel_rows(job.n, job.width, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin * job.width; i < end * job.width; i++) {
+            float x = job.rows[i];
+            job.out[i] = x > job.limit ? job.limit : x < -job.limit ? -job.limit : x;
+        }
+    });
+}
+
 }  // namespace MOESAIC_ISA

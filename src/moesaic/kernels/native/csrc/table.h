@@ -163,6 +163,23 @@ struct Join {
     int64_t left_row, left_head, right_row, right_head;  // strides in numbers
 };
 
+// out = values, each row multiplied by the sigmoid of its own row of `rows` times `weight`.
+struct SigmoidGate {
+    const float* rows;    // [n, h]
+    const float* weight;  // [h]
+    const float* values;  // [n, width]
+    float* out;           // [n, width]
+    int64_t n, h, width;
+};
+
+// out = rows, with every number limited to -limit .. limit. NaN stays NaN.
+struct Clip {
+    const float* rows;  // [n, width]
+    float* out;
+    int64_t n, width;
+    float limit;
+};
+
 constexpr int64_t kAllHeld = -1;
 
 // Operations that multiply by weights: all that depends on whether rows are rounded.
@@ -184,6 +201,8 @@ struct Table : Products {
     void (*merge)(const Merge&);
     void (*embed)(const Embed&);
     void (*join)(const Join&);
+    void (*sigmoid_gate)(const SigmoidGate&);
+    void (*clip)(const Clip&);
 };
 
 }  // namespace moesaic
