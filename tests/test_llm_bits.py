@@ -12,7 +12,7 @@ import pytest
 from moesaic import LLM, RequestOutput, SamplingParams
 from moesaic.kernels import table
 from tests.support import model_configs, tiny_models
-from tests.support.tiny_checkpoints import MODELS, Written
+from tests.support.tiny_checkpoints import MODELS, MORE, Written
 
 NEW = 24
 SETS = [
@@ -89,6 +89,16 @@ def test_every_logprob_is_the_same_float_whatever_happens_around_a_request(
         stats = llm.stats()
         assert (stats.preemptions > 0) == (setting == "blocks run out")
         assert (stats.blocks.prefix_hits > 0) == settings.get("enable_prefix_caching", True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build")
+@pytest.mark.parametrize("name", MORE)
+def test_every_logprob_is_the_same_float_in_other_families(checkpoints: dict[str, Path], name: str) -> None:
+    [fastest, *_] = table.instruction_sets()
+    test_every_logprob_is_the_same_float_whatever_happens_around_a_request(
+        checkpoints, name, MORE[name], fastest
+    )
 
 
 def one_request(path: Path, cache: str, kernels: str) -> int:

@@ -24,6 +24,8 @@ MODELS = {
     "qwen3-window-yarn-k8": model_configs.QWEN3_WINDOW_YARN_K8,
     "deepseek-lite-yarn": model_configs.CASES["deepseek-lite-yarn"],
     "deepseek-full": model_configs.CASES["deepseek-full"],
+    "olmoe": model_configs.CASES["olmoe-clip-bias-gqa"],
+    "qwen2": model_configs.CASES["qwen2-windows-odd-heads"],
 }  # fmt: skip
 FEW_BLOCKS = {"block_size": 4, "max_model_len": 148}
 """With a KV cache of one longest request."""
@@ -36,6 +38,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 QUICK = {"mixtral-window"}
 """The rest of the models is slow."""
+ONCE = {"olmoe": "blocks run out", "qwen2": "chunks, blocks of one token"}
+"""Of these models the other settings are left to the full matrices."""
 ON_REFERENCE = ("mixtral-window", "qwen3-window-yarn-k8", "deepseek-full")
 """Also tried with the kernels of a GPU, and of an install without a compiler: each setting with one of them,
 in the full matrices with all."""
@@ -82,10 +86,19 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
     return Lazy()
 
 
+def slow_or_full(model: str, setting: str) -> Any:
+    return pytest.mark.slow if ONCE.get(model, setting) == setting else pairs.REST
+
+
 def _matrix() -> list[Any]:
     """Model, setting, kernels."""
     fastest = [
-        pytest.param(model, setting, "auto", marks=() if model in QUICK else pytest.mark.slow)
+        pytest.param(
+            model,
+            setting,
+            "auto",
+            marks=() if model in QUICK else slow_or_full(model, setting),
+        )
         for model in MODELS
         for setting in SETTINGS
     ]

@@ -12,7 +12,7 @@ from moesaic import LLM, RequestOutput, SamplingParams
 from moesaic.core.offload import Offload
 from moesaic.kernels import table
 from tests.support import model_configs, pairs, tiny_models
-from tests.support.tiny_checkpoints import MODELS, Written
+from tests.support.tiny_checkpoints import MODELS, MORE, Written
 
 NEW = 12
 FAST = "qwen3-bias-dense-layers"
@@ -51,6 +51,8 @@ POLICIES = {
 CASES = pairs.params(
     MODELS, ("as weights", "int8"), POLICIES, (23, 512),
     fast=[(FAST, "as weights", "pages", 23), (FAST, "as weights", "two cores", 512)],
+) + pairs.params(
+    MORE, ("as weights",), ("pages", "padded, on demand", "two cores, the cache moves"), (23,),
 )  # fmt: skip
 needs_native = pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build")
 
@@ -106,7 +108,7 @@ def test_every_logprob_is_the_same_float_under_every_policy(
     checkpoints: Checkpoints, name: str, cache: str, policy: str, rows: int
 ) -> None:
     """cache: of which type. rows: of a step, so that prompts come in chunks or whole."""
-    offload, cache = POLICIES[policy], MODELS[name] if cache == "as weights" else cache
+    offload, cache = POLICIES[policy], (MODELS | MORE)[name] if cache == "as weights" else cache
     seats = {"max_num_seqs": offload.batch, "max_num_batched_tokens": rows}
     found = answers(checkpoints.paths[name], cache, offload=offload, **seats)
     assert found == checkpoints.wanted(name, cache)

@@ -55,6 +55,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "deepseek": ("deepseek_v2", model_configs.deepseek(n_shared_experts=2), "bfloat16"),
 }  # fmt: skip
 """And the type of weights and cache. Mixtral has 5 experts, an odd number; the others a layer without."""
+MORE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "olmoe": ("olmoe", model_configs.olmoe(num_attention_heads=4, num_key_value_heads=2), "bfloat16"),
+    "qwen2": ("qwen2_moe", model_configs.qwen2(num_key_value_heads=2, mlp_only_layers=[1]), "float32"),
+}
+"""Families that are tried once."""
 DISK = Offload(1 << 30, "cgopipe", micro_batch=2, micro_batches=4, prefill_rows=19)
 POLICIES = {
     "pages": DISK,
@@ -115,7 +120,7 @@ def tokens(found: list[Any]) -> list[Any]:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Case]:
     made = {}
-    for name, (kind, options, dtype) in MODELS.items():
+    for name, (kind, options, dtype) in (MODELS | MORE).items():
         path = tiny_models.save(
             tiny_models.build(kind, options), tmp_path_factory.mktemp(name), getattr(torch, dtype)
         )
@@ -150,7 +155,12 @@ def test_four_processes(checkpoints: Mapping[str, Case]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "form", "ranks", "policy"), pairs.params(MODELS, [*FORMS, "deepspeed"], (2, 4), POLICIES)
+    ("name", "form", "ranks", "policy"),
+    [
+        *pairs.params(MODELS, [*FORMS, "deepspeed"], (2, 4), POLICIES),
+        ("olmoe", "reduce-scatter", 2, "pages"),
+        ("qwen2", "all-reduce", 2, "pages"),
+    ],
 )
 def test_every_policy_in_every_form(
     checkpoints: Mapping[str, Case], name: str, form: str, ranks: int, policy: str

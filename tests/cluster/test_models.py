@@ -64,6 +64,15 @@ DROPPING = replace(FAULTS, drop_request=0.02, drop=0.001)
 """What got lost is asked for again, of another server; at a barrier nobody can know that it got lost."""
 LOSING = ("qwen3, k 8", "defrag", "2 and 2, twice", "of 16", "large", "none", "exact", "native", "faulty")
 """Beside the cover: rows of single tokens that get lost."""
+MORE = {
+    "olmoe": model_configs.CASES["olmoe-clip-bias-gqa"],
+    "qwen2": model_configs.CASES["qwen2-dense-layers-plain"],
+}
+"""Families beside the cover, each once."""
+ONCE = [
+    ("olmoe", "mtfs", "1 and 3", "of 16", "large", "none", "exact", "native", "shm"),
+    ("qwen2", "two in flight", "1 and 1", "of 16", "large", "none", "exact", "native", "tcp"),
+]
 
 
 def every_pair() -> list[Any]:
@@ -81,7 +90,7 @@ def every_pair() -> list[Any]:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     paths = {}
-    for name, (kind, options) in FACTORS["model"].items():
+    for name, (kind, options) in (FACTORS["model"] | MORE).items():
         paths[name] = tiny_models.save(tiny_models.build(kind, options), tmp_path_factory.mktemp("model"))
         byte_tokenizer(paths[name])
     return paths
@@ -116,7 +125,7 @@ def drive(served: Cluster, cancelled: tuple[int, ...]) -> list[Answer]:
     return served.finish()
 
 
-@pytest.mark.parametrize("case", [*every_pair(), LOSING], ids=", ".join)
+@pytest.mark.parametrize("case", [*every_pair(), LOSING, *ONCE], ids=", ".join)
 def test_the_bits_of_one_process(case: tuple[str, ...], checkpoints: dict[str, Path]) -> None:
     name, schedule, processes, chunks, cache, cancel, combine, kernels, transport = case
     path, picked = str(checkpoints[name]), FACTORS["kernels"][kernels]

@@ -26,7 +26,14 @@ def test_worked_example() -> None:
     assert mine.routed == model.routed / 4 and mine.other < model.other
 
 
-@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v2-lite", "qwen3-30b-a3b"])
+def test_a_rank_projects_all_heads_that_are_normalized_together() -> None:
+    model = ModelSizes("tiny", 2, 16, 100, GroupedQuery(8, 2, 4, normed=(8, 2)), 2, 8, 2, 10)
+    mine = model_of_rank(model, 2, 4)
+    assert mine.attention.projected(16) == (16 * 4 * (8 + 2 + 1), 16 * 4 * 4)
+    assert mine.cache(1, 2.0) == model.cache(1, 2.0) / 2
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v2-lite", "qwen3-30b-a3b", "olmoe-1b-7b"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_together_are_the_model(name: str, ranks: int) -> None:
     """Routed experts and heads add up to those of the model. What is whole on every rank counts once for each

@@ -19,6 +19,9 @@ PUBLISHED = {
     "deepseek-v2-lite": (15.7, 2.7),
     "deepseek-v3": (671.0, 37.6),
     "qwen3-30b-a3b": (30.5, 3.4),
+    "olmoe-1b-7b": (6.9, 1.3),
+    "qwen1.5-moe-a2.7b": (14.3, 2.7),
+    "qwen2-57b-a14b": (57.4, 14.2),
 }
 """Billions of parameters, all and active, with embeddings."""
 
@@ -74,6 +77,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768,
         "intermediate_size": 6144,
     },
+    "olmoe-1b-7b": {
+        "model_type": "olmoe",
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "vocab_size": 50304,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "intermediate_size": 1024,
+    },
+    "qwen2-57b-a14b": {
+        "model_type": "qwen2_moe",
+        "num_hidden_layers": 28,
+        "hidden_size": 3584,
+        "vocab_size": 151936,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2560,
+        "shared_expert_intermediate_size": 20480,
+        "intermediate_size": 18944,
+    },
     "deepseek-v2": {
         "model_type": "deepseek_v2",
         "num_hidden_layers": 60,
@@ -102,6 +129,71 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "ffn_config": {"moe_num_experts": 16, "moe_top_k": 4, "ffn_hidden_size": 10752},
     },
 }
+
+KIMI_K2 = CONFIGS["deepseek-v2"] | {
+    "model_type": "kimi_k2",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "vocab_size": 163840,
+    "num_attention_heads": 64,
+    "n_routed_experts": 384,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "intermediate_size": 18432,
+}
+GLM_4_7_FLASH = CONFIGS["deepseek-v2"] | {
+    "model_type": "glm4_moe_lite",
+    "num_hidden_layers": 47,
+    "hidden_size": 2048,
+    "vocab_size": 154880,
+    "num_attention_heads": 20,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "q_lora_rank": 768,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "intermediate_size": 10240,
+}
+del GLM_4_7_FLASH["first_k_dense_replace"]
+GLM_4_5_AIR = {
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 46,
+    "hidden_size": 4096,
+    "vocab_size": 151552,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 10944,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [(KIMI_K2, (1026, 33)), (GLM_4_7_FLASH, (30, 4)), (GLM_4_5_AIR, (107, 13))],
+    ids=["kimi-k2", "glm-4.7-flash", "glm-4.5-air"],
+)
+def test_families_with_shared_experts_have_their_published_parameters(
+    config: dict[str, Any], billions: tuple[int, int]
+) -> None:
+    """Which are 1 T and 32 B, 30 B and 3 B, 106 B and 12 B; these also count the embeddings."""
+    found = read(config, "x")
+    assert (round(found.parameters / 1e9), round(found.active / 1e9)) == billions
+
+
+def test_glm_lite_lists_its_dense_layers() -> None:
+    assert read(GLM_4_7_FLASH, "x").moe_layers == 46
+    listed = read(GLM_4_7_FLASH | {"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 44}, "x")
+    assert listed.moe_layers == 44
+    for wrong in (["dense"] * 46 + ["moe"], "dense", ["sparse"]):
+        with pytest.raises(CheckpointError, match="mlp_layer_types: got .* 47 layers"):
+            read(GLM_4_7_FLASH | {"mlp_layer_types": wrong}, "x")
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from tests.support import gpu_cases
+from tests.support import gpu_cases, model_configs, tiny_models
 from tests.support.gpu_sanitizer import NAME, sanitized
 
 from moesaic import LLM, RequestOutput, SamplingParams
@@ -18,6 +18,7 @@ from moesaic.kernels import batch
 from moesaic.kvcache import paged
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.compressing import compress
+from moesaic.testing import byte_tokenizer
 
 Written = Callable[[str], Path]
 QUICK = {"mixtral-window", "deepseek-full"}
@@ -50,6 +51,15 @@ def test_first_tokens_are_those_of_the_cpu(written: Written, model: str) -> None
     llm, found = on_device(path, new=3, max_num_batched_tokens=40, max_num_seqs=8)
     assert (llm.info.device, llm.info.kernels) == (NAME, "reference (torch)")
     assert same(found, on_cpu(path, max_num_batched_tokens=40, max_num_seqs=8), new=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek3-full", "glm4-norm-bias-groups"])
+def test_first_tokens_of_a_gate_of_sigmoids_are_those_of_the_cpu(tmp_path: Path, name: str) -> None:
+    tiny_models.save(tiny_models.build(*model_configs.CASES[name]), tmp_path)
+    byte_tokenizer(tmp_path)
+    _, found = on_device(tmp_path, new=3, max_num_batched_tokens=40, max_num_seqs=8)
+    assert same(found, on_cpu(tmp_path, max_num_batched_tokens=40, max_num_seqs=8), new=3)
 
 
 def test_compressed_experts_are_decompressed(tmp_path: Path) -> None:

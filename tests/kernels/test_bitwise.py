@@ -9,6 +9,7 @@ import torch
 from tests.support.native_kernels import CACHED, STORED, same_bits, stored
 
 from moesaic.kernels.cache import stored_width
+from moesaic.kernels.gating import Gating
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 
@@ -84,10 +85,17 @@ def gate(native: Kernels, dtype: torch.dtype) -> Iterator[Compute]:
         rows, weight = stored(INPUTS, 1100), stored(count, 1100, spread=0.03)
 
         def choose(some: torch.Tensor, rows=rows, weight=weight, groups=groups, kept=kept) -> torch.Tensor:
-            ids, likely = native.gate(rows[some], weight, 6, True, 2.5, groups, kept)
+            ids, likely = native.gate(rows[some], weight, Gating(6, True, 2.5, groups, kept))
             return torch.cat([ids.float(), likely], dim=1)
 
         yield choose
+        bias, rule = stored(count), Gating(6, True, 2.5, groups, kept, "sigmoid", "two best", 1e-20)
+
+        def correct(some: torch.Tensor, rows=rows, weight=weight, bias=bias, rule=rule) -> torch.Tensor:
+            ids, likely = native.gate(rows[some], weight, rule, bias)
+            return torch.cat([ids.float(), likely], dim=1)
+
+        yield correct
 
 
 def merge(native: Kernels, dtype: torch.dtype) -> Iterator[Compute]:
@@ -96,6 +104,17 @@ def merge(native: Kernels, dtype: torch.dtype) -> Iterator[Compute]:
     yield lambda some: native.merge(residual[some], None, rows[some], weights[some])
     yield lambda some: native.merge(residual[some], dense[some], rows[some], weights[some])
     yield lambda some: native.merge(residual[some], dense[some], None, None)
+
+
+def sigmoid_gate(native: Kernels, dtype: torch.dtype) -> Iterator[Compute]:
+    for hidden, width in ((1030, 70), (33, 1100)):
+        rows, weight, values = stored(INPUTS, hidden), stored(1, hidden, spread=0.03), stored(INPUTS, width)
+        yield lambda some, r=rows, w=weight, v=values: native.sigmoid_gate(r[some], w, v[some])
+
+
+def clip(native: Kernels, dtype: torch.dtype) -> Iterator[Compute]:
+    rows = stored(INPUTS, 1030)
+    yield lambda some: native.clip(rows[some], 0.9)
 
 
 def store(native: Kernels, dtype: torch.dtype) -> Iterator[Compute]:
@@ -110,8 +129,21 @@ def store(native: Kernels, dtype: torch.dtype) -> Iterator[Compute]:
     yield stored_again
 
 
-OPERATIONS = (linear, linears, head_linear, gated_mlp, experts, norms, rope, gate, merge, store)
-WITHOUT_WEIGHTS = (norms, rope, gate, merge)
+OPERATIONS = (
+    linear,
+    linears,
+    head_linear,
+    gated_mlp,
+    experts,
+    norms,
+    rope,
+    gate,
+    merge,
+    sigmoid_gate,
+    clip,
+    store,
+)
+WITHOUT_WEIGHTS = (norms, rope, gate, merge, sigmoid_gate, clip)
 
 
 @pytest.mark.parametrize("dtype", CACHED)

@@ -13,6 +13,7 @@ from tests.support.native_kernels import CACHED, STORED, close, close_mlp, met
 from tests.support.paged_steps import tokens
 
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.gating import Gating
 from moesaic.kernels.reference.cache import decode, encode
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
@@ -80,7 +81,7 @@ def test_products(native: Kernels, guarded: Guarded, width: int, dtype: torch.dt
             guarded(torch.ones(count, 1).long()),
         )
         native.experts(table, rows, ids)
-        native.gate(rows, weight.float(), 1, True)
+        native.gate(rows, weight.float(), Gating(1, True))
 
 
 @pytest.mark.parametrize("width", [2, 6, 30, 34, 66])
@@ -90,6 +91,8 @@ def test_rows(native: Kernels, guarded: Guarded, width: int) -> None:
         native.rms_norm(rows, weight, 1e-6)
         native.add_norm(rows, others, weight, 1e-6)
         native.merge(rows, others, draw(guarded, count, 2, width), draw(guarded, count, 2))
+        native.sigmoid_gate(rows, draw(guarded, 1, width), others)
+        native.clip(rows, 0.5)
         heads, places = draw(guarded, count, 3, width), guarded(torch.full((count,), 4))
         cosine, sine = draw(guarded, 5, width // 2), draw(guarded, 5, width // 2)
         for interleaved in (False, True):

@@ -9,6 +9,7 @@ import torch
 from tests.support.native_kernels import CACHED, ROWS, STORED, WIDTHS, close, same_bits, stored
 
 from moesaic.kernels.cache import LEAST_PEAK, stored_width
+from moesaic.kernels.gating import Gating
 from moesaic.kernels.reference.cache import decode, encode
 from moesaic.kernels.table import REFERENCE, Kernels
 
@@ -67,6 +68,23 @@ def test_rope_of_heads_whose_numbers_lie_apart(native: Kernels, interleaved: boo
     close(native.rope(*arguments), REFERENCE.rope(*arguments))
 
 
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("width", "rotated"), [(8, 2), (20, 10), (64, 34)])
+def test_rope_of_a_part_of_each_head(
+    native: Kernels, width: int, rotated: int, interleaved: bool, normed: bool
+) -> None:
+    """The first numbers are those of a head that has no others. The rest is normalised and not rotated."""
+    angles, rows, positions = torch.randn(300, rotated // 2), stored(23, 3, width), torch.randint(300, (23,))
+    norm = stored(width) if normed else None
+    whole = REFERENCE.rms_norm(rows, norm, EPSILON) if norm is not None else rows
+    wanted = REFERENCE.rope(whole[..., :rotated], angles.cos(), angles.sin(), positions, interleaved)
+    for kernels in (native, REFERENCE):
+        found = kernels.rope(rows, angles.cos(), angles.sin(), positions, interleaved, norm, EPSILON)
+        close(found[..., :rotated], wanted)
+        close(found[..., rotated:], whole[..., rotated:])
+
+
 GATES = [(1, 1), (5, 2), (16, 16), (64, 6), (160, 8), (160, 160)]
 """Numbers of experts and of chosen experts."""
 
@@ -82,12 +100,12 @@ def test_gate(native: Kernels, experts: int, top_k: int, width: int) -> None:
     weight, inputs = stored(experts, width, spread=width**-0.5), stored(max(ROWS), width)
     for count in ROWS:
         rows = inputs[:count]
-        ids, likely = native.gate(rows, weight, top_k, False)
+        ids, likely = native.gate(rows, weight, Gating(top_k, False))
         assert (ids.dtype, ids.shape) == (torch.int64, (count, top_k))
         assert all(len(set(line)) == top_k for line in ids.tolist())
-        close(likely, REFERENCE.gate(rows, weight, top_k, False)[1])
+        close(likely, REFERENCE.gate(rows, weight, Gating(top_k, False))[1])
         close(likely, chosen(rows, weight, ids))
-        same, scaled = native.gate(rows, weight, top_k, True, 2.5)
+        same, scaled = native.gate(rows, weight, Gating(top_k, True, 2.5))
         assert torch.equal(same, ids)
         close(scaled, 2.5 * likely / likely.sum(-1, keepdim=True))
 
@@ -98,8 +116,8 @@ def test_gate(native: Kernels, experts: int, top_k: int, width: int) -> None:
 def test_gate_limited_to_groups(native: Kernels, experts: int, groups: int, kept: int) -> None:
     weight, rows = stored(experts, 33, spread=0.2), stored(130, 33)
     top_k = experts // groups * kept
-    ids, likely = native.gate(rows, weight, top_k, False, 16.0, groups, kept)
-    wanted_ids, wanted = REFERENCE.gate(rows, weight, top_k, False, 16.0, groups, kept)
+    ids, likely = native.gate(rows, weight, Gating(top_k, False, 16.0, groups, kept))
+    wanted_ids, wanted = REFERENCE.gate(rows, weight, Gating(top_k, False, 16.0, groups, kept))
     assert torch.equal(ids.sort().values, wanted_ids.sort().values)
     close(likely, wanted)
     close(likely, 16.0 * chosen(rows, weight, ids))
@@ -109,10 +127,10 @@ def test_of_equally_likely_experts_the_first_are_chosen(native: Kernels) -> None
     weight = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0, 0.0])[:, None].expand(-1, 24).contiguous()
     rows = torch.ones(3, 24)
     for kernels in (native, REFERENCE):
-        assert kernels.gate(rows, weight, 6, False)[0].tolist() == [[1, 3, 4, 0, 2, 5]] * 3
-        assert kernels.gate(torch.zeros(3, 24), weight, 4, True)[0].tolist() == [[0, 1, 2, 3]] * 3
+        assert kernels.gate(rows, weight, Gating(6, False))[0].tolist() == [[1, 3, 4, 0, 2, 5]] * 3
+        assert kernels.gate(torch.zeros(3, 24), weight, Gating(4, True))[0].tolist() == [[0, 1, 2, 3]] * 3
         # The best of group 0 is as likely as that of groups 1 and 2; those that are left out are equal zeros.
-        assert kernels.gate(rows, weight, 4, False, 1.0, 3, 2)[0].tolist() == [[1, 3, 0, 2]] * 3
+        assert kernels.gate(rows, weight, Gating(4, False, 1.0, 3, 2))[0].tolist() == [[1, 3, 0, 2]] * 3
 
 
 @pytest.mark.parametrize(("groups", "kept"), [(1, 1), (4, 2), (8, 3)])
@@ -123,15 +141,15 @@ def test_ties_are_those_of_the_reference(native: Kernels, experts: int, groups: 
     kinds = torch.randint(3, (experts,))
     weight, rows = stored(3, 33)[kinds], torch.cat([stored(20, 33), torch.zeros(1, 33)])
     top_k = experts // groups * kept
-    ids, likely = native.gate(rows, weight, top_k, False, 1.0, groups, kept)
-    wanted_ids, wanted = REFERENCE.gate(rows, weight, top_k, False, 1.0, groups, kept)
+    ids, likely = native.gate(rows, weight, Gating(top_k, False, 1.0, groups, kept))
+    wanted_ids, wanted = REFERENCE.gate(rows, weight, Gating(top_k, False, 1.0, groups, kept))
     assert torch.equal(ids, wanted_ids) and wanted_ids.is_contiguous()
     close(likely, wanted)
 
 
 def test_gate_of_sure_rows(native: Kernels) -> None:
     weight, rows = torch.eye(8), 1e4 * torch.eye(8)[:5]
-    ids, likely = native.gate(rows, weight, 3, False)
+    ids, likely = native.gate(rows, weight, Gating(3, False))
     assert ids[:, 0].tolist() == [0, 1, 2, 3, 4] and torch.equal(likely[:, 0], torch.ones(5))
     assert likely[:, 1:].max() < 1e-30
 
@@ -140,7 +158,7 @@ def test_gate_of_sure_rows(native: Kernels) -> None:
 def test_a_gate_of_strange_numbers_is_not_a_number(native: Kernels, strange: float) -> None:
     rows, weight = stored(3, 8), stored(6, 8)
     rows[1, 2] = strange
-    ids, likely = native.gate(rows, weight, 3, True)
+    ids, likely = native.gate(rows, weight, Gating(3, True))
     assert likely.isnan().any(1).tolist() == [False, True, False]
     assert (ids >= 0).all() and (ids < 6).all()
 
@@ -258,3 +276,38 @@ def test_join(native: Kernels, left: int, right: int) -> None:
         shared = (dense[0], wide[:, :1, :right].expand(-1, heads, -1))
         for pair in (dense, strided, shared):
             assert torch.equal(native.join(*pair), torch.cat(pair, dim=-1))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_sigmoid_gate(native: Kernels, width: int) -> None:
+    for hidden in (1, 33, 100):
+        rows, weight = stored(max(ROWS), hidden), stored(1, hidden, spread=hidden**-0.5)
+        values = stored(max(ROWS), width + 3)
+        for count in ROWS:
+            for some in (values[:count, 3:], values[:count, :width].contiguous()):
+                arguments = rows[:count], weight, some
+                close(native.sigmoid_gate(*arguments), REFERENCE.sigmoid_gate(*arguments))
+
+
+def test_sigmoid_gate_of_large_numbers(native: Kernels) -> None:
+    rows = torch.tensor([[-1e30], [-200.0], [-20.0], [0.0], [20.0], [200.0], [1e30]])
+    for kernels in (native, REFERENCE):
+        found = kernels.sigmoid_gate(rows, torch.ones(1, 1), torch.full((7, 5), 3.0))
+        wanted = torch.tensor([0.0, 0.0, 6.1834606e-9, 1.5, 3.0, 3.0, 3.0])[:, None].expand(7, 5)
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-30)
+        nan = torch.full((1, 1), torch.nan)
+        assert kernels.sigmoid_gate(nan, torch.ones(1, 1), torch.ones(1, 5)).isnan().all()
+        assert kernels.sigmoid_gate(torch.ones(1, 1), torch.ones(1, 1), nan).isnan().all()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_clip(native: Kernels, width: int) -> None:
+    wide = stored(max(ROWS), width + 3)
+    for count in ROWS:
+        for rows in (wide[:count, 3:], wide[:count, :width].contiguous()):
+            found = native.clip(rows, 0.75)
+            assert same_bits(found, REFERENCE.clip(rows, 0.75).contiguous())
+            assert bool((found.abs() <= 0.75).all())
+    [row] = native.clip(torch.tensor([[-torch.inf, torch.inf, torch.nan, -0.5]]), 0.75)
+    assert row[:2].tolist() == [-0.75, 0.75]
+    assert row[2].isnan() and row[3] == -0.5

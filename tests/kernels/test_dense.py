@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -57,6 +59,19 @@ def test_gated_mlp_gates_with_silu() -> None:
     wide = rows @ gate.t()
     wanted = (wide * torch.sigmoid(wide) * (rows @ up.t())) @ down.t()
     torch.testing.assert_close(dense.gated_mlp(rows, gate, up, down), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_sigmoid_gate_multiplies_each_row_by_one_number() -> None:
+    rows, weight = torch.tensor([[1.0, 2.0], [0.0, 0.0]]), torch.tensor([[3.0, -1.0]])
+    found = dense.sigmoid_gate(rows, weight, torch.tensor([[1.0, -2.0, 4.0], [1.0, -2.0, 4.0]]))
+    opened = 1 / (1 + math.exp(-1.0))
+    wanted = torch.tensor([[opened, -2 * opened, 4 * opened], [0.5, -1.0, 2.0]])
+    torch.testing.assert_close(found, wanted)
+
+
+def test_clip_keeps_what_is_within_the_limit() -> None:
+    found = dense.clip(torch.tensor([[-3.0, -0.5, 0.0, 0.5, 3.0]]), 0.5)
+    assert found.tolist() == [[-0.5, -0.5, 0.0, 0.5, 0.5]]
 
 
 def test_pick_names_what_it_picked() -> None:

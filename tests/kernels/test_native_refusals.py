@@ -9,6 +9,7 @@ import torch
 from tests.support.paged_steps import cache, tokens
 
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.gating import Gating
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 
@@ -83,7 +84,7 @@ NORMS: dict[str, Call] = {
     "a sum and a weight with gaps": lambda k: k.add_norm(f(3, 8), f(3, 8), f(16)[::2], 1e-6),
 }
 ROPE: dict[str, Call] = {
-    "another width": lambda k: k.rope(f(3, 2, 8), f(9, 3), f(9, 3), ids(1, 2, 3)),
+    "more pairs than a head has": lambda k: k.rope(f(3, 2, 8), f(9, 5), f(9, 5), ids(1, 2, 3)),
     "another sine": lambda k: k.rope(f(3, 2, 8), f(9, 4), f(9, 3), ids(1, 2, 3)),
     "a shorter sine": lambda k: k.rope(f(3, 2, 8), f(9, 4), f(2, 4), ids(1, 2, 3)),
     "an odd width": lambda k: k.rope(f(3, 2, 9), f(9, 4), f(9, 4), ids(1, 2, 3)),
@@ -111,15 +112,15 @@ MLP: dict[str, Call] = {
     "no inner numbers": lambda k: k.gated_mlp(f(3, 8), f(0, 8), f(0, 8), f(8, 0)),
 }
 GATE: dict[str, Call] = {
-    "rows of another width": lambda k: k.gate(f(3, 7), f(6, 8), 2, True),
-    "rows in bf16": lambda k: k.gate(f(3, 8).to(BRAIN), f(6, 8), 2, True),
-    "a weight in bf16": lambda k: k.gate(f(3, 8), f(6, 8).to(BRAIN), 2, True),
-    "more chosen than there are": lambda k: k.gate(f(3, 8), f(6, 8), 7, True),
-    "none chosen": lambda k: k.gate(f(3, 8), f(6, 8), -1, True),
-    "groups that do not divide": lambda k: k.gate(f(3, 8), f(6, 8), 2, True, 1.0, 4, 2),
-    "more chosen than groups keep": lambda k: k.gate(f(3, 8), f(6, 8), 3, True, 1.0, 3, 1),
-    "no groups": lambda k: k.gate(f(3, 8), f(6, 8), 2, True, 1.0, 0, -1),
-    "no experts": lambda k: k.gate(f(3, 8), f(0, 8), 1, True),
+    "rows of another width": lambda k: k.gate(f(3, 7), f(6, 8), Gating(2, True)),
+    "rows in bf16": lambda k: k.gate(f(3, 8).to(BRAIN), f(6, 8), Gating(2, True)),
+    "a weight in bf16": lambda k: k.gate(f(3, 8), f(6, 8).to(BRAIN), Gating(2, True)),
+    "more chosen than there are": lambda k: k.gate(f(3, 8), f(6, 8), Gating(7, True)),
+    "none chosen": lambda k: k.gate(f(3, 8), f(6, 8), Gating(-1, True)),
+    "groups that do not divide": lambda k: k.gate(f(3, 8), f(6, 8), Gating(2, True, 1.0, 4, 2)),
+    "more chosen than groups keep": lambda k: k.gate(f(3, 8), f(6, 8), Gating(3, True, 1.0, 3, 1)),
+    "no groups": lambda k: k.gate(f(3, 8), f(6, 8), Gating(2, True, 1.0, 0, -1)),
+    "no experts": lambda k: k.gate(f(3, 8), f(0, 8), Gating(1, True)),
 }
 EXPERTS: dict[str, Call] = {
     "rows of another width": lambda k: k.experts(experts(), f(3, 7), torch.zeros(3, 2).long()),
@@ -151,6 +152,18 @@ MERGE: dict[str, Call] = {
     "a dense part of another width": lambda k: k.merge(f(3, 8), f(3, 7), f(3, 2, 8), f(3, 2)),
     "a dense part of one row": lambda k: k.merge(f(3, 8), f(1, 8), f(3, 2, 8), f(3, 2)),
     "a dense part in bf16": lambda k: k.merge(f(3, 8), f(3, 8).to(BRAIN), None, None),
+}
+SIGMOID_GATE: dict[str, Call] = {
+    "a weight of another width": lambda k: k.sigmoid_gate(f(3, 8), f(1, 7), f(3, 5)),
+    "two weights": lambda k: k.sigmoid_gate(f(3, 8), f(2, 8), f(3, 5)),
+    "a weight in bf16": lambda k: k.sigmoid_gate(f(3, 8), f(1, 8).to(BRAIN), f(3, 5)),
+    "fewer values": lambda k: k.sigmoid_gate(f(3, 8), f(1, 8), f(2, 5)),
+    "values in bf16": lambda k: k.sigmoid_gate(f(3, 8), f(1, 8), f(3, 5).to(BRAIN)),
+    "rows in float64": lambda k: k.sigmoid_gate(f(3, 8).double(), f(1, 8), f(3, 5)),
+}
+CLIP: dict[str, Call] = {
+    "rows in bf16": lambda k: k.clip(f(3, 8).to(BRAIN), 0.5),
+    "rows with three axes": lambda k: k.clip(f(3, 2, 8), 0.5),
 }
 COPIES: dict[str, Call] = {
     "ids in int32": lambda k: k.embed(f(9, 8), ids(1, 2).int()),
@@ -237,6 +250,8 @@ CALLS = {
         "gate": GATE,
         "experts": EXPERTS,
         "merge": MERGE,
+        "sigmoid_gate": SIGMOID_GATE,
+        "clip": CLIP,
         "copies": COPIES,
         "attention": ATTENTION,
     }.items()

@@ -18,6 +18,7 @@ from tests.support.paged_steps import cache, tokens
 
 from moesaic.core.errors import ConfigError
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.gating import Gating
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 
@@ -61,7 +62,7 @@ class Work:
             self.native.paged_attention(query, self.keys, self.values, batch, 0.2)
             for query, batch in zip(self.queries, self.batches, strict=True)
         ]
-        gated = self.native.gate(self.rows, self.router, 2, True)
+        gated = self.native.gate(self.rows, self.router, Gating(2, True))
         answers = self.native.experts(self.experts, self.rows, self.ids)
         return [self.native.linear(self.rows, self.weight), answers, *gated, *attended]
 

@@ -11,11 +11,13 @@ from tests.support.paged_steps import cache, tokens
 
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.gating import Gating
 from moesaic.kernels.table import Kernels, OperationRecorder
 from moesaic.kernels.weights import ExpertWeights
 
 torch.set_num_threads(1)
 HIDDEN, HEADS, WIDTH = 40, 4, 10
+GATING = Gating(2, True, 2.5, 3, 2, "sigmoid", "two best", 1e-20)
 
 
 class Layer:
@@ -28,6 +30,8 @@ class Layer:
         self.cosine, self.sine = angles.cos(), angles.sin()
         self.projections = [stored(HIDDEN, HIDDEN, spread=0.1) for _ in range(3)]
         self.up, self.router = stored(HEADS, WIDTH, WIDTH), stored(6, HIDDEN, spread=0.1)
+        self.bias = stored(6, spread=0.1)
+        self.opening = stored(1, HIDDEN, spread=0.1)
         self.mlp = [stored(*shape, spread=0.1) for shape in ((30, HIDDEN), (30, HIDDEN), (HIDDEN, 30))]
         parts = [tuple(stored(*one.shape, spread=0.1) for _ in range(6)) for one in self.mlp]
         self.experts = ExpertWeights(*parts)
@@ -44,8 +48,8 @@ class Layer:
         attended = k.paged_attention(k.head_linear(query, self.up), self.keys, self.values, batch, 0.3)
         joined = k.join(attended[..., :4], attended[..., 4:]).flatten(1)
         residual, normed = k.add_norm(hidden, k.linear(joined, self.projections[0]), self.norm, 1e-6)
-        chosen, weights = k.gate(normed, self.router, 2, True)
-        dense = k.gated_mlp(normed, *self.mlp)
+        chosen, weights = k.gate(normed, self.router, GATING, self.bias)
+        dense = k.clip(k.sigmoid_gate(normed, self.opening, k.gated_mlp(normed, *self.mlp)), 0.5)
         return k.merge(residual, dense, k.experts(self.experts, normed, chosen), weights)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,29 @@ from moesaic.kernels.table import pick
 from moesaic.models import registry
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+NO_ROPE = {"rope_parameters": None}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One checkpoint of each model_type."""
     makers: dict[str, Any] = {
+        "deepseek_v3": model_configs.deepseek3,
+        "glm4_moe": model_configs.glm4,
+        "glm4_moe_lite": model_configs.glm4_lite,
         "mixtral": model_configs.mixtral,
         "qwen3_moe": model_configs.qwen3,
         "deepseek_v2": model_configs.deepseek,
+        "olmoe": model_configs.olmoe,
+        "qwen2_moe": model_configs.qwen2,
     }
-    return {
+    found = {
         kind: tiny_models.save(tiny_models.build(kind, make()), tmp_path_factory.mktemp(kind))
         for kind, make in makers.items()
     }
+    kimi = shutil.copytree(found["deepseek_v3"], tmp_path_factory.mktemp("kimi") / "k2")
+    return found | {"kimi_k2": tiny_models.edit(kimi, model_type="kimi_k2")}
 
 
 @pytest.fixture
@@ -99,6 +109,63 @@ def test_an_unknown_key_is_refused_with_its_value(kind: str, copy: Any) -> None:
             ("num_experts_per_tok", "6", "at most 3"),
         ),
         ("deepseek_v2", {"kv_lora_rank": None}, ("kv_lora_rank is missing",)),
+        ("deepseek_v3", {"scoring_func": "softmax"}, ("scoring_func", "'softmax'", "'sigmoid'")),
+        ("deepseek_v3", {"topk_method": "greedy"}, ("topk_method", "'greedy'", "'noaux_tc'")),
+        ("deepseek_v3", {"norm_topk_prob": 1}, ("norm_topk_prob", "1", "true, false")),
+        ("deepseek_v3", {"moe_layer_freq": 2}, ("moe_layer_freq", "2", "1")),
+        ("deepseek_v3", {"num_key_value_heads": 2}, ("num_key_value_heads", "2", "4")),
+        ("deepseek_v3", {"n_group": 12}, ("n_group, topk_group", "12, 2", "at least 2 in a group")),
+        ("deepseek_v3", {"topk_group": 5}, ("n_group, topk_group", "4, 5", "at most as many groups")),
+        ("deepseek_v3", {"n_group": 6}, ("num_experts_per_tok", "6", "at most 4")),
+        ("deepseek_v3", {"num_nextn_predict_layers": -1}, ("num_nextn_predict_layers", "-1")),
+        ("deepseek_v3", {"rope_interleave": "no"}, ("rope_interleave", "'no'", "true, false")),
+        ("deepseek_v3", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5")),
+        ("deepseek_v3", {"index_topk": 2048}, ("index_topk", "2048")),
+        ("deepseek_v3", {"first_k_dense_replace": 0}, ("layers.0.mlp.gate.weight", "missing")),
+        ("deepseek_v3", {"quantization_config": FP8}, ("quantization_config", "'fp8'")),
+        ("kimi_k2", {"quantization_config": FP8}, ("quantization_config", "'fp8'")),
+        ("kimi_k2", {"topk_method": "greedy"}, ("topk_method", "'greedy'")),
+        ("glm4_moe", {"partial_rotary_factor": 2.0, **NO_ROPE}, ("partial_rotary_factor", "2", "up to 1")),
+        ("glm4_moe", {"partial_rotary_factor": 0.2, **NO_ROPE}, ("partial_rotary_factor", "0.2", "even")),
+        ("glm4_moe", {"partial_rotary_factor": "x", **NO_ROPE}, ("partial_rotary_factor", "'x'", "above 0")),
+        ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0}}, ("rope_parameters.partial",)),
+        ("glm4_moe", {"use_qk_norm": True}, ("self_attn.q_norm.weight is missing",)),
+        ("glm4_moe", {"scoring_func": "softmax"}, ("scoring_func", "'softmax'")),
+        ("glm4_moe_lite", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5", "whole heads")),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, ("mlp_layer_types", "each of 3 layers")),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense", "moe", 1]}, ("mlp_layer_types", "'sparse'")),
+        ("glm4_moe_lite", {"first_k_dense_replace": 2}, ("first_k_dense_replace", "2", "mlp_layer_types")),
+        ("olmoe", {"clip_qkv": 0}, ("clip_qkv", "0", "above 0")),
+        ("olmoe", {"clip_qkv": "8"}, ("clip_qkv", "'8'", "above 0")),
+        ("olmoe", {"head_dim": 16}, ("head_dim", "16", "8, None", "hidden_size / num_attention_heads")),
+        ("olmoe", {"sliding_window": 4096}, ("sliding_window", "4096")),
+        ("olmoe", {"num_experts_per_tok": 17}, ("num_experts_per_tok", "17", "at most 16")),
+        ("olmoe", {"num_local_experts": 8}, ("num_local_experts", "8", "16")),
+        ("qwen2_moe", {"attention_bias": True}, ("attention_bias", "True", "qkv_bias")),
+        ("qwen2_moe", {"qkv_bias": 1}, ("qkv_bias", "1", "true, false")),
+        ("qwen2_moe", {"qkv_bias": False}, ("self_attn.k_proj.bias is not expected",)),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, ("shared_expert_intermediate_size", "0")),
+        ("qwen2_moe", {"use_qk_norm": True}, ("use_qk_norm", "True")),
+        (
+            "qwen2_moe",
+            {"use_sliding_window": True, "sliding_window": 9, "layer_types": None},
+            ("layer_types", "None", "list of 3"),
+        ),
+        ("qwen2_moe", {"layer_types": [model_configs.FULL] * 2}, ("layer_types", "list of 3")),
+        (
+            "qwen2_moe",
+            {"layer_types": [model_configs.FULL, model_configs.SLIDING, model_configs.FULL]},
+            ("layer_types", "of full_attention, with use_sliding_window false"),
+        ),
+        (
+            "qwen2_moe",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 0,
+                "layer_types": [model_configs.FULL, model_configs.SLIDING, model_configs.FULL],
+            },
+            ("sliding_window", "0", "at least 1"),
+        ),
     ],
 )
 def test_a_value_that_is_not_supported_is_named(
@@ -109,7 +176,9 @@ def test_a_value_that_is_not_supported_is_named(
 
 def test_an_unknown_model_type_is_refused_with_the_list(copy: Any) -> None:
     refused(
-        tiny_models.edit(copy("mixtral"), model_type="llama"), "'llama'", "deepseek_v2, mixtral, qwen3_moe"
+        tiny_models.edit(copy("mixtral"), model_type="llama"),
+        "'llama'",
+        "deepseek_v2, deepseek_v3, glm4_moe, glm4_moe_lite, kimi_k2, mixtral, olmoe, qwen2_moe, qwen3_moe",
     )
 
 
@@ -233,3 +302,21 @@ def test_an_unknown_dtype_or_device_is_refused(saved: dict[str, Path]) -> None:
         registry.load(saved["mixtral"], pick("cpu"), dtype="int4")
     with pytest.raises(ConfigError, match="device: got 'tpu'"):
         pick("tpu")
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "glm4_moe_lite"])
+def test_layers_that_predict_several_tokens_are_left_out_if_the_config_names_them(
+    kind: str, copy: Any
+) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        some = [name for name in tensors if name.startswith("model.layers.2.")]
+        tensors |= {name.replace("layers.2.", "layers.3."): tensors[name].clone() for name in some}
+        tensors["model.layers.3.eh_proj.weight"] = torch.zeros(48, 96)
+
+    wanted = registry.load(copy(kind), pick("cpu")).num_parameters
+    path = rewrite(copy(kind), add)
+    assert registry.load(path, pick("cpu")).num_parameters == wanted
+    refused(tiny_models.edit(path, num_nextn_predict_layers=0), "model.layers.3.", "not expected")
+    more = rewrite(path, lambda tensors: tensors.update({"model.layers.4.enorm.weight": torch.zeros(48)}))
+    refused(tiny_models.edit(more, num_nextn_predict_layers=1), "model.layers.4.enorm", "not expected")
+    registry.load(tiny_models.edit(more, num_nextn_predict_layers=2), pick("cpu"))

@@ -31,8 +31,23 @@ SHARDED: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         model_configs.qwen3(num_attention_heads=8, attention_bias=True, decoder_sparse_step=2),
     ),
+    "olmoe": ("olmoe", model_configs.olmoe(num_attention_heads=4, num_key_value_heads=4, clip_qkv=0.9)),
+    "olmoe-gqa-bias": (
+        "olmoe",
+        model_configs.olmoe(
+            num_attention_heads=8, num_key_value_heads=2, attention_bias=True, norm_topk_prob=True
+        ),
+    ),
+    "qwen2": ("qwen2_moe", model_configs.qwen2(num_key_value_heads=2)),
     "deepseek-lite": model_configs.CASES["deepseek-lite"],
     "deepseek-full": model_configs.CASES["deepseek-full"],
+    "deepseek3": model_configs.CASES["deepseek3"],
+    "glm4": (
+        "glm4_moe",
+        model_configs.glm4(
+            num_attention_heads=8, num_key_value_heads=4, attention_bias=True, use_qk_norm=True
+        ),
+    ),
 }
 LENGTH, GREEDY = 23, 24
 NAMED = pytest.mark.parametrize("name", SHARDED)
@@ -108,6 +123,19 @@ def test_partial_sums_add_up_to_the_whole_attention(name: str, size: int, saved:
         assert all(float((part - wanted).abs().max()) > 1e-2 for part in parts)
 
 
+@pytest.mark.parametrize("name", ["olmoe", "olmoe-gqa-bias"])
+def test_norms_over_all_heads_give_a_ranks_heads_the_bits_of_one_process(name: str, saved: Any) -> None:
+    _, path = saved[name]
+    whole, ranks = registry.load(path, pick("cpu")), load(path, 2, "auto")
+    rows, positions = torch.randn(9, 48, generator=torch.Generator().manual_seed(0)), torch.arange(9)
+    for layer, block in enumerate(whole.blocks):
+        wanted = block.pre_attention(rows, positions)
+        parts = [rank.blocks[layer].pre_attention(rows, positions) for rank in ranks]
+        assert torch.equal(torch.cat([part.query for part in parts], dim=1), wanted.query)
+        assert torch.equal(torch.cat([part.key for part in parts], dim=1), wanted.key)
+        assert torch.equal(torch.cat([part.value for part in parts], dim=1), wanted.value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
 @SIZES
@@ -154,6 +182,9 @@ def bytes_read(path: Path, part: Shard) -> int:
         ("mixtral", (2 * 8 * 8 * 48, 2 * 4 * 8 * 48, 4)),
         ("mixtral-mqa", (2 * 4 * 8 * 48, 2 * 8 * 48, 1)),
         ("qwen3-bias", (2 * 8 * 16 * 48, 2 * 2 * 16 * 48, 2)),
+        # v and o are split; q and k are whole, since their norms are
+        ("olmoe", (4 * 12 * 48, 4 * 12 * 48, 4)),
+        ("olmoe-gqa-bias", (8 * 6 * 48, 2 * 6 * 48, 2)),
         # q and o and kv_b are split, the latent is not
         ("deepseek-lite", (4 * (12 + 12) * 48 + 4 * 20 * 16, 0, 1)),
     ],

@@ -14,7 +14,8 @@ import torch
 from tests.support import model_configs, tiny_models
 from tests.support.model_driver import Driver
 
-from moesaic.kernels.reference import dense
+from moesaic.kernels.gating import Gating
+from moesaic.kernels.reference import dense, gate
 from moesaic.kernels.table import REFERENCE
 from moesaic.models import registry
 
@@ -22,7 +23,10 @@ pytestmark = pytest.mark.slow  # what is tested here are the tests of test_ident
 LENGTH = 41
 NEW = 24
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
-FULL = model_configs.CASES["deepseek-full"][1]["rope_parameters"]
+FULL, DEEPSEEK3, GLM4_LITE = (
+    model_configs.CASES[name][1]["rope_parameters"]
+    for name in ("deepseek-full", "deepseek3-full", "glm4-lite-layers-groups-yarn")
+)
 
 EDITS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("qwen3-odd-heads-yarn", {"rope_parameters": PLAIN}),
@@ -48,8 +52,41 @@ EDITS: dict[str, tuple[str, dict[str, Any]]] = {
     "top-k normalisation": ("qwen3", {"norm_topk_prob": False}),
     "top-k normalisation, on": ("qwen3-k8-plain", {"norm_topk_prob": True}),
     "scaling factor": ("deepseek-full", {"routed_scaling_factor": 1.0}),
+    "clipped queries, keys and values": ("olmoe-clip-bias-gqa", {"clip_qkv": None}),
+    "top-k normalisation of olmoe": ("olmoe-clip-bias-gqa", {"norm_topk_prob": False}),
+    "top-k normalisation of qwen2, on": ("qwen2", {"norm_topk_prob": True}),
+    "windows of qwen2": ("qwen2-windows-odd-heads", {"layer_types": [model_configs.FULL] * 3}),
+    "which layers of qwen2 have windows": (
+        "qwen2-windows-odd-heads",
+        {"layer_types": [model_configs.FULL, model_configs.SLIDING, model_configs.SLIDING]},
+    ),
     "one expert more": ("deepseek-k1-one-head", {"num_experts_per_tok": 2}),
     "epsilon": ("qwen3", {"rms_norm_eps": 0.1}),
+    "group limit of deepseek3": ("deepseek3", {"n_group": 1, "topk_group": 1}),
+    "one group more of deepseek3": ("deepseek3-full", {"topk_group": 2}),
+    "top-k normalisation of deepseek3": ("deepseek3", {"norm_topk_prob": False}),
+    "top-k normalisation of deepseek3, on": ("deepseek3-plain-odd-heads", {"norm_topk_prob": True}),
+    "scaling factor of deepseek3": ("deepseek3-full", {"routed_scaling_factor": 1.0}),
+    "pairs of numbers side by side": ("deepseek3", {"rope_interleave": False}),
+    "pairs of numbers apart": ("deepseek3-plain-odd-heads", {"rope_interleave": True}),
+    "mscale_all_dim of deepseek3": (
+        "deepseek3-full",
+        {"rope_parameters": {**DEEPSEEK3, "mscale_all_dim": 0.1}},
+    ),
+    "mscale_all_dim of glm4-lite": (
+        "glm4-lite-layers-groups-yarn",
+        {"rope_parameters": {**GLM4_LITE, "mscale_all_dim": 0.1}},
+    ),
+    "group limit of glm4": ("glm4-norm-bias-groups", {"n_group": 1, "topk_group": 1}),
+    "scaling factor of glm4": ("glm4-norm-bias-groups", {"routed_scaling_factor": 1.0}),
+    "the part of a head that is rotated": (
+        "glm4",
+        {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}},
+    ),
+    "yarn of a part of a head": (
+        "glm4-plain-odd-heads-yarn",
+        {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.7}},
+    ),
 }
 Answer = tuple[torch.Tensor, list[int]]
 Intact = Callable[[str], tuple[Path, Answer]]
@@ -109,6 +146,11 @@ def nothing(_: Any) -> None:
     return None
 
 
+def gating(**changes: Any) -> Any:
+    """Changes how a gate chooses and weighs. Dense layers have none."""
+    return lambda router: router and replace(router, gating=replace(router.gating, **changes))
+
+
 WEIGHTS = {
     "query norm": ("qwen3", {"query_norm": nothing}),
     "key norm": ("qwen3", {"key_norm": nothing}),
@@ -121,7 +163,28 @@ WEIGHTS = {
     "query latent norm": ("deepseek-full", {"query_norm": torch.ones_like}),
     "latent norm": ("deepseek-lite", {"latent_norm": torch.ones_like}),
     "shared experts and dense layers": ("deepseek-lite", {"dense_part": nothing}),
+    "query norm of olmoe": ("olmoe", {"query_norm": nothing}),
+    "key norm of olmoe": ("olmoe", {"key_norm": nothing}),
+    "query bias of olmoe": ("olmoe-clip-bias-gqa", {"query": no_bias}),
+    "key bias of olmoe": ("olmoe-clip-bias-gqa", {"key": no_bias}),
+    "query bias of qwen2": ("qwen2", {"query": no_bias}),
+    "key bias of qwen2": ("qwen2", {"key": no_bias}),
+    "value bias of qwen2": ("qwen2", {"value": no_bias}),
+    "shared experts of qwen2": ("qwen2", {"dense_part": nothing}),
+    "gates of the shared experts": ("qwen2", {"dense_part": lambda shared: shared.expert}),
     "dense layers": ("qwen3-bias-dense-layers", {"dense_part": nothing}),
+    "sigmoids": ("deepseek3-plain-odd-heads", {"router": gating(scores="softmax")}),
+    "groups by their two best": ("deepseek3", {"router": gating(group_scores="best")}),
+    "correction bias": ("deepseek3", {"router": lambda router: router and no_bias(router)}),
+    "correction bias of glm4": ("glm4", {"router": lambda router: router and no_bias(router)}),
+    "correction bias of glm4-lite": ("glm4-lite", {"router": lambda router: router and no_bias(router)}),
+    "shared experts of deepseek3": ("deepseek3-plain-odd-heads", {"dense_part": nothing}),
+    "shared experts of glm4": ("glm4-plain-odd-heads-yarn", {"dense_part": nothing}),
+    "query norm of glm4": ("glm4-norm-bias-groups", {"query_norm": nothing}),
+    "key norm of glm4": ("glm4-norm-bias-groups", {"key_norm": nothing}),
+    "query bias of glm4": ("glm4-norm-bias-groups", {"query": no_bias}),
+    "value bias of glm4": ("glm4-norm-bias-groups", {"value": no_bias}),
+    "latent bias of deepseek3": ("deepseek3-full", {"latent": no_bias}),
 }
 
 
@@ -140,3 +203,35 @@ def test_the_order_of_rotated_pairs_matters(name: str, intact: Intact) -> None:
         return dense.rope(*arguments, interleaved=not interleaved, **options)
 
     check_differs(registry.load(path, replace(REFERENCE, rope=other)), wanted)
+
+
+def test_a_correction_bias_that_weighs_too_is_noticed(intact: Intact) -> None:
+    path, wanted = intact("deepseek3-plain-odd-heads")
+
+    def other(
+        rows: torch.Tensor, weight: torch.Tensor, rule: Gating, bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, weights = gate.gate(rows, weight, rule, bias)
+        return ids, weights + rule.scale * bias[ids]
+
+    check_differs(registry.load(path, replace(REFERENCE, gate=other)), wanted)
+
+
+def test_groups_left_out_by_zeros_are_noticed(intact: Intact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros would be chosen before the negative scores of the groups that are kept."""
+    path, wanted = intact("deepseek3")
+    limit = gate._limit
+    monkeypatch.setattr(gate, "_limit", lambda *given: limit(*given).nan_to_num(neginf=0.0))
+    check_differs(registry.load(path, REFERENCE), wanted)
+
+
+def test_a_norm_of_all_heads_together_is_not_one_of_each_head(intact: Intact) -> None:
+    path, wanted = intact("olmoe-clip-bias-gqa")
+    width, keys = 8, 2 * 8
+
+    def other(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        if len(weight) != keys:
+            return dense.rms_norm(rows, weight, epsilon)
+        return dense.rms_norm(rows.unflatten(1, (-1, width)), weight.view(-1, width), epsilon).flatten(1)
+
+    check_differs(registry.load(path, replace(REFERENCE, rms_norm=other)), wanted)

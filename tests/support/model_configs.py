@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 VOCAB = 97
+FULL, SLIDING = "full_attention", "sliding_attention"
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
@@ -43,6 +44,51 @@ def deepseek(**options: Any) -> dict[str, Any]:
     return {**base, **options}
 
 
+def deepseek3(**options: Any) -> dict[str, Any]:
+    return deepseek(
+        **{
+            "num_key_value_heads": options.get("num_attention_heads", 4),
+            "n_group": 4,
+            "topk_group": 2,
+            **options,
+        }
+    )
+
+
+def glm4(**options: Any) -> dict[str, Any]:
+    base = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 20,
+        "n_routed_experts": 12, "num_experts_per_tok": 4, "max_position_embeddings": 192,
+    }  # fmt: skip
+    return {**base, **options}
+
+
+def olmoe(**options: Any) -> dict[str, Any]:
+    base = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 20, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 6, "num_experts": 16, "num_experts_per_tok": 8,
+        "max_position_embeddings": 192, "eos_token_id": None,
+    }  # fmt: skip
+    return {**base, **options}
+
+
+def glm4_lite(**options: Any) -> dict[str, Any]:
+    base = deepseek(num_key_value_heads=options.get("num_attention_heads", 4), q_lora_rank=20, **options)
+    del base["first_k_dense_replace"]  # mlp_layer_types says it
+    return base
+
+
+def qwen2(**options: Any) -> dict[str, Any]:
+    base = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 36, "num_experts": 12, "num_experts_per_tok": 4,
+        "max_position_embeddings": 192,
+    }  # fmt: skip
+    return {**base, **options}
+
+
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", mixtral()),
@@ -73,6 +119,34 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe", qwen3(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
     ),
     "qwen3-window": ("qwen3_moe", qwen3(use_sliding_window=True, sliding_window=9)),
+    "olmoe": ("olmoe", olmoe()),
+    "olmoe-clip-bias-gqa": (
+        "olmoe",
+        olmoe(clip_qkv=0.9, attention_bias=True, num_key_value_heads=2, norm_topk_prob=True),
+    ),
+    "olmoe-odd-heads-k1-yarn-tied": (
+        "olmoe",
+        olmoe(
+            hidden_size=60, num_attention_heads=5, num_key_value_heads=1, num_experts_per_tok=1,
+            rope_parameters=YARN, tie_word_embeddings=True,
+        ),
+    ),
+    "qwen2": ("qwen2_moe", qwen2()),
+    "qwen2-dense-layers-plain": (
+        "qwen2_moe",
+        qwen2(
+            qkv_bias=False, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[1],
+            num_key_value_heads=2, num_experts_per_tok=8, norm_topk_prob=True,
+        ),
+    ),
+    "qwen2-windows-odd-heads": (
+        "qwen2_moe",
+        qwen2(
+            num_attention_heads=3, num_key_value_heads=1, use_sliding_window=True, sliding_window=9,
+            layer_types=[SLIDING, FULL, SLIDING],
+            shared_expert_intermediate_size=7, tie_word_embeddings=True,
+        ),
+    ),
     "deepseek-lite": ("deepseek_v2", deepseek()),
     "deepseek-lite-yarn": (
         "deepseek_v2",
@@ -98,6 +172,47 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         deepseek(
             num_attention_heads=3, v_head_dim=5, tie_word_embeddings=True,
             rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+        ),
+    ),
+    "deepseek3": ("deepseek_v3", deepseek3()),
+    "deepseek3-full": (
+        "deepseek_v3",
+        deepseek3(
+            q_lora_rank=20, qk_rope_head_dim=16, n_shared_experts=2, attention_bias=True, num_hidden_layers=4,
+            first_k_dense_replace=2, n_group=3, topk_group=1, num_experts_per_tok=3,
+            routed_scaling_factor=1.7,
+            rope_parameters={**YARN, "rope_theta": 100.0, "mscale": 0.7, "mscale_all_dim": 1.2},
+        ),
+    ),
+    "deepseek3-plain-odd-heads": (
+        "deepseek_v3",
+        deepseek3(
+            num_attention_heads=3, n_group=1, topk_group=1, norm_topk_prob=False, first_k_dense_replace=0,
+            num_experts_per_tok=1, rope_interleave=False, tie_word_embeddings=True,
+        ),
+    ),
+    "glm4": ("glm4_moe", glm4()),
+    "glm4-norm-bias-groups": (
+        "glm4_moe",
+        glm4(
+            use_qk_norm=True, attention_bias=True, n_group=3, topk_group=2, num_hidden_layers=4,
+            first_k_dense_replace=2, n_shared_experts=2, routed_scaling_factor=2.5,
+        ),
+    ),
+    "glm4-plain-odd-heads-yarn": (
+        "glm4_moe",
+        glm4(
+            num_attention_heads=9, num_key_value_heads=3, head_dim=20, norm_topk_prob=False,
+            first_k_dense_replace=0, rope_parameters={**YARN, "partial_rotary_factor": 0.7},
+        ),
+    ),
+    "glm4-lite": ("glm4_moe_lite", glm4_lite()),
+    "glm4-lite-layers-groups-yarn": (
+        "glm4_moe_lite",
+        glm4_lite(
+            num_attention_heads=2, attention_bias=True, n_group=2, topk_group=1, num_experts_per_tok=5,
+            mlp_layer_types=["sparse", "dense", "sparse"],
+            rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
         ),
     ),
 }  # fmt: skip

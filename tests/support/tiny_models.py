@@ -14,12 +14,20 @@ torch.set_num_threads(1)
 KINDS = {
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
+    "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
     "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
+    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
 }
 
 
 def build(kind: str, options: dict[str, Any], seed: int = 0, spread: float = 0.25) -> Any:
-    """A transformers model with random weights of standard deviation `spread`, biases and norms too."""
+    """A transformers model with random weights of standard deviation `spread`, biases and norms too.
+
+    The correction bias of a gate is drawn around -0.4, so that some scores become negative.
+    """
     config_class, model_class = KINDS[kind]
     model = model_class(config_class(**options)).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -27,12 +35,26 @@ def build(kind: str, options: dict[str, Any], seed: int = 0, spread: float = 0.2
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1.0 + 0.2 * noise if "norm" in name else spread * noise)
+        for bias in corrections(model):
+            bias.copy_(spread * torch.randn(bias.shape, generator=generator) - 0.4)
     return model
+
+
+def corrections(model: Any) -> list[torch.Tensor]:
+    """The correction biases [E] of a transformers model's gates. They are buffers and not parameters."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
 def save(model: Any, path: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Writes the checkpoint in `dtype`, as transformers does by default. `model` is rounded too."""
     model.to(dtype).save_pretrained(path)
+    return path
+
+
+def save_fused(model: Any, path: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Writes the checkpoint with each layer's experts in two tensors, in the form in which transformers
+    computes."""
+    model.to(dtype).save_pretrained(path, save_original_format=False)
     return path
 
 

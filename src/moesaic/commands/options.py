@@ -175,7 +175,8 @@ class Plan:
 
     model: str | None = None
     """A checkpoint's directory, a config.json, `demo`, or a known name: mixtral-8x7b, mixtral-8x22b, dbrx,
-    deepseek-v2, deepseek-v2-lite, deepseek-v3, qwen3-30b-a3b."""
+    deepseek-v2, deepseek-v2-lite, deepseek-v3, qwen3-30b-a3b, olmoe-1b-7b,
+    qwen1.5-moe-a2.7b, qwen2-57b-a14b."""
     _: KW_ONLY
     hardware: str | None = None
     """A known machine (t4, l4, t4-large-host, t4-measured, l4-measured, a100-40, a100-80, h100, h200), a file

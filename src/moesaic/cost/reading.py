@@ -67,14 +67,30 @@ def _qwen(raw: Raw, name: str) -> ModelSizes:
         experts=experts,
         top_k=_integer(raw, "num_experts_per_tok", most=experts),
         expert_width=_integer(raw, "moe_intermediate_size"),
+        shared_width=_integer(raw, "shared_expert_intermediate_size", 0, least=0),
         dense_width=_integer(raw, "intermediate_size"),
         tied=bool(raw.get("tie_word_embeddings", False)),
     )
 
 
+def _olmoe(raw: Raw, name: str) -> ModelSizes:
+    layers, experts = _integer(raw, "num_hidden_layers", most=LAYERS), _integer(raw, "num_experts", 64)
+    attention = _grouped(raw)
+    return ModelSizes(
+        name,
+        layers=layers,
+        hidden=_integer(raw, "hidden_size"),
+        vocab=_integer(raw, "vocab_size"),
+        attention=replace(attention, normed=(attention.heads, attention.kv_heads)),
+        moe_layers=layers,
+        experts=experts,
+        top_k=_integer(raw, "num_experts_per_tok", 8, most=experts),
+        expert_width=_integer(raw, "intermediate_size"),
+        tied=bool(raw.get("tie_word_embeddings", False)),
+    )
+
+
 def _deepseek(raw: Raw, name: str) -> ModelSizes:
-    layers, width = _integer(raw, "num_hidden_layers", most=LAYERS), _integer(raw, "moe_intermediate_size")
-    experts = _integer(raw, "n_routed_experts")
     attention = Latent(
         heads=_integer(raw, "num_attention_heads"),
         rank=_integer(raw, "kv_lora_rank"),
@@ -83,14 +99,39 @@ def _deepseek(raw: Raw, name: str) -> ModelSizes:
         value=_integer(raw, "v_head_dim"),
         query_rank=None if raw.get("q_lora_rank") is None else _integer(raw, "q_lora_rank"),
     )
+    return _with_shared(raw, name, attention, _sparse_layers(raw))
+
+
+def _glm(raw: Raw, name: str) -> ModelSizes:
+    return _with_shared(raw, name, _grouped(raw), _sparse_layers(raw))
+
+
+def _glm_lite(raw: Raw, name: str) -> ModelSizes:
+    layers, kinds = _integer(raw, "num_hidden_layers", most=LAYERS), raw.get("mlp_layer_types")
+    if kinds is None:
+        kinds = ["dense"] + ["sparse"] * (layers - 1)
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= {"dense", "sparse"}:
+        raise _refuse("mlp_layer_types", kinds, f"'dense' or 'sparse' for each of {layers} layers")
+    return replace(_deepseek(raw, name), moe_layers=kinds.count("sparse"))
+
+
+def _sparse_layers(raw: Raw) -> int:
+    """Number of layers with routed experts, where the first layers are dense."""
+    layers = _integer(raw, "num_hidden_layers", most=LAYERS)
     dense, every = _integer(raw, "first_k_dense_replace", 0, least=0), _integer(raw, "moe_layer_freq", 1)
+    return sum(layer % every == 0 for layer in range(dense, layers))
+
+
+def _with_shared(raw: Raw, name: str, attention: GroupedQuery | Latent, moe_layers: int) -> ModelSizes:
+    """The sizes of a model with routed experts beside shared ones, and dense layers."""
+    experts, width = _integer(raw, "n_routed_experts"), _integer(raw, "moe_intermediate_size")
     return ModelSizes(
         name,
-        layers=layers,
+        layers=_integer(raw, "num_hidden_layers", most=LAYERS),
         hidden=_integer(raw, "hidden_size"),
         vocab=_integer(raw, "vocab_size"),
         attention=attention,
-        moe_layers=sum(layer % every == 0 for layer in range(dense, layers)),
+        moe_layers=moe_layers,
         experts=experts,
         top_k=_integer(raw, "num_experts_per_tok", most=experts),
         expert_width=width,
@@ -120,9 +161,14 @@ def _dbrx(raw: Raw, name: str) -> ModelSizes:
 
 _READERS: dict[str, Callable[[Raw, str], ModelSizes]] = {
     "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    "qwen2_moe": _qwen,
     "qwen3_moe": _qwen,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
+    "kimi_k2": _deepseek,
+    "glm4_moe": _glm,
+    "glm4_moe_lite": _glm_lite,
     "dbrx": _dbrx,
 }
 

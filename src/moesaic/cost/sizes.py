@@ -50,6 +50,9 @@ class GroupedQuery:
     kv_heads: int
     width: int
     """Width of a head."""
+    normed: tuple[int, int] | None = None
+    """Query and key-value heads that are normalized together. A rank projects all of them, also those that
+    it does not have. None: each head stands alone."""
 
     @property
     def cached(self) -> int:
@@ -72,7 +75,8 @@ class GroupedQuery:
         return 4 * self.heads * self.width
 
     def projected(self, hidden: int) -> tuple[int, int]:
-        return hidden * (self.query + self.cached), hidden * self.output
+        queries, keys = self.normed or (self.heads, self.kv_heads)
+        return hidden * (queries + keys + self.kv_heads) * self.width, hidden * self.output
 
 
 @dataclass(frozen=True)
@@ -250,6 +254,15 @@ KNOWN = {
             dense_width=18432,
         ),
         ModelSizes("qwen3-30b-a3b", 48, 2048, 151936, GroupedQuery(32, 4, 128), 48, 128, 8, 768),
+        ModelSizes("olmoe-1b-7b", 16, 2048, 50304, GroupedQuery(16, 16, 128, (16, 16)), 16, 64, 8, 1024),
+        ModelSizes(
+            *("qwen1.5-moe-a2.7b", 24, 2048, 151936, GroupedQuery(16, 16, 128), 24, 60, 4, 1408),
+            shared_width=5632,
+        ),
+        ModelSizes(
+            *("qwen2-57b-a14b", 28, 3584, 151936, GroupedQuery(28, 4, 128), 28, 64, 8, 2560),
+            shared_width=20480,
+        ),
     )
 }
 """Published models by their names for `moesaic plan`."""

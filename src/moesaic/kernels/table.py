@@ -12,6 +12,7 @@ import torch
 from moesaic.core.errors import ConfigError
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.gating import Gating
 from moesaic.kernels.reference import attention, dense, experts, gate
 from moesaic.kernels.weights import ExpertWeights
 
@@ -45,11 +46,8 @@ class Gate(Protocol):
         self,
         rows: torch.Tensor,
         weight: torch.Tensor,
-        top_k: int,
-        normalise: bool,
-        scale: float = 1.0,
-        groups: int = 1,
-        groups_kept: int = 1,
+        gating: Gating,
+        bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -131,6 +129,8 @@ class Kernels:
     merge: Callable[
         [torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], torch.Tensor
     ]
+    sigmoid_gate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    clip: Callable[[torch.Tensor, float], torch.Tensor]
     put: Put
     set_threads: Callable[[int, bool], None]
     """Sets the number of compute threads, and whether each is pinned to a core."""
@@ -181,6 +181,8 @@ REFERENCE = Kernels(
     gate=gate.gate,
     experts=experts.experts,
     merge=gate.merge,
+    sigmoid_gate=dense.sigmoid_gate,
+    clip=dense.clip,
     put=experts.put,
     set_threads=_torch_threads,
 )
@@ -242,6 +244,8 @@ def _natively(name: str) -> Kernels:
         gate=ops.gate,
         experts=ops.experts,
         merge=ops.merge,
+        sigmoid_gate=ops.sigmoid_gate,
+        clip=ops.clip,
         put=plain.put,
         set_threads=_native_threads,
         recorder=_recorder,

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import COMPRESSED, row_bytes
 from moesaic.kernels.compressed import decompress
+from moesaic.models import fused
 from moesaic.models.config import shown
 from moesaic.models.files import INDEX_BYTES, read_json
 from moesaic.models.finite import first_not_finite
@@ -59,9 +60,16 @@ class Checkpoint:
         return frozenset(self._shard)
 
     def claim(self, name: str, *shape: int) -> None:
-        """Marks a tensor as part of the model, without reading it. Checks its name, shape and type."""
+        """Marks a tensor as part of the model, without reading it. Checks its name, shape and type.
+
+        A matrix of an expert may be a part of a larger tensor (fused.py).
+        """
         self.dtype(name)
         found = self._slice(name)
+        inside = self.inside(name)
+        if inside is not None:
+            experts = [*found.get_shape(), 0][0]
+            name, shape = inside.tensor, inside.whole(experts, *shape)
         if found.get_dtype() == COMPRESSED_ROWS:
             if len(shape) != 2:
                 raise CheckpointError(f"{self.path}: tensor {name}: got dtype U8; allowed: only for matrices")
@@ -88,7 +96,7 @@ class Checkpoint:
         scan: raise CheckpointError for a number that is NaN or infinite, also one that only `dtype` makes so.
         """
         self.claim(name, *shape)
-        stored: torch.Tensor = self._open(self._shard[name]).get_tensor(name)
+        stored = self._stored(name, shape)
         if dtype is torch.uint8 is not stored.dtype:
             kind = self._slice(name).get_dtype()
             raise CheckpointError(
@@ -123,6 +131,10 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: tensor {name}: got dtype {stored}; allowed: {allowed}")
         return DTYPES[stored]
 
+    def inside(self, name: str) -> fused.Inside | None:
+        """Where in a fused tensor a matrix of an expert is; None for a tensor of its own."""
+        return fused.inside(name, self._shard.__contains__)
+
     def equal(self, name: str, other: str) -> bool:
         """Whether two tensors are equal. The pages read for the comparison are dropped."""
         both = [self._open(self._shard[one]).get_tensor(one) for one in (name, other)]
@@ -152,7 +164,18 @@ class Checkpoint:
                 f"{self.path}: tensor {name}: got {number} at {at} as {kind}; allowed: finite numbers"
             )
 
+    def _stored(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The whole tensor, mapped."""
+        inside = self.inside(name)
+        if inside is None:
+            tensor: torch.Tensor = self._open(self._shard[name]).get_tensor(name)
+            return tensor
+        tensor = self._open(self._shard[inside.tensor]).get_tensor(inside.tensor)
+        return tensor[inside.expert, inside.rows(shape[0])]
+
     def _slice(self, name: str) -> Any:
+        inside = self.inside(name)
+        name = name if inside is None else inside.tensor
         if name not in self._shard:
             raise CheckpointError(f"{self.path}: tensor {name} is missing")
         return self._open(self._shard[name]).get_slice(name)

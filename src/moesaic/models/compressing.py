@@ -1,6 +1,7 @@
 """Rewrites a checkpoint with compressed routed experts. `kernels/compressed.py` describes the compression.
 
 Names, shards and all other tensors stay as they are. A compressed matrix has dtype U8 [rows, row_bytes].
+Experts of a fused tensor are written one by one, in the same shard.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import os
 import shutil
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -24,10 +25,10 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.core.stored import COMPRESSED, QUANT_METHOD, row_bytes
 from moesaic.kernels import compressed
 from moesaic.kernels.table import REFERENCE
-from moesaic.models import fingerprint
+from moesaic.models import fingerprint, fused
 from moesaic.models.checkpoint import INDEX, SINGLE, Progress
 from moesaic.models.files import INDEX_BYTES, PATTERNS, read_json
-from moesaic.models.headers import COMPRESSED_ROWS
+from moesaic.models.headers import COMPRESSED_ROWS, Headers
 from moesaic.models.registry import expert_layout, read_spec
 
 PIECE = 2**21
@@ -174,7 +175,7 @@ def compress(path: Path, directory: Path, threads: int, progress: Progress) -> S
                         file.write(written)
                         done += size
                         progress(done, sizes.bytes_before)
-        _write_beside(path, unfinished, config, sizes.bytes_after)
+        _write_beside(path, unfinished, config, shards)
         unfinished.rename(directory)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -203,28 +204,51 @@ def _shards(path: Path, layout: ExpertLayout) -> list[_Shard]:
         for expert in range(layout.num_experts)
         for name, rows, columns in layout.tensors(layer, expert)
     }
-    shards = [_shard(path / file, wanted) for file in files]
+    names = Headers(path).every().keys()
+    parts = [(name, fused.inside(name, names.__contains__)) for name in wanted]
+    within: dict[str, dict[str, fused.Inside]] = {}
+    for name, part in parts:
+        if part is not None:
+            within.setdefault(part.tensor, {})[name] = part
+    shards = [_shard(path / file, wanted, within) for file in files]
     for name in sorted(wanted.keys() - {tensor.name for shard in shards for tensor in shard.tensors}):
         raise CheckpointError(f"{path}: tensor {name} is missing")
     return shards
 
 
-def _shard(file: Path, wanted: dict[str, list[int]]) -> _Shard:
-    """wanted: names of the experts' matrices -> their shapes."""
+def _shard(file: Path, wanted: dict[str, list[int]], within: dict[str, dict[str, fused.Inside]]) -> _Shard:
+    """wanted: names of the experts' matrices -> their shapes. within: fused tensors -> matrices in them."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         entries = json.loads(opened.read(length))
     metadata = entries.pop("__metadata__", None) or {}
-    tensors = []
+    tensors: list[_Tensor] = []
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         if name in wanted and (dtype != "BF16" or shape != wanted[name]):
             got = f"got {dtype} {shape}; allowed: BF16 {wanted[name]}"
             raise CheckpointError(f"{file}: tensor {name}: {got}")
+        if name in within:
+            tensors += _matrices(
+                _Tensor(name, file, 8 + length + begin, end - begin, dtype, shape), wanted, within[name]
+            )
+            continue
         kind = _Matrix if name in wanted else _Tensor
         tensors.append(kind(name, file, 8 + length + begin, end - begin, dtype, shape))
     tensors.sort(key=lambda tensor: (not isinstance(tensor, _Matrix), -tensor.width))
     return _Shard(file.name, tensors, metadata)
+
+
+def _matrices(
+    whole: _Tensor, wanted: dict[str, list[int]], within: dict[str, fused.Inside]
+) -> Iterator[_Matrix]:
+    """The matrices of a fused tensor, as tensors of their own in the new file."""
+    if whole.dtype != "BF16":
+        raise CheckpointError(f"{whole.file}: tensor {whole.name}: got {whole.dtype}; allowed: BF16")
+    for name, part in within.items():
+        rows, columns = wanted[name]
+        begin = whole.begin + 2 * part.first(rows, columns)
+        yield _Matrix(name, whole.file, begin, 2 * rows * columns, whole.dtype, [rows, columns])
 
 
 def _in_order(tensors: Iterable[_Tensor], threads: int) -> Generator[tuple[int, Bytes]]:
@@ -247,8 +271,8 @@ def _in_order(tensors: Iterable[_Tensor], threads: int) -> Generator[tuple[int, 
         pool.shutdown(cancel_futures=True)
 
 
-def _write_beside(path: Path, directory: Path, config: dict[str, Any], total: int) -> None:
-    """Writes the small files. total: bytes of all tensors."""
+def _write_beside(path: Path, directory: Path, config: dict[str, Any], shards: Sequence[_Shard]) -> None:
+    """Writes the small files beside these shards."""
     kinds = [pattern for pattern in PATTERNS if not pattern.endswith(".safetensors")]
     for file in sorted({file for kind in kinds for file in path.glob(kind) if file.is_file()}):
         shutil.copyfile(file, directory / file.name)
@@ -259,7 +283,9 @@ def _write_beside(path: Path, directory: Path, config: dict[str, Any], total: in
     _write_json(directory / "config.json", config)
     if (path / INDEX).is_file():
         index = read_json(path / INDEX, INDEX_BYTES)
+        total = sum(tensor.written for shard in shards for tensor in shard.tensors)
         index["metadata"] = {**(index.get("metadata") or {}), "total_size": total}
+        index["weight_map"] = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
         _write_json(directory / INDEX, index)
 
 

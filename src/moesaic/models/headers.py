@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import COMPRESSED, row_bytes
+from moesaic.models import fused
 from moesaic.models.files import INDEX_BYTES, read_json
 
 SINGLE = "model.safetensors"
@@ -69,7 +70,13 @@ class Headers:
         self._headers: dict[str, _Header] = {}
 
     def find(self, name: str, *shape: int) -> Place:
-        """Finds a tensor of exactly this shape, possibly compressed, and checks that the file is complete."""
+        """Finds a tensor of exactly this shape, possibly compressed, and checks that the file is complete.
+
+        The place of an expert's matrix may be within a larger tensor (fused.py).
+        """
+        inside = fused.inside(name, self._has)
+        if inside is not None:
+            return self._within(inside, *shape)
         shard = self._shards.get(name, INDEX) if self._shards else SINGLE
         if shard == INDEX:
             raise CheckpointError(f"{self.path / INDEX}: tensor {name} is missing")
@@ -82,13 +89,31 @@ class Headers:
         if kind == COMPRESSED_ROWS and len(shape) == 2:
             shape = shape[0], row_bytes(COMPRESSED, shape[1])
             allowed += f", {kind} {list(shape)} (compressed)"
-        if kind not in WIDTHS or found != list(shape):
+        if kind not in WIDTHS or found != list(shape) or (kind == COMPRESSED_ROWS and len(shape) != 2):
             raise CheckpointError(f"{file}: tensor {name}: got {kind} {found}; allowed: {allowed}")
         span, size = entry.get("data_offsets"), math.prod(shape) * WIDTHS[kind]
         if not _fits(span, size, header.size):
             place = f"{size} bytes at {span} of {header.size}"
             raise CheckpointError(f"{file}: truncated or corrupt: tensor {name} has {place}")
         return Place(file, header.begin + span[0], size, kind, shape)
+
+    def _within(self, inside: fused.Inside, rows: int, columns: int) -> Place:
+        """The place of a matrix [rows, columns] in a fused tensor, whose numbers are not compressed."""
+        entry = self._entries(inside.tensor).get(inside.tensor)
+        shape = entry.get("shape") if isinstance(entry, dict) else None
+        experts = shape[0] if isinstance(shape, list) and shape and isinstance(shape[0], int) else 0
+        whole = self.find(inside.tensor, *inside.whole(experts, rows, columns))
+        width = WIDTHS[whole.dtype]
+        at = whole.offset + width * inside.first(rows, columns)
+        return Place(whole.file, at, width * rows * columns, whole.dtype, (rows, columns))
+
+    def _has(self, name: str) -> bool:
+        return name in self._shards if self._shards else name in self._entries(name)
+
+    def _entries(self, name: str) -> dict[str, Any]:
+        """The header of the file that has or would have this tensor."""
+        shard = self._shards[name] if self._shards else SINGLE
+        return (self._headers.get(shard) or self._open(shard)).entries
 
     @property
     def files(self) -> list[Path]:

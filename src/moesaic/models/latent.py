@@ -14,9 +14,11 @@ import torch
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Kernels
 from moesaic.models.block import Projected
+from moesaic.models.config import Fields
 from moesaic.models.layers import Projection
 from moesaic.models.loader import Loader, columns_of
-from moesaic.models.rope import RopeTable
+from moesaic.models.rope import RopeConfig, RopeTable, mscale, rotary_width
+from moesaic.models.spec import KVLayout
 
 NORM_EPSILON = 1e-6
 """Epsilon of the norms inside the attention. The other norms use the epsilon of config.json."""
@@ -41,6 +43,38 @@ class LatentSizes:
     bias: bool
     scale: float
     """Factor of the attention scores, including mscale."""
+    interleaved: bool = True
+    """Whether numbers (2i, 2i + 1) of the rotated part are a pair, instead of (i, i + rope_width / 2)."""
+
+    @property
+    def kv(self) -> KVLayout:
+        return KVLayout(1, self.kv_rank + self.rope_width, self.kv_rank, value_in_key=True)
+
+    @property
+    def rotated(self) -> int:
+        return self.rope_width
+
+    def load(self, loader: Loader, name: str, rope: RopeTable) -> LatentAttention:
+        return latent_attention(loader, name, self, rope)
+
+
+def read_sizes(fields: Fields, rope: RopeConfig, interleaved: bool = True) -> LatentSizes:
+    """Reads the keys about attention."""
+    nope_width = fields.integer("qk_nope_head_dim")
+    rope_width = rotary_width("qk_rope_head_dim", fields.integer("qk_rope_head_dim"))
+    stretch = mscale(rope.factor, rope.mscale_all_dim) if rope.mscale_all_dim else 1.0
+    return LatentSizes(
+        hidden=fields.integer("hidden_size"),
+        heads=fields.integer("num_attention_heads"),
+        query_rank=fields.maybe_integer("q_lora_rank"),
+        kv_rank=fields.integer("kv_lora_rank"),
+        nope_width=nope_width,
+        rope_width=rope_width,
+        value=fields.integer("v_head_dim"),
+        bias=fields.flag("attention_bias", False),
+        scale=(nope_width + rope_width) ** -0.5 * stretch * stretch,
+        interleaved=interleaved,
+    )
 
 
 @dataclass(frozen=True)
@@ -79,7 +113,8 @@ class LatentAttention:
 
     def _rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotates heads [n, H, rope_width]."""
-        return self.kernels.rope(heads, self.rope.cosine, self.rope.sine, positions, interleaved=True)
+        table, pairs = self.rope, self.sizes.interleaved
+        return self.kernels.rope(heads, table.cosine, table.sine, positions, interleaved=pairs)
 
     def _query(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, h] -> [n, H, nope_width + rope_width]."""

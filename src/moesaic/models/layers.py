@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.gating import Gating
 from moesaic.kernels.table import Kernels
 from moesaic.models.block import Projected
 from moesaic.models.rope import RopeTable
@@ -82,27 +83,18 @@ class GroupedQueryAttention:
 
 @dataclass(frozen=True)
 class TopKRouter:
-    """Softmax over all experts, then the k experts with the highest probability.
-
-    With `groups`, only experts of `groups_kept` groups can be chosen: those whose best expert has the highest
-    probability (device-limited routing, DeepSeek-V2, section 2.2.2).
-    """
+    """Scores all experts, then takes the k experts with the highest score, as `gating` says."""
 
     kernels: Kernels
     weight: torch.Tensor
     """[E, h] float32"""
-    top_k: int
-    normalise: bool
-    """Whether the k weights are divided by their sum."""
-    scale: float = 1.0
-    groups: int = 1
-    groups_kept: int = 1
+    gating: Gating
+    bias: torch.Tensor | None = None
+    """[E] float32, added to the scores that choose; None: nothing is added."""
 
     def choose(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """rows [n, h] -> expert ids [n, k] int64, best first, and weights [n, k] float32."""
-        return self.kernels.gate(
-            rows, self.weight, self.top_k, self.normalise, self.scale, self.groups, self.groups_kept
-        )
+        return self.kernels.gate(rows, self.weight, self.gating, self.bias)
 
 
 @dataclass(frozen=True)
@@ -120,3 +112,17 @@ class GatedMLP:
     def apply(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, h] -> [n, h]."""
         return self.kernels.gated_mlp(rows, self.gate, self.up, self.down)
+
+
+@dataclass(frozen=True)
+class GatedSharedExpert:
+    """A shared expert whose result is multiplied by sigmoid(gate row): a number for each row (Qwen2-MoE)."""
+
+    kernels: Kernels
+    expert: GatedMLP
+    gate: torch.Tensor
+    """[1, h] float32"""
+
+    def apply(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, h] -> [n, h]."""
+        return self.kernels.sigmoid_gate(rows, self.gate, self.expert.apply(rows))

@@ -104,6 +104,8 @@ class Heads:
     key: int
     width: int
     bias: bool = False
+    """Whether query, key and value have a bias."""
+    out_bias: bool = False
     normed: bool = False
     """Whether each query head and key head is normalized."""
     epsilon: float = 1e-6
@@ -118,7 +120,8 @@ def read_heads(fields: Fields, epsilon: float, normed: bool = False) -> Heads:
             f"config.json: num_key_value_heads: got {key}; allowed: a divisor of {query} attention heads"
         )
     width = rotary_width("head_dim", fields.maybe_integer("head_dim") or hidden // query)
-    return Heads(hidden, query, key, width, fields.flag("attention_bias", False), normed, epsilon)
+    bias = fields.flag("attention_bias", False)
+    return Heads(hidden, query, key, width, bias, bias, normed, epsilon)
 
 
 def columns_of(heads: range, width: int) -> slice:
@@ -141,7 +144,7 @@ def grouped_query_attention(
         query=loader.input_projection(f"{name}.q_proj", query_width, hidden, query_columns, bias),
         key=loader.input_projection(f"{name}.k_proj", key_width, hidden, key_columns, bias),
         value=loader.input_projection(f"{name}.v_proj", key_width, hidden, key_columns, bias),
-        out=loader.output_projection(f"{name}.o_proj", hidden, query_width, query_columns, bias),
+        out=loader.output_projection(f"{name}.o_proj", hidden, query_width, query_columns, sizes.out_bias),
         sliding_window=sliding_window,
         query_norm=loader.exact(f"{name}.q_norm.weight", sizes.width) if sizes.normed else None,
         key_norm=loader.exact(f"{name}.k_norm.weight", sizes.width) if sizes.normed else None,
@@ -173,7 +176,12 @@ class ExpertNames:
 
 
 def claim_experts(checkpoint: Checkpoint, names: ExpertNames) -> None:
-    """Checks that every expert exists with its shape, without reading any."""
+    """Checks that every expert exists with its shape, without reading any, and that a fused tensor has no
+    others."""
+    for name, rows, columns in names.shapes(0):
+        inside = checkpoint.inside(f"{name}.weight")
+        if inside is not None:
+            checkpoint.claim(inside.tensor, *inside.whole(names.num_experts, rows, columns))
     for expert in range(names.num_experts):
         for name, rows, columns in names.shapes(expert):
             checkpoint.claim(f"{name}.weight", rows, columns)

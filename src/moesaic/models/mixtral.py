@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from moesaic.kernels.gating import Gating
 from moesaic.models import rope
 from moesaic.models.block import DecoderBlock
 from moesaic.models.config import MOST_LAYERS, Fields
@@ -95,7 +96,9 @@ def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
 
 def _block(config: Config, loader: Loader, table: rope.RopeTable, layer: int) -> DecoderBlock:
     name, hidden = f"model.layers.{layer}", config.hidden_size
-    gate = loader.exact(f"{name}.block_sparse_moe.gate.weight", config.num_experts, hidden)
+    renamed = f"{name}.mlp.gate.weight"  # beside fused experts
+    gate_name = renamed if renamed in loader.checkpoint.names else f"{name}.block_sparse_moe.gate.weight"
+    gate = loader.exact(gate_name, config.num_experts, hidden)
     return DecoderBlock(
         kernels=loader.kernels,
         epsilon=config.epsilon,
@@ -104,6 +107,6 @@ def _block(config: Config, loader: Loader, table: rope.RopeTable, layer: int) ->
             loader, f"{name}.self_attn", config.heads, table, config.window
         ),
         post_norm=loader.exact(f"{name}.post_attention_layernorm.weight", hidden),
-        router=TopKRouter(loader.kernels, gate, config.top_k, normalise=True),
+        router=TopKRouter(loader.kernels, gate, Gating(config.top_k, normalise=True)),
         dense_part=None,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from moesaic.kernels.gating import Gating
 from moesaic.models import rope
 from moesaic.models.block import DecoderBlock
 from moesaic.models.config import MOST_LAYERS, Fields
@@ -133,4 +134,4 @@ def _block(
 
 def _router(config: Config, loader: Loader, name: str) -> TopKRouter:
     weight = loader.exact(name, config.num_experts, config.hidden_size)
-    return TopKRouter(loader.kernels, weight, config.top_k, config.normalise)
+    return TopKRouter(loader.kernels, weight, Gating(config.top_k, config.normalise))

@@ -15,7 +15,17 @@ from moesaic.core.routing import RoutedModel
 from moesaic.core.stored import COMPRESSED
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
-from moesaic.models import deepseek_v2, fingerprint, mixtral, qwen3_moe
+from moesaic.models import (
+    deepseek_v2,
+    deepseek_v3,
+    fingerprint,
+    glm4_moe,
+    glm4_moe_lite,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+)
 from moesaic.models.block import Block
 from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Progress
 from moesaic.models.config import shown
@@ -49,7 +59,13 @@ class ModelFile(Protocol):
 
 MODELS: Mapping[str, ModelFile] = {
     "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "glm4_moe": glm4_moe,
+    "glm4_moe_lite": glm4_moe_lite,
+    "kimi_k2": deepseek_v3,
     "mixtral": mixtral,
+    "olmoe": olmoe,
+    "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
 }
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -117,8 +133,14 @@ def load(
         epsilon=config.epsilon,
         experts=_experts(file, config, loader, with_experts),
     )
-    checkpoint.refuse_unread(file.UNUSED)
+    checkpoint.refuse_unread((*file.UNUSED, *_extra_layers(spec)))
     return model
+
+
+def _extra_layers(spec: ModelSpec) -> list[str]:
+    """Patterns of the tensors of layers that are not loaded."""
+    first = spec.num_layers
+    return [rf"model\.layers\.{layer}\..*" for layer in range(first, first + spec.extra_layers)]
 
 
 def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str = "auto") -> ExpertLayout:

@@ -9,7 +9,7 @@ longrope is refused: which of its two tables applies to a row depends on the oth
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -39,6 +39,21 @@ class RopeConfig:
     truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    partial: float = 1.0
+    """Fraction of each head that is rotated: its first numbers."""
+
+    def rotated(self, width: int) -> int:
+        """Returns how many of the `width` numbers of a head are rotated.
+
+        Raises CheckpointError if these are not pairs, or are more than a head has.
+        """
+        count = int(width * self.partial)
+        if not 2 <= count <= width or count % 2:
+            raise CheckpointError(
+                f"config.json: partial_rotary_factor: got {self.partial:g}; allowed: a fraction of up to 1 "
+                f"that makes an even part of {width} numbers"
+            )
+        return count
 
     @property
     def reach(self) -> int:
@@ -62,9 +77,10 @@ def mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def read(fields: Fields, max_position: int, default_theta: float) -> RopeConfig:
+def read(fields: Fields, max_position: int, default_theta: float, partial: float | None = None) -> RopeConfig:
     """Reads the rotary keys in either form: rope_parameters, or rope_theta and rope_scaling.
 
+    partial: the fraction of a head that is rotated, if rope_parameters has none; None: always the whole head.
     Raises CheckpointError for an unknown kind, and for a missing or unknown key.
     """
     theta = fields.number_above("rope_theta", 1.0, default_theta)
@@ -76,10 +92,13 @@ def read(fields: Fields, max_position: int, default_theta: float) -> RopeConfig:
     theta = parts.number_above("rope_theta", 1.0, theta)
     kind = parts.raw("rope_type", parts.raw("type", "default"))
     parts.ignore("type")
-    parts.only("partial_rotary_factor", 1.0, 1, None, why="this model rotates whole heads")
+    if partial is None:
+        parts.only("partial_rotary_factor", 1.0, 1, None, why="this model rotates whole heads")
+    else:
+        partial = parts.number_above("partial_rotary_factor", 0.0, partial)
     if kind not in KINDS:
         raise CheckpointError(f"config.json: rope_type: got {shown(repr(kind))}; allowed: {', '.join(KINDS)}")
-    config = _scaled(parts, kind, theta, max_position)
+    config = replace(_scaled(parts, kind, theta, max_position), partial=1.0 if partial is None else partial)
     parts.done()
     if config.factor * config.original > MOST_INTEGER:
         raise CheckpointError(

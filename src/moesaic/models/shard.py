@@ -3,7 +3,7 @@
 Query heads are split into equal, consecutive portions. So are key-value heads, if there are at least as many
 as ranks. Otherwise each key-value head is on several consecutive ranks. The output projection is split along
 its columns (Shoeybi et al., Megatron-LM, 2019), so its result is a partial sum. All other weights are whole
-on every rank.
+on every rank. So are the projections of queries and keys where a norm spans all heads (whole_norm.py).
 """
 
 from __future__ import annotations

@@ -49,6 +49,8 @@ class ModelSpec:
     kv: KVLayout
     sliding_windows: tuple[int | None, ...]
     """Per layer: tokens that a token attends to, including itself. None means all."""
+    extra_layers: int = 0
+    """Layers of the files after the others, which predict several tokens at once. They are not loaded."""
 
     def routed(self, origin: str) -> RoutedModel:
         """How recorded routing describes this model. origin: see `models.fingerprint.origin`."""

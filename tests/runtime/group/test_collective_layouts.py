@@ -35,6 +35,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek": ("deepseek_v2", model_configs.deepseek()),
 }
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmoe": ("olmoe", model_configs.olmoe(num_attention_heads=4, num_key_value_heads=4, clip_qkv=0.9)),
+    "qwen2": ("qwen2_moe", model_configs.qwen2(num_key_value_heads=2, mlp_only_layers=[1])),
+}
+"""Families of which only some combinations are slow tests."""
 FORMS: dict[str, dict[str, str]] = {
     "deepspeed": {"moe_collectives": "deepspeed"},
     "all-reduce": {"moe_collectives": "all-reduce"},
@@ -72,7 +77,7 @@ def answers(completions: list[Completion]) -> Answers:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Alone]:
     found = {}
-    for name, (kind, options) in MODELS.items():
+    for name, (kind, options) in (MODELS | MORE).items():
         path = tiny_models.save(tiny_models.build(kind, options), tmp_path_factory.mktemp(name))
         byte_tokenizer(path)
         completions, profile = recorded(str(path), PROMPTS, PARAMS)
@@ -103,8 +108,10 @@ EVERY = [
         for each in [
             ("mixtral", "deepspeed", (2, 2)), ("deepseek", "shuffled, variable", (2, 2)),
             ("mixtral", "reduce-scatter", (2, 2)), ("qwen3", "all-reduce", (4, 4)),
+            ("olmoe", "all-reduce", (2, 1)), ("qwen2", "reduce-scatter", (2, 1)),
         ]
     ),
+    *(pytest.param(name, form, (4, 2), marks=pairs.REST) for name in MORE for form in FORMS),
 ]  # fmt: skip
 
 

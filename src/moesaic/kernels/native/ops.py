@@ -12,6 +12,7 @@ import torch
 
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.cache import stored_width, width_of
+from moesaic.kernels.gating import Gating
 from moesaic.kernels.native import _native, checks
 from moesaic.kernels.native.memory import MEMORY
 from moesaic.kernels.weights import ExpertWeights
@@ -104,17 +105,20 @@ def rope(
     norm: torch.Tensor | None = None,
     epsilon: float = 0.0,
 ) -> torch.Tensor:
-    """Normalizes each head if `norm` [d] is given, then rotates its pairs; see the reference."""
+    """Normalizes each head if `norm` [d] is given, then rotates its first pairs; see the reference."""
     rows = checks.heads(rows)
     n, heads, width = rows.shape
     if width > 1024 or width % 2:
         raise ValueError(f"heads of {width} numbers; allowed: an even number up to 1024")
-    angles = (len(cosine), width // 2)
+    half = checks.axes(cosine, 2)[1]
+    if 2 * half > width:
+        raise ValueError(f"angles of {half} pairs; allowed: at most {width // 2} in heads of {width} numbers")
+    angles = (len(cosine), half)
     out = MEMORY.empty(n, heads, width)
     _native.rope(
         rows.data_ptr(), rows.stride(0), rows.stride(1), checks.exact(norm, width), epsilon,
         checks.exact(cosine, *angles), checks.exact(sine, *angles),
-        checks.exact(positions, n, dtype=torch.int64), out.data_ptr(), n, heads, width, interleaved,
+        checks.exact(positions, n, dtype=torch.int64), out.data_ptr(), n, heads, width, 2 * half, interleaved,
     )  # fmt: skip
     return out
 
@@ -136,24 +140,23 @@ def gated_mlp(rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: to
 
 
 def gate(
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    top_k: int,
-    normalise: bool,
-    scale: float = 1.0,
-    groups: int = 1,
-    groups_kept: int = 1,
+    rows: torch.Tensor, weight: torch.Tensor, gating: Gating, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns expert ids [n, k] int64, best first (of equal ones the first), and weights [n, k]."""
     n, hidden = checks.axes(rows, 2)
     rows, count = checks.rows(rows), len(weight)
     checks.exact(weight, count, hidden)
-    if groups < 1 or count % groups or not 1 <= top_k <= count // groups * min(groups_kept, groups):
-        raise ValueError(f"{top_k} of {count} experts in {groups_kept} of {groups} groups cannot be chosen")
+    top_k, groups, kept = gating.top_k, gating.groups, gating.groups_kept
+    if groups < 1 or count % groups or not 1 <= top_k <= count // groups * min(kept, groups):
+        raise ValueError(f"{top_k} of {count} experts in {kept} of {groups} groups cannot be chosen")
+    two_best = gating.group_scores == "two best"
+    if two_best and kept < groups and count // groups < 2:
+        raise ValueError(f"{count} experts in {groups} groups: a group lacks the two experts of its score")
     ids, weights = MEMORY.empty(n, top_k, dtype=torch.int64), MEMORY.empty(n, top_k)
     _native.gate(
-        rows.data_ptr(), weight.data_ptr(), ids.data_ptr(), weights.data_ptr(), n, hidden, count, top_k,
-        groups, groups_kept, scale, normalise,
+        rows.data_ptr(), weight.data_ptr(), checks.exact(bias, count), ids.data_ptr(), weights.data_ptr(),
+        n, hidden, count, top_k, groups, kept, gating.scale, gating.added, gating.normalise,
+        gating.scores == "sigmoid", two_best,
     )  # fmt: skip
     return ids, weights
 
@@ -224,6 +227,25 @@ def join(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         left.data_ptr(), right.data_ptr(), out.data_ptr(), n, heads, width, right.shape[2],
         left.stride(0), left.stride(1), right.stride(0), right.stride(1),
     )  # fmt: skip
+    return out
+
+
+def sigmoid_gate(rows: torch.Tensor, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Multiplies values [n, w] by sigmoid(rows [n, h] times weight [1, h] transposed). Returns [n, w]."""
+    n, hidden = checks.axes(rows, 2)
+    width = checks.axes(values, 2)[1]
+    rows, values = checks.rows(rows), checks.rows(values, n, width)
+    gate = checks.exact(weight, 1, hidden)
+    out = MEMORY.empty(n, width)
+    _native.sigmoid_gate(rows.data_ptr(), gate, values.data_ptr(), out.data_ptr(), n, hidden, width)
+    return out
+
+
+def clip(rows: torch.Tensor, limit: float) -> torch.Tensor:
+    """Limits every number of rows [n, w] to -limit .. limit. NaN stays NaN."""
+    n, width = checks.axes(rows, 2)
+    rows, out = checks.rows(rows), MEMORY.empty(n, width)
+    _native.clip(rows.data_ptr(), out.data_ptr(), n, width, limit)
     return out
 
 

@@ -59,18 +59,21 @@ def rope(
 ) -> torch.Tensor:
     """Rotates each pair of rows [n, H, d] by its angle at positions [n], after a norm of each head if given.
 
-    cosine and sine: [positions, d / 2], the whole tables. norm: [d]. A pair is (i, i + d / 2), the half-split
-    form of GPT-NeoX. Interleaved, it is (2i, 2i + 1) as in RoFormer. The result keeps the input's layout.
+    cosine and sine: [positions, r / 2], the whole tables. norm: [d]. Only the first r numbers of a head are
+    rotated, which may be all. A pair is (i, i + r / 2), the half-split form of GPT-NeoX. Interleaved, it is
+    (2i, 2i + 1) as in RoFormer. The result keeps the input's layout.
     """
     if norm is not None:
         rows = rms_norm(rows, norm, epsilon)
+    rows, rest = rows.tensor_split([2 * cosine.shape[1]], dim=-1)
     cosine, sine = cosine[positions, None], sine[positions, None]
     if interleaved:
         first, second = rows[..., 0::2], rows[..., 1::2]
     else:
         first, second = rows.chunk(2, dim=-1)
     turned = (first * cosine - second * sine, second * cosine + first * sine)
-    return torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    answer = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return torch.cat((answer, rest), dim=-1) if rest.shape[-1] else answer
 
 
 def store(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
@@ -89,6 +92,16 @@ def embed(table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 def join(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Concatenates [n, H, a] and [n, H, b]. Returns [n, H, a + b]."""
     return torch.cat((left, right), dim=-1)
+
+
+def sigmoid_gate(rows: torch.Tensor, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Multiplies values [n, w] by sigmoid(rows [n, h] times weight [1, h] transposed). Returns [n, w]."""
+    return values * torch.sigmoid(linear(rows, weight))
+
+
+def clip(rows: torch.Tensor, limit: float) -> torch.Tensor:
+    """Limits every number of rows [n, w] to -limit .. limit. NaN stays NaN."""
+    return rows.clamp(-limit, limit)
 
 
 def gated_mlp(rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

@@ -4,48 +4,45 @@ from __future__ import annotations
 
 import torch
 
+from moesaic.kernels.gating import Gating
 from moesaic.kernels.reference.dense import linear
 
 
 def gate(
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    top_k: int,
-    normalise: bool,
-    scale: float = 1.0,
-    groups: int = 1,
-    groups_kept: int = 1,
+    rows: torch.Tensor, weight: torch.Tensor, gating: Gating, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over all experts, then the k with the highest probability.
+    """Scores every expert, then chooses the k with the highest score plus bias.
 
     Returns ids [n, k] int64, best first, and weights [n, k]. Of equal experts, or groups, the first is taken.
     (transformers uses torch.topk, whose order on ties is undefined, so on exact ties its tokens may differ.)
 
-    rows [n, h], weight [E, h] float32. normalise: divide the k weights by their sum. Then all are multiplied
-    by `scale`. With groups_kept < groups, only experts of the groups whose best expert has the highest
-    probability can be chosen (device-limited routing, DeepSeek-V2, section 2.2.2).
+    rows [n, h], weight [E, h] float32, bias [E] float32. With groups_kept < groups, only experts of the
+    groups with the highest scores can be chosen (device-limited routing, DeepSeek-V2, section 2.2.2).
     """
-    scores = linear(rows, weight).softmax(-1)
-    if groups_kept < groups:
-        scores = _limit(scores, groups, groups_kept)
-    weights, ids = _best(scores, top_k)
-    if normalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return ids, weights if scale == 1.0 else weights * scale
+    products = linear(rows, weight)
+    scores = products.sigmoid() if gating.scores == "sigmoid" else products.softmax(-1)
+    choice = scores if bias is None else scores + bias
+    if gating.groups_kept < gating.groups:
+        choice = _limit(choice, gating)
+    ids = _best(choice, gating.top_k)
+    weights = scores.gather(-1, ids)
+    if gating.normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + gating.added)
+    return ids, weights if gating.scale == 1.0 else weights * gating.scale
 
 
-def _best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the largest numbers of each row [n, m] and their indices, both [n, count]; ties in order."""
-    places = scores.argsort(dim=-1, descending=True, stable=True)[:, :count].contiguous()
-    return scores.gather(-1, places), places
+def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns the indices [n, count] of the largest numbers of each row [n, m]; ties in order."""
+    return scores.argsort(dim=-1, descending=True, stable=True)[:, :count].contiguous()
 
 
-def _limit(scores: torch.Tensor, groups: int, groups_kept: int) -> torch.Tensor:
-    """Sets the scores of all experts outside the best groups to zero."""
-    grouped = scores.view(-1, groups, scores.shape[1] // groups)
-    best = _best(grouped.amax(-1), groups_kept)[1]
-    kept = torch.zeros_like(grouped[..., 0]).scatter_(1, best, 1.0)
-    return (grouped * kept[..., None]).flatten(1)
+def _limit(scores: torch.Tensor, gating: Gating) -> torch.Tensor:
+    """Sets the scores of all experts outside the best groups to minus infinity: others may be negative."""
+    grouped = scores.view(-1, gating.groups, scores.shape[1] // gating.groups)
+    summed = 2 if gating.group_scores == "two best" else 1
+    best = _best(grouped.topk(summed, dim=-1).values.sum(-1), gating.groups_kept)
+    left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
+    return grouped.masked_fill(left_out[..., None], -torch.inf).flatten(1)
 
 
 def merge(

@@ -18,7 +18,7 @@ const moesaic::Products kProducts = MOESAIC_PRODUCTS;
 #else
 extern const moesaic::Table kTable;
 const moesaic::Table kTable = {
-    MOESAIC_PRODUCTS, attention, store_rows, norm, rope, gate, merge, embed, join_rows,
+    MOESAIC_PRODUCTS, attention, store_rows, norm, rope, gate, merge, embed, join_rows, sigmoid_gate, clip,
 };
 #endif
 

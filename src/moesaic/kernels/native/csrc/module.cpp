@@ -188,16 +188,19 @@ void norm(Address rows, Address added, Address weight, Address sum, Address out,
 }
 
 void rope(Address rows, int64_t row_stride, int64_t head_stride, Address weight, float epsilon, Address cosine,
-          Address sine, Address positions, Address out, int64_t n, int64_t heads, int64_t width, bool interleaved) {
+          Address sine, Address positions, Address out, int64_t n, int64_t heads, int64_t width, int64_t rotated,
+          bool interleaved) {
     perform(active->rope,
             Rope{at<float>(rows), row_stride, head_stride, at<float>(weight), epsilon, at<float>(cosine),
-                 at<float>(sine), at<int64_t>(positions), at<float>(out), n, heads, width, interleaved});
+                 at<float>(sine), at<int64_t>(positions), at<float>(out), n, heads, width, rotated, interleaved});
 }
 
-void gate(Address rows, Address weight, Address ids, Address weights, int64_t n, int64_t h, int64_t experts,
-          int64_t top_k, int64_t groups, int64_t groups_kept, float scale, bool normalise) {
-    perform(active->gate, Gate{at<float>(rows), at<float>(weight), at<int64_t>(ids), at<float>(weights), n, h,
-                               experts, top_k, groups, groups_kept, scale, normalise});
+void gate(Address rows, Address weight, Address bias, Address ids, Address weights, int64_t n, int64_t h,
+          int64_t experts, int64_t top_k, int64_t groups, int64_t groups_kept, float scale, float added, bool normalise,
+          bool sigmoid, bool two_best) {
+    perform(active->gate, Gate{at<float>(rows), at<float>(weight), at<float>(bias), at<int64_t>(ids),
+                               at<float>(weights), n, h, experts, top_k, groups, groups_kept, scale, added, normalise,
+                               sigmoid, two_best});
 }
 
 void merge(Address residual, Address dense, Address rows, Address weights, Address out, int64_t n, int64_t top_k,
@@ -220,6 +223,15 @@ void join(Address left, Address right, Address out, int64_t n, int64_t heads, in
           int64_t right_width, int64_t left_row, int64_t left_head, int64_t right_row, int64_t right_head) {
     perform(active->join, Join{at<float>(left), at<float>(right), at<float>(out), n, heads, left_width, right_width,
                                left_row, left_head, right_row, right_head});
+}
+
+void sigmoid_gate(Address rows, Address weight, Address values, Address out, int64_t n, int64_t h, int64_t width) {
+    perform(active->sigmoid_gate,
+            SigmoidGate{at<float>(rows), at<float>(weight), at<float>(values), at<float>(out), n, h, width});
+}
+
+void clip(Address rows, Address out, int64_t n, int64_t width, float limit) {
+    perform(active->clip, Clip{at<float>(rows), at<float>(out), n, width, limit});
 }
 
 std::vector<std::string> names() {
@@ -294,6 +306,8 @@ NB_MODULE(_native, m) {
     m.def("merge", merge);
     m.def("embed", embed);
     m.def("join", join);
+    m.def("sigmoid_gate", sigmoid_gate);
+    m.def("clip", clip);
     nb::class_<Tape>(m, "Tape", "the operations that ran between record() and stop()")
         .def(nb::init<>())
         .def("run", &Tape::run)

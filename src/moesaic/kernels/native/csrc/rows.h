@@ -50,7 +50,8 @@ inline void norm(const moesaic::Norm& job) {
 }
 
 inline void rope_head(const moesaic::Rope& job, const float* x, const float* c, const float* s, float* out) {
-    int64_t half = job.width / 2;
+    int64_t half = job.rotated / 2;
+    for (int64_t i = job.rotated; i < job.width; i++) out[i] = x[i];
     if (job.interleaved) {
         for (int64_t i = 0; i < half; i++) {
             out[2 * i] = x[2 * i] * c[i] - x[2 * i + 1] * s[i];
@@ -69,8 +70,8 @@ inline void rope(const moesaic::Rope& job) {
         constexpr int64_t kLongest = 1024;
         float normed[kLongest];
         for (int64_t r = begin; r < end; r++) {
-            const float* cosine = job.cosine + job.positions[r] * (job.width / 2);
-            const float* sine = job.sine + job.positions[r] * (job.width / 2);
+            const float* cosine = job.cosine + job.positions[r] * (job.rotated / 2);
+            const float* sine = job.sine + job.positions[r] * (job.rotated / 2);
             for (int64_t head = 0; head < job.heads; head++) {
                 const float* x = job.rows + r * job.row_stride + head * job.head_stride;
                 if (job.weight != nullptr) {
@@ -83,13 +84,22 @@ inline void rope(const moesaic::Rope& job) {
     });
 }
 
-// Sets the scores of all experts outside the best groups to zero. A group's score is that of its best expert; ties go
-// to the first group.
+inline float group_score(const float* scores, int64_t size, bool two_best) {
+    float best = -INFINITY, second = -INFINITY;
+    for (int64_t i = 0; i < size; i++) {
+        second = std::max(second, std::min(best, scores[i]));
+        best = std::max(best, scores[i]);
+    }
+    return two_best ? best + second : best;
+}
+
+// Makes the scores of all experts outside the best groups minus infinity, since others may be negative. Ties go to the
+// first group.
 inline void limit_groups(const moesaic::Gate& job, float* scores) {
     int64_t size = job.experts / job.groups;
     Array<float> best(job.groups);
     for (int64_t group = 0; group < job.groups; group++) {
-        best[group] = *std::max_element(scores + group * size, scores + (group + 1) * size);
+        best[group] = group_score(scores + group * size, size, job.two_best);
     }
     for (int64_t group = 0; group < job.groups; group++) {
         int64_t better = 0;
@@ -97,45 +107,61 @@ inline void limit_groups(const moesaic::Gate& job, float* scores) {
             better += best[other] > best[group] || (best[other] == best[group] && other < group);
         }
         if (better < job.groups_kept) continue;
-        for (int64_t i = 0; i < size; i++) scores[group * size + i] = 0;
+        for (int64_t i = 0; i < size; i++) scores[group * size + i] = -INFINITY;
     }
 }
 
-inline void choose(const moesaic::Gate& job, float* scores, int64_t* ids, float* weights) {
+inline void softmax(float* scores, int64_t experts) {
     Vec best = set1(scores[0]);
-    for (int64_t i = 0; i < job.experts; i++) best = vmax(best, set1(scores[i]));
+    for (int64_t i = 0; i < experts; i++) best = vmax(best, set1(scores[i]));
     Vec sums = zero();
-    for (int64_t i = 0; i < job.experts; i += LANES) {
-        int64_t count = job.experts - i;
+    for (int64_t i = 0; i < experts; i += LANES) {
+        int64_t count = experts - i;
         Vec x = exponential(sub(load_some(scores + i, count), best));
         store_some(scores + i, x, count);
         sums = add(sums, load_some(scores + i, count));
     }
     float sum = total(sums);
-    for (int64_t i = 0; i < job.experts; i++) scores[i] /= sum;
-    if (job.groups_kept < job.groups) limit_groups(job, scores);
+    for (int64_t i = 0; i < experts; i++) scores[i] /= sum;
+}
+
+inline void sigmoids(float* scores, int64_t experts) {
+    for (int64_t i = 0; i < experts; i += LANES) {
+        Vec below = add(set1(1.0f), exponential(sub(zero(), load_some(scores + i, experts - i))));
+        store_some(scores + i, divide(set1(1.0f), below), experts - i);
+    }
+}
+
+// products [experts] become scores; choice [experts] is room for the scores that choose.
+inline void choose(const moesaic::Gate& job, float* products, float* choice, int64_t* ids, float* weights) {
+    job.sigmoid ? sigmoids(products, job.experts) : softmax(products, job.experts);
+    const float* scores = products;
+    for (int64_t i = 0; i < job.experts; i++) choice[i] = job.bias ? scores[i] + job.bias[i] : scores[i];
+    if (job.groups_kept < job.groups) limit_groups(job, choice);
     float chosen = 0;
     for (int64_t slot = 0; slot < job.top_k; slot++) {
         int64_t id = 0;
         for (int64_t i = 1; i < job.experts; i++) {
-            if (scores[i] > scores[id]) id = i;  // of equal ones the first
+            if (choice[i] > choice[id]) id = i;  // of equal ones the first
         }
         ids[slot] = id, weights[slot] = scores[id];
         chosen += scores[id];
-        scores[id] = -1;
+        choice[id] = -INFINITY;
     }
     for (int64_t slot = 0; slot < job.top_k; slot++) {
-        if (job.normalise) weights[slot] /= chosen;
+        if (job.normalise) weights[slot] /= chosen + job.added;
         weights[slot] *= job.scale;
     }
 }
 
 inline void gate(const moesaic::Gate& job) {
-    float* scores = scratch(kWork, job.n * job.experts);
-    linear({job.rows, job.n, job.h, {{job.weight, nullptr, scores, job.experts}}, 1, true});
+    float* products = scratch(kWork, 2 * job.n * job.experts);
+    float* choices = products + job.n * job.experts;
+    linear({job.rows, job.n, job.h, {{job.weight, nullptr, products, job.experts}}, 1, true});
     parallel_rows(job.n, job.experts * (job.top_k + 4), [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; r++) {
-            choose(job, scores + r * job.experts, job.ids + r * job.top_k, job.weights + r * job.top_k);
+            choose(job, products + r * job.experts, choices + r * job.experts, job.ids + r * job.top_k,
+                   job.weights + r * job.top_k);
         }
     });
 }
@@ -180,6 +206,31 @@ inline void join_rows(const moesaic::Join& job) {
                 std::memcpy(to, left, size_t(job.left_width) * 4);
                 std::memcpy(to + job.left_width, right, size_t(job.right_width) * 4);
             }
+        }
+    });
+}
+
+inline void sigmoid_gate(const moesaic::SigmoidGate& job) {
+    float* scores = scratch(kWork, job.n);
+    linear({job.rows, job.n, job.h, {{job.weight, nullptr, scores, 1}}, 1, true});
+    parallel_rows(job.n, job.width, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            Vec below = add(set1(1.0f), exponential(set1(-scores[r])));
+            Vec opening = divide(set1(1.0f), below);
+            for (int64_t i = 0; i < job.width; i += LANES) {
+                int64_t count = job.width - i;
+                store_some(job.out + r * job.width + i, mul(load_some(job.values + r * job.width + i, count), opening),
+                           count);
+            }
+        }
+    });
+}
+
+inline void clip(const moesaic::Clip& job) {
+    parallel_rows(job.n, job.width, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin * job.width; i < end * job.width; i++) {
+            float x = job.rows[i];
+            job.out[i] = x > job.limit ? job.limit : x < -job.limit ? -job.limit : x;
         }
     });
 }

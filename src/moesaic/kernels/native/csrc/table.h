@@ -105,28 +105,34 @@ struct Norm {
     float epsilon;
 };
 
-// Rotates the pairs of each head by the angles of its row's position, after an optional norm of the head.
+// Rotates the pairs of each head's first `rotated` numbers by the angles of its row's position, after an optional norm
+// of the whole head.
 struct Rope {
     const float* rows;  // [n, heads, width] with strides
     int64_t row_stride, head_stride;
     const float* weight;  // [width] of the norm, or null
     float epsilon;
-    const float* cosine;  // [positions, width / 2]
+    const float* cosine;  // [positions, rotated / 2]
     const float* sine;
     const int64_t* positions;  // [n]
     float* out;                // [n, heads, width]
-    int64_t n, heads, width;
-    bool interleaved;  // pairs (2i, 2i + 1) instead of (i, i + width / 2)
+    int64_t n, heads, width, rotated;
+    bool interleaved;  // pairs (2i, 2i + 1) instead of (i, i + rotated / 2)
 };
 
+// Chooses the top_k experts with the highest score (plus bias), as gating.py describes.
 struct Gate {
     const float* rows;    // [n, h]
     const float* weight;  // [experts, h]
+    const float* bias;    // [experts] or null; it only chooses
     int64_t* ids;         // [n, top_k]
     float* weights;       // [n, top_k]
     int64_t n, h, experts, top_k, groups, groups_kept;
     float scale;
+    float added;  // to the sum that divides the weights
     bool normalise;
+    bool sigmoid;   // scores are sigmoids instead of a softmax
+    bool two_best;  // a group's score is the sum of its two best scores instead of its best one
 };
 
 // out = residual (+ dense) + sum over k of weights[k] * rows[k], in that order.
@@ -157,6 +163,23 @@ struct Join {
     int64_t left_row, left_head, right_row, right_head;  // strides in numbers
 };
 
+// out = values, each row multiplied by the sigmoid of its own row of `rows` times `weight`.
+struct SigmoidGate {
+    const float* rows;    // [n, h]
+    const float* weight;  // [h]
+    const float* values;  // [n, width]
+    float* out;           // [n, width]
+    int64_t n, h, width;
+};
+
+// out = rows, with every number limited to -limit .. limit. NaN stays NaN.
+struct Clip {
+    const float* rows;  // [n, width]
+    float* out;
+    int64_t n, width;
+    float limit;
+};
+
 constexpr int64_t kAllHeld = -1;
 
 // Operations that multiply by weights: all that depends on whether rows are rounded.
@@ -178,6 +201,8 @@ struct Table : Products {
     void (*merge)(const Merge&);
     void (*embed)(const Embed&);
     void (*join)(const Join&);
+    void (*sigmoid_gate)(const SigmoidGate&);
+    void (*clip)(const Clip&);
 };
 
 }  // namespace moesaic

@@ -1,0 +1,56 @@
+"""GLM-4.7-Flash: the latent attention and the gate of DeepSeek-V3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moesaic.core.errors import CheckpointError
+from moesaic.models import rope
+from moesaic.models.config import Fields, shown
+from moesaic.models.gates import read_corrected
+from moesaic.models.latent import read_sizes
+from moesaic.models.shared_experts import UNUSED, Config, blocks, expert_names, num_layers, read
+
+__all__ = ["UNUSED", "blocks", "expert_names", "parse"]
+DEFAULTS = {
+    "intermediate_size": 10240,
+    "max_position_embeddings": 202752,
+    "n_group": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 1.8,
+    "topk_group": 1,
+}
+DENSE, SPARSE = "dense", "sparse"
+
+
+def parse(raw: dict[str, Any]) -> Config:
+    """Parses config.json. Raises CheckpointError for any key that is not understood."""
+    fields = Fields(DEFAULTS | raw)
+    fields.only("model_type", "glm4_moe_lite")
+    fields.only("moe_layer_freq", 1)
+    fields.only("num_key_value_heads", fields.integer("num_attention_heads"), None)
+    fields.only("partial_rotary_factor", 1.0, 1, None, why="this model rotates whole heads")
+    # Widths that follow from other keys.
+    fields.ignore("head_dim", "qk_head_dim")
+    angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0)
+    attention = read_sizes(fields, angles, interleaved=fields.flag("rope_interleave", True))
+    gating = read_corrected(fields, fields.integer("n_routed_experts"))
+    return read(fields, "glm4_moe_lite", attention, angles, gating, _moe_layers(fields))
+
+
+def _moe_layers(fields: Fields) -> tuple[int, ...]:
+    """Returns the layers with routed experts: those that mlp_layer_types names, else all but the first."""
+    layers = num_layers(fields)
+    kinds = fields.raw("mlp_layer_types", None)
+    if kinds is None:
+        kinds = [DENSE] + [SPARSE] * (layers - 1)
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in (DENSE, SPARSE) for k in kinds):
+        raise CheckpointError(
+            f"config.json: mlp_layer_types: got {shown(repr(kinds))}; allowed: {DENSE!r} or {SPARSE!r} "
+            f"for each of {layers} layers"
+        )
+    first = kinds.index(SPARSE) if SPARSE in kinds else layers
+    fields.only("first_k_dense_replace", first, why="as mlp_layer_types says, or else its default")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == SPARSE)

@@ -1,0 +1,175 @@
+"""Qwen2-MoE (Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B): many small experts and a shared expert with its own gate.
+
+Yang et al., Qwen2 technical report, 2024.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moesaic.core.errors import CheckpointError
+from moesaic.kernels.gating import Gating
+from moesaic.models import rope
+from moesaic.models.block import DecoderBlock, Dense
+from moesaic.models.config import MOST_LAYERS, Fields, shown
+from moesaic.models.layers import GatedSharedExpert, TopKRouter
+from moesaic.models.loader import ExpertNames, Heads, Loader, grouped_query_attention, read_heads
+from moesaic.models.spec import KVLayout, ModelSpec
+
+UNUSED = (r".*\.rotary_emb\.inv_freq",)
+"""Tensors of some checkpoints that are not needed."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class Config:
+    """config.json of a qwen2_moe checkpoint."""
+
+    vocab_size: int
+    hidden_size: int
+    dense_width: int
+    expert_width: int
+    shared_width: int
+    num_layers: int
+    heads: Heads
+    epsilon: float
+    tied: bool
+    num_experts: int
+    top_k: int
+    normalise: bool
+    sparse_step: int
+    dense_layers: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    """Of each layer."""
+    max_position: int
+    rope: rope.RopeConfig
+
+    @property
+    def spec(self) -> ModelSpec:
+        dense = frozenset(self.dense_layers)
+        return ModelSpec(
+            model_type="qwen2_moe",
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            moe_layers=tuple(
+                layer
+                for layer in range(self.num_layers)
+                if layer not in dense and (layer + 1) % self.sparse_step == 0
+            ),
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            expert_width=self.expert_width,
+            max_position=max(self.max_position, self.rope.reach),
+            heads=self.heads.query,
+            kv=KVLayout(self.heads.key, self.heads.width, self.heads.width),
+            sliding_windows=self.windows,
+        )
+
+
+def parse(raw: dict[str, Any]) -> Config:
+    """Parses config.json. Raises CheckpointError for any key that is not understood."""
+    fields = Fields(raw)
+    fields.only("model_type", "qwen2_moe")
+    fields.only("hidden_act", "silu")
+    fields.only("attention_bias", False, why="this model_type has qkv_bias")
+    max_position = fields.integer("max_position_embeddings", 32768)
+    num_layers = fields.integer("num_hidden_layers", maximum=MOST_LAYERS)
+    experts = fields.integer("num_experts", 60)
+    epsilon = fields.number("rms_norm_eps", 1e-6)
+    config = Config(
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        dense_width=fields.integer("intermediate_size", 5632),
+        expert_width=fields.integer("moe_intermediate_size"),
+        shared_width=fields.integer("shared_expert_intermediate_size"),
+        num_layers=num_layers,
+        heads=replace(read_heads(fields, epsilon=epsilon), bias=fields.flag("qkv_bias", True)),
+        epsilon=epsilon,
+        tied=fields.flag("tie_word_embeddings", False),
+        num_experts=experts,
+        top_k=fields.integer("num_experts_per_tok", 4, maximum=experts),
+        normalise=fields.flag("norm_topk_prob", False),
+        sparse_step=fields.integer("decoder_sparse_step", 1),
+        dense_layers=fields.integers("mlp_only_layers"),
+        windows=_windows(fields, num_layers),
+        max_position=max_position,
+        rope=rope.read(fields, max_position, 10000.0),
+    )
+    fields.done()
+    return config
+
+
+def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """Returns the window of each layer. Only layer_types says which layers have one.
+
+    From max_window_layers alone, versions of transformers conclude different layers.
+    """
+    fields.ignore("max_window_layers")
+    width, windowed = (
+        fields.maybe_integer("sliding_window", minimum=0),
+        fields.flag("use_sliding_window", False),
+    )
+    kinds = fields.raw("layer_types", None)
+    if kinds is None and not windowed:
+        return (None,) * num_layers
+    allowed = (FULL, SLIDING) if windowed else (FULL,)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in allowed for kind in kinds):
+        raise CheckpointError(
+            f"config.json: layer_types: got {shown(repr(kinds))}; allowed: a list of {num_layers} of "
+            f"{', '.join(allowed)}, with use_sliding_window {str(windowed).lower()}"
+        )
+    if SLIDING in kinds and not width:
+        raise CheckpointError(
+            f"config.json: sliding_window: got {width}; allowed: an integer of at least 1, since layer_types "
+            f"has {SLIDING}"
+        )
+    return tuple(width if kind == SLIDING else None for kind in kinds)
+
+
+def expert_names(config: Config, layer: int) -> ExpertNames:
+    """Returns the tensor names of a layer's routed experts."""
+    prefix = f"model.layers.{layer}.mlp.experts"
+    return ExpertNames(prefix, config.hidden_size, config.expert_width, config.num_experts)
+
+
+def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
+    """Loads every layer without its routed experts."""
+    spec = config.spec
+    table = loader.rope_table(config.rope, config.heads.width, spec.max_position)
+    return tuple(_block(config, spec, loader, table, layer) for layer in range(config.num_layers))
+
+
+def _block(
+    config: Config, spec: ModelSpec, loader: Loader, table: rope.RopeTable, layer: int
+) -> DecoderBlock:
+    name, hidden = f"model.layers.{layer}", config.hidden_size
+    sparse = layer in spec.moe_layers
+    window = spec.sliding_windows[layer]
+    return DecoderBlock(
+        kernels=loader.kernels,
+        epsilon=config.epsilon,
+        input_norm=loader.exact(f"{name}.input_layernorm.weight", hidden),
+        attention_part=grouped_query_attention(loader, f"{name}.self_attn", config.heads, table, window),
+        post_norm=loader.exact(f"{name}.post_attention_layernorm.weight", hidden),
+        router=_router(config, loader, f"{name}.mlp.gate.weight") if sparse else None,
+        dense_part=_dense(config, sparse, loader, f"{name}.mlp"),
+    )
+
+
+def _router(config: Config, loader: Loader, name: str) -> TopKRouter:
+    weight = loader.exact(name, config.num_experts, config.hidden_size)
+    return TopKRouter(loader.kernels, weight, Gating(config.top_k, config.normalise))
+
+
+def _dense(config: Config, sparse: bool, loader: Loader, name: str) -> Dense:
+    """Loads the dense MLP of a dense layer, or the shared expert and its gate."""
+    hidden = config.hidden_size
+    if not sparse:
+        return loader.mlp(name, hidden, config.dense_width)
+    return GatedSharedExpert(
+        loader.kernels,
+        loader.mlp(f"{name}.shared_expert", hidden, config.shared_width),
+        loader.exact(f"{name}.shared_expert_gate.weight", 1, hidden),
+    )

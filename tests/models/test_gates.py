@@ -1,0 +1,38 @@
+"""What the keys about the gate mean for each family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.support import model_configs
+
+from moesaic.kernels.gating import Gating
+from moesaic.models import registry
+
+DEEPSEEK_V2 = model_configs.deepseek(topk_method="group_limited_greedy", n_group=4, topk_group=2)
+FEW = {"norm_topk_prob": False, "routed_scaling_factor": 1.5, "n_group": 2, "topk_group": 1}
+
+
+def corrected(top_k: int, normalise: bool, scale: float, groups: int, kept: int) -> Gating:
+    return Gating(top_k, normalise, scale, groups, kept, "sigmoid", "two best", 1e-20)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "wanted"),
+    [
+        ("deepseek_v2", model_configs.deepseek(n_group=4, topk_group=2), Gating(6)),
+        ("deepseek_v2", DEEPSEEK_V2, Gating(6, groups=4, groups_kept=2)),
+        ("deepseek_v3", model_configs.deepseek3(), corrected(6, True, 2.5, 4, 2)),
+        ("kimi_k2", model_configs.deepseek3(), corrected(6, True, 2.5, 4, 2)),
+        ("deepseek_v3", model_configs.deepseek3(**FEW), corrected(6, False, 1.5, 2, 1)),
+        ("glm4_moe", model_configs.glm4(), corrected(4, True, 1.0, 1, 1)),
+        ("glm4_moe", model_configs.glm4(**FEW), corrected(4, False, 1.5, 2, 1)),
+        ("glm4_moe_lite", model_configs.glm4_lite(), corrected(6, True, 1.8, 1, 1)),
+        ("glm4_moe_lite", model_configs.glm4_lite(**FEW), corrected(6, False, 1.5, 2, 1)),
+    ],
+)
+def test_the_rule_of_a_family(kind: str, options: dict[str, Any], wanted: Gating) -> None:
+    config = registry.MODELS[kind].parse({"model_type": kind, "rope_theta": 1e4, **options})
+    assert config.gating == wanted
+    assert config.corrected == (wanted.scores == "sigmoid")
