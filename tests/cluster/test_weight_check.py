@@ -39,12 +39,12 @@ class Checked:
         self.later: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.check = WeightCheck(
             path,
-            LAYOUT,
             self.later.put,
             lambda member, holds: self.accepted.append(member.number),
             lambda member, reason: self.refused.append(reason),
             lambda: 0.0,
         )
+        self.check.lay_out(LAYOUT)
 
     def step(self) -> None:
         self.later.get(timeout=10)()
@@ -68,7 +68,7 @@ def test_servers_that_left_are_forgotten(checked: Checked) -> None:
         checked.check.holds(member, messages.Holds(1, "tcp:x:1", "reference", weights="w"))
         checked.check.digests(member, messages.Digests(checked.right))
         checked.step()
-        checked.check.tick(member, {0: [0, 1]})
+        checked.check.tick(member, lambda: {0: [0, 1]})
         checked.check.keep([member])
     assert checked.accepted == list(range(20)) and not checked.refused
     assert len(checked.check._known) == 1

@@ -73,9 +73,8 @@ class Supervisor:
         self._announced = False
         self._ended: str | None = None
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
-        self._worker = worker
-        self._weights: WeightCheck | None = None
-        """Checks servers that join. None as long as none can."""
+        path, later = Path(worker.model.model), self._members.inbox.put
+        self._weights = WeightCheck(path, later, self._holds, self._refuse, clock)
         self._join_listener: JoinListener | None = None
         if cluster.cluster_address is not None:
             self._join_listener = JoinListener(cluster.cluster_address, self._secret, self._welcome)
@@ -100,8 +99,7 @@ class Supervisor:
         self._changes.stop("the cluster was stopped")
         if self._join_listener is not None:
             self._join_listener.close()
-        if self._weights is not None:
-            self._weights.close()
+        self._weights.close()
         self._members.stop()
 
     # ---- called by other threads
@@ -206,11 +204,9 @@ class Supervisor:
                 self._router.join(member.number, member.child.connection, info)
             case messages.Settled(version):
                 member.settled = version
-            case messages.Holds() if member.elsewhere and self._weights is not None:
-                self._weights.holds(member, message)
             case messages.Holds():
-                self._holds(member, message)
-            case messages.Digests() if self._weights is not None:
+                self._weights.holds(member, message)
+            case messages.Digests():
                 self._weights.digests(member, message)
             case messages.ServerReport(stats, load):
                 member.stats = stats
@@ -247,13 +243,11 @@ class Supervisor:
     def _tick(self, now: float) -> None:
         # If the inbox is not empty, this thread was late, not the process.
         heard_all = self._members.inbox.empty()
-        if self._weights is not None:
-            self._weights.keep(self._members.servers)
+        self._weights.keep(self._members.servers)
+        placements = self._publisher.placement, self._publisher.coming
         for member in self._members.all:
             self._survive(partial(self._check, member, heard_all, now))
-            if member.elsewhere and self._weights is not None:
-                held = union(member.number, (self._publisher.placement, self._publisher.coming))
-                self._survive(partial(self._weights.tick, member, held))
+            self._survive(partial(self._weights.tick, member, partial(union, member.number, placements)))
 
     def _check(self, member: Member, heard_all: bool, now: float) -> None:
         if member.stage is Stage.WAITING and now >= member.restart_at and self._ended is None:
@@ -319,9 +313,7 @@ class Supervisor:
             self._router.tell(messages.Failed(str(error), user_error=True))
             return
         self._changes.lay_out(layout)
-        if self._join_listener is not None:
-            path, later = Path(self._worker.model.model), self._members.inbox.put
-            self._weights = WeightCheck(path, layout, later, self._holds, self._refuse, self._clock)
+        self._weights.lay_out(layout)
         for member in self._members.servers:
             self._spawn(member)
 

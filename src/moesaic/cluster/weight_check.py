@@ -51,14 +51,15 @@ class WeightCheck:
     def __init__(
         self,
         path: Path,
-        layout: ExpertLayout,
         later: Callable[[Callable[[], None]], None],
         accept: Callable[[Member, messages.Holds], None],
         refuse: Callable[[Member, str], None],
         clock: Callable[[], float],
     ) -> None:
-        self._digests = ExpertDigests(path, layout)
-        self._layout = layout
+        """path: of the checkpoint here."""
+        self._path = path
+        self._weights = ""
+        """Fingerprint of the checkpoint, once the layout is known."""
         self._later = later
         self._accept = accept
         self._refuse = refuse
@@ -66,11 +67,19 @@ class WeightCheck:
         self._known: dict[tuple[int, int], _Checked] = {}
         """By the member's number and incarnation."""
         self._received: queue.SimpleQueue[tuple[Member, int, Told] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="digesting", daemon=True).start()
+
+    def lay_out(self, layout: ExpertLayout) -> None:
+        """Starts the thread that reads the experts of `layout` when a server has sent digests."""
+        self._weights = layout.weights
+        arguments = ExpertDigests(self._path, layout), layout
+        threading.Thread(target=self._run, args=arguments, name="digesting", daemon=True).start()
 
     def holds(self, member: Member, message: messages.Holds) -> None:
-        """Keeps a server's Holds until its experts were compared."""
-        if message.weights != self._layout.weights:
+        """Keeps the Holds of a server that joined until its experts were compared. Passes on all others."""
+        if not member.elsewhere:
+            self._accept(member, message)
+            return
+        if message.weights != self._weights:
             self._refuse(member, "its checkpoint has another fingerprint than this cluster's")
             return
         checked = self._of(member)
@@ -80,14 +89,16 @@ class WeightCheck:
         """Compares a server's digests, in the background."""
         self._received.put((member, member.incarnation, message.experts))
 
-    def tick(self, member: Member, held: Held) -> None:
-        """Passes on the Holds of a server once the experts that it holds, `held`, were compared, or SECONDS
-        later."""
-        checked = self._of(member)
+    def tick(self, member: Member, held: Callable[[], Held]) -> None:
+        """Passes on the Holds of a server once the experts that it holds were compared, or SECONDS later.
+
+        held: returns these experts.
+        """
+        checked = self._known.get((member.number, member.incarnation), _Checked())
         message = checked.waiting
         if message is None or message.version != member.last_hold:
             return
-        pairs = {(layer, expert) for layer, experts in held.items() for expert in experts}
+        pairs = {(layer, expert) for layer, experts in held().items() for expert in experts}
         if pairs <= checked.equal or self._clock() - checked.since > SECONDS:
             checked.waiting = None
             self._accept(member, message)
@@ -105,30 +116,13 @@ class WeightCheck:
     def _of(self, member: Member) -> _Checked:
         return self._known.setdefault((member.number, member.incarnation), _Checked())
 
-    def _run(self) -> None:
+    def _run(self, digests: ExpertDigests, layout: ExpertLayout) -> None:
         while (received := self._received.get()) is not None:
             member, incarnation, told = received
-            equal, other = self._compare(told)
+            equal, other = _compare(told, digests, layout)
             self._later(partial(self._compared, member, incarnation, equal, other))
             if self._received.empty():
-                self._digests.save()
-
-    def _compare(self, told: Told) -> tuple[set[tuple[int, int]], str]:
-        """The pairs that are equal, and what is not, in words."""
-        equal: set[tuple[int, int]] = set()
-        for layer, experts in told.items():
-            for expert, digest in experts.items():
-                if layer not in self._layout.prefixes or not 0 <= expert < self._layout.num_experts:
-                    return equal, f"the checkpoint has no expert {expert} of layer {layer}"
-                try:
-                    own = self._digests.of(layer, expert)
-                except CheckpointError as error:
-                    return equal, f"expert {expert} of layer {layer} cannot be compared: {error}"
-                if digest != own:
-                    why = "its bytes are not those of this cluster's checkpoint"
-                    return equal, f"expert {expert} of layer {layer}: {why}"
-                equal.add((layer, expert))
-        return equal, ""
+                digests.save()
 
     def _compared(self, member: Member, incarnation: int, equal: set[tuple[int, int]], other: str) -> None:
         if member.incarnation != incarnation or member.child is None:
@@ -136,3 +130,21 @@ class WeightCheck:
         self._of(member).equal |= equal
         if other:
             self._refuse(member, other)
+
+
+def _compare(told: Told, digests: ExpertDigests, layout: ExpertLayout) -> tuple[set[tuple[int, int]], str]:
+    """The pairs that are equal, and what is not, in words."""
+    equal: set[tuple[int, int]] = set()
+    for layer, experts in told.items():
+        for expert, digest in experts.items():
+            if layer not in layout.prefixes or not 0 <= expert < layout.num_experts:
+                return equal, f"the checkpoint has no expert {expert} of layer {layer}"
+            try:
+                own = digests.of(layer, expert)
+            except CheckpointError as error:
+                return equal, f"expert {expert} of layer {layer} cannot be compared: {error}"
+            if digest != own:
+                why = "its bytes are not those of this cluster's checkpoint"
+                return equal, f"expert {expert} of layer {layer}: {why}"
+            equal.add((layer, expert))
+    return equal, ""
