@@ -118,7 +118,8 @@ def test_honest_clients_beyond_the_maximum_are_told_to_come_back(tmp_path: Path)
             assert answer.headers["connection"] == "close"
         else:
             assert answer.status == 429, "the engine's queue is full"
-    assert said.count("\n") == 1, "one line, and not one for each connection"
+    full = any(answer.status == 503 for answer in refused)  # else the engine's queue was full before
+    assert said.count("\n") == int(full), "one line, and not one for each connection"
 
 
 @pytest.mark.slow
