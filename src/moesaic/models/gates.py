@@ -45,7 +45,7 @@ def read_corrected(fields: Fields, experts: int) -> Gating:
 
 
 def load_gate(
-    loader: Loader, name: str, gating: Gating, experts: int, hidden: int, corrected: bool
+    loader: Loader, name: str, gating: Gating, experts: int, hidden: int, corrected: bool = False
 ) -> TopKRouter:
     """Loads `name`.weight, and `name`.e_score_correction_bias if `corrected` is true."""
     weight = loader.exact(f"{name}.weight", experts, hidden)

@@ -12,7 +12,7 @@ from moesaic.kernels.gating import Gating
 from moesaic.models import rope
 from moesaic.models.block import DecoderBlock
 from moesaic.models.config import MOST_LAYERS, Fields
-from moesaic.models.layers import TopKRouter
+from moesaic.models.gates import load_gate
 from moesaic.models.loader import ExpertNames, Heads, Loader, grouped_query_attention, read_heads
 from moesaic.models.spec import KVLayout, ModelSpec
 
@@ -96,9 +96,9 @@ def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
 
 def _block(config: Config, loader: Loader, table: rope.RopeTable, layer: int) -> DecoderBlock:
     name, hidden = f"model.layers.{layer}", config.hidden_size
-    renamed = f"{name}.mlp.gate.weight"  # beside fused experts
-    gate_name = renamed if renamed in loader.checkpoint.names else f"{name}.block_sparse_moe.gate.weight"
-    gate = loader.exact(gate_name, config.num_experts, hidden)
+    renamed = f"{name}.mlp.gate.weight" in loader.checkpoint.names  # beside fused experts
+    gate = f"{name}.mlp.gate" if renamed else f"{name}.block_sparse_moe.gate"
+    router = load_gate(loader, gate, Gating(config.top_k, normalise=True), config.num_experts, hidden)
     return DecoderBlock(
         kernels=loader.kernels,
         epsilon=config.epsilon,
@@ -107,6 +107,6 @@ def _block(config: Config, loader: Loader, table: rope.RopeTable, layer: int) ->
             loader, f"{name}.self_attn", config.heads, table, config.window
         ),
         post_norm=loader.exact(f"{name}.post_attention_layernorm.weight", hidden),
-        router=TopKRouter(loader.kernels, gate, Gating(config.top_k, normalise=True)),
+        router=router,
         dense_part=None,
     )

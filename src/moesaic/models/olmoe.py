@@ -12,7 +12,7 @@ from moesaic.kernels.gating import Gating
 from moesaic.models import rope
 from moesaic.models.block import DecoderBlock
 from moesaic.models.config import MOST_LAYERS, Fields
-from moesaic.models.layers import TopKRouter
+from moesaic.models.gates import load_gate
 from moesaic.models.loader import ExpertNames, Heads, Loader, read_heads
 from moesaic.models.spec import KVLayout, ModelSpec
 from moesaic.models.whole_norm import whole_norm_attention
@@ -103,13 +103,14 @@ def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
 
 def _block(config: Config, loader: Loader, table: rope.RopeTable, layer: int) -> DecoderBlock:
     name, hidden = f"model.layers.{layer}", config.hidden_size
-    gate = loader.exact(f"{name}.mlp.gate.weight", config.num_experts, hidden)
+    gating = Gating(config.top_k, config.normalise)
+    router = load_gate(loader, f"{name}.mlp.gate", gating, config.num_experts, hidden)
     return DecoderBlock(
         kernels=loader.kernels,
         epsilon=config.epsilon,
         input_norm=loader.exact(f"{name}.input_layernorm.weight", hidden),
         attention_part=whole_norm_attention(loader, f"{name}.self_attn", config.heads, table, config.clip),
         post_norm=loader.exact(f"{name}.post_attention_layernorm.weight", hidden),
-        router=TopKRouter(loader.kernels, gate, Gating(config.top_k, config.normalise)),
+        router=router,
         dense_part=None,
     )

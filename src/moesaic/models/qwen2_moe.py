@@ -13,7 +13,8 @@ from moesaic.kernels.gating import Gating
 from moesaic.models import rope
 from moesaic.models.block import DecoderBlock, Dense
 from moesaic.models.config import MOST_LAYERS, Fields, shown
-from moesaic.models.layers import GatedSharedExpert, TopKRouter
+from moesaic.models.gates import load_gate
+from moesaic.models.layers import GatedSharedExpert
 from moesaic.models.loader import ExpertNames, Heads, Loader, grouped_query_attention, read_heads
 from moesaic.models.spec import KVLayout, ModelSpec
 
@@ -147,20 +148,16 @@ def _block(
     name, hidden = f"model.layers.{layer}", config.hidden_size
     sparse = layer in spec.moe_layers
     window = spec.sliding_windows[layer]
+    gating = Gating(config.top_k, config.normalise)
     return DecoderBlock(
         kernels=loader.kernels,
         epsilon=config.epsilon,
         input_norm=loader.exact(f"{name}.input_layernorm.weight", hidden),
         attention_part=grouped_query_attention(loader, f"{name}.self_attn", config.heads, table, window),
         post_norm=loader.exact(f"{name}.post_attention_layernorm.weight", hidden),
-        router=_router(config, loader, f"{name}.mlp.gate.weight") if sparse else None,
+        router=load_gate(loader, f"{name}.mlp.gate", gating, config.num_experts, hidden) if sparse else None,
         dense_part=_dense(config, sparse, loader, f"{name}.mlp"),
     )
-
-
-def _router(config: Config, loader: Loader, name: str) -> TopKRouter:
-    weight = loader.exact(name, config.num_experts, config.hidden_size)
-    return TopKRouter(loader.kernels, weight, Gating(config.top_k, config.normalise))
 
 
 def _dense(config: Config, sparse: bool, loader: Loader, name: str) -> Dense:
