@@ -59,6 +59,7 @@ def process(path: Path, *, pace: float = 0.0, limits: str = "{}", descriptors: i
     finally:
         server.process.kill()
         server.process.communicate()
+        server.process.communicate()
 
 
 @pytest.fixture(scope="module")

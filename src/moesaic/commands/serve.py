@@ -121,7 +121,7 @@ def _serve(
     from moesaic.server.service import Service
 
     host, port = listener.getsockname()[:2]
-    new_key = secrets.token_urlsafe(24) if launched.supervisor and server.admin_key is None else None
+    new_key = secrets.token_hex(24) if launched.supervisor and server.admin_key is None else None
     with Announcer(name, host, port, as_json, reported(launched), new_key) as announcer:
         connection = Observed(launched.connection, announcer.observe)
         engine = AsyncEngine(launched.engine, connection, how_it_ended=launched.how_it_ended)
