@@ -202,6 +202,8 @@ class Supervisor:
                 assert member.child is not None
                 self._publisher.introduce(member)
                 self._router.join(member.number, member.child.connection, info)
+            case messages.FaultyServer(server, incarnation, reason):
+                self._blame(server, incarnation, reason)
             case messages.Settled(version):
                 member.settled = version
             case messages.Holds():
@@ -233,12 +235,22 @@ class Supervisor:
             self._publisher.publish()
 
     def _refuse(self, member: Member, reason: str) -> None:
-        """Sends a server away whose weights are not those of the cluster's checkpoint."""
+        """Sends a server away whose weights or answers are not those of the cluster's checkpoint."""
         self._note(f"{member.name} is refused: {reason}")
         self._members.refuse(member, reason)
         if member.stage is Stage.SERVING:  # it may take seconds to leave, or stay
             member.stage = Stage.DRAINING
             self._publisher.publish()
+
+    def _blame(self, server: int, incarnation: int, reason: str) -> None:
+        """Ends the process of a server that gave wrong answers. A process of this host is restarted."""
+        for member in self._members.servers:
+            if (member.number, member.incarnation, member.stage) == (server, incarnation, Stage.SERVING):
+                if member.elsewhere:
+                    self._refuse(member, f"it {reason}")
+                elif member.child is not None:
+                    self._note(f"{member.name} {reason}: killing it")
+                    member.child.kill()
 
     def _tick(self, now: float) -> None:
         # If the inbox is not empty, this thread was late, not the process.

@@ -175,6 +175,15 @@ class Settled:
     version: int
 
 
+@dataclass(frozen=True)
+class FaultyServer:
+    """An expert server answered NaN or infinities, where the checkpoint gives finite numbers."""
+
+    server: int
+    incarnation: int
+    reason: str
+
+
 # ---- supervisor <-> expert server
 
 
@@ -238,7 +247,7 @@ class Digests:
 
 @dataclass(frozen=True)
 class Refuse:
-    """A server that joined must leave and not come back, since it has other weights than the cluster."""
+    """A server that joined must leave and not come back: its weights or answers are wrong."""
 
     reason: str
 
@@ -253,7 +262,19 @@ class ServerReport:
 
 
 ToWorker = Submit | Cancel | Shutdown | Serving
-ToEngine = Loading | Ready | Admitted | Tokens | PromptLogprobs | Stats | Failed | Layout | Alive | Settled
+ToEngine = (
+    Loading
+    | Ready
+    | Admitted
+    | Tokens
+    | PromptLogprobs
+    | Stats
+    | Failed
+    | Layout
+    | Alive
+    | Settled
+    | FaultyServer
+)
 ToServer = Hold | Enlisted | Refuse
 FromServer = Enlist | Holds | ServerReport | Digests
 Message = ToWorker | ToEngine | ToServer | FromServer

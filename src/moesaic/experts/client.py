@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from moesaic.core.experts import Directory
+from moesaic.core.messages import FaultyServer
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
@@ -106,6 +107,10 @@ class ExpertServers(Protocol):
         """Use these servers from now on."""
         ...
 
+    def faulty(self) -> list[FaultyServer]:
+        """The servers that were given up for their answers since the last call."""
+        ...
+
     def wait(self, timeout: float | None, wakeup: int) -> bool:
         """Sleep until rows come in or the file descriptor `wakeup` is readable, at most `timeout` seconds.
 
@@ -129,6 +134,9 @@ class NoServers:
 
     def update(self, directory: Directory, secret: bytes) -> None:
         """Ignores the directory."""
+
+    def faulty(self) -> list[FaultyServer]:
+        return []
 
     def wait(self, timeout: float | None, wakeup: int) -> bool:
         """Returns at once: no answer is awaited."""

@@ -56,6 +56,8 @@ class Submission:
     """Pairs that no server could take yet."""
     attempt: int = 0
     """How often pairs of it were sent again."""
+    blamed: bool = False
+    """A server was given up for its answer."""
     released: bool = False
     """The answer is no longer needed."""
 
@@ -140,6 +142,28 @@ class OpenCall:
         memory.put(submission.answer_memory(memory), pairs, self._answer, indices)
         return pairs, fresh
 
+    def not_finite(self, indices: IntArray) -> tuple[int, IntArray] | None:
+        """A row of these rows of the answer that has NaN or infinities, though its hidden state is finite.
+
+        Returns the row of the submission, and the experts whose answers are in it. None: there is no such
+        row.
+        """
+        if not len(self.pairs) or self.submission.released:
+            return None
+        answer = self._answer[indices] if len(indices) < len(self._answer) else self._answer
+        if np.isfinite(answer).all():
+            return None
+        for index in indices[~np.isfinite(self._answer[indices]).all(axis=1)]:
+            pairs = self._pairs_of(int(index))
+            row = int(pairs[0]) // self.submission.top_k
+            if np.isfinite(self.submission.hidden[row]).all():
+                return row, self.submission.experts[pairs]
+        return None
+
+    def _pairs_of(self, index: int) -> IntArray:
+        """The pairs whose results are in this row of the answer."""
+        return self.pairs[index : index + 1]
+
     def complete(self, release: Callable[[Call], None]) -> None:
         """The last row has come in.
 
@@ -169,6 +193,11 @@ class OpenCall:
 
 class PartialSumCall(OpenCall):
     """A call whose answer is the partial sum of each row's pairs."""
+
+    def _pairs_of(self, index: int) -> IntArray:
+        rows = self.pairs // self.submission.top_k
+        pairs: IntArray = self.pairs[rows == np.unique(rows)[index]]
+        return pairs
 
     def receive(self, indices: IntArray, memory: AnswerMemory) -> tuple[IntArray, int]:
         """Store a row's sum at the first of its pairs, and zeros at the others."""

@@ -15,9 +15,11 @@ import torch
 
 from moesaic.core.errors import ConnectionLost, DamagedMessage
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
+from moesaic.core.messages import FaultyServer
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
+from moesaic.experts.answer_check import Check
 from moesaic.experts.barrier_client import BarrierClient
 from moesaic.experts.client import ExpertRequest, RequestHandle
 from moesaic.experts.connector import Connector
@@ -44,6 +46,10 @@ SPIN = 50e-6
 NO_PAIRS: IntArray = np.zeros(0, dtype=np.int64)
 
 
+class _WrongAnswer(Exception):
+    """A server answered what its experts cannot answer."""
+
+
 class RemoteExperts:
     """`RoutedExperts` and `ExpertServers` over connections to expert servers. Used by one thread.
 
@@ -52,12 +58,14 @@ class RemoteExperts:
     | event | Replicas | here |
     |---|---|---|
     | its connection breaks, or it sends a damaged message | lost | _fail |
+    | it answers NaN where the checkpoint gives finite numbers | lost | _blame |
     | it makes no progress for too long, and others hold its experts | mask, then lost | _fail |
     | another process has its id now | replaced, then lost | _fail |
     | it left the directory and has answered its calls | lost | _retire |
 
     `_fail` and `_retire` close the connection by `_drop`, which calls `Replicas.lost`. `_fail` also connects
-    again and sends the unanswered pairs to other servers.
+    again and sends the unanswered pairs to other servers. `_blame` fails a server, never connects to that
+    process again, and keeps a report for the supervisor.
     """
 
     def __init__(
@@ -71,8 +79,10 @@ class RemoteExperts:
         every_server: bool = False,
         put: Put = put,
         observer: ClientObserver | None = None,
+        check: Check = lambda call, indices: None,
     ) -> None:
         """wakeup: the one that `connector` rings. put: copies rows of answers.
+        check: of every part of an answer.
 
         portion_rows: keep what comes in for `arrivals`. Requests of more rows are reported portion by
         portion, others when their answer is complete. None: `arrivals` is not used.
@@ -101,6 +111,11 @@ class RemoteExperts:
         self._memory = AnswerMemory(put)
         self._stuck: list[Submission] = []
         """Submissions with pairs that no server could take."""
+        self._check = check
+        self._blamed: set[ServerEntry] = set()
+        """Processes that gave wrong answers."""
+        self._faulty: list[FaultyServer] = []
+        """Reports that `faulty` has not returned yet."""
         self._counts = CallCounts(layout.layers, replicas.own)
         self._waited = 0.0
 
@@ -186,6 +201,10 @@ class RemoteExperts:
         self._retire()
         self._progress()
 
+    def faulty(self) -> list[FaultyServer]:
+        faulty, self._faulty = self._faulty, []
+        return faulty
+
     def wait(self, timeout: float | None, wakeup: int) -> bool:
         """Sleep until an answer, a new connection, the file descriptor `wakeup`, or a server's deadline."""
         began = self._clock()
@@ -243,6 +262,8 @@ class RemoteExperts:
             except DamagedMessage as damage:
                 LOG.warning("dropped expert server %d: %s", server, damage)
                 self._fail(server)
+            except _WrongAnswer as wrong:
+                self._blame(connection.entry, str(wrong))
             except ConnectionLost:
                 self._fail(server)
         for server in self._replicas.late(self._clock()):
@@ -261,6 +282,9 @@ class RemoteExperts:
 
     def _receive(self, connection: ServerConnection, call: OpenCall, indices: IntArray) -> None:
         submission, server = call.submission, connection.entry.server
+        wrong = self._check(call, indices)
+        if wrong is not None:
+            raise _WrongAnswer(wrong)
         pairs, fresh = call.receive(indices, self._memory)
         submission.missing -= fresh
         if self._portion_rows is not None and len(submission.hidden) > self._portion_rows:
@@ -325,7 +349,7 @@ class RemoteExperts:
         """
         left = self._drop(server)
         entry = self._entries.get(server)
-        if entry is not None:
+        if entry is not None and entry not in self._blamed:
             self._connector.start(entry, self._secret)
         for call in left:
             if call.submission.released:
@@ -335,6 +359,13 @@ class RemoteExperts:
                 continue
             call.submission.attempt += 1
             self._send(call.submission, call.missing)
+
+    def _blame(self, entry: ServerEntry, reason: str) -> None:
+        """Give up a server for good, until another process has its id."""
+        LOG.warning("dropped expert server %d: it %s", entry.server, reason)
+        self._blamed.add(entry)
+        self._faulty.append(FaultyServer(entry.server, entry.incarnation, reason))
+        self._fail(entry.server)
 
     def _drop(self, server: int) -> list[OpenCall]:
         """Close the connection. Returns its unanswered calls."""

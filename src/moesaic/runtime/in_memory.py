@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.messages import Layout
+from moesaic.experts.answer_check import AnswerCheck, Recompute
 from moesaic.experts.client import DirectExperts, RoutedExperts
 from moesaic.experts.connector import Connector
 from moesaic.experts.remote import RemoteExperts
@@ -154,4 +157,5 @@ def _remote(
         every_server=schedule == "barrier",
         put=loaded.kernels.put,
         observer=observer,
+        check=AnswerCheck(Recompute(Path(config.model.model), layout, config.model.mmap).finite),
     )

@@ -94,7 +94,7 @@ class Worker:
         self._receive(0.0 if busy else timeout, 0.0 if busy else self._linger)
         if not self._events and not self._stopping:
             self._progress(timeout)
-        self._report_settled()
+        self._report_servers()
         if not self._events or self._stopping:
             if self._unreported:
                 self._report(self._clock())
@@ -132,8 +132,10 @@ class Worker:
                 return
             news = self._servers.wait(limit, self._wakeup.fileno()) and not self._wakeup.rung
 
-    def _report_settled(self) -> None:
-        """Report once that no call under way was routed by an older directory."""
+    def _report_servers(self) -> None:
+        """Report faulty servers, and once that no call under way was routed by an older directory."""
+        for fault in self._servers.faulty():
+            self._connection.send(fault)
         settled = self._servers.oldest_version_in_use
         if settled > self._settled:
             self._settled = settled
