@@ -41,7 +41,8 @@ EDGES: dict[str, tuple[str, ...]] = {
     "hardware": ("core", "cost", "kernels", "offload.arena", "offload.reading", "runtime.machine"),
     # programs
     "runtime": (
-        *("config", "core", "experts.client", "experts.connector", "experts.observer", "experts.remote"),
+        *("config", "core", "experts.answer_check", "experts.client", "experts.connector"),
+        *("experts.observer", "experts.remote"),
         *("kernels", "kvcache", "collectives", "models", "offload", "policy", "trace", "transport"),
     ),
     "cluster": (
