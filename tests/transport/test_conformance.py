@@ -55,6 +55,7 @@ EVERY_MESSAGE: list[messages.Message] = [
     messages.Holds(2, "tcp:127.0.0.1:80", "native", 1, "a.b.c"),
     messages.Digests({1: {0: "ab", 3: "cd"}}),
     messages.Refuse("other weights"),
+    messages.FaultyServer(2, 1, "answered NaN"),
     messages.ServerReport(ExpertServerStats(clients=1), [[1, 2]]),
     messages.Loading(3, 10),
     messages.Ready(INFO),
