@@ -93,6 +93,8 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("models.compressing", "models.files", "planning", "tokenizer"),
         *("cost", "hardware", "papers", "policy.offloading", "policy.placement", "profiling"),
         *("runtime.machine", "server"),
+        # what the loader says about a model before it is loaded
+        *("models.checkpoint", "models.config", "models.registry", "models.spec"),
         "runtime.model_loading",  # how many GPUs there are to plan for
         "runtime.offloaded",  # experts that cannot be streamed are refused before anything is measured
         *("trace.options", "transport.base", "transport.secret"),
