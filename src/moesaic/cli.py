@@ -19,7 +19,7 @@ from moesaic import __version__
 from moesaic.batch.options import RunBatch
 from moesaic.bench.options import ServeBench, ThroughputBench
 from moesaic.commands import descriptors, streams
-from moesaic.commands.model_options import Doctor
+from moesaic.commands.model_options import Doctor, Verify
 from moesaic.commands.options import Compress, Join, MeasureHardware, Place, Plan, Scale, ShowProfile
 from moesaic.commands.usage import GroupedFlags, one_line
 from moesaic.config import (
@@ -277,6 +277,18 @@ def doctor(
     from moesaic.commands import doctor as command
 
     return command.run(output.json)
+
+
+@app.command
+def verify(options: Annotated[Verify, FLAT], *, output: Annotated[Output, FLAT] = Output()) -> int:
+    """Compare a model with transformers, one layer at a time: verify MODEL. Exit code 1 if they differ.
+
+    Both sides get the same input to each layer, so the first layer that differs is the one at fault. Only one
+    layer is in memory at a time.
+    """
+    from moesaic.commands import verify as command
+
+    return command.run(options, output.json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

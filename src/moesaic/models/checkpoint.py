@@ -155,6 +155,12 @@ class Checkpoint:
             more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
             raise CheckpointError(f"{self.path}: tensor {shown(left[0])} is not expected by this model{more}")
 
+    def as_stored(self, name: str) -> torch.Tensor:
+        """Returns a tensor of the files as it is stored, without any check of its shape."""
+        self.dtype(name)
+        found: torch.Tensor = self._open(self._shard[name]).get_tensor(name)
+        return found
+
     def _refuse_not_finite(self, name: str, tensor: torch.Tensor) -> None:
         index = first_not_finite(tensor)
         if index is not None:
@@ -203,6 +209,19 @@ class Claims(Checkpoint):
         """As `Checkpoint.tensor`, but returns a tensor without memory."""
         self.claim(name, *shape)
         return torch.empty(shape, dtype=dtype, device="meta")[part]
+
+
+class Partial(Claims):
+    """A checkpoint of which only some tensors are read. The others are tensors without memory."""
+
+    def __init__(self, path: Path, wanted: Callable[[str], bool]) -> None:
+        """wanted: whether to read a tensor, by its name."""
+        super().__init__(path)
+        self._wanted = wanted
+
+    def tensor(self, name: str, *shape: int, **how: Any) -> torch.Tensor:
+        """As `Checkpoint.tensor` for tensors that are wanted."""
+        return (Checkpoint if self._wanted(name) else Claims).tensor(self, name, *shape, **how)
 
 
 class Listed(Claims):

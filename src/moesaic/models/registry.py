@@ -27,7 +27,7 @@ from moesaic.models import (
     qwen3_moe,
 )
 from moesaic.models.block import Block
-from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Progress
+from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Partial, Progress
 from moesaic.models.config import shown
 from moesaic.models.files import read_json
 from moesaic.models.loader import ExpertNames, Loader, claim_experts, experts
@@ -135,6 +135,62 @@ def load(
     )
     checkpoint.refuse_unread((*file.UNUSED, *_extra_layers(spec)))
     return model
+
+
+def load_outside(path: Path, kernels: Kernels) -> Model:
+    """Loads a model on the CPU without its layers: embedding, final norm and LM head."""
+    config = _parse(path)[1]
+    spec: ModelSpec = config.spec
+    checkpoint = Checkpoint(path)
+    loader = Loader(checkpoint, kernels, "cpu", _dtype("auto", "cpu", checkpoint, kernels))
+    embedding = loader.matrix("model.embed_tokens", spec.vocab_size, spec.hidden_size)
+    return Model(
+        spec=spec,
+        kernels=kernels,
+        embedding=embedding,
+        blocks=(),
+        final_norm=loader.exact("model.norm.weight", spec.hidden_size),
+        head=_head(config, loader, embedding),
+        epsilon=config.epsilon,
+        experts={},
+    )
+
+
+def load_layer(
+    path: Path, kernels: Kernels, layer: int, positions: int
+) -> tuple[Block, ExpertWeights | None]:
+    """Loads one layer on the CPU, and its routed experts if it has some. No other layer's weights are read.
+
+    positions: maximum tokens of a request.
+    """
+    file, config = _parse(path)
+    prefix = f"model.layers.{layer}."
+    checkpoint = Partial(path, lambda name: name.startswith(prefix))
+    number = _dtype("auto", "cpu", checkpoint, kernels)
+    loader = Loader(checkpoint, kernels, "cpu", number, positions=positions)
+    routed = None
+    if layer in config.spec.moe_layers:
+        routed = experts(loader, file.expert_names(config, layer), None)
+    return file.blocks(config, loader)[layer], routed
+
+
+def stored_tensors(path: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors whose names begin with `prefix`, as the files have them. Compressed ones are made bf16."""
+    file, config = _parse(path)
+    checkpoint = Checkpoint(path)
+    widths = {}
+    for layer in config.spec.moe_layers:
+        if f"model.layers.{layer}." == prefix:
+            names = file.expert_names(config, layer)
+            every = (shape for expert in range(names.num_experts) for shape in names.shapes(expert))
+            widths = {f"{name}.weight": (rows, columns) for name, rows, columns in every}
+    return {
+        name: checkpoint.tensor(name, *widths[name], dtype=torch.bfloat16)
+        if checkpoint.dtype(name) is torch.uint8 and name in widths
+        else checkpoint.as_stored(name)
+        for name in sorted(checkpoint.names)
+        if name.startswith(prefix)
+    }
 
 
 def understand(raw: dict[str, Any], path: Path, claims: Claims | None = None) -> ModelSpec:
