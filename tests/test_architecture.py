@@ -51,7 +51,8 @@ EDGES: dict[str, tuple[str, ...]] = {
         "models.fingerprint",  # whether a server that joins has the same checkpoint
     ),
     "templates": ("config", "core"),
-    "tokenizer": ("core", "templates"),
+    "tiktoken_model": ("core",),
+    "tokenizer": ("core", "templates", "tiktoken_model"),
     "detokenizer": ("tokenizer",),
     "stop_strings": (),
     # Workers are known through a transport only.
@@ -116,7 +117,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "torch": (*TORCH_ROOMS, "commands.machine"),  # doctor asks torch which GPUs it sees
     "safetensors": ("models.checkpoint",),
     "huggingface_hub": ("models.files",),
-    "tokenizers": ("tokenizer",),
+    "tokenizers": ("tokenizer", "tiktoken_model"),
     "transformers": ("verify.reference",),
     "jinja2": ("templates.compiled", "templates.process"),  # never in the process of the server
     "msgspec": ("transport",),

@@ -21,6 +21,7 @@ from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import OF_EXPERTS
 from moesaic.kernels import table
 from moesaic.models import files, registry
+from moesaic.models.files import Found
 from moesaic.models.headers import Headers
 from moesaic.runtime.model_loading import AUTO_SHARE, num_blocks_of
 from moesaic.runtime.model_loading import load_model as load
@@ -161,6 +162,23 @@ def test_a_tokenizer_that_cannot_be_read_is_named(
     (path / "tokenizer.json").unlink()
     found = examined(capsys, path, "--hardware", machine, code=1)
     assert len(found["problems"]) == 1 and "no tokenizer.json" in found["problems"][0]
+
+
+def test_a_hub_id_without_a_tokenizer_that_is_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = a_config(tmp_path / "model", MIXTRAL_8X7B)
+    for name, problems in (
+        ("tokenizer.model", ["a/b: no tokenizer.json (only fast tokenizers are read)"]),
+        ("tokenizer.json", []),
+        ("tiktoken.model", []),
+    ):
+        found = Found(file, files={"config.json": 600, name: 5000, "model.safetensors": 1 << 60})
+        monkeypatch.setattr(files, "find", lambda *_, found=found: found)
+        report = examined(capsys, "a/b", "--hardware", machine, code=1)
+        assert report["problems"] == problems
+        disk = [note for note in report["notes"] if "does not fit on the disk" in note]
+        assert len(disk) == (0 if problems else 1)
 
 
 def run_line(command: str) -> None:

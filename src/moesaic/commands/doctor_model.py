@@ -32,7 +32,7 @@ from moesaic.planning.outlook import Memory, Streamed
 from moesaic.planning.plan import ROW_BYTES
 from moesaic.runtime.model_loading import AUTO_SHARE, AUTO_SHARE_CUDA
 from moesaic.runtime.offloaded import paged_layout
-from moesaic.tokenizer import Tokenizer
+from moesaic.tokenizer import Tokenizer, check_files
 
 UNKNOWN_MODEL = "MODEL"
 """Stands in a command for the directory of a model of which only a config.json was given."""
@@ -60,7 +60,7 @@ def examined(options: Doctor, folder: Path) -> ModelReport:
     assert options.model is not None
     found = files.find(options.model, folder, options.revision)
     raw = files.read_json(found.config)
-    spec, problems = _understood(found, raw)
+    spec, problems = _understood(found, options.model, raw)
     stored = _stored(found, raw, spec)
     sizes = _sizes(raw, options.model, stored)
     machine = examine()
@@ -73,7 +73,7 @@ def examined(options: Doctor, folder: Path) -> ModelReport:
     return _judged(report, here, context, command, machine.hub_cache_free)
 
 
-def _understood(found: Found, raw: dict[str, Any]) -> tuple[ModelSpec | None, list[str]]:
+def _understood(found: Found, model: str, raw: dict[str, Any]) -> tuple[ModelSpec | None, list[str]]:
     """What the loader says about a model: its sizes, and the errors that it would raise."""
     problems: list[str] = []
 
@@ -90,6 +90,9 @@ def _understood(found: Found, raw: dict[str, Any]) -> tuple[ModelSpec | None, li
     if found.directory is not None:
         directory = found.directory
         tried(lambda: Tokenizer(directory).close())
+    elif found.files is not None:
+        names = found.files
+        tried(lambda: check_files(model, names))
     return spec, problems
 
 
