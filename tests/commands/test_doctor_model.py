@@ -241,6 +241,21 @@ def test_speed_follows_the_memory(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert rates[1] == pytest.approx(2 * rates[0], rel=0.05)
 
 
+@pytest.mark.parametrize("told", [{"torch_dtype": "float8"}, {"torch_dtype": None, "dtype": [1]}])
+def test_a_type_that_is_not_known_is_no_prediction(
+    told: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path, machine: Path
+) -> None:
+    """The loader takes the type from the files, so it is no mistake."""
+    file = a_config(tmp_path / "model", MIXTRAL_8X7B, **told)
+    if told["torch_dtype"] is None:
+        file.write_text(
+            json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "torch_dtype"})
+        )
+    found = examined(capsys, file, "--hardware", machine)
+    assert found["command"] == "moesaic serve MODEL" and found["formats"] == []
+    assert found["notes"][0].startswith("memory and speed are not predicted: config.json: torch_dtype: got ")
+
+
 def test_without_figures_there_is_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
     found = examined(capsys, "demo", "--hardware", "none")
     assert found["command"] == "moesaic serve demo" and found["speeds"] == []

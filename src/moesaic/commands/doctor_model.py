@@ -20,7 +20,7 @@ from moesaic.config import ModelConfig, SchedulerConfig
 from moesaic.core.errors import ConfigError, MoesaicError
 from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, QUANT_METHOD
 from moesaic.cost.hardware import Hardware
-from moesaic.cost.reading import read
+from moesaic.cost.reading import number_type, read
 from moesaic.cost.sizes import ModelSizes
 from moesaic.kernels import table
 from moesaic.models import files, registry
@@ -64,10 +64,11 @@ def examined(options: Doctor, folder: Path) -> ModelReport:
     stored = _stored(found, raw, spec)
     sizes = _sizes(raw, options.model, stored)
     machine = examine()
-    report = ModelReport(options.model, raw.get("model_type"), spec, sizes, stored, problems)
+    report = ModelReport(options.model, raw.get("model_type"), spec, None, stored, problems)
     command = _Command(options, found)
-    if sizes is None:
-        return report if problems else replace(report, command=command.serve())
+    if isinstance(sizes, str):
+        return report if problems else replace(report, command=command.serve(), unpredicted=sizes)
+    report = replace(report, sizes=sizes)
     here = _here(options, found, machine, measure=not problems)
     context = spec.max_position if spec is not None else outlook.PROMPT + outlook.GENERATE
     return _judged(report, here, context, command, machine.hub_cache_free)
@@ -107,7 +108,7 @@ def _stored(found: Found, raw: dict[str, Any], spec: ModelSpec | None) -> Stored
     """How the checkpoint is stored: by its files if they are here, else by its config.json."""
     told = raw.get("quantization_config")
     method = None if told is None else str(told.get("quant_method") if isinstance(told, dict) else told)
-    named = str(raw.get("dtype", raw.get("torch_dtype")) or "bfloat16")
+    named = number_type(raw)
     kind, sizes = COMPRESSED if method == QUANT_METHOD else named, found.files
     if found.directory is not None:
         here = found.directory.glob("*.safetensors")
@@ -122,13 +123,13 @@ def _stored(found: Found, raw: dict[str, Any], spec: ModelSpec | None) -> Stored
     return Stored(kind, method, sum(weights), len(weights), download)
 
 
-def _sizes(raw: dict[str, Any], name: str, stored: Stored) -> ModelSizes | None:
-    """The sizes that cost memory and time. None for a model_type whose sizes are not known."""
+def _sizes(raw: dict[str, Any], name: str, stored: Stored) -> ModelSizes | str:
+    """The sizes that cost memory and time, or why they are not known."""
     try:
         plain = {key: value for key, value in raw.items() if key != "quantization_config"}
         sizes = read(plain, name)
-    except ConfigError:
-        return None
+    except ConfigError as error:
+        return str(error)
     return outlook.in_format(sizes, stored.type, gpu=False)
 
 

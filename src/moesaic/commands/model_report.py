@@ -46,7 +46,7 @@ class ModelReport:
     spec: ModelSpec | None
     """None: the loader does not understand config.json."""
     sizes: ModelSizes | None
-    """None: nothing is known about the sizes of this model_type."""
+    """None: nothing is known about the sizes."""
     stored: Stored
     problems: Sequence[str]
     """What the loader would say, one line each."""
@@ -59,6 +59,8 @@ class ModelReport:
     speeds: Sequence[Speed] = ()
     streamed: Streamed | None = None
     """How the model runs with --fast-memory. None: it fits, or does not run."""
+    unpredicted: str | None = None
+    """Why the sizes of a supported model are not known."""
     disk: int | None = None
     """Free bytes of the disk for downloads, if they are too few."""
     unplanned: bool = False
@@ -115,8 +117,8 @@ def notes(report: ModelReport) -> Iterator[str]:
         yield f"not supported: {problem}"
     if report.problems:
         return
-    if report.sizes is None:
-        yield "memory and speed are not predicted: the sizes of this model_type are not known"
+    if report.unpredicted is not None:
+        yield f"memory and speed are not predicted: {report.unpredicted}"
     elif report.disk is not None:
         need = in_bytes(report.stored.download or 0)
         yield f"does not run here: the download of {need} does not fit on the disk ({in_bytes(report.disk)})"
