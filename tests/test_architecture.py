@@ -51,7 +51,8 @@ EDGES: dict[str, tuple[str, ...]] = {
         "models.fingerprint",  # whether a server that joins has the same checkpoint
     ),
     "templates": ("config", "core"),
-    "tokenizer": ("core", "templates"),
+    "tiktoken_model": ("core",),
+    "tokenizer": ("core", "templates", "tiktoken_model"),
     "detokenizer": ("tokenizer",),
     "stop_strings": (),
     # Workers are known through a transport only.
@@ -59,6 +60,8 @@ EDGES: dict[str, tuple[str, ...]] = {
     "server": ("config", "core", "engine"),
     "client": ("core",),
     "bench": ("client", "config", "core", "llm", "trace.parts"),
+    # the stages of a worker's step, layer by layer, beside another implementation
+    "verify": ("core", "kernels", "kvcache", "models", "runtime.step.stages"),
     # from a job and a machine to a worker's settings, before there is a worker
     "planning": (
         *("config", "core", "cost", "models.files", "models.registry", "models.shard", "policy.offloading"),
@@ -92,7 +95,9 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("", "batch", "bench", "client", "config", "core", "experts.join", "kernels.table", "launch"),
         *("models.compressing", "models.files", "planning", "tokenizer"),
         *("cost", "hardware", "papers", "policy.offloading", "policy.placement", "profiling"),
-        *("runtime.machine", "server"),
+        *("runtime.machine", "server", "verify"),
+        # what the loader says about a model before it is loaded
+        *("models.checkpoint", "models.config", "models.registry", "models.spec"),
         "runtime.model_loading",  # how many GPUs there are to plan for
         "runtime.offloaded",  # experts that cannot be streamed are refused before anything is measured
         *("trace.options", "transport.base", "transport.secret"),
@@ -101,7 +106,7 @@ EDGES: dict[str, tuple[str, ...]] = {
 }
 """Room -> what it may import beside itself. "a.b" allows that one module, "" the package's own names."""
 
-TORCH_ROOMS = ("kernels", "models", "kvcache", "runtime", "experts", "offload", "hardware")
+TORCH_ROOMS = ("kernels", "models", "kvcache", "runtime", "experts", "offload", "hardware", "verify")
 HOMES: dict[str, tuple[str, ...]] = {
     "numpy": tuple(room for room in EDGES if room not in ("cli", "commands", "config", "")),
     "scipy": (
@@ -112,7 +117,8 @@ HOMES: dict[str, tuple[str, ...]] = {
     "torch": (*TORCH_ROOMS, "commands.machine"),  # doctor asks torch which GPUs it sees
     "safetensors": ("models.checkpoint",),
     "huggingface_hub": ("models.files",),
-    "tokenizers": ("tokenizer",),
+    "tokenizers": ("tokenizer", "tiktoken_model"),
+    "transformers": ("verify.reference",),
     "jinja2": ("templates.compiled", "templates.process"),  # never in the process of the server
     "msgspec": ("transport",),
     "cryptography": ("transport.sealing",),
@@ -145,6 +151,7 @@ LATE_IMPORTS = {
     "commands.serve": "the API takes most of a second to import, which the worker loads in as well",
     "experts.process": "a server on the native kernels never imports torch, one on the reference has to",
     "models.files": "the hub's library is needed for hub ids only and takes a second to import",
+    "verify.reference": "transformers need not be installed",
     "templates.__main__": "its parent says where modules are found",
     "policy.offloading.planner": "only FlexGen's own search needs SciPy, which takes half a second to import",
 }

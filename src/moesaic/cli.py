@@ -19,6 +19,7 @@ from moesaic import __version__
 from moesaic.batch.options import RunBatch
 from moesaic.bench.options import ServeBench, ThroughputBench
 from moesaic.commands import descriptors, streams
+from moesaic.commands.model_options import Doctor, Verify
 from moesaic.commands.options import Compress, Join, MeasureHardware, Place, Plan, Scale, ShowProfile
 from moesaic.commands.usage import GroupedFlags, one_line
 from moesaic.config import (
@@ -261,11 +262,33 @@ def bench_throughput(
 
 
 @app.command
-def doctor(*, output: Annotated[Output, FLAT] = Output()) -> int:
-    """Show what this machine has, what moesaic will use, and what could be improved."""
+def doctor(
+    options: Annotated[Doctor | None, FLAT] = None,
+    *,
+    output: Annotated[Output, FLAT] = Output(),
+) -> int:
+    """Show what this machine has and what moesaic will use. doctor MODEL: whether that model is supported and
+    fits, the command that runs it, and the speed to expect, before anything is downloaded or loaded.
+    """
+    if options is not None and options.model is not None:
+        from moesaic.commands import doctor_model
+
+        return doctor_model.run(options, output.json)
     from moesaic.commands import doctor as command
 
     return command.run(output.json)
+
+
+@app.command
+def verify(options: Annotated[Verify, FLAT], *, output: Annotated[Output, FLAT] = Output()) -> int:
+    """Compare a model with transformers, one layer at a time: verify MODEL. Exit code 1 if they differ.
+
+    Both sides get the same input to each layer, so the first layer that differs is the one at fault. Only one
+    layer is in memory at a time.
+    """
+    from moesaic.commands import verify as command
+
+    return command.run(options, output.json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

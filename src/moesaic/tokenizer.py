@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -13,11 +13,14 @@ from typing import Any
 import tokenizers
 from tokenizers.pre_tokenizers import Metaspace
 
+from moesaic import tiktoken_model
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError, TemplateError
 from moesaic.templates import content
 from moesaic.templates.pool import Renderers
 from moesaic.templates.renderer import Limits
+from moesaic.tiktoken_model import byte_level_alphabet as byte_level_alphabet
 
+FAST = "tokenizer.json"
 REPLACEMENT = "\ufffd"
 MARK = "\ue000"
 """A private-use character. It marks the end of a continued message while the template is rendered."""
@@ -32,7 +35,8 @@ class Tokenizer:
     chat_template: a file with a Jinja template, used in place of the checkpoint's own.
     special_tokens_in_content: whether special tokens in messages mean what they mean in the template. Else
     they are text. limits: of the template, which runs in processes of its own. They end with this object.
-    Raises CheckpointError if tokenizer.json is missing or damaged, or the template cannot be compiled.
+    Raises CheckpointError if tokenizer.json is missing or damaged, or the template cannot be compiled. Known
+    tokenizers are also read from tiktoken's ranks (`tiktoken_model`).
     """
 
     def __init__(
@@ -43,10 +47,9 @@ class Tokenizer:
         special_tokens_in_content: bool = False,
         limits: Limits = Limits(),
     ) -> None:
-        self._file = path / "tokenizer.json"
-        self._tokenizer = _read_tokenizer(self._file)
         settings_file = path / "tokenizer_config.json"
         self._settings = _read_settings(settings_file) if settings_file.is_file() else {}
+        self._tokenizer = _read_tokenizer(path, self._settings)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._bytes_of_character = byte_level_alphabet()
         self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
@@ -247,7 +250,7 @@ class Tokenizer:
     def _literal(self) -> tuple[tokenizers.Tokenizer, bool]:
         """A tokenizer for pieces in which special tokens are text, and whether the first one gets a space.
 
-        It is read when it is first needed. It is an object of its own, since the library cannot change
+        It is made when it is first needed. It is an object of its own, since the library cannot change
         settings while other threads encode.
         """
         with self._loading_literal:
@@ -255,7 +258,7 @@ class Tokenizer:
 
     @cached_property
     def _literal_tokenizer(self) -> tuple[tokenizers.Tokenizer, bool]:
-        literal = _read_tokenizer(self._file)
+        literal = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         literal.encode_special_tokens = True
         metaspace = literal.pre_tokenizer
         if not isinstance(metaspace, Metaspace) or metaspace.prepend_scheme != "first":
@@ -302,9 +305,17 @@ class Tokenizer:
         return source, override or path
 
 
-def _read_tokenizer(file: Path) -> tokenizers.Tokenizer:
+def check_files(where: object, names: Container[str]) -> None:
+    """Raises CheckpointError unless the file of a tokenizer is among `names`. where: for the message."""
+    if FAST not in names and tiktoken_model.FILE not in names:
+        raise CheckpointError(f"{where}: no {FAST} (only fast tokenizers are read)")
+
+
+def _read_tokenizer(path: Path, settings: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    check_files(path, [name for name in (FAST, tiktoken_model.FILE) if (path / name).is_file()])
+    file = path / FAST
     if not file.is_file():
-        raise CheckpointError(f"{file.parent}: no tokenizer.json (only fast tokenizers are read)")
+        return tiktoken_model.read(path, settings)
     try:
         found = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises a plain Exception for every defect
@@ -376,11 +387,3 @@ def _read_settings(file: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise CheckpointError(f"{file}: not a JSON object")
     return settings
-
-
-def byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level BPE (GPT-2). Every byte has a printable character."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + offset): byte for offset, byte in enumerate(hidden)}

@@ -239,6 +239,14 @@ class WorkerConfig:
     """Stamp of the checkpoint's files (`models.fingerprint`), which must not change before they are loaded.
     Empty: as they are now."""
 
+    def automatic_blocks(self, budget: float, block_bytes: float, longest: int) -> int:
+        """Number of cache blocks with --kv-cache-memory auto.
+
+        budget: bytes that the cache may take. longest: maximum tokens of a request.
+        """
+        per_request = -(-longest // self.cache.block_size)
+        return int(min(budget // block_bytes, per_request * self.scheduler.max_num_seqs))
+
     def __post_init__(self) -> None:
         one_of("--device", self.model.device, get_args(Device))
         one_of("--dtype", self.model.dtype, get_args(Dtype))

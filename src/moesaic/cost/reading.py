@@ -30,11 +30,16 @@ def read(raw: Raw, name: str) -> ModelSizes:
         raise _refuse("model_type", raw.get("model_type"), ", ".join(sorted(_READERS)))
     if not unquantized(raw):
         raise _refuse("quantization_config", "a quantization", "none: plans are for unquantized weights")
-    dtype = str(raw.get("torch_dtype", raw.get("dtype")) or "bfloat16")
+    dtype = number_type(raw)
     if dtype not in BYTES:
         raise _refuse("torch_dtype", dtype, ", ".join(BYTES))
     compressed = raw.get("quantization_config") is not None
     return replace(_READERS[kind](raw, name), number=BYTES[dtype], compressed=compressed)
+
+
+def number_type(raw: Raw) -> str:
+    """The type of weights that a config.json names, which may be any text."""
+    return str(raw.get("torch_dtype", raw.get("dtype")) or "bfloat16")
 
 
 def _mixtral(raw: Raw, name: str) -> ModelSizes:

@@ -16,14 +16,14 @@ from moesaic.core.stored import COMPRESSED, row_bytes
 from moesaic.kernels.compressed import decompress
 from moesaic.models import fused
 from moesaic.models.config import shown
+from moesaic.models.files import INDEX as INDEX
 from moesaic.models.files import INDEX_BYTES, read_json
+from moesaic.models.files import SINGLE as SINGLE
 from moesaic.models.finite import first_not_finite
 from moesaic.models.headers import COMPRESSED_ROWS
 from moesaic.models.memory import Copies
 from moesaic.models.pages import PAGE, drop_pages, prefer_huge
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 Progress = Callable[[int, int], None]
 """Called with bytes read so far, and total bytes of all files."""
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, COMPRESSED_ROWS: torch.uint8}
@@ -155,6 +155,12 @@ class Checkpoint:
             more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
             raise CheckpointError(f"{self.path}: tensor {shown(left[0])} is not expected by this model{more}")
 
+    def as_stored(self, name: str) -> torch.Tensor:
+        """Returns a tensor of the files as it is stored, without any check of its shape."""
+        self.dtype(name)
+        found: torch.Tensor = self._open(self._shard[name]).get_tensor(name)
+        return found
+
     def _refuse_not_finite(self, name: str, tensor: torch.Tensor) -> None:
         index = first_not_finite(tensor)
         if index is not None:
@@ -203,6 +209,40 @@ class Claims(Checkpoint):
         """As `Checkpoint.tensor`, but returns a tensor without memory."""
         self.claim(name, *shape)
         return torch.empty(shape, dtype=dtype, device="meta")[part]
+
+
+class Partial(Claims):
+    """A checkpoint of which only some tensors are read. The others are tensors without memory."""
+
+    def __init__(self, path: Path, wanted: Callable[[str], bool]) -> None:
+        """wanted: whether to read a tensor, by its name."""
+        super().__init__(path)
+        self._wanted = wanted
+
+    def tensor(self, name: str, *shape: int, **how: Any) -> torch.Tensor:
+        """As `Checkpoint.tensor` for tensors that are wanted."""
+        return (Checkpoint if self._wanted(name) else Claims).tensor(self, name, *shape, **how)
+
+
+class Listed(Claims):
+    """The tensors that an index lists, for a checkpoint whose weights are elsewhere. Only names are checked.
+
+    Raises CheckpointError for a file that is no index, and for a tensor that it does not list.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """path: the directory of the index."""
+        self.path = path
+        self._shard = _shards(path)
+        self._claimed = set()
+
+    def claim(self, name: str, *shape: int) -> None:
+        """As `Checkpoint.claim`, without the shape."""
+        inside = self.inside(name)
+        name = name if inside is None else inside.tensor
+        if name not in self._shard:
+            raise CheckpointError(f"{self.path / INDEX}: tensor {name} is missing")
+        self._claimed.add(name)
 
 
 def _prefer_huge_pages(opened: Any, file: Path) -> None:

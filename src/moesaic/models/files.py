@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "voca
 """Files to download from a hub: weights as safetensors, never pickles or code."""
 IGNORED = ["*/*", "consolidated*"]
 """Copies of the weights in other layouts, which some repositories have beside the one that is read."""
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 CONFIG_BYTES = 4 << 20
 """Largest config file that is read. Real ones have a few kilobytes."""
 INDEX_BYTES = 64 << 20
@@ -47,7 +52,18 @@ def _checked(path: Path, problem: str) -> Path:
 
 def _from_hub(model: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
+
+    with _hub_errors(model, revision):
+        return Path(
+            snapshot_download(model, revision=revision, allow_patterns=PATTERNS, ignore_patterns=IGNORED)
+        )
+
+
+@contextmanager
+def _hub_errors(model: str, revision: str | None) -> Generator[None]:
+    """Turns the errors of the hub's library into ConfigError, in one line."""
     from huggingface_hub.errors import (
+        EntryNotFoundError,
         GatedRepoError,
         HfHubHTTPError,
         HFValidationError,
@@ -57,9 +73,7 @@ def _from_hub(model: str, revision: str | None) -> Path:
     )
 
     try:
-        return Path(
-            snapshot_download(model, revision=revision, allow_patterns=PATTERNS, ignore_patterns=IGNORED)
-        )
+        yield
     except HFValidationError as error:
         raise ConfigError.field("model", model, "a directory with config.json, a hub id, demo") from error
     except GatedRepoError as error:
@@ -72,8 +86,87 @@ def _from_hub(model: str, revision: str | None) -> Path:
         raise ConfigError(
             f"model: {model!r} is not in the local cache and the hub is out of reach"
         ) from error
+    except EntryNotFoundError as error:
+        raise CheckpointError(f"model: {model}: no config.json in this repository") from error
     except HfHubHTTPError as error:
         raise ConfigError(f"model: {model!r}: the hub answered {error.response.status_code}") from error
+
+
+@dataclass(frozen=True)
+class Found:
+    """What can be known of a model without a download of its weights."""
+
+    config: Path
+    """Its config.json."""
+    directory: Path | None = None
+    """The directory of the whole checkpoint. None: only small files are on this machine."""
+    files: Mapping[str, int] | None = None
+    """The files of a model on the hub that would be downloaded, with their bytes."""
+
+    @property
+    def index(self) -> Path | None:
+        """The index of the tensors of a model on the hub; None if it has none."""
+        file = self.config.parent / INDEX
+        return file if self.files is not None and file.is_file() else None
+
+
+def find(model: str, folder: Path, revision: str | None = None) -> Found:
+    """Finds a model as `resolve` does, but does not download its weights. A path of a config.json is found,
+    too.
+
+    folder: gets config.json and the index of tensors of a hub id that is not in the local cache. Raises
+    ConfigError in one line.
+    """
+    path = Path(model).expanduser()
+    if path.is_file() and path.suffix == ".json":
+        if revision is not None:
+            raise ConfigError.field("--revision", revision, "none for a config.json, which has no other")
+        return Found(path)
+    if model == DEMO or path.exists() or path.is_absolute() or model.startswith((".", "~")):
+        directory = resolve(model, revision)
+        return Found(directory / "config.json", directory)
+    cached = _in_cache(model, revision)
+    if cached is not None:
+        return Found(cached / "config.json", cached)
+    return _small_files(model, revision, folder)
+
+
+def _in_cache(model: str, revision: str | None) -> Path | None:
+    """The directory of a hub id in the local cache. None unless it has all weights."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        path = Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    if not (path / "config.json").is_file():
+        return None
+    if (path / INDEX).is_file():
+        table = read_json(path / INDEX, INDEX_BYTES).get("weight_map")
+        shards = set(map(str, table.values())) if isinstance(table, dict) else set()
+        return path if shards and all((path / shard).is_file() for shard in shards) else None
+    return path if (path / SINGLE).is_file() else None
+
+
+def _small_files(model: str, revision: str | None, folder: Path) -> Found:
+    """Downloads config.json and the index of tensors into `folder`, and lists the other files."""
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.hf_api import RepoFile
+
+    with _hub_errors(model, revision):
+        config = hf_hub_download(model, "config.json", revision=revision, local_dir=folder)
+        tree = HfApi().list_repo_tree(model, revision=revision)
+        sizes = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
+        files = {name: size for name, size in sizes.items() if _wanted(name)}
+        if files.get(INDEX, INDEX_BYTES + 1) <= INDEX_BYTES:
+            hf_hub_download(model, INDEX, revision=revision, local_dir=folder)
+    return Found(Path(config), files=files)
+
+
+def _wanted(name: str) -> bool:
+    """Whether `resolve` downloads this file of a hub."""
+    return any(fnmatch(name, one) for one in PATTERNS) and not any(fnmatch(name, one) for one in IGNORED)
 
 
 def read_json(file: Path, most: int = CONFIG_BYTES) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from typing import Any, TypeGuard
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import COMPRESSED, row_bytes
 from moesaic.models import fused
+from moesaic.models.files import INDEX as INDEX
 from moesaic.models.files import INDEX_BYTES, read_json
+from moesaic.models.files import SINGLE as SINGLE
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 MOST_HEADER = 100_000_000
 """Largest header in bytes, as in the safetensors library."""
 NUMBERS = {"F32": 4, "BF16": 2, "F16": 2}

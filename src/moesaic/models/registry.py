@@ -27,7 +27,7 @@ from moesaic.models import (
     qwen3_moe,
 )
 from moesaic.models.block import Block
-from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Progress
+from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Partial, Progress
 from moesaic.models.config import shown
 from moesaic.models.files import read_json
 from moesaic.models.loader import ExpertNames, Loader, claim_experts, experts
@@ -137,6 +137,96 @@ def load(
     return model
 
 
+def load_outside(path: Path, kernels: Kernels) -> Model:
+    """Loads a model on the CPU without its layers: embedding, final norm and LM head."""
+    config = _parse(path)[1]
+    spec: ModelSpec = config.spec
+    checkpoint = Checkpoint(path)
+    loader = Loader(checkpoint, kernels, "cpu", _dtype("auto", "cpu", checkpoint, kernels))
+    embedding = loader.matrix("model.embed_tokens", spec.vocab_size, spec.hidden_size)
+    return Model(
+        spec=spec,
+        kernels=kernels,
+        embedding=embedding,
+        blocks=(),
+        final_norm=loader.exact("model.norm.weight", spec.hidden_size),
+        head=_head(config, loader, embedding),
+        epsilon=config.epsilon,
+        experts={},
+    )
+
+
+def load_layer(
+    path: Path, kernels: Kernels, layer: int, positions: int
+) -> tuple[Block, ExpertWeights | None]:
+    """Loads one layer on the CPU, and its routed experts if it has some. No other layer's weights are read.
+
+    positions: maximum tokens of a request.
+    """
+    file, config = _parse(path)
+    prefix = f"model.layers.{layer}."
+    checkpoint = Partial(path, lambda name: name.startswith(prefix))
+    number = _dtype("auto", "cpu", checkpoint, kernels)
+    loader = Loader(checkpoint, kernels, "cpu", number, positions=positions)
+    routed = None
+    if layer in config.spec.moe_layers:
+        routed = experts(loader, file.expert_names(config, layer), None)
+    return file.blocks(config, loader)[layer], routed
+
+
+def stored_tensors(path: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors whose names begin with `prefix`, as the files have them. Compressed ones are made bf16."""
+    file, config = _parse(path)
+    checkpoint = Checkpoint(path)
+    widths = {}
+    for layer in config.spec.moe_layers:
+        if f"model.layers.{layer}." == prefix:
+            names = file.expert_names(config, layer)
+            every = (shape for expert in range(names.num_experts) for shape in names.shapes(expert))
+            widths = {f"{name}.weight": (rows, columns) for name, rows, columns in every}
+    return {
+        name: checkpoint.tensor(name, *widths[name], dtype=torch.bfloat16)
+        if checkpoint.dtype(name) is torch.uint8 and name in widths
+        else checkpoint.as_stored(name)
+        for name in sorted(checkpoint.names)
+        if name.startswith(prefix)
+    }
+
+
+def understand(raw: dict[str, Any], path: Path, claims: Claims | None = None) -> ModelSpec:
+    """The sizes in a parsed config.json. Refuses what `load` would refuse, but reads no weights.
+
+    path: for messages. claims: the tensors of the checkpoint, whose names and shapes are checked; None if
+    they are not known.
+    Raises CheckpointError for the first key or tensor that is missing or not understood.
+    """
+    file, config = _understood(raw, path)
+    spec: ModelSpec = config.spec
+    if claims is not None:
+        _claim(file, config, claims)
+        claims.refuse_unread((*file.UNUSED, *_extra_layers(spec)))
+    return spec
+
+
+def stored_type(raw: dict[str, Any], path: Path, checkpoint: Checkpoint) -> str:
+    """Type in which the routed experts of a checkpoint are stored, or all matrices if there are none."""
+    file, config = _understood(raw, path)
+    layers = config.spec.moe_layers
+    name = EMBEDDING
+    if layers:
+        name = f"{file.expert_names(config, layers[0]).shapes(0)[0][0]}.weight"
+    found = checkpoint.dtype(name)
+    return COMPRESSED if found is torch.uint8 else str(found).removeprefix("torch.")
+
+
+def type_in_memory(stored: str, device: str, kernels: Kernels) -> str:
+    """Type that `load` with dtype "auto" gives to matrices stored as `stored`, a name of core/stored.py."""
+    number = _kept(DTYPES.get(stored, torch.bfloat16), device, kernels)
+    if stored not in DTYPES and kernels.compressed and number is torch.bfloat16:
+        return stored
+    return str(number).removeprefix("torch.")
+
+
 def _extra_layers(spec: ModelSpec) -> list[str]:
     """Patterns of the tensors of layers that are not loaded."""
     first = spec.num_layers
@@ -210,16 +300,20 @@ def _parse(path: Path) -> tuple[ModelFile, Any]:
 @lru_cache(maxsize=4)
 def _checked(path: Path, stamp: tuple[object, ...]) -> tuple[ModelFile, Any]:
     """As _parse. stamp: of the files, so that a file that changed is read again."""
-    raw = read_json(path / "config.json")
+    file, config = _understood(read_json(path / "config.json"), path)
+    if (path / SINGLE).is_file() or (path / INDEX).is_file():
+        _claim(file, config, Claims(path))
+    return file, config
+
+
+def _understood(raw: dict[str, Any], path: Path) -> tuple[ModelFile, Any]:
+    """The model file of a parsed config.json, and its config."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODELS:
         allowed = ", ".join(sorted(MODELS))
         raise CheckpointError(f"{path}: model_type: got {shown(repr(model_type))}; allowed: {allowed}")
     file = MODELS[model_type]
-    config = file.parse(raw)
-    if (path / SINGLE).is_file() or (path / INDEX).is_file():
-        _claim(file, config, Claims(path))
-    return file, config
+    return file, file.parse(raw)
 
 
 def _stamp(*files: Path) -> tuple[object, ...]:
@@ -245,14 +339,17 @@ def _claim(file: ModelFile, config: Config, claims: Claims) -> None:
 def _dtype(dtype: str, device: str, checkpoint: Checkpoint, kernels: Kernels) -> torch.dtype:
     if dtype in ("auto", COMPRESSED):  # a layout may be COMPRESSED for other kernels
         stored = checkpoint.dtype(EMBEDDING)
-        stored = torch.bfloat16 if stored is torch.uint8 else stored
-        return stored if not device.startswith("cpu") or stored in kernels.stored else torch.float32
+        return _kept(torch.bfloat16 if stored is torch.uint8 else stored, device, kernels)
     allowed = [name for name, one in DTYPES.items() if one in kernels.allowed]
     if dtype not in allowed:
         raise ConfigError.field(
             "--dtype", dtype, f"{', '.join(('auto', *allowed))} with {kernels.name} kernels"
         )
     return DTYPES[dtype]
+
+
+def _kept(stored: torch.dtype, device: str, kernels: Kernels) -> torch.dtype:
+    return stored if not device.startswith("cpu") or stored in kernels.stored else torch.float32
 
 
 def _head(config: Config, loader: Loader, embedding: torch.Tensor) -> torch.Tensor:

@@ -180,7 +180,7 @@ def _num_blocks(
         budget = free_memory(device) if free is None else free
         if device.type == "cpu":  # ranks share a CPU's memory; each has its own GPU
             budget //= ranks
-        num_blocks = min(budget // block_bytes, per_request * config.scheduler.max_num_seqs)
+        num_blocks = config.automatic_blocks(budget, block_bytes, max_model_len)
     else:
         budget = _given_bytes(config, device) // ranks
         num_blocks = budget // block_bytes

@@ -1,0 +1,167 @@
+"""Says before a model is loaded what it takes in each format, whether it fits, and how fast it would run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from moesaic.config import ModelConfig, WorkerConfig
+from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, OF_EXPERTS, row_bytes
+from moesaic.cost.hardware import Hardware
+from moesaic.cost.sizes import ModelSizes
+from moesaic.planning.plan import NEAR, OVER_DISK, OVER_RAM, ROW_BYTES
+from moesaic.planning.search import MIB, Job, JobSearch
+from moesaic.policy.offloading.planner import PolicySearch, SearchLimits
+from moesaic.policy.offloading.policies import Workload
+from moesaic.policy.offloading.pricing import Price, Pricing
+
+PROMPT, GENERATE = 512, 128
+"""Tokens of a prompt and of an answer for which speeds are predicted. Shorter contexts have fewer."""
+REQUESTS = 1000
+"""Number of requests of a job whose experts are streamed."""
+SHORTEST = 512
+"""Tokens of the shortest context with which a model counts as fitting."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a model takes with its routed experts in one type."""
+
+    name: str
+    """Type of the routed experts; see `core.stored.OF_EXPERTS`."""
+    experts: float
+    """Bytes of all routed experts."""
+    other: float
+    """Bytes of everything else. It is bf16 unless the experts are wider."""
+
+    @property
+    def weights(self) -> float:
+        """Bytes of the whole model."""
+        return self.experts + self.other
+
+
+def formats(model: ModelSizes, *more: str) -> list[Format]:
+    """The model in every type that experts can have. more: further types of numbers, such as float16."""
+    return [_format(model, name) for name in dict.fromkeys((*OF_EXPERTS, *more))]
+
+
+def _format(model: ModelSizes, name: str) -> Format:
+    inner, outer = row_bytes(name, model.hidden), row_bytes(name, model.expert_width)
+    expert = 2 * model.expert_width * inner + model.hidden * outer
+    other = model.with_number(NUMBER_BYTES.get(name, NUMBER_BYTES["bfloat16"])).other
+    return Format(name, float(model.moe_layers * model.experts * expert), other)
+
+
+def in_format(model: ModelSizes, name: str, gpu: bool) -> ModelSizes:
+    """The sizes of the model computed from one type. gpu: rows have the type of the weights."""
+    number = float(NUMBER_BYTES.get(name, NUMBER_BYTES["bfloat16"]))
+    computed = number if gpu else ROW_BYTES
+    return replace(model, number=number, compressed=name == COMPRESSED, computed=computed)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory that a model would be loaded into."""
+
+    free: float
+    """Bytes that are free now."""
+    cache_share: float
+    """Maximum share for the automatic KV cache of what is left after the weights."""
+    cache_number: float
+    """Bytes of a cached number."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a model fits in memory in one format, beside a KV cache of the automatic size."""
+
+    format: Format
+    """The format of the checkpoint."""
+    loaded: str
+    """Type of the routed experts in memory, which is another one where the kernels cannot read the format."""
+    left: float
+    """Bytes that are left after the weights. It is negative if these do not fit."""
+    cache: float
+    """Bytes of the KV cache."""
+    tokens: int
+    """Tokens that it has room for."""
+    longest: int
+    """Maximum tokens of one request. It is the model's context, or less if the cache has no room for that."""
+
+    @property
+    def good(self) -> bool:
+        """Whether the model can be served."""
+        return self.longest > 0
+
+
+def fit(model: ModelSizes, one: Format, loaded: str, memory: Memory, context: int) -> Fit:
+    """Fit one format into memory. context: maximum tokens of a request, by the model."""
+    left = memory.free - _format(model, loaded).weights
+    worker = WorkerConfig(ModelConfig(model.name))
+    token = model.layers * model.cache(1, memory.cache_number)
+    size = worker.cache.block_size
+    blocks = worker.automatic_blocks(max(0.0, memory.cache_share * left), size * token, context)
+    tokens = blocks * size
+    longest = min(context, tokens)
+    return Fit(one, loaded, left, tokens * token, tokens, longest if longest >= min(SHORTEST, context) else 0)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The predicted speed of a model in memory."""
+
+    requests: int
+    """Number of requests at once."""
+    prompts: float
+    """Prompt tokens/s of all requests together."""
+    answers: float
+    """Generated tokens/s of all requests together, while they generate."""
+
+
+def lengths(context: int) -> tuple[int, int]:
+    """Tokens of a prompt and of an answer for a prediction."""
+    generate = max(2, min(GENERATE, context // 2))
+    return max(1, min(PROMPT, context - generate)), generate
+
+
+def speeds(
+    model: ModelSizes, hardware: Hardware, cache_number: float, context: int, counts: Sequence[int]
+) -> list[Speed]:
+    """Predict the speed with everything on the fast level, by the cost model of `moesaic plan`.
+
+    counts: numbers of requests at once. A number for which memory is too small is left out.
+    """
+    pricing = Pricing(model, hardware, Workload(*lengths(context), cache_number))
+    found = []
+    for count in counts:
+        limits = SearchLimits(("cgopipe",), largest_batch=count, fast_only=True)
+        price = PolicySearch(pricing, replace(limits, micro_batch=count, micro_batches=1)).best()
+        if price is not None:
+            found.append(Speed(count, price.prefill_throughput, price.decode_throughput))
+    return found
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """How a job runs whose experts do not all fit on the fast level."""
+
+    fast_memory: str
+    """Value of --fast-memory."""
+    price: Price
+
+
+def streamed(model: ModelSizes, hardware: Hardware, cache_number: float, context: int) -> Streamed | None:
+    """Plan a job of REQUESTS requests with --fast-memory. None: it does not fit either."""
+    gpu = hardware.slow.processor is not None
+    prompt, generate = lengths(context)
+    limits = SearchLimits(
+        OVER_RAM if gpu else OVER_DISK,
+        largest_batch=REQUESTS,
+        requests=REQUESTS,
+        whole_cache=True,
+        near=NEAR,
+    )
+    room = int(hardware.fast.room) // MIB
+    job = Job(REQUESTS, prompt, generate, prompt + generate)
+    found = JobSearch(model, hardware, job, cache_number, limits).within(room * MIB)
+    return None if found is None else Streamed("auto" if gpu else f"{room}MiB", found[1])

@@ -1,0 +1,1 @@
+"""Compares a model with transformers, one layer at a time."""

@@ -1,0 +1,58 @@
+"""Computes a prompt layer by layer, as a worker does, with one layer in memory at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from moesaic.core.tokens import TokenBatch
+from moesaic.kernels.batch import AttentionBatch
+from moesaic.kernels.table import Kernels
+from moesaic.kvcache.paged import PagedKV
+from moesaic.models import registry
+from moesaic.models.spec import ModelSpec
+from moesaic.runtime.step.stages import until_gate
+
+BLOCK = 16
+"""Tokens of a block of the KV cache."""
+
+
+class Ours:
+    """moesaic's side: the stages of a worker's step, on the CPU."""
+
+    def __init__(self, path: Path, spec: ModelSpec, kernels: Kernels, tokens: list[int]) -> None:
+        self._path, self._spec, self._kernels = path, spec, kernels
+        count = len(tokens)
+        self._blocks = -(-count // BLOCK)
+        self._batch = TokenBatch(
+            token_ids=np.array(tokens, dtype=np.int64),
+            positions=np.arange(count, dtype=np.int64),
+            query_starts=np.array([0, count], dtype=np.int64),
+            context_lens=np.array([count], dtype=np.int64),
+            block_tables=np.arange(self._blocks, dtype=np.int64)[None],
+            logit_rows=np.arange(count, dtype=np.int64),
+        )
+
+    def embed(self) -> torch.Tensor:
+        """Returns the embeddings [n, h] of the prompt."""
+        return registry.load_outside(self._path, self._kernels).embed(torch.from_numpy(self._batch.token_ids))
+
+    def layer(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, h] before a layer -> [n, h] after it."""
+        count = self._batch.num_rows
+        block, experts = registry.load_layer(self._path, self._kernels, layer, count)
+        cpu = torch.device("cpu")
+        kv = PagedKV(self._spec.kv, 1, self._blocks, BLOCK, torch.float32, cpu, self._kernels)
+        attention = AttentionBatch.build(self._batch, BLOCK)
+        positions = torch.from_numpy(self._batch.positions)
+        gated = until_gate(block, 0, hidden, positions, attention, kv)
+        rows = None
+        if experts is not None and gated.expert_ids is not None:
+            rows = self._kernels.experts(experts, gated.normed, gated.expert_ids)
+        return block.merge(gated, block.dense(gated.normed), rows)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, h] after the last layer -> logits [n, V]."""
+        return registry.load_outside(self._path, self._kernels).logits(hidden)

@@ -1,0 +1,332 @@
+"""`moesaic doctor MODEL` as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.models.test_published import DEEPSEEK_V3, MIXTRAL_8X7B
+from tests.support.fake_hub import hub
+
+from moesaic import cli
+from moesaic.config import CacheConfig, ModelConfig, WorkerConfig
+from moesaic.core.errors import CheckpointError
+from moesaic.core.stored import OF_EXPERTS
+from moesaic.kernels import table
+from moesaic.models import files, registry
+from moesaic.models.files import Found
+from moesaic.models.headers import Headers
+from moesaic.runtime.model_loading import AUTO_SHARE, num_blocks_of
+from moesaic.runtime.model_loading import load_model as load
+
+GIB = 2**30
+MACHINE = """
+machine = {{ name = "a CPU" }}
+fast = {{ name = "RAM", memory_gib = {memory}, bandwidth_gib = {bandwidth}, tflops = 0.3 }}
+slow = {{ name = "disk", memory_gib = 500, bandwidth_gib = 1.5 }}
+link = {{ down_gib = 1.5 }}
+"""
+REPOSITORY = "some-org/tiny-moe"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    return a_machine(tmp_path / "machine.toml")
+
+
+def a_machine(file: Path, memory: float = 16, bandwidth: float = 20) -> Path:
+    """A machine's figures. memory: GiB that are free."""
+    file.write_text(MACHINE.format(memory=memory, bandwidth=bandwidth))
+    return file
+
+
+def examined(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> dict[str, Any]:
+    """The report as JSON."""
+    assert cli.main(["doctor", *map(str, words), "--json"]) == code
+    out, _ = capsys.readouterr()
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def a_config(folder: Path, config: dict[str, Any], **changes: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    file = folder / "config.json"
+    file.write_text(json.dumps(config | changes))
+    return file
+
+
+def a_copy(folder: Path, **tensors: torch.Tensor | None) -> Path:
+    """The demo checkpoint with other tensors; None removes one."""
+    demo = files.resolve("demo")
+    folder.mkdir()
+    for file in demo.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).symlink_to(file)
+    weights = load_file(demo / files.SINGLE) | tensors
+    save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, folder / files.SINGLE)
+    return folder
+
+
+def test_a_checkpoint_that_is_here(capsys: pytest.CaptureFixture[str], machine: Path) -> None:
+    found, spec = examined(capsys, "demo", "--hardware", machine), registry.read_spec(files.resolve("demo"))
+    assert (found["supported"], found["problems"], found["notes"]) == (True, [], [])
+    assert found["model_type"] == "qwen3_moe" and found["command"] == "moesaic serve demo"
+    assert (found["layers"], found["experts"], found["top_k"]) == (6, spec.num_experts, spec.top_k)
+    assert found["context"] == spec.max_position and found["stored"]["type"] == "bfloat16"
+    model = load(ModelConfig("demo")).model
+    assert found["parameters"] == pytest.approx(model.num_parameters, rel=0.001)
+    rows = {row["experts_as"]: row for row in found["formats"]}
+    assert rows["bfloat16"]["weights"] == pytest.approx(model.num_bytes, rel=0.01)
+    assert rows["float32"]["weights"] == 2 * rows["bfloat16"]["weights"]
+
+
+def test_every_type_of_experts_has_a_row(capsys: pytest.CaptureFixture[str], machine: Path) -> None:
+    found = examined(capsys, "demo", "--hardware", machine)
+    assert [row["experts_as"] for row in found["formats"]] == list(OF_EXPERTS)
+    assert all(row["fits"] and row["weights"] == row["experts"] + row["other"] for row in found["formats"])
+
+
+def test_compressed_experts_are_counted_to_the_byte(
+    capsys: pytest.CaptureFixture[str], machine: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "compressed"
+    assert cli.main(["compress", "demo", str(out)]) == 0
+    capsys.readouterr()
+    found = examined(capsys, out, "--hardware", machine)
+    [row] = [row for row in found["formats"] if row["experts_as"] == "compressed"]
+    places = Headers(out).every().items()
+    assert row["experts"] == sum(place.size for name, place in places if ".experts." in name)
+    assert found["stored"]["type"] == "compressed" and found["command"] == f"moesaic serve {out}"
+    assert row["loaded_as"] == ("compressed" if table.pick("cpu").compressed else "float32")
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "part"),
+    [
+        (MIXTRAL_8X7B, {"model_type": "llama"}, "model_type: got 'llama'"),
+        (MIXTRAL_8X7B, {"new_idea": 3}, "new_idea: got 3"),
+        (MIXTRAL_8X7B, {"hidden_act": "gelu"}, "hidden_act: got 'gelu'"),
+        (
+            DEEPSEEK_V3,
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "quant_method 'fp8'",
+        ),
+        (MIXTRAL_8X7B, {"num_hidden_layers": None}, "num_hidden_layers"),
+    ],
+)
+def test_what_is_not_supported_is_what_the_loader_says(
+    config: dict[str, Any],
+    changes: dict[str, Any],
+    part: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    machine: Path,
+) -> None:
+    file = a_config(tmp_path / "model", config, **changes)
+    with pytest.raises(CheckpointError) as refused:
+        registry.read_spec(file.parent)
+    found = examined(capsys, file, "--hardware", machine, code=1)
+    assert part in str(refused.value) and found["problems"] == [str(refused.value)]
+    assert not found["supported"] and found["command"] is None and found["speeds"] == []
+
+
+def test_a_tensor_that_the_loader_refuses_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, machine: Path
+) -> None:
+    name = "model.layers.3.mlp.gate.weight"
+    for folder, tensors, part in (
+        ("missing", {name: None}, f"tensor {name} is missing"),
+        ("shape", {name: torch.zeros(3, 3)}, f"tensor {name}: got shape [3, 3]"),
+        (
+            "more",
+            {"model.new.weight": torch.zeros(3)},
+            "tensor model.new.weight is not expected by this model",
+        ),
+    ):
+        path = a_copy(tmp_path / folder, **tensors)
+        found = examined(capsys, path, "--hardware", machine, code=1)
+        assert len(found["problems"]) == 1 and part in found["problems"][0]
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, machine: Path
+) -> None:
+    path = a_copy(tmp_path / "model")
+    (path / "tokenizer.json").unlink()
+    found = examined(capsys, path, "--hardware", machine, code=1)
+    assert len(found["problems"]) == 1 and "no tokenizer.json" in found["problems"][0]
+
+
+def test_a_hub_id_without_a_tokenizer_that_is_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = a_config(tmp_path / "model", MIXTRAL_8X7B)
+    for name, problems in (
+        ("tokenizer.model", ["a/b: no tokenizer.json (only fast tokenizers are read)"]),
+        ("tokenizer.json", []),
+        ("tiktoken.model", []),
+    ):
+        found = Found(file, files={"config.json": 600, name: 5000, "model.safetensors": 1 << 60})
+        monkeypatch.setattr(files, "find", lambda *_, found=found: found)
+        report = examined(capsys, "a/b", "--hardware", machine, code=1)
+        assert report["problems"] == problems
+        disk = [note for note in report["notes"] if "does not fit on the disk" in note]
+        assert len(disk) == (0 if problems else 1)
+
+
+def run_line(command: str) -> None:
+    """Parse a command as the command line does."""
+    Path("in.jsonl").touch()
+    words = [cli.SHORT.get(word, word) for word in command.split()[1:]]
+    cli.app.parse_args(words, exit_on_error=False, print_error=False)
+
+
+def test_the_command_depends_on_the_memory(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = a_config(tmp_path / "model", MIXTRAL_8X7B)
+    weights = 87.0
+    found = {
+        memory: examined(capsys, file, "--hardware", a_machine(tmp_path / "m.toml", memory))
+        for memory in (400, weights + 12, 20)
+    }
+    assert found[400]["command"] == "moesaic serve MODEL"
+    [shorter] = [row for row in found[weights + 12]["formats"] if row["experts_as"] == "bfloat16"]
+    assert 0 < shorter["longest_request"] < 32768
+    assert found[weights + 12]["command"] == (
+        f"moesaic serve MODEL --max-model-len {shorter['longest_request']}"
+    )
+    streamed = found[20]["command"]
+    assert streamed.startswith("moesaic run-batch ") and streamed.endswith("MODEL --fast-memory 18432MiB")
+    assert found[20]["streamed"]["tokens_per_second"] > 0
+    assert "does not fit in memory: experts are read" in found[20]["notes"][0]
+    for one in found.values():
+        run_line(one["command"])
+    (tmp_path / "m.toml").write_text(MACHINE.format(memory=2, bandwidth=20))
+    none = examined(capsys, file, "--hardware", tmp_path / "m.toml", code=1)
+    assert none["command"] is None and none["notes"][0].startswith("does not run here: neither the model")
+
+
+def test_the_cache_is_the_one_that_the_worker_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    memory = 0.0625 + 12.8 / 1024
+    machine = a_machine(tmp_path / "m.toml", memory)
+    found = examined(capsys, "demo", "--hardware", machine)
+    [row] = [row for row in found["formats"] if row["experts_as"] == "bfloat16"]
+    loaded = load(ModelConfig("demo"))
+    left = memory * GIB - row["weights"]
+    worker = WorkerConfig(ModelConfig("demo"), CacheConfig())
+    blocks = num_blocks_of(worker, loaded, 2048, torch.float32, int(AUTO_SHARE * left))
+    assert row["kv_cache_tokens"] == blocks * worker.cache.block_size
+
+
+def test_speed_follows_the_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = a_config(tmp_path / "model", MIXTRAL_8X7B)
+    rates = []
+    for bandwidth in (20, 40):
+        machine = a_machine(tmp_path / "m.toml", 400, bandwidth)
+        one, many = examined(capsys, file, "--hardware", machine)["speeds"]
+        assert (one["requests"], many["requests"]) == (1, 64) and many["answers"] > one["answers"]
+        rates.append(one["answers"])
+        assert 0.7 < rates[-1] * 2 * 12.9e9 / (bandwidth * GIB) < 1.02  # every active weight is read once
+    assert rates[1] == pytest.approx(2 * rates[0], rel=0.05)
+
+
+@pytest.mark.parametrize("told", [{"torch_dtype": "float8"}, {"torch_dtype": None, "dtype": [1]}])
+def test_a_type_that_is_not_known_is_no_prediction(
+    told: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path, machine: Path
+) -> None:
+    """The loader takes the type from the files, so it is no mistake."""
+    file = a_config(tmp_path / "model", MIXTRAL_8X7B, **told)
+    if told["torch_dtype"] is None:
+        file.write_text(
+            json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "torch_dtype"})
+        )
+    found = examined(capsys, file, "--hardware", machine)
+    assert found["command"] == "moesaic serve MODEL" and found["formats"] == []
+    assert found["notes"][0].startswith("memory and speed are not predicted: config.json: torch_dtype: got ")
+
+
+def test_without_figures_there_is_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    found = examined(capsys, "demo", "--hardware", "none")
+    assert found["command"] == "moesaic serve demo" and found["speeds"] == []
+
+
+def test_for_people(capsys: pytest.CaptureFixture[str], machine: Path, tmp_path: Path) -> None:
+    assert cli.main(["doctor", "demo", "--hardware", str(machine)]) == 0
+    shown = capsys.readouterr().out
+    for text in ("qwen3_moe", "6.7 million", "compressed", "fits here", "moesaic serve demo", "tokens/s"):
+        assert text in shown
+    file = a_config(tmp_path / "model", MIXTRAL_8X7B, model_type="[bold]")
+    assert cli.main(["doctor", str(file)]) == 1
+    out, err = capsys.readouterr()
+    assert "not supported: " in out and "model_type: got '[bold]'" in out and err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["./nowhere"], "model: got './nowhere'; allowed: a directory with config.json, a hub id, demo"),
+        (["demo", "--hardware", "abacus"], "--hardware: got 'abacus'; allowed: t4, "),
+        (["demo", "--revision", "x"], "--revision: got 'x'; allowed: none"),
+        (["--revision", "x"], "--revision: got 'x'; allowed: nothing without a MODEL"),
+        (["--hardware", "l4"], "--hardware: got 'l4'; allowed: nothing without a MODEL"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and message in err
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a":' * 5000])
+def test_a_config_that_is_no_object_is_one_line(
+    text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert cli.main(["doctor", str(tmp_path / "config.json")]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and f"{tmp_path / 'config.json'}: " in err
+
+
+@pytest.mark.slow
+def test_of_a_hub_id_only_small_files_are_fetched(tmp_path: Path, machine: Path) -> None:
+    repository, home = tmp_path / "repository", tmp_path / "home"
+    demo = files.resolve("demo")
+    repository.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (repository / name).write_bytes((demo / name).read_bytes())
+    shard = "model-00001-of-00001.safetensors"
+    names = [*load_file(demo / files.SINGLE), "model.new.weight"]
+    (repository / files.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, shard)}))
+    (repository / shard).write_bytes(bytes(5000))
+    (repository / "pytorch_model.bin").write_bytes(bytes(7000))
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    words = [sys.executable, "-m", "moesaic", "doctor", REPOSITORY, "--hardware", str(machine), "--json"]
+    with hub(REPOSITORY, repository) as (endpoint, seen):
+        env = {**clean, "HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
+        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120, check=False)
+    found = json.loads(done.stdout)
+    assert done.returncode == 1 and len(found["problems"]) == 1
+    assert "tensor model.new.weight is not expected by this model" in found["problems"][0]
+    assert found["stored"]["bytes"] == 5000 and found["stored"]["files"] == 1
+    assert (
+        5000
+        < found["stored"]["download"]
+        < 5000
+        + sum(file.stat().st_size for file in repository.iterdir() if file.suffix == ".json")
+        + len(shard)
+        + 10
+    )
+    fetched = {line.split("/")[-1] for line in seen if line.startswith("GET") and "/resolve/" in line}
+    assert fetched == {"config.json", files.INDEX}
+    assert not list(home.rglob("*.safetensors"))
