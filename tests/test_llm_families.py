@@ -28,6 +28,7 @@ FAMILIES = {
     "deepseek3-full": torch.bfloat16,
     "glm4-norm-bias-groups": torch.float32,
     "glm4-lite-layers-groups-yarn": torch.bfloat16,
+    "minimax": torch.bfloat16,
 }
 """A case, and the type of its weights."""
 NEW, LONGEST = 20, 128

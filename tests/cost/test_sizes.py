@@ -172,17 +172,23 @@ GLM_4_5_AIR = {
     "first_k_dense_replace": 1,
     "intermediate_size": 10944,
 }
+MINIMAX_M2 = {
+    "model_type": "minimax_m2",
+    "num_hidden_layers": 62,
+    "hidden_size": 3072,
+    "vocab_size": 200064,
+    "num_attention_heads": 48,
+    "intermediate_size": 1536,
+}
 
 
 @pytest.mark.parametrize(
     ("config", "billions"),
-    [(KIMI_K2, (1026, 33)), (GLM_4_7_FLASH, (30, 4)), (GLM_4_5_AIR, (107, 13))],
-    ids=["kimi-k2", "glm-4.7-flash", "glm-4.5-air"],
+    [(KIMI_K2, (1026, 33)), (GLM_4_7_FLASH, (30, 4)), (GLM_4_5_AIR, (107, 13)), (MINIMAX_M2, (229, 11))],
+    ids=["kimi-k2", "glm-4.7-flash", "glm-4.5-air", "minimax-m2"],
 )
-def test_families_with_shared_experts_have_their_published_parameters(
-    config: dict[str, Any], billions: tuple[int, int]
-) -> None:
-    """Which are 1 T and 32 B, 30 B and 3 B, 106 B and 12 B; these also count the embeddings."""
+def test_families_have_their_published_parameters(config: dict[str, Any], billions: tuple[int, int]) -> None:
+    """Which are 1 T and 32 B, 30 B and 3 B, 106 B and 12 B, 230 B and 10 B; these count embeddings too."""
     found = read(config, "x")
     assert (round(found.parameters / 1e9), round(found.active / 1e9)) == billions
 

@@ -26,6 +26,7 @@ def corrected(top_k: int, normalise: bool, scale: float, groups: int, kept: int)
         ("deepseek_v3", model_configs.deepseek3(), corrected(6, True, 2.5, 4, 2)),
         ("kimi_k2", model_configs.deepseek3(), corrected(6, True, 2.5, 4, 2)),
         ("deepseek_v3", model_configs.deepseek3(**FEW), corrected(6, False, 1.5, 2, 1)),
+        ("minimax_m2", model_configs.minimax(), Gating(4, normalise=True, scores="sigmoid")),
         ("glm4_moe", model_configs.glm4(), corrected(4, True, 1.0, 1, 1)),
         ("glm4_moe", model_configs.glm4(**FEW), corrected(4, False, 1.5, 2, 1)),
         ("glm4_moe_lite", model_configs.glm4_lite(), corrected(6, True, 1.8, 1, 1)),
@@ -35,4 +36,4 @@ def corrected(top_k: int, normalise: bool, scale: float, groups: int, kept: int)
 def test_the_rule_of_a_family(kind: str, options: dict[str, Any], wanted: Gating) -> None:
     config = registry.MODELS[kind].parse({"model_type": kind, "rope_theta": 1e4, **options})
     assert config.gating == wanted
-    assert config.corrected == (wanted.scores == "sigmoid")
+    assert bool(config.names.corrections) == (wanted.scores == "sigmoid")

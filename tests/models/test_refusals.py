@@ -29,6 +29,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "deepseek_v3": model_configs.deepseek3,
         "glm4_moe": model_configs.glm4,
         "glm4_moe_lite": model_configs.glm4_lite,
+        "minimax_m2": model_configs.minimax,
         "mixtral": model_configs.mixtral,
         "qwen3_moe": model_configs.qwen3,
         "deepseek_v2": model_configs.deepseek,
@@ -135,6 +136,15 @@ def test_an_unknown_key_is_refused_with_its_value(kind: str, copy: Any) -> None:
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, ("mlp_layer_types", "each of 3 layers")),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense", "moe", 1]}, ("mlp_layer_types", "'sparse'")),
         ("glm4_moe_lite", {"first_k_dense_replace": 2}, ("first_k_dense_replace", "2", "mlp_layer_types")),
+        ("minimax_m2", {"attention_bias": True}, ("attention_bias", "True", "False")),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, ("qk_norm_type", "'per_head'", "'per_layer'")),
+        ("minimax_m2", {"scoring_func": "softmax"}, ("scoring_func", "'softmax'", "'sigmoid'")),
+        ("minimax_m2", {"use_routing_bias": False}, ("use_routing_bias", "False", "True")),
+        ("minimax_m2", {"layernorm_mlp_beta": 3.5}, ("layernorm_mlp_beta", "3.5", "not scaled")),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1]}, ("attn_type_list", "[1, 0, 1]", "each of 3 layers")),
+        ("minimax_m2", {"rotary_dim": 18, **NO_ROPE}, ("partial_rotary_factor", "1.125", "up to 1")),
+        ("minimax_m2", {"shared_intermediate_size": 64}, ("shared_intermediate_size", "64", "0")),
+        ("minimax_m2", {"num_experts_per_tok": 13}, ("num_experts_per_tok", "13", "at most 12")),
         ("olmoe", {"clip_qkv": 0}, ("clip_qkv", "0", "above 0")),
         ("olmoe", {"clip_qkv": "8"}, ("clip_qkv", "'8'", "above 0")),
         ("olmoe", {"head_dim": 16}, ("head_dim", "16", "8, None", "hidden_size / num_attention_heads")),
@@ -178,7 +188,7 @@ def test_an_unknown_model_type_is_refused_with_the_list(copy: Any) -> None:
     refused(
         tiny_models.edit(copy("mixtral"), model_type="llama"),
         "'llama'",
-        "deepseek_v2, deepseek_v3, glm4_moe, glm4_moe_lite, kimi_k2, mixtral, olmoe, qwen2_moe, qwen3_moe",
+        ", ".join(sorted(registry.MODELS)),
     )
 
 

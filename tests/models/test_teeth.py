@@ -83,6 +83,10 @@ EDITS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4",
         {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}},
     ),
+    "the part of a head of minimax that is rotated": (
+        "minimax",
+        {"rope_parameters": PLAIN, "rotary_dim": 16},
+    ),
     "yarn of a part of a head": (
         "glm4-plain-odd-heads-yarn",
         {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.7}},
@@ -167,6 +171,11 @@ WEIGHTS = {
     "key norm of olmoe": ("olmoe", {"key_norm": nothing}),
     "query bias of olmoe": ("olmoe-clip-bias-gqa", {"query": no_bias}),
     "key bias of olmoe": ("olmoe-clip-bias-gqa", {"key": no_bias}),
+    "query norm of minimax": ("minimax", {"query_norm": nothing}),
+    "key norm of minimax": ("minimax", {"key_norm": nothing}),
+    "sigmoids of minimax": ("minimax", {"router": gating(scores="softmax")}),
+    "top-k normalisation of minimax": ("minimax", {"router": gating(normalise=False)}),
+    "correction bias of minimax": ("minimax", {"router": no_bias}),
     "query bias of qwen2": ("qwen2", {"query": no_bias}),
     "key bias of qwen2": ("qwen2", {"key": no_bias}),
     "value bias of qwen2": ("qwen2", {"value": no_bias}),

@@ -79,6 +79,15 @@ def glm4_lite(**options: Any) -> dict[str, Any]:
     return base
 
 
+def minimax(**options: Any) -> dict[str, Any]:
+    base = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 20, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 12,
+        "num_experts_per_tok": 4, "max_position_embeddings": 192, "rotary_dim": 8,
+    }  # fmt: skip
+    return {**base, **options}
+
+
 def qwen2(**options: Any) -> dict[str, Any]:
     base = {
         "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3,
@@ -204,6 +213,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         glm4(
             num_attention_heads=9, num_key_value_heads=3, head_dim=20, norm_topk_prob=False,
             first_k_dense_replace=0, rope_parameters={**YARN, "partial_rotary_factor": 0.7},
+        ),
+    ),
+    "minimax": ("minimax_m2", minimax()),
+    "minimax-odd-heads-k1-yarn-tied": (
+        "minimax_m2",
+        minimax(
+            num_attention_heads=5, num_key_value_heads=5, head_dim=12, rotary_dim=None, num_experts_per_tok=1,
+            rope_parameters={**YARN, "partial_rotary_factor": 0.5}, tie_word_embeddings=True,
         ),
     ),
     "glm4-lite": ("glm4_moe_lite", glm4_lite()),

@@ -102,6 +102,12 @@ def _deepseek(raw: Raw, name: str) -> ModelSizes:
     return _with_shared(raw, name, attention, _sparse_layers(raw))
 
 
+def _minimax(raw: Raw, name: str) -> ModelSizes:
+    attention = _grouped({"head_dim": 128, "num_key_value_heads": 8, **raw})
+    found = _mixtral({"num_experts_per_tok": 8, "num_local_experts": 256, **raw}, name)
+    return replace(found, attention=replace(attention, normed=(attention.heads, attention.kv_heads)))
+
+
 def _glm(raw: Raw, name: str) -> ModelSizes:
     return _with_shared(raw, name, _grouped(raw), _sparse_layers(raw))
 
@@ -160,6 +166,7 @@ def _dbrx(raw: Raw, name: str) -> ModelSizes:
 
 
 _READERS: dict[str, Callable[[Raw, str], ModelSizes]] = {
+    "minimax_m2": _minimax,
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "qwen2_moe": _qwen,

@@ -12,7 +12,15 @@ from moesaic.models import rope
 from moesaic.models.config import Fields
 from moesaic.models.gates import read_groups
 from moesaic.models.latent import read_sizes
-from moesaic.models.shared_experts import UNUSED, Config, blocks, expert_names, layers_after_dense, read
+from moesaic.models.shared_experts import (
+    UNUSED,
+    Config,
+    Names,
+    blocks,
+    expert_names,
+    layers_after_dense,
+    read,
+)
 
 __all__ = ["UNUSED", "blocks", "expert_names", "parse"]
 DEFAULTS = {
@@ -36,7 +44,7 @@ def parse(raw: dict[str, Any]) -> Config:
     every = fields.integer("moe_layer_freq", 1)
     sparse = tuple(layer for layer in layers_after_dense(fields) if layer % every == 0)
     attention = read_sizes(fields, angles)
-    return read(fields, "deepseek_v2", attention, angles, _gating(fields), sparse, corrected=False)
+    return read(fields, "deepseek_v2", attention, angles, _gating(fields), sparse, Names(corrections=()))
 
 
 def _gating(fields: Fields) -> Gating:

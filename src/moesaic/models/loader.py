@@ -40,6 +40,14 @@ class Loader:
         positions = most if self.positions is None else min(most, self.positions)
         return RopeTable.build(config, width, positions, self.device)
 
+    def found(self, prefix: str, names: Sequence[str], ending: str = "") -> str:
+        """Returns the first prefix.name that the files have with `ending` after it, or else the first of all.
+
+        transformers writes a few parts by names of its own beside fused experts.
+        """
+        full = [f"{prefix}.{name}" for name in names]
+        return next((each for each in full if each + ending in self.checkpoint.names), full[0])
+
     def matrix(self, name: str, rows: int, columns: int, *part: slice) -> torch.Tensor:
         """Returns `name`.weight [rows, columns], or a part of it."""
         return self.checkpoint.tensor(
