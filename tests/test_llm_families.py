@@ -29,6 +29,9 @@ FAMILIES = {
     "glm4-norm-bias-groups": torch.float32,
     "glm4-lite-layers-groups-yarn": torch.bfloat16,
     "minimax": torch.bfloat16,
+    "dots-windows-bias-shared-groups": torch.float32,
+    "solar": torch.bfloat16,
+    "hy3-layers-bias-shared-yarn": torch.bfloat16,
 }
 """A case, and the type of its weights."""
 NEW, LONGEST = 20, 128

@@ -172,6 +172,34 @@ GLM_4_5_AIR = {
     "first_k_dense_replace": 1,
     "intermediate_size": 10944,
 }
+DOTS = {
+    "model_type": "dots1",
+    "num_hidden_layers": 62,
+    "hidden_size": 4096,
+    "vocab_size": 152064,
+    "num_attention_heads": 32,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 10944,
+}
+SOLAR = {
+    "model_type": "solar_open",
+    "num_hidden_layers": 48,
+    "hidden_size": 4096,
+    "vocab_size": 196608,
+    "num_attention_heads": 64,
+}
+HY3 = {
+    "model_type": "hy_v3",
+    "num_hidden_layers": 80,
+    "hidden_size": 4096,
+    "vocab_size": 120832,
+    "num_attention_heads": 64,
+    "intermediate_size": 13312,
+}
 MINIMAX_M2 = {
     "model_type": "minimax_m2",
     "num_hidden_layers": 62,
@@ -184,11 +212,20 @@ MINIMAX_M2 = {
 
 @pytest.mark.parametrize(
     ("config", "billions"),
-    [(KIMI_K2, (1026, 33)), (GLM_4_7_FLASH, (30, 4)), (GLM_4_5_AIR, (107, 13)), (MINIMAX_M2, (229, 11))],
-    ids=["kimi-k2", "glm-4.7-flash", "glm-4.5-air", "minimax-m2"],
+    [
+        (KIMI_K2, (1026, 33)),
+        (GLM_4_7_FLASH, (30, 4)),
+        (GLM_4_5_AIR, (107, 13)),
+        (MINIMAX_M2, (229, 11)),
+        (DOTS, (143, 14)),
+        (SOLAR, (103, 12)),
+        (HY3, (295, 21)),
+    ],
+    ids=["kimi-k2", "glm-4.7-flash", "glm-4.5-air", "minimax-m2", "dots.llm1", "solar-open", "hy3"],
 )
 def test_families_have_their_published_parameters(config: dict[str, Any], billions: tuple[int, int]) -> None:
-    """Which are 1 T and 32 B, 30 B and 3 B, 106 B and 12 B, 230 B and 10 B; these count embeddings too."""
+    """Which are 1000 and 32, 30 and 3, 106 and 12, 230 and 10, 142 and 14, 102 and 12, 295 and 21.
+    The figures below count embeddings too."""
     found = read(config, "x")
     assert (round(found.parameters / 1e9), round(found.active / 1e9)) == billions
 

@@ -29,12 +29,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "deepseek_v3": model_configs.deepseek3,
         "glm4_moe": model_configs.glm4,
         "glm4_moe_lite": model_configs.glm4_lite,
+        "dots1": model_configs.dots,
+        "hy_v3": model_configs.hy3,
         "minimax_m2": model_configs.minimax,
         "mixtral": model_configs.mixtral,
         "qwen3_moe": model_configs.qwen3,
         "deepseek_v2": model_configs.deepseek,
         "olmoe": model_configs.olmoe,
         "qwen2_moe": model_configs.qwen2,
+        "solar_open": model_configs.solar,
     }
     found = {
         kind: tiny_models.save(tiny_models.build(kind, make()), tmp_path_factory.mktemp(kind))
@@ -133,9 +136,34 @@ def test_an_unknown_key_is_refused_with_its_value(kind: str, copy: Any) -> None:
         ("glm4_moe", {"use_qk_norm": True}, ("self_attn.q_norm.weight is missing",)),
         ("glm4_moe", {"scoring_func": "softmax"}, ("scoring_func", "'softmax'")),
         ("glm4_moe_lite", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5", "whole heads")),
-        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, ("mlp_layer_types", "each of 3 layers")),
-        ("glm4_moe_lite", {"mlp_layer_types": ["dense", "moe", 1]}, ("mlp_layer_types", "'sparse'")),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, ("mlp_layer_types", "list of 3 of dense, sparse")),
+        (
+            "glm4_moe_lite",
+            {"mlp_layer_types": ["dense", "moe", 1]},
+            ("mlp_layer_types", "list of 3 of dense, sparse"),
+        ),
         ("glm4_moe_lite", {"first_k_dense_replace": 2}, ("first_k_dense_replace", "2", "mlp_layer_types")),
+        ("dots1", {"scoring_func": "softmax"}, ("scoring_func", "'softmax'", "'sigmoid'")),
+        ("dots1", {"moe_layer_freq": 2}, ("moe_layer_freq", "2", "1")),
+        ("dots1", {"layer_types": [model_configs.FULL]}, ("layer_types", "list of 3 of full_attention")),
+        (
+            "dots1",
+            {"sliding_window": 9, "layer_types": [model_configs.FULL, "chunked", model_configs.FULL]},
+            ("layer_types", "list of 3 of full_attention, sliding_attention"),
+        ),
+        ("solar_open", {"first_k_dense_replace": 1}, ("first_k_dense_replace", "1", "0")),
+        ("solar_open", {"use_qk_norm": True}, ("use_qk_norm", "True", "False")),
+        ("solar_open", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5", "whole heads")),
+        ("hy_v3", {"mlp_bias": True}, ("mlp_bias", "True", "False")),
+        ("hy_v3", {"moe_router_use_sigmoid": False}, ("moe_router_use_sigmoid", "False", "True")),
+        ("hy_v3", {"route_norm": False}, ("route_norm", "False", "True")),
+        ("hy_v3", {"expert_hidden_dim": 24}, ("expert_hidden_dim", "24", "20")),
+        ("hy_v3", {"num_shared_experts": 0}, ("num_shared_experts", "0", "at least 1")),
+        (
+            "hy_v3",
+            {"mlp_layer_types": ["dense", "moe", 1]},
+            ("mlp_layer_types", "list of 3 of dense, sparse"),
+        ),
         ("minimax_m2", {"attention_bias": True}, ("attention_bias", "True", "False")),
         ("minimax_m2", {"qk_norm_type": "per_head"}, ("qk_norm_type", "'per_head'", "'per_layer'")),
         ("minimax_m2", {"scoring_func": "softmax"}, ("scoring_func", "'softmax'", "'sigmoid'")),
@@ -314,7 +342,7 @@ def test_an_unknown_dtype_or_device_is_refused(saved: dict[str, Path]) -> None:
         pick("tpu")
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "glm4_moe_lite"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "hy_v3"])
 def test_layers_that_predict_several_tokens_are_left_out_if_the_config_names_them(
     kind: str, copy: Any
 ) -> None:

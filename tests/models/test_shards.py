@@ -38,6 +38,16 @@ SHARDED: dict[str, tuple[str, dict[str, Any]]] = {
             num_attention_heads=8, num_key_value_heads=2, attention_bias=True, norm_topk_prob=True
         ),
     ),
+    "dots": (
+        "dots1",
+        model_configs.dots(
+            num_attention_heads=8, num_key_value_heads=4, sliding_window=9, num_hidden_layers=2
+        ),
+    ),
+    "hy3": (
+        "hy_v3",
+        model_configs.hy3(num_attention_heads=4, num_key_value_heads=1, attention_bias=True),
+    ),
     "minimax": ("minimax_m2", model_configs.minimax(num_attention_heads=8, num_key_value_heads=4)),
     "qwen2": ("qwen2_moe", model_configs.qwen2(num_key_value_heads=2)),
     "deepseek-lite": model_configs.CASES["deepseek-lite"],

@@ -79,6 +79,22 @@ def glm4_lite(**options: Any) -> dict[str, Any]:
     return base
 
 
+def dots(**options: Any) -> dict[str, Any]:
+    return glm4(**{"first_k_dense_replace": 1, "n_shared_experts": 1, "sliding_window": None, **options})
+
+
+def solar(**options: Any) -> dict[str, Any]:
+    base = glm4(**options)
+    del base["intermediate_size"]  # no layer is dense
+    return base
+
+
+def hy3(**options: Any) -> dict[str, Any]:
+    base = glm4(num_experts=12, **options)
+    del base["n_routed_experts"]
+    return base
+
+
 def minimax(**options: Any) -> dict[str, Any]:
     base = {
         "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 20, "num_hidden_layers": 3,
@@ -213,6 +229,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         glm4(
             num_attention_heads=9, num_key_value_heads=3, head_dim=20, norm_topk_prob=False,
             first_k_dense_replace=0, rope_parameters={**YARN, "partial_rotary_factor": 0.7},
+        ),
+    ),
+    "dots": ("dots1", dots()),
+    "dots-windows-bias-shared-groups": (
+        "dots1",
+        dots(
+            sliding_window=9, max_window_layers=1, attention_bias=True, n_shared_experts=2, n_group=3,
+            topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5, num_hidden_layers=4,
+            first_k_dense_replace=2,
+        ),
+    ),
+    "solar": ("solar_open", solar()),
+    "solar-bias-yarn-odd-heads-plain": (
+        "solar_open",
+        solar(
+            attention_bias=True, num_attention_heads=9, num_key_value_heads=3, head_dim=20,
+            norm_topk_prob=False, routed_scaling_factor=1.5, num_experts_per_tok=1, tie_word_embeddings=True,
+            rope_parameters=YARN,
+        ),
+    ),
+    "hy3": ("hy_v3", hy3()),
+    "hy3-layers-bias-shared-yarn": (
+        "hy_v3",
+        hy3(
+            attention_bias=True, num_shared_experts=2, router_scaling_factor=0.7, rope_parameters=YARN,
+            mlp_layer_types=["sparse", "dense", "sparse"],
+            enable_moe_fp32_combine=False, tie_word_embeddings=True,
         ),
     ),
     "minimax": ("minimax_m2", minimax()),

@@ -12,6 +12,9 @@ import transformers
 torch.set_num_threads(1)
 
 KINDS = {
+    "dots1": (transformers.Dots1Config, transformers.Dots1ForCausalLM),
+    "solar_open": (transformers.SolarOpenConfig, transformers.SolarOpenForCausalLM),
+    "hy_v3": (transformers.HYV3Config, transformers.HYV3ForCausalLM),
     "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),

@@ -113,12 +113,17 @@ def _glm(raw: Raw, name: str) -> ModelSizes:
 
 
 def _glm_lite(raw: Raw, name: str) -> ModelSizes:
+    return replace(_deepseek(raw, name), moe_layers=_listed_sparse_layers(raw))
+
+
+def _listed_sparse_layers(raw: Raw) -> int:
+    """Number of layers with routed experts, where mlp_layer_types lists them."""
     layers, kinds = _integer(raw, "num_hidden_layers", most=LAYERS), raw.get("mlp_layer_types")
     if kinds is None:
         kinds = ["dense"] + ["sparse"] * (layers - 1)
     if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= {"dense", "sparse"}:
         raise _refuse("mlp_layer_types", kinds, f"'dense' or 'sparse' for each of {layers} layers")
-    return replace(_deepseek(raw, name), moe_layers=kinds.count("sparse"))
+    return kinds.count("sparse")
 
 
 def _sparse_layers(raw: Raw) -> int:
@@ -128,9 +133,30 @@ def _sparse_layers(raw: Raw) -> int:
     return sum(layer % every == 0 for layer in range(dense, layers))
 
 
-def _with_shared(raw: Raw, name: str, attention: GroupedQuery | Latent, moe_layers: int) -> ModelSizes:
+def _solar(raw: Raw, name: str) -> ModelSizes:
+    usual = {"head_dim": 128, "num_experts_per_tok": 8, "num_key_value_heads": 8}
+    raw = {**usual, "n_routed_experts": 128, "n_shared_experts": 1, "intermediate_size": 1, **raw}
+    layers = _integer(raw, "num_hidden_layers", most=LAYERS)
+    return _with_shared({"moe_intermediate_size": 1280, **raw}, name, _grouped(raw), layers)
+
+
+def _hy3(raw: Raw, name: str) -> ModelSizes:
+    usual = {"head_dim": 128, "moe_intermediate_size": 1536, "num_experts": 192, "num_shared_experts": 1}
+    raw = {**usual, "num_experts_per_tok": 8, "num_key_value_heads": 8, **raw}
+    keys = "num_experts", "num_shared_experts"
+    return _with_shared(raw, name, _grouped(raw), _listed_sparse_layers(raw), *keys)
+
+
+def _with_shared(
+    raw: Raw,
+    name: str,
+    attention: GroupedQuery | Latent,
+    moe_layers: int,
+    expert_key: str = "n_routed_experts",
+    shared_key: str = "n_shared_experts",
+) -> ModelSizes:
     """The sizes of a model with routed experts beside shared ones, and dense layers."""
-    experts, width = _integer(raw, "n_routed_experts"), _integer(raw, "moe_intermediate_size")
+    experts, width = _integer(raw, expert_key), _integer(raw, "moe_intermediate_size")
     return ModelSizes(
         name,
         layers=_integer(raw, "num_hidden_layers", most=LAYERS),
@@ -141,7 +167,7 @@ def _with_shared(raw: Raw, name: str, attention: GroupedQuery | Latent, moe_laye
         experts=experts,
         top_k=_integer(raw, "num_experts_per_tok", most=experts),
         expert_width=width,
-        shared_width=width * _integer(raw, "n_shared_experts", 0, least=0),
+        shared_width=width * _integer(raw, shared_key, 0, least=0),
         dense_width=_integer(raw, "intermediate_size"),
         tied=bool(raw.get("tie_word_embeddings", False)),
     )
@@ -176,6 +202,9 @@ _READERS: dict[str, Callable[[Raw, str], ModelSizes]] = {
     "kimi_k2": _deepseek,
     "glm4_moe": _glm,
     "glm4_moe_lite": _glm_lite,
+    "dots1": _glm,
+    "solar_open": _solar,
+    "hy_v3": _hy3,
     "dbrx": _dbrx,
 }
 

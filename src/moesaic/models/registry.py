@@ -18,14 +18,17 @@ from moesaic.kernels.weights import ExpertWeights
 from moesaic.models import (
     deepseek_v2,
     deepseek_v3,
+    dots1,
     fingerprint,
     glm4_moe,
     glm4_moe_lite,
+    hy_v3,
     minimax_m2,
     mixtral,
     olmoe,
     qwen2_moe,
     qwen3_moe,
+    solar_open,
 )
 from moesaic.models.block import Block
 from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Progress
@@ -61,14 +64,17 @@ class ModelFile(Protocol):
 MODELS: Mapping[str, ModelFile] = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "dots1": dots1,
     "glm4_moe": glm4_moe,
     "glm4_moe_lite": glm4_moe_lite,
+    "hy_v3": hy_v3,
     "kimi_k2": deepseek_v3,
     "minimax_m2": minimax_m2,
     "mixtral": mixtral,
     "olmoe": olmoe,
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
+    "solar_open": solar_open,
 }
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

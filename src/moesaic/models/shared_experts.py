@@ -19,6 +19,7 @@ from moesaic.models.spec import KVLayout, ModelSpec
 
 UNUSED = (r".*\.rotary_emb\.inv_freq",)
 """Tensors of some checkpoints that are not needed."""
+DENSE, SPARSE = "dense", "sparse"
 
 
 class AttentionSizes(Protocol):
@@ -151,6 +152,15 @@ def num_layers(fields: Fields) -> int:
 def layers_after_dense(fields: Fields) -> tuple[int, ...]:
     """Returns the layers with routed experts: all but the first ones, which first_k_dense_replace counts."""
     return tuple(range(fields.integer("first_k_dense_replace", minimum=0), num_layers(fields)))
+
+
+def layers_by_type(fields: Fields) -> tuple[int, ...]:
+    """Returns the layers with routed experts: those that mlp_layer_types names, else all but the first."""
+    layers = num_layers(fields)
+    kinds = fields.words("mlp_layer_types", layers, (DENSE, SPARSE), [DENSE] + [SPARSE] * (layers - 1))
+    first = kinds.index(SPARSE) if SPARSE in kinds else layers
+    fields.only("first_k_dense_replace", first, why="as mlp_layer_types says, or else its default")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == SPARSE)
 
 
 def expert_names(config: Config, layer: int) -> ExpertNames:
