@@ -31,6 +31,7 @@ FAMILIES = {
     "minimax": torch.bfloat16,
     "dots-windows-bias-shared-groups": torch.float32,
     "solar": torch.bfloat16,
+    "ernie": torch.bfloat16,
     "hy3-layers-bias-shared-yarn": torch.bfloat16,
 }
 """A case, and the type of its weights."""

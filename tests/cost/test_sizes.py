@@ -192,6 +192,14 @@ SOLAR = {
     "vocab_size": 196608,
     "num_attention_heads": 64,
 }
+ERNIE = {
+    "model_type": "ernie4_5_moe",
+    "num_hidden_layers": 28,
+    "hidden_size": 2560,
+    "vocab_size": 103424,
+    "num_attention_heads": 20,
+    "intermediate_size": 12288,
+}
 HY3 = {
     "model_type": "hy_v3",
     "num_hidden_layers": 80,
@@ -220,11 +228,21 @@ MINIMAX_M2 = {
         (DOTS, (143, 14)),
         (SOLAR, (103, 12)),
         (HY3, (295, 21)),
+        (ERNIE, (22, 3)),
     ],
-    ids=["kimi-k2", "glm-4.7-flash", "glm-4.5-air", "minimax-m2", "dots.llm1", "solar-open", "hy3"],
+    ids=[
+        "kimi-k2",
+        "glm-4.7-flash",
+        "glm-4.5-air",
+        "minimax-m2",
+        "dots.llm1",
+        "solar-open",
+        "hy3",
+        "ernie-4.5",
+    ],
 )
 def test_families_have_their_published_parameters(config: dict[str, Any], billions: tuple[int, int]) -> None:
-    """Which are 1000 and 32, 30 and 3, 106 and 12, 230 and 10, 142 and 14, 102 and 12, 295 and 21.
+    """Which are 1000 and 32, 30 and 3, 106 and 12, 230 and 10, 142 and 14, 102 and 12, 295 and 21, 21 and 3.
     The figures below count embeddings too."""
     found = read(config, "x")
     assert (round(found.parameters / 1e9), round(found.active / 1e9)) == billions

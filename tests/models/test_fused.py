@@ -24,7 +24,7 @@ from moesaic.models.fingerprint import ExpertDigests
 from moesaic.models.headers import Headers
 from moesaic.models.shard import Shard
 
-CASES = ("mixtral", "qwen3-bias-dense-layers", "olmoe", "qwen2", "deepseek-lite", "minimax", "hy3")
+CASES = ("mixtral", "qwen3-bias-dense-layers", "olmoe", "qwen2", "deepseek-lite", "minimax", "hy3", "ernie")
 GATE_UP, DOWN = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"
 
 

@@ -30,6 +30,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "glm4_moe": model_configs.glm4,
         "glm4_moe_lite": model_configs.glm4_lite,
         "dots1": model_configs.dots,
+        "ernie4_5_moe": model_configs.ernie,
         "hy_v3": model_configs.hy3,
         "minimax_m2": model_configs.minimax,
         "mixtral": model_configs.mixtral,
@@ -154,6 +155,13 @@ def test_an_unknown_key_is_refused_with_its_value(kind: str, copy: Any) -> None:
         ("solar_open", {"first_k_dense_replace": 1}, ("first_k_dense_replace", "1", "0")),
         ("solar_open", {"use_qk_norm": True}, ("use_qk_norm", "True", "False")),
         ("solar_open", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5", "whole heads")),
+        ("ernie4_5_moe", {"use_bias": True}, ("use_bias", "True", "False")),
+        ("ernie4_5_moe", {"moe_norm_min": 0.1}, ("moe_norm_min", "0.1", "at most 1e-09")),
+        ("ernie4_5_moe", {"moe_use_aux_free": False}, ("moe_use_aux_free", "False", "True")),
+        ("ernie4_5_moe", {"moe_k": 13}, ("moe_k", "13", "at most 12")),
+        ("ernie4_5_moe", {"moe_layer_interval": 0}, ("moe_layer_interval", "0", "at least 1")),
+        ("ernie4_5_moe", {"moe_layer_start_index": 0}, ("layers.0.mlp.gate.weight is missing",)),
+        ("ernie4_5_moe", {"moe_layer_end_index": -2}, ("moe_layer_end_index", "-2", "at least -1")),
         ("hy_v3", {"mlp_bias": True}, ("mlp_bias", "True", "False")),
         ("hy_v3", {"moe_router_use_sigmoid": False}, ("moe_router_use_sigmoid", "False", "True")),
         ("hy_v3", {"route_norm": False}, ("route_norm", "False", "True")),
@@ -276,6 +284,11 @@ def test_an_unexpected_tensor_is_named(copy: Any) -> None:
 def test_a_tensor_known_to_be_unused_is_no_error(copy: Any) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     registry.load(rewrite(copy("mixtral"), lambda tensors: tensors.update(extra)), pick("cpu"))
+
+
+def test_tensors_of_ernie_that_predict_several_tokens_are_no_error(copy: Any) -> None:
+    extra = {"model.mtp_block.0.input_layernorm.weight": torch.zeros(48)}
+    registry.load(rewrite(copy("ernie4_5_moe"), lambda tensors: tensors.update(extra)), pick("cpu"))
 
 
 def test_a_wrong_shape_is_named(copy: Any) -> None:

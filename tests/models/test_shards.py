@@ -44,6 +44,7 @@ SHARDED: dict[str, tuple[str, dict[str, Any]]] = {
             num_attention_heads=8, num_key_value_heads=4, sliding_window=9, num_hidden_layers=2
         ),
     ),
+    "ernie": ("ernie4_5_moe", model_configs.ernie(num_attention_heads=4, num_key_value_heads=2)),
     "hy3": (
         "hy_v3",
         model_configs.hy3(num_attention_heads=4, num_key_value_heads=1, attention_bias=True),

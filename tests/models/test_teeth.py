@@ -94,6 +94,8 @@ EDITS: dict[str, tuple[str, dict[str, Any]]] = {
     "scaling factor of solar": ("solar-bias-yarn-odd-heads-plain", {"routed_scaling_factor": 1.0}),
     "top-k normalisation of solar": ("solar", {"norm_topk_prob": False}),
     "yarn of solar": ("solar-bias-yarn-odd-heads-plain", {"rope_parameters": PLAIN}),
+    "yarn of ernie": ("ernie-layers-odd-heads-yarn-plain", {"rope_parameters": PLAIN}),
+    "theta of ernie": ("ernie", {"rope_parameters": PLAIN}),
     "scaling factor of hy3": ("hy3", {"router_scaling_factor": 1.0}),
     "yarn of hy3": ("hy3-layers-bias-shared-yarn", {"rope_parameters": PLAIN}),
     "the part of a head of minimax that is rotated": (
@@ -192,6 +194,10 @@ WEIGHTS = {
     "correction bias of solar": ("solar", {"router": no_bias}),
     "query bias of solar": ("solar-bias-yarn-odd-heads-plain", {"query": no_bias}),
     "shared experts of solar": ("solar", {"dense_part": nothing}),
+    "correction bias of ernie": ("ernie", {"router": lambda router: router and no_bias(router)}),
+    "softmax of ernie": ("ernie", {"router": gating(scores="sigmoid")}),
+    "top-k normalisation of ernie": ("ernie", {"router": gating(normalise=False)}),
+    "shared experts and dense layers of ernie": ("ernie", {"dense_part": nothing}),
     "query norm of hy3": ("hy3", {"query_norm": nothing}),
     "key norm of hy3": ("hy3", {"key_norm": nothing}),
     "output bias of hy3": ("hy3-layers-bias-shared-yarn", {"out": no_bias}),
@@ -231,7 +237,7 @@ def test_a_part_of_the_weights_matters(part: str, intact: Intact) -> None:
     check_differs(without(registry.load(path, REFERENCE), **changes), wanted)
 
 
-@pytest.mark.parametrize("name", ["deepseek-lite", "qwen3"])
+@pytest.mark.parametrize("name", ["deepseek-lite", "qwen3", "ernie"])
 def test_the_order_of_rotated_pairs_matters(name: str, intact: Intact) -> None:
     path, wanted = intact(name)
 

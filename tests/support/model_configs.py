@@ -95,6 +95,16 @@ def hy3(**options: Any) -> dict[str, Any]:
     return base
 
 
+def ernie(**options: Any) -> dict[str, Any]:
+    base = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "moe_intermediate_size": 20,
+        "moe_num_experts": 12, "moe_k": 4, "moe_num_shared_experts": 2, "max_position_embeddings": 192,
+        "pad_token_id": None,
+    }  # fmt: skip
+    return {**base, **options}
+
+
 def minimax(**options: Any) -> dict[str, Any]:
     base = {
         "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 20, "num_hidden_layers": 3,
@@ -247,6 +257,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             attention_bias=True, num_attention_heads=9, num_key_value_heads=3, head_dim=20,
             norm_topk_prob=False, routed_scaling_factor=1.5, num_experts_per_tok=1, tie_word_embeddings=True,
             rope_parameters=YARN,
+        ),
+    ),
+    "ernie": ("ernie4_5_moe", ernie()),
+    "ernie-layers-odd-heads-yarn-plain": (
+        "ernie4_5_moe",
+        ernie(
+            num_hidden_layers=5, moe_layer_start_index=1, moe_layer_end_index=3, moe_layer_interval=2,
+            moe_num_shared_experts=0, moe_k=1, hidden_size=60, num_attention_heads=5, num_key_value_heads=1,
+            rope_parameters=YARN, tie_word_embeddings=False,
         ),
     ),
     "hy3": ("hy_v3", hy3()),

@@ -140,6 +140,20 @@ def _solar(raw: Raw, name: str) -> ModelSizes:
     return _with_shared({"moe_intermediate_size": 1280, **raw}, name, _grouped(raw), layers)
 
 
+def _ernie(raw: Raw, name: str) -> ModelSizes:
+    usual = {"moe_intermediate_size": 1536, "moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2}
+    raw = {**usual, "num_key_value_heads": 4, "tie_word_embeddings": True, **raw}
+    first, last = (
+        _integer(raw, "moe_layer_start_index", 1, least=0),
+        _integer(raw, "moe_layer_end_index", -1, -1),
+    )
+    layers, every = _integer(raw, "num_hidden_layers", most=LAYERS), _integer(raw, "moe_layer_interval", 1)
+    stop = layers if last == -1 else min(layers, last + 1)
+    sparse = sum((layer + 1) % every == 0 for layer in range(first, stop))
+    keys = "moe_num_experts", "moe_num_shared_experts", "moe_k"
+    return _with_shared(raw, name, _grouped(raw), sparse, *keys)
+
+
 def _hy3(raw: Raw, name: str) -> ModelSizes:
     usual = {"head_dim": 128, "moe_intermediate_size": 1536, "num_experts": 192, "num_shared_experts": 1}
     raw = {**usual, "num_experts_per_tok": 8, "num_key_value_heads": 8, **raw}
@@ -154,6 +168,7 @@ def _with_shared(
     moe_layers: int,
     expert_key: str = "n_routed_experts",
     shared_key: str = "n_shared_experts",
+    top_key: str = "num_experts_per_tok",
 ) -> ModelSizes:
     """The sizes of a model with routed experts beside shared ones, and dense layers."""
     experts, width = _integer(raw, expert_key), _integer(raw, "moe_intermediate_size")
@@ -165,7 +180,7 @@ def _with_shared(
         attention=attention,
         moe_layers=moe_layers,
         experts=experts,
-        top_k=_integer(raw, "num_experts_per_tok", most=experts),
+        top_k=_integer(raw, top_key, most=experts),
         expert_width=width,
         shared_width=width * _integer(raw, shared_key, 0, least=0),
         dense_width=_integer(raw, "intermediate_size"),
@@ -205,6 +220,7 @@ _READERS: dict[str, Callable[[Raw, str], ModelSizes]] = {
     "dots1": _glm,
     "solar_open": _solar,
     "hy_v3": _hy3,
+    "ernie4_5_moe": _ernie,
     "dbrx": _dbrx,
 }
 

@@ -42,6 +42,10 @@ class GroupedQueryAttention:
     """[head_width] norm of each query head before its rotation (Qwen3)."""
     key_norm: torch.Tensor | None = None
     epsilon: float = 1e-6
+    interleaved: bool = False
+    """Whether numbers (2i, 2i + 1) of a head are rotated as a pair, instead of (i, i + d / 2)."""
+    scale: float | None = None
+    """Factor of the attention scores; None: one over the root of head_width."""
 
     def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected:
         """rows [n, h], positions [n] -> rotated query and key, and the value, of each head."""
@@ -57,8 +61,15 @@ class GroupedQueryAttention:
     def _rotate(self, rows: torch.Tensor, positions: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         """[n, H * d] -> heads [n, H, d], normalized and rotated."""
         heads = rows.view(-1, rows.shape[1] // self.head_width, self.head_width)
-        table = self.rope
-        return self.kernels.rope(heads, table.cosine, table.sine, positions, norm=norm, epsilon=self.epsilon)
+        return self.kernels.rope(
+            heads,
+            self.rope.cosine,
+            self.rope.sine,
+            positions,
+            interleaved=self.interleaved,
+            norm=norm,
+            epsilon=self.epsilon,
+        )
 
     def attend(
         self,
@@ -68,7 +79,7 @@ class GroupedQueryAttention:
         batch: AttentionBatch,
     ) -> torch.Tensor:
         """query [n, Hq, d] over the paged cache -> [n, Hq * d]."""
-        scale = self.head_width**-0.5
+        scale = self.head_width**-0.5 if self.scale is None else self.scale
         window = self.sliding_window
         return self.kernels.paged_attention(query, keys, values, batch, scale, window).flatten(1)
 

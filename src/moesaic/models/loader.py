@@ -117,6 +117,10 @@ class Heads:
     normed: bool = False
     """Whether each query head and key head is normalized."""
     epsilon: float = 1e-6
+    interleaved: bool = False
+    """Whether numbers (2i, 2i + 1) of a head are rotated as a pair, instead of (i, i + d / 2)."""
+    scale: float | None = None
+    """Factor of the attention scores; None: one over the root of `width`."""
 
 
 def read_heads(fields: Fields, epsilon: float, normed: bool = False) -> Heads:
@@ -157,6 +161,8 @@ def grouped_query_attention(
         query_norm=loader.exact(f"{name}.q_norm.weight", sizes.width) if sizes.normed else None,
         key_norm=loader.exact(f"{name}.k_norm.weight", sizes.width) if sizes.normed else None,
         epsilon=sizes.epsilon,
+        interleaved=sizes.interleaved,
+        scale=sizes.scale,
     )
 
 

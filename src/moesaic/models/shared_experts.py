@@ -58,6 +58,8 @@ class Names:
     gates: tuple[str, ...] = ("mlp.gate",)
     corrections: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)
     """Of the bias that only chooses; empty if the gate has none."""
+    correction_axes: tuple[int, ...] = ()
+    """Axes of that bias in front of the one of the experts."""
     shared: tuple[str, ...] = ("mlp.shared_experts",)
     experts: str = "mlp.experts"
     words: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -193,9 +195,10 @@ def _block(config: Config, spec: ModelSpec, loader: Loader, table: RopeTable, la
 
 
 def _router(config: Config, loader: Loader, name: str) -> TopKRouter:
-    gate = loader.found(name, config.names.gates, ".weight")
-    correction = loader.found(name, config.names.corrections) if config.names.corrections else None
-    return load_gate(loader, gate, config.gating, config.num_experts, config.hidden_size, correction)
+    names, sizes = config.names, (config.num_experts, config.hidden_size)
+    gate = loader.found(name, names.gates, ".weight")
+    correction = loader.found(name, names.corrections) if names.corrections else None
+    return load_gate(loader, gate, config.gating, *sizes, correction, names.correction_axes)
 
 
 def _dense(config: Config, sparse: bool, loader: Loader, name: str) -> GatedMLP | None:
