@@ -32,6 +32,7 @@ FAMILIES = {
     "dots-windows-bias-shared-groups": torch.float32,
     "solar": torch.bfloat16,
     "ernie": torch.bfloat16,
+    "granite": torch.bfloat16,
     "hy3-layers-bias-shared-yarn": torch.bfloat16,
 }
 """A case, and the type of its weights."""

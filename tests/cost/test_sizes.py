@@ -200,6 +200,18 @@ ERNIE = {
     "num_attention_heads": 20,
     "intermediate_size": 12288,
 }
+GRANITE = {
+    "model_type": "granitemoe",
+    "num_hidden_layers": 32,
+    "hidden_size": 1536,
+    "vocab_size": 49155,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 40,
+    "num_experts_per_tok": 8,
+    "intermediate_size": 512,
+    "tie_word_embeddings": True,
+}
 HY3 = {
     "model_type": "hy_v3",
     "num_hidden_layers": 80,
@@ -229,6 +241,7 @@ MINIMAX_M2 = {
         (SOLAR, (103, 12)),
         (HY3, (295, 21)),
         (ERNIE, (22, 3)),
+        (GRANITE, (3, 1)),
     ],
     ids=[
         "kimi-k2",
@@ -239,11 +252,11 @@ MINIMAX_M2 = {
         "solar-open",
         "hy3",
         "ernie-4.5",
+        "granite-3.1",
     ],
 )
 def test_families_have_their_published_parameters(config: dict[str, Any], billions: tuple[int, int]) -> None:
-    """Which are 1000 and 32, 30 and 3, 106 and 12, 230 and 10, 142 and 14, 102 and 12, 295 and 21, 21 and 3.
-    The figures below count embeddings too."""
+    """Those that their makers name, except that the figures here count embeddings too."""
     found = read(config, "x")
     assert (round(found.parameters / 1e9), round(found.active / 1e9)) == billions
 

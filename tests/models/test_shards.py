@@ -45,6 +45,7 @@ SHARDED: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "ernie": ("ernie4_5_moe", model_configs.ernie(num_attention_heads=4, num_key_value_heads=2)),
+    "granite": ("granitemoe", model_configs.granite(num_attention_heads=4, attention_bias=True)),
     "hy3": (
         "hy_v3",
         model_configs.hy3(num_attention_heads=4, num_key_value_heads=1, attention_bias=True),

@@ -94,6 +94,10 @@ EDITS: dict[str, tuple[str, dict[str, Any]]] = {
     "scaling factor of solar": ("solar-bias-yarn-odd-heads-plain", {"routed_scaling_factor": 1.0}),
     "top-k normalisation of solar": ("solar", {"norm_topk_prob": False}),
     "yarn of solar": ("solar-bias-yarn-odd-heads-plain", {"rope_parameters": PLAIN}),
+    "factor of embeddings": ("granite", {"embedding_multiplier": 1.0}),
+    "factor of residuals": ("granite", {"residual_multiplier": 1.0}),
+    "factor of attention scores": ("granite", {"attention_multiplier": 0.8}),
+    "epsilon of granite": ("granite-bias-odd-heads-k1-yarn-tied", {"rms_norm_eps": 1e-6}),
     "yarn of ernie": ("ernie-layers-odd-heads-yarn-plain", {"rope_parameters": PLAIN}),
     "theta of ernie": ("ernie", {"rope_parameters": PLAIN}),
     "scaling factor of hy3": ("hy3", {"router_scaling_factor": 1.0}),
@@ -142,6 +146,15 @@ def test_a_part_of_the_config_matters(part: str, tmp_path: Path, intact: Intact)
     path, wanted = intact(name)
     edited = tiny_models.edit(Path(shutil.copytree(path, tmp_path / "edited")), **changes)
     check_differs(registry.load(edited, REFERENCE), wanted)
+
+
+def test_a_factor_of_logits_matters(tmp_path: Path, intact: Intact) -> None:
+    """It divides them all, so the greedy tokens stay."""
+    path, (wanted, tokens) = intact("granite")
+    edited = tiny_models.edit(Path(shutil.copytree(path, tmp_path / "edited")), logits_scaling=3.0)
+    found, others = answer(registry.load(edited, REFERENCE))
+    assert tokens == others
+    torch.testing.assert_close(found, 2 * wanted)
 
 
 def without(model: Any, **changes: Any) -> Any:
@@ -198,6 +211,8 @@ WEIGHTS = {
     "softmax of ernie": ("ernie", {"router": gating(scores="sigmoid")}),
     "top-k normalisation of ernie": ("ernie", {"router": gating(normalise=False)}),
     "shared experts and dense layers of ernie": ("ernie", {"dense_part": nothing}),
+    "output bias of granite": ("granite-bias-odd-heads-k1-yarn-tied", {"out": no_bias}),
+    "top-k normalisation of granite": ("granite", {"router": gating(normalise=False)}),
     "query norm of hy3": ("hy3", {"query_norm": nothing}),
     "key norm of hy3": ("hy3", {"key_norm": nothing}),
     "output bias of hy3": ("hy3-layers-bias-shared-yarn", {"out": no_bias}),

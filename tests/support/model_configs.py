@@ -105,6 +105,16 @@ def ernie(**options: Any) -> dict[str, Any]:
     return {**base, **options}
 
 
+def granite(**options: Any) -> dict[str, Any]:
+    base = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 20, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "num_local_experts": 12,
+        "num_experts_per_tok": 4, "max_position_embeddings": 192, "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0, "logits_scaling": 6.0, "residual_multiplier": 0.22,
+    }  # fmt: skip
+    return {**base, **options}
+
+
 def minimax(**options: Any) -> dict[str, Any]:
     base = {
         "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 20, "num_hidden_layers": 3,
@@ -266,6 +276,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             num_hidden_layers=5, moe_layer_start_index=1, moe_layer_end_index=3, moe_layer_interval=2,
             moe_num_shared_experts=0, moe_k=1, hidden_size=60, num_attention_heads=5, num_key_value_heads=1,
             rope_parameters=YARN, tie_word_embeddings=False,
+        ),
+    ),
+    "granite": ("granitemoe", granite()),
+    "granite-bias-odd-heads-k1-yarn-tied": (
+        "granitemoe",
+        granite(
+            attention_bias=True, num_attention_heads=5, num_key_value_heads=1, hidden_size=60,
+            num_experts_per_tok=1, rope_parameters=YARN, tie_word_embeddings=True, residual_multiplier=1.7,
+            rms_norm_eps=0.1, embedding_multiplier=1.7, logits_scaling=0.5, attention_multiplier=0.4,
         ),
     ),
     "hy3": ("hy_v3", hy3()),

@@ -220,6 +220,7 @@ _READERS: dict[str, Callable[[Raw, str], ModelSizes]] = {
     "dots1": _glm,
     "solar_open": _solar,
     "hy_v3": _hy3,
+    "granitemoe": _mixtral,
     "ernie4_5_moe": _ernie,
     "dbrx": _dbrx,
 }

@@ -93,6 +93,35 @@ class GroupedQueryAttention:
 
 
 @dataclass(frozen=True)
+class Scale:
+    """Multiplies rows by a number (Granite).
+
+    The kernels have no such operation. So it is a rotation of all pairs of numbers by no angle, whose cosine
+    is the number.
+    """
+
+    kernels: Kernels
+    cosine: torch.Tensor
+    """[1, 1] float32: the number."""
+    sine: torch.Tensor
+    """[1, 1] float32: zero."""
+    position: torch.Tensor
+    """[1] int64: zero."""
+
+    @classmethod
+    def build(cls, kernels: Kernels, factor: float, device: str) -> Scale:
+        number = torch.tensor([[factor]], dtype=torch.float32, device=device)
+        return cls(
+            kernels, number, torch.zeros_like(number), torch.zeros(1, dtype=torch.int64, device=device)
+        )
+
+    def apply(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, w] -> [n, w]. w is even."""
+        pairs = rows.view(1, rows.numel() // 2, 2)
+        return self.kernels.rope(pairs, self.cosine, self.sine, self.position).view(rows.shape)
+
+
+@dataclass(frozen=True)
 class TopKRouter:
     """Scores all experts, then takes the k experts with the highest score, as `gating` says."""
 

@@ -23,6 +23,7 @@ from moesaic.models import (
     fingerprint,
     glm4_moe,
     glm4_moe_lite,
+    granitemoe,
     hy_v3,
     minimax_m2,
     mixtral,
@@ -35,10 +36,11 @@ from moesaic.models.block import Block
 from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Progress
 from moesaic.models.config import shown
 from moesaic.models.files import read_json
+from moesaic.models.layers import Scale
 from moesaic.models.loader import ExpertNames, Loader, claim_experts, experts
 from moesaic.models.model import Model
 from moesaic.models.shard import WHOLE, Shard
-from moesaic.models.spec import ModelSpec
+from moesaic.models.spec import NO_MULTIPLIERS, ModelSpec, Multipliers
 
 
 class Config(Protocol):
@@ -69,6 +71,7 @@ MODELS: Mapping[str, ModelFile] = {
     "ernie4_5_moe": ernie4_5_moe,
     "glm4_moe": glm4_moe,
     "glm4_moe_lite": glm4_moe_lite,
+    "granitemoe": granitemoe,
     "hy_v3": hy_v3,
     "kimi_k2": deepseek_v3,
     "minimax_m2": minimax_m2,
@@ -133,15 +136,17 @@ def load(
     number = _dtype(dtype, device, checkpoint, kernels)
     loader = Loader(checkpoint, kernels, device, number, shard, positions=positions)
     embedding = loader.matrix("model.embed_tokens", spec.vocab_size, spec.hidden_size)
+    factors: Multipliers = getattr(config, "multipliers", NO_MULTIPLIERS)
     model = Model(
         spec=spec,
         kernels=kernels,
         embedding=embedding,
         blocks=tuple(file.blocks(config, loader)),
-        final_norm=loader.exact("model.norm.weight", spec.hidden_size),
+        final_norm=loader.exact("model.norm.weight", spec.hidden_size) * factors.logits,
         head=_head(config, loader, embedding),
         epsilon=config.epsilon,
         experts=_experts(file, config, loader, with_experts),
+        scale=None if factors.embedding == 1.0 else Scale.build(kernels, factors.embedding, device),
     )
     checkpoint.refuse_unread((*file.UNUSED, *_extra_layers(spec)))
     return model

@@ -15,7 +15,7 @@ from moesaic.models.gates import load_gate
 from moesaic.models.layers import GatedMLP, TopKRouter
 from moesaic.models.loader import ExpertNames, Loader
 from moesaic.models.rope import RopeConfig, RopeTable
-from moesaic.models.spec import KVLayout, ModelSpec
+from moesaic.models.spec import NO_MULTIPLIERS, KVLayout, ModelSpec, Multipliers
 
 UNUSED = (r".*\.rotary_emb\.inv_freq",)
 """Tensors of some checkpoints that are not needed."""
@@ -89,6 +89,7 @@ class Config:
     names: Names = Names()
     windows: tuple[int | None, ...] = ()
     """Of each layer; empty if no layer has one."""
+    multipliers: Multipliers = NO_MULTIPLIERS
 
     @property
     def spec(self) -> ModelSpec:
