@@ -108,6 +108,21 @@ def test_sharded_checkpoints_are_read(tmp_path: Path) -> None:
     assert error(Driver(registry.load(tmp_path, pick("cpu"))).prefill(tokens), wanted) < 1e-4
 
 
+@pytest.mark.parametrize("changes", [{}, {"attention_factor": 1.3}, {"factor": 3.0}])
+def test_longrope_takes_the_short_factors_if_no_request_is_long(tmp_path: Path, changes: Any) -> None:
+    options = model_configs.qwen3(rope_parameters=model_configs.LONGROPE | changes)
+    theirs = tiny_models.build("qwen3_moe", options)
+    path = tiny_models.save(theirs, tmp_path)
+    original = model_configs.LONGROPE["original_max_position_embeddings"]
+    tokens = tiny_models.prompt(original, model_configs.VOCAB)
+    short = tiny_models.reference_logits(theirs, tokens)
+    long = tiny_models.reference_logits(theirs, [*tokens, 1])[:original]
+    for most, wanted in ((original, short), (original + 1, long), (None, long)):
+        driver = Driver(registry.load(path, pick("cpu"), positions=most))
+        assert error(driver.prefill(tokens), wanted) < 1e-4
+    assert error(short, long) > 1e-2
+
+
 @pytest.mark.parametrize("differs", [False, True])
 def test_a_head_beside_tied_embeddings_counts_where_it_differs(tmp_path: Path, differs: bool) -> None:
     """As in transformers, which ties them only where the file's two tensors are the same."""

@@ -89,7 +89,26 @@ def test_an_unknown_key_is_refused_with_its_value(kind: str, copy: Any) -> None:
         ("qwen3_moe", {"use_sliding_window": "yes"}, ("use_sliding_window", "'yes'", "true, false")),
         ("qwen3_moe", {"mlp_only_layers": [1.5]}, ("mlp_only_layers", "list of integers")),
         ("qwen3_moe", {"rope_parameters": [1]}, ("rope_parameters", "[1]", "object")),
-        ("qwen3_moe", {"rope_parameters": {"rope_type": "longrope"}}, ("rope_type", "'longrope'", "yarn")),
+        (
+            "qwen3_moe",
+            {"rope_parameters": {"rope_type": "ntk"}},
+            ("rope_type", "'ntk'", "yarn, llama3, longrope"),
+        ),
+        (
+            "qwen3_moe",
+            {"rope_parameters": {"rope_type": "longrope"}},
+            ("original_max_position_embeddings is missing, for longrope",),
+        ),
+        (
+            "qwen3_moe",
+            {"rope_parameters": model_configs.LONGROPE | {"long_factor": [1.0, 0.0]}},
+            ("rope_parameters.long_factor", "[1.0, 0.0]", "numbers above 0"),
+        ),
+        (
+            "qwen3_moe",
+            {"rope_parameters": model_configs.LONGROPE | {"short_factor": [1.0] * 7}},
+            ("short_factor", "got 7 numbers", "8, one for each pair"),
+        ),
         (
             "qwen3_moe",
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta": 1}},
@@ -245,6 +264,14 @@ def test_both_spellings_of_rope_mean_the_same(copy: Any) -> None:
     )[1]
     assert newer == older
     assert newer.rope.theta == 5000.0
+
+
+def test_longrope_may_have_its_original_context_outside(copy: Any) -> None:
+    inner = {key: value for key, value in model_configs.LONGROPE.items() if not key.startswith("original")}
+    one = registry._parse(tiny_models.edit(copy("qwen3_moe"), rope_parameters=model_configs.LONGROPE))[1]
+    changes = {"rope_parameters": inner, "original_max_position_embeddings": 24}
+    assert registry._parse(tiny_models.edit(copy("qwen3_moe"), **changes))[1] == one
+    assert one.rope.reach == 192
 
 
 def test_the_keys_of_the_makers_own_configs_are_understood(copy: Any) -> None:

@@ -41,6 +41,8 @@ EDITS: dict[str, tuple[str, dict[str, Any]]] = {
     "beta_slow": ("deepseek-full", {"rope_parameters": {**FULL, "beta_slow": 0.4}}),
     "truncate": ("deepseek-full", {"rope_parameters": {**FULL, "truncate": False}}),
     "llama3": ("qwen3-llama3-tied", {"rope_parameters": PLAIN}),
+    "longrope": ("qwen3-longrope", {"rope_parameters": PLAIN}),
+    "longrope's factor": ("qwen3-longrope", {"rope_parameters": {**model_configs.LONGROPE, "factor": 1.0}}),
     "linear": ("mixtral-linear", {"rope_parameters": PLAIN}),
     "theta": ("mixtral", {"rope_parameters": PLAIN}),
     "window": ("mixtral-window", {"sliding_window": None}),

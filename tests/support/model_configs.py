@@ -14,6 +14,12 @@ LLAMA3 = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 }  # fmt: skip
 
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 8.0],
+}  # fmt: skip
+
 
 def mixtral(**options: Any) -> dict[str, Any]:
     base = {
@@ -160,6 +166,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         qwen3(num_attention_heads=9, num_key_value_heads=3, head_dim=20, rope_parameters=YARN),
     ),
     "qwen3-llama3-tied": ("qwen3_moe", qwen3(rope_parameters=LLAMA3, tie_word_embeddings=True)),
+    "qwen3-longrope": ("qwen3_moe", qwen3(rope_parameters=LONGROPE)),
     "qwen3-dynamic": (
         "qwen3_moe", qwen3(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
     ),

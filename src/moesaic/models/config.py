@@ -132,6 +132,14 @@ class Fields:
             raise _refuse(self._where + name, value, "a list of integers")
         return tuple(value)
 
+    def positive_numbers(self, name: str) -> tuple[float, ...]:
+        """Returns a list of numbers above 0, and at most MOST_NUMBER. The key is required."""
+        value = self.raw(name)
+        good = isinstance(value, list) and all(_is_number(item) and 0 < item <= MOST_NUMBER for item in value)
+        if not good or not value:
+            raise _refuse(self._where + name, value, "a list of numbers above 0")
+        return tuple(map(float, value))
+
     def words(self, name: str, count: int, allowed: Sequence[str], default: list[str]) -> list[str]:
         """Returns a list of `count` of the words `allowed`; `default` if the key is null or absent."""
         value = self.raw(name, None)
