@@ -177,6 +177,22 @@ def test_every_second_layer_of_deepseek_can_be_dense(tmp_path: Path) -> None:
     assert error(Driver(ours).prefill(tokens), tiny_models.reference_logits(theirs, tokens)) < 1e-4
 
 
+@pytest.mark.parametrize("groups", [{}, model_configs.GROUPS], ids=["greedy", "groups"])
+def test_deepseek_v2_may_normalise_the_weights_of_the_chosen_experts(tmp_path: Path, groups: Any) -> None:
+    """transformers leaves norm_topk_prob out; here its gates do what those of the makers do."""
+    theirs = tiny_models.build("deepseek_v2", model_configs.deepseek(norm_topk_prob=True, **groups))
+    path = tiny_models.save(theirs, tmp_path)
+    tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
+    plain = tiny_models.reference_logits(theirs, tokens)
+    for layer in theirs.model.layers[1:]:
+        layer.mlp.gate.register_forward_hook(
+            lambda _, given, answer: (answer[0], answer[1] / answer[1].sum(-1, keepdim=True), answer[2])
+        )
+    driver, wanted = Driver(registry.load(path, pick("cpu"))), tiny_models.reference_logits(theirs, tokens)
+    assert error(driver.prefill(tokens), wanted) < 1e-4 < error(plain, wanted)
+    assert Driver(driver.model).greedy(tokens, GREEDY) == tiny_models.reference_greedy(theirs, tokens, GREEDY)
+
+
 def test_experts_and_the_rest_load_apart(tmp_path: Path) -> None:
     _, path = write("deepseek-full", tmp_path)
     kernels = pick("cpu")

@@ -121,7 +121,13 @@ def test_an_unknown_key_is_refused_with_its_value(kind: str, copy: Any) -> None:
             ("partial_rotary_factor", "0.5"),
         ),
         ("deepseek_v2", {"scoring_func": "sigmoid"}, ("scoring_func", "'sigmoid'")),
-        ("deepseek_v2", {"norm_topk_prob": True}, ("norm_topk_prob", "True")),
+        ("deepseek_v2", {"norm_topk_prob": True, "num_experts_per_tok": 1}, ("norm_topk_prob", "True")),
+        (
+            "deepseek_v2",
+            {"norm_topk_prob": True, "routed_scaling_factor": 2.5},
+            ("norm_topk_prob", "disagree"),
+        ),
+        ("deepseek_v2", {"norm_topk_prob": 1}, ("norm_topk_prob", "1", "true, false")),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, ("topk_method", "'noaux_tc'")),
         (
             "deepseek_v2",

@@ -37,7 +37,6 @@ def parse(raw: dict[str, Any]) -> Config:
     fields.only("model_type", "deepseek_v2")
     fields.only("scoring_func", "softmax")
     fields.only("mlp_bias", False)
-    fields.only("norm_topk_prob", False, None, why="implementations of deepseek_v2 disagree on what it does")
     # Losses and parallelism of training; widths that follow from other keys.
     fields.ignore("aux_loss_alpha", "seq_aux", "ep_size", "head_dim", "qk_head_dim", "num_key_value_heads")
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0)
@@ -55,9 +54,17 @@ def _gating(fields: Fields) -> Gating:
         groups, kept = 1, 1
     else:
         groups, kept = read_groups(fields, experts)
+    top_k = fields.integer("num_experts_per_tok", maximum=experts * kept // groups)
+    scale = fields.number("routed_scaling_factor", 1.0)
+    if scale != 1.0 or top_k == 1:
+        why = (
+            "implementations of deepseek_v2 disagree on it with one expert per token or routed_scaling_factor"
+        )
+        fields.only("norm_topk_prob", False, None, why=why)
     return Gating(
-        top_k=fields.integer("num_experts_per_tok", maximum=experts * kept // groups),
-        scale=fields.number("routed_scaling_factor", 1.0),
+        top_k=top_k,
+        normalise=fields.raw("norm_topk_prob", None) is not None and fields.flag("norm_topk_prob"),
+        scale=scale,
         groups=groups,
         groups_kept=kept,
     )
