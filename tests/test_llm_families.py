@@ -31,6 +31,8 @@ FAMILIES = {
     "minimax": torch.bfloat16,
     "dots-windows-bias-shared-groups": torch.float32,
     "solar": torch.bfloat16,
+    "internvl-qwen3": torch.bfloat16,
+    "glm4v": torch.float32,
     "ernie": torch.bfloat16,
     "granite": torch.bfloat16,
     "hy3-layers-bias-shared-yarn": torch.bfloat16,

@@ -34,6 +34,7 @@ CASES = (
     "hy3",
     "ernie",
     "granite",
+    "internvl-qwen3",
 )
 GATE_UP, DOWN = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"
 
@@ -149,7 +150,7 @@ def test_an_expert_has_the_same_digest(forms: Callable[..., Forms]) -> None:
 
 
 @pytest.mark.parametrize("shard", ["1GB", "20KB"])
-@pytest.mark.parametrize("case", ["mixtral", "qwen2", "granite"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen2", "granite", "internvl-qwen3"])
 def test_compressed_experts_are_those_of_experts_one_by_one(case: str, shard: str, tmp_path: Path) -> None:
     model = tiny_models.build(*model_configs.CASES[case]).to(torch.bfloat16)
     for name, form in (("one", True), ("two", False)):

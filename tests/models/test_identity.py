@@ -54,7 +54,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
     driver = Driver(ours)
     for index, chunk in enumerate((None, 1, 6)):
         assert error(driver.prefill(tokens, index, chunk), wanted) < 1e-4
-    parameters = (*theirs.parameters(), *tiny_models.corrections(theirs))
+    parameters = (*tiny_models.text_parameters(theirs), *tiny_models.corrections(theirs))
     assert ours.num_parameters == sum(part.numel() for part in parameters)
     assert len(set(wanted_tokens)) > 5  # A constant answer would prove little.
     assert Driver(ours).greedy(tokens, GREEDY, chunk=7) == wanted_tokens

@@ -140,6 +140,12 @@ def qwen2(**options: Any) -> dict[str, Any]:
     return {**base, **options}
 
 
+def around(text_type: str, text: dict[str, Any], vision: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """A model that sees images around a text model."""
+    small = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32, **vision}
+    return {"text_config": {"model_type": text_type, **text}, "vision_config": small, **options}
+
+
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", mixtral()),
@@ -309,6 +315,34 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         minimax(
             num_attention_heads=5, num_key_value_heads=5, head_dim=12, rotary_dim=None, num_experts_per_tok=1,
             rope_parameters={**YARN, "partial_rotary_factor": 0.5}, tie_word_embeddings=True,
+        ),
+    ),
+    "internvl-qwen3": (
+        "internvl",
+        around(
+            "qwen3_moe", qwen3(), {"num_hidden_layers": 1, "image_size": [28, 28], "patch_size": [14, 14]},
+            image_token_id=96,
+        ),
+    ),
+    "kimi-deepseek3": (
+        "kimi_k25",
+        around(
+            "deepseek_v3", deepseek3(), {"num_hidden_layers": 1}, projection_hidden_size=32,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "glm4v": (
+        "glm4v_moe",
+        around(
+            "glm4v_moe_text",
+            glm4(
+                rope_parameters={
+                    "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+                    "mrope_section": [1, 1, 2],
+                },
+            ),
+            {"depth": 1, "out_hidden_size": 48, "num_heads": 2},
+            image_token_id=96, video_token_id=95,
         ),
     ),
     "glm4-lite": ("glm4_moe_lite", glm4_lite()),

@@ -28,6 +28,14 @@ KINDS = {
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
 }
 
+AROUND = {
+    "internvl": (transformers.InternVLConfig, transformers.InternVLForConditionalGeneration),
+    "kimi_k25": (transformers.Kimi_K25Config, transformers.Kimi_K25ForConditionalGeneration),
+    "glm4v_moe": (transformers.Glm4vMoeConfig, transformers.Glm4vMoeForConditionalGeneration),
+}
+"""Models that see images, around a text model."""
+KINDS |= AROUND
+
 
 def build(kind: str, options: dict[str, Any], seed: int = 0, spread: float = 0.25) -> Any:
     """A transformers model with random weights of standard deviation `spread`, biases and norms too.
@@ -51,9 +59,19 @@ def corrections(model: Any) -> list[torch.Tensor]:
     return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
+def text_parameters(model: Any) -> list[torch.Tensor]:
+    """The parameters of a transformers model without those about images."""
+    images = ("vision_tower", "visual", "projector")
+    return [each for name, each in model.named_parameters() if not any(word in name for word in images)]
+
+
 def save(model: Any, path: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Writes the checkpoint in `dtype`, as transformers does by default. `model` is rounded too."""
-    model.to(dtype).save_pretrained(path)
+    """Writes the checkpoint in `dtype`, as transformers does by default. `model` is rounded too.
+
+    transformers gives the text model of kimi_k25 names that are in no file of its makers. So that is written
+    in the form in which transformers computes.
+    """
+    model.to(dtype).save_pretrained(path, save_original_format=model.config.model_type != "kimi_k25")
     return path
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import unquantized
+from moesaic.core.text_config import text_of
 from moesaic.cost.sizes import BYTES, GroupedQuery, Latent, ModelSizes
 
 Raw = Mapping[str, Any]
@@ -25,6 +26,7 @@ def read(raw: Raw, name: str) -> ModelSizes:
     Raises CheckpointError, naming the key, for an unknown model_type, a missing or wrong number,
     contradicting numbers, and quantized weights.
     """
+    raw = text_of(raw)
     kind = str(raw.get("model_type"))
     if kind not in _READERS:
         raise _refuse("model_type", raw.get("model_type"), ", ".join(sorted(_READERS)))

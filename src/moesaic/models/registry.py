@@ -13,6 +13,7 @@ from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.routing import RoutedModel
 from moesaic.core.stored import COMPRESSED
+from moesaic.core.text_config import TEXT, WRAPPERS, text_of
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models import (
@@ -41,6 +42,7 @@ from moesaic.models.loader import ExpertNames, Loader, claim_experts, experts
 from moesaic.models.model import Model
 from moesaic.models.shard import WHOLE, Shard
 from moesaic.models.spec import NO_MULTIPLIERS, ModelSpec, Multipliers
+from moesaic.models.wrapped import IMAGES
 
 
 class Config(Protocol):
@@ -148,7 +150,8 @@ def load(
         experts=_experts(file, config, loader, with_experts),
         scale=None if factors.embedding == 1.0 else Scale.build(kernels, factors.embedding, device),
     )
-    checkpoint.refuse_unread((*file.UNUSED, *_extra_layers(spec)))
+    images = IMAGES if checkpoint.wrapped else ()
+    checkpoint.refuse_unread((*file.UNUSED, *_extra_layers(spec), *images))
     return model
 
 
@@ -173,7 +176,10 @@ def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str 
     one = names[spec.moe_layers[0]]
     stored = loader.expert_dtype(one)
     return ExpertLayout(
-        prefixes={layer: each.prefix for layer, each in names.items()},
+        prefixes={
+            layer: checkpoint.stored_as(each.prefix, f"{each.shapes(0)[0][0]}.weight")
+            for layer, each in names.items()
+        },
         gate=one.gate,
         up=one.up,
         down=one.down,
@@ -225,11 +231,13 @@ def _parse(path: Path) -> tuple[ModelFile, Any]:
 @lru_cache(maxsize=4)
 def _checked(path: Path, stamp: tuple[object, ...]) -> tuple[ModelFile, Any]:
     """As _parse. stamp: of the files, so that a file that changed is read again."""
-    raw = read_json(path / "config.json")
+    whole = read_json(path / "config.json")
+    raw = text_of(whole)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODELS:
-        allowed = ", ".join(sorted(MODELS))
-        raise CheckpointError(f"{path}: model_type: got {shown(repr(model_type))}; allowed: {allowed}")
+        where = f"{TEXT}.model_type" if whole.get("model_type") in WRAPPERS else "model_type"
+        allowed = f"{', '.join(sorted(MODELS))}, and around one of them {', '.join(WRAPPERS)}"
+        raise CheckpointError(f"{path}: {where}: got {shown(repr(model_type))}; allowed: {allowed}")
     file = MODELS[model_type]
     config = file.parse(raw)
     if (path / SINGLE).is_file() or (path / INDEX).is_file():
