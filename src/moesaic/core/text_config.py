@@ -65,7 +65,7 @@ def text_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     text = raw.get(TEXT)
     if not isinstance(text, Mapping):
         raise CheckpointError(f"config.json: {TEXT}: got {repr(text)[:80]}; allowed: an object")
-    kind = text.get("model_type")
+    kind = str(text.get("model_type"))
     beside = {
         key: value
         for key, value in raw.items()
@@ -77,4 +77,4 @@ def text_of(raw: Mapping[str, Any]) -> dict[str, Any]:
         angles = found.get(name)
         if kind in wrapper.text_types and isinstance(angles, Mapping):  # all its parts are equal for text
             found[name] = {key: value for key, value in angles.items() if key != "mrope_section"}
-    return {**found, "model_type": wrapper.text_types.get(str(kind), kind)}
+    return {**found, "model_type": wrapper.text_types.get(kind, text.get("model_type"))}

@@ -235,7 +235,7 @@ def _checked(path: Path, stamp: tuple[object, ...]) -> tuple[ModelFile, Any]:
     raw = text_of(whole)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODELS:
-        where = f"{TEXT}.model_type" if whole.get("model_type") in WRAPPERS else "model_type"
+        where = f"{TEXT}.model_type" if str(whole.get("model_type")) in WRAPPERS else "model_type"
         allowed = f"{', '.join(sorted(MODELS))}, and around one of them {', '.join(WRAPPERS)}"
         raise CheckpointError(f"{path}: {where}: got {shown(repr(model_type))}; allowed: {allowed}")
     file = MODELS[model_type]
