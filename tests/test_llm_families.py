@@ -29,6 +29,7 @@ FAMILIES = {
     "glm4-norm-bias-groups": torch.float32,
     "glm4-lite-layers-groups-yarn": torch.bfloat16,
     "minimax": torch.bfloat16,
+    "mellum": torch.float32,
     "dots-windows-bias-shared-groups": torch.float32,
     "solar": torch.bfloat16,
     "internvl-qwen3": torch.bfloat16,

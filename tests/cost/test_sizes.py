@@ -212,6 +212,13 @@ GRANITE = {
     "intermediate_size": 512,
     "tie_word_embeddings": True,
 }
+MELLUM = {
+    "model_type": "mellum",
+    "num_hidden_layers": 28,
+    "hidden_size": 2304,
+    "vocab_size": 98304,
+    "num_attention_heads": 32,
+}
 HY3 = {
     "model_type": "hy_v3",
     "num_hidden_layers": 80,
@@ -242,6 +249,7 @@ MINIMAX_M2 = {
         (HY3, (295, 21)),
         (ERNIE, (22, 3)),
         (GRANITE, (3, 1)),
+        (MELLUM, (12, 2)),
     ],
     ids=[
         "kimi-k2",
@@ -253,6 +261,7 @@ MINIMAX_M2 = {
         "hy3",
         "ernie-4.5",
         "granite-3.1",
+        "mellum-2",
     ],
 )
 def test_families_have_their_published_parameters(config: dict[str, Any], billions: tuple[int, int]) -> None:

@@ -34,6 +34,7 @@ def corrected(top_k: int, normalise: bool, scale: float, groups: int, kept: int)
         ("solar_open", model_configs.solar(), corrected(4, True, 1.0, 1, 1)),
         ("ernie4_5_moe", model_configs.ernie(), Gating(4, normalise=True, added=1e-12)),
         ("ernie4_5_moe", model_configs.ernie(moe_norm_min=0), Gating(4, normalise=True)),
+        ("mellum", model_configs.mellum(), Gating(4, normalise=True)),
         ("granitemoe", model_configs.granite(), Gating(4, normalise=True)),
         (
             "hy_v3",
@@ -48,9 +49,9 @@ def corrected(top_k: int, normalise: bool, scale: float, groups: int, kept: int)
     ],
 )
 def test_the_rule_of_a_family(kind: str, options: dict[str, Any], wanted: Gating) -> None:
-    config = registry.MODELS[kind].parse({"model_type": kind, "rope_theta": 1e4, **options})
+    config = registry.MODELS[kind].parse({"model_type": kind, **options})
     assert config.gating == wanted
-    assert bool(config.names.corrections) == (kind not in ("deepseek_v2", "granitemoe"))
+    assert bool(config.names.corrections) == (kind not in ("deepseek_v2", "granitemoe", "mellum"))
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,17 @@ def granite(**options: Any) -> dict[str, Any]:
     return {**base, **options}
 
 
+def mellum(**options: Any) -> dict[str, Any]:
+    base = {
+        "layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 9,
+        "rope_parameters": {
+            FULL: {"rope_type": "default", "rope_theta": 1000.0},
+            SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+        },
+    }  # fmt: skip
+    return qwen3(**{**base, **options})
+
+
 def minimax(**options: Any) -> dict[str, Any]:
     base = {
         "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 20, "num_hidden_layers": 3,
@@ -307,6 +318,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             attention_bias=True, num_shared_experts=2, router_scaling_factor=0.7, rope_parameters=YARN,
             mlp_layer_types=["sparse", "dense", "sparse"],
             enable_moe_fp32_combine=False, tie_word_embeddings=True,
+        ),
+    ),
+    "mellum": ("mellum", mellum()),
+    "mellum-bias-dense-layers-yarn-tied": (
+        "mellum",
+        mellum(
+            attention_bias=True, mlp_layer_types=["sparse", "dense", "sparse"], norm_topk_prob=False,
+            num_attention_heads=5, num_key_value_heads=1, tie_word_embeddings=True,
+            rope_parameters={FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 100.0}},
         ),
     ),
     "minimax": ("minimax_m2", minimax()),

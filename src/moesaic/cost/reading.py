@@ -110,6 +110,15 @@ def _minimax(raw: Raw, name: str) -> ModelSizes:
     return replace(found, attention=replace(attention, normed=(attention.heads, attention.kv_heads)))
 
 
+def _mellum(raw: Raw, name: str) -> ModelSizes:
+    layers = _integer(raw, "num_hidden_layers", most=LAYERS)
+    kinds = raw.get("mlp_layer_types") or ["sparse"] * layers
+    key = "num_experts" if "num_experts" in raw else "num_local_experts"
+    usual = {"head_dim": 128, "moe_intermediate_size": 896, key: 64, "num_experts_per_tok": 8}
+    raw = {**usual, "num_key_value_heads": 4, "intermediate_size": 7168, **raw, "mlp_layer_types": kinds}
+    return _with_shared(raw, name, _grouped(raw), _listed_sparse_layers(raw), key)
+
+
 def _glm(raw: Raw, name: str) -> ModelSizes:
     return _with_shared(raw, name, _grouped(raw), _sparse_layers(raw))
 
@@ -209,6 +218,7 @@ def _dbrx(raw: Raw, name: str) -> ModelSizes:
 
 
 _READERS: dict[str, Callable[[Raw, str], ModelSizes]] = {
+    "mellum": _mellum,
     "minimax_m2": _minimax,
     "mixtral": _mixtral,
     "olmoe": _olmoe,

@@ -85,15 +85,22 @@ def mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def read(fields: Fields, max_position: int, default_theta: float, partial: float | None = None) -> RopeConfig:
+def read(
+    fields: Fields,
+    max_position: int,
+    default_theta: float,
+    partial: float | None = None,
+    key: str = "rope_parameters",
+) -> RopeConfig:
     """Reads the rotary keys in either form: rope_parameters, or rope_theta and rope_scaling.
 
     partial: the fraction of a head that is rotated, if rope_parameters has none; None: always the whole head.
+    key: what rope_parameters is called in `fields`.
     Raises CheckpointError for an unknown kind, and for a missing or unknown key.
     """
     theta = fields.number_above("rope_theta", 1.0, default_theta)
     parts = fields.child("rope_scaling") or Fields({}, "rope_scaling.")
-    newer = fields.child("rope_parameters")
+    newer = fields.child(key)
     if newer is not None:
         parts.done()
         parts = newer

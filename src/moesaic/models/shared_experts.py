@@ -90,6 +90,8 @@ class Config:
     windows: tuple[int | None, ...] = ()
     """Of each layer; empty if no layer has one."""
     multipliers: Multipliers = NO_MULTIPLIERS
+    local_rope: RopeConfig | None = None
+    """Of layers with a window; None: `rope` too."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -178,7 +180,13 @@ def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
     """Loads every layer without its routed experts."""
     spec = config.spec
     table = loader.rope_table(config.rope, config.attention.rotated, spec.max_position)
-    return tuple(_block(config, spec, loader, table, layer) for layer in range(config.num_layers))
+    local = table
+    if config.local_rope is not None and config.local_rope != config.rope:
+        local = loader.rope_table(config.local_rope, config.attention.rotated, spec.max_position)
+    return tuple(
+        _block(config, spec, loader, table if window is None else local, layer)
+        for layer, window in enumerate(spec.sliding_windows)
+    )
 
 
 def _block(config: Config, spec: ModelSpec, loader: Loader, table: RopeTable, layer: int) -> DecoderBlock:
