@@ -30,6 +30,7 @@ FAMILIES = {
     "glm4-lite-layers-groups-yarn": torch.bfloat16,
     "minimax": torch.bfloat16,
     "mellum": torch.float32,
+    "exaone": torch.bfloat16,
     "dots-windows-bias-shared-groups": torch.float32,
     "solar": torch.bfloat16,
     "internvl-qwen3": torch.bfloat16,

@@ -219,6 +219,18 @@ MELLUM = {
     "vocab_size": 98304,
     "num_attention_heads": 32,
 }
+EXAONE = {
+    "model_type": "exaone_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 6144,
+    "vocab_size": 153600,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_experts": 128,
+    "moe_intermediate_size": 2048,
+    "intermediate_size": 18432,
+}
 HY3 = {
     "model_type": "hy_v3",
     "num_hidden_layers": 80,
@@ -250,6 +262,7 @@ MINIMAX_M2 = {
         (ERNIE, (22, 3)),
         (GRANITE, (3, 1)),
         (MELLUM, (12, 2)),
+        (EXAONE, (237, 24)),
     ],
     ids=[
         "kimi-k2",
@@ -262,6 +275,7 @@ MINIMAX_M2 = {
         "ernie-4.5",
         "granite-3.1",
         "mellum-2",
+        "k-exaone",
     ],
 )
 def test_families_have_their_published_parameters(config: dict[str, Any], billions: tuple[int, int]) -> None:

@@ -39,7 +39,18 @@ def changed(config: dict[str, Any], name: str, value: object) -> dict[str, Any]:
     return {**config, first: {**config[first], second: value} if second else value}
 
 
-LATER = ("internvl-qwen3", "glm4v", "qwen3-longrope", "mellum", "minimax", "ernie", "granite", "hy3", "dots")
+LATER = (
+    "internvl-qwen3",
+    "glm4v",
+    "qwen3-longrope",
+    "mellum",
+    "exaone",
+    "minimax",
+    "ernie",
+    "granite",
+    "hy3",
+    "dots",
+)
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ def corrected(top_k: int, normalise: bool, scale: float, groups: int, kept: int)
         ("solar_open", model_configs.solar(), corrected(4, True, 1.0, 1, 1)),
         ("ernie4_5_moe", model_configs.ernie(), Gating(4, normalise=True, added=1e-12)),
         ("ernie4_5_moe", model_configs.ernie(moe_norm_min=0), Gating(4, normalise=True)),
+        ("exaone_moe", model_configs.exaone(), corrected(4, True, 2.5, 1, 1)),
         ("mellum", model_configs.mellum(), Gating(4, normalise=True)),
         ("granitemoe", model_configs.granite(), Gating(4, normalise=True)),
         (

@@ -132,6 +132,13 @@ def mellum(**options: Any) -> dict[str, Any]:
     return qwen3(**{**base, **options})
 
 
+def exaone(**options: Any) -> dict[str, Any]:
+    base = {"num_experts": 12, "sliding_window": 5, "layer_types": [SLIDING, FULL, SLIDING]}
+    base = glm4(**{**base, **options})
+    del base["n_routed_experts"]
+    return base
+
+
 def minimax(**options: Any) -> dict[str, Any]:
     base = {
         "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 20, "num_hidden_layers": 3,
@@ -327,6 +334,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             attention_bias=True, mlp_layer_types=["sparse", "dense", "sparse"], norm_topk_prob=False,
             num_attention_heads=5, num_key_value_heads=1, tie_word_embeddings=True,
             rope_parameters={FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 100.0}},
+        ),
+    ),
+    "exaone": ("exaone_moe", exaone()),
+    "exaone-pattern-groups-plain-tied": (
+        "exaone_moe",
+        exaone(
+            layer_types=None, sliding_window_pattern=2, num_hidden_layers=4, first_k_dense_replace=2,
+            n_group=3, topk_group=2, norm_topk_prob=False, routed_scaling_factor=0.7, num_shared_experts=2,
+            num_attention_heads=5, num_key_value_heads=1, rope_parameters=YARN,
         ),
     ),
     "minimax": ("minimax_m2", minimax()),

@@ -119,6 +119,17 @@ def _mellum(raw: Raw, name: str) -> ModelSizes:
     return _with_shared(raw, name, _grouped(raw), _listed_sparse_layers(raw), key)
 
 
+def _exaone(raw: Raw, name: str) -> ModelSizes:
+    layers = _integer(raw, "num_hidden_layers", most=LAYERS)
+    dense = min(layers, _integer(raw, "first_k_dense_replace", 1, least=0))
+    kinds = raw.get("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (layers - dense)
+    usual = {"moe_intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8}
+    usual |= {"num_shared_experts": 1, "num_key_value_heads": 32, "intermediate_size": 16384}
+    raw = {**usual, **raw, "mlp_layer_types": kinds}
+    keys = "num_experts", "num_shared_experts"
+    return _with_shared(raw, name, _grouped(raw), _listed_sparse_layers(raw), *keys)
+
+
 def _glm(raw: Raw, name: str) -> ModelSizes:
     return _with_shared(raw, name, _grouped(raw), _sparse_layers(raw))
 
@@ -218,6 +229,7 @@ def _dbrx(raw: Raw, name: str) -> ModelSizes:
 
 
 _READERS: dict[str, Callable[[Raw, str], ModelSizes]] = {
+    "exaone_moe": _exaone,
     "mellum": _mellum,
     "minimax_m2": _minimax,
     "mixtral": _mixtral,

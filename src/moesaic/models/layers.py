@@ -31,7 +31,8 @@ class GroupedQueryAttention:
     """Attention whose key heads are each shared by several query heads (Ainslie et al. 2023)."""
 
     kernels: Kernels
-    rope: RopeTable
+    rope: RopeTable | None
+    """None: nothing is rotated."""
     head_width: int
     query: Projection
     key: Projection
@@ -61,6 +62,8 @@ class GroupedQueryAttention:
     def _rotate(self, rows: torch.Tensor, positions: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         """[n, H * d] -> heads [n, H, d], normalized and rotated."""
         heads = rows.view(-1, rows.shape[1] // self.head_width, self.head_width)
+        if self.rope is None:
+            return heads if norm is None else self.kernels.rms_norm(heads, norm, self.epsilon)
         return self.kernels.rope(
             heads,
             self.rope.cosine,

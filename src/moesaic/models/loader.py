@@ -142,7 +142,7 @@ def columns_of(heads: range, width: int) -> slice:
 
 
 def grouped_query_attention(
-    loader: Loader, name: str, sizes: Heads, rope: RopeTable, sliding_window: int | None
+    loader: Loader, name: str, sizes: Heads, rope: RopeTable | None, sliding_window: int | None
 ) -> GroupedQueryAttention:
     """Loads q_proj, k_proj, v_proj, o_proj (and q_norm, k_norm) under `name`, for the heads of the shard."""
     hidden, bias = sizes.hidden, sizes.bias
