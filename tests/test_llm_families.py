@@ -1,10 +1,12 @@
-"""Families with a gate of sigmoids through whole engines: recorded, offloaded, by ranks, with expert servers.
+"""Families through whole engines: recorded, offloaded, by ranks, with expert servers.
 
-Each family meets each way once. The other families are in the matrices of test_llm_*.py and tests/cluster.
+Each of the first families meets each way once, and the others take turns. The families that are not here are
+in the matrices of test_llm_*.py and tests/cluster.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ FAMILIES = {
 """A case, and the type of its weights."""
 LATER = {"solar", "glm4v"}
 """These are left to `make full`: another family here has the same parts."""
+FIRST = ("deepseek3-full", "glm4-norm-bias-groups", "glm4-lite-layers-groups-yarn")
+"""Families that meet each way in `make test`. The others take turns there."""
 NEW, LONGEST = 20, 128
 DISK = Offload(1 << 30, "cgopipe", micro_batch=2, micro_batches=4, prefill_rows=19)
 WAYS: dict[str, dict[str, Any]] = {
@@ -109,10 +113,22 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(tmp_path_factory.mktemp("families"))
 
 
-def each(*ways: str) -> list[Any]:
-    """Each family, with each of `ways` if there are any."""
-    cases = [(name, *way) for name in FAMILIES for way in ([(way,) for way in ways] or [()])]
-    return [pytest.param(*case, marks=pairs.REST if case[0] in LATER else ()) for case in cases]
+def each() -> list[Any]:
+    """Each family."""
+    return [pytest.param(name, marks=pairs.REST if name in LATER else ()) for name in FAMILIES]
+
+
+def with_ways(ways: Collection[str]) -> list[Any]:
+    """Each family with each of `ways`."""
+
+    def now(name: str, number: int, turn: int) -> bool:
+        return name in FIRST or (name not in LATER and turn == number % len(ways))
+
+    return [
+        pytest.param(name, way, marks=() if now(name, number, turn) else pairs.REST)
+        for number, name in enumerate(FAMILIES)
+        for turn, way in enumerate(ways)
+    ]
 
 
 @pytest.mark.parametrize("name", each())
@@ -125,13 +141,13 @@ def test_greedy_tokens_are_those_of_transformers(checkpoints: Checkpoints, name:
             assert found[index][0] == tiny_models.reference_greedy(theirs, prompt, NEW)
 
 
-@pytest.mark.parametrize(("name", "way"), each(*WAYS))
+@pytest.mark.parametrize(("name", "way"), with_ways(WAYS))
 def test_the_floats_of_one_process_in_memory(checkpoints: Checkpoints, name: str, way: str) -> None:
     model = LLM(str(checkpoints[name]), threads=1, max_model_len=LONGEST, **WAYS[way])
     assert answers(model) == checkpoints.wanted(name)
 
 
-@pytest.mark.parametrize(("name", "form"), each(*GROUPS))
+@pytest.mark.parametrize(("name", "form"), with_ways(GROUPS))
 def test_two_ranks_have_the_tokens_of_one(checkpoints: Checkpoints, name: str, form: str) -> None:
     settings = {"tensor_parallel_size": 2, "max_model_len": LONGEST} | GROUPS[form]
     with group_of_threads(str(checkpoints[name]), **settings) as (model, _, _):

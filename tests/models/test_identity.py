@@ -42,8 +42,7 @@ def write(name: str, path: Path) -> tuple[Any, Path]:
     return model, tiny_models.save(model, path)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("name", model_configs.CASES)
+@pytest.mark.parametrize(("name", "kernels"), model_configs.with_kernels(KERNELS))
 def test_logits_and_greedy_tokens_are_those_of_transformers(
     name: str, kernels: str, published: Published, answered: Answered
 ) -> None:

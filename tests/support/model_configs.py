@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import pytest
 
 VOCAB = 97
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -391,8 +394,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }  # fmt: skip
+SAME_KERNELS = frozenset(
+    {
+        *("dots", "dots-windows-bias-shared-groups", "solar", "solar-bias-yarn-odd-heads-plain", "hy3"),
+        *("hy3-layers-bias-shared-yarn", "mellum", "mellum-bias-dense-layers-yarn-tied", "qwen3-longrope"),
+        *("ernie-layers-odd-heads-yarn-plain", "granite-bias-odd-heads-k1-yarn-tied"),
+        *("exaone-pattern-groups-plain-tied", "minimax-odd-heads-k1-yarn-tied"),
+        *("internvl-qwen3", "kimi-deepseek3", "glm4v"),
+    }
+)
+"""Cases that call each kernel as another case does. `make test` has them on one instruction set alone."""
 QWEN3_WINDOW_YARN_K8 = (
     "qwen3_moe",
     qwen3(use_sliding_window=True, sliding_window=9, num_experts_per_tok=8, rope_parameters=YARN),
 )
 """A model for tests of whole engines."""
+
+
+def with_kernels(kernels: Sequence[Any]) -> list[Any]:
+    """Each case with each of `kernels`, which may be parameters with marks."""
+    both = [(name, one if hasattr(one, "marks") else pytest.param(one)) for name in CASES for one in kernels]
+    return [
+        pytest.param(
+            name,
+            *one.values,
+            marks=pytest.mark.full if one.marks and name in SAME_KERNELS else one.marks,
+        )
+        for name, one in both
+    ]
