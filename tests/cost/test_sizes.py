@@ -172,17 +172,114 @@ GLM_4_5_AIR = {
     "first_k_dense_replace": 1,
     "intermediate_size": 10944,
 }
+DOTS = {
+    "model_type": "dots1",
+    "num_hidden_layers": 62,
+    "hidden_size": 4096,
+    "vocab_size": 152064,
+    "num_attention_heads": 32,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 10944,
+}
+SOLAR = {
+    "model_type": "solar_open",
+    "num_hidden_layers": 48,
+    "hidden_size": 4096,
+    "vocab_size": 196608,
+    "num_attention_heads": 64,
+}
+ERNIE = {
+    "model_type": "ernie4_5_moe",
+    "num_hidden_layers": 28,
+    "hidden_size": 2560,
+    "vocab_size": 103424,
+    "num_attention_heads": 20,
+    "intermediate_size": 12288,
+}
+GRANITE = {
+    "model_type": "granitemoe",
+    "num_hidden_layers": 32,
+    "hidden_size": 1536,
+    "vocab_size": 49155,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 40,
+    "num_experts_per_tok": 8,
+    "intermediate_size": 512,
+    "tie_word_embeddings": True,
+}
+MELLUM = {
+    "model_type": "mellum",
+    "num_hidden_layers": 28,
+    "hidden_size": 2304,
+    "vocab_size": 98304,
+    "num_attention_heads": 32,
+}
+EXAONE = {
+    "model_type": "exaone_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 6144,
+    "vocab_size": 153600,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_experts": 128,
+    "moe_intermediate_size": 2048,
+    "intermediate_size": 18432,
+}
+HY3 = {
+    "model_type": "hy_v3",
+    "num_hidden_layers": 80,
+    "hidden_size": 4096,
+    "vocab_size": 120832,
+    "num_attention_heads": 64,
+    "intermediate_size": 13312,
+}
+MINIMAX_M2 = {
+    "model_type": "minimax_m2",
+    "num_hidden_layers": 62,
+    "hidden_size": 3072,
+    "vocab_size": 200064,
+    "num_attention_heads": 48,
+    "intermediate_size": 1536,
+}
 
 
 @pytest.mark.parametrize(
     ("config", "billions"),
-    [(KIMI_K2, (1026, 33)), (GLM_4_7_FLASH, (30, 4)), (GLM_4_5_AIR, (107, 13))],
-    ids=["kimi-k2", "glm-4.7-flash", "glm-4.5-air"],
+    [
+        (KIMI_K2, (1026, 33)),
+        (GLM_4_7_FLASH, (30, 4)),
+        (GLM_4_5_AIR, (107, 13)),
+        (MINIMAX_M2, (229, 11)),
+        (DOTS, (143, 14)),
+        (SOLAR, (103, 12)),
+        (HY3, (295, 21)),
+        (ERNIE, (22, 3)),
+        (GRANITE, (3, 1)),
+        (MELLUM, (12, 2)),
+        (EXAONE, (237, 24)),
+    ],
+    ids=[
+        "kimi-k2",
+        "glm-4.7-flash",
+        "glm-4.5-air",
+        "minimax-m2",
+        "dots.llm1",
+        "solar-open",
+        "hy3",
+        "ernie-4.5",
+        "granite-3.1",
+        "mellum-2",
+        "k-exaone",
+    ],
 )
-def test_families_with_shared_experts_have_their_published_parameters(
-    config: dict[str, Any], billions: tuple[int, int]
-) -> None:
-    """Which are 1 T and 32 B, 30 B and 3 B, 106 B and 12 B; these also count the embeddings."""
+def test_families_have_their_published_parameters(config: dict[str, Any], billions: tuple[int, int]) -> None:
+    """Those that their makers name, except that the figures here count embeddings too."""
     found = read(config, "x")
     assert (round(found.parameters / 1e9), round(found.active / 1e9)) == billions
 

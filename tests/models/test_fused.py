@@ -24,7 +24,18 @@ from moesaic.models.fingerprint import ExpertDigests
 from moesaic.models.headers import Headers
 from moesaic.models.shard import Shard
 
-CASES = ("mixtral", "qwen3-bias-dense-layers", "olmoe", "qwen2", "deepseek-lite")
+CASES = (
+    "mixtral",
+    "qwen3-bias-dense-layers",
+    "olmoe",
+    "qwen2",
+    "deepseek-lite",
+    "minimax",
+    "hy3",
+    "ernie",
+    "granite",
+    "internvl-qwen3",
+)
 GATE_UP, DOWN = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"
 
 
@@ -139,7 +150,7 @@ def test_an_expert_has_the_same_digest(forms: Callable[..., Forms]) -> None:
 
 
 @pytest.mark.parametrize("shard", ["1GB", "20KB"])
-@pytest.mark.parametrize("case", ["mixtral", "qwen2"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen2", "granite", "internvl-qwen3"])
 def test_compressed_experts_are_those_of_experts_one_by_one(case: str, shard: str, tmp_path: Path) -> None:
     model = tiny_models.build(*model_configs.CASES[case]).to(torch.bfloat16)
     for name, form in (("one", True), ("two", False)):

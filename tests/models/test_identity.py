@@ -42,8 +42,7 @@ def write(name: str, path: Path) -> tuple[Any, Path]:
     return model, tiny_models.save(model, path)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("name", model_configs.CASES)
+@pytest.mark.parametrize(("name", "kernels"), model_configs.with_kernels(KERNELS))
 def test_logits_and_greedy_tokens_are_those_of_transformers(
     name: str, kernels: str, published: Published, answered: Answered
 ) -> None:
@@ -54,7 +53,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
     driver = Driver(ours)
     for index, chunk in enumerate((None, 1, 6)):
         assert error(driver.prefill(tokens, index, chunk), wanted) < 1e-4
-    parameters = (*theirs.parameters(), *tiny_models.corrections(theirs))
+    parameters = (*tiny_models.text_parameters(theirs), *tiny_models.corrections(theirs))
     assert ours.num_parameters == sum(part.numel() for part in parameters)
     assert len(set(wanted_tokens)) > 5  # A constant answer would prove little.
     assert Driver(ours).greedy(tokens, GREEDY, chunk=7) == wanted_tokens
@@ -106,6 +105,21 @@ def test_sharded_checkpoints_are_read(tmp_path: Path) -> None:
     tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
     wanted = tiny_models.reference_logits(theirs, tokens)
     assert error(Driver(registry.load(tmp_path, pick("cpu"))).prefill(tokens), wanted) < 1e-4
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_factor": 1.3}, {"factor": 3.0}])
+def test_longrope_takes_the_short_factors_if_no_request_is_long(tmp_path: Path, changes: Any) -> None:
+    options = model_configs.qwen3(rope_parameters=model_configs.LONGROPE | changes)
+    theirs = tiny_models.build("qwen3_moe", options)
+    path = tiny_models.save(theirs, tmp_path)
+    original = model_configs.LONGROPE["original_max_position_embeddings"]
+    tokens = tiny_models.prompt(original, model_configs.VOCAB)
+    short = tiny_models.reference_logits(theirs, tokens)
+    long = tiny_models.reference_logits(theirs, [*tokens, 1])[:original]
+    for most, wanted in ((original, short), (original + 1, long), (None, long)):
+        driver = Driver(registry.load(path, pick("cpu"), positions=most))
+        assert error(driver.prefill(tokens), wanted) < 1e-4
+    assert error(short, long) > 1e-2
 
 
 @pytest.mark.parametrize("differs", [False, True])
@@ -160,6 +174,22 @@ def test_every_second_layer_of_deepseek_can_be_dense(tmp_path: Path) -> None:
     assert ours.spec.moe_layers == (2,)
     tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
     assert error(Driver(ours).prefill(tokens), tiny_models.reference_logits(theirs, tokens)) < 1e-4
+
+
+@pytest.mark.parametrize("groups", [{}, model_configs.GROUPS], ids=["greedy", "groups"])
+def test_deepseek_v2_may_normalise_the_weights_of_the_chosen_experts(tmp_path: Path, groups: Any) -> None:
+    """transformers leaves norm_topk_prob out; here its gates do what those of the makers do."""
+    theirs = tiny_models.build("deepseek_v2", model_configs.deepseek(norm_topk_prob=True, **groups))
+    path = tiny_models.save(theirs, tmp_path)
+    tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
+    plain = tiny_models.reference_logits(theirs, tokens)
+    for layer in theirs.model.layers[1:]:
+        layer.mlp.gate.register_forward_hook(
+            lambda _, given, answer: (answer[0], answer[1] / answer[1].sum(-1, keepdim=True), answer[2])
+        )
+    driver, wanted = Driver(registry.load(path, pick("cpu"))), tiny_models.reference_logits(theirs, tokens)
+    assert error(driver.prefill(tokens), wanted) < 1e-4 < error(plain, wanted)
+    assert Driver(driver.model).greedy(tokens, GREEDY) == tiny_models.reference_greedy(theirs, tokens, GREEDY)
 
 
 def test_experts_and_the_rest_load_apart(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def near(native: Kernels, dtype: torch.dtype, found: torch.Tensor, wanted: torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", model_configs.CASES)
+@pytest.mark.parametrize(("name", "native"), model_configs.with_kernels(SETS), indirect=["native"])
 def test_logits_are_those_of_the_reference(
     native: Kernels, name: str, dtype: torch.dtype, published: Published
 ) -> None:
@@ -99,7 +99,7 @@ def alike(driver: Driver, tokens: list[int], wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", model_configs.CASES)
+@pytest.mark.parametrize(("name", "native"), model_configs.with_kernels(SETS), indirect=["native"])
 def test_a_prompt_has_the_same_bits_whole_in_chunks_and_in_company(
     native: Kernels, name: str, dtype: torch.dtype, published: Published
 ) -> None:

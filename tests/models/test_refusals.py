@@ -29,11 +29,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "deepseek_v3": model_configs.deepseek3,
         "glm4_moe": model_configs.glm4,
         "glm4_moe_lite": model_configs.glm4_lite,
+        "dots1": model_configs.dots,
+        "ernie4_5_moe": model_configs.ernie,
+        "granitemoe": model_configs.granite,
+        "exaone_moe": model_configs.exaone,
+        "hy_v3": model_configs.hy3,
+        "mellum": model_configs.mellum,
+        "minimax_m2": model_configs.minimax,
         "mixtral": model_configs.mixtral,
         "qwen3_moe": model_configs.qwen3,
         "deepseek_v2": model_configs.deepseek,
         "olmoe": model_configs.olmoe,
         "qwen2_moe": model_configs.qwen2,
+        "solar_open": model_configs.solar,
     }
     found = {
         kind: tiny_models.save(tiny_models.build(kind, make()), tmp_path_factory.mktemp(kind))
@@ -83,7 +91,26 @@ def test_an_unknown_key_is_refused_with_its_value(kind: str, copy: Any) -> None:
         ("qwen3_moe", {"use_sliding_window": "yes"}, ("use_sliding_window", "'yes'", "true, false")),
         ("qwen3_moe", {"mlp_only_layers": [1.5]}, ("mlp_only_layers", "list of integers")),
         ("qwen3_moe", {"rope_parameters": [1]}, ("rope_parameters", "[1]", "object")),
-        ("qwen3_moe", {"rope_parameters": {"rope_type": "longrope"}}, ("rope_type", "'longrope'", "yarn")),
+        (
+            "qwen3_moe",
+            {"rope_parameters": {"rope_type": "ntk"}},
+            ("rope_type", "'ntk'", "yarn, llama3, longrope"),
+        ),
+        (
+            "qwen3_moe",
+            {"rope_parameters": {"rope_type": "longrope"}},
+            ("original_max_position_embeddings is missing, for longrope",),
+        ),
+        (
+            "qwen3_moe",
+            {"rope_parameters": model_configs.LONGROPE | {"long_factor": [1.0, 0.0]}},
+            ("rope_parameters.long_factor", "[1.0, 0.0]", "numbers above 0"),
+        ),
+        (
+            "qwen3_moe",
+            {"rope_parameters": model_configs.LONGROPE | {"short_factor": [1.0] * 7}},
+            ("short_factor", "got 7 numbers", "8, one for each pair"),
+        ),
         (
             "qwen3_moe",
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta": 1}},
@@ -96,7 +123,13 @@ def test_an_unknown_key_is_refused_with_its_value(kind: str, copy: Any) -> None:
             ("partial_rotary_factor", "0.5"),
         ),
         ("deepseek_v2", {"scoring_func": "sigmoid"}, ("scoring_func", "'sigmoid'")),
-        ("deepseek_v2", {"norm_topk_prob": True}, ("norm_topk_prob", "True")),
+        ("deepseek_v2", {"norm_topk_prob": True, "num_experts_per_tok": 1}, ("norm_topk_prob", "True")),
+        (
+            "deepseek_v2",
+            {"norm_topk_prob": True, "routed_scaling_factor": 2.5},
+            ("norm_topk_prob", "disagree"),
+        ),
+        ("deepseek_v2", {"norm_topk_prob": 1}, ("norm_topk_prob", "1", "true, false")),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, ("topk_method", "'noaux_tc'")),
         (
             "deepseek_v2",
@@ -132,9 +165,73 @@ def test_an_unknown_key_is_refused_with_its_value(kind: str, copy: Any) -> None:
         ("glm4_moe", {"use_qk_norm": True}, ("self_attn.q_norm.weight is missing",)),
         ("glm4_moe", {"scoring_func": "softmax"}, ("scoring_func", "'softmax'")),
         ("glm4_moe_lite", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5", "whole heads")),
-        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, ("mlp_layer_types", "each of 3 layers")),
-        ("glm4_moe_lite", {"mlp_layer_types": ["dense", "moe", 1]}, ("mlp_layer_types", "'sparse'")),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, ("mlp_layer_types", "list of 3 of dense, sparse")),
+        (
+            "glm4_moe_lite",
+            {"mlp_layer_types": ["dense", "moe", 1]},
+            ("mlp_layer_types", "list of 3 of dense, sparse"),
+        ),
         ("glm4_moe_lite", {"first_k_dense_replace": 2}, ("first_k_dense_replace", "2", "mlp_layer_types")),
+        ("dots1", {"scoring_func": "softmax"}, ("scoring_func", "'softmax'", "'sigmoid'")),
+        ("dots1", {"moe_layer_freq": 2}, ("moe_layer_freq", "2", "1")),
+        ("dots1", {"layer_types": [model_configs.FULL]}, ("layer_types", "list of 3 of full_attention")),
+        (
+            "dots1",
+            {"sliding_window": 9, "layer_types": [model_configs.FULL, "chunked", model_configs.FULL]},
+            ("layer_types", "list of 3 of full_attention, sliding_attention"),
+        ),
+        ("solar_open", {"first_k_dense_replace": 1}, ("first_k_dense_replace", "1", "0")),
+        ("solar_open", {"use_qk_norm": True}, ("use_qk_norm", "True", "False")),
+        ("solar_open", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5", "whole heads")),
+        ("ernie4_5_moe", {"use_bias": True}, ("use_bias", "True", "False")),
+        ("ernie4_5_moe", {"moe_norm_min": 0.1}, ("moe_norm_min", "0.1", "at most 1e-09")),
+        ("ernie4_5_moe", {"moe_use_aux_free": False}, ("moe_use_aux_free", "False", "True")),
+        ("ernie4_5_moe", {"moe_k": 13}, ("moe_k", "13", "at most 12")),
+        ("ernie4_5_moe", {"moe_layer_interval": 0}, ("moe_layer_interval", "0", "at least 1")),
+        ("ernie4_5_moe", {"moe_layer_start_index": 0}, ("layers.0.mlp.gate.weight is missing",)),
+        ("ernie4_5_moe", {"moe_layer_end_index": -2}, ("moe_layer_end_index", "-2", "at least -1")),
+        ("granitemoe", {"residual_multiplier": 0}, ("residual_multiplier", "0", "above 1e-06")),
+        ("granitemoe", {"logits_scaling": "6"}, ("logits_scaling", "'6'", "above 1e-06")),
+        ("granitemoe", {"attention_multiplier": -1}, ("attention_multiplier", "-1", "above 1e-06")),
+        ("granitemoe", {"hidden_size": 47, "head_dim": 8}, ("hidden_size", "47", "even")),
+        ("granitemoe", {"shared_intermediate_size": 64}, ("shared_intermediate_size", "64")),
+        ("granitemoe", {"num_local_experts": 13}, ("router.layer.weight", "[12, 48]", "[13, 48]")),
+        ("hy_v3", {"mlp_bias": True}, ("mlp_bias", "True", "False")),
+        ("hy_v3", {"moe_router_use_sigmoid": False}, ("moe_router_use_sigmoid", "False", "True")),
+        ("hy_v3", {"route_norm": False}, ("route_norm", "False", "True")),
+        ("hy_v3", {"expert_hidden_dim": 24}, ("expert_hidden_dim", "24", "20")),
+        ("hy_v3", {"num_shared_experts": 0}, ("num_shared_experts", "0", "at least 1")),
+        (
+            "hy_v3",
+            {"mlp_layer_types": ["dense", "moe", 1]},
+            ("mlp_layer_types", "list of 3 of dense, sparse"),
+        ),
+        ("mellum", {"layer_types": ["chunked"] * 3}, ("layer_types", "full_attention, sliding_attention")),
+        ("mellum", {"sliding_window": 0}, ("sliding_window", "0", "at least 1")),
+        ("mellum", {"mlp_layer_types": ["dense"]}, ("mlp_layer_types", "list of 3 of dense, sparse")),
+        ("mellum", {"rope_parameters": {"rope_type": "default"}}, ("rope_parameters.rope_type", "'default'")),
+        (
+            "mellum",
+            {"rope_parameters": {model_configs.FULL: {"rope_type": "yarn", "beta": 1}}},
+            ("rope_parameters.full_attention.beta", "1"),
+        ),
+        ("exaone_moe", {"attention_bias": True}, ("attention_bias", "True", "False")),
+        (
+            "exaone_moe",
+            {"layer_types": None, "sliding_window_pattern": "LLLG"},
+            ("sliding_window_pattern", "'LLLG'"),
+        ),
+        ("exaone_moe", {"sliding_window": 0}, ("sliding_window", "0", "at least 1")),
+        ("exaone_moe", {"scoring_func": "softmax"}, ("scoring_func", "'softmax'", "'sigmoid'")),
+        ("minimax_m2", {"attention_bias": True}, ("attention_bias", "True", "False")),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, ("qk_norm_type", "'per_head'", "'per_layer'")),
+        ("minimax_m2", {"scoring_func": "softmax"}, ("scoring_func", "'softmax'", "'sigmoid'")),
+        ("minimax_m2", {"use_routing_bias": False}, ("use_routing_bias", "False", "True")),
+        ("minimax_m2", {"layernorm_mlp_beta": 3.5}, ("layernorm_mlp_beta", "3.5", "not scaled")),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1]}, ("attn_type_list", "[1, 0, 1]", "each of 3 layers")),
+        ("minimax_m2", {"rotary_dim": 18, **NO_ROPE}, ("partial_rotary_factor", "1.125", "up to 1")),
+        ("minimax_m2", {"shared_intermediate_size": 64}, ("shared_intermediate_size", "64", "0")),
+        ("minimax_m2", {"num_experts_per_tok": 13}, ("num_experts_per_tok", "13", "at most 12")),
         ("olmoe", {"clip_qkv": 0}, ("clip_qkv", "0", "above 0")),
         ("olmoe", {"clip_qkv": "8"}, ("clip_qkv", "'8'", "above 0")),
         ("olmoe", {"head_dim": 16}, ("head_dim", "16", "8, None", "hidden_size / num_attention_heads")),
@@ -178,7 +275,7 @@ def test_an_unknown_model_type_is_refused_with_the_list(copy: Any) -> None:
     refused(
         tiny_models.edit(copy("mixtral"), model_type="llama"),
         "'llama'",
-        "deepseek_v2, deepseek_v3, glm4_moe, glm4_moe_lite, kimi_k2, mixtral, olmoe, qwen2_moe, qwen3_moe",
+        ", ".join(sorted(registry.MODELS)),
     )
 
 
@@ -192,6 +289,14 @@ def test_both_spellings_of_rope_mean_the_same(copy: Any) -> None:
     )[1]
     assert newer == older
     assert newer.rope.theta == 5000.0
+
+
+def test_longrope_may_have_its_original_context_outside(copy: Any) -> None:
+    inner = {key: value for key, value in model_configs.LONGROPE.items() if not key.startswith("original")}
+    one = registry._parse(tiny_models.edit(copy("qwen3_moe"), rope_parameters=model_configs.LONGROPE))[1]
+    changes = {"rope_parameters": inner, "original_max_position_embeddings": 24}
+    assert registry._parse(tiny_models.edit(copy("qwen3_moe"), **changes))[1] == one
+    assert one.rope.reach == 192
 
 
 def test_the_keys_of_the_makers_own_configs_are_understood(copy: Any) -> None:
@@ -238,6 +343,11 @@ def test_an_unexpected_tensor_is_named(copy: Any) -> None:
 def test_a_tensor_known_to_be_unused_is_no_error(copy: Any) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     registry.load(rewrite(copy("mixtral"), lambda tensors: tensors.update(extra)), pick("cpu"))
+
+
+def test_tensors_of_ernie_that_predict_several_tokens_are_no_error(copy: Any) -> None:
+    extra = {"model.mtp_block.0.input_layernorm.weight": torch.zeros(48)}
+    registry.load(rewrite(copy("ernie4_5_moe"), lambda tensors: tensors.update(extra)), pick("cpu"))
 
 
 def test_a_wrong_shape_is_named(copy: Any) -> None:
@@ -304,7 +414,7 @@ def test_an_unknown_dtype_or_device_is_refused(saved: dict[str, Path]) -> None:
         pick("tpu")
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "glm4_moe_lite"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "hy_v3"])
 def test_layers_that_predict_several_tokens_are_left_out_if_the_config_names_them(
     kind: str, copy: Any
 ) -> None:

@@ -38,6 +38,19 @@ SHARDED: dict[str, tuple[str, dict[str, Any]]] = {
             num_attention_heads=8, num_key_value_heads=2, attention_bias=True, norm_topk_prob=True
         ),
     ),
+    "dots": (
+        "dots1",
+        model_configs.dots(
+            num_attention_heads=8, num_key_value_heads=4, sliding_window=9, num_hidden_layers=2
+        ),
+    ),
+    "ernie": ("ernie4_5_moe", model_configs.ernie(num_attention_heads=4, num_key_value_heads=2)),
+    "granite": ("granitemoe", model_configs.granite(num_attention_heads=4, attention_bias=True)),
+    "hy3": (
+        "hy_v3",
+        model_configs.hy3(num_attention_heads=4, num_key_value_heads=1, attention_bias=True),
+    ),
+    "minimax": ("minimax_m2", model_configs.minimax(num_attention_heads=8, num_key_value_heads=4)),
     "qwen2": ("qwen2_moe", model_configs.qwen2(num_key_value_heads=2)),
     "deepseek-lite": model_configs.CASES["deepseek-lite"],
     "deepseek-full": model_configs.CASES["deepseek-full"],
@@ -123,7 +136,7 @@ def test_partial_sums_add_up_to_the_whole_attention(name: str, size: int, saved:
         assert all(float((part - wanted).abs().max()) > 1e-2 for part in parts)
 
 
-@pytest.mark.parametrize("name", ["olmoe", "olmoe-gqa-bias"])
+@pytest.mark.parametrize("name", ["olmoe", "olmoe-gqa-bias", "minimax"])
 def test_norms_over_all_heads_give_a_ranks_heads_the_bits_of_one_process(name: str, saved: Any) -> None:
     _, path = saved[name]
     whole, ranks = registry.load(path, pick("cpu")), load(path, 2, "auto")

@@ -41,6 +41,8 @@ EDITS: dict[str, tuple[str, dict[str, Any]]] = {
     "beta_slow": ("deepseek-full", {"rope_parameters": {**FULL, "beta_slow": 0.4}}),
     "truncate": ("deepseek-full", {"rope_parameters": {**FULL, "truncate": False}}),
     "llama3": ("qwen3-llama3-tied", {"rope_parameters": PLAIN}),
+    "longrope": ("qwen3-longrope", {"rope_parameters": PLAIN}),
+    "longrope's factor": ("qwen3-longrope", {"rope_parameters": {**model_configs.LONGROPE, "factor": 1.0}}),
     "linear": ("mixtral-linear", {"rope_parameters": PLAIN}),
     "theta": ("mixtral", {"rope_parameters": PLAIN}),
     "window": ("mixtral-window", {"sliding_window": None}),
@@ -83,6 +85,50 @@ EDITS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4",
         {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}},
     ),
+    "windows of dots": ("dots-windows-bias-shared-groups", {"layer_types": [model_configs.FULL] * 4}),
+    "which layers of dots have windows": (
+        "dots-windows-bias-shared-groups",
+        {"layer_types": [model_configs.SLIDING] * 2 + [model_configs.FULL] * 2},
+    ),
+    "group limit of dots": ("dots-windows-bias-shared-groups", {"n_group": 1, "topk_group": 1}),
+    "scaling factor of dots": ("dots-windows-bias-shared-groups", {"routed_scaling_factor": 1.0}),
+    "top-k normalisation of dots, on": ("dots", {"norm_topk_prob": True}),
+    "scaling factor of solar": ("solar-bias-yarn-odd-heads-plain", {"routed_scaling_factor": 1.0}),
+    "top-k normalisation of solar": ("solar", {"norm_topk_prob": False}),
+    "yarn of solar": ("solar-bias-yarn-odd-heads-plain", {"rope_parameters": PLAIN}),
+    "factor of embeddings": ("granite", {"embedding_multiplier": 1.0}),
+    "factor of residuals": ("granite", {"residual_multiplier": 1.0}),
+    "factor of attention scores": ("granite", {"attention_multiplier": 0.8}),
+    "epsilon of granite": ("granite-bias-odd-heads-k1-yarn-tied", {"rms_norm_eps": 1e-6}),
+    "angles of layers without windows": (
+        "mellum",
+        {"rope_parameters": {model_configs.FULL: PLAIN, model_configs.SLIDING: {"rope_theta": 100.0}}},
+    ),
+    "angles of layers with windows": (
+        "mellum",
+        {"rope_parameters": {model_configs.FULL: {"rope_theta": 1000.0}, model_configs.SLIDING: PLAIN}},
+    ),
+    "windows of mellum": ("mellum", {"layer_types": [model_configs.FULL] * 3}),
+    "top-k normalisation of mellum": ("mellum", {"norm_topk_prob": False}),
+    "angles of exaone": ("exaone", {"rope_parameters": {**PLAIN, "rope_theta": 100.0}}),
+    "layers of exaone that rotate": ("exaone", {"sliding_window": 192}),
+    "windows of exaone": (
+        "exaone",
+        {"layer_types": [model_configs.SLIDING, model_configs.SLIDING, model_configs.FULL]},
+    ),
+    "pattern of windows of exaone": (
+        "exaone-pattern-groups-plain-tied",
+        {"layer_types": [model_configs.FULL] * 4},
+    ),
+    "group limit of exaone": ("exaone-pattern-groups-plain-tied", {"n_group": 1, "topk_group": 1}),
+    "yarn of ernie": ("ernie-layers-odd-heads-yarn-plain", {"rope_parameters": PLAIN}),
+    "theta of ernie": ("ernie", {"rope_parameters": PLAIN}),
+    "scaling factor of hy3": ("hy3", {"router_scaling_factor": 1.0}),
+    "yarn of hy3": ("hy3-layers-bias-shared-yarn", {"rope_parameters": PLAIN}),
+    "the part of a head of minimax that is rotated": (
+        "minimax",
+        {"rope_parameters": PLAIN, "rotary_dim": 16},
+    ),
     "yarn of a part of a head": (
         "glm4-plain-odd-heads-yarn",
         {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.7}},
@@ -123,6 +169,15 @@ def test_a_part_of_the_config_matters(part: str, tmp_path: Path, intact: Intact)
     path, wanted = intact(name)
     edited = tiny_models.edit(Path(shutil.copytree(path, tmp_path / "edited")), **changes)
     check_differs(registry.load(edited, REFERENCE), wanted)
+
+
+def test_a_factor_of_logits_matters(tmp_path: Path, intact: Intact) -> None:
+    """It divides them all, so the greedy tokens stay."""
+    path, (wanted, tokens) = intact("granite")
+    edited = tiny_models.edit(Path(shutil.copytree(path, tmp_path / "edited")), logits_scaling=3.0)
+    found, others = answer(registry.load(edited, REFERENCE))
+    assert tokens == others
+    torch.testing.assert_close(found, 2 * wanted)
 
 
 def without(model: Any, **changes: Any) -> Any:
@@ -167,6 +222,39 @@ WEIGHTS = {
     "key norm of olmoe": ("olmoe", {"key_norm": nothing}),
     "query bias of olmoe": ("olmoe-clip-bias-gqa", {"query": no_bias}),
     "key bias of olmoe": ("olmoe-clip-bias-gqa", {"key": no_bias}),
+    "query norm of dots": ("dots", {"query_norm": nothing}),
+    "key norm of dots": ("dots", {"key_norm": nothing}),
+    "output bias of dots": ("dots-windows-bias-shared-groups", {"out": no_bias}),
+    "correction bias of dots": ("dots", {"router": lambda router: router and no_bias(router)}),
+    "shared experts of dots": ("dots", {"dense_part": nothing}),
+    "correction bias of solar": ("solar", {"router": no_bias}),
+    "query bias of solar": ("solar-bias-yarn-odd-heads-plain", {"query": no_bias}),
+    "shared experts of solar": ("solar", {"dense_part": nothing}),
+    "correction bias of ernie": ("ernie", {"router": lambda router: router and no_bias(router)}),
+    "softmax of ernie": ("ernie", {"router": gating(scores="sigmoid")}),
+    "top-k normalisation of ernie": ("ernie", {"router": gating(normalise=False)}),
+    "shared experts and dense layers of ernie": ("ernie", {"dense_part": nothing}),
+    "output bias of granite": ("granite-bias-odd-heads-k1-yarn-tied", {"out": no_bias}),
+    "top-k normalisation of granite": ("granite", {"router": gating(normalise=False)}),
+    "query norm of mellum": ("mellum", {"query_norm": nothing}),
+    "key norm of mellum": ("mellum", {"key_norm": nothing}),
+    "output bias of mellum": ("mellum-bias-dense-layers-yarn-tied", {"out": no_bias}),
+    "dense layers of mellum": ("mellum-bias-dense-layers-yarn-tied", {"dense_part": nothing}),
+    "query norm of exaone": ("exaone", {"query_norm": nothing}),
+    "key norm of exaone": ("exaone", {"key_norm": nothing}),
+    "correction bias of exaone": ("exaone", {"router": lambda router: router and no_bias(router)}),
+    "shared experts of exaone": ("exaone-pattern-groups-plain-tied", {"dense_part": nothing}),
+    "query norm of hy3": ("hy3", {"query_norm": nothing}),
+    "key norm of hy3": ("hy3", {"key_norm": nothing}),
+    "output bias of hy3": ("hy3-layers-bias-shared-yarn", {"out": no_bias}),
+    "correction bias of hy3": ("hy3", {"router": lambda router: router and no_bias(router)}),
+    "top-k normalisation of hy3": ("hy3", {"router": gating(normalise=False)}),
+    "shared experts of hy3": ("hy3-layers-bias-shared-yarn", {"dense_part": nothing}),
+    "query norm of minimax": ("minimax", {"query_norm": nothing}),
+    "key norm of minimax": ("minimax", {"key_norm": nothing}),
+    "sigmoids of minimax": ("minimax", {"router": gating(scores="softmax")}),
+    "top-k normalisation of minimax": ("minimax", {"router": gating(normalise=False)}),
+    "correction bias of minimax": ("minimax", {"router": no_bias}),
     "query bias of qwen2": ("qwen2", {"query": no_bias}),
     "key bias of qwen2": ("qwen2", {"key": no_bias}),
     "value bias of qwen2": ("qwen2", {"value": no_bias}),
@@ -195,7 +283,7 @@ def test_a_part_of_the_weights_matters(part: str, intact: Intact) -> None:
     check_differs(without(registry.load(path, REFERENCE), **changes), wanted)
 
 
-@pytest.mark.parametrize("name", ["deepseek-lite", "qwen3"])
+@pytest.mark.parametrize("name", ["deepseek-lite", "qwen3", "ernie"])
 def test_the_order_of_rotated_pairs_matters(name: str, intact: Intact) -> None:
     path, wanted = intact(name)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import pytest
 
 VOCAB = 97
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -12,6 +15,12 @@ YARN = {
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32,
     "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 8.0],
 }  # fmt: skip
 
 
@@ -79,6 +88,69 @@ def glm4_lite(**options: Any) -> dict[str, Any]:
     return base
 
 
+def dots(**options: Any) -> dict[str, Any]:
+    return glm4(**{"first_k_dense_replace": 1, "n_shared_experts": 1, "sliding_window": None, **options})
+
+
+def solar(**options: Any) -> dict[str, Any]:
+    base = glm4(**options)
+    del base["intermediate_size"]  # no layer is dense
+    return base
+
+
+def hy3(**options: Any) -> dict[str, Any]:
+    base = glm4(num_experts=12, **options)
+    del base["n_routed_experts"]
+    return base
+
+
+def ernie(**options: Any) -> dict[str, Any]:
+    base = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "moe_intermediate_size": 20,
+        "moe_num_experts": 12, "moe_k": 4, "moe_num_shared_experts": 2, "max_position_embeddings": 192,
+        "pad_token_id": None,
+    }  # fmt: skip
+    return {**base, **options}
+
+
+def granite(**options: Any) -> dict[str, Any]:
+    base = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 20, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "num_local_experts": 12,
+        "num_experts_per_tok": 4, "max_position_embeddings": 192, "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0, "logits_scaling": 6.0, "residual_multiplier": 0.22,
+    }  # fmt: skip
+    return {**base, **options}
+
+
+def mellum(**options: Any) -> dict[str, Any]:
+    base = {
+        "layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 9,
+        "rope_parameters": {
+            FULL: {"rope_type": "default", "rope_theta": 1000.0},
+            SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+        },
+    }  # fmt: skip
+    return qwen3(**{**base, **options})
+
+
+def exaone(**options: Any) -> dict[str, Any]:
+    base = {"num_experts": 12, "sliding_window": 5, "layer_types": [SLIDING, FULL, SLIDING]}
+    base = glm4(**{**base, **options})
+    del base["n_routed_experts"]
+    return base
+
+
+def minimax(**options: Any) -> dict[str, Any]:
+    base = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 20, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 12,
+        "num_experts_per_tok": 4, "max_position_embeddings": 192, "rotary_dim": 8,
+    }  # fmt: skip
+    return {**base, **options}
+
+
 def qwen2(**options: Any) -> dict[str, Any]:
     base = {
         "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3,
@@ -87,6 +159,12 @@ def qwen2(**options: Any) -> dict[str, Any]:
         "max_position_embeddings": 192,
     }  # fmt: skip
     return {**base, **options}
+
+
+def around(text_type: str, text: dict[str, Any], vision: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """A model that sees images around a text model."""
+    small = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32, **vision}
+    return {"text_config": {"model_type": text_type, **text}, "vision_config": small, **options}
 
 
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
@@ -115,6 +193,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         qwen3(num_attention_heads=9, num_key_value_heads=3, head_dim=20, rope_parameters=YARN),
     ),
     "qwen3-llama3-tied": ("qwen3_moe", qwen3(rope_parameters=LLAMA3, tie_word_embeddings=True)),
+    "qwen3-longrope": ("qwen3_moe", qwen3(rope_parameters=LONGROPE)),
     "qwen3-dynamic": (
         "qwen3_moe", qwen3(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
     ),
@@ -206,6 +285,105 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             first_k_dense_replace=0, rope_parameters={**YARN, "partial_rotary_factor": 0.7},
         ),
     ),
+    "dots": ("dots1", dots()),
+    "dots-windows-bias-shared-groups": (
+        "dots1",
+        dots(
+            sliding_window=9, max_window_layers=1, attention_bias=True, n_shared_experts=2, n_group=3,
+            topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5, num_hidden_layers=4,
+            first_k_dense_replace=2,
+        ),
+    ),
+    "solar": ("solar_open", solar()),
+    "solar-bias-yarn-odd-heads-plain": (
+        "solar_open",
+        solar(
+            attention_bias=True, num_attention_heads=9, num_key_value_heads=3, head_dim=20,
+            norm_topk_prob=False, routed_scaling_factor=1.5, num_experts_per_tok=1, tie_word_embeddings=True,
+            rope_parameters=YARN,
+        ),
+    ),
+    "ernie": ("ernie4_5_moe", ernie()),
+    "ernie-layers-odd-heads-yarn-plain": (
+        "ernie4_5_moe",
+        ernie(
+            num_hidden_layers=5, moe_layer_start_index=1, moe_layer_end_index=3, moe_layer_interval=2,
+            moe_num_shared_experts=0, moe_k=1, hidden_size=60, num_attention_heads=5, num_key_value_heads=1,
+            rope_parameters=YARN, tie_word_embeddings=False,
+        ),
+    ),
+    "granite": ("granitemoe", granite()),
+    "granite-bias-odd-heads-k1-yarn-tied": (
+        "granitemoe",
+        granite(
+            attention_bias=True, num_attention_heads=5, num_key_value_heads=1, hidden_size=60,
+            num_experts_per_tok=1, rope_parameters=YARN, tie_word_embeddings=True, residual_multiplier=1.7,
+            rms_norm_eps=0.1, embedding_multiplier=1.7, logits_scaling=0.5, attention_multiplier=0.4,
+        ),
+    ),
+    "hy3": ("hy_v3", hy3()),
+    "hy3-layers-bias-shared-yarn": (
+        "hy_v3",
+        hy3(
+            attention_bias=True, num_shared_experts=2, router_scaling_factor=0.7, rope_parameters=YARN,
+            mlp_layer_types=["sparse", "dense", "sparse"],
+            enable_moe_fp32_combine=False, tie_word_embeddings=True,
+        ),
+    ),
+    "mellum": ("mellum", mellum()),
+    "mellum-bias-dense-layers-yarn-tied": (
+        "mellum",
+        mellum(
+            attention_bias=True, mlp_layer_types=["sparse", "dense", "sparse"], norm_topk_prob=False,
+            num_attention_heads=5, num_key_value_heads=1, tie_word_embeddings=True,
+            rope_parameters={FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 100.0}},
+        ),
+    ),
+    "exaone": ("exaone_moe", exaone()),
+    "exaone-pattern-groups-plain-tied": (
+        "exaone_moe",
+        exaone(
+            layer_types=None, sliding_window_pattern=2, num_hidden_layers=4, first_k_dense_replace=2,
+            n_group=3, topk_group=2, norm_topk_prob=False, routed_scaling_factor=0.7, num_shared_experts=2,
+            num_attention_heads=5, num_key_value_heads=1, rope_parameters=YARN,
+        ),
+    ),
+    "minimax": ("minimax_m2", minimax()),
+    "minimax-odd-heads-k1-yarn-tied": (
+        "minimax_m2",
+        minimax(
+            num_attention_heads=5, num_key_value_heads=5, head_dim=12, rotary_dim=None, num_experts_per_tok=1,
+            rope_parameters={**YARN, "partial_rotary_factor": 0.5}, tie_word_embeddings=True,
+        ),
+    ),
+    "internvl-qwen3": (
+        "internvl",
+        around(
+            "qwen3_moe", qwen3(), {"num_hidden_layers": 1, "image_size": [28, 28], "patch_size": [14, 14]},
+            image_token_id=96,
+        ),
+    ),
+    "kimi-deepseek3": (
+        "kimi_k25",
+        around(
+            "deepseek_v3", deepseek3(), {"num_hidden_layers": 1}, projection_hidden_size=32,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "glm4v": (
+        "glm4v_moe",
+        around(
+            "glm4v_moe_text",
+            glm4(
+                rope_parameters={
+                    "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+                    "mrope_section": [1, 1, 2],
+                },
+            ),
+            {"depth": 1, "out_hidden_size": 48, "num_heads": 2},
+            image_token_id=96, video_token_id=95,
+        ),
+    ),
     "glm4-lite": ("glm4_moe_lite", glm4_lite()),
     "glm4-lite-layers-groups-yarn": (
         "glm4_moe_lite",
@@ -216,8 +394,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }  # fmt: skip
+SAME_KERNELS = frozenset(
+    {
+        *("dots", "dots-windows-bias-shared-groups", "solar", "solar-bias-yarn-odd-heads-plain", "hy3"),
+        *("hy3-layers-bias-shared-yarn", "mellum", "mellum-bias-dense-layers-yarn-tied", "qwen3-longrope"),
+        *("ernie-layers-odd-heads-yarn-plain", "granite-bias-odd-heads-k1-yarn-tied"),
+        *("exaone-pattern-groups-plain-tied", "minimax-odd-heads-k1-yarn-tied"),
+        *("internvl-qwen3", "kimi-deepseek3", "glm4v"),
+    }
+)
+"""Cases that call each kernel as another case does. `make test` has them on one instruction set alone."""
 QWEN3_WINDOW_YARN_K8 = (
     "qwen3_moe",
     qwen3(use_sliding_window=True, sliding_window=9, num_experts_per_tok=8, rope_parameters=YARN),
 )
 """A model for tests of whole engines."""
+
+
+def with_kernels(kernels: Sequence[Any]) -> list[Any]:
+    """Each case with each of `kernels`, which may be parameters with marks."""
+    both = [(name, one if hasattr(one, "marks") else pytest.param(one)) for name in CASES for one in kernels]
+    return [
+        pytest.param(
+            name,
+            *one.values,
+            marks=pytest.mark.full if one.marks and name in SAME_KERNELS else one.marks,
+        )
+        for name, one in both
+    ]

@@ -12,6 +12,14 @@ import transformers
 torch.set_num_threads(1)
 
 KINDS = {
+    "dots1": (transformers.Dots1Config, transformers.Dots1ForCausalLM),
+    "solar_open": (transformers.SolarOpenConfig, transformers.SolarOpenForCausalLM),
+    "hy_v3": (transformers.HYV3Config, transformers.HYV3ForCausalLM),
+    "ernie4_5_moe": (transformers.Ernie4_5_MoeConfig, transformers.Ernie4_5_MoeForCausalLM),
+    "granitemoe": (transformers.GraniteMoeConfig, transformers.GraniteMoeForCausalLM),
+    "mellum": (transformers.MellumConfig, transformers.MellumForCausalLM),
+    "exaone_moe": (transformers.ExaoneMoeConfig, transformers.ExaoneMoeForCausalLM),
+    "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
@@ -21,6 +29,14 @@ KINDS = {
     "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
 }
+
+AROUND = {
+    "internvl": (transformers.InternVLConfig, transformers.InternVLForConditionalGeneration),
+    "kimi_k25": (transformers.Kimi_K25Config, transformers.Kimi_K25ForConditionalGeneration),
+    "glm4v_moe": (transformers.Glm4vMoeConfig, transformers.Glm4vMoeForConditionalGeneration),
+}
+"""Models that see images, around a text model."""
+KINDS |= AROUND
 
 
 def build(kind: str, options: dict[str, Any], seed: int = 0, spread: float = 0.25) -> Any:
@@ -45,9 +61,19 @@ def corrections(model: Any) -> list[torch.Tensor]:
     return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
+def text_parameters(model: Any) -> list[torch.Tensor]:
+    """The parameters of a transformers model without those about images."""
+    images = ("vision_tower", "visual", "projector")
+    return [each for name, each in model.named_parameters() if not any(word in name for word in images)]
+
+
 def save(model: Any, path: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Writes the checkpoint in `dtype`, as transformers does by default. `model` is rounded too."""
-    model.to(dtype).save_pretrained(path)
+    """Writes the checkpoint in `dtype`, as transformers does by default. `model` is rounded too.
+
+    transformers gives the text model of kimi_k25 names that are in no file of its makers. So that is written
+    in the form in which transformers computes.
+    """
+    model.to(dtype).save_pretrained(path, save_original_format=model.config.model_type != "kimi_k25")
     return path
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import unquantized
+from moesaic.core.text_config import text_of
 from moesaic.cost.sizes import BYTES, GroupedQuery, Latent, ModelSizes
 
 Raw = Mapping[str, Any]
@@ -25,6 +26,7 @@ def read(raw: Raw, name: str) -> ModelSizes:
     Raises CheckpointError, naming the key, for an unknown model_type, a missing or wrong number,
     contradicting numbers, and quantized weights.
     """
+    raw = text_of(raw)
     kind = str(raw.get("model_type"))
     if kind not in _READERS:
         raise _refuse("model_type", raw.get("model_type"), ", ".join(sorted(_READERS)))
@@ -107,17 +109,48 @@ def _deepseek(raw: Raw, name: str) -> ModelSizes:
     return _with_shared(raw, name, attention, _sparse_layers(raw))
 
 
+def _minimax(raw: Raw, name: str) -> ModelSizes:
+    attention = _grouped({"head_dim": 128, "num_key_value_heads": 8, **raw})
+    found = _mixtral({"num_experts_per_tok": 8, "num_local_experts": 256, **raw}, name)
+    return replace(found, attention=replace(attention, normed=(attention.heads, attention.kv_heads)))
+
+
+def _mellum(raw: Raw, name: str) -> ModelSizes:
+    layers = _integer(raw, "num_hidden_layers", most=LAYERS)
+    kinds = raw.get("mlp_layer_types") or ["sparse"] * layers
+    key = "num_experts" if "num_experts" in raw else "num_local_experts"
+    usual = {"head_dim": 128, "moe_intermediate_size": 896, key: 64, "num_experts_per_tok": 8}
+    raw = {**usual, "num_key_value_heads": 4, "intermediate_size": 7168, **raw, "mlp_layer_types": kinds}
+    return _with_shared(raw, name, _grouped(raw), _listed_sparse_layers(raw), key)
+
+
+def _exaone(raw: Raw, name: str) -> ModelSizes:
+    layers = _integer(raw, "num_hidden_layers", most=LAYERS)
+    dense = min(layers, _integer(raw, "first_k_dense_replace", 1, least=0))
+    kinds = raw.get("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (layers - dense)
+    usual = {"moe_intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8}
+    usual |= {"num_shared_experts": 1, "num_key_value_heads": 32, "intermediate_size": 16384}
+    raw = {**usual, **raw, "mlp_layer_types": kinds}
+    keys = "num_experts", "num_shared_experts"
+    return _with_shared(raw, name, _grouped(raw), _listed_sparse_layers(raw), *keys)
+
+
 def _glm(raw: Raw, name: str) -> ModelSizes:
     return _with_shared(raw, name, _grouped(raw), _sparse_layers(raw))
 
 
 def _glm_lite(raw: Raw, name: str) -> ModelSizes:
+    return replace(_deepseek(raw, name), moe_layers=_listed_sparse_layers(raw))
+
+
+def _listed_sparse_layers(raw: Raw) -> int:
+    """Number of layers with routed experts, where mlp_layer_types lists them."""
     layers, kinds = _integer(raw, "num_hidden_layers", most=LAYERS), raw.get("mlp_layer_types")
     if kinds is None:
         kinds = ["dense"] + ["sparse"] * (layers - 1)
     if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= {"dense", "sparse"}:
         raise _refuse("mlp_layer_types", kinds, f"'dense' or 'sparse' for each of {layers} layers")
-    return replace(_deepseek(raw, name), moe_layers=kinds.count("sparse"))
+    return kinds.count("sparse")
 
 
 def _sparse_layers(raw: Raw) -> int:
@@ -127,9 +160,45 @@ def _sparse_layers(raw: Raw) -> int:
     return sum(layer % every == 0 for layer in range(dense, layers))
 
 
-def _with_shared(raw: Raw, name: str, attention: GroupedQuery | Latent, moe_layers: int) -> ModelSizes:
+def _solar(raw: Raw, name: str) -> ModelSizes:
+    usual = {"head_dim": 128, "num_experts_per_tok": 8, "num_key_value_heads": 8}
+    raw = {**usual, "n_routed_experts": 128, "n_shared_experts": 1, "intermediate_size": 1, **raw}
+    layers = _integer(raw, "num_hidden_layers", most=LAYERS)
+    return _with_shared({"moe_intermediate_size": 1280, **raw}, name, _grouped(raw), layers)
+
+
+def _ernie(raw: Raw, name: str) -> ModelSizes:
+    usual = {"moe_intermediate_size": 1536, "moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2}
+    raw = {**usual, "num_key_value_heads": 4, "tie_word_embeddings": True, **raw}
+    first, last = (
+        _integer(raw, "moe_layer_start_index", 1, least=0),
+        _integer(raw, "moe_layer_end_index", -1, -1),
+    )
+    layers, every = _integer(raw, "num_hidden_layers", most=LAYERS), _integer(raw, "moe_layer_interval", 1)
+    stop = layers if last == -1 else min(layers, last + 1)
+    sparse = sum((layer + 1) % every == 0 for layer in range(first, stop))
+    keys = "moe_num_experts", "moe_num_shared_experts", "moe_k"
+    return _with_shared(raw, name, _grouped(raw), sparse, *keys)
+
+
+def _hy3(raw: Raw, name: str) -> ModelSizes:
+    usual = {"head_dim": 128, "moe_intermediate_size": 1536, "num_experts": 192, "num_shared_experts": 1}
+    raw = {**usual, "num_experts_per_tok": 8, "num_key_value_heads": 8, **raw}
+    keys = "num_experts", "num_shared_experts"
+    return _with_shared(raw, name, _grouped(raw), _listed_sparse_layers(raw), *keys)
+
+
+def _with_shared(
+    raw: Raw,
+    name: str,
+    attention: GroupedQuery | Latent,
+    moe_layers: int,
+    expert_key: str = "n_routed_experts",
+    shared_key: str = "n_shared_experts",
+    top_key: str = "num_experts_per_tok",
+) -> ModelSizes:
     """The sizes of a model with routed experts beside shared ones, and dense layers."""
-    experts, width = _integer(raw, "n_routed_experts"), _integer(raw, "moe_intermediate_size")
+    experts, width = _integer(raw, expert_key), _integer(raw, "moe_intermediate_size")
     return ModelSizes(
         name,
         layers=_integer(raw, "num_hidden_layers", most=LAYERS),
@@ -138,9 +207,9 @@ def _with_shared(raw: Raw, name: str, attention: GroupedQuery | Latent, moe_laye
         attention=attention,
         moe_layers=moe_layers,
         experts=experts,
-        top_k=_integer(raw, "num_experts_per_tok", most=experts),
+        top_k=_integer(raw, top_key, most=experts),
         expert_width=width,
-        shared_width=width * _integer(raw, "n_shared_experts", 0, least=0),
+        shared_width=width * _integer(raw, shared_key, 0, least=0),
         dense_width=_integer(raw, "intermediate_size"),
         tied=bool(raw.get("tie_word_embeddings", False)),
     )
@@ -165,6 +234,9 @@ def _dbrx(raw: Raw, name: str) -> ModelSizes:
 
 
 _READERS: dict[str, Callable[[Raw, str], ModelSizes]] = {
+    "exaone_moe": _exaone,
+    "mellum": _mellum,
+    "minimax_m2": _minimax,
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "qwen2_moe": _qwen,
@@ -174,6 +246,11 @@ _READERS: dict[str, Callable[[Raw, str], ModelSizes]] = {
     "kimi_k2": _deepseek,
     "glm4_moe": _glm,
     "glm4_moe_lite": _glm_lite,
+    "dots1": _glm,
+    "solar_open": _solar,
+    "hy_v3": _hy3,
+    "granitemoe": _mixtral,
+    "ernie4_5_moe": _ernie,
     "dbrx": _dbrx,
 }
 

@@ -23,6 +23,7 @@ from moesaic.models.finite import first_not_finite
 from moesaic.models.headers import COMPRESSED_ROWS
 from moesaic.models.memory import Copies
 from moesaic.models.pages import PAGE, drop_pages, prefer_huge
+from moesaic.models.wrapped import plain_names
 
 Progress = Callable[[int, int], None]
 """Called with bytes read so far, and total bytes of all files."""
@@ -52,11 +53,16 @@ class Checkpoint:
             for name in sorted(listed - held):
                 problem = f"tensor {shown(name)} is missing, though the index lists it"
                 raise CheckpointError(f"{path / shard}: {problem}")
+        stored = plain_names(self._shard)
+        self._shard = {name: self._shard[each] for name, each in stored.items()}
+        self._stored_as = stored
+        self.wrapped = any(name != each for name, each in stored.items())
+        """Whether these are files of a larger model with a text model in it."""
         self._bytes = sum((path / shard).stat().st_size for shard in self._files)
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all tensors of the checkpoint."""
+        """Names of all tensors of the checkpoint. Those of a text model in a larger model are its own."""
         return frozenset(self._shard)
 
     def claim(self, name: str, *shape: int) -> None:
@@ -135,9 +141,16 @@ class Checkpoint:
         """Where in a fused tensor a matrix of an expert is; None for a tensor of its own."""
         return fused.inside(name, self._shard.__contains__)
 
+    def stored_as(self, prefix: str, name: str) -> str:
+        """Returns what files have for `prefix`, with which `name`, a tensor or expert's matrix, begins."""
+        inside = self.inside(name)
+        plain = name if inside is None else inside.tensor
+        rest = plain.removeprefix("model.")
+        return self._stored_as[plain].removesuffix(rest) + prefix.removeprefix("model.")
+
     def equal(self, name: str, other: str) -> bool:
         """Whether two tensors are equal. The pages read for the comparison are dropped."""
-        both = [self._open(self._shard[one]).get_tensor(one) for one in (name, other)]
+        both = [self._read(one) for one in (name, other)]
         same = torch.equal(*both)
         for tensor in both:
             drop_pages(tensor.data_ptr(), tensor.nbytes)
@@ -174,17 +187,19 @@ class Checkpoint:
         """The whole tensor, mapped."""
         inside = self.inside(name)
         if inside is None:
-            tensor: torch.Tensor = self._open(self._shard[name]).get_tensor(name)
-            return tensor
-        tensor = self._open(self._shard[inside.tensor]).get_tensor(inside.tensor)
-        return tensor[inside.expert, inside.rows(shape[0])]
+            return self._read(name)
+        return self._read(inside.tensor)[inside.expert, inside.rows(shape[0])]
+
+    def _read(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._open(self._shard[name]).get_tensor(self._stored_as[name])
+        return tensor
 
     def _slice(self, name: str) -> Any:
         inside = self.inside(name)
         name = name if inside is None else inside.tensor
         if name not in self._shard:
             raise CheckpointError(f"{self.path}: tensor {name} is missing")
-        return self._open(self._shard[name]).get_slice(name)
+        return self._open(self._shard[name]).get_slice(self._stored_as[name])
 
     def _open(self, shard: str) -> Any:
         if shard not in self._files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from moesaic.core.errors import CheckpointError
@@ -130,6 +131,22 @@ class Fields:
         if not isinstance(value, list) or any(type(item) is not int for item in value):
             raise _refuse(self._where + name, value, "a list of integers")
         return tuple(value)
+
+    def positive_numbers(self, name: str) -> tuple[float, ...]:
+        """Returns a list of numbers above 0, and at most MOST_NUMBER. The key is required."""
+        value = self.raw(name)
+        good = isinstance(value, list) and all(_is_number(item) and 0 < item <= MOST_NUMBER for item in value)
+        if not good or not value:
+            raise _refuse(self._where + name, value, "a list of numbers above 0")
+        return tuple(map(float, value))
+
+    def words(self, name: str, count: int, allowed: Sequence[str], default: list[str]) -> list[str]:
+        """Returns a list of `count` of the words `allowed`; `default` if the key is null or absent."""
+        value = self.raw(name, None)
+        value = default if value is None else value
+        if not isinstance(value, list) or len(value) != count or any(item not in allowed for item in value):
+            raise _refuse(self._where + name, value, f"a list of {count} of {', '.join(allowed)}")
+        return value
 
     def only(self, name: str, *allowed: object, why: str = "") -> None:
         """Refuses any value but these. The key may be absent."""

@@ -12,7 +12,15 @@ from moesaic.models import rope
 from moesaic.models.config import Fields
 from moesaic.models.gates import read_groups
 from moesaic.models.latent import read_sizes
-from moesaic.models.shared_experts import UNUSED, Config, blocks, expert_names, layers_after_dense, read
+from moesaic.models.shared_experts import (
+    UNUSED,
+    Config,
+    Names,
+    blocks,
+    expert_names,
+    layers_after_dense,
+    read,
+)
 
 __all__ = ["UNUSED", "blocks", "expert_names", "parse"]
 DEFAULTS = {
@@ -29,14 +37,13 @@ def parse(raw: dict[str, Any]) -> Config:
     fields.only("model_type", "deepseek_v2")
     fields.only("scoring_func", "softmax")
     fields.only("mlp_bias", False)
-    fields.only("norm_topk_prob", False, None, why="implementations of deepseek_v2 disagree on what it does")
     # Losses and parallelism of training; widths that follow from other keys.
     fields.ignore("aux_loss_alpha", "seq_aux", "ep_size", "head_dim", "qk_head_dim", "num_key_value_heads")
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0)
     every = fields.integer("moe_layer_freq", 1)
     sparse = tuple(layer for layer in layers_after_dense(fields) if layer % every == 0)
     attention = read_sizes(fields, angles)
-    return read(fields, "deepseek_v2", attention, angles, _gating(fields), sparse, corrected=False)
+    return read(fields, "deepseek_v2", attention, angles, _gating(fields), sparse, Names(corrections=()))
 
 
 def _gating(fields: Fields) -> Gating:
@@ -47,9 +54,17 @@ def _gating(fields: Fields) -> Gating:
         groups, kept = 1, 1
     else:
         groups, kept = read_groups(fields, experts)
+    top_k = fields.integer("num_experts_per_tok", maximum=experts * kept // groups)
+    scale = fields.number("routed_scaling_factor", 1.0)
+    if scale != 1.0 or top_k == 1:
+        why = (
+            "implementations of deepseek_v2 disagree on it with one expert per token or routed_scaling_factor"
+        )
+        fields.only("norm_topk_prob", False, None, why=why)
     return Gating(
-        top_k=fields.integer("num_experts_per_tok", maximum=experts * kept // groups),
-        scale=fields.number("routed_scaling_factor", 1.0),
+        top_k=top_k,
+        normalise=fields.raw("norm_topk_prob", None) is not None and fields.flag("norm_topk_prob"),
+        scale=scale,
         groups=groups,
         groups_kept=kept,
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError
 from moesaic.core.request import SamplingParams
+from moesaic.core.text_config import text_of
 
 DEMO = "demo"
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "vocab*", "merges.txt"]
@@ -215,7 +216,7 @@ def generation_defaults(path: Path) -> GenerationDefaults:
 
     Raises CheckpointError for a value that a request could not have.
     """
-    config = read_json(path / "config.json")
+    config = text_of(read_json(path / "config.json"))
     file = path / "generation_config.json"
     generation = read_json(file) if file.is_file() else {}
     said = _ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id"))

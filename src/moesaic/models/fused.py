@@ -1,7 +1,8 @@
 """The matrices of routed experts inside two tensors of a layer, the form in which transformers computes.
 
 `gate_up_proj` is [E, 2w, h]: each expert's gate, then its up. `down_proj` is [E, h, w]. save_pretrained of
-transformers writes them with save_original_format=False. Elsewhere in moesaic each matrix has the name that
+transformers writes them with save_original_format=False. Granite's files call the two input_linear.weight and
+output_linear.weight. Elsewhere in moesaic each matrix has the name that
 it has in a checkpoint with experts one by one. Readers look here for a name that a checkpoint does not have.
 """
 
@@ -20,6 +21,8 @@ WHERE = {
 """Word of a matrix -> its tensor, its number among the expert's matrices there, and how many these are."""
 RENAMED = ("block_sparse_moe.experts", "mlp.experts")
 """How Mixtral's files and transformers call the same part."""
+GRANITE = {GATE_UP: "input_linear.weight", DOWN: "output_linear.weight"}
+"""How Granite's files call the two tensors, which are in no part of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,8 @@ def inside(name: str, has: Callable[[str], bool]) -> Inside | None:
         return None
     prefix, expert, word = found.groups()
     tensor, number, count = WHERE[word]
-    for each in (prefix, prefix.replace(*RENAMED)):
-        if has(f"{each}.{tensor}"):
-            return Inside(f"{each}.{tensor}", int(expert), number, count)
+    granite = f"{prefix.removesuffix('.experts')}.{GRANITE[tensor]}"
+    for each in (f"{prefix}.{tensor}", f"{prefix.replace(*RENAMED)}.{tensor}", granite):
+        if has(each):
+            return Inside(each, int(expert), number, count)
     return None

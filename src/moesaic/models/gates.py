@@ -45,9 +45,15 @@ def read_corrected(fields: Fields, experts: int) -> Gating:
 
 
 def load_gate(
-    loader: Loader, name: str, gating: Gating, experts: int, hidden: int, corrected: bool = False
+    loader: Loader,
+    name: str,
+    gating: Gating,
+    experts: int,
+    hidden: int,
+    correction: str | None = None,
+    axes: tuple[int, ...] = (),
 ) -> TopKRouter:
-    """Loads `name`.weight, and `name`.e_score_correction_bias if `corrected` is true."""
+    """Loads `name`.weight, and the tensor `correction` [*axes, experts], the bias that chooses, if given."""
     weight = loader.exact(f"{name}.weight", experts, hidden)
-    bias = loader.exact(f"{name}.e_score_correction_bias", experts) if corrected else None
+    bias = None if correction is None else loader.exact(correction, *axes, experts).flatten()
     return TopKRouter(loader.kernels, weight, gating, bias)

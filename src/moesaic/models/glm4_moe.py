@@ -5,16 +5,15 @@ GLM-4.5 Team, GLM-4.5, 2025.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from moesaic.models import rope
-from moesaic.models.block import Attention
 from moesaic.models.config import Fields
 from moesaic.models.gates import read_corrected
-from moesaic.models.loader import Heads, Loader, grouped_query_attention, read_heads
+from moesaic.models.grouped import GroupedQuery
+from moesaic.models.loader import read_heads
 from moesaic.models.shared_experts import UNUSED, Config, blocks, expert_names, layers_after_dense, read
-from moesaic.models.spec import KVLayout
 
 __all__ = ["UNUSED", "blocks", "expert_names", "parse"]
 DEFAULTS = {
@@ -28,26 +27,6 @@ DEFAULTS = {
     "routed_scaling_factor": 1.0,
     "topk_group": 1,
 }
-
-
-@dataclass(frozen=True)
-class GroupedQuery:
-    """The dimensions of the attention, and how a layer's attention is loaded."""
-
-    sizes: Heads
-    rotated: int
-    """Numbers of a head that are rotated."""
-
-    @property
-    def heads(self) -> int:
-        return self.sizes.query
-
-    @property
-    def kv(self) -> KVLayout:
-        return KVLayout(self.sizes.key, self.sizes.width, self.sizes.width)
-
-    def load(self, loader: Loader, name: str, rope: rope.RopeTable) -> Attention:
-        return grouped_query_attention(loader, name, self.sizes, rope, None)
 
 
 def parse(raw: dict[str, Any]) -> Config:

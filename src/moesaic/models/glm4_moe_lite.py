@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from moesaic.core.errors import CheckpointError
 from moesaic.models import rope
-from moesaic.models.config import Fields, shown
+from moesaic.models.config import Fields
 from moesaic.models.gates import read_corrected
 from moesaic.models.latent import read_sizes
-from moesaic.models.shared_experts import UNUSED, Config, blocks, expert_names, num_layers, read
+from moesaic.models.shared_experts import UNUSED, Config, blocks, expert_names, layers_by_type, read
 
 __all__ = ["UNUSED", "blocks", "expert_names", "parse"]
 DEFAULTS = {
@@ -22,7 +21,6 @@ DEFAULTS = {
     "routed_scaling_factor": 1.8,
     "topk_group": 1,
 }
-DENSE, SPARSE = "dense", "sparse"
 
 
 def parse(raw: dict[str, Any]) -> Config:
@@ -37,20 +35,4 @@ def parse(raw: dict[str, Any]) -> Config:
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0)
     attention = read_sizes(fields, angles, interleaved=fields.flag("rope_interleave", True))
     gating = read_corrected(fields, fields.integer("n_routed_experts"))
-    return read(fields, "glm4_moe_lite", attention, angles, gating, _moe_layers(fields))
-
-
-def _moe_layers(fields: Fields) -> tuple[int, ...]:
-    """Returns the layers with routed experts: those that mlp_layer_types names, else all but the first."""
-    layers = num_layers(fields)
-    kinds = fields.raw("mlp_layer_types", None)
-    if kinds is None:
-        kinds = [DENSE] + [SPARSE] * (layers - 1)
-    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in (DENSE, SPARSE) for k in kinds):
-        raise CheckpointError(
-            f"config.json: mlp_layer_types: got {shown(repr(kinds))}; allowed: {DENSE!r} or {SPARSE!r} "
-            f"for each of {layers} layers"
-        )
-    first = kinds.index(SPARSE) if SPARSE in kinds else layers
-    fields.only("first_k_dense_replace", first, why="as mlp_layer_types says, or else its default")
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == SPARSE)
+    return read(fields, "glm4_moe_lite", attention, angles, gating, layers_by_type(fields))

@@ -54,7 +54,7 @@ class LatentSizes:
     def rotated(self) -> int:
         return self.rope_width
 
-    def load(self, loader: Loader, name: str, rope: RopeTable) -> LatentAttention:
+    def load(self, loader: Loader, name: str, rope: RopeTable, window: int | None) -> LatentAttention:
         return latent_attention(loader, name, self, rope)
 
 

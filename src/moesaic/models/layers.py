@@ -31,7 +31,8 @@ class GroupedQueryAttention:
     """Attention whose key heads are each shared by several query heads (Ainslie et al. 2023)."""
 
     kernels: Kernels
-    rope: RopeTable
+    rope: RopeTable | None
+    """None: nothing is rotated."""
     head_width: int
     query: Projection
     key: Projection
@@ -42,6 +43,10 @@ class GroupedQueryAttention:
     """[head_width] norm of each query head before its rotation (Qwen3)."""
     key_norm: torch.Tensor | None = None
     epsilon: float = 1e-6
+    interleaved: bool = False
+    """Whether numbers (2i, 2i + 1) of a head are rotated as a pair, instead of (i, i + d / 2)."""
+    scale: float | None = None
+    """Factor of the attention scores; None: one over the root of head_width."""
 
     def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected:
         """rows [n, h], positions [n] -> rotated query and key, and the value, of each head."""
@@ -57,8 +62,17 @@ class GroupedQueryAttention:
     def _rotate(self, rows: torch.Tensor, positions: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         """[n, H * d] -> heads [n, H, d], normalized and rotated."""
         heads = rows.view(-1, rows.shape[1] // self.head_width, self.head_width)
-        table = self.rope
-        return self.kernels.rope(heads, table.cosine, table.sine, positions, norm=norm, epsilon=self.epsilon)
+        if self.rope is None:
+            return heads if norm is None else self.kernels.rms_norm(heads, norm, self.epsilon)
+        return self.kernels.rope(
+            heads,
+            self.rope.cosine,
+            self.rope.sine,
+            positions,
+            interleaved=self.interleaved,
+            norm=norm,
+            epsilon=self.epsilon,
+        )
 
     def attend(
         self,
@@ -68,7 +82,7 @@ class GroupedQueryAttention:
         batch: AttentionBatch,
     ) -> torch.Tensor:
         """query [n, Hq, d] over the paged cache -> [n, Hq * d]."""
-        scale = self.head_width**-0.5
+        scale = self.head_width**-0.5 if self.scale is None else self.scale
         window = self.sliding_window
         return self.kernels.paged_attention(query, keys, values, batch, scale, window).flatten(1)
 
@@ -79,6 +93,35 @@ class GroupedQueryAttention:
     def with_attention_kernels(self, kernels: Kernels) -> GroupedQueryAttention:
         """The same attention, whose `attend` runs on a CPU with these kernels. It reads no weights."""
         return replace(self, kernels=kernels)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Multiplies rows by a number (Granite).
+
+    The kernels have no such operation. So it is a rotation of all pairs of numbers by no angle, whose cosine
+    is the number.
+    """
+
+    kernels: Kernels
+    cosine: torch.Tensor
+    """[1, 1] float32: the number."""
+    sine: torch.Tensor
+    """[1, 1] float32: zero."""
+    position: torch.Tensor
+    """[1] int64: zero."""
+
+    @classmethod
+    def build(cls, kernels: Kernels, factor: float, device: str) -> Scale:
+        number = torch.tensor([[factor]], dtype=torch.float32, device=device)
+        return cls(
+            kernels, number, torch.zeros_like(number), torch.zeros(1, dtype=torch.int64, device=device)
+        )
+
+    def apply(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, w] -> [n, w]. w is even."""
+        pairs = rows.view(1, rows.numel() // 2, 2)
+        return self.kernels.rope(pairs, self.cosine, self.sine, self.position).view(rows.shape)
 
 
 @dataclass(frozen=True)

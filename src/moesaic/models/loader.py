@@ -40,6 +40,14 @@ class Loader:
         positions = most if self.positions is None else min(most, self.positions)
         return RopeTable.build(config, width, positions, self.device)
 
+    def found(self, prefix: str, names: Sequence[str], ending: str = "") -> str:
+        """Returns the first prefix.name that the files have with `ending` after it, or else the first of all.
+
+        transformers writes a few parts by names of its own beside fused experts.
+        """
+        full = [f"{prefix}.{name}" for name in names]
+        return next((each for each in full if each + ending in self.checkpoint.names), full[0])
+
     def matrix(self, name: str, rows: int, columns: int, *part: slice) -> torch.Tensor:
         """Returns `name`.weight [rows, columns], or a part of it."""
         return self.checkpoint.tensor(
@@ -109,6 +117,10 @@ class Heads:
     normed: bool = False
     """Whether each query head and key head is normalized."""
     epsilon: float = 1e-6
+    interleaved: bool = False
+    """Whether numbers (2i, 2i + 1) of a head are rotated as a pair, instead of (i, i + d / 2)."""
+    scale: float | None = None
+    """Factor of the attention scores; None: one over the root of `width`."""
 
 
 def read_heads(fields: Fields, epsilon: float, normed: bool = False) -> Heads:
@@ -130,7 +142,7 @@ def columns_of(heads: range, width: int) -> slice:
 
 
 def grouped_query_attention(
-    loader: Loader, name: str, sizes: Heads, rope: RopeTable, sliding_window: int | None
+    loader: Loader, name: str, sizes: Heads, rope: RopeTable | None, sliding_window: int | None
 ) -> GroupedQueryAttention:
     """Loads q_proj, k_proj, v_proj, o_proj (and q_norm, k_norm) under `name`, for the heads of the shard."""
     hidden, bias = sizes.hidden, sizes.bias
@@ -149,6 +161,8 @@ def grouped_query_attention(
         query_norm=loader.exact(f"{name}.q_norm.weight", sizes.width) if sizes.normed else None,
         key_norm=loader.exact(f"{name}.k_norm.weight", sizes.width) if sizes.normed else None,
         epsilon=sizes.epsilon,
+        interleaved=sizes.interleaved,
+        scale=sizes.scale,
     )
 
 

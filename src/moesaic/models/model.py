@@ -10,6 +10,7 @@ import torch
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.block import Block
+from moesaic.models.layers import Scale
 from moesaic.models.spec import ModelSpec
 
 
@@ -29,10 +30,13 @@ class Model:
     epsilon: float
     experts: Mapping[int, ExpertWeights]
     """Layer -> routed experts in this process; empty in an attention worker."""
+    scale: Scale | None = None
+    """Of embeddings, before the first block (Granite)."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [n] -> hidden [n, h] float32."""
-        return self.kernels.embed(self.embedding, token_ids)
+        rows = self.kernels.embed(self.embedding, token_ids)
+        return rows if self.scale is None else self.scale.apply(rows)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [m, h] after the last block -> [m, V] float32."""

@@ -13,27 +13,38 @@ from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.routing import RoutedModel
 from moesaic.core.stored import COMPRESSED
+from moesaic.core.text_config import TEXT, WRAPPERS, text_of
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models import (
     deepseek_v2,
     deepseek_v3,
+    dots1,
+    ernie4_5_moe,
+    exaone_moe,
     fingerprint,
     glm4_moe,
     glm4_moe_lite,
+    granitemoe,
+    hy_v3,
+    mellum,
+    minimax_m2,
     mixtral,
     olmoe,
     qwen2_moe,
     qwen3_moe,
+    solar_open,
 )
 from moesaic.models.block import Block
 from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Partial, Progress
 from moesaic.models.config import shown
 from moesaic.models.files import read_json
+from moesaic.models.layers import Scale
 from moesaic.models.loader import ExpertNames, Loader, claim_experts, experts
 from moesaic.models.model import Model
 from moesaic.models.shard import WHOLE, Shard
-from moesaic.models.spec import ModelSpec
+from moesaic.models.spec import NO_MULTIPLIERS, ModelSpec, Multipliers
+from moesaic.models.wrapped import IMAGES
 
 
 class Config(Protocol):
@@ -60,13 +71,21 @@ class ModelFile(Protocol):
 MODELS: Mapping[str, ModelFile] = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "dots1": dots1,
+    "ernie4_5_moe": ernie4_5_moe,
+    "exaone_moe": exaone_moe,
     "glm4_moe": glm4_moe,
     "glm4_moe_lite": glm4_moe_lite,
+    "granitemoe": granitemoe,
+    "hy_v3": hy_v3,
     "kimi_k2": deepseek_v3,
+    "mellum": mellum,
+    "minimax_m2": minimax_m2,
     "mixtral": mixtral,
     "olmoe": olmoe,
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
+    "solar_open": solar_open,
 }
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -123,17 +142,20 @@ def load(
     number = _dtype(dtype, device, checkpoint, kernels)
     loader = Loader(checkpoint, kernels, device, number, shard, positions=positions)
     embedding = loader.matrix("model.embed_tokens", spec.vocab_size, spec.hidden_size)
+    factors: Multipliers = getattr(config, "multipliers", NO_MULTIPLIERS)
     model = Model(
         spec=spec,
         kernels=kernels,
         embedding=embedding,
         blocks=tuple(file.blocks(config, loader)),
-        final_norm=loader.exact("model.norm.weight", spec.hidden_size),
+        final_norm=loader.exact("model.norm.weight", spec.hidden_size) * factors.logits,
         head=_head(config, loader, embedding),
         epsilon=config.epsilon,
         experts=_experts(file, config, loader, with_experts),
+        scale=None if factors.embedding == 1.0 else Scale.build(kernels, factors.embedding, device),
     )
-    checkpoint.refuse_unread((*file.UNUSED, *_extra_layers(spec)))
+    images = IMAGES if checkpoint.wrapped else ()
+    checkpoint.refuse_unread((*file.UNUSED, *_extra_layers(spec), *images))
     return model
 
 
@@ -248,7 +270,10 @@ def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str 
     one = names[spec.moe_layers[0]]
     stored = loader.expert_dtype(one)
     return ExpertLayout(
-        prefixes={layer: each.prefix for layer, each in names.items()},
+        prefixes={
+            layer: checkpoint.stored_as(each.prefix, f"{each.shapes(0)[0][0]}.weight")
+            for layer, each in names.items()
+        },
         gate=one.gate,
         up=one.up,
         down=one.down,
@@ -306,12 +331,14 @@ def _checked(path: Path, stamp: tuple[object, ...]) -> tuple[ModelFile, Any]:
     return file, config
 
 
-def _understood(raw: dict[str, Any], path: Path) -> tuple[ModelFile, Any]:
+def _understood(whole: dict[str, Any], path: Path) -> tuple[ModelFile, Any]:
     """The model file of a parsed config.json, and its config."""
+    raw = text_of(whole)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODELS:
-        allowed = ", ".join(sorted(MODELS))
-        raise CheckpointError(f"{path}: model_type: got {shown(repr(model_type))}; allowed: {allowed}")
+        where = f"{TEXT}.model_type" if str(whole.get("model_type")) in WRAPPERS else "model_type"
+        allowed = f"{', '.join(sorted(MODELS))}, and around one of them {', '.join(WRAPPERS)}"
+        raise CheckpointError(f"{path}: {where}: got {shown(repr(model_type))}; allowed: {allowed}")
     file = MODELS[model_type]
     return file, file.parse(raw)
 

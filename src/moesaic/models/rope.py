@@ -3,7 +3,9 @@
 default: RoFormer (Su et al. 2021). linear: position interpolation (Chen et al. 2023). yarn: Peng et al.
 2023, with the mscale terms of DeepSeek-V2. llama3: the published code of Llama 3.1. dynamic (NTK): equal
 to default up to max_position_embeddings. That is our maximum context length, so the table is the same.
-longrope is refused: which of its two tables applies to a row depends on the other rows of the batch.
+longrope: Ding et al. 2024, with one table for all requests. It is the long one if requests may be longer than
+the original context, as in vLLM. transformers takes the long one for a batch with such a request, so that a
+row's table would depend on the other rows.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from moesaic.models.config import MOST_INTEGER, Fields, shown
 
 MOST_WIDTH = 1 << 16
 """Largest width of a head. Each pair of it has an angle, which is computed before any tensor is looked up."""
-KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class RopeConfig:
     theta: float
     factor: float = 1.0
     original: int = 0
-    """Context length before scaling (yarn, llama3)."""
+    """Context length before scaling (yarn, llama3, longrope)."""
     attention_factor: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -41,6 +43,10 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     partial: float = 1.0
     """Fraction of each head that is rotated: its first numbers."""
+    short_factors: tuple[float, ...] = ()
+    """Of the frequencies of each pair (longrope), if no request is longer than `original` tokens."""
+    long_factors: tuple[float, ...] = ()
+    """The same for longer requests."""
 
     def rotated(self, width: int) -> int:
         """Returns how many of the `width` numbers of a head are rotated.
@@ -62,11 +68,13 @@ class RopeConfig:
 
     @property
     def angle_scale(self) -> float:
-        """Factor of cosine and sine (yarn)."""
-        if self.kind != "yarn":
+        """Factor of cosine and sine (yarn, longrope)."""
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.kind == "longrope":
+            return math.sqrt(1.0 + math.log(max(self.factor, 1.0)) / math.log(self.original))
         if self.mscale and self.mscale_all_dim:
             return mscale(self.factor, self.mscale) / mscale(self.factor, self.mscale_all_dim)
         return mscale(self.factor, 1.0)
@@ -77,15 +85,22 @@ def mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def read(fields: Fields, max_position: int, default_theta: float, partial: float | None = None) -> RopeConfig:
+def read(
+    fields: Fields,
+    max_position: int,
+    default_theta: float,
+    partial: float | None = None,
+    key: str = "rope_parameters",
+) -> RopeConfig:
     """Reads the rotary keys in either form: rope_parameters, or rope_theta and rope_scaling.
 
     partial: the fraction of a head that is rotated, if rope_parameters has none; None: always the whole head.
+    key: what rope_parameters is called in `fields`.
     Raises CheckpointError for an unknown kind, and for a missing or unknown key.
     """
     theta = fields.number_above("rope_theta", 1.0, default_theta)
     parts = fields.child("rope_scaling") or Fields({}, "rope_scaling.")
-    newer = fields.child("rope_parameters")
+    newer = fields.child(key)
     if newer is not None:
         parts.done()
         parts = newer
@@ -98,7 +113,14 @@ def read(fields: Fields, max_position: int, default_theta: float, partial: float
         partial = parts.number_above("partial_rotary_factor", 0.0, partial)
     if kind not in KINDS:
         raise CheckpointError(f"config.json: rope_type: got {shown(repr(kind))}; allowed: {', '.join(KINDS)}")
-    config = replace(_scaled(parts, kind, theta, max_position), partial=1.0 if partial is None else partial)
+    if kind == "longrope":
+        # Many files have this key beside the others.
+        whole = fields.maybe_integer("original_max_position_embeddings", minimum=2)
+        nested = parts.maybe_integer("original_max_position_embeddings", minimum=2)
+        found = _longrope(parts, theta, nested or whole, max_position)
+    else:
+        found = _scaled(parts, kind, theta, max_position)
+    config = replace(found, partial=1.0 if partial is None else partial)
     parts.done()
     if config.factor * config.original > MOST_INTEGER:
         raise CheckpointError(
@@ -145,10 +167,27 @@ def _scaled(parts: Fields, kind: str, theta: float, max_position: int) -> RopeCo
     )
 
 
-def frequencies(config: RopeConfig, width: int) -> torch.Tensor:
-    """Returns [width / 2] radians per token, float32."""
+def _longrope(parts: Fields, theta: float, original: int | None, max_position: int) -> RopeConfig:
+    if original is None:
+        raise CheckpointError("config.json: original_max_position_embeddings is missing, for longrope")
+    return RopeConfig(
+        "longrope",
+        theta,
+        parts.maybe_number("factor") or max_position / original,
+        original,
+        attention_factor=parts.maybe_number("attention_factor"),
+        short_factors=parts.positive_numbers("short_factor"),
+        long_factors=parts.positive_numbers("long_factor"),
+    )
+
+
+def frequencies(config: RopeConfig, width: int, positions: int = 0) -> torch.Tensor:
+    """Returns [width / 2] radians per token, float32. positions: maximum tokens of a request (longrope)."""
     powers = config.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     plain = 1.0 / powers
+    if config.kind == "longrope":
+        factors = config.long_factors if positions > config.original else config.short_factors
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * powers)
     if config.kind == "linear":
         return plain / config.factor
     if config.kind == "llama3":
@@ -159,10 +198,18 @@ def frequencies(config: RopeConfig, width: int) -> torch.Tensor:
     return plain
 
 
-def _checked(config: RopeConfig, width: int) -> torch.Tensor:
-    """As `frequencies`. Raises CheckpointError if some are not finite, or the scale of the angles is not."""
+def _checked(config: RopeConfig, width: int, positions: int) -> torch.Tensor:
+    """As `frequencies`. Raises CheckpointError if some are not finite, or the scale of the angles is not.
+
+    It also raises it if longrope has factors for another number of pairs.
+    """
+    for name, factors in (("short_factor", config.short_factors), ("long_factor", config.long_factors)):
+        if len(factors) not in (0, width // 2):
+            raise CheckpointError(
+                f"config.json: {name}: got {len(factors)} numbers; allowed: {width // 2}, one for each pair"
+            )
     try:
-        found = frequencies(config, width)
+        found = frequencies(config, width, positions)
         good = bool(found.isfinite().all()) and math.isfinite(config.angle_scale)
     except (ArithmeticError, ValueError):
         good = False
@@ -214,7 +261,7 @@ class RopeTable:
         wrong from the fourth digit on. So about one process in a hundred would produce tokens with other bits
         (github.com/pytorch/pytorch/issues/188792).
         """
-        angles = np.arange(positions, dtype=np.float32)[:, None] * _checked(config, width).numpy()
+        angles = np.arange(positions, dtype=np.float32)[:, None] * _checked(config, width, positions).numpy()
         cosine = np.cos(angles, out=np.empty_like(angles), dtype=np.float64, casting="same_kind")
         sine = np.sin(angles, out=angles, dtype=np.float64, casting="same_kind")
         for table in (cosine, sine):

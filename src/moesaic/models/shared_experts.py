@@ -1,4 +1,4 @@
-"""Models whose layers have a dense MLP, or routed experts beside shared ones: the DeepSeek and GLM families.
+"""Models whose layers have a dense MLP, or routed experts with or without shared ones beside them.
 
 Their files read config.json. What they read is one record, and this file loads the blocks that it describes.
 """
@@ -12,13 +12,14 @@ from moesaic.kernels.gating import Gating
 from moesaic.models.block import Attention, DecoderBlock
 from moesaic.models.config import MOST_LAYERS, Fields
 from moesaic.models.gates import load_gate
-from moesaic.models.layers import GatedMLP
+from moesaic.models.layers import GatedMLP, TopKRouter
 from moesaic.models.loader import ExpertNames, Loader
 from moesaic.models.rope import RopeConfig, RopeTable
-from moesaic.models.spec import KVLayout, ModelSpec
+from moesaic.models.spec import NO_MULTIPLIERS, KVLayout, ModelSpec, Multipliers
 
 UNUSED = (r".*\.rotary_emb\.inv_freq",)
 """Tensors of some checkpoints that are not needed."""
+DENSE, SPARSE = "dense", "sparse"
 
 
 class AttentionSizes(Protocol):
@@ -35,9 +36,34 @@ class AttentionSizes(Protocol):
         """Numbers of a head that are rotated."""
         ...
 
-    def load(self, loader: Loader, name: str, rope: RopeTable) -> Attention:
-        """Loads the tensors under `name`."""
+    def load(self, loader: Loader, name: str, rope: RopeTable, window: int | None) -> Attention:
+        """Loads the tensors under `name`. window: that of the layer."""
         ...
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys of config.json that families call differently."""
+
+    experts: str = "n_routed_experts"
+    shared: str | None = "n_shared_experts"
+    """None: the family has no shared experts."""
+    expert_width: str = "moe_intermediate_size"
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the parts of a layer are called after "model.layers.N.". Of several names, files have one."""
+
+    gates: tuple[str, ...] = ("mlp.gate",)
+    corrections: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)
+    """Of the bias that only chooses; empty if the gate has none."""
+    correction_axes: tuple[int, ...] = ()
+    """Axes of that bias in front of the one of the experts."""
+    shared: tuple[str, ...] = ("mlp.shared_experts",)
+    experts: str = "mlp.experts"
+    words: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Of an expert's gate, up and down."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +82,16 @@ class Config:
     tied: bool
     num_experts: int
     gating: Gating
-    corrected: bool
-    """Whether the gate has a bias that only chooses."""
     moe_layers: tuple[int, ...]
     extra_layers: int
     max_position: int
     rope: RopeConfig
+    names: Names = Names()
+    windows: tuple[int | None, ...] = ()
+    """Of each layer; empty if no layer has one."""
+    multipliers: Multipliers = NO_MULTIPLIERS
+    local_rope: RopeConfig | None = None
+    """Of layers with a window; None: `rope` too."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -77,7 +107,7 @@ class Config:
             max_position=max(self.max_position, self.rope.reach),
             heads=self.attention.heads,
             kv=self.attention.kv,
-            sliding_windows=(None,) * self.num_layers,
+            sliding_windows=self.windows or (None,) * self.num_layers,
             extra_layers=self.extra_layers,
         )
 
@@ -89,7 +119,9 @@ def read(
     rope: RopeConfig,
     gating: Gating,
     moe_layers: tuple[int, ...],
-    corrected: bool = True,
+    names: Names = Names(),
+    windows: tuple[int | None, ...] = (),
+    keys: Keys = Keys(),
 ) -> Config:
     """Reads the keys that these families have in common, and refuses those that were not read."""
     fields.only("hidden_act", "silu")
@@ -98,19 +130,20 @@ def read(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
         dense_width=fields.integer("intermediate_size"),
-        expert_width=fields.integer("moe_intermediate_size"),
-        shared_experts=fields.maybe_integer("n_shared_experts", minimum=0) or 0,
+        expert_width=fields.integer(keys.expert_width),
+        shared_experts=(fields.maybe_integer(keys.shared, minimum=0) or 0) if keys.shared else 0,
         num_layers=num_layers(fields),
         attention=attention,
         epsilon=fields.number("rms_norm_eps"),
         tied=fields.flag("tie_word_embeddings", False),
-        num_experts=fields.integer("n_routed_experts"),
+        num_experts=fields.integer(keys.experts),
         gating=gating,
-        corrected=corrected,
         moe_layers=moe_layers,
         extra_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0, maximum=MOST_LAYERS),
         max_position=fields.integer("max_position_embeddings"),
         rope=rope,
+        names=names,
+        windows=windows,
     )
     fields.done()
     return config
@@ -126,40 +159,62 @@ def layers_after_dense(fields: Fields) -> tuple[int, ...]:
     return tuple(range(fields.integer("first_k_dense_replace", minimum=0), num_layers(fields)))
 
 
+def layers_by_type(fields: Fields) -> tuple[int, ...]:
+    """Returns the layers with routed experts: those that mlp_layer_types names, else all but the first."""
+    layers = num_layers(fields)
+    kinds = fields.words("mlp_layer_types", layers, (DENSE, SPARSE), [DENSE] + [SPARSE] * (layers - 1))
+    first = kinds.index(SPARSE) if SPARSE in kinds else layers
+    fields.only("first_k_dense_replace", first, why="as mlp_layer_types says, or else its default")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == SPARSE)
+
+
 def expert_names(config: Config, layer: int) -> ExpertNames:
     """Returns the tensor names of a layer's routed experts."""
-    prefix = f"model.layers.{layer}.mlp.experts"
-    return ExpertNames(prefix, config.hidden_size, config.expert_width, config.num_experts)
+    prefix = f"model.layers.{layer}.{config.names.experts}"
+    return ExpertNames(
+        prefix, config.hidden_size, config.expert_width, config.num_experts, *config.names.words
+    )
 
 
 def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
     """Loads every layer without its routed experts."""
-    table = loader.rope_table(config.rope, config.attention.rotated, config.spec.max_position)
+    spec = config.spec
+    table = loader.rope_table(config.rope, config.attention.rotated, spec.max_position)
+    local = table
+    if config.local_rope is not None and config.local_rope != config.rope:
+        local = loader.rope_table(config.local_rope, config.attention.rotated, spec.max_position)
     return tuple(
-        _block(config, layer in config.moe_layers, loader, table, f"model.layers.{layer}")
-        for layer in range(config.num_layers)
+        _block(config, spec, loader, table if window is None else local, layer)
+        for layer, window in enumerate(spec.sliding_windows)
     )
 
 
-def _block(config: Config, sparse: bool, loader: Loader, table: RopeTable, name: str) -> DecoderBlock:
-    hidden, experts = config.hidden_size, config.num_experts
-    gate = f"{name}.mlp.gate"
+def _block(config: Config, spec: ModelSpec, loader: Loader, table: RopeTable, layer: int) -> DecoderBlock:
+    name, hidden = f"model.layers.{layer}", config.hidden_size
+    sparse, window = layer in spec.moe_layers, spec.sliding_windows[layer]
     return DecoderBlock(
         kernels=loader.kernels,
         epsilon=config.epsilon,
         input_norm=loader.exact(f"{name}.input_layernorm.weight", hidden),
-        attention_part=config.attention.load(loader, f"{name}.self_attn", table),
+        attention_part=config.attention.load(loader, f"{name}.self_attn", table, window),
         post_norm=loader.exact(f"{name}.post_attention_layernorm.weight", hidden),
-        router=load_gate(loader, gate, config.gating, experts, hidden, config.corrected) if sparse else None,
-        dense_part=_dense(config, sparse, loader, f"{name}.mlp"),
+        router=_router(config, loader, name) if sparse else None,
+        dense_part=_dense(config, sparse, loader, name),
     )
+
+
+def _router(config: Config, loader: Loader, name: str) -> TopKRouter:
+    names, sizes = config.names, (config.num_experts, config.hidden_size)
+    gate = loader.found(name, names.gates, ".weight")
+    correction = loader.found(name, names.corrections) if names.corrections else None
+    return load_gate(loader, gate, config.gating, *sizes, correction, names.correction_axes)
 
 
 def _dense(config: Config, sparse: bool, loader: Loader, name: str) -> GatedMLP | None:
     """Loads the dense MLP of a dense layer, or the shared experts of a sparse layer as one wide MLP."""
     if not sparse:
-        return loader.mlp(name, config.hidden_size, config.dense_width)
+        return loader.mlp(f"{name}.mlp", config.hidden_size, config.dense_width)
     if not config.shared_experts:
         return None
-    width = config.expert_width * config.shared_experts
-    return loader.mlp(f"{name}.shared_experts", config.hidden_size, width)
+    shared = loader.found(name, config.names.shared, ".gate_proj.weight")
+    return loader.mlp(shared, config.hidden_size, config.expert_width * config.shared_experts)

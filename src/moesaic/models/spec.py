@@ -27,6 +27,17 @@ class KVLayout:
 
 
 @dataclass(frozen=True)
+class Multipliers:
+    """Factors outside of the layers."""
+
+    embedding: float = 1.0
+    logits: float = 1.0
+
+
+NO_MULTIPLIERS = Multipliers()
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """The sizes of a model. With tensor parallelism the heads are those of one rank (models/shard.py)."""
 

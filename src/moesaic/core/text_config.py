@@ -1,0 +1,80 @@
+"""Configurations of models that see images around a text model, of which moesaic serves the text model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moesaic.core.errors import CheckpointError
+
+TEXT = "text_config"
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A model_type whose config.json has its text model's in `text_config`."""
+
+    unused: tuple[str, ...]
+    """Keys about images."""
+    tied: bool
+    """Default of tie_word_embeddings."""
+    text_types: Mapping[str, str] = field(default_factory=dict)
+    """model_type of a text_config -> the model_type that computes the same from text alone."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of text_config that its model_type has and the other one has not."""
+
+
+WRAPPERS: Mapping[str, Wrapper] = {
+    "glm4v_moe": Wrapper(
+        unused=(
+            *("vision_config", "image_token_id", "video_token_id", "image_start_token_id"),
+            *("image_end_token_id", "video_start_token_id", "video_end_token_id"),
+        ),
+        tied=False,
+        text_types={"glm4v_moe_text": "glm4_moe"},
+        defaults={"attention_bias": True, "max_position_embeddings": 65536, "partial_rotary_factor": 1.0},
+    ),
+    "internvl": Wrapper(
+        unused=(
+            *("vision_config", "image_token_id", "image_seq_length", "downsample_ratio"),
+            *("projector_hidden_act", "vision_feature_layer", "vision_feature_select_strategy"),
+        ),
+        tied=True,
+    ),
+    "kimi_k25": Wrapper(
+        unused=(
+            *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id"),
+            *("vision_end_token_id", "projection_hidden_size", "projection_layer_norm_eps", "ignore_index"),
+            *("media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder"),
+        ),
+        tied=True,
+    ),
+}
+
+
+def text_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a parsed config.json says about text: itself, or the text_config of a wrapper.
+
+    Keys beside text_config that are not about images are among the keys of the result, so that its reader
+    refuses those that it does not know. Raises CheckpointError for a text_config that is no object.
+    """
+    wrapper = WRAPPERS.get(str(raw.get("model_type")))
+    if wrapper is None:
+        return dict(raw)
+    text = raw.get(TEXT)
+    if not isinstance(text, Mapping):
+        raise CheckpointError(f"config.json: {TEXT}: got {repr(text)[:80]}; allowed: an object")
+    kind = str(text.get("model_type"))
+    beside = {
+        key: value
+        for key, value in raw.items()
+        if key not in (*wrapper.unused, TEXT, "model_type") and value is not None
+    }
+    tied = raw.get("tie_word_embeddings", wrapper.tied) or text.get("tie_word_embeddings", False)
+    found = {**wrapper.defaults, **text, **beside, "tie_word_embeddings": tied}
+    for name in ("rope_parameters", "rope_scaling"):
+        angles = found.get(name)
+        if kind in wrapper.text_types and isinstance(angles, Mapping):  # all its parts are equal for text
+            found[name] = {key: value for key, value in angles.items() if key != "mrope_section"}
+    return {**found, "model_type": wrapper.text_types.get(kind, text.get("model_type"))}

@@ -1,0 +1,79 @@
+"""Mellum 2: grouped-query attention whose layers with a window have rotation angles of their own.
+
+JetBrains, Mellum 2, 2026.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from moesaic.kernels.gating import Gating
+from moesaic.models import rope, shared_experts
+from moesaic.models.config import Fields
+from moesaic.models.grouped import GroupedQuery
+from moesaic.models.loader import read_heads
+from moesaic.models.shared_experts import (
+    DENSE,
+    SPARSE,
+    Config,
+    Keys,
+    Names,
+    blocks,
+    expert_names,
+    num_layers,
+    read,
+)
+
+__all__ = ["UNUSED", "blocks", "expert_names", "parse"]
+UNUSED = (*shared_experts.UNUSED, r"mtp\..*")
+"""Tensors that are not needed, with those that predict several tokens at once."""
+DEFAULTS = {
+    "head_dim": 128,
+    "intermediate_size": 7168,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 896,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 1024,
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
+THETAS = {FULL: 500000.0, SLIDING: 10000.0}
+
+
+def parse(raw: dict[str, Any]) -> Config:
+    """Parses config.json. Raises CheckpointError for any key that is not understood."""
+    keys = Keys("num_experts" if "num_experts" in raw else "num_local_experts", shared=None)
+    fields = Fields(DEFAULTS | {keys.experts: 64} | raw | {"num_nextn_predict_layers": 0})
+    fields.only("model_type", "mellum")
+    # Layers that predict several tokens at once.
+    fields.ignore("num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")
+    layers, heads = num_layers(fields), read_heads(fields, fields.number("rms_norm_eps"), normed=True)
+    angles = _angles(fields)
+    gating = Gating(
+        top_k=fields.integer("num_experts_per_tok", maximum=fields.integer(keys.experts)),
+        normalise=fields.flag("norm_topk_prob", True),
+    )
+    kinds = fields.words("mlp_layer_types", layers, (DENSE, SPARSE), [SPARSE] * layers)
+    sparse = tuple(layer for layer, kind in enumerate(kinds) if kind == SPARSE)
+    attention, windows = GroupedQuery(heads, heads.width), _windows(fields, layers)
+    names = Names(corrections=())
+    config = read(fields, "mellum", attention, angles[FULL], gating, sparse, names, windows, keys)
+    return replace(config, local_rope=angles[SLIDING])
+
+
+def _angles(fields: Fields) -> dict[str, rope.RopeConfig]:
+    """Returns the angles of layers without a window, and of those with one."""
+    parts = fields.child("rope_parameters") or Fields({}, "rope_parameters.")
+    longest = fields.integer("max_position_embeddings")
+    found = {kind: rope.read(parts, longest, theta, key=kind) for kind, theta in THETAS.items()}
+    parts.done()
+    return found
+
+
+def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    width = fields.maybe_integer("sliding_window")
+    allowed = (FULL,) if width is None else (FULL, SLIDING)
+    kinds = fields.words("layer_types", layers, allowed, [FULL] * layers)
+    return tuple(width if kind == SLIDING else None for kind in kinds)
