@@ -64,6 +64,17 @@ def glm4(**options: Any) -> dict[str, Any]:
     return {**base, **options}
 
 
+def gpt_oss(**options: Any) -> dict[str, Any]:
+    """Its activation is limited at 1, since few products of so small a model would reach 7."""
+    base = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 20, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 12,
+        "num_experts_per_tok": 4, "max_position_embeddings": 192, "sliding_window": 9,
+        "swiglu_limit": 1.0, "rope_parameters": {**YARN, "truncate": False},
+    }  # fmt: skip
+    return {**base, **options}
+
+
 def olmoe(**options: Any) -> dict[str, Any]:
     base = {
         "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 20, "num_hidden_layers": 3,
@@ -204,6 +215,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         glm4(
             num_attention_heads=9, num_key_value_heads=3, head_dim=20, norm_topk_prob=False,
             first_k_dense_replace=0, rope_parameters={**YARN, "partial_rotary_factor": 0.7},
+        ),
+    ),
+    "gpt-oss": ("gpt_oss", gpt_oss()),
+    "gpt-oss-full-first-plain-tied": (
+        "gpt_oss",
+        gpt_oss(
+            layer_types=[FULL, SLIDING, SLIDING], attention_bias=False, num_attention_heads=5,
+            num_key_value_heads=1, num_experts_per_tok=1, swiglu_alpha=1.0, swiglu_limit=7.0,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4}, tie_word_embeddings=True,
         ),
     ),
     "glm4-lite": ("glm4_moe_lite", glm4_lite()),

@@ -87,10 +87,12 @@ class Checkpoint:
         device: str = "cpu",
         part: tuple[slice, ...] = (),
         scan: bool = True,
+        transposed: bool = False,
     ) -> torch.Tensor:
         """Returns a tensor of exactly this shape, or the `part` of it that these slices select.
 
-        It is memory-mapped if it is stored as `dtype` and wanted on the CPU, unless columns are selected. A
+        It is memory-mapped if it is stored as `dtype` and wanted on the CPU, unless columns are selected or
+        it is returned `transposed`. A transposed one may not be compressed. A
         compressed tensor stays compressed if dtype is uint8, and then cannot have a part. Otherwise it is
         decompressed.
         scan: raise CheckpointError for a number that is NaN or infinite, also one that only `dtype` makes so.
@@ -107,8 +109,11 @@ class Checkpoint:
             kept = bits[part].clone(memory_format=torch.contiguous_format) if part else bits
             tensor = kept.to(device=device, dtype=dtype)
         else:
-            stored = stored[part].contiguous()
+            whole = stored
+            stored = stored[part].t().contiguous() if transposed else stored[part].contiguous()
             tensor = stored.to(device=device, dtype=dtype)
+            if transposed:  # the copy stands for these pages
+                drop_pages(whole.data_ptr(), whole.nbytes)
         if tensor.data_ptr() == stored.data_ptr():
             if self._copies is None:
                 _page_in(stored)
@@ -199,10 +204,12 @@ class Claims(Checkpoint):
         device: str = "cpu",
         part: tuple[slice, ...] = (),
         scan: bool = True,
+        transposed: bool = False,
     ) -> torch.Tensor:
         """As `Checkpoint.tensor`, but returns a tensor without memory."""
         self.claim(name, *shape)
-        return torch.empty(shape, dtype=dtype, device="meta")[part]
+        selected = torch.empty(shape, dtype=dtype, device="meta")[part]
+        return selected.t() if transposed else selected
 
 
 def _prefer_huge_pages(opened: Any, file: Path) -> None:

@@ -47,7 +47,11 @@ def read_corrected(fields: Fields, experts: int) -> Gating:
 def load_gate(
     loader: Loader, name: str, gating: Gating, experts: int, hidden: int, corrected: bool = False
 ) -> TopKRouter:
-    """Loads `name`.weight, and `name`.e_score_correction_bias if `corrected` is true."""
-    weight = loader.exact(f"{name}.weight", experts, hidden)
-    bias = loader.exact(f"{name}.e_score_correction_bias", experts) if corrected else None
+    """Loads `name`.weight, and its bias: `name`.e_score_correction_bias if `corrected` is true, or `name`.bias
+    if it is added to the products."""
+    weight, bias = loader.exact(f"{name}.weight", experts, hidden), None
+    if corrected:
+        bias = loader.exact(f"{name}.e_score_correction_bias", experts)
+    elif gating.biased == "products":
+        bias = loader.exact(f"{name}.bias", experts)
     return TopKRouter(loader.kernels, weight, gating, bias)

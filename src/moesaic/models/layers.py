@@ -42,6 +42,8 @@ class GroupedQueryAttention:
     """[head_width] norm of each query head before its rotation (Qwen3)."""
     key_norm: torch.Tensor | None = None
     epsilon: float = 1e-6
+    sinks: torch.Tensor | None = None
+    """[Hq] float32, a score beside those of the tokens (gpt-oss). None: there is none."""
 
     def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected:
         """rows [n, h], positions [n] -> rotated query and key, and the value, of each head."""
@@ -70,7 +72,8 @@ class GroupedQueryAttention:
         """query [n, Hq, d] over the paged cache -> [n, Hq * d]."""
         scale = self.head_width**-0.5
         window = self.sliding_window
-        return self.kernels.paged_attention(query, keys, values, batch, scale, window).flatten(1)
+        attention = self.kernels.paged_attention
+        return attention(query, keys, values, batch, scale, window, sinks=self.sinks).flatten(1)
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
         """[n, Hq * d] -> [n, h]."""

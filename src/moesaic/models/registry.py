@@ -21,6 +21,7 @@ from moesaic.models import (
     fingerprint,
     glm4_moe,
     glm4_moe_lite,
+    gpt_oss,
     mixtral,
     olmoe,
     qwen2_moe,
@@ -62,6 +63,7 @@ MODELS: Mapping[str, ModelFile] = {
     "deepseek_v3": deepseek_v3,
     "glm4_moe": glm4_moe,
     "glm4_moe_lite": glm4_moe_lite,
+    "gpt_oss": gpt_oss,
     "kimi_k2": deepseek_v3,
     "mixtral": mixtral,
     "olmoe": olmoe,
@@ -169,6 +171,8 @@ def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str 
         dtype=COMPRESSED if stored is torch.uint8 else str(stored).removeprefix("torch."),
         weights=fingerprint.of(path),
         origin=fingerprint.origin(path),
+        form=one.form,
+        activation=one.activation,
     )
 
 
