@@ -1,4 +1,4 @@
-"""Families with a gate of sigmoids through whole engines: recorded, offloaded, by ranks, with expert servers.
+"""Newer families through whole engines: recorded, offloaded, by ranks, with expert servers.
 
 Each family meets each way once. The other families are in the matrices of test_llm_*.py and tests/cluster.
 """
@@ -28,6 +28,7 @@ FAMILIES = {
     "deepseek3-full": torch.bfloat16,
     "glm4-norm-bias-groups": torch.float32,
     "glm4-lite-layers-groups-yarn": torch.bfloat16,
+    "gpt-oss": torch.bfloat16,
 }
 """A case, and the type of its weights."""
 NEW, LONGEST = 20, 128

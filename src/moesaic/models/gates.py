@@ -47,8 +47,10 @@ def read_corrected(fields: Fields, experts: int) -> Gating:
 def load_gate(
     loader: Loader, name: str, gating: Gating, experts: int, hidden: int, corrected: bool = False
 ) -> TopKRouter:
-    """Loads `name`.weight, and its bias: `name`.e_score_correction_bias if `corrected` is true, or `name`.bias
-    if it is added to the products."""
+    """Loads `name`.weight, and `name`.e_score_correction_bias if `corrected` is true.
+
+    A bias of the products is `name`.bias.
+    """
     weight, bias = loader.exact(f"{name}.weight", experts, hidden), None
     if corrected:
         bias = loader.exact(f"{name}.e_score_correction_bias", experts)

@@ -35,9 +35,9 @@ def paged_attention(
     query [n, Hq, dk] float32. keys [blocks, block_size, Hkv, dk] and values [blocks, block_size, Hkv, dv] in
     any float type, or in int8 with a scale after each row (`kernels.cache`). They already contain this step's
     rows. values None: the value is the first `value_width` numbers of the key (latent attention). A row
-    attends to the last `sliding_window` tokens, including itself; None means all. sinks: [Hq] float32, a score of
-    each head beside those of the tokens. It takes its part of the softmax and has no value (gpt-oss). Returns
-    float32 [n, Hq, dv].
+    attends to the last `sliding_window` tokens, including itself; None means all. sinks: [Hq] float32, a
+    score of each head beside those of the tokens. It takes its part of the softmax and has no value (gpt-oss).
+    Returns float32 [n, Hq, dv].
     """
     width = value_width if value_width is not None else width_of(keys if values is None else values)
     out = query.new_empty(query.shape[0], query.shape[1], width)
