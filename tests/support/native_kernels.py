@@ -64,8 +64,8 @@ def close_mlp(
 ) -> None:
     """Whether [n, h] is the gated MLP (gate, up, down) of rows [n, h], up to 1e-5 of the largest number.
 
-    biases: of gate, up and down. Where inner numbers are rounded, one on the edge between two bf16 numbers may
-    be either of them.
+    biases: of gate, up and down. Where inner numbers are rounded, one on the edge between two bf16 numbers
+    may be either of them.
     """
     gate, up, down = (weight.double() for weight in mlp)
     rows = met(native, rows, mlp[0]).double()

@@ -36,8 +36,8 @@ def paged_attention(
     any float type, or in int8 with a scale after each row (`kernels.cache`). They already contain this step's
     rows. values None: the value is the first `value_width` numbers of the key (latent attention). A row
     attends to the last `sliding_window` tokens, including itself; None means all. sinks: [Hq] float32, a
-    score of each head beside those of the tokens. It takes its part of the softmax and has no value (gpt-oss).
-    Returns float32 [n, Hq, dv].
+    score of each head beside those of the tokens. It takes its part of the softmax and has no value
+    (gpt-oss). Returns float32 [n, Hq, dv].
     """
     width = value_width if value_width is not None else width_of(keys if values is None else values)
     out = query.new_empty(query.shape[0], query.shape[1], width)
