@@ -48,6 +48,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     "all-reduce": {"moe_collectives": "all-reduce"},
     "reduce-scatter": {"moe_collectives": "reduce-scatter"},
     "deepspeed": {"moe_collectives": "deepspeed"},
+    "half of each expert": {"expert_tensor_parallel_size": 2},
     "all-reduce, offloaded": {"moe_collectives": "all-reduce"} | WAYS["experts on disk"],
 }
 

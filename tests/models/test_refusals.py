@@ -32,6 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "mixtral": model_configs.mixtral,
         "qwen3_moe": model_configs.qwen3,
         "deepseek_v2": model_configs.deepseek,
+        "gpt_oss": model_configs.gpt_oss,
         "olmoe": model_configs.olmoe,
         "qwen2_moe": model_configs.qwen2,
     }
@@ -135,6 +136,17 @@ def test_an_unknown_key_is_refused_with_its_value(kind: str, copy: Any) -> None:
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, ("mlp_layer_types", "each of 3 layers")),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense", "moe", 1]}, ("mlp_layer_types", "'sparse'")),
         ("glm4_moe_lite", {"first_k_dense_replace": 2}, ("first_k_dense_replace", "2", "mlp_layer_types")),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, ("quantization_config", "'mxfp4'")),
+        ("gpt_oss", {"hidden_act": "gelu"}, ("hidden_act", "'gelu'", "'silu'")),
+        ("gpt_oss", {"swiglu_limit": 0}, ("swiglu_limit", "0", "above 0")),
+        ("gpt_oss", {"swiglu_alpha": "1"}, ("swiglu_alpha", "'1'", "above 0")),
+        ("gpt_oss", {"layer_types": [model_configs.FULL]}, ("layer_types", "list of 3", "full_attention")),
+        ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, ("layer_types", "'chunked_attention'")),
+        ("gpt_oss", {"sliding_window": 0}, ("sliding_window", "0", "at least 1")),
+        ("gpt_oss", {"experts_per_token": 2}, ("experts_per_token", "2", "4")),
+        ("gpt_oss", {"num_experts": 8}, ("num_experts", "8", "12")),
+        ("gpt_oss", {"num_experts_per_tok": 13}, ("num_experts_per_tok", "13", "at most 12")),
+        ("gpt_oss", {"attention_bias": False}, ("self_attn.k_proj.bias is not expected",)),
         ("olmoe", {"clip_qkv": 0}, ("clip_qkv", "0", "above 0")),
         ("olmoe", {"clip_qkv": "8"}, ("clip_qkv", "'8'", "above 0")),
         ("olmoe", {"head_dim": 16}, ("head_dim", "16", "8, None", "hidden_size / num_attention_heads")),
@@ -178,7 +190,7 @@ def test_an_unknown_model_type_is_refused_with_the_list(copy: Any) -> None:
     refused(
         tiny_models.edit(copy("mixtral"), model_type="llama"),
         "'llama'",
-        "deepseek_v2, deepseek_v3, glm4_moe, glm4_moe_lite, kimi_k2, mixtral, olmoe, qwen2_moe, qwen3_moe",
+        ", ".join(sorted(registry.MODELS)),
     )
 
 

@@ -70,7 +70,10 @@ def gpt_oss(**options: Any) -> dict[str, Any]:
         "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 20, "num_hidden_layers": 3,
         "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 12,
         "num_experts_per_tok": 4, "max_position_embeddings": 192, "sliding_window": 9,
-        "swiglu_limit": 1.0, "rope_parameters": {**YARN, "truncate": False},
+        "swiglu_limit": 1.0,
+        "rope_parameters": {
+            **YARN, "rope_theta": 100.0, "beta_fast": 1, "beta_slow": 0.1, "truncate": False,
+        },
     }  # fmt: skip
     return {**base, **options}
 
