@@ -12,6 +12,7 @@ import torch
 
 from moesaic.core.experts import PARTS, ExpertLayout
 from moesaic.kernels.weights import ExpertWeights
+from moesaic.models.columns import transpose
 from moesaic.models.pages import aligned
 from moesaic.offload.arrangement import Arrangement
 from moesaic.offload.reading import ALIGNMENT
@@ -48,10 +49,10 @@ class StreamedColumns(Streamed):
         size = self._read(arranged, [(0, arranged.size)], self._staging)
         found = views(arranged, self._staging, self._dtype)
         gate_up, down, inner_bias, down_bias = (found[place] for place in places)
-        gate, up = gate_up[:, 0::2].t(), gate_up[:, 1::2].t()
-        rows = gate, up, down.t(), inner_bias[0::2], inner_bias[1::2], down_bias
-        for into, part in zip(target, rows, strict=True):
-            into.copy_(part)
+        for into, matrix in zip(target[:3], (gate_up[:, 0::2], gate_up[:, 1::2], down), strict=True):
+            transpose(matrix, into)
+        for into, bias in zip(target[3:], (inner_bias[0::2], inner_bias[1::2], down_bias), strict=True):
+            into.copy_(bias)
         return size
 
     @staticmethod
