@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 STEPS = {
     "decode": ([1] * 6, [1, 255, 256, 257, 700, 16]),
     "prefill": ([12, 1, 70], [12, 1, 70]),
-    "both": ([1, 30, 1, 2, 300, 1], [700, 264, 17, 257, 300, 513]),
+    "both": ([1, 30, 1, 2, 40, 1], [700, 264, 17, 257, 300, 513]),
 }
 HEADS = [(1, 1), (6, 2), (50, 1)]
 WINDOWS = [None, 6, 300]
@@ -31,12 +31,11 @@ def by_softmax(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, si
     return chances[:-1] @ values.double()
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("heads", HEADS)
-def test_the_reference(heads: tuple[int, int], window: int | None, step: str) -> None:
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)])
+def test_the_reference(heads: tuple[int, int], window: int | None) -> None:
     torch.manual_seed(0)
-    batch = AttentionBatch.build(tokens(*STEPS[step], block_size=8), 8)
+    batch = AttentionBatch.build(tokens([4, 1, 9, 1, 1], [30, 5, 9, 64, 17], block_size=8), 8)
     query, sinks = torch.randn(batch.batch.num_rows, heads[0], 16), 3 * torch.randn(heads[0])
     keys, values = cache(8, heads[1], 16), cache(8, heads[1], 16)
     given = (query, keys, values, batch, SCALE, window)
@@ -62,7 +61,9 @@ def test_the_definition(native: Kernels) -> None:
 @pytest.mark.parametrize("dtype", CACHED)
 @pytest.mark.parametrize("step", STEPS)
 def test_native_attention(native: Kernels, step: str, dtype: torch.dtype) -> None:
-    for (heads, kv_heads), window, block_size in itertools.product(HEADS, WINDOWS, (5, 16)):
+    for ((heads, kv_heads), window), block_size in zip(
+        itertools.product(HEADS, WINDOWS), itertools.cycle((5, 16)), strict=False
+    ):
         blocks = 2500 // block_size
         batch = AttentionBatch.build(tokens(*STEPS[step], block_size, num_blocks=blocks), block_size)
         query, sinks = torch.randn(batch.batch.num_rows, heads, 24), 3 * torch.randn(heads)
