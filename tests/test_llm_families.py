@@ -40,6 +40,7 @@ FAMILIES = {
     "ernie": torch.bfloat16,
     "granite": torch.bfloat16,
     "hy3-layers-bias-shared-yarn": torch.bfloat16,
+    "gpt-oss": torch.bfloat16,
 }
 """A case, and the type of its weights."""
 LATER = {"solar", "glm4v"}
@@ -63,6 +64,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     "all-reduce": {"moe_collectives": "all-reduce"},
     "reduce-scatter": {"moe_collectives": "reduce-scatter"},
     "deepspeed": {"moe_collectives": "deepspeed"},
+    "half of each expert": {"expert_tensor_parallel_size": 2},
     "all-reduce, offloaded": {"moe_collectives": "all-reduce"} | WAYS["experts on disk"],
 }
 

@@ -67,12 +67,24 @@ LOSING = ("qwen3, k 8", "defrag", "2 and 2, twice", "of 16", "large", "none", "e
 MORE = {
     "olmoe": model_configs.CASES["olmoe-clip-bias-gqa"],
     "qwen2": model_configs.CASES["qwen2-dense-layers-plain"],
+    "gpt-oss": model_configs.CASES["gpt-oss"],
 }
 """Families beside the cover, each once."""
 ONCE = [
     ("olmoe", "mtfs", "1 and 3", "of 16", "large", "none", "exact", "native", "shm"),
     ("qwen2", "two in flight", "1 and 1", "of 16", "large", "none", "exact", "native", "tcp"),
 ]
+BIASED = [
+    pytest.param(("gpt-oss", *choices), marks=pairs.REST)
+    for choices in (
+        ("defrag", "3 and 2, one more", "of 16", "large", "none", "partial", "native", "socket"),
+        ("barrier", "2 and 2, twice", "of 16", "large", "none", "exact", "native", "tcp"),
+        ("two in flight", "1 and 3", "whole", "large", "two", "exact", "torch", "shm"),
+        ("mtfs", "1 and 1", "whole", "of one request", "none", "exact", "native", "faulty"),
+        ("flfs", "1 and 3", "of 16", "large", "none", "exact", "torch", "tcp"),
+    )
+]
+"""A family whose experts have biases, under every schedule."""
 
 
 def every_pair() -> list[Any]:
@@ -125,7 +137,7 @@ def drive(served: Cluster, cancelled: tuple[int, ...]) -> list[Answer]:
     return served.finish()
 
 
-@pytest.mark.parametrize("case", [*every_pair(), LOSING, *ONCE], ids=", ".join)
+@pytest.mark.parametrize("case", [*every_pair(), LOSING, *ONCE, *BIASED], ids=", ".join)
 def test_the_bits_of_one_process(case: tuple[str, ...], checkpoints: dict[str, Path]) -> None:
     name, schedule, processes, chunks, cache, cancel, combine, kernels, transport = case
     path, picked = str(checkpoints[name]), FACTORS["kernels"][kernels]

@@ -248,6 +248,25 @@ MINIMAX_M2 = {
     "intermediate_size": 1536,
 }
 
+GPT_OSS_20B = {
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 24,
+    "hidden_size": 2880,
+    "vocab_size": 201088,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "intermediate_size": 2880,
+}
+GPT_OSS_120B = GPT_OSS_20B | {"num_hidden_layers": 36, "num_local_experts": 128}
+
+
+@pytest.mark.parametrize(("config", "billions"), [(GPT_OSS_20B, (20.9, 4.2)), (GPT_OSS_120B, (116.8, 5.7))])
+def test_gpt_oss_has_its_published_parameters(config: dict[str, Any], billions: tuple[float, float]) -> None:
+    """Which are 20.9 B and 3.6 B, 116.8 B and 5.1 B; the active ones also count the embedding, of 0.6 B."""
+    found = read(config, "x")
+    assert (round(found.parameters / 1e9, 1), round(found.active / 1e9, 1)) == billions
+
 
 @pytest.mark.parametrize(
     ("config", "billions"),

@@ -54,8 +54,8 @@ def test_first_tokens_are_those_of_the_cpu(written: Written, model: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek3-full", "glm4-norm-bias-groups"])
-def test_first_tokens_of_a_gate_of_sigmoids_are_those_of_the_cpu(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["deepseek3-full", "glm4-norm-bias-groups", "gpt-oss"])
+def test_first_tokens_of_other_families_are_those_of_the_cpu(tmp_path: Path, name: str) -> None:
     tiny_models.save(tiny_models.build(*model_configs.CASES[name]), tmp_path)
     byte_tokenizer(tmp_path)
     _, found = on_device(tmp_path, new=3, max_num_batched_tokens=40, max_num_seqs=8)

@@ -123,6 +123,15 @@ def test_what_a_gpu_does_not_carry_out_is_refused(
     assert str(raised.value) == line
 
 
+def test_experts_in_columns_are_refused(tmp_path: Path) -> None:
+    tiny_models.save(tiny_models.build(*model_cases.CASES["gpt-oss"]), tmp_path)
+    byte_tokenizer(tmp_path)
+    with sanitized(), pytest.raises(ConfigError) as raised:
+        LLM(str(tmp_path), device="cuda", offload=STAYS)
+    allowed = "cpu with --fast-memory, for experts stored in columns"
+    assert str(raised.value) == f"--device: got 'cuda'; allowed: {allowed}"
+
+
 LARGE = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 16, "num_hidden_layers": 4}
 LONG = {**LARGE, "max_position_embeddings": 1100}
 WIDE_CACHE = {"num_key_value_heads": 6, "head_dim": 64}

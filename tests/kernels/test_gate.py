@@ -127,3 +127,19 @@ REFUSED: dict[str, Callable[[Kernels], object]] = {
 def test_what_does_not_fit_is_refused(native: Kernels, case: str) -> None:
     with pytest.raises((TypeError, ValueError)):
         REFUSED[case](native)
+
+
+def test_a_bias_of_the_products_chooses_and_weighs(native: Kernels) -> None:
+    """As in gpt-oss: the softmax over the products of the chosen experts, with their biases."""
+    weight, bias = torch.tensor([[0.5], [2.0], [1.0], [-1.0]]), torch.tensor([2.5, -1.5, 0.0, 0.5])
+    gating = Gating(2, normalise=True, biased="products")
+    ids, weights = answers(native, weight, gating, bias)
+    likely = torch.tensor([3.0, 1.0]).softmax(0).tolist()
+    assert (ids, weights) == ([0, 2], [round(x, 4) for x in likely])
+    assert answers(native, weight, gating)[0] == [1, 2]
+    rows, weight, bias = stored(max(ROWS), 33), stored(12, 33, spread=0.3), stored(12)
+    for count in ROWS:
+        ids, found = native.gate(rows[:count], weight, Gating(4, True, biased="products"), bias)
+        best, wanted_ids = (rows[:count] @ weight.t() + bias).topk(4)
+        assert torch.equal(ids, wanted_ids)
+        close(found, best.softmax(-1))

@@ -596,10 +596,47 @@ MINIMAX_M2 = GENERIC | {
 }
 """Without the quantization_config of the published FP8 weights."""
 
+GPT_OSS_20B = GENERIC | {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "vocab_size": 201088,
+}
+"""Without its quantization_config, as after a conversion to bf16."""
+
 
 @pytest.mark.parametrize(
     ("config", "layers", "experts", "context", "kv_numbers"),
     [
+        (GPT_OSS_20B, 24, 32, 131072, 2 * 8 * 64),
         (MIXTRAL_8X7B, 32, 8, 32768, 2 * 8 * 128),
         (MIXTRAL_8X22B, 56, 8, 65536, 2 * 8 * 128),
         (QWEN3_30B_A3B, 48, 128, 40960, 2 * 4 * 128),
@@ -628,6 +665,7 @@ MINIMAX_M2 = GENERIC | {
         (QWEN2_57B_A14B, 28, 64, 131072, 2 * 4 * 128),
     ],
     ids=[
+        "gpt-oss-20b",
         "mixtral-8x7b",
         "mixtral-8x22b",
         "qwen3-30b-a3b",

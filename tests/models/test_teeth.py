@@ -17,15 +17,16 @@ from tests.support.model_driver import Driver
 from moesaic.kernels.gating import Gating
 from moesaic.kernels.reference import dense, gate
 from moesaic.kernels.table import REFERENCE
+from moesaic.kernels.weights import ExpertWeights
 from moesaic.models import registry
 
 pytestmark = pytest.mark.slow  # what is tested here are the tests of test_identity.py
 LENGTH = 41
 NEW = 24
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
-FULL, DEEPSEEK3, GLM4_LITE = (
+FULL, DEEPSEEK3, GLM4_LITE, GPT_OSS = (
     model_configs.CASES[name][1]["rope_parameters"]
-    for name in ("deepseek-full", "deepseek3-full", "glm4-lite-layers-groups-yarn")
+    for name in ("deepseek-full", "deepseek3-full", "glm4-lite-layers-groups-yarn", "gpt-oss")
 )
 
 EDITS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -129,6 +130,14 @@ EDITS: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax",
         {"rope_parameters": PLAIN, "rotary_dim": 16},
     ),
+    "windows of gpt-oss": ("gpt-oss", {"layer_types": [model_configs.FULL] * 3}),
+    "which layers of gpt-oss have windows": (
+        "gpt-oss",
+        {"layer_types": [model_configs.FULL, model_configs.SLIDING, model_configs.FULL]},
+    ),
+    "limit of gpt-oss": ("gpt-oss", {"swiglu_limit": 1e9}),
+    "alpha of gpt-oss": ("gpt-oss", {"swiglu_alpha": 1.0}),
+    "truncate of gpt-oss": ("gpt-oss", {"rope_parameters": {**GPT_OSS, "truncate": True}}),
     "yarn of a part of a head": (
         "glm4-plain-odd-heads-yarn",
         {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.7}},
@@ -273,6 +282,14 @@ WEIGHTS = {
     "query bias of glm4": ("glm4-norm-bias-groups", {"query": no_bias}),
     "value bias of glm4": ("glm4-norm-bias-groups", {"value": no_bias}),
     "latent bias of deepseek3": ("deepseek3-full", {"latent": no_bias}),
+    "sinks": ("gpt-oss", {"sinks": nothing}),
+    "query bias of gpt-oss": ("gpt-oss", {"query": no_bias}),
+    "key bias of gpt-oss": ("gpt-oss", {"key": no_bias}),
+    "value bias of gpt-oss": ("gpt-oss", {"value": no_bias}),
+    "output bias of gpt-oss": ("gpt-oss", {"out": no_bias}),
+    "bias of the gate's products": ("gpt-oss", {"router": no_bias}),
+    "bias of the gate's products that only chooses": ("gpt-oss", {"router": gating(biased="choice")}),
+    "weights of the chosen experts alone": ("gpt-oss", {"router": gating(normalise=False)}),
 }
 
 
@@ -281,6 +298,36 @@ def test_a_part_of_the_weights_matters(part: str, intact: Intact) -> None:
     name, changes = WEIGHTS[part]
     path, wanted = intact(name)
     check_differs(without(registry.load(path, REFERENCE), **changes), wanted)
+
+
+def zeros(line: int) -> Any:
+    """Replaces a part of the experts, by its place in `parts`, by zeros."""
+
+    def change(weights: ExpertWeights) -> ExpertWeights:
+        parts = list(weights.parts)
+        parts[line] = tuple(None if one is None else torch.zeros_like(one) for one in parts[line])
+        return weights.with_parts(parts)
+
+    return change
+
+
+EXPERTS = {
+    "gate biases": zeros(3),
+    "up biases": zeros(4),
+    "down biases": zeros(5),
+    "gate and up in turn": lambda weights: replace(weights, gate=weights.up, up=weights.gate),
+    "what is added to up": lambda weights: replace(
+        weights, activation=replace(weights.activation, added=0.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("part", EXPERTS)
+def test_a_part_of_the_experts_matters(part: str, intact: Intact) -> None:
+    path, wanted = intact("gpt-oss")
+    model = registry.load(path, REFERENCE)
+    changed = {layer: EXPERTS[part](weights) for layer, weights in model.experts.items()}
+    check_differs(replace(model, experts=changed), wanted)
 
 
 @pytest.mark.parametrize("name", ["deepseek-lite", "qwen3", "ernie"])

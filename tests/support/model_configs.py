@@ -73,6 +73,20 @@ def glm4(**options: Any) -> dict[str, Any]:
     return {**base, **options}
 
 
+def gpt_oss(**options: Any) -> dict[str, Any]:
+    """Its activation is limited at 1, since few products of so small a model would reach 7."""
+    base = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 20, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 12,
+        "num_experts_per_tok": 4, "max_position_embeddings": 192, "sliding_window": 9,
+        "swiglu_limit": 1.0,
+        "rope_parameters": {
+            **YARN, "rope_theta": 100.0, "beta_fast": 1, "beta_slow": 0.1, "truncate": False,
+        },
+    }  # fmt: skip
+    return {**base, **options}
+
+
 def olmoe(**options: Any) -> dict[str, Any]:
     base = {
         "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 20, "num_hidden_layers": 3,
@@ -382,6 +396,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             ),
             {"depth": 1, "out_hidden_size": 48, "num_heads": 2},
             image_token_id=96, video_token_id=95,
+        ),
+    ),
+    "gpt-oss": ("gpt_oss", gpt_oss()),
+    "gpt-oss-full-first-plain-tied": (
+        "gpt_oss",
+        gpt_oss(
+            layer_types=[FULL, SLIDING, SLIDING], attention_bias=False, num_attention_heads=5,
+            num_key_value_heads=1, num_experts_per_tok=1, swiglu_alpha=1.0, swiglu_limit=7.0,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4}, tie_word_embeddings=True,
         ),
     ),
     "glm4-lite": ("glm4_moe_lite", glm4_lite()),

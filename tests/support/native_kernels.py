@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch.nn import functional
 
+from moesaic.core.experts import SILU, Activation
 from moesaic.kernels.table import ROUNDING, Kernels
 
 ROWS = (0, 1, 2, 3, 5, 7, 8, 13, 49, 130)
@@ -47,17 +47,33 @@ EDGE = 2e-6
 """The possible difference between two orders of a sum, as a share of the largest inner number of an MLP."""
 
 
-def close_mlp(native: Kernels, found: torch.Tensor, rows: torch.Tensor, mlp: Sequence[torch.Tensor]) -> None:
+def activated(kind: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The definition of an activation, in double precision."""
+    limit = float("inf") if kind.limit is None else kind.limit
+    gate, up = gate.double().clamp(max=limit), up.double().clamp(-limit, limit)
+    return (up + kind.added) * gate * torch.sigmoid(kind.alpha * gate)
+
+
+def close_mlp(
+    native: Kernels,
+    found: torch.Tensor,
+    rows: torch.Tensor,
+    mlp: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None] = (None, None, None),
+    activation: Activation = SILU,
+) -> None:
     """Whether [n, h] is the gated MLP (gate, up, down) of rows [n, h], up to 1e-5 of the largest number.
 
-    Where inner numbers are rounded, one on the edge between two bf16 numbers may be either of them.
+    biases: of gate, up and down. Where inner numbers are rounded, one on the edge between two bf16 numbers
+    may be either of them.
     """
     gate, up, down = (weight.double() for weight in mlp)
     rows = met(native, rows, mlp[0]).double()
-    inner = functional.silu(rows @ gate.t()) * (rows @ up.t())
+    of_gate, of_up, of_down = (0.0 if bias is None else bias for bias in biases)
+    inner = activated(activation, rows @ gate.t() + of_gate, rows @ up.t() + of_up)
     edge = EDGE * inner.abs().max() if inner.numel() else 0.0
     low, high = (met(native, one.float(), mlp[2]).double() for one in (inner - edge, inner + edge))
-    wanted = met(native, inner.float(), mlp[2]).double() @ down.t()
+    wanted = met(native, inner.float(), mlp[2]).double() @ down.t() + of_down
     allowed = 1e-5 * wanted.abs().max() if wanted.numel() else 0.0
     assert (found.shape, found.dtype) == (wanted.shape, torch.float32)
     assert bool(((found - wanted).abs() <= allowed + (high - low) @ down.abs().t()).all())

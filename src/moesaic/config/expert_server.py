@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from moesaic.config.values import KernelName, QueuePolicyName, Schedule
 from moesaic.config.worker import QueueConfig
-from moesaic.core.experts import ExpertLayout
+from moesaic.core.experts import Activation, ExpertLayout
 
 
 @dataclass(frozen=True)
@@ -48,4 +48,6 @@ class ExpertServerConfig:
         parts = json.loads(text)
         layout, queues = parts.pop("layout"), QueueConfig(**parts.pop("queues"))
         prefixes = {int(layer): prefix for layer, prefix in layout.pop("prefixes").items()}
-        return cls(layout=ExpertLayout(prefixes=prefixes, **layout), queues=queues, **parts)
+        activation = Activation(**layout.pop("activation"))
+        read = ExpertLayout(prefixes=prefixes, activation=activation, **layout)
+        return cls(layout=read, queues=queues, **parts)

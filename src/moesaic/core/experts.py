@@ -14,6 +14,31 @@ def model_name(layers: Sequence[int], num_experts: int, hidden: int, width: int,
     return fingerprint("moe", layers, num_experts, hidden, width, weights)
 
 
+Stored = tuple[str, *tuple[int, ...]]
+"""Name and shape of a tensor of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What an expert computes from its gate and up products, for the down projection.
+
+    First gate is limited to at most `limit`, and up to -limit .. limit. Then the result is
+    (up + added) * gate * sigmoid(alpha * gate). The defaults give silu(gate) * up.
+    """
+
+    alpha: float = 1.0
+    added: float = 0.0
+    limit: float | None = None
+    """None: nothing is limited."""
+
+
+SILU = Activation()
+ROWS, COLUMNS = "rows", "columns"
+"""How a checkpoint stores an expert: see `ExpertLayout.form`."""
+PARTS = {ROWS: 3, COLUMNS: 6}
+"""How many tensors an expert has in memory: gate, up and down, then their biases in the same order."""
+
+
 @dataclass(frozen=True)
 class ExpertLayout:
     """The sizes and tensor names of a checkpoint's routed experts.
@@ -24,7 +49,7 @@ class ExpertLayout:
     prefixes: dict[int, str]
     """MoE layer -> prefix of its tensors.
 
-    Expert E has the tensors `PREFIX.E.gate.weight`, and so for up and down.
+    Expert E has the tensors `PREFIX.E.gate.weight`, and so for up and down, where `form` is ROWS.
     """
     gate: str
     up: str
@@ -45,6 +70,10 @@ class ExpertLayout:
     """Fingerprint of the checkpoint (`models.fingerprint`). Empty where no checkpoint was read."""
     origin: str = ""
     """Fingerprint by which placements and profiles know it: of the checkpoint before it was compressed."""
+    form: str = ROWS
+    """ROWS: gate [w, h], up [w, h] and down [h, w], without biases. COLUMNS: gate and up in turn as the
+    columns of one matrix [h, 2w], down as [w, h], and a bias for each of both (gpt-oss)."""
+    activation: Activation = SILU
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -59,7 +88,8 @@ class ExpertLayout:
     @property
     def parameters(self) -> int:
         """Number of weights in all routed experts."""
-        return len(self.prefixes) * self.num_experts * 3 * self.hidden * self.width
+        biases = self.hidden + 2 * self.width if self.form == COLUMNS else 0
+        return len(self.prefixes) * self.num_experts * (3 * self.hidden * self.width + biases)
 
     @property
     def expert_bytes(self) -> int:
@@ -67,24 +97,47 @@ class ExpertLayout:
         return sum(self.matrix_bytes)
 
     @property
-    def matrix_bytes(self) -> tuple[int, int, int]:
-        """Bytes of one expert's gate, up and down matrices."""
+    def matrix_bytes(self) -> tuple[int, ...]:
+        """Bytes of one expert's gate, up and down matrices in memory, and of its three biases if it has them.
+
+        Biases are float32.
+        """
         inner = self.width * row_bytes(self.dtype, self.hidden)
-        return inner, inner, self.hidden * row_bytes(self.dtype, self.width)
+        matrices = inner, inner, self.hidden * row_bytes(self.dtype, self.width)
+        biases = 4 * self.width, 4 * self.width, 4 * self.hidden
+        return matrices + biases if self.form == COLUMNS else matrices
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all routed experts."""
         return len(self.prefixes) * self.num_experts * self.expert_bytes
 
-    def tensors(self, layer: int, expert: int) -> tuple[tuple[str, int, int], ...]:
-        """(name, rows, columns) of the gate [w, h], up [w, h] and down [h, w] matrices."""
+    def tensors(self, layer: int, expert: int) -> tuple[Stored, ...]:
+        """Name and shape of what the checkpoint stores of an expert.
+
+        ROWS: the gate [w, h], up [w, h] and down [h, w] matrices. COLUMNS: see `column_tensors`.
+        """
         prefix = f"{self.prefixes[layer]}.{expert}"
+        if self.form == COLUMNS:
+            return column_tensors(prefix, self.hidden, self.width)
         return (
             (f"{prefix}.{self.gate}.weight", self.width, self.hidden),
             (f"{prefix}.{self.up}.weight", self.width, self.hidden),
             (f"{prefix}.{self.down}.weight", self.hidden, self.width),
         )
+
+
+def column_tensors(prefix: str, hidden: int, width: int) -> tuple[Stored, Stored, Stored, Stored]:
+    """Name and shape of gate and up [h, 2w], down [w, h], and the biases of both, of an expert in COLUMNS.
+
+    prefix: of the expert's tensors, with its id.
+    """
+    return (
+        (f"{prefix}.gate_up_proj", hidden, 2 * width),
+        (f"{prefix}.down_proj", width, hidden),
+        (f"{prefix}.gate_up_proj_bias", 2 * width),
+        (f"{prefix}.down_proj_bias", hidden),
+    )
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,10 @@ def _qwen(raw: Raw, name: str) -> ModelSizes:
     )
 
 
+def _gpt_oss(raw: Raw, name: str) -> ModelSizes:
+    return _mixtral({"num_local_experts": 128, "num_experts_per_tok": 4, "head_dim": 64} | dict(raw), name)
+
+
 def _olmoe(raw: Raw, name: str) -> ModelSizes:
     layers, experts = _integer(raw, "num_hidden_layers", most=LAYERS), _integer(raw, "num_experts", 64)
     attention = _grouped(raw)
@@ -251,6 +255,7 @@ _READERS: dict[str, Callable[[Raw, str], ModelSizes]] = {
     "hy_v3": _hy3,
     "granitemoe": _mixtral,
     "ernie4_5_moe": _ernie,
+    "gpt_oss": _gpt_oss,
     "dbrx": _dbrx,
 }
 

@@ -25,6 +25,7 @@ class NativeBackend:
         self._reading = threading.Lock()
         """Locked while the kernel reads weights, which must not be dropped meanwhile."""
         self._size, self._stored = (layout.hidden, layout.width), OF_EXPERTS.index(layout.dtype)
+        self._activation = layout.activation
 
     @property
     def held(self) -> dict[int, list[int]]:
@@ -40,4 +41,4 @@ class NativeBackend:
     def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
         found = [(part.hidden, part.rows, part.experts, part.out, part.lines) for part in parts]
         with self._reading:
-            plain.experts(self._store.table(layer), self._size, self._stored, found)
+            plain.experts(self._store.table(layer), self._size, self._stored, found, self._activation)

@@ -2,7 +2,8 @@
 
 A matrix that the checkpoint stores in the type that the kernels read stays in the mapped file. So processes
 of one host share its pages, and loading an expert only needs the header of the file. Other types are
-converted once. Without mapping, experts are read into memory of the server's own.
+converted once. Without mapping, experts are read into memory of the server's own. So are experts in columns,
+which the kernels read as rows.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.experts import ExpertLayout
+from moesaic.core.experts import COLUMNS, PARTS, ROWS, ExpertLayout
 from moesaic.experts.slots import Bytes, Slots
 from moesaic.kernels.compressed import decompress
+from moesaic.models.columns import as_rows
 from moesaic.models.headers import COMPRESSED_ROWS, STORED, WIDTHS, Headers, Place
 from moesaic.models.headers import INDEX as INDEX
 from moesaic.models.headers import SINGLE as SINGLE
@@ -29,17 +31,20 @@ class Store:
 
     def __init__(self, path: Path, layout: ExpertLayout, mapped: bool = True) -> None:
         self.layout = layout
+        mapped = mapped and layout.form == ROWS  # others are always copied, as rows
         self._checkpoint = _Checkpoint(path, _Mapped().part if mapped else _read)
         self._slots = None if mapped else Slots(layout.matrix_bytes)
         self._tables = {
-            layer: np.zeros((3, layout.num_experts), dtype=np.uint64) for layer in layout.prefixes
+            layer: np.zeros((PARTS[layout.form], layout.num_experts), dtype=np.uint64)
+            for layer in layout.prefixes
         }
         self._held: dict[tuple[int, int], list[Bytes]] = {}
         self._places: dict[tuple[int, int], Bytes] = {}
         """The slot of each expert that was copied."""
 
     def table(self, layer: int) -> npt.NDArray[np.uint64]:
-        """[3, E] addresses of the gate, up and down matrices, 0 for experts that are not loaded."""
+        """[3, E] addresses of the gate, up and down matrices, 0 for experts that are not loaded. With biases
+        [6, E]: then those of the biases of gate, up and down."""
         return self._tables[layer]
 
     @property
@@ -74,10 +79,13 @@ class Store:
     def _take(self, layer: int, expert: int) -> None:
         if not 0 <= expert < self.layout.num_experts:
             raise CheckpointError(f"experts: got {expert}; allowed: 0 to {self.layout.num_experts - 1}")
+        stored = STORED[self.layout.dtype]
         parts = [
-            self._checkpoint.matrix(name, rows, columns, STORED[self.layout.dtype])
-            for name, rows, columns in self.layout.tensors(layer, expert)
+            self._checkpoint.part(name, *shape, stored=stored if len(shape) == 2 else "F32")
+            for name, *shape in self.layout.tensors(layer, expert)
         ]
+        if self.layout.form == COLUMNS:
+            parts = as_rows(parts, WIDTHS[stored], self.layout.width)
         if self._slots is not None:
             self._places[layer, expert], parts = self._slots.copy(parts)
         self._held[layer, expert] = parts
@@ -85,7 +93,7 @@ class Store:
 
 
 class _Checkpoint:
-    """The matrices of one checkpoint directory."""
+    """The experts' tensors of one checkpoint directory."""
 
     def __init__(self, path: Path, part: Callable[[Place], Bytes]) -> None:
         """part: returns the bytes of a place, or fewer when the file ends before it."""
@@ -93,16 +101,16 @@ class _Checkpoint:
         self._headers = Headers(path)
         self._part = part
 
-    def matrix(self, name: str, rows: int, columns: int, stored: str) -> Bytes:
-        """The bytes of a matrix in type `stored`: a view when the file has that type, else a
+    def part(self, name: str, *shape: int, stored: str) -> Bytes:
+        """The bytes of a matrix or vector in type `stored`: a view when the file has that type, else a
         converted copy.
         """
-        place = self._headers.find(name, rows, columns)
+        place = self._headers.find(name, *shape)
         part = self._part(place)
         if len(part) < place.size:
             raise CheckpointError(f"{place.file}: truncated since its header was read: tensor {name}")
         if place.dtype != stored:
-            return _as(stored, part, place, columns)
+            return _as(stored, part, place, shape[-1])
         return part.copy() if part.ctypes.data % WIDTHS[place.dtype] else part
 
 

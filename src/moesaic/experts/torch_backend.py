@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from moesaic.core.experts import ExpertLayout
+from moesaic.core.experts import PARTS, ExpertLayout
 from moesaic.experts.backend import CallPairs
 from moesaic.kernels import table
 from moesaic.kernels.weights import ExpertWeights
@@ -32,8 +31,8 @@ class TorchBackend:
         self._kernels.set_threads(threads, False)
         self.name = self._kernels.name
         self._path, self._layout, self._device, self._mapped = path, layout, device, mapped
-        none: tuple[torch.Tensor | None, ...] = (None,) * layout.num_experts
-        self._weights = {layer: ExpertWeights(none, none, none) for layer in layout.prefixes}
+        none = ExpertWeights.of_held(layout.num_experts, {}, PARTS[layout.form], layout.activation)
+        self._weights = dict.fromkeys(layout.prefixes, none)
 
     @property
     def held(self) -> dict[int, list[int]]:
@@ -46,21 +45,11 @@ class TorchBackend:
         dtype = self._layout.dtype
         read = registry.load_experts(self._path, self._kernels, new, self._device, dtype, self._mapped)
         for layer, more in read.items():
-            held = self._weights[layer]
-            both = [
-                tuple(old if new is None else new for old, new in zip(*parts, strict=True))
-                for parts in ((held.gate, more.gate), (held.up, more.up), (held.down, more.down))
-            ]
-            self._weights[layer] = ExpertWeights(*both)
+            self._weights[layer] = self._weights[layer].with_more(more)
 
     def keep(self, wanted: Mapping[int, Iterable[int]]) -> None:
         for layer, weights in self._weights.items():
-            kept = set(wanted.get(layer, ()))
-            gate, up, down = (
-                tuple(one if expert in kept else None for expert, one in enumerate(part))
-                for part in (weights.gate, weights.up, weights.down)
-            )
-            self._weights[layer] = replace(weights, gate=gate, up=up, down=down)
+            self._weights[layer] = weights.only(set(wanted.get(layer, ())))
 
     def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
         rows = np.concatenate([part.hidden[part.rows] for part in parts])

@@ -10,8 +10,8 @@ from typing import Literal
 class Gating:
     """The rule of a top-k gate. An expert's product is that of the gate's weight and the row.
 
-    An expert's score is computed from the products. A correction bias, if the model has one, is added to the
-    scores that choose, and never to those that weigh.
+    An expert's score is computed from the products. What a bias, if the model has one, is added to is said by
+    `biased`.
     """
 
     top_k: int
@@ -29,3 +29,6 @@ class Gating:
     """A group's score: the score of its best expert, or the sum of the two best."""
     added: float = 0.0
     """Added to the sum that divides the weights, so that it is not zero. DeepSeek-V3 has 1e-20."""
+    biased: Literal["choice", "products"] = "choice"
+    """choice: a correction bias is added to the scores that choose, and not to those that weigh. products: a
+    bias is added to the products."""

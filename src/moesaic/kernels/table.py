@@ -61,6 +61,7 @@ class PagedAttention(Protocol):
         scale: float,
         sliding_window: int | None = None,
         value_width: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
+from moesaic.core.experts import SILU, Activation
 from moesaic.core.stored import COMPRESSED, OF_EXPERTS, row_bytes
 
+Part = tuple[torch.Tensor | None, ...]
+"""One tensor of each expert, by logical id."""
 NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.uint8: COMPRESSED}
+
+
+PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+"""Fields of ExpertWeights, and lines of its table of pointers."""
 
 
 @dataclass(frozen=True)
@@ -17,17 +25,18 @@ class PointerTable:
     """The addresses of one layer's experts, for kernels that read them in place."""
 
     memory: torch.Tensor
-    """[3, E] int64 addresses of gate, up and down; 0 for an expert that is not held."""
+    """[3, E] int64 addresses of gate, up and down; 0 for an expert that is not held. With biases it is
+    [6, E], in the order of PARTS."""
     hidden: int
     width: int
     stored: int
     """Index into OF_EXPERTS of their dtype."""
 
     @property
-    def addresses(self) -> tuple[int, int, int]:
-        """Addresses of the three lines of `memory`."""
-        first, line = self.memory.data_ptr(), self.memory.stride(0) * 8
-        return first, first + line, first + 2 * line
+    def addresses(self) -> tuple[int, ...]:
+        """Addresses of six lines of `memory`; 0 for lines that it does not have."""
+        first, line, lines = self.memory.data_ptr(), self.memory.stride(0) * 8, len(self.memory)
+        return tuple(first + index * line if index < lines else 0 for index in range(6))
 
 
 @dataclass(frozen=True)
@@ -38,12 +47,34 @@ class ExpertWeights:
     memory-mapped checkpoint. Compressed experts are uint8: a row holds its bytes instead of its numbers.
     """
 
-    gate: tuple[torch.Tensor | None, ...]
+    gate: Part
     """[w, h] each."""
-    up: tuple[torch.Tensor | None, ...]
+    up: Part
     """[w, h] each."""
-    down: tuple[torch.Tensor | None, ...]
+    down: Part
     """[h, w] each."""
+    gate_bias: Part = ()
+    """[w] float32 each, added to the gate's products. Empty, as the next two: the experts have no biases."""
+    up_bias: Part = ()
+    """[w] float32 each."""
+    down_bias: Part = ()
+    """[h] float32 each."""
+    activation: Activation = field(default=SILU, kw_only=True)
+
+    @classmethod
+    def of_held(
+        cls,
+        num_experts: int,
+        held: Mapping[int, Sequence[torch.Tensor]],
+        parts: int = 3,
+        activation: Activation = SILU,
+    ) -> ExpertWeights:
+        """held: expert -> its tensors in the order of PARTS. parts: their number, 3, or 6 with biases."""
+        every = (
+            tuple(held[expert][part] if expert in held else None for expert in range(num_experts))
+            for part in range(parts)
+        )
+        return cls(*every, activation=activation)
 
     @property
     def num_experts(self) -> int:
@@ -62,6 +93,28 @@ class ExpertWeights:
             raise KeyError(f"expert {expert} is not held here")
         return gate, up, down
 
+    def biases_of(self, expert: int) -> tuple[torch.Tensor | None, ...]:
+        """The biases of gate, up and down of one expert; None where the experts have none."""
+        biases = self.gate_bias, self.up_bias, self.down_bias
+        return tuple(part[expert] if part else None for part in biases)
+
+    def with_more(self, more: ExpertWeights) -> ExpertWeights:
+        """These experts and those of `more`, which replace these where both have them."""
+        pairs = zip(self.parts, more.parts, strict=True)
+        return self.with_parts(
+            [tuple(old if new is None else new for old, new in zip(*pair, strict=True)) for pair in pairs]
+        )
+
+    def only(self, kept: Collection[int]) -> ExpertWeights:
+        """Those of these experts whose ids are in `kept`."""
+        return self.with_parts(
+            [tuple(one if expert in kept else None for expert, one in enumerate(part)) for part in self.parts]
+        )
+
+    def with_parts(self, parts: Sequence[Part]) -> ExpertWeights:
+        """Other experts of the same layer. parts: as `parts`."""
+        return ExpertWeights(*parts, activation=self.activation)
+
     @property
     def compressed_numbers(self) -> int:
         """Number of compressed numbers held here."""
@@ -72,7 +125,7 @@ class ExpertWeights:
     def table(self) -> PointerTable:
         """The table of pointers, made once. Raises TypeError if the experts differ in shape or dtype, or
         are not dense."""
-        lines = [[0 if one is None else one.data_ptr() for one in part] for part in self._parts]
+        lines = [[0 if one is None else one.data_ptr() for one in part] for part in self.parts]
         held = [self.of(expert) for expert in self.held]
         if not held:
             return PointerTable(torch.tensor(lines), 0, 0, 0)
@@ -84,6 +137,7 @@ class ExpertWeights:
             alike = gate.shape == up.shape == (width, inner) and down.shape == (hidden, outer)
             if not alike or any(one.dtype != dtype or not one.is_contiguous() for one in (gate, up, down)):
                 raise TypeError("the experts of a layer differ in shape or type, or are not dense")
+        self._check_biases(hidden, width)
         return PointerTable(torch.tensor(lines), hidden, width, OF_EXPERTS.index(NAMES[dtype]))
 
     @staticmethod
@@ -92,5 +146,16 @@ class ExpertWeights:
         return row_bytes(COMPRESSED, numbers) if dtype is torch.uint8 else numbers
 
     @property
-    def _parts(self) -> tuple[tuple[torch.Tensor | None, ...], ...]:
-        return self.gate, self.up, self.down
+    def parts(self) -> tuple[Part, ...]:
+        """The tensors, in the order of PARTS: three parts, or six with biases."""
+        every: tuple[Part, ...] = tuple(getattr(self, name) for name in PARTS)
+        return every if self.gate_bias else every[:3]
+
+    def _check_biases(self, hidden: int, width: int) -> None:
+        """Raises TypeError unless every held expert has the biases that the kernels read, or none has any."""
+        for part, size in zip(self.parts[3:], (width, width, hidden), strict=False):
+            for expert in self.held:
+                one = part[expert]
+                good = one is not None and one.shape == (size,) and one.dtype is torch.float32
+                if one is None or not good or not one.is_contiguous():
+                    raise TypeError(f"the biases of expert {expert}: allowed: dense float32 [{size}]")

@@ -15,6 +15,7 @@ from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import COMPRESSED, row_bytes
 from moesaic.kernels.compressed import decompress
 from moesaic.models import fused
+from moesaic.models.columns import transpose
 from moesaic.models.config import shown
 from moesaic.models.files import INDEX as INDEX
 from moesaic.models.files import INDEX_BYTES, read_json
@@ -93,12 +94,13 @@ class Checkpoint:
         device: str = "cpu",
         part: tuple[slice, ...] = (),
         scan: bool = True,
+        transposed: bool = False,
     ) -> torch.Tensor:
         """Returns a tensor of exactly this shape, or the `part` of it that these slices select.
 
-        It is memory-mapped if it is stored as `dtype` and wanted on the CPU, unless columns are selected. A
-        compressed tensor stays compressed if dtype is uint8, and then cannot have a part. Otherwise it is
-        decompressed.
+        It is memory-mapped if it is stored as `dtype` and wanted on the CPU, unless columns are selected or
+        it is returned `transposed`, as [columns, rows] of the part. A compressed tensor stays compressed if
+        dtype is uint8, and then cannot have a part. Otherwise it is decompressed. It cannot be transposed.
         scan: raise CheckpointError for a number that is NaN or infinite, also one that only `dtype` makes so.
         """
         self.claim(name, *shape)
@@ -113,8 +115,11 @@ class Checkpoint:
             kept = bits[part].clone(memory_format=torch.contiguous_format) if part else bits
             tensor = kept.to(device=device, dtype=dtype)
         else:
-            stored = stored[part].contiguous()
+            whole = stored
+            stored = _transposed(stored[part]) if transposed else stored[part].contiguous()
             tensor = stored.to(device=device, dtype=dtype)
+            if transposed:  # the copy stands for these pages
+                drop_pages(whole.data_ptr(), whole.nbytes)
         if tensor.data_ptr() == stored.data_ptr():
             if self._copies is None:
                 _page_in(stored)
@@ -220,10 +225,12 @@ class Claims(Checkpoint):
         device: str = "cpu",
         part: tuple[slice, ...] = (),
         scan: bool = True,
+        transposed: bool = False,
     ) -> torch.Tensor:
         """As `Checkpoint.tensor`, but returns a tensor without memory."""
         self.claim(name, *shape)
-        return torch.empty(shape, dtype=dtype, device="meta")[part]
+        selected = torch.empty(shape, dtype=dtype, device="meta")[part]
+        return selected.t() if transposed else selected
 
 
 class Partial(Claims):
@@ -267,6 +274,13 @@ def _prefer_huge_pages(opened: Any, file: Path) -> None:
         with file.open("rb") as header:
             tensors = file.stat().st_size - 8 - int.from_bytes(header.read(8), "little")
         prefer_huge(opened.get_tensor(names[0]).data_ptr(), tensors)
+
+
+def _transposed(matrix: torch.Tensor) -> torch.Tensor:
+    """Returns a dense copy."""
+    copy = matrix.new_empty(matrix.shape[::-1])
+    transpose(matrix, copy)
+    return copy
 
 
 def _page_in(mapped: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.experts import ExpertLayout
+from moesaic.core.experts import ROWS, ExpertLayout
 from moesaic.core.stored import COMPRESSED, QUANT_METHOD, row_bytes
 from moesaic.kernels import compressed
 from moesaic.kernels.table import REFERENCE
@@ -188,7 +188,10 @@ def _layout(path: Path, config: dict[str, Any]) -> ExpertLayout:
         raise CheckpointError(f"{path}: the experts of this model are compressed already")
     if not read_spec(path).moe_layers:
         raise CheckpointError(f"{path}: this model has no routed experts to compress")
-    return expert_layout(path, REFERENCE)
+    layout = expert_layout(path, REFERENCE)
+    if layout.form != ROWS:
+        raise CheckpointError(f"{path}: the experts of this model are stored in columns; allowed: in rows")
+    return layout
 
 
 def _shards(path: Path, layout: ExpertLayout) -> list[_Shard]:
@@ -199,10 +202,10 @@ def _shards(path: Path, layout: ExpertLayout) -> list[_Shard]:
             {Path(name).name for name in read_json(path / INDEX, INDEX_BYTES)["weight_map"].values()}
         )
     wanted = {
-        name: [rows, columns]
+        name: shape
         for layer in layout.layers
         for expert in range(layout.num_experts)
-        for name, rows, columns in layout.tensors(layer, expert)
+        for name, *shape in layout.tensors(layer, expert)
     }
     names = Headers(path).every().keys()
     parts = [(name, fused.inside(name, names.__contains__)) for name in wanted]

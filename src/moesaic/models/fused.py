@@ -4,15 +4,22 @@
 transformers writes them with save_original_format=False. Granite's files call the two input_linear.weight and
 output_linear.weight. Elsewhere in moesaic each matrix has the name that
 it has in a checkpoint with experts one by one. Readers look here for a name that a checkpoint does not have.
+
+gpt-oss has other tensors of these names, in columns (`core.experts.ExpertLayout.form`): [E, h, 2w] and
+[E, w, h], beside `gate_up_proj_bias` [E, 2w] and `down_proj_bias` [E, h]. The part of one expert is called
+`experts.3.gate_up_proj`, and so on.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 MATRIX = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+WHOLE = re.compile(r"(.+)\.(\d+)\.((?:gate_up|down)_proj(?:_bias)?)")
+"""All that a fused tensor has of one expert, in columns."""
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 WHERE = {
     "gate_proj": (GATE_UP, 0, 2), "w1": (GATE_UP, 0, 2), "up_proj": (GATE_UP, 1, 2), "w3": (GATE_UP, 1, 2),
@@ -35,29 +42,31 @@ class Inside:
     """Which of the expert's `count` matrices in the tensor, in order of rows."""
     count: int
 
-    def whole(self, experts: int, rows: int, columns: int) -> tuple[int, int, int]:
-        """Shape of the tensor for matrices [rows, columns]. experts: how many it seems to have."""
-        return max(experts, self.expert + 1), self.count * rows, columns
+    def whole(self, experts: int, rows: int, *columns: int) -> tuple[int, ...]:
+        """Shape of the tensor for parts [rows, columns] or [rows]. experts: how many it seems to have."""
+        return max(experts, self.expert + 1), self.count * rows, *columns
 
     def rows(self, rows: int) -> slice:
         """The rows of the matrix among those of its expert."""
         return slice(self.number * rows, (self.number + 1) * rows)
 
-    def first(self, rows: int, columns: int) -> int:
-        """Numbers of the tensor before the matrix."""
-        return (self.expert * self.count + self.number) * rows * columns
+    def first(self, *shape: int) -> int:
+        """Numbers of the tensor before the part, which has this shape."""
+        return (self.expert * self.count + self.number) * math.prod(shape)
 
 
 def inside(name: str, has: Callable[[str], bool]) -> Inside | None:
-    """Where a matrix is that has no tensor of its own; None if no fused tensor has it.
+    """Where a part of an expert is that has no tensor of its own; None if no fused tensor has it.
 
     has: whether the checkpoint has a tensor of a name.
     >>> inside("mlp.experts.3.up_proj.weight", {"mlp.experts.gate_up_proj"}.__contains__)
     Inside(tensor='mlp.experts.gate_up_proj', expert=3, number=1, count=2)
     """
-    found = None if has(name) else MATRIX.fullmatch(name)
-    if found is None:
+    if has(name):
         return None
+    found = MATRIX.fullmatch(name)
+    if found is None:
+        return _column(name, has)
     prefix, expert, word = found.groups()
     tensor, number, count = WHERE[word]
     granite = f"{prefix.removesuffix('.experts')}.{GRANITE[tensor]}"
@@ -65,3 +74,10 @@ def inside(name: str, has: Callable[[str], bool]) -> Inside | None:
         if has(each):
             return Inside(each, int(expert), number, count)
     return None
+
+
+def _column(name: str, has: Callable[[str], bool]) -> Inside | None:
+    found = WHOLE.fullmatch(name)
+    if found is None or not has(f"{found[1]}.{found[3]}"):
+        return None
+    return Inside(f"{found[1]}.{found[3]}", int(found[2]), 0, 1)

@@ -53,7 +53,13 @@ def load_gate(
     correction: str | None = None,
     axes: tuple[int, ...] = (),
 ) -> TopKRouter:
-    """Loads `name`.weight, and the tensor `correction` [*axes, experts], the bias that chooses, if given."""
-    weight = loader.exact(f"{name}.weight", experts, hidden)
-    bias = None if correction is None else loader.exact(correction, *axes, experts).flatten()
+    """Loads `name`.weight, and the tensor `correction` [*axes, experts], the bias that chooses, if given.
+
+    A bias of the products is `name`.bias.
+    """
+    weight, bias = loader.exact(f"{name}.weight", experts, hidden), None
+    if correction is not None:
+        bias = loader.exact(correction, *axes, experts).flatten()
+    elif gating.biased == "products":
+        bias = loader.exact(f"{name}.bias", experts)
     return TopKRouter(loader.kernels, weight, gating, bias)

@@ -97,15 +97,19 @@ class Headers:
             raise CheckpointError(f"{file}: truncated or corrupt: tensor {name} has {place}")
         return Place(file, header.begin + span[0], size, kind, shape)
 
-    def _within(self, inside: fused.Inside, rows: int, columns: int) -> Place:
-        """The place of a matrix [rows, columns] in a fused tensor, whose numbers are not compressed."""
+    def _within(self, inside: fused.Inside, *shape: int) -> Place:
+        """The place of a part of this shape in a fused tensor, whose numbers are not compressed."""
         entry = self._entries(inside.tensor).get(inside.tensor)
-        shape = entry.get("shape") if isinstance(entry, dict) else None
-        experts = shape[0] if isinstance(shape, list) and shape and isinstance(shape[0], int) else 0
-        whole = self.find(inside.tensor, *inside.whole(experts, rows, columns))
+        found = entry.get("shape") if isinstance(entry, dict) else None
+        experts = found[0] if isinstance(found, list) and found and isinstance(found[0], int) else 0
+        whole = self.find(inside.tensor, *inside.whole(experts, *shape))
         width = WIDTHS[whole.dtype]
-        at = whole.offset + width * inside.first(rows, columns)
-        return Place(whole.file, at, width * rows * columns, whole.dtype, (rows, columns))
+        if whole.dtype == COMPRESSED_ROWS:
+            raise CheckpointError(
+                f"{whole.file}: tensor {inside.tensor}: got {whole.dtype}; allowed: numbers"
+            )
+        at = whole.offset + width * inside.first(*shape)
+        return Place(whole.file, at, width * math.prod(shape), whole.dtype, shape)
 
     def _has(self, name: str) -> bool:
         return name in self._shards if self._shards else name in self._entries(name)

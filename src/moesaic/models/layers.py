@@ -47,6 +47,8 @@ class GroupedQueryAttention:
     """Whether numbers (2i, 2i + 1) of a head are rotated as a pair, instead of (i, i + d / 2)."""
     scale: float | None = None
     """Factor of the attention scores; None: one over the root of head_width."""
+    sinks: torch.Tensor | None = None
+    """[Hq] float32, a score beside those of the tokens (gpt-oss). None: there is none."""
 
     def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected:
         """rows [n, h], positions [n] -> rotated query and key, and the value, of each head."""
@@ -84,7 +86,8 @@ class GroupedQueryAttention:
         """query [n, Hq, d] over the paged cache -> [n, Hq * d]."""
         scale = self.head_width**-0.5 if self.scale is None else self.scale
         window = self.sliding_window
-        return self.kernels.paged_attention(query, keys, values, batch, scale, window).flatten(1)
+        attention = self.kernels.paged_attention
+        return attention(query, keys, values, batch, scale, window, sinks=self.sinks).flatten(1)
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
         """[n, Hq * d] -> [n, h]."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moesaic.core.errors import CheckpointError
+from moesaic.core.experts import COLUMNS, PARTS, ROWS, SILU, Activation, Stored, column_tensors
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.checkpoint import Checkpoint
@@ -60,10 +61,25 @@ class Loader:
             scan=self.scan,
         )
 
+    def transposed(self, matrix: Stored, *part: slice) -> torch.Tensor:
+        """Returns a part of an expert's matrix, transposed."""
+        return self.checkpoint.tensor(
+            *matrix,
+            dtype=self.dtype,
+            device=self.device,
+            part=part,
+            scan=self.scan,
+            transposed=True,
+        )
+
+    def vector(self, vector: Stored) -> torch.Tensor:
+        """Returns a vector of an expert, in float32."""
+        return self.checkpoint.tensor(*vector, dtype=torch.float32, device=self.device, scan=self.scan)
+
     def expert_dtype(self, names: ExpertNames) -> torch.dtype:
         """Data type of routed experts: uint8 if they are compressed and the kernels support that."""
         stays = self.of_expert.size == 1 and self.kernels.compressed and self.dtype is torch.bfloat16
-        first = f"{names.shapes(0)[0][0]}.weight"
+        first = names.stored(0)[0][0]
         return torch.uint8 if stays and self.checkpoint.dtype(first) is torch.uint8 else self.dtype
 
     def exact(self, name: str, *shape: int) -> torch.Tensor:
@@ -121,6 +137,8 @@ class Heads:
     """Whether numbers (2i, 2i + 1) of a head are rotated as a pair, instead of (i, i + d / 2)."""
     scale: float | None = None
     """Factor of the attention scores; None: one over the root of `width`."""
+    sinks: bool = False
+    """Whether each query head has a score beside those of the tokens."""
 
 
 def read_heads(fields: Fields, epsilon: float, normed: bool = False) -> Heads:
@@ -145,9 +163,9 @@ def grouped_query_attention(
     loader: Loader, name: str, sizes: Heads, rope: RopeTable | None, sliding_window: int | None
 ) -> GroupedQueryAttention:
     """Loads q_proj, k_proj, v_proj, o_proj (and q_norm, k_norm) under `name`, for the heads of the shard."""
-    hidden, bias = sizes.hidden, sizes.bias
+    hidden, bias, heads = sizes.hidden, sizes.bias, loader.shard.heads(sizes.query)
     query_width, key_width = sizes.query * sizes.width, sizes.key * sizes.width
-    query_columns = columns_of(loader.shard.heads(sizes.query), sizes.width)
+    query_columns = columns_of(heads, sizes.width)
     key_columns = columns_of(loader.shard.kv_heads(sizes.key), sizes.width)
     return GroupedQueryAttention(
         kernels=loader.kernels,
@@ -163,6 +181,7 @@ def grouped_query_attention(
         epsilon=sizes.epsilon,
         interleaved=sizes.interleaved,
         scale=sizes.scale,
+        sinks=loader.exact(f"{name}.sinks", sizes.query)[heads.start : heads.stop] if sizes.sinks else None,
     )
 
 
@@ -179,9 +198,18 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    form: str = ROWS
+    """See `ExpertLayout.form`. In COLUMNS the names are those of `core.experts.column_tensors`."""
+    activation: Activation = SILU
+
+    def stored(self, expert: int) -> tuple[Stored, ...]:
+        """Returns name and shape of the tensors of one expert."""
+        if self.form == COLUMNS:
+            return column_tensors(f"{self.prefix}.{expert}", self.hidden, self.width)
+        return tuple((f"{name}.weight", rows, columns) for name, rows, columns in self.shapes(expert))
 
     def shapes(self, expert: int) -> tuple[tuple[str, int, int], ...]:
-        """Returns name, rows and columns of gate, up and down of one expert."""
+        """Returns name, rows and columns of gate, up and down of one expert in ROWS."""
         return (
             (f"{self.prefix}.{expert}.{self.gate}", self.width, self.hidden),
             (f"{self.prefix}.{expert}.{self.up}", self.width, self.hidden),
@@ -192,13 +220,13 @@ class ExpertNames:
 def claim_experts(checkpoint: Checkpoint, names: ExpertNames) -> None:
     """Checks that every expert exists with its shape, without reading any, and that a fused tensor has no
     others."""
-    for name, rows, columns in names.shapes(0):
-        inside = checkpoint.inside(f"{name}.weight")
+    for name, *shape in names.stored(0):
+        inside = checkpoint.inside(name)
         if inside is not None:
-            checkpoint.claim(inside.tensor, *inside.whole(names.num_experts, rows, columns))
+            checkpoint.claim(inside.tensor, *inside.whole(names.num_experts, *shape))
     for expert in range(names.num_experts):
-        for name, rows, columns in names.shapes(expert):
-            checkpoint.claim(f"{name}.weight", rows, columns)
+        for name, *shape in names.stored(expert):
+            checkpoint.claim(name, *shape)
 
 
 def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None) -> ExpertWeights:
@@ -211,12 +239,40 @@ def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None
     if wanted and not 0 <= min(wanted) <= max(wanted) < names.num_experts:
         raise CheckpointError(f"experts: got {sorted(wanted)}; allowed: 0 to {names.num_experts - 1}")
     loader = replace(loader, dtype=loader.expert_dtype(names), scan=False)
+    load = FORMS[names.form]
+    held = {expert: load(loader, names, expert) for expert in sorted(wanted)}
+    return ExpertWeights.of_held(names.num_experts, held, PARTS[names.form], names.activation)
+
+
+def _in_rows(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
+    """Loads gate, up and down of one expert in ROWS."""
     parts: Sequence[tuple[slice, ...]] = ((), (), ())
     if loader.of_expert.size > 1:
         kept = loader.of_expert.part(names.width)
         parts = (kept,), (kept,), (slice(None), kept)
-    columns: tuple[list[torch.Tensor | None], ...] = ([], [], [])
-    for expert in range(names.num_experts):
-        for column, shape, part in zip(columns, names.shapes(expert), parts, strict=True):
-            column.append(loader.matrix(*shape, *part) if expert in wanted else None)
-    return ExpertWeights(*map(tuple, columns))
+    shapes = names.shapes(expert)
+    return tuple(loader.matrix(*shape, *part) for shape, part in zip(shapes, parts, strict=True))
+
+
+def _in_columns(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
+    """Loads gate, up and down of one expert in COLUMNS, as rows, and their biases.
+
+    The down bias is that of the first of the ranks that share the expert, and zeros on the others, so that it
+    counts once.
+    """
+    gate_up, down, inner_bias, down_bias = names.stored(expert)
+    kept = loader.of_expert.part(names.width)
+    gates, ups = (slice(2 * kept.start + odd, 2 * kept.stop, 2) for odd in (0, 1))
+    added = loader.vector(inner_bias)
+    last = loader.vector(down_bias)
+    return (
+        loader.transposed(gate_up, slice(None), gates),
+        loader.transposed(gate_up, slice(None), ups),
+        loader.transposed(down, kept),
+        added[gates].contiguous(),
+        added[ups].contiguous(),
+        last if loader.of_expert.rank == 0 else torch.zeros_like(last),
+    )
+
+
+FORMS = {ROWS: _in_rows, COLUMNS: _in_columns}

@@ -25,6 +25,7 @@ from moesaic.models import (
     fingerprint,
     glm4_moe,
     glm4_moe_lite,
+    gpt_oss,
     granitemoe,
     hy_v3,
     mellum,
@@ -76,6 +77,7 @@ MODELS: Mapping[str, ModelFile] = {
     "exaone_moe": exaone_moe,
     "glm4_moe": glm4_moe,
     "glm4_moe_lite": glm4_moe_lite,
+    "gpt_oss": gpt_oss,
     "granitemoe": granitemoe,
     "hy_v3": hy_v3,
     "kimi_k2": deepseek_v3,
@@ -284,6 +286,8 @@ def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str 
         dtype=COMPRESSED if stored is torch.uint8 else str(stored).removeprefix("torch."),
         weights=fingerprint.of(path),
         origin=fingerprint.origin(path),
+        form=one.form,
+        activation=one.activation,
     )
 
 

@@ -38,10 +38,12 @@ class Memory:
     """Bytes of the experts that stay on the fast level."""
     slot: int
     """Bytes of one of the two slots: enough for the largest layer."""
+    staging: int = 0
+    """Bytes of memory that experts pass through."""
 
     @property
     def total(self) -> int:
-        return self.static + 2 * self.slot
+        return self.static + 2 * self.slot + self.staging
 
 
 class Room(Protocol):
@@ -78,24 +80,19 @@ class Streamed:
         link: Link | None = None,
         owned: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        self._plan = _Plan(path, layout, static, owned)
-        self.memory = self._plan.memory
+        self._plan = Plan(path, layout, static, owned)
+        self.memory = self._memory(self._plan, layout)
         self.bytes_read = 0
         """Bytes read by all loads so far, in whole blocks."""
         self._files = {file: _open(file, direct, link) for file in self._plan.files}
-        taken = arena.take(self.memory.total)
-        kept, second = self.memory.static, self.memory.total - self.memory.slot
-        self._static, self._slots = taken[:kept], (taken[kept:second], taken[second:])
-        dtype = DTYPES[layout.dtype]
-        held = _views(self._plan.static, self._static, dtype)
-        self._experts = {
-            (layer, slot): _weights(self._plan, layer, ChainMap(held, _views(each, memory, dtype)))
-            for layer, each in self._plan.streamed.items()
-            for slot, memory in enumerate(self._slots)
-        }
+        taken, slot = arena.take(self.memory.total), self.memory.slot
+        self._static, rest = taken[: self.memory.static], taken[self.memory.static :]
+        self._slots, self._staging = (rest[:slot], rest[slot : 2 * slot]), rest[2 * slot :]
+        self._experts = self._lay_out(layout)
 
-    @staticmethod
+    @classmethod
     def memory_for(
+        cls,
         path: Path,
         layout: ExpertLayout,
         static: Mapping[int, Sequence[int]],
@@ -105,7 +102,7 @@ class Streamed:
 
         Reads only headers. Raises the same errors as Streamed.
         """
-        return _Plan(path, layout, static, owned).memory
+        return cls._memory(Plan(path, layout, static, owned), layout)
 
     @property
     def direct(self) -> bool:
@@ -152,6 +149,20 @@ class Streamed:
         for file in self._files.values():
             file.close()
 
+    @staticmethod
+    def _memory(plan: Plan, layout: ExpertLayout) -> Memory:
+        return Memory(plan.static.size, max(each.size for each in plan.streamed.values()))
+
+    def _lay_out(self, layout: ExpertLayout) -> dict[tuple[int, int], ExpertWeights]:
+        """Returns (layer, slot) -> the layer's experts, in the memory of this object."""
+        dtype = DTYPES[layout.dtype]
+        held = views(self._plan.static, self._static, dtype)
+        return {
+            (layer, slot): _weights(self._plan, layer, ChainMap(held, views(each, memory, dtype)))
+            for layer, each in self._plan.streamed.items()
+            for slot, memory in enumerate(self._slots)
+        }
+
     def _spans(self, layer: int, experts: Iterable[int]) -> list[Span]:
         """Returns the sorted spans of the streamed experts among these. Spans may touch."""
         arranged = self._plan.streamed[layer]
@@ -176,7 +187,7 @@ class Streamed:
         return total
 
 
-class _Plan:
+class Plan:
     """The memory layout of all experts, computed before memory is allocated."""
 
     def __init__(
@@ -188,23 +199,27 @@ class _Plan:
     ) -> None:
         self.places = _find(path, layout, owned)
         self.num_experts = layout.num_experts
-        kept = {(layer, int(expert)) for layer, experts in static.items() for expert in experts}
-        unknown = sorted(kept - self.places.keys())
+        self.kept = {(layer, int(expert)) for layer, experts in static.items() for expert in experts}
+        """(layer, expert) of the experts that stay on the fast level."""
+        unknown = sorted(self.kept - self.places.keys())
         if unknown:
             layer, expert = unknown[0]
             allowed = f"experts 0 to {layout.num_experts - 1} of layers {', '.join(map(str, layout.layers))}"
             raise ConfigError.field("static experts", f"expert {expert} of layer {layer}", allowed)
-        self.static = Arrangement(part for key in kept for part in self.places[key])
-        self.streamed = {layer: self._away(layer, kept) for layer in layout.layers}
-        self.memory = Memory(self.static.size, max(each.size for each in self.streamed.values()))
+        self.static = Arrangement(part for key in self.kept for part in self.places[key])
+        self.streamed = {
+            layer: Arrangement(part for expert in self.away(layer) for part in self.places[layer, expert])
+            for layer in layout.layers
+        }
 
     @property
     def files(self) -> set[Path]:
         return {place.file for parts in self.places.values() for place in parts}
 
-    def _away(self, layer: int, kept: set[tuple[int, int]]) -> Arrangement:
-        away = ((layer, expert) for expert in range(self.num_experts) if (layer, expert) not in kept)
-        return Arrangement(part for key in away for part in self.places.get(key, ()))
+    def away(self, layer: int) -> list[int]:
+        """The owned experts of a layer that are streamed, ascending."""
+        owned = (expert for expert in range(self.num_experts) if (layer, expert) in self.places)
+        return [expert for expert in owned if (layer, expert) not in self.kept]
 
 
 def _find(
@@ -241,14 +256,14 @@ def _open(file: Path, direct: bool, link: Link | None) -> DirectFile | MappedFil
         raise CheckpointError(f"{file}: cannot be read ({error})") from error
 
 
-def _views(arranged: Arrangement, memory: torch.Tensor, dtype: torch.dtype) -> dict[Place, torch.Tensor]:
+def views(arranged: Arrangement, memory: torch.Tensor, dtype: torch.dtype) -> dict[Place, torch.Tensor]:
     """Returns a view of each tensor in `memory`."""
     return {
         place: memory[at : at + place.size].view(dtype).view(place.shape) for place, at in arranged.at.items()
     }
 
 
-def _weights(plan: _Plan, layer: int, views: Mapping[Place, torch.Tensor]) -> ExpertWeights:
+def _weights(plan: Plan, layer: int, views: Mapping[Place, torch.Tensor]) -> ExpertWeights:
     places = (plan.places.get((layer, expert), NOT_HERE) for expert in range(plan.num_experts))
     parts = [[None if part is None else views[part] for part in each] for each in places]
     return ExpertWeights(*map(tuple, zip(*parts, strict=True)))

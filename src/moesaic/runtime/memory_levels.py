@@ -15,12 +15,13 @@ import torch
 
 from moesaic.config import CacheConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
-from moesaic.core.experts import ExpertLayout
+from moesaic.core.experts import COLUMNS, ExpertLayout
 from moesaic.core.offload import Offload
 from moesaic.kernels import table
 from moesaic.kvcache.paged import PagedKV
 from moesaic.models import files
 from moesaic.offload.arena import Arena
+from moesaic.offload.columns import StreamedColumns
 from moesaic.offload.device import DeviceLink, DeviceMemory, Staged, stream_of
 from moesaic.offload.lanes import Setup
 from moesaic.offload.link import Link
@@ -70,10 +71,11 @@ def levels(
         staged = Staged(path, layout, kept, DeviceMemory(loaded.device), down, owned)
         staged.load_static()
         return Levels(staged, static, down, up, slow_kernels(config, loaded), staged=True)
-    arena = Arena(max(Streamed.memory_for(path, layout, kept, owned).total, 1 << 12))
+    kind = StreamedColumns if layout.form == COLUMNS else Streamed
+    arena = Arena(max(kind.memory_for(path, layout, kept, owned).total, 1 << 12))
     paced, back = Link(offload.link), Link(offload.link)
     link = None if offload.link is None else paced
-    streamed = Streamed(path, layout, kept, arena, link=link, owned=owned)
+    streamed = kind(path, layout, kept, arena, link=link, owned=owned)
     streamed.load_static()
     return Levels(streamed, static, paced, back, slow_kernels(config, loaded))
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from moesaic.config import ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
-from moesaic.core.experts import ExpertLayout
+from moesaic.core.experts import ROWS, ExpertLayout
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.offload import Offload
 from moesaic.core.tokens import TokenBatch
@@ -154,6 +154,8 @@ def paged_layout(config: ModelConfig) -> ExpertLayout:
     Raises ConfigError for experts that the kernels cannot use as they are stored: pages are never converted.
     """
     layout, path = layout_of(config), files.resolve(config.model, config.revision)
+    if layout.form != ROWS and on_gpu(config):
+        raise ConfigError.field("--device", "cuda", "cpu with --fast-memory, for experts stored in columns")
     stored = Headers(path).find(*layout.tensors(layout.layers[0], 0)[0]).dtype
     if stored != STORED.get(layout.dtype):
         kernels = table.pick(str(device_of(config)), config.kernels).name

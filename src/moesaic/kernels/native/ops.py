@@ -15,6 +15,7 @@ from moesaic.kernels.cache import stored_width, width_of
 from moesaic.kernels.gating import Gating
 from moesaic.kernels.native import _native, checks
 from moesaic.kernels.native.memory import MEMORY
+from moesaic.kernels.native.plain import numbers
 from moesaic.kernels.weights import ExpertWeights
 
 
@@ -153,8 +154,10 @@ def gate(
     if two_best and kept < groups and count // groups < 2:
         raise ValueError(f"{count} experts in {groups} groups: a group lacks the two experts of its score")
     ids, weights = MEMORY.empty(n, top_k, dtype=torch.int64), MEMORY.empty(n, top_k)
+    added = checks.exact(bias, count)
+    biases = (0, added) if gating.biased == "products" else (added, 0)
     _native.gate(
-        rows.data_ptr(), weight.data_ptr(), checks.exact(bias, count), ids.data_ptr(), weights.data_ptr(),
+        rows.data_ptr(), weight.data_ptr(), *biases, ids.data_ptr(), weights.data_ptr(),
         n, hidden, count, top_k, groups, kept, gating.scale, gating.added, gating.normalise,
         gating.scores == "sigmoid", two_best,
     )  # fmt: skip
@@ -182,7 +185,7 @@ def experts(
         raise ValueError(f"hidden {tuple(hidden.shape)} does not fit experts of hidden size {table.hidden}")
     absent = _native.experts(
         hidden.data_ptr(), ids.data_ptr(), *table.addresses, out.data_ptr(), n, top_k, width, table.width,
-        weights.num_experts, table.stored,
+        weights.num_experts, table.stored, *numbers(weights.activation),
     )  # fmt: skip
     if absent != _native.ALL_HELD:
         raise KeyError(f"expert {int(ids.flatten()[absent])} is not held here")
@@ -266,6 +269,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     value_width: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention of each row over its own sequence, up to its own position; see the reference."""
     blocks, block_size, kv_heads, _ = checks.axes(keys, 4)
@@ -285,7 +289,7 @@ def paged_attention(
     out = MEMORY.empty(n, heads, width)
     _native.attention(
         query.data_ptr(), keys.data_ptr(), 0 if values is None else values.data_ptr(),
-        *batch.addresses, out.data_ptr(), n, *batch.sizes, heads, kv_heads, key_width, width,
-        sliding_window or 0, scale, item,
+        checks.exact(sinks, heads), *batch.addresses, out.data_ptr(), n, *batch.sizes, heads, kv_heads,
+        key_width, width, sliding_window or 0, scale, item,
     )  # fmt: skip
     return out

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.errors import ConfigError
+from moesaic.core.experts import SILU, Activation
 from moesaic.core.tokens import FloatRows, IntArray
 from moesaic.kernels.native import _native
 
@@ -36,14 +37,23 @@ Part = tuple[FloatRows, IntArray, IntArray, FloatRows, IntArray]
 """Rows [m, h]; row and expert of each pair [p]; results [q, h]; line of each pair's result [p]."""
 
 
-def experts(table: Addresses, size: tuple[int, int], stored: int, parts: list[Part]) -> None:
+def numbers(activation: Activation) -> tuple[float, float, float]:
+    """An activation as the compiled module takes it: alpha, added, limit."""
+    limit = float("inf") if activation.limit is None else activation.limit
+    return activation.alpha, activation.added, limit
+
+
+def experts(
+    table: Addresses, size: tuple[int, int], stored: int, parts: list[Part], activation: Activation = SILU
+) -> None:
     """Computes the pairs of all parts as one batch, and writes each result to its line, without gate weights.
 
     table [3, E]: addresses of gate [w, h], up [w, h] and down [h, w] of each expert, 0 for an expert that is
-    not here. size: (h, w). stored: index of their dtype in OF_EXPERTS. Raises KeyError for an expert that is
-    not here, and ValueError for arrays that do not fit. After an error nothing has been written.
+    not here; or [6, E]: then also of their biases [w], [w] and [h] float32. size: (h, w). stored: index of
+    the matrices' dtype in OF_EXPERTS. Raises KeyError for an expert that is not here, and ValueError for
+    arrays that do not fit. After an error nothing has been written.
     """
-    _native.gathered_experts(table, *size, stored, parts)
+    _native.gathered_experts(table, *size, stored, parts, *numbers(activation))
 
 
 def put(out: FloatRows, lines: IntArray, rows: FloatRows, places: IntArray) -> None:

@@ -28,14 +28,16 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     value_width: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention of each row over its own sequence, up to its own position.
 
     query [n, Hq, dk] float32. keys [blocks, block_size, Hkv, dk] and values [blocks, block_size, Hkv, dv] in
     any float type, or in int8 with a scale after each row (`kernels.cache`). They already contain this step's
     rows. values None: the value is the first `value_width` numbers of the key (latent attention). A row
-    attends to the last `sliding_window` tokens, including itself; None means all. Returns float32
-    [n, Hq, dv].
+    attends to the last `sliding_window` tokens, including itself; None means all. sinks: [Hq] float32, a
+    score of each head beside those of the tokens. It takes its part of the softmax and has no value
+    (gpt-oss). Returns float32 [n, Hq, dv].
     """
     width = value_width if value_width is not None else width_of(keys if values is None else values)
     out = query.new_empty(query.shape[0], query.shape[1], width)
@@ -49,9 +51,9 @@ def paged_attention(
         for cached in (key, value):  # other requests' rows, which may be NaN: 0 * NaN is NaN
             cached.masked_fill_(~seen[:, :, None, None], 0.0)
         rows = query[group.rows].view(len(key), key.shape[2], -1, query.shape[2])
-        out[group.rows] = _attend(rows, key, value, seen[:, None], scale).flatten(1, 2)
+        out[group.rows] = _attend(rows, key, value, seen[:, None], scale, sinks).flatten(1, 2)
     for chunk in batch.chunks:
-        _chunk(query, keys, values, chunk, scale, sliding_window, out)
+        _chunk(query, keys, values, chunk, scale, sliding_window, sinks, out)
     return out
 
 
@@ -79,20 +81,31 @@ def _window(group: DecodeGroup, block_size: int, window: int | None) -> tuple[to
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor | None, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """query [g, Hkv, m, dk], key [g, t, Hkv, dk], value [g, t, Hkv, dv] -> [g, Hkv, m, dv].
 
-    seen: [g, m or 1, t] mask, the same for every head. None means that each row attends to all tokens.
+    The m lines of a key head are its query heads, each with the same number of rows. seen: [g, m or 1, t]
+    mask, the same for every head. None means that each row attends to all tokens.
     """
     key, value = key.transpose(1, 2), value.transpose(1, 2)
-    if seen is not None and key.shape[1] > 1:
+    if seen is not None and key.shape[1] > 1 and sinks is None:
         mask = seen[:, None].expand(-1, -1, query.shape[2], -1)
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     scores = torch.matmul(query, key.transpose(2, 3)).mul_(scale)
     if seen is not None:
         scores.masked_fill_(~seen[:, None], float("-inf"))
-    return torch.matmul(scores.softmax(-1), value)
+    if sinks is None:
+        return torch.matmul(scores.softmax(-1), value)
+    of_heads = sinks.view(key.shape[1], -1)
+    beside = of_heads.repeat_interleave(scores.shape[2] // of_heads.shape[1], 1)[None, :, :, None]
+    chances = torch.cat((scores, beside.expand(len(scores), -1, -1, -1)), -1).softmax(-1)
+    return torch.matmul(chances[..., :-1], value)
 
 
 def _chunk(
@@ -102,6 +115,7 @@ def _chunk(
     chunk: Chunk,
     scale: float,
     window: int | None,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     """Computes one chunk's rows into `out`, some rows at a time so that memory stays bounded."""
@@ -114,7 +128,7 @@ def _chunk(
     groups = query.shape[1] // keys.shape[2]
     if chunk.stop - chunk.start == 1:
         rows = query[chunk.start].view(1, keys.shape[2], groups, -1)
-        out[chunk.start] = _attend(rows, key, value, None, scale).flatten(0, 2)
+        out[chunk.start] = _attend(rows, key, value, None, scale, sinks).flatten(0, 2)
         return
     step = max(1, min(STEP_ROWS, SCORE_NUMBERS // (key.shape[1] * groups)))
     for start in range(chunk.start, chunk.stop, step):
@@ -127,7 +141,7 @@ def _chunk(
         seen = token <= position
         if window is not None:
             seen &= token > position - window
-        part = _attend(rows, key[:, :last], value[:, :last], seen.repeat(groups, 1)[None], scale)
+        part = _attend(rows, key[:, :last], value[:, :last], seen.repeat(groups, 1)[None], scale, sinks)
         part = part.view(keys.shape[2] * groups, stop - start, -1)
         out[start:stop] = part.transpose(0, 1)
 
@@ -140,6 +154,7 @@ def attention_plain(
     scale: float,
     sliding_window: int | None = None,
     value_width: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As paged_attention, row by row and head by head. It is slow and simple, to test the fast form."""
     width = value_width if value_width is not None else width_of(keys if values is None else values)
@@ -160,5 +175,7 @@ def attention_plain(
         for head in range(query.shape[1]):
             shared = head * keys.shape[2] // query.shape[1]
             scores = (key[:, shared] @ query[row, head]) * scale
-            out[row, head] = scores.softmax(0) @ value[:, shared]
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1]))
+            out[row, head] = scores.softmax(0)[: len(key)] @ value[:, shared]
     return out

@@ -11,7 +11,7 @@ from moesaic.kernels.reference.dense import linear
 def gate(
     rows: torch.Tensor, weight: torch.Tensor, gating: Gating, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores every expert, then chooses the k with the highest score plus bias.
+    """Scores every expert, then chooses the k with the highest score. gating says what the bias is added to.
 
     Returns ids [n, k] int64, best first, and weights [n, k]. Of equal experts, or groups, the first is taken.
     (transformers uses torch.topk, whose order on ties is undefined, so on exact ties its tokens may differ.)
@@ -19,9 +19,10 @@ def gate(
     rows [n, h], weight [E, h] float32, bias [E] float32. With groups_kept < groups, only experts of the
     groups with the highest scores can be chosen (device-limited routing, DeepSeek-V2, section 2.2.2).
     """
-    products = linear(rows, weight)
+    before, after = (bias, None) if gating.biased == "products" else (None, bias)
+    products = linear(rows, weight, before)
     scores = products.sigmoid() if gating.scores == "sigmoid" else products.softmax(-1)
-    choice = scores if bias is None else scores + bias
+    choice = scores if after is None else scores + after
     if gating.groups_kept < gating.groups:
         choice = _limit(choice, gating)
     ids = _best(choice, gating.top_k)

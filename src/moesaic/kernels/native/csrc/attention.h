@@ -282,12 +282,17 @@ class AttentionOf {
         for (int64_t i = to; i < end; i++) scores[i] = 0;
     }
 
+    // The part of a head's sink in the sum of chances, which are relative to the score `most`.
+    float beside(int64_t head, float most) const {
+        return job_.sinks == nullptr ? 0 : exponential1(job_.sinks[head] - most);
+    }
+
     void finish(const Unit& unit, const Gathered& all) const {
         for (int64_t line = 0; line < unit.lines(); line++) {
             int64_t row = job_.query_starts[unit.sequence] + unit.first_row + line / unit.heads;
             float* out = job_.out + (row * job_.heads + unit.head + line % unit.heads) * job_.value_width;
             const float* values = all.values + line * value_width_;
-            float sum = all.sum[line];
+            float sum = all.sum[line] + beside(unit.head + line % unit.heads, all.most[line]);
             for (int64_t i = 0; i < job_.value_width; i++) out[i] = values[i] / sum;
         }
     }

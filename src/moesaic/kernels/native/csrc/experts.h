@@ -1,4 +1,4 @@
-// The routed experts of one layer: gate, up, SiLU and down over the experts that a batch is routed to.
+// The routed experts of one layer: gate, up, activation and down over the experts that a batch is routed to.
 //
 // Tokens are grouped by expert through indices, and never copied per expert. Work is split by (expert, band of
 // columns), so that a single busy expert uses every thread. The down bands of an expert start when its inner rows are
@@ -9,11 +9,10 @@
 #include <atomic>
 #include <thread>
 
-#include "linear.h"
+#include "activation.h"
 
 namespace MOESAIC_ISA {
 
-constexpr int64_t INNER_COLUMNS = 64;  // of gate and of up, so that they stay in L2; a multiple of a chunk
 constexpr int64_t DOWN_COLUMNS = 128;
 
 struct Group {  // the (token, slot) pairs of one active expert
@@ -93,7 +92,7 @@ struct After {
     }
 };
 
-template <class T>
+template <class T, class Act>
 void inner_strip(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end,
                  const int64_t* pairs, const RowOf<T>* hidden, RowOf<T>* inner, const After<T>& after) {
     int64_t columns = std::min(INNER_COLUMNS, end - begin);
@@ -102,6 +101,7 @@ void inner_strip(const moesaic::Experts& job, const Group& group, int64_t begin,
     const T* gate = reinterpret_cast<const T*>(job.gate[group.expert]) + begin * ld;
     const T* up = reinterpret_cast<const T*>(job.up[group.expert]) + begin * ld;
     const T* next = begin + columns < end ? gate + columns * ld : after();
+    const Act activation(job, group.expert, begin, columns);
     float left[PANEL * INNER_COLUMNS], right[PANEL * INNER_COLUMNS];
     for (int64_t first = group.begin; first < group.end; first += PANEL) {
         const RowOf<T>* x[PANEL];
@@ -113,7 +113,9 @@ void inner_strip(const moesaic::Experts& job, const Group& group, int64_t begin,
         for (int64_t i = 0; i < n; i++) {
             float *row = left + i * INNER_COLUMNS, *other = right + i * INNER_COLUMNS;
             for (int64_t c = columns; c % LANES != 0; c++) row[c] = other[c] = 0;
-            for (int64_t c = 0; c < columns; c += LANES) store(row + c, silu_times(load(row + c), load(other + c)));
+            for (int64_t c = 0; c < columns; c += LANES) {
+                store(row + c, activation.of_row(load(row + c), load(other + c), c));
+            }
             pack<T>(row, columns, inner + (group.room + first - group.begin + i) * inner_width + begin);
         }
     }
@@ -125,7 +127,7 @@ void inner_strip(const moesaic::Experts& job, const Group& group, int64_t begin,
 namespace MOESAIC_ISA {
 #endif
 
-template <class T>
+template <class T, class Act>
 void down_strip(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end,
                 const int64_t* pairs, const RowOf<T>* inner, const After<T>& after) {
     int64_t columns = std::min(DOWN_COLUMNS, end - begin), inner_width = padded(job.w), ld = span<T>(job.w);
@@ -137,7 +139,7 @@ void down_strip(const moesaic::Experts& job, const Group& group, int64_t begin, 
         multiply<T>(x, n, down, ld, columns, job.w, sums, DOWN_COLUMNS, first + n == rows ? next : nullptr);
         for (int64_t i = 0; i < n; i++) {
             float* out = job.out_of(pairs[group.begin + first + i]) + begin;
-            std::memcpy(out, sums + i * DOWN_COLUMNS, size_t(columns) * 4);
+            Act::put(job, group.expert, begin, sums + i * DOWN_COLUMNS, columns, out);
         }
     });
 }
@@ -197,7 +199,7 @@ const RowOf<T>* packed_rows(const moesaic::Experts& job, const Array<int64_t>& p
     return packed_at<T>(job.n, job.h, kRows, row_at);
 }
 
-template <class T>
+template <class T, class Act>
 int64_t experts_of(const moesaic::Experts& job) {
     int64_t total = job.pairs(), most = std::min(total, job.experts);
     Array<int64_t> pairs(total);
@@ -224,13 +226,13 @@ int64_t experts_of(const moesaic::Experts& job) {
         Registers<T> registers;
         if (!band.down) {
             for (int64_t c = band.begin; c < band.end; c += INNER_COLUMNS) {
-                inner_strip<T>(job, group, c, band.end, pairs.data, hidden, inner, after);
+                inner_strip<T, Act>(job, group, c, band.end, pairs.data, hidden, inner, after);
             }
             group.missing.fetch_sub(1, std::memory_order_release);
             return;
         }
         for (int64_t c = band.begin; c < band.end; c += DOWN_COLUMNS) {
-            down_strip<T>(job, group, c, band.end, pairs.data, inner, after);
+            down_strip<T, Act>(job, group, c, band.end, pairs.data, inner, after);
         }
         group.unread.fetch_sub(1, std::memory_order_release);
     });
@@ -244,11 +246,17 @@ constexpr bool kCompresses = false;  // tiles are loaded from bf16 rows
 constexpr bool kCompresses = true;
 #endif
 
-inline int64_t experts(const moesaic::Experts& job) {
+template <class Act>
+int64_t experts_with(const moesaic::Experts& job) {
     if constexpr (kCompresses) {
-        if (job.stored == moesaic::Stored::kCompressed) return experts_of<Compressed>(job);
+        if (job.stored == moesaic::Stored::kCompressed) return experts_of<Compressed, Act>(job);
     }
-    return job.stored == moesaic::Stored::kWide ? experts_of<float>(job) : experts_of<Narrow>(job);
+    return job.stored == moesaic::Stored::kWide ? experts_of<float, Act>(job) : experts_of<Narrow, Act>(job);
+}
+
+inline int64_t experts(const moesaic::Experts& job) {
+    bool plain = job.activation.is_silu() && job.biases.gate == nullptr;
+    return plain ? experts_with<Silu>(job) : experts_with<Biased>(job);
 }
 
 // A dense MLP is a single expert to which every row is routed.

@@ -48,11 +48,15 @@ class Gathered {
         }
     }
 
-    Experts job(const Matrix<const uint64_t>& table, int64_t h, int64_t w, Stored stored) const {
+    // table: [3, experts] addresses of gate, up and down; or [6, experts], then those of their biases.
+    Experts job(const Matrix<const uint64_t>& table, int64_t h, int64_t w, Stored stored,
+                const Activation& activation) const {
         const uint64_t* gate = table.data();
         int64_t experts = int64_t(table.shape(1));
         Experts made{nullptr,  ids.data(), gate, gate + experts, gate + 2 * experts, nullptr, int64_t(rows.size()),
                      /*top_k=*/0, h,       w,    experts,        stored};
+        if (table.shape(0) == 6) made.biases = {gate + 3 * experts, gate + 4 * experts, gate + 5 * experts};
+        made.activation = activation;
         made.apart = {rows.data(), row_of.data(), out.data(), int64_t(ids.size())};
         return made;
     }

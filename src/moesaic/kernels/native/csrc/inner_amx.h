@@ -1,4 +1,4 @@
-// Gate, up and SiLU with AMX tiles. The results are stored as the panels that the down projection reads, so numbers
+// Gate, up and activation with AMX tiles. The results are stored as the panels that the down projection reads, so numbers
 // only move between lanes to form pairs.
 #pragma once
 
@@ -11,13 +11,14 @@ inline __m512i paired(Vec number, Vec after) {
     return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), rounded(number, after));
 }
 
-// Computes silu(gate) * up of blocks [columns][P * SIDE], stored as P panels padded with zeros.
-template <int P>
-inline void silu_panels(const float* gate, const float* up, int64_t columns, int64_t panel, bf16* inner) {
+// Computes the activation of blocks [columns][P * SIDE], stored as P panels padded with zeros.
+template <int P, class Act>
+inline void activated_panels(const Act& activation, const float* gate, const float* up, int64_t columns, int64_t panel,
+                             bf16* inner) {
     for (int64_t row = 0; row < P * SIDE; row += SIDE) {
         auto number = [&](int64_t column) {
             int64_t at = column * P * SIDE + row;
-            return column < columns ? silu_times(load(gate + at), load(up + at)) : zero();
+            return column < columns ? activation.of_column(load(gate + at), load(up + at), column) : zero();
         };
         for (int64_t column = 0; column < padded(columns); column += 2) {
             _mm512_storeu_si512(inner + row / SIDE * panel + column * SIDE, paired(number(column), number(column + 1)));
@@ -25,35 +26,39 @@ inline void silu_panels(const float* gate, const float* up, int64_t columns, int
     }
 }
 
-template <int P>
-inline void inner_panels(const Strip& gate, const Strip& up, const bf16* hidden, int64_t panel, bf16* inner) {
+template <int P, class Act>
+inline void inner_panels(const Act& activation, const Strip& gate, const Strip& up, const bf16* hidden, int64_t panel,
+                         bf16* inner) {
     alignas(64) float left[INNER_COLUMNS * P * SIDE], right[INNER_COLUMNS * P * SIDE];
     products_of<P>(gate, hidden, ToBlocks<P>{left});
     products_of<P>(up, hidden, ToBlocks<P>{right});
-    silu_panels<P>(left, right, gate.columns, panel, inner);
+    activated_panels<P>(activation, left, right, gate.columns, panel, inner);
 }
 
 // The same for few rows: vectors hold columns of a row instead of mostly absent rows.
-inline void inner_rows(const Strip& gate, const Strip& up, const bf16* hidden, int64_t n, bf16* inner) {
+template <class Act>
+void inner_rows(const Act& activation, const Strip& gate, const Strip& up, const bf16* hidden, int64_t n, bf16* inner) {
     float left[FEW * INNER_COLUMNS] = {}, right[FEW * INNER_COLUMNS] = {};
     products_of<1>(gate, hidden, ToRows<1>(left, INNER_COLUMNS, n));
     products_of<1>(up, hidden, ToRows<1>(right, INNER_COLUMNS, n));
     const float* rows[SIDE] = {};
     for (int64_t i = 0; i < n; i++) {
         rows[i] = left + i * INNER_COLUMNS;
-        for (int64_t c = i * INNER_COLUMNS; c < i * INNER_COLUMNS + gate.columns; c += LANES) {
-            store(left + c, silu_times(load(left + c), load(right + c)));
+        float *row = left + i * INNER_COLUMNS, *other = right + i * INNER_COLUMNS;
+        for (int64_t c = 0; c < gate.columns; c += LANES) {
+            store(row + c, activation.of_row(load(row + c), load(other + c), c));
         }
     }
     pack_set<Tiled>(rows, gate.columns, inner);
 }
 
-template <>
-inline void inner_strip<Tiled>(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end, const int64_t*,
-                               const bf16* hidden, bf16* inner, const After<Tiled>& after) {
+template <class Act>
+void tiled_strip(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end, const bf16* hidden,
+                 bf16* inner, const After<Tiled>& after) {
     int64_t columns = std::min(INNER_COLUMNS, end - begin), n = group.end - group.begin;
     const Tiled* gate = reinterpret_cast<const Tiled*>(job.gate[group.expert]) + begin * job.h;
     const Tiled* up = reinterpret_cast<const Tiled*>(job.up[group.expert]) + begin * job.h;
+    const Act activation(job, group.expert, begin, columns);
     for (int64_t row = 0; row < n; row += 2 * SIDE) {
         bool fresh = row == 0, last = n - row <= 2 * SIDE;
         const Tiled* next = !last ? nullptr : begin + columns < end ? gate + columns * job.h : after();
@@ -63,13 +68,25 @@ inline void inner_strip<Tiled>(const moesaic::Experts& job, const Group& group, 
         bf16* to = inner + (group.room + row) * padded(job.w) + begin * SIDE;
         int64_t panel = SIDE * padded(job.w);
         if (n - row > SIDE) {
-            inner_panels<2>(left, right, from, panel, to);
+            inner_panels<2>(activation, left, right, from, panel, to);
         } else if (n - row > FEW) {
-            inner_panels<1>(left, right, from, panel, to);
+            inner_panels<1>(activation, left, right, from, panel, to);
         } else {
-            inner_rows(left, right, from, n - row, to);
+            inner_rows(activation, left, right, from, n - row, to);
         }
     }
+}
+
+template <>
+inline void inner_strip<Tiled, Silu>(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end,
+                                     const int64_t*, const bf16* hidden, bf16* inner, const After<Tiled>& after) {
+    tiled_strip<Silu>(job, group, begin, end, hidden, inner, after);
+}
+
+template <>
+inline void inner_strip<Tiled, Biased>(const moesaic::Experts& job, const Group& group, int64_t begin, int64_t end,
+                                       const int64_t*, const bf16* hidden, bf16* inner, const After<Tiled>& after) {
+    tiled_strip<Biased>(job, group, begin, end, hidden, inner, after);
 }
 
 }  // namespace MOESAIC_ISA

@@ -125,20 +125,24 @@ Stored stored_as(int number) {
     return Stored(number);
 }
 
-int64_t experts(Address hidden, Address ids, Address gate, Address up, Address down, Address out, int64_t n,
-                int64_t top_k, int64_t h, int64_t w, int64_t experts, int stored) {
-    return perform(active->experts,
-                   Experts{at<float>(hidden), at<int64_t>(ids), at<uint64_t>(gate), at<uint64_t>(up),
-                           at<uint64_t>(down), at<float>(out), n, top_k, h, w, experts, stored_as(stored)});
+int64_t experts(Address hidden, Address ids, Address gate, Address up, Address down, Address gate_bias,
+                Address up_bias, Address down_bias, Address out, int64_t n, int64_t top_k, int64_t h, int64_t w,
+                int64_t experts, int stored, float alpha, float added, float limit) {
+    Biases biases{at<uint64_t>(gate_bias), at<uint64_t>(up_bias), at<uint64_t>(down_bias)};
+    return perform(active->experts, Experts{at<float>(hidden), at<int64_t>(ids), at<uint64_t>(gate), at<uint64_t>(up),
+                                            at<uint64_t>(down), at<float>(out), n, top_k, h, w, experts,
+                                            stored_as(stored), biases, {alpha, added, limit}});
 }
 
 // It is not recorded, because it reads other memory at each call.
-void gathered_experts(const Matrix<const uint64_t>& table, int64_t h, int64_t w, int stored, nb::list parts) {
+void gathered_experts(const Matrix<const uint64_t>& table, int64_t h, int64_t w, int stored, nb::list parts,
+                      float alpha, float added, float limit) {
     Gathered batch;
     Stored as = stored_as(stored);
-    if (table.shape(0) != 3) {
+    if (table.shape(0) != 3 && table.shape(0) != 6) {
         std::string got = std::to_string(table.shape(0)) + " rows";
-        throw nb::value_error(("table: got " + got + "; allowed: 3, the addresses of gate, up and down").c_str());
+        throw nb::value_error(
+            ("table: got " + got + "; allowed: 3, the addresses of gate, up and down, or 6 with biases").c_str());
     }
     try {
         for (nb::handle part : parts) batch.add(part, h);
@@ -148,7 +152,7 @@ void gathered_experts(const Matrix<const uint64_t>& table, int64_t h, int64_t w,
             "lines of int64");
     }
     if (batch.ids.empty()) return;
-    int64_t absent = outside_python([&] { return active->experts(batch.job(table, h, w, as)); });
+    int64_t absent = outside_python([&] { return active->experts(batch.job(table, h, w, as, {alpha, added, limit})); });
     if (absent != kAllHeld) {
         std::string which = std::to_string(batch.ids[size_t(absent)]);
         throw nb::key_error(("expert " + which + " is not held here").c_str());
@@ -167,14 +171,15 @@ void gated_mlp(Address rows, Address gate, Address up, Address down, Address out
             GatedMlp{at<float>(rows), at<void>(gate), at<void>(up), at<void>(down), at<float>(out), n, h, w, wide});
 }
 
-void attention(Address query, Address keys, Address values, Address query_starts, Address context_lens,
+void attention(Address query, Address keys, Address values, Address sinks, Address query_starts, Address context_lens,
                Address block_tables, Address out, int64_t n, int64_t sequences, int64_t table_width,
                int64_t block_size, int64_t heads, int64_t kv_heads, int64_t key_width, int64_t value_width,
                int64_t window, float scale, int64_t item) {
     perform(active->attention,
             Attention{at<float>(query), at<void>(keys), at<void>(values), at<int64_t>(query_starts),
                       at<int64_t>(context_lens), at<int64_t>(block_tables), at<float>(out), n, sequences,
-                      table_width, block_size, heads, kv_heads, key_width, value_width, window, scale, item});
+                      table_width, block_size, heads, kv_heads, key_width, value_width, window, scale, item,
+                      at<float>(sinks)});
 }
 
 void store(Address rows, Address slots, Address cache, int64_t n, int64_t heads, int64_t width, int64_t item) {
@@ -195,11 +200,11 @@ void rope(Address rows, int64_t row_stride, int64_t head_stride, Address weight,
                  at<float>(sine), at<int64_t>(positions), at<float>(out), n, heads, width, rotated, interleaved});
 }
 
-void gate(Address rows, Address weight, Address bias, Address ids, Address weights, int64_t n, int64_t h,
+void gate(Address rows, Address weight, Address bias, Address added_to_products, Address ids, Address weights, int64_t n, int64_t h,
           int64_t experts, int64_t top_k, int64_t groups, int64_t groups_kept, float scale, float added, bool normalise,
           bool sigmoid, bool two_best) {
-    perform(active->gate, Gate{at<float>(rows), at<float>(weight), at<float>(bias), at<int64_t>(ids),
-                               at<float>(weights), n, h, experts, top_k, groups, groups_kept, scale, added, normalise,
+    perform(active->gate, Gate{at<float>(rows), at<float>(weight), at<float>(bias),
+                               at<float>(added_to_products), at<int64_t>(ids), at<float>(weights), n, h, experts, top_k, groups, groups_kept, scale, added, normalise,
                                sigmoid, two_best});
 }
 
@@ -295,7 +300,9 @@ NB_MODULE(_native, m) {
     m.def("linear3", linear3);
     m.def("head_linear", head_linear);
     m.def("experts", experts);
-    m.def("gathered_experts", gathered_experts);
+    constexpr Activation silu{};
+    m.def("gathered_experts", gathered_experts, "table"_a, "h"_a, "w"_a, "stored"_a, "parts"_a,
+          "alpha"_a = silu.alpha, "added"_a = silu.added, "limit"_a = silu.limit);
     m.def("put", put, nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert());
     m.def("gated_mlp", gated_mlp);
     m.def("attention", attention);

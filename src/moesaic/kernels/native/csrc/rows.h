@@ -157,7 +157,7 @@ inline void choose(const moesaic::Gate& job, float* products, float* choice, int
 inline void gate(const moesaic::Gate& job) {
     float* products = scratch(kWork, 2 * job.n * job.experts);
     float* choices = products + job.n * job.experts;
-    linear({job.rows, job.n, job.h, {{job.weight, nullptr, products, job.experts}}, 1, true});
+    linear({job.rows, job.n, job.h, {{job.weight, job.added_to_products, products, job.experts}}, 1, true});
     parallel_rows(job.n, job.experts * (job.top_k + 4), [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; r++) {
             choose(job, products + r * job.experts, choices + r * job.experts, job.ids + r * job.top_k,

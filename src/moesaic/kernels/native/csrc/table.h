@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 namespace moesaic {
 
@@ -43,6 +44,20 @@ struct Scattered {  // rows and results at arbitrary addresses: those of a serve
     int64_t pairs;
 };
 
+// What an expert computes from its gate and up products: see core/experts.py. The defaults give silu(gate) * up.
+struct Activation {
+    float alpha = 1, added = 0;
+    float limit = std::numeric_limits<float>::infinity();
+
+    bool is_silu() const { return alpha == 1 && added == 0 && limit == std::numeric_limits<float>::infinity(); }
+};
+
+struct Biases {  // [experts] addresses of float32, or null: the experts have none
+    const uint64_t* gate;  // [w]
+    const uint64_t* up;    // [w]
+    const uint64_t* down;  // [h]
+};
+
 struct Experts {
     const float* hidden;  // [n, h]
     const int64_t* ids;   // [n, top_k]
@@ -52,6 +67,8 @@ struct Experts {
     float* out;            // [n, top_k, h]
     int64_t n, top_k, h, w, experts;
     Stored stored;
+    Biases biases = {};
+    Activation activation = {};
     Scattered apart = {};  // replaces hidden, top_k and out
 
     int64_t pairs() const { return apart.rows ? apart.pairs : n * top_k; }
@@ -84,6 +101,7 @@ struct Attention {
     int64_t window;  // tokens that a row attends to, including itself; 0: all
     float scale;
     int64_t item;  // bytes of a cached number: 4 float32, 2 bf16, 1 int8 (see cache.h)
+    const float* sinks;  // [heads] a score of each head beside those of the tokens, without a value; or null
 };
 
 struct Store {
@@ -125,6 +143,7 @@ struct Gate {
     const float* rows;    // [n, h]
     const float* weight;  // [experts, h]
     const float* bias;    // [experts] or null; it only chooses
+    const float* added_to_products;  // [experts] or null: a bias of the products
     int64_t* ids;         // [n, top_k]
     float* weights;       // [n, top_k]
     int64_t n, h, experts, top_k, groups, groups_kept;

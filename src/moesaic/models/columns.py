@@ -1,0 +1,45 @@
+"""Experts that a checkpoint stores in columns, as the rows that kernels read. Does not import torch.
+
+`core.experts.ExpertLayout.form` describes both forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+NUMBERS = {2: np.uint16, 4: np.uint32}
+"""Bytes of a number -> an integer of that size. Only the order of numbers changes."""
+BAND = 128
+"""Rows that are transposed at a time."""
+
+
+def as_rows(parts: Sequence[Bytes], number: int, width: int) -> list[Bytes]:
+    """Gate [w, h], up [w, h], down [h, w] and the biases of these, in bytes.
+
+    parts: the bytes of `column_tensors`. number: bytes of a number of the matrices; those of biases have 4.
+    width: w.
+    """
+    gate_up, down, inner_bias, down_bias = parts
+    inner = gate_up.view(NUMBERS[number]).reshape(-1, width, 2)
+    outer = down.view(NUMBERS[number]).reshape(width, -1)
+    biases = inner_bias.view(np.uint32).reshape(width, 2)
+    found = []
+    for matrix in (inner[:, :, 0], inner[:, :, 1], outer):
+        found.append(np.empty(matrix.shape[::-1], matrix.dtype))
+        transpose(matrix, found[-1])
+    found += [np.ascontiguousarray(biases[:, odd]) for odd in (0, 1)]
+    return [*(one.reshape(-1).view(np.uint8) for one in found), down_bias]
+
+
+def transpose(matrix: Any, into: Any) -> None:
+    """Writes a matrix [m, n] to `into` [n, m]. Both are NumPy's or both torch's.
+
+    A band of rows at a time stays in the caches. A matrix of 2880 x 2880 took a fifth of the time.
+    """
+    for begin in range(0, len(matrix), BAND):
+        into[:, begin : begin + BAND] = matrix[begin : begin + BAND].T

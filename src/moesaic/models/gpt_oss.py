@@ -1,0 +1,160 @@
+"""gpt-oss: attention with sinks and windows by layer, experts with biases and a limited activation.
+
+OpenAI, gpt-oss-120b & gpt-oss-20b model card, 2025.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moesaic.core.errors import CheckpointError
+from moesaic.core.experts import COLUMNS, Activation
+from moesaic.kernels.gating import Gating
+from moesaic.models import rope
+from moesaic.models.block import DecoderBlock
+from moesaic.models.config import MOST_LAYERS, Fields, shown
+from moesaic.models.gates import load_gate
+from moesaic.models.loader import ExpertNames, Heads, Loader, grouped_query_attention, read_heads
+from moesaic.models.spec import KVLayout, ModelSpec
+
+UNUSED = (r".*\.rotary_emb\.inv_freq",)
+"""Tensors of some checkpoints that are not needed."""
+SLIDING, FULL = "sliding_attention", "full_attention"
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+"""rope_scaling of a config that has none, as in transformers."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """config.json of a gpt_oss checkpoint."""
+
+    vocab_size: int
+    hidden_size: int
+    expert_width: int
+    num_layers: int
+    heads: Heads
+    epsilon: float
+    tied: bool
+    num_experts: int
+    gating: Gating
+    activation: Activation
+    windows: tuple[int | None, ...]
+    """Of each layer: tokens that a token attends to; None: all."""
+    max_position: int
+    rope: rope.RopeConfig
+
+    @property
+    def spec(self) -> ModelSpec:
+        return ModelSpec(
+            model_type="gpt_oss",
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            moe_layers=tuple(range(self.num_layers)),
+            num_experts=self.num_experts,
+            top_k=self.gating.top_k,
+            expert_width=self.expert_width,
+            max_position=max(self.max_position, self.rope.reach),
+            heads=self.heads.query,
+            kv=KVLayout(self.heads.key, self.heads.width, self.heads.width),
+            sliding_windows=self.windows,
+        )
+
+
+def parse(raw: dict[str, Any]) -> Config:
+    """Parses config.json. Raises CheckpointError for any key that is not understood."""
+    named = raw.get("rope_parameters") is not None or raw.get("rope_scaling") is not None
+    fields = Fields(
+        {"head_dim": 64, "attention_bias": True} | raw | ({} if named else {"rope_scaling": YARN})
+    )
+    fields.only("model_type", "gpt_oss")
+    fields.only("hidden_act", "silu")
+    fields.ignore("initial_context_length")  # the rotary keys say it too
+    experts, max_position = (
+        fields.integer("num_local_experts", 128),
+        fields.integer("max_position_embeddings", 131072),
+    )
+    fields.only("num_experts", experts)
+    chosen = fields.integer("num_experts_per_tok", 4, maximum=experts)
+    fields.only("experts_per_token", chosen)
+    layers, epsilon = (
+        fields.integer("num_hidden_layers", 36, maximum=MOST_LAYERS),
+        fields.number("rms_norm_eps", 1e-5),
+    )
+    config = Config(
+        vocab_size=fields.integer("vocab_size", 201088),
+        hidden_size=fields.integer("hidden_size", 2880),
+        expert_width=fields.integer("intermediate_size", 2880),
+        num_layers=layers,
+        heads=replace(read_heads(fields, epsilon), sinks=True),
+        epsilon=epsilon,
+        tied=fields.flag("tie_word_embeddings", False),
+        num_experts=experts,
+        gating=Gating(chosen, normalise=True, biased="products"),
+        activation=Activation(
+            alpha=fields.number_above("swiglu_alpha", 0.0, 1.702),
+            added=1.0,
+            limit=fields.number_above("swiglu_limit", 0.0, 7.0),
+        ),
+        windows=_windows(fields, layers),
+        max_position=max_position,
+        rope=rope.read(fields, max_position, 150000.0),
+    )
+    fields.done()
+    return config
+
+
+def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """Returns each layer's window. Without `layer_types` the first and every second layer have one."""
+    window, kinds = fields.integer("sliding_window", 128), fields.raw("layer_types", None)
+    if kinds is None:
+        kinds = [FULL if layer % 2 else SLIDING for layer in range(layers)]
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != layers
+        or not all(kind in (SLIDING, FULL) for kind in kinds)
+    ):
+        raise CheckpointError(
+            f"config.json: layer_types: got {shown(repr(kinds))}; allowed: a list of {layers} "
+            f"of {SLIDING}, {FULL}"
+        )
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def expert_names(config: Config, layer: int) -> ExpertNames:
+    """Returns the tensor names of a layer's routed experts."""
+    return ExpertNames(
+        f"model.layers.{layer}.mlp.experts",
+        config.hidden_size,
+        config.expert_width,
+        config.num_experts,
+        form=COLUMNS,
+        activation=config.activation,
+    )
+
+
+def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
+    """Loads every layer without its routed experts."""
+    table = loader.rope_table(config.rope, config.heads.width, config.spec.max_position)
+    return tuple(_block(config, loader, table, layer) for layer in range(config.num_layers))
+
+
+def _block(config: Config, loader: Loader, table: rope.RopeTable, layer: int) -> DecoderBlock:
+    name, hidden, window = f"model.layers.{layer}", config.hidden_size, config.windows[layer]
+    return DecoderBlock(
+        kernels=loader.kernels,
+        epsilon=config.epsilon,
+        input_norm=loader.exact(f"{name}.input_layernorm.weight", hidden),
+        attention_part=grouped_query_attention(loader, f"{name}.self_attn", config.heads, table, window),
+        post_norm=loader.exact(f"{name}.post_attention_layernorm.weight", hidden),
+        router=load_gate(loader, f"{name}.mlp.router", config.gating, config.num_experts, hidden),
+        dense_part=None,
+    )
