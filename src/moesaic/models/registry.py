@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,79 +16,19 @@ from moesaic.core.stored import COMPRESSED
 from moesaic.core.text_config import TEXT, WRAPPERS, text_of
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
-from moesaic.models import (
-    deepseek_v2,
-    deepseek_v3,
-    dots1,
-    ernie4_5_moe,
-    exaone_moe,
-    fingerprint,
-    glm4_moe,
-    glm4_moe_lite,
-    gpt_oss,
-    granitemoe,
-    hy_v3,
-    mellum,
-    minimax_m2,
-    mixtral,
-    olmoe,
-    qwen2_moe,
-    qwen3_moe,
-    solar_open,
-)
+from moesaic.models import fingerprint
 from moesaic.models.block import Block
 from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Partial, Progress
 from moesaic.models.config import shown
+from moesaic.models.families import MODELS, Config, ModelFile
 from moesaic.models.files import read_json
 from moesaic.models.layers import Scale
-from moesaic.models.loader import ExpertNames, Loader, claim_experts, experts
+from moesaic.models.loader import Loader, claim_experts, experts
 from moesaic.models.model import Model
 from moesaic.models.shard import WHOLE, Shard
 from moesaic.models.spec import NO_MULTIPLIERS, ModelSpec, Multipliers
 from moesaic.models.wrapped import IMAGES
 
-
-class Config(Protocol):
-    """What the configs of all models have in common."""
-
-    @property
-    def tied(self) -> bool: ...
-    @property
-    def epsilon(self) -> float: ...
-    @property
-    def spec(self) -> ModelSpec: ...
-
-
-class ModelFile(Protocol):
-    """The functions of one model file."""
-
-    @property
-    def UNUSED(self) -> tuple[str, ...]: ...  # noqa: N802
-    def parse(self, raw: dict[str, Any]) -> Any: ...
-    def blocks(self, config: Any, loader: Loader) -> Sequence[Block]: ...
-    def expert_names(self, config: Any, layer: int) -> ExpertNames: ...
-
-
-MODELS: Mapping[str, ModelFile] = {
-    "deepseek_v2": deepseek_v2,
-    "deepseek_v3": deepseek_v3,
-    "dots1": dots1,
-    "ernie4_5_moe": ernie4_5_moe,
-    "exaone_moe": exaone_moe,
-    "glm4_moe": glm4_moe,
-    "glm4_moe_lite": glm4_moe_lite,
-    "gpt_oss": gpt_oss,
-    "granitemoe": granitemoe,
-    "hy_v3": hy_v3,
-    "kimi_k2": deepseek_v3,
-    "mellum": mellum,
-    "minimax_m2": minimax_m2,
-    "mixtral": mixtral,
-    "olmoe": olmoe,
-    "qwen2_moe": qwen2_moe,
-    "qwen3_moe": qwen3_moe,
-    "solar_open": solar_open,
-}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHE_DTYPES = {**DTYPES, "int8": torch.int8}
