@@ -32,7 +32,7 @@ class PointerTable:
     stored: int
     """Index into OF_EXPERTS of their dtype."""
 
-    @property
+    @cached_property
     def addresses(self) -> tuple[int, ...]:
         """Addresses of six lines of `memory`; 0 for lines that it does not have."""
         first, line, lines = self.memory.data_ptr(), self.memory.stride(0) * 8, len(self.memory)
