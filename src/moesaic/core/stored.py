@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 NUMBER_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -10,11 +11,47 @@ COMPRESSED = "compressed"
 """bf16 in 12 bits a number, without loss. See `row_bytes`."""
 QUANT_METHOD = "moesaic-compressed"
 """The quantization method in the config.json of a checkpoint with compressed routed experts."""
-OF_EXPERTS = ("bfloat16", "float32", COMPRESSED)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """A type of quantised weights. A number is scale * value, or scale * value + offset.
+
+    Numbers of a row that share a scale are a group. `csrc/quantized.h` describes how a row is stored.
+    """
+
+    values: str
+    """What a code means: "e4m3", "int8", "uint8", "int4", "uint4" or "e2m1"."""
+    group: int
+    """Numbers of a group."""
+    offset: bool = False
+    """Whether each group has an offset."""
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 8 if self.values in ("e4m3", "int8", "uint8") else 4
+
+    def row_bytes(self, numbers: int) -> int:
+        """Bytes of a row. Each group has float32 numbers for its scale and offset; the last one is padded."""
+        return -(-numbers // self.group) * (4 * (1 + self.offset) + self.group * self.bits // 8)
+
+
+QUANTIZED = {
+    "fp8": Quantization("e4m3", 128),
+    "int8": Quantization("int8", 32),
+    "int8_fine": Quantization("int8", 16),
+    "int8_offset": Quantization("uint8", 32, offset=True),
+    "int4": Quantization("int4", 32),
+    "int4_offset": Quantization("uint4", 32, offset=True),
+    "mxfp4": Quantization("e2m1", 32),
+}
+"""The types of quantised weights by name."""
+OF_EXPERTS = ("bfloat16", "float32", COMPRESSED, *QUANTIZED)
 """Types of expert weights that the native kernels read, in the order of table.h's `Stored`."""
 
 BLOCK = 1024
-"""Numbers of a compressed row that share a head. The last block of a row may be shorter."""
+"""Numbers of a compressed or quantised row that are stored together. A row's last block may be shorter."""
 HEAD = 64
 """Bytes of a block's head."""
 GROUP = 64
@@ -33,7 +70,11 @@ def row_bytes(dtype: str, numbers: int) -> int:
 
     >>> row_bytes("bfloat16", 1024), row_bytes("compressed", 1024), row_bytes("compressed", 1025)
     (2048, 1600, 1760)
+    >>> row_bytes("fp8", 1024), row_bytes("int4", 1024), row_bytes("int4_offset", 1025)
+    (1056, 640, 792)
     """
+    if dtype in QUANTIZED:
+        return QUANTIZED[dtype].row_bytes(numbers)
     if dtype != COMPRESSED:
         return numbers * NUMBER_BYTES[dtype]
     blocks, rest = divmod(numbers, BLOCK)

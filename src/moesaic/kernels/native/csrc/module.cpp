@@ -116,11 +116,10 @@ void head_linear(Address rows, int64_t row_stride, int64_t head_stride, Address 
 
 // Converts a number to Stored. Raises ValueError if it is invalid, or if these kernels do not support it.
 Stored stored_as(int number) {
-    if (number < 0 || number > int(Stored::kCompressed)) {
-        throw nb::value_error(("stored: got " + std::to_string(number) + "; allowed: 0, 1 or 2").c_str());
-    }
-    if (Stored(number) == Stored::kCompressed && !active->compressed) {
-        throw nb::value_error("stored: got 2, compressed experts; allowed: 0 or 1 with these kernels");
+    int most = int(active->compressed ? Stored::kMxfp4 : Stored::kWide);
+    if (number < 0 || number > most) {
+        std::string allowed = "0 to " + std::to_string(most) + " with these kernels";
+        throw nb::value_error(("stored: got " + std::to_string(number) + "; allowed: " + allowed).c_str());
     }
     return Stored(number);
 }

@@ -9,6 +9,7 @@
 // For loops over registers, since a call within would spill them all. And for prefetches: GCC assumes that a function
 // which only prefetches has no effects, and drops its calls.
 #define MOESAIC_INLINE __attribute__((always_inline)) inline
+#define MOESAIC_INLINE_LAMBDA __attribute__((always_inline))
 // Unrolls a loop, so that the elements it indexes stay in registers.
 #if defined(__clang__)
 #define MOESAIC_UNROLL _Pragma("unroll")
@@ -115,6 +116,9 @@ template <class T>
 constexpr bool kToWiden = false;
 template <>
 constexpr bool kToWiden<bf16> = true;
+
+template <class T>
+constexpr bool kQuantized = false;  // see quantized.h
 
 // stored [count] -> out [padded(count)] as float in the order of T's vectors, padded with zeros.
 template <class T>

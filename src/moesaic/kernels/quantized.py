@@ -1,0 +1,97 @@
+"""Quantised matrices in the layout that the kernels read, and back to float32. `csrc/quantized.h` describes it."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.stored import BLOCK, QUANTIZED, Quantization
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+_E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+_TABLES: dict[str, list[float]] = {
+    "int4": [float(value - 8) for value in range(16)],
+    "uint4": [float(value) for value in range(16)],
+    "e2m1": [*_E2M1, *(-value for value in _E2M1)],
+    "int8": [float(np.int8(np.uint8(code))) for code in range(256)],
+    "uint8": [float(code) for code in range(256)],
+}
+
+
+def _e4m3() -> list[float]:
+    """The value of each byte; 0x7f and 0xff are NaN."""
+    table = []
+    for code in range(128):
+        exponent, mantissa = code >> 3, code & 7
+        table.append((8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9)
+    table[127] = float("nan")
+    return [*table, *(-value for value in table)]
+
+
+_TABLES["e4m3"] = _e4m3()
+TABLES = {name: np.array(table, dtype=np.float32) for name, table in _TABLES.items()}
+"""Values of a type -> the value of each code."""
+
+
+def pack(dtype: str, codes: Bytes, scales: Floats, offsets: Floats | None = None) -> Bytes:
+    """The stored rows [rows, row_bytes].
+
+    dtype: a key of QUANTIZED. codes [rows, columns], one a byte. scales and offsets [rows, groups].
+    """
+    kind = QUANTIZED[dtype]
+    rows, columns = codes.shape
+    groups = -(-columns // kind.group)
+    padded = np.zeros((rows, groups * kind.group), dtype=np.uint8)
+    padded[:, :columns] = codes
+    packed = (padded if kind.bits == 8 else _nibbles(padded)).reshape(rows, groups, -1)
+    heads = [scales] if offsets is None else [scales, offsets]
+    blocks = []
+    for begin in range(0, groups, BLOCK // kind.group):
+        part = slice(begin, begin + BLOCK // kind.group)
+        blocks += [np.ascontiguousarray(head[:, part], dtype="<f4").view(np.uint8) for head in heads]
+        blocks.append(packed[:, part].reshape(rows, -1))
+    return np.concatenate(blocks, axis=1)
+
+
+def dequantize(dtype: str, stored: Bytes, columns: int) -> Floats:
+    """The numbers [rows, columns] of stored rows [rows, row_bytes]."""
+    kind = QUANTIZED[dtype]
+    out = np.empty((len(stored), columns), dtype=np.float32)
+    at = 0
+    for begin in range(0, columns, BLOCK):
+        count = min(BLOCK, columns - begin)
+        size = kind.row_bytes(count)
+        out[:, begin : begin + count] = _block(kind, stored[:, at : at + size], count)
+        at += size
+    return out
+
+
+def _block(kind: Quantization, stored: Bytes, count: int) -> Floats:
+    """The numbers of one block of every row."""
+    groups, rows = -(-count // kind.group), len(stored)
+    heads = np.ascontiguousarray(stored[:, : 4 * groups * (1 + kind.offset)]).view("<f4")
+    codes = stored[:, 4 * groups * (1 + kind.offset) :]
+    if kind.bits == 4:
+        codes = _bytes(codes)
+    values = TABLES[kind.values][codes].reshape(rows, groups, kind.group)
+    values *= heads[:, :groups, None]
+    if kind.offset:
+        values += heads[:, groups:, None]
+    numbers: Floats = values.reshape(rows, -1)[:, :count]
+    return numbers
+
+
+def _nibbles(codes: Bytes) -> Bytes:
+    """Two codes a byte, 32 codes in 16 bytes."""
+    halves = codes.reshape(len(codes), -1, 2, 16)
+    packed: Bytes = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(len(codes), -1)
+    return packed
+
+
+def _bytes(packed: Bytes) -> Bytes:
+    """The input of `_nibbles`."""
+    pairs = packed.reshape(len(packed), -1, 1, 16)
+    codes: Bytes = np.concatenate([pairs & 15, pairs >> 4], axis=2).reshape(len(packed), -1)
+    return codes

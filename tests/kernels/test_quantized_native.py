@@ -1,0 +1,48 @@
+"""Experts with quantised weights have the same bits as experts with the dequantised weights in float32."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.kernels.test_compressed_native import NONE, SIZES, Mlp, Size, reading, uneven
+from tests.kernels.test_quantized import codes_of
+
+from moesaic.core.stored import OF_EXPERTS, QUANTIZED
+from moesaic.kernels.quantized import Bytes, dequantize, pack
+from moesaic.kernels.table import Kernels
+
+__all__ = ["reading"]
+FLOAT32 = OF_EXPERTS.index("float32")
+
+
+def packed(rng: np.random.Generator, dtype: str, size: Size) -> list[Bytes]:
+    return [pack(dtype, *codes_of(rng, QUANTIZED[dtype], *shape)) for shape in size.shapes]
+
+
+def plain(dtype: str, size: Size, stored: list[Bytes]) -> Mlp:
+    return Mlp([dequantize(dtype, one, shape[1]) for one, shape in zip(stored, size.shapes, strict=True)])
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_experts_have_the_bits_of_float32(reading: Kernels, dtype: str, size: Size) -> None:
+    rng, kind = np.random.default_rng(size.h), OF_EXPERTS.index(dtype)
+    stored = [packed(rng, dtype, size) for _ in range(4)]
+    wide, small = [*(plain(dtype, size, one) for one in stored), NONE], [*map(Mlp, stored), NONE]
+    for n in (1, 3, 25, 200):
+        rows, ids = 0.1 * rng.standard_normal((n, size.h), dtype=np.float32), uneven(rng, n)
+        wanted = size.run(wide, FLOAT32, rows, ids)
+        assert wanted.any() or size.h == 1
+        for threads in (1, 2):
+            reading.set_threads(threads, False)
+            assert np.array_equal(size.run(small, kind, rows, ids), wanted)
+        alone = size.run(small, kind, rows[n // 2 : n // 2 + 1], [ids[n // 2]])
+        assert np.array_equal(alone[0], wanted[n // 2])
+
+
+def test_types_that_kernels_do_not_read(native: Kernels) -> None:
+    size = Size(3, 65)
+    rows = np.ones((1, 3), dtype=np.float32)
+    wrong = len(OF_EXPERTS) if native.compressed else OF_EXPERTS.index("fp8")
+    with pytest.raises(ValueError, match=f"stored: got {wrong}; allowed: 0 to"):
+        size.run([NONE], wrong, rows, [0])
