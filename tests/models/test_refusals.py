@@ -18,7 +18,7 @@ from moesaic.kernels.table import pick
 from moesaic.models import registry
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+FOUR_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 NO_ROPE = {"rope_parameters": None}
 
 
@@ -82,7 +82,7 @@ def test_an_unknown_key_is_refused_with_its_value(kind: str, copy: Any) -> None:
         ("mixtral", {"hidden_size": "48"}, ("hidden_size", "'48'", "integer")),
         ("mixtral", {"num_experts_per_tok": 6}, ("num_experts_per_tok", "6", "at most 5")),
         ("mixtral", {"num_key_value_heads": 4}, ("num_key_value_heads", "4", "divisor of 6")),
-        ("mixtral", {"quantization_config": {"quant_method": "fp8"}}, ("quantization_config", "fp8")),
+        ("mixtral", {"quantization_config": {"quant_method": "hqq"}}, ("quantization_config", "hqq")),
         ("mixtral", {"rms_norm_eps": float("nan")}, ("rms_norm_eps", "nan")),
         ("mixtral", {"quantization_config": "fp8"}, ("quantization_config", "fp8")),
         ("mixtral", {"head_dim": 7}, ("head_dim", "7", "even")),
@@ -156,8 +156,8 @@ def test_an_unknown_key_is_refused_with_its_value(kind: str, copy: Any) -> None:
         ("deepseek_v3", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5")),
         ("deepseek_v3", {"index_topk": 2048}, ("index_topk", "2048")),
         ("deepseek_v3", {"first_k_dense_replace": 0}, ("layers.0.mlp.gate.weight", "missing")),
-        ("deepseek_v3", {"quantization_config": FP8}, ("quantization_config", "'fp8'")),
-        ("kimi_k2", {"quantization_config": FP8}, ("quantization_config", "'fp8'")),
+        ("deepseek_v3", {"quantization_config": FOUR_BITS}, ("quantization_config", "'bitsandbytes'")),
+        ("kimi_k2", {"quantization_config": FOUR_BITS}, ("quantization_config", "'bitsandbytes'")),
         ("kimi_k2", {"topk_method": "greedy"}, ("topk_method", "'greedy'")),
         ("glm4_moe", {"partial_rotary_factor": 2.0, **NO_ROPE}, ("partial_rotary_factor", "2", "up to 1")),
         ("glm4_moe", {"partial_rotary_factor": 0.2, **NO_ROPE}, ("partial_rotary_factor", "0.2", "even")),

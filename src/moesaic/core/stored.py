@@ -47,7 +47,9 @@ QUANTIZED = {
     "mxfp4": Quantization("e2m1", 32),
 }
 """The types of quantised weights by name."""
-OF_EXPERTS = ("bfloat16", "float32", COMPRESSED, *QUANTIZED)
+PACKED = (COMPRESSED, *QUANTIZED)
+"""Types whose rows are bytes, and not numbers."""
+OF_EXPERTS = ("bfloat16", "float32", *PACKED)
 """Types of expert weights that the native kernels read, in the order of table.h's `Stored`."""
 
 BLOCK = 1024

@@ -13,12 +13,12 @@ from moesaic.config import ExpertServerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import ExpertServerStats
+from moesaic.core.stored import OF_EXPERTS
 from moesaic.experts.backend import ExpertBackend
 from moesaic.experts.server import ExpertServer
 from moesaic.experts.tracing import ServerTrace
 from moesaic.models import fingerprint
 from moesaic.models.fingerprint import DigestQueue
-from moesaic.models.headers import STORED
 from moesaic.policy.scheduling import minimum_batch
 from moesaic.policy.scheduling.microqueue import QueuePolicy, policy_named
 from moesaic.policy.scheduling.schedulers.expert_server import (
@@ -126,7 +126,7 @@ def _policy(config: ExpertServerConfig) -> QueuePolicy:
 
 def _backend(config: ExpertServerConfig) -> ExpertBackend:
     on_cpu = config.device == "cpu"
-    native = on_cpu and config.kernels != "reference" and config.layout.dtype in STORED
+    native = on_cpu and config.kernels != "reference" and config.layout.dtype in OF_EXPERTS
     if native:
         try:
             from moesaic.experts.native_backend import NativeBackend

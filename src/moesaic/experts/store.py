@@ -20,10 +20,11 @@ from moesaic.core.experts import COLUMNS, PARTS, ROWS, ExpertLayout
 from moesaic.experts.slots import Bytes, Slots
 from moesaic.kernels.compressed import decompress
 from moesaic.models.columns import as_rows
-from moesaic.models.headers import COMPRESSED_ROWS, STORED, WIDTHS, Headers, Place
+from moesaic.models.headers import COMPRESSED_ROWS, NUMBERS, STORED, WIDTHS, Headers, Place
 from moesaic.models.headers import INDEX as INDEX
 from moesaic.models.headers import SINGLE as SINGLE
 from moesaic.models.pages import PAGE, prefer_huge
+from moesaic.models.quantization.scheme import Array, Matrix, Part, as_array
 
 
 class Store:
@@ -79,7 +80,7 @@ class Store:
     def _take(self, layer: int, expert: int) -> None:
         if not 0 <= expert < self.layout.num_experts:
             raise CheckpointError(f"experts: got {expert}; allowed: 0 to {self.layout.num_experts - 1}")
-        stored = STORED[self.layout.dtype]
+        stored = STORED.get(self.layout.dtype, self.layout.dtype)
         parts = [
             self._checkpoint.part(name, *shape, stored=stored if len(shape) == 2 else "F32")
             for name, *shape in self.layout.tensors(layer, expert)
@@ -105,13 +106,38 @@ class _Checkpoint:
         """The bytes of a matrix or vector in type `stored`: a view when the file has that type, else a
         converted copy.
         """
+        matrix = self._headers.quantized(name, *shape)
+        if matrix is not None:
+            return self._quantized(matrix, stored)
         place = self._headers.find(name, *shape)
-        part = self._part(place)
-        if len(part) < place.size:
-            raise CheckpointError(f"{place.file}: truncated since its header was read: tensor {name}")
+        part = self._whole(name, place)
         if place.dtype != stored:
             return _as(stored, part, place, shape[-1])
         return part.copy() if part.ctypes.data % WIDTHS[place.dtype] else part
+
+    def _quantized(self, matrix: Matrix, stored: str) -> Bytes:
+        """The bytes of a quantised matrix in type `stored`."""
+
+        def read(part: Part) -> Array:
+            place = self._headers.place(part)
+            return as_array(self._whole(part.tensor, place), place.dtype, part, place.shape)
+
+        try:
+            if matrix.dtype == stored:
+                return matrix.packed(read).reshape(-1)
+            floats = matrix.floats(read).reshape(-1).view(np.uint8)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
+        if stored not in NUMBERS:
+            problem = f"an expert is stored as {matrix.dtype}; allowed: {stored}, as others"
+            raise CheckpointError(f"{self.path}: {problem}")
+        return floats if stored == "F32" else _converted(floats, "F32", stored)
+
+    def _whole(self, name: str, place: Place) -> Bytes:
+        part = self._part(place)
+        if len(part) < place.size:
+            raise CheckpointError(f"{place.file}: truncated since its header was read: tensor {name}")
+        return part
 
 
 def _read(place: Place) -> Bytes:
@@ -147,7 +173,7 @@ class _Mapped:
 
 def _as(stored: str, part: Bytes, place: Place, columns: int) -> Bytes:
     """A copy of a matrix in another type. Raises CheckpointError when `stored` is the compressed type."""
-    if stored == COMPRESSED_ROWS:
+    if stored not in NUMBERS:
         raise CheckpointError(
             f"{place.file}: an expert is stored as {place.dtype}; allowed: {stored}, as others"
         )

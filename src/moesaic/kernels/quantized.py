@@ -1,6 +1,8 @@
-"""Quantised matrices in the layout that the kernels read, and back to float32. `csrc/quantized.h` describes it."""
+"""Quantised matrices in the layout that the kernels read, and back. `csrc/quantized.h` describes it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +47,8 @@ def pack(dtype: str, codes: Bytes, scales: Floats, offsets: Floats | None = None
     groups = -(-columns // kind.group)
     padded = np.zeros((rows, groups * kind.group), dtype=np.uint8)
     padded[:, :columns] = codes
-    packed = (padded if kind.bits == 8 else _nibbles(padded)).reshape(rows, groups, -1)
+    packed: Bytes = padded if kind.bits == 8 else _nibbles(padded)
+    packed = packed.reshape(rows, groups, -1)
     heads = [scales] if offsets is None else [scales, offsets]
     blocks = []
     for begin in range(0, groups, BLOCK // kind.group):
@@ -72,9 +75,9 @@ def _block(kind: Quantization, stored: Bytes, count: int) -> Floats:
     """The numbers of one block of every row."""
     groups, rows = -(-count // kind.group), len(stored)
     heads = np.ascontiguousarray(stored[:, : 4 * groups * (1 + kind.offset)]).view("<f4")
-    codes = stored[:, 4 * groups * (1 + kind.offset) :]
+    codes: Any = stored[:, 4 * groups * (1 + kind.offset) :]
     if kind.bits == 4:
-        codes = _bytes(codes)
+        codes = _codes(codes)
     values = TABLES[kind.values][codes].reshape(rows, groups, kind.group)
     values *= heads[:, :groups, None]
     if kind.offset:
@@ -86,12 +89,11 @@ def _block(kind: Quantization, stored: Bytes, count: int) -> Floats:
 def _nibbles(codes: Bytes) -> Bytes:
     """Two codes a byte, 32 codes in 16 bytes."""
     halves = codes.reshape(len(codes), -1, 2, 16)
-    packed: Bytes = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(len(codes), -1)
+    packed: Bytes = (halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)).reshape(len(codes), -1)
     return packed
 
 
-def _bytes(packed: Bytes) -> Bytes:
+def _codes(packed: Bytes) -> Any:
     """The input of `_nibbles`."""
     pairs = packed.reshape(len(packed), -1, 1, 16)
-    codes: Bytes = np.concatenate([pairs & 15, pairs >> 4], axis=2).reshape(len(packed), -1)
-    return codes
+    return np.concatenate([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=2).reshape(len(packed), -1)

@@ -13,7 +13,7 @@ from moesaic.core.stored import COMPRESSED, OF_EXPERTS, row_bytes
 
 Part = tuple[torch.Tensor | None, ...]
 """One tensor of each expert, by logical id."""
-NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.uint8: COMPRESSED}
+NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
@@ -44,7 +44,8 @@ class ExpertWeights:
     """The routed experts of one layer that this process holds.
 
     Indexed by logical expert id; None if another process holds the expert. Each tensor may be a view of the
-    memory-mapped checkpoint. Compressed experts are uint8: a row holds its bytes instead of its numbers.
+    memory-mapped checkpoint. Compressed and quantised experts are uint8: a row holds its bytes instead of its
+    numbers.
     """
 
     gate: Part
@@ -60,6 +61,8 @@ class ExpertWeights:
     down_bias: Part = ()
     """[h] float32 each."""
     activation: Activation = field(default=SILU, kw_only=True)
+    packed: str = field(default=COMPRESSED, kw_only=True)
+    """Type of experts that are uint8: one of core.stored.PACKED."""
 
     @classmethod
     def of_held(
@@ -68,13 +71,14 @@ class ExpertWeights:
         held: Mapping[int, Sequence[torch.Tensor]],
         parts: int = 3,
         activation: Activation = SILU,
+        packed: str = COMPRESSED,
     ) -> ExpertWeights:
         """held: expert -> its tensors in the order of PARTS. parts: their number, 3, or 6 with biases."""
         every = (
             tuple(held[expert][part] if expert in held else None for expert in range(num_experts))
             for part in range(parts)
         )
-        return cls(*every, activation=activation)
+        return cls(*every, activation=activation, packed=packed)
 
     @property
     def num_experts(self) -> int:
@@ -113,11 +117,11 @@ class ExpertWeights:
 
     def with_parts(self, parts: Sequence[Part]) -> ExpertWeights:
         """Other experts of the same layer. parts: as `parts`."""
-        return ExpertWeights(*parts, activation=self.activation)
+        return ExpertWeights(*parts, activation=self.activation, packed=self.packed)
 
     @property
     def compressed_numbers(self) -> int:
-        """Number of compressed numbers held here."""
+        """Number of compressed and quantised numbers held here."""
         held = (self.of(expert) for expert in self.held)
         return sum(3 * len(gate) * len(down) for gate, _, down in held if gate.dtype is torch.uint8)
 
@@ -130,20 +134,20 @@ class ExpertWeights:
         if not held:
             return PointerTable(torch.tensor(lines), 0, 0, 0)
         width, hidden, dtype = len(held[0][0]), len(held[0][2]), held[0][0].dtype
-        if dtype not in NAMES:
-            raise TypeError(f"experts: got {dtype}; allowed: float32, bfloat16, uint8 (compressed)")
+        kind = self.packed if dtype is torch.uint8 else NAMES.get(dtype)
+        if kind not in OF_EXPERTS:
+            raise TypeError(f"experts: got {dtype}; allowed: float32, bfloat16, uint8")
         inner, outer = (self._row(dtype, numbers) for numbers in (hidden, width))
         for gate, up, down in held:
             alike = gate.shape == up.shape == (width, inner) and down.shape == (hidden, outer)
             if not alike or any(one.dtype != dtype or not one.is_contiguous() for one in (gate, up, down)):
                 raise TypeError("the experts of a layer differ in shape or type, or are not dense")
         self._check_biases(hidden, width)
-        return PointerTable(torch.tensor(lines), hidden, width, OF_EXPERTS.index(NAMES[dtype]))
+        return PointerTable(torch.tensor(lines), hidden, width, OF_EXPERTS.index(kind))
 
-    @staticmethod
-    def _row(dtype: torch.dtype, numbers: int) -> int:
+    def _row(self, dtype: torch.dtype, numbers: int) -> int:
         """Size of a row with this number of columns."""
-        return row_bytes(COMPRESSED, numbers) if dtype is torch.uint8 else numbers
+        return row_bytes(self.packed, numbers) if dtype is torch.uint8 else numbers
 
     @property
     def parts(self) -> tuple[Part, ...]:

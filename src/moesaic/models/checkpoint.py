@@ -24,6 +24,8 @@ from moesaic.models.finite import first_not_finite
 from moesaic.models.headers import COMPRESSED_ROWS
 from moesaic.models.memory import Copies
 from moesaic.models.pages import PAGE, drop_pages, prefer_huge
+from moesaic.models.quantization.parse import find, scheme_of
+from moesaic.models.quantization.scheme import Array, Matrix, Part, as_array
 from moesaic.models.wrapped import plain_names
 
 Progress = Callable[[int, int], None]
@@ -48,6 +50,7 @@ class Checkpoint:
         self._files: dict[str, Any] = {}
         self._shard: dict[str, str] = _shards(path)
         self._claimed: set[str] = set()
+        self._scheme = scheme_of(path)
         for shard in sorted(set(self._shard.values())):
             held = set(self._open(shard).keys())
             listed = {name for name, where in self._shard.items() if where == shard}
@@ -66,11 +69,21 @@ class Checkpoint:
         """Names of all tensors of the checkpoint. Those of a text model in a larger model are its own."""
         return frozenset(self._shard)
 
+    def quantized(self, name: str, *shape: int) -> Matrix | None:
+        """The tensor `name` [rows, columns] as a quantised matrix; None if the files have it as it is."""
+        return find(self._scheme, name, shape, self._kind)
+
     def claim(self, name: str, *shape: int) -> None:
         """Marks a tensor as part of the model, without reading it. Checks its name, shape and type.
 
-        A matrix of an expert may be a part of a larger tensor (fused.py).
+        A matrix of an expert may be a part of a larger tensor (fused.py). A quantised matrix has several.
         """
+        matrix = self.quantized(name, *shape)
+        if matrix is not None:
+            for part in matrix.parts:
+                self._check(part)
+                self._claimed.add(part.tensor)
+            return
         self.dtype(name)
         found = self._slice(name)
         inside = self.inside(name)
@@ -100,10 +113,13 @@ class Checkpoint:
 
         It is memory-mapped if it is stored as `dtype` and wanted on the CPU, unless columns are selected or
         it is returned `transposed`, as [columns, rows] of the part. A compressed tensor stays compressed if
-        dtype is uint8, and then cannot have a part. Otherwise it is decompressed. It cannot be transposed.
+        dtype is uint8, as a quantised one; then it cannot have a part, and never be transposed.
         scan: raise CheckpointError for a number that is NaN or infinite, also one that only `dtype` makes so.
         """
         self.claim(name, *shape)
+        matrix = self.quantized(name, *shape)
+        if matrix is not None:
+            return self._dequantized(matrix, dtype, device, part)
         stored = self._stored(name, shape)
         if dtype is torch.uint8 is not stored.dtype:
             kind = self._slice(name).get_dtype()
@@ -134,6 +150,45 @@ class Checkpoint:
             self._progress(self._bytes_read, self._bytes)
         return tensor
 
+    def _dequantized(
+        self, matrix: Matrix, dtype: torch.dtype, device: str, part: tuple[slice, ...]
+    ) -> torch.Tensor:
+        """The numbers of a part of a quantised matrix, or the bytes that kernels read if dtype is uint8."""
+        read = 0
+
+        def array(part: Part) -> Array:
+            nonlocal read
+            stored = self._read(part.tensor)
+            read += stored.nbytes
+            raw = stored.contiguous().reshape(-1).view(torch.uint8).numpy()
+            found = as_array(raw, str(self._kind(part.tensor)), part, tuple(stored.shape))
+            if self._copies is not None:
+                found = found.copy()
+                drop_pages(stored.data_ptr(), stored.nbytes)
+            return found
+
+        try:
+            packed = dtype is torch.uint8
+            tensor = torch.from_numpy(matrix.packed(array) if packed else matrix.floats(array)[part])
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
+        if self._progress is not None:
+            self._bytes_read += read
+            self._progress(self._bytes_read, self._bytes)
+        return tensor.to(device=device, dtype=dtype).contiguous()
+
+    def _kind(self, name: str) -> str | None:
+        """The type of a tensor in the files; None if they do not have it."""
+        return str(self._slice(name).get_dtype()) if name in self._shard else None
+
+    def _check(self, part: Part) -> None:
+        """Raises CheckpointError unless the files have a part of a quantised matrix."""
+        kind = self._kind(part.tensor)
+        try:
+            part.check(kind, () if kind is None else tuple(self._slice(part.tensor).get_shape()))
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
+
     def dtype(self, name: str) -> torch.dtype:
         """Returns the type in which a tensor is stored. Checks its name and type."""
         stored = self._slice(name).get_dtype()
@@ -146,10 +201,11 @@ class Checkpoint:
         """Where in a fused tensor a matrix of an expert is; None for a tensor of its own."""
         return fused.inside(name, self._shard.__contains__)
 
-    def stored_as(self, prefix: str, name: str) -> str:
+    def stored_as(self, prefix: str, name: str, *shape: int) -> str:
         """Returns what files have for `prefix`, with which `name`, a tensor or expert's matrix, begins."""
-        inside = self.inside(name)
+        inside, matrix = self.inside(name), self.quantized(name, *shape)
         plain = name if inside is None else inside.tensor
+        plain = plain if matrix is None else matrix.parts[0].tensor
         rest = plain.removeprefix("model.")
         return self._stored_as[plain].removesuffix(rest) + prefix.removeprefix("model.")
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import ROWS, ExpertLayout
-from moesaic.core.stored import COMPRESSED, QUANT_METHOD, row_bytes
+from moesaic.core.stored import COMPRESSED, QUANT_METHOD, row_bytes, unquantized
 from moesaic.kernels import compressed
 from moesaic.kernels.table import REFERENCE
 from moesaic.models import fingerprint, fused
@@ -186,6 +186,8 @@ def _layout(path: Path, config: dict[str, Any]) -> ExpertLayout:
     told = config.get("quantization_config")
     if isinstance(told, dict) and told.get("quant_method") == QUANT_METHOD:
         raise CheckpointError(f"{path}: the experts of this model are compressed already")
+    if not unquantized(config):
+        raise CheckpointError(f"{path}: this model is quantised; allowed: experts in bf16")
     if not read_spec(path).moe_layers:
         raise CheckpointError(f"{path}: this model has no routed experts to compress")
     layout = expert_layout(path, REFERENCE)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.stored import QUANT_METHOD, unquantized
 
 BENIGN = frozenset(
     {
@@ -17,6 +16,8 @@ BENIGN = frozenset(
         "torchscript", "problem_type", "id2label", "label2id", "task_specific_params", "tokenizer_class",
         "chunk_size_feed_forward", "finetuning_task", "prefix", "pruned_heads", "use_bfloat16",
         "_attn_implementation_autoset", "gradient_checkpointing",
+        # Read by models/quantization.
+        "quantization_config",
         # Marks that Unsloth adds to checkpoints which it republishes.
         "unsloth_fixed", "unsloth_version",
         # How training was split over devices.
@@ -70,6 +71,11 @@ class Fields:
         self._raw = raw
         self._where = where
         self._seen: set[str] = set()
+
+    @property
+    def names(self) -> list[str]:
+        """All keys."""
+        return [*self._raw]
 
     def raw(self, name: str, default: Any = _REQUIRED) -> Any:
         """Returns the value without checks."""
@@ -170,13 +176,6 @@ class Fields:
 
     def done(self) -> None:
         """Raises CheckpointError for the first key that was not read and is not benign."""
-        if not self._where and not unquantized(self._raw):
-            told = self._raw["quantization_config"]
-            method = told.get("quant_method", "unknown") if isinstance(told, dict) else told
-            raise CheckpointError(
-                f"config.json: quantization_config: got quant_method {shown(repr(method))}; "
-                f"allowed: none, or {QUANT_METHOD}: quantized checkpoints are not supported"
-            )
-        benign = BENIGN | {"quantization_config"} if not self._where else frozenset[str]()
+        benign = BENIGN if not self._where else frozenset[str]()
         for name in sorted(self._raw.keys() - self._seen - benign):
             raise _refuse(self._where + name, self._raw[name], "keys that this model_type understands")

@@ -108,7 +108,9 @@ class ExpertDigests:
     def of(self, layer: int, expert: int) -> str:
         """The digest of one expert, as 64 hexadecimal digits."""
         places = [
-            (name, self._headers.find(name, *shape)) for name, *shape in self._layout.tensors(layer, expert)
+            found
+            for name, *shape in self._layout.tensors(layer, expert)
+            for found in self._headers.places(name, *shape).items()
         ]
         return _hash(f"{place.dtype} {place.shape} {self._tensor(name, place)}" for name, place in places)
 

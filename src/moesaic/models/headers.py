@@ -19,6 +19,8 @@ from moesaic.models import fused
 from moesaic.models.files import INDEX as INDEX
 from moesaic.models.files import INDEX_BYTES, read_json
 from moesaic.models.files import SINGLE as SINGLE
+from moesaic.models.quantization.parse import find, scheme_of
+from moesaic.models.quantization.scheme import Matrix, Part
 
 MOST_HEADER = 100_000_000
 """Largest header in bytes, as in the safetensors library."""
@@ -29,6 +31,8 @@ METADATA = "__metadata__"
 COMPRESSED_ROWS = "U8"
 """Data type in files of compressed matrices, whose rows are bytes."""
 WIDTHS = {**NUMBERS, COMPRESSED_ROWS: 1}
+BYTES = {**WIDTHS, "F8_E4M3": 1, "I8": 1, "I32": 4, "I64": 8}
+"""The same with the types that parts of quantised matrices may have."""
 STORED = {"float32": "F32", "bfloat16": "BF16", COMPRESSED: COMPRESSED_ROWS}
 """Data type that weights are computed from -> its name in files."""
 
@@ -68,6 +72,41 @@ class Headers:
         self.path = path
         self._shards = _index(path)
         self._headers: dict[str, _Header] = {}
+        self._scheme = scheme_of(path)
+
+    def quantized(self, name: str, *shape: int) -> Matrix | None:
+        """The tensor `name` [rows, columns] as a quantised matrix; None if the files have it as it is."""
+        return find(self._scheme, name, shape, self._kind)
+
+    def places(self, name: str, *shape: int) -> dict[str, Place]:
+        """Tensor -> its place, for all tensors that a matrix or vector is made of."""
+        matrix = self.quantized(name, *shape)
+        if matrix is None:
+            return {name: self.find(name, *shape)}
+        return {part.tensor: self.place(part) for part in matrix.parts}
+
+    def place(self, part: Part) -> Place:
+        """The place of the whole tensor of a part of a quantised matrix."""
+        kind = self._kind(part.tensor)
+        header = self._header(part.tensor)
+        entry = header.entries.get(part.tensor)
+        shape = entry.get("shape") if isinstance(entry, dict) else None
+        if not isinstance(shape, list):
+            kind, shape = None, []
+        try:
+            part.check(kind, tuple(shape))
+        except CheckpointError as error:
+            raise CheckpointError(f"{header.file}: {error}") from None
+        found = _any_place(part.tensor, entry, header)
+        if found.size != math.prod(shape) * BYTES[found.dtype]:
+            what = f"tensor {part.tensor} has {found.size} bytes"
+            raise CheckpointError(f"{header.file}: truncated or corrupt: {what}")
+        return found
+
+    def _kind(self, name: str) -> str | None:
+        """The type of a tensor in the files; None if they do not have it."""
+        entry = self._entries(name).get(name) if self._has(name) else None
+        return str(entry.get("dtype")) if isinstance(entry, dict) else None
 
     def find(self, name: str, *shape: int) -> Place:
         """Finds a tensor of exactly this shape, possibly compressed, and checks that the file is complete.
@@ -115,9 +154,14 @@ class Headers:
         return name in self._shards if self._shards else name in self._entries(name)
 
     def _entries(self, name: str) -> dict[str, Any]:
-        """The header of the file that has or would have this tensor."""
-        shard = self._shards[name] if self._shards else SINGLE
-        return (self._headers.get(shard) or self._open(shard)).entries
+        """The entries of the file that has or would have this tensor."""
+        return self._header(name).entries
+
+    def _header(self, name: str) -> _Header:
+        shard = self._shards.get(name, INDEX) if self._shards else SINGLE
+        if shard == INDEX:
+            raise CheckpointError(f"{self.path / INDEX}: tensor {name} is missing")
+        return self._headers.get(shard) or self._open(shard)
 
     @property
     def files(self) -> list[Path]:

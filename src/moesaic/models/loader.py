@@ -9,6 +9,7 @@ import torch
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import COLUMNS, PARTS, ROWS, SILU, Activation, Stored, column_tensors
+from moesaic.core.stored import COMPRESSED, PACKED
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.checkpoint import Checkpoint
@@ -50,12 +51,16 @@ class Loader:
         return next((each for each in full if each + ending in self.checkpoint.names), full[0])
 
     def matrix(self, name: str, rows: int, columns: int, *part: slice) -> torch.Tensor:
-        """Returns `name`.weight [rows, columns], or a part of it."""
+        """Returns `name`.weight [rows, columns], or a part of it. Quantised ones become float32 on a CPU."""
+        dtype = self.dtype
+        if dtype is not torch.uint8 and not self.device.startswith("cuda"):
+            quantized = self.checkpoint.quantized(f"{name}.weight", rows, columns) is not None
+            dtype = torch.float32 if quantized else dtype
         return self.checkpoint.tensor(
             f"{name}.weight",
             rows,
             columns,
-            dtype=self.dtype,
+            dtype=dtype,
             device=self.device,
             part=part,
             scan=self.scan,
@@ -76,11 +81,19 @@ class Loader:
         """Returns a vector of an expert, in float32."""
         return self.checkpoint.tensor(*vector, dtype=torch.float32, device=self.device, scan=self.scan)
 
-    def expert_dtype(self, names: ExpertNames) -> torch.dtype:
-        """Data type of routed experts: uint8 if they are compressed and the kernels support that."""
-        stays = self.of_expert.size == 1 and self.kernels.compressed and self.dtype is torch.bfloat16
-        first = names.stored(0)[0][0]
-        return torch.uint8 if stays and self.checkpoint.dtype(first) is torch.uint8 else self.dtype
+    def expert_type(self, names: ExpertNames) -> str:
+        """Type of routed experts, a name of core/stored.py.
+
+        Compressed and quantised ones stay so if the kernels support that and ranks do not share them.
+        """
+        stays, first = self.of_expert.size == 1 and self.kernels.compressed, names.stored(0)[0]
+        matrix = self.checkpoint.quantized(*first)
+        if matrix is not None and self.device.startswith("cpu"):
+            return matrix.dtype if stays else "float32"
+        stays = stays and matrix is None and self.dtype is torch.bfloat16
+        if stays and self.checkpoint.dtype(first[0]) is torch.uint8:
+            return COMPRESSED
+        return str(self.dtype).removeprefix("torch.")
 
     def exact(self, name: str, *shape: int) -> torch.Tensor:
         """Returns tensor `name`, a full name, in float32."""
@@ -238,10 +251,12 @@ def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None
     wanted = set(range(names.num_experts) if expert_ids is None else expert_ids)
     if wanted and not 0 <= min(wanted) <= max(wanted) < names.num_experts:
         raise CheckpointError(f"experts: got {sorted(wanted)}; allowed: 0 to {names.num_experts - 1}")
-    loader = replace(loader, dtype=loader.expert_dtype(names), scan=False)
+    kind = loader.expert_type(names)
+    packed = kind if kind in PACKED else COMPRESSED
+    loader = replace(loader, dtype=torch.uint8 if kind in PACKED else getattr(torch, kind), scan=False)
     load = FORMS[names.form]
     held = {expert: load(loader, names, expert) for expert in sorted(wanted)}
-    return ExpertWeights.of_held(names.num_experts, held, PARTS[names.form], names.activation)
+    return ExpertWeights.of_held(names.num_experts, held, PARTS[names.form], names.activation, packed)
 
 
 def _in_rows(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:

@@ -12,7 +12,7 @@ import torch
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.routing import RoutedModel
-from moesaic.core.stored import COMPRESSED
+from moesaic.core.stored import COMPRESSED, PACKED, QUANTIZED
 from moesaic.core.text_config import TEXT, WRAPPERS, text_of
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
@@ -25,6 +25,7 @@ from moesaic.models.files import read_json
 from moesaic.models.layers import Scale
 from moesaic.models.loader import Loader, claim_experts, experts
 from moesaic.models.model import Model
+from moesaic.models.quantization import parse as quantization
 from moesaic.models.shard import WHOLE, Shard
 from moesaic.models.spec import NO_MULTIPLIERS, ModelSpec, Multipliers
 from moesaic.models.wrapped import IMAGES
@@ -178,7 +179,10 @@ def stored_type(raw: dict[str, Any], path: Path, checkpoint: Checkpoint) -> str:
     layers = config.spec.moe_layers
     name = EMBEDDING
     if layers:
-        name = f"{file.expert_names(config, layers[0]).shapes(0)[0][0]}.weight"
+        name, *shape = file.expert_names(config, layers[0]).stored(0)[0]
+        matrix = checkpoint.quantized(name, *shape)
+        if matrix is not None:
+            return matrix.dtype
     found = checkpoint.dtype(name)
     return COMPRESSED if found is torch.uint8 else str(found).removeprefix("torch.")
 
@@ -186,6 +190,8 @@ def stored_type(raw: dict[str, Any], path: Path, checkpoint: Checkpoint) -> str:
 def type_in_memory(stored: str, device: str, kernels: Kernels) -> str:
     """Type that `load` with dtype "auto" gives to matrices stored as `stored`, a name of core/stored.py."""
     number = _kept(DTYPES.get(stored, torch.bfloat16), device, kernels)
+    if stored in QUANTIZED and device.startswith("cpu"):
+        return stored if kernels.compressed else "float32"
     if stored not in DTYPES and kernels.compressed and number is torch.bfloat16:
         return stored
     return str(number).removeprefix("torch.")
@@ -210,11 +216,9 @@ def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str 
     loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint, kernels))
     names = {layer: file.expert_names(config, layer) for layer in spec.moe_layers}
     one = names[spec.moe_layers[0]]
-    stored = loader.expert_dtype(one)
     return ExpertLayout(
         prefixes={
-            layer: checkpoint.stored_as(each.prefix, f"{each.shapes(0)[0][0]}.weight")
-            for layer, each in names.items()
+            layer: checkpoint.stored_as(each.prefix, *each.stored(0)[0]) for layer, each in names.items()
         },
         gate=one.gate,
         up=one.up,
@@ -223,7 +227,7 @@ def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str 
         width=one.width,
         num_experts=one.num_experts,
         top_k=spec.top_k,
-        dtype=COMPRESSED if stored is torch.uint8 else str(stored).removeprefix("torch."),
+        dtype=loader.expert_type(one),
         weights=fingerprint.of(path),
         origin=fingerprint.origin(path),
         form=one.form,
@@ -240,7 +244,7 @@ def load_experts(
     mapped: bool = True,
     of_expert: Shard = WHOLE,
 ) -> dict[int, ExpertWeights]:
-    """Loads routed experts only, for an expert server. wanted: layer -> expert ids.
+    """Loads routed experts only, for an expert server. wanted: layer -> expert ids. dtype: that of a layout.
 
     mapped: False copies them into memory of this process. of_expert: the part of each expert's width to
     load; compressed experts are then decompressed.
@@ -248,7 +252,7 @@ def load_experts(
     """
     file, config = _parse(path)
     checkpoint = Checkpoint(path, mapped=mapped)
-    number = _dtype(dtype, device, checkpoint, kernels)
+    number = _dtype("auto" if dtype in PACKED else dtype, device, checkpoint, kernels)
     loader = Loader(checkpoint, kernels, device, number, of_expert=of_expert)
     for layer in wanted:
         if layer not in config.spec.moe_layers:
@@ -277,6 +281,7 @@ def _checked(path: Path, stamp: tuple[object, ...]) -> tuple[ModelFile, Any]:
 
 def _understood(whole: dict[str, Any], path: Path) -> tuple[ModelFile, Any]:
     """The model file of a parsed config.json, and its config."""
+    quantization.parse(whole)
     raw = text_of(whole)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODELS:
@@ -308,7 +313,7 @@ def _claim(file: ModelFile, config: Config, claims: Claims) -> None:
 
 
 def _dtype(dtype: str, device: str, checkpoint: Checkpoint, kernels: Kernels) -> torch.dtype:
-    if dtype in ("auto", COMPRESSED):  # a layout may be COMPRESSED for other kernels
+    if dtype == "auto":
         stored = checkpoint.dtype(EMBEDDING)
         return _kept(torch.bfloat16 if stored is torch.uint8 else stored, device, kernels)
     allowed = [name for name, one in DTYPES.items() if one in kernels.allowed]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from moesaic.core.messages import WorkerInfo
-from moesaic.core.stored import COMPRESSED
+from moesaic.core.stored import PACKED
 from moesaic.experts.client import NoServers
 from moesaic.kernels.table import torch_code
 from moesaic.kvcache.paged import bytes_per_token
@@ -100,9 +100,9 @@ def _describe(context: WorkerContext, parts: WorkerParts) -> WorkerInfo:
 
 
 def _compressed(parts: WorkerParts) -> str:
-    away = parts.elsewhere is not None and parts.elsewhere.dtype == COMPRESSED
-    here = any(weights.compressed_numbers for weights in parts.loaded.model.experts.values())
-    return ", experts compressed" if away or here else ""
+    here = (weights.packed for weights in parts.loaded.model.experts.values() if weights.compressed_numbers)
+    kind = next(here, "") if parts.elsewhere is None else parts.elsewhere.dtype
+    return f", experts {kind}" if kind in PACKED else ""
 
 
 def _device_name(device: torch.device) -> str:

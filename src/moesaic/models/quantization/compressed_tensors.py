@@ -1,0 +1,188 @@
+"""compressed-tensors (llm-compressor): int4 and int8 in words of 32 bits, int8, and FP8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.errors import CheckpointError
+from moesaic.core.stored import QUANTIZED
+from moesaic.models.config import Fields, shown
+from moesaic.models.quantization.fp8 import Fp8
+from moesaic.models.quantization.scheme import (
+    FLOATS,
+    Bytes,
+    Coded,
+    Floats,
+    Kinds,
+    Matrix,
+    Part,
+    Scheme,
+    groups_of,
+    unpacked,
+)
+
+SIGN = np.uint8(0x80)
+"""The bit that turns codes of int8 to those of uint8, 128 higher."""
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """`weight_packed` int32 [rows, columns * bits / 32], where code 0 is the lowest number of the type."""
+
+    bits: int
+    group: int
+    """Columns of a group; -1: a row is a group."""
+    symmetric: bool
+
+    def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
+        if kinds(f"{name}.weight_packed") is None:
+            return None
+        dtype = f"int{self.bits}" + ("" if self.symmetric else "_offset")
+        groups = groups_of(name, columns, self.group, QUANTIZED[dtype].group)
+        per_word = 32 // self.bits
+        parts = [
+            Part(f"{name}.weight_packed", ("I32",), (rows, -(-columns // per_word))),
+            Part(f"{name}.weight_scale", FLOATS, (rows, groups)),
+            Part(f"{name}.weight_shape", ("I64", "I32"), (2,)),
+        ]
+        if not self.symmetric:
+            parts.append(Part(f"{name}.weight_zero_point", ("I32",), (-(-rows // per_word), groups)))
+        return Matrix(name, rows, columns, dtype, tuple(parts), self._make)
+
+    def _make(
+        self,
+        packed: npt.NDArray[np.int32],
+        scales: Floats,
+        shape: npt.NDArray[np.int64],
+        zeros: npt.NDArray[np.int32] | None = None,
+    ) -> Coded:
+        rows, columns = map(int, shape)
+        if len(packed) != rows or not 0 <= packed.shape[1] * 32 // self.bits - columns < 32 // self.bits:
+            raise CheckpointError(f"weight_shape: got {[rows, columns]}; allowed: that of weight_packed")
+        codes = unpacked(packed, self.bits, columns)
+        if zeros is None:
+            return Coded(codes if self.bits == 4 else codes ^ SIGN, scales)
+        zero = unpacked(np.ascontiguousarray(zeros.T), self.bits, rows).T.astype(np.float32)
+        return Coded(codes, scales, -(scales * zero))
+
+
+@dataclass(frozen=True)
+class Plain:
+    """`weight` int8 [rows, columns], with scales of groups or rows, and zero points if it is asymmetric."""
+
+    group: int
+    symmetric: bool
+
+    def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
+        if kinds(f"{name}.weight") != "I8":
+            return None
+        dtype = "int8" if self.symmetric else "int8_offset"
+        groups = groups_of(name, columns, self.group, QUANTIZED[dtype].group)
+        parts = [
+            Part(f"{name}.weight", ("I8",), (rows, columns)),
+            Part(f"{name}.weight_scale", FLOATS, (rows, groups)),
+        ]
+        if not self.symmetric:
+            parts.append(Part(f"{name}.weight_zero_point", ("I8",), (rows, groups)))
+        return Matrix(name, rows, columns, dtype, tuple(parts), self._make)
+
+    def _make(
+        self, codes: npt.NDArray[np.int8], scales: Floats, zeros: npt.NDArray[np.int8] | None = None
+    ) -> Coded:
+        found: Bytes = codes.view(np.uint8)
+        if zeros is None:
+            return Coded(found, scales)
+        return Coded(found ^ SIGN, scales, -(scales * (zeros.astype(np.float32) + 128)))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Several schemes in one checkpoint. The tensors of a matrix say which one it has."""
+
+    schemes: tuple[Scheme, ...]
+
+    def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
+        found = (scheme.find(name, rows, columns, kinds) for scheme in self.schemes)
+        return next((matrix for matrix in found if matrix is not None), None)
+
+
+def parse(fields: Fields) -> Scheme:
+    """Reads quantization_config with quant_method "compressed-tensors".
+
+    What is said of activations is not used: they are not quantised. `ignore` and `targets` are not used: a
+    matrix is quantised if the checkpoint has its quantised tensors.
+    """
+    fields.only("quantization_status", "compressed", "frozen", None)
+    fields.only("kv_cache_scheme", None)
+    fields.only("sparsity_config", None, {})
+    fields.only("transform_config", None, {})
+    fields.ignore("quant_method", "ignore", "version", "global_compression_ratio")
+    form = _form(fields.raw("format", None), "quantization_config.format")
+    groups = fields.raw("config_groups", None)
+    fields.done()
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise CheckpointError("config.json: quantization_config.config_groups: allowed: an object of groups")
+    schemes = [
+        _scheme(Fields(group, f"quantization_config.config_groups.{name}."), form)
+        for name, group in groups.items()
+    ]
+    kinds = set(schemes)
+    if len({type(one) for one in kinds}) < len(kinds):
+        raise CheckpointError(
+            "config.json: quantization_config.config_groups: two groups with the same tensors and other "
+            "sizes; allowed: groups that the tensors' names and types tell apart"
+        )
+    return Groups(tuple(kinds)) if len(kinds) > 1 else schemes[0]
+
+
+def _form(form: Any, where: str) -> Any:
+    if form is not None and form not in FORMATS and form != "mixed-precision":
+        raise CheckpointError(f"config.json: {where}: got {shown(repr(form))}; allowed: {', '.join(FORMATS)}")
+    return form
+
+
+def _scheme(group: Fields, form: Any) -> Scheme:
+    """The scheme of one group of matrices."""
+    group.ignore("targets", "input_activations", "output_activations")
+    form = _form(group.raw("format", None), "quantization_config.config_groups.format") or form
+    weights = group.child("weights")
+    group.done()
+    if weights is None:
+        raise CheckpointError("config.json: quantization_config.config_groups: weights is missing")
+    bits, kind = weights.integer("num_bits"), weights.raw("type", "int")
+    strategy, size = weights.raw("strategy", None), weights.raw("group_size", None)
+    symmetric, block = weights.flag("symmetric", True), weights.raw("block_structure", None)
+    weights.only("dynamic", False)
+    weights.only("actorder", None, "static", "weight", why="its columns are not in another order")
+    weights.ignore("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+    weights.done()
+    if kind == "float" and bits == 8 and symmetric:
+        return Fp8(_block(block)) if strategy == "block" else Fp8(None)
+    if kind != "int" or bits not in (4, 8) or strategy not in ("group", "channel"):
+        got = f"{bits} bits of {shown(repr(kind))} by {shown(repr(strategy))}"
+        raise CheckpointError(
+            f"config.json: quantization_config: got {got}; allowed: int of 4 or 8 bits by group or channel, "
+            "symmetric float of 8 bits by tensor, channel or block"
+        )
+    group_size = int(size) if strategy == "group" and isinstance(size, int) else -1
+    return Plain(group_size, symmetric) if form in FORMATS[1:] else Packed(bits, group_size, symmetric)
+
+
+def _block(block: Any) -> tuple[int, int]:
+    """A block such as [128, 128] or "128x128"."""
+    sizes = block.split("x") if isinstance(block, str) else block
+    try:
+        rows, columns = map(int, sizes)
+    except (TypeError, ValueError):
+        rows, columns = 0, 0
+    if rows < 1 or columns < 1 or columns % 128:
+        raise CheckpointError(
+            f"config.json: quantization_config: block_structure: got {shown(repr(block))}; allowed: rows, "
+            "and a multiple of 128 columns"
+        )
+    return rows, columns

@@ -1,0 +1,55 @@
+"""FP8: E4M3 numbers with scales of blocks of 128 x 128 (DeepSeek-V3), of rows, or of the matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.core.errors import CheckpointError
+from moesaic.models.config import Fields
+from moesaic.models.quantization.scheme import FLOATS, Bytes, Coded, Floats, Kinds, Matrix, Part
+
+SUFFIXES = ("weight_scale_inv", "weight_scale")
+"""Names of scales. A number is its code times the scale, whichever the name."""
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """Matrices [rows, columns] of F8_E4M3, and their scales."""
+
+    block: tuple[int, int] | None
+    """Rows and columns of a block; None: scales of rows or matrices."""
+
+    def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
+        if kinds(f"{name}.weight") != "F8_E4M3":
+            return None
+        suffix = next((suffix for suffix in SUFFIXES if kinds(f"{name}.{suffix}") is not None), SUFFIXES[0])
+        codes = Part(f"{name}.weight", ("F8_E4M3",), (rows, columns))
+        shapes: tuple[tuple[int, ...], ...] = ((rows, 1), (rows,), (1,), ())
+        if self.block is not None:
+            shapes = ((-(-rows // self.block[0]), -(-columns // self.block[1])),)
+        scales = Part(f"{name}.{suffix}", FLOATS, shapes[0], shapes=shapes[1:])
+        return Matrix(name, rows, columns, "fp8", (codes, scales), self._make)
+
+    def _make(self, codes: Bytes, scales: Floats) -> Coded:
+        if self.block is None:
+            return Coded(codes, np.broadcast_to(scales.reshape(-1, 1), (len(codes), 1)))
+        of_row = np.repeat(scales, self.block[0], axis=0)[: len(codes)]
+        groups, of_block = -(-codes.shape[1] // 128), self.block[1] // 128
+        return Coded(codes, np.repeat(of_row, of_block, axis=1)[:, :groups])
+
+
+def parse(fields: Fields) -> Fp8:
+    """Reads quantization_config with quant_method "fp8". What is said of activations is not used."""
+    fields.only("fmt", "e4m3", None)
+    fields.only("activation_scheme", "dynamic", "static", None)
+    fields.ignore("modules_to_not_convert", "scale_fmt", "quant_method", "dequantize", "ignored_layers")
+    block = fields.integers("weight_block_size")
+    fields.done()
+    if block and (len(block) != 2 or block[0] < 1 or block[1] < 1 or block[1] % 128):
+        raise CheckpointError(
+            f"config.json: quantization_config.weight_block_size: got {list(block)}; allowed: rows, and a "
+            "multiple of 128 columns"
+        )
+    return Fp8((block[0], block[1]) if block else None)

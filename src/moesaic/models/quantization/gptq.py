@@ -1,0 +1,142 @@
+"""GPTQ and AWQ: int4 and int8 in words of 32 bits, with zero points. Matrices are stored transposed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.errors import CheckpointError
+from moesaic.models.config import Fields
+from moesaic.models.quantization.scheme import (
+    FLOATS,
+    Bytes,
+    Coded,
+    Floats,
+    Kinds,
+    Matrix,
+    Part,
+    groups_of,
+    unpacked,
+)
+
+Words = npt.NDArray[np.int32]
+AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+"""Which of the eight codes of an AWQ word each column has."""
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """`qweight` [columns * bits / 32, rows], `qzeros` [groups, rows * bits / 32], `scales` [groups, rows]."""
+
+    bits: int
+    group: int
+    added: int
+    """What is added to stored zero points: 1 in the first version of the format, 0 in the second."""
+    act_order: bool
+    """Whether `g_idx` gives each column any group. Such matrices become float32."""
+
+    def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
+        if kinds(f"{name}.qweight") is None:
+            return None
+        dtype, groups = _sizes(name, columns, self.group, self.bits)
+        per_word = 32 // self.bits
+        parts = [
+            Part(f"{name}.qweight", ("I32",), (-(-columns // per_word), rows)),
+            Part(f"{name}.qzeros", ("I32",), (groups, -(-rows // per_word))),
+            Part(f"{name}.scales", FLOATS, (groups, rows)),
+        ]
+        if self.act_order or kinds(f"{name}.g_idx") is not None:
+            parts.append(Part(f"{name}.g_idx", ("I32",), (columns,)))
+        make = self._any_order if self.act_order else self._in_order
+        return Matrix(name, rows, columns, "float32" if self.act_order else dtype, tuple(parts), make)
+
+    def _parts(self, words: Words, zeros: Words, scales: Floats) -> tuple[Bytes, Floats, Floats]:
+        """Codes [rows, columns], zero points [rows, groups], scales [rows, groups]."""
+        rows = scales.shape[1]
+        codes = unpacked(np.ascontiguousarray(words.T), self.bits, len(words) * 32 // self.bits)
+        zero = (unpacked(zeros, self.bits, rows).astype(np.int32) + self.added) & ((1 << self.bits) - 1)
+        return codes, zero.T.astype(np.float32), np.ascontiguousarray(scales.T)
+
+    def _in_order(self, words: Words, zeros: Words, scales: Floats, group_of: Words | None = None) -> Coded:
+        codes, zero, scale = self._parts(words, zeros, scales)
+        if group_of is not None:
+            size = -(-codes.shape[1] // scale.shape[1])
+            if not np.array_equal(group_of, np.arange(codes.shape[1]) // size):
+                raise CheckpointError("g_idx: columns in another order; allowed: only with desc_act")
+        return Coded(codes, scale, -(scale * zero))
+
+    def _any_order(self, words: Words, zeros: Words, scales: Floats, group_of: Words) -> Floats:
+        codes, zero, scale = self._parts(words, zeros, scales)
+        if len(group_of) and not 0 <= group_of.min() <= group_of.max() < scale.shape[1]:
+            raise CheckpointError(f"g_idx: got {group_of.max()}; allowed: 0 to {scale.shape[1] - 1}")
+        made: Floats = (codes - zero[:, group_of]) * scale[:, group_of]
+        return made
+
+
+@dataclass(frozen=True)
+class Awq:
+    """`qweight` [columns, rows / 8], `qzeros` [groups, rows / 8], `scales` [groups, rows]."""
+
+    group: int
+
+    def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
+        if kinds(f"{name}.qweight") is None:
+            return None
+        dtype, groups = _sizes(name, columns, self.group, 4)
+        parts = (
+            Part(f"{name}.qweight", ("I32",), (columns, -(-rows // 8))),
+            Part(f"{name}.qzeros", ("I32",), (groups, -(-rows // 8))),
+            Part(f"{name}.scales", FLOATS, (groups, rows)),
+        )
+        return Matrix(name, rows, columns, dtype, parts, self._make)
+
+    def _make(self, words: Words, zeros: Words, scales: Floats) -> Coded:
+        rows = scales.shape[1]
+        zero, scale = self._codes(zeros, rows).T.astype(np.float32), np.ascontiguousarray(scales.T)
+        codes = np.ascontiguousarray(self._codes(words, rows).T)
+        return Coded(codes, scale, -(scale * zero))
+
+    @staticmethod
+    def _codes(words: Words, rows: int) -> Bytes:
+        mixed = unpacked(words, 4, words.shape[1] * 8).reshape(len(words), -1, 8)
+        codes: Bytes = mixed[:, :, AWQ_ORDER].reshape(len(words), -1)[:, :rows]
+        return codes
+
+
+def _sizes(name: str, columns: int, group: int, bits: int) -> tuple[str, int]:
+    """The stored type, and the number of groups in a row."""
+    return f"int{bits}_offset", groups_of(name, columns, group, 32)
+
+
+def parse_gptq(fields: Fields) -> Gptq:
+    """Reads quantization_config with quant_method "gptq"."""
+    bits, group = fields.integer("bits"), fields.integer("group_size", minimum=-1)
+    if bits not in (4, 8):
+        raise CheckpointError(f"config.json: quantization_config.bits: got {bits}; allowed: 4, 8")
+    act_order = fields.flag("desc_act", False)
+    version = fields.raw("checkpoint_format", None) or "gptq"
+    if version not in ("gptq", "gptq_v2"):
+        raise CheckpointError(
+            f"config.json: quantization_config.checkpoint_format: got {version!r}; allowed: gptq, gptq_v2"
+        )
+    fields.only("lm_head", False)
+    for name in fields.names:
+        fields.ignore(name)  # how it was made: dataset, damp_percent, sym, static_groups and others
+    fields.done()
+    return Gptq(bits, group, 1 if version == "gptq" else 0, act_order)
+
+
+def parse_awq(fields: Fields) -> Awq:
+    """Reads quantization_config with quant_method "awq"."""
+    fields.only("bits", 4)
+    fields.only("w_bit", 4)
+    group = fields.integer("q_group_size", minimum=-1) if "q_group_size" in fields.names else None
+    group = fields.integer("group_size", minimum=-1) if group is None else group
+    fields.only("version", "gemm", "GEMM", why="others are packed in another order")
+    fields.only("zero_point", True)
+    for name in fields.names:
+        fields.ignore(name)
+    fields.done()
+    return Awq(group)

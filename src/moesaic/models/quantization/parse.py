@@ -1,0 +1,53 @@
+"""Chooses the scheme of a checkpoint by the quantization_config in its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moesaic.core.errors import CheckpointError
+from moesaic.core.stored import QUANT_METHOD, unquantized
+from moesaic.models.config import Fields, shown
+from moesaic.models.files import read_json
+from moesaic.models.quantization import compressed_tensors, fp8, gptq
+from moesaic.models.quantization.scheme import Kinds, Matrix, Scheme
+
+METHODS: Mapping[str, Callable[[Fields], Scheme]] = {
+    "awq": gptq.parse_awq,
+    "compressed-tensors": compressed_tensors.parse,
+    "fp8": fp8.parse,
+    "gptq": gptq.parse_gptq,
+}
+"""quant_method -> what reads the rest of quantization_config."""
+
+
+def parse(raw: Mapping[str, Any]) -> Scheme | None:
+    """The scheme of a parsed config.json; None if its matrices are not quantised, or moesaic's own.
+
+    Raises CheckpointError that names the key, the value and what is allowed.
+    """
+    if unquantized(raw):
+        return None
+    told = raw["quantization_config"]
+    method = told.get("quant_method", "unknown") if isinstance(told, dict) else told
+    if not isinstance(told, dict) or not isinstance(method, str) or method not in METHODS:
+        allowed = ", ".join([*METHODS, QUANT_METHOD])
+        raise CheckpointError(
+            f"config.json: quantization_config: got quant_method {shown(repr(method))}; allowed: {allowed}"
+        )
+    return METHODS[method](Fields(told, "quantization_config."))
+
+
+def scheme_of(path: Path) -> Scheme | None:
+    """The scheme of the checkpoint at `path`. A directory without config.json has none."""
+    file = path / "config.json"
+    return parse(read_json(file)) if file.is_file() else None
+
+
+def find(scheme: Scheme | None, name: str, shape: Sequence[int], kinds: Kinds) -> Matrix | None:
+    """The tensor `name` [rows, columns] as a quantised matrix; None if the checkpoint has it as it is."""
+    if scheme is None or len(shape) != 2 or not name.endswith(".weight"):
+        return None
+    rows, columns = shape
+    return scheme.find(name.removesuffix(".weight"), rows, columns, kinds)

@@ -1,0 +1,177 @@
+"""What all schemes have in common: how a matrix is stored in several tensors, and its conversion.
+
+Only numpy is used, since expert servers do not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.core.errors import CheckpointError
+from moesaic.core.stored import QUANTIZED
+from moesaic.kernels.quantized import dequantize, pack
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+FLOATS = ("F32", "BF16", "F16")
+"""Types of scales, as safetensors calls them. Readers return float32 for them."""
+Kinds = Callable[[str], str | None]
+"""Name of a tensor -> its type in the checkpoint, None if there is no such tensor."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor, or a part of one, that a matrix is made of."""
+
+    tensor: str
+    dtypes: tuple[str, ...]
+    """Allowed types, as safetensors calls them."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor. -1: any number."""
+    index: tuple[int | slice, ...] = ()
+    """The part of the tensor that belongs to the matrix; empty: all of it."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Other shapes that are allowed."""
+
+    def check(self, dtype: str | None, shape: tuple[int, ...]) -> None:
+        """Raises CheckpointError unless the tensor may have this type and shape. None: there is no tensor."""
+        if dtype is None:
+            raise CheckpointError(f"tensor {self.tensor} is missing")
+        allowed = [self.shape, *self.shapes]
+        fits = any(
+            len(one) == len(shape) and all(a in (-1, b) for a, b in zip(one, shape, strict=True))
+            for one in allowed
+        )
+        if self.index and isinstance(self.index[0], int) and fits:
+            fits = self.index[0] < shape[0]
+        if dtype not in self.dtypes or not fits:
+            shapes = " or ".join(str(list(one)).replace("-1", "experts") for one in allowed)
+            raise CheckpointError(
+                f"tensor {self.tensor}: got {dtype} {list(shape)}; allowed: {', '.join(self.dtypes)} {shapes}"
+            )
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A matrix as codes, scales and offsets. See core.stored.Quantization."""
+
+    codes: Bytes
+    """[rows, columns], one a byte."""
+    scales: Floats
+    """[rows, groups]"""
+    offsets: Floats | None = None
+    """[rows, groups]"""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A quantised matrix of a checkpoint."""
+
+    name: str
+    rows: int
+    columns: int
+    dtype: str
+    """The stored type that it is converted to: a key of QUANTIZED, or "float32" where none fits."""
+    parts: tuple[Part, ...]
+    make: Callable[..., Coded | Floats]
+    """Called with an array for each part. Returns [rows, columns] float32 where `dtype` is "float32"."""
+
+    def packed(self, read: Callable[[Part], Array]) -> Bytes:
+        """The bytes [rows, row_bytes] of type `dtype`.
+
+        Raises CheckpointError for NaN and infinite numbers.
+        """
+        made = self.make(*map(read, self.parts))
+        if not isinstance(made, Coded):
+            self._check(made, "the matrix")
+            return np.ascontiguousarray(made, dtype="<f4").view(np.uint8)
+        self._check(made.scales, "a scale")
+        if made.offsets is not None:
+            self._check(made.offsets, "an offset")
+        if QUANTIZED[self.dtype].values == "e4m3":
+            nan = made.codes & 0x7F == 0x7F
+            if nan.any():
+                self._refuse("nan", "the matrix")
+        return pack(self.dtype, *self._grouped(made))
+
+    def floats(self, read: Callable[[Part], Array]) -> Floats:
+        """The numbers [rows, columns]. Raises CheckpointError for NaN and infinite numbers."""
+        packed = self.packed(read)
+        if self.dtype == "float32":
+            return packed.view("<f4")
+        return dequantize(self.dtype, packed, self.columns)
+
+    def _grouped(self, made: Coded) -> tuple[Bytes, Floats, Floats | None]:
+        """Codes, scales and offsets with groups of the size that `dtype` has."""
+        groups = -(-self.columns // QUANTIZED[self.dtype].group)
+        scales, offsets = made.scales, made.offsets
+        if scales.shape[1] != groups:
+            of = np.arange(groups) * scales.shape[1] // groups
+            scales, offsets = scales[:, of], None if offsets is None else offsets[:, of]
+        return made.codes, scales, offsets
+
+    def _check(self, numbers: Floats, what: str) -> None:
+        finite = np.isfinite(numbers)
+        if not finite.all():
+            self._refuse(str(numbers[~finite][0]), what)
+
+    def _refuse(self, got: str, what: str) -> None:
+        raise CheckpointError(f"tensor {self.name}: got {got} in {what}; allowed: finite numbers")
+
+
+def as_array(stored: Bytes, dtype: str, part: Part, shape: tuple[int, ...]) -> Array:
+    """The part's array. stored: the bytes of the whole tensor. Numbers of FLOATS become float32."""
+    kind = _KINDS[dtype]
+    whole: Array = stored.view(kind).reshape(shape)
+    found = whole[part.index] if part.index else whole
+    if dtype == "BF16":
+        return (found.astype(np.uint32) << 16).view(np.float32)
+    return found.astype(np.float32) if dtype == "F16" else found
+
+
+_KINDS: dict[str, Any] = {
+    "F8_E4M3": np.uint8, "U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64,
+    "F32": np.float32, "F16": np.float16, "BF16": np.uint16,
+}  # fmt: skip
+
+
+class Scheme(Protocol):
+    """How a program stores quantised matrices."""
+
+    def find(self, name: str, rows: int, columns: int, kinds: Kinds, /) -> Matrix | None:
+        """The matrix `name` [rows, columns], such as "model.layers.0.mlp.up_proj".
+
+        None if the checkpoint does not have it in quantised form.
+        Raises CheckpointError for sizes that the scheme cannot have.
+        """
+        ...
+
+
+def groups_of(name: str, columns: int, size: int, unit: int) -> int:
+    """Number of groups of `size` numbers in a row. -1: one group.
+
+    unit: groups of the type that they are converted to. Raises CheckpointError if these do not fit.
+    """
+    if size == -1 or size >= columns:
+        return 1
+    if size % unit or columns % size:
+        raise CheckpointError(
+            f"tensor {name}: got groups of {size} in rows of {columns}; allowed: a multiple of {unit} that "
+            f"divides {columns}"
+        )
+    return columns // size
+
+
+def unpacked(words: npt.NDArray[np.int32], bits: int, count: int) -> Bytes:
+    """Codes [rows, count] that are packed into words [rows, m] of 32 bits, the first in the lowest bits."""
+    per_word = 32 // bits
+    shifts = np.arange(per_word, dtype=np.uint32) * bits
+    codes = words.view(np.uint32)[:, :, None] >> shifts & ((1 << bits) - 1)
+    found: Bytes = codes.astype(np.uint8).reshape(len(words), -1)[:, :count]
+    return found

@@ -1,0 +1,173 @@
+"""Quantised checkpoints have the logits and tokens of transformers on the dequantised checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.support import model_configs, quantizers, tiny_models
+from tests.support.model_driver import Driver
+
+from moesaic.core.errors import CheckpointError
+from moesaic.experts.store import Store
+from moesaic.kernels import table
+from moesaic.models import registry
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": (
+        "qwen3_moe",
+        model_configs.qwen3(
+            hidden_size=160, moe_intermediate_size=96, num_hidden_layers=2, mlp_only_layers=[]
+        ),
+    ),
+    "deepseek3": (
+        "deepseek_v3",
+        model_configs.deepseek3(
+            hidden_size=160, moe_intermediate_size=64, intermediate_size=96, num_hidden_layers=2
+        ),
+    ),
+}  # fmt: skip
+FOR_EACH = [("qwen3", form) for form in quantizers.FORMATS] + [("deepseek3", "fp8 blocks")]
+kernels = table.pick("cpu", "auto")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The checkpoints before they are quantised, in bf16."""
+    return {
+        name: tiny_models.save(tiny_models.build(*case), tmp_path_factory.mktemp(name), torch.bfloat16)
+        for name, case in CASES.items()
+    }
+
+
+def made(sources: dict[str, Path], name: str, form: str, to: Path, kept: str = "") -> tuple[Path, Path]:
+    return quantizers.quantize(sources[name], to, quantizers.FORMATS[form], kept)
+
+
+def theirs(name: str, plain: Path) -> Any:
+    return tiny_models.KINDS[CASES[name][0]][1].from_pretrained(plain, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("name", "form"), FOR_EACH)
+def test_logits_and_tokens_are_those_of_the_dequantised_model(
+    sources: dict[str, Path], tmp_path: Path, name: str, form: str
+) -> None:
+    quantised, plain = made(sources, name, form, tmp_path)
+    model, tokens = registry.load(quantised, kernels), tiny_models.prompt(40, model_configs.VOCAB)
+    reference = theirs(name, plain)
+    logits = Driver(model).prefill(tokens)
+    torch.testing.assert_close(logits, tiny_models.reference_logits(reference, tokens), rtol=1e-4, atol=1e-4)
+    assert Driver(model).greedy(tokens, 24) == tiny_models.reference_greedy(reference, tokens, 24)
+    held = next(iter(model.experts.values()))
+    found = held.packed if held.of(0)[0].dtype is torch.uint8 else str(held.of(0)[0].dtype)
+    assert found.removeprefix("torch.") == quantizers.STORED[form]
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("form", quantizers.FORMATS)
+def test_servers_hold_the_bytes_of_the_loader(
+    sources: dict[str, Path], tmp_path: Path, form: str, mapped: bool
+) -> None:
+    quantised, _ = made(sources, "qwen3", form, tmp_path)
+    layout = registry.expert_layout(quantised, kernels)
+    assert layout.dtype == quantizers.STORED[form]
+    store = Store(quantised, layout, mapped)
+    store.take({1: [0, 3]})
+    loaded = registry.load_experts(quantised, kernels, {1: [0, 3]})[1]
+    for expert in (0, 3):
+        for part, wanted, size in zip(
+            store._held[1, expert], loaded.of(expert), layout.matrix_bytes, strict=True
+        ):
+            assert part.nbytes == size and part.tobytes() == wanted.view(torch.uint8).numpy().tobytes()
+
+
+def test_a_part_of_the_matrices_may_be_left_as_it_is(sources: dict[str, Path], tmp_path: Path) -> None:
+    quantised, plain = made(sources, "qwen3", "packed int4", tmp_path, r".*(q_proj|layers\.0\.self_attn).*")
+    tokens = tiny_models.prompt(20, model_configs.VOCAB)
+    logits = Driver(registry.load(quantised, kernels)).prefill(tokens)
+    wanted = tiny_models.reference_logits(theirs("qwen3", plain), tokens)
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+EXPERT = "model.layers.1.mlp.experts.2.up_proj"
+DAMAGE: dict[str, tuple[str, str, Any, str]] = {
+    "a scale that is NaN": (
+        "fp8 blocks", f"{EXPERT}.weight_scale_inv", lambda one: one.fill_(torch.nan), "got nan in a scale",
+    ),
+    "NaN among the codes": (
+        "fp8 blocks", f"{EXPERT}.weight",
+        lambda one: one.view(torch.uint8).fill_(0x7F).view(torch.float8_e4m3fn), "got nan in the matrix",
+    ),
+    "few scales": (
+        "fp8 blocks", f"{EXPERT}.weight_scale_inv", lambda one: one[:2],
+        "weight_scale_inv: got F32 [2, 2]; allowed: F32, BF16, F16 [3, 2]",
+    ),
+    "scales of another type": (
+        "packed int4", f"{EXPERT}.weight_scale", lambda one: one.to(torch.float64),
+        "weight_scale: got F64 [96, 5]; allowed: F32, BF16, F16 [96, 5]",
+    ),
+    "few codes": (
+        "packed int4", f"{EXPERT}.weight_packed", lambda one: one[:, :-1],
+        "weight_packed: got I32 [96, 19]; allowed: I32 [96, 20]",
+    ),
+    "another shape": (
+        "packed int4", f"{EXPERT}.weight_shape", lambda one: one.flip(0), "weight_shape: got [160, 96]",
+    ),
+    "no scales": ("awq", f"{EXPERT}.scales", None, "scales is missing"),
+    "an infinite scale": ("gptq", f"{EXPERT}.scales", lambda one: one.fill_(torch.inf), "got inf in a scale"),
+    "a group that is none": (
+        "gptq v2, act order", f"{EXPERT}.g_idx", lambda one: one.fill_(77), "g_idx: got 77; allowed: 0 to 4",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damaged_matrices_are_one_line(sources: dict[str, Path], tmp_path: Path, what: str) -> None:
+    form, name, change, says = DAMAGE[what]
+    quantised, _ = made(sources, "qwen3", form, tmp_path)
+    file = quantised / "model.safetensors"
+    tensors = load_file(file)
+    if change is None:
+        del tensors[name]
+    else:
+        tensors[name] = change(tensors[name].clone()).contiguous()
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError) as refused:
+        registry.load(quantised, kernels)
+    assert says in str(refused.value) and "\n" not in str(refused.value)
+    if "missing" not in says and "allowed: I32" not in says:
+        layout = registry.expert_layout(tmp_path / "quantised", kernels) if "got n" in says else None
+        if layout is not None:
+            with pytest.raises(CheckpointError, match="got nan"):
+                Store(quantised, layout).take({1: [2]})
+
+
+CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a method that is unknown": ("awq", {"quant_method": "bitsandbytes"}, "'bitsandbytes'; allowed: awq"),
+    "a block of 64": ("fp8 blocks", {"weight_block_size": [64, 64]}, "weight_block_size: got [64, 64]"),
+    "an unknown key": ("fp8 blocks", {"twice": True}, "quantization_config.twice: got True"),
+    "GPTQ of 3 bits": ("gptq", {"bits": 3}, "quantization_config.bits: got 3; allowed: 4, 8"),
+    "groups of 48": ("gptq", {"group_size": 48}, "got groups of 48 in rows of 160"),
+    "AWQ for GEMV": ("awq", {"version": "gemv"}, "quantization_config.version: got 'gemv'"),
+    "sparsity": ("packed int4", {"sparsity_config": {"format": "dense"}}, "sparsity_config"),
+    "no groups": ("packed int4", {"config_groups": None}, "config_groups"),
+    "another format": ("packed int4", {"format": "nvfp4-pack-quantized"}, "got 'nvfp4-pack-quantized'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CONFIGS)
+def test_what_a_config_asks_for_in_vain_is_one_line(
+    sources: dict[str, Path], tmp_path: Path, what: str
+) -> None:
+    form, changes, says = CONFIGS[what]
+    quantised, _ = made(sources, "qwen3", form, tmp_path)
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (quantised / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as refused:
+        registry.load(quantised, kernels)
+    assert says in str(refused.value) and "\n" not in str(refused.value)

@@ -1,0 +1,251 @@
+"""Writes a checkpoint in the formats of other programs, and what a program that dequantises it would compute.
+
+Each format is written as its definition says, number by number and without moesaic's code.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+Quantizer = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
+"""Name and matrix [rows, columns] -> the tensors in the file, and the dequantised matrix in float32."""
+MATRICES = re.compile(r".*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which column each of the eight codes of an AWQ word is, from the lowest bits up."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How matrices are written, and the quantization_config that says so."""
+
+    write: Quantizer
+    config: dict[str, Any]
+
+
+def quantize(source: Path, to: Path, form: Format, kept: str = "") -> tuple[Path, Path]:
+    """Writes the checkpoint `source` quantised and dequantised. Returns both directories.
+
+    kept: a regular expression of names left as they are.
+    """
+    quantised, plain = to / "quantised", to / "plain"
+    tensors: Tensors = {}
+    floats: Tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if MATRICES.fullmatch(name) and not (kept and re.fullmatch(kept, name)):
+            written, floats[name] = form.write(name.removesuffix(".weight"), tensor.float())
+            tensors |= written
+        else:
+            tensors[name] = tensor
+            floats[name] = tensor.float()
+    for path, found in ((quantised, tensors), (plain, floats)):
+        shutil.copytree(source, path)
+        save_file(
+            {name: one.contiguous() for name, one in found.items()},
+            path / "model.safetensors",
+            {"format": "pt"},
+        )
+    file = quantised / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": form.config}))
+    return quantised, plain
+
+
+def fp8_blocks(rows: int) -> Quantizer:
+    """Blocks of `rows` x 128."""
+
+    def write(name: str, matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        codes, plain = torch.zeros_like(matrix, dtype=torch.float8_e4m3fn), torch.zeros_like(matrix)
+        scales = torch.zeros(-(-matrix.shape[0] // rows), -(-matrix.shape[1] // 128))
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                block = slice(i * rows, (i + 1) * rows), slice(j * 128, (j + 1) * 128)
+                scales[i, j] = matrix[block].abs().max() / 448
+                codes[block] = (matrix[block] / scales[i, j]).to(torch.float8_e4m3fn)
+                plain[block] = codes[block].float() * scales[i, j]
+        return {f"{name}.weight": codes, f"{name}.weight_scale_inv": scales}, plain
+
+    return write
+
+
+def fp8_rows(name: str, matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    scales = matrix.abs().amax(1, keepdim=True) / 448
+    codes = (matrix / scales).to(torch.float8_e4m3fn)
+    return {f"{name}.weight": codes, f"{name}.weight_scale": scales}, codes.float() * scales
+
+
+def fp8_matrix(name: str, matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    scale = (matrix.abs().max() / 448).reshape(1)
+    codes = (matrix / scale).to(torch.float8_e4m3fn)
+    return {f"{name}.weight": codes, f"{name}.weight_scale": scale}, codes.float() * scale
+
+
+def rounded(
+    matrix: torch.Tensor, bits: int, group: int, symmetric: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [rows, columns] from 0 on, scales and zero points [rows, groups], and the dequantised matrix."""
+    rows, columns = matrix.shape
+    size = columns if group == -1 else group
+    groups = matrix.reshape(rows, columns // size, size)
+    most = 2**bits - 1
+    low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+    if symmetric:
+        scales = (groups.abs().amax(2) / (2 ** (bits - 1) - 1)).to(dtype)
+        zeros = torch.full_like(low, 2 ** (bits - 1))
+    else:
+        scales = ((high - low) / most).to(dtype)
+        zeros = (-low / scales.float()).round().clamp(0, most)
+    codes = ((groups / scales.float()[:, :, None]).round() + zeros[:, :, None]).clamp(0, most)
+    plain = (codes - zeros[:, :, None]) * scales.float()[:, :, None]
+    return codes.reshape(rows, columns).long(), scales, zeros.long(), plain.reshape(rows, columns)
+
+
+def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes [rows, m] packed into int32 [rows, m * bits / 32], the first in the lowest bits."""
+    per_word = 32 // bits
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_word))
+    packed = torch.zeros(len(codes), padded.shape[1] // per_word, dtype=torch.int64)
+    for place in range(per_word):
+        packed |= padded[:, place::per_word] << (bits * place)
+    return packed.to(torch.uint32).view(torch.int32)
+
+
+def packed(bits: int, group: int, symmetric: bool, dtype: torch.dtype = torch.bfloat16) -> Quantizer:
+    """compressed-tensors, pack-quantized."""
+
+    def write(name: str, matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        codes, scales, zeros, plain = rounded(matrix, bits, group, symmetric, dtype)
+        tensors = {
+            f"{name}.weight_packed": words(codes, bits),
+            f"{name}.weight_scale": scales,
+            f"{name}.weight_shape": torch.tensor(matrix.shape),
+        }
+        if not symmetric:
+            tensors[f"{name}.weight_zero_point"] = words(zeros.T.contiguous(), bits).T
+        return tensors, plain
+
+    return write
+
+
+def int8_rows(symmetric: bool) -> Quantizer:
+    """compressed-tensors, int-quantized."""
+
+    def write(name: str, matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        codes, scales, zeros, plain = rounded(matrix, 8, -1, symmetric, torch.float32)
+        tensors = {f"{name}.weight": (codes - 128).to(torch.int8), f"{name}.weight_scale": scales}
+        if not symmetric:
+            tensors[f"{name}.weight_zero_point"] = (zeros - 128).to(torch.int8)
+        return tensors, plain
+
+    return write
+
+
+def gptq(bits: int, group: int, stored_zero: int, act_order: bool) -> Quantizer:
+    """stored_zero: what is subtracted from zero points in the file."""
+
+    def write(name: str, matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        columns = matrix.shape[1]
+        order = (
+            torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+            if act_order
+            else torch.arange(columns)
+        )
+        codes, scales, zeros, plain = rounded(matrix[:, order], bits, group, False, torch.float16)
+        back = torch.argsort(order)
+        tensors = {
+            f"{name}.qweight": words(codes[:, back].contiguous(), bits).T,
+            f"{name}.qzeros": words(((zeros - stored_zero) & (2**bits - 1)).T.contiguous(), bits),
+            f"{name}.scales": scales.T,
+            f"{name}.g_idx": (torch.arange(columns) // group)[back].to(torch.int32),
+        }
+        return tensors, plain[:, back]
+
+    return write
+
+
+def awq(group: int) -> Quantizer:
+    def write(name: str, matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        codes, scales, zeros, plain = rounded(matrix, 4, group, False, torch.float16)
+
+        def mixed(of: torch.Tensor) -> torch.Tensor:
+            by_word = of.T.reshape(of.shape[1], -1, 8)[:, :, list(AWQ_COLUMNS)]
+            return words(by_word.reshape(of.shape[1], -1).contiguous(), 4)
+
+        return {
+            f"{name}.qweight": mixed(codes),
+            f"{name}.qzeros": mixed(zeros),
+            f"{name}.scales": scales.T,
+        }, plain
+
+    return write
+
+
+def compressed_tensors(form: str, **weights: Any) -> dict[str, Any]:
+    """As llm-compressor writes it."""
+    group = {
+        "targets": ["Linear"], "input_activations": None, "output_activations": None, "format": form,
+        "weights": {
+            "num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None,
+            "block_structure": None, "dynamic": False, "actorder": None, "observer": "minmax",
+            "observer_kwargs": {}, **weights,
+        },
+    }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "global_compression_ratio": None, "ignore": ["lm_head"], "kv_cache_scheme": None, "version": "0.12.2",
+        "config_groups": {"group_0": group}, "sparsity_config": {}, "transform_config": {},
+    }  # fmt: skip
+
+
+def _gptq_config(bits: int, form: str, act_order: bool) -> dict[str, Any]:
+    return {
+        "quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": act_order, "sym": False,
+        "checkpoint_format": form, "lm_head": False, "damp_percent": 0.01, "true_sequential": True,
+    }  # fmt: skip
+
+
+FORMATS = {
+    "fp8 blocks": Format(
+        fp8_blocks(32),
+        {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+            "weight_block_size": [32, 128],
+        },
+    ),
+    "fp8 rows": Format(fp8_rows, compressed_tensors("float-quantized", type="float")),
+    "fp8 matrix": Format(fp8_matrix, compressed_tensors("float-quantized", type="float", strategy="tensor")),
+    "int8 rows": Format(int8_rows(True), compressed_tensors("int-quantized")),
+    "int8 rows, zero points": Format(int8_rows(False), compressed_tensors("int-quantized", symmetric=False)),
+    "packed int4": Format(
+        packed(4, 32, True), compressed_tensors("pack-quantized", num_bits=4, strategy="group", group_size=32)
+    ),
+    "packed int4, zero points": Format(
+        packed(4, -1, False, torch.float16), compressed_tensors("pack-quantized", num_bits=4, symmetric=False)
+    ),
+    "packed int8": Format(packed(8, -1, True), compressed_tensors("pack-quantized")),
+    "packed int8, zero points": Format(
+        packed(8, 32, False),
+        compressed_tensors("pack-quantized", symmetric=False, strategy="group", group_size=32),
+    ),
+    "gptq": Format(gptq(4, 32, 1, False), _gptq_config(4, "gptq", False)),
+    "gptq v2, act order": Format(gptq(8, 32, 0, True), _gptq_config(8, "gptq_v2", True)),
+    "awq": Format(
+        awq(32),
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+    ),
+}  # fmt: skip
+STORED = {
+    "fp8 blocks": "fp8", "fp8 rows": "fp8", "fp8 matrix": "fp8", "int8 rows": "int8",
+    "int8 rows, zero points": "int8_offset", "packed int4": "int4", "packed int4, zero points": "int4_offset",
+    "packed int8": "int8", "packed int8, zero points": "int8_offset", "gptq": "int4_offset",
+    "gptq v2, act order": "float32", "awq": "int4_offset",
+}  # fmt: skip
+"""The type in memory of each format's experts."""

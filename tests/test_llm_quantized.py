@@ -1,0 +1,91 @@
+"""Quantised models through whole engines: by ranks, with expert servers, and not with streamed experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moesaic import LLM
+from moesaic.core.errors import ConfigError
+from moesaic.kernels import table
+from moesaic.testing import byte_tokenizer
+from tests.models.test_quantized import CASES
+from tests.support import quantizers, tiny_models
+from tests.support.cluster_driver import Answer, cluster
+from tests.support.thread_groups import group_of_threads
+from tests.test_llm_families import DISK, LONGEST, answers, params, prompts
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build"),
+]
+FORMS = ["fp8 blocks", "packed int4", "awq", "gptq v2, act order"]
+
+
+SERVED = [*((form, "lockstep") for form in FORMS), (FORMS[0], "async"), (FORMS[1], "barrier")]
+
+
+class Models(dict[str, Path]):
+    """By format, and the answers of one process."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.known: dict[str, list[Answer]] = {}
+        self.source = tiny_models.save(tiny_models.build(*CASES["qwen3"]), root / "source")
+
+    def __missing__(self, form: str) -> Path:
+        path, plain = quantizers.quantize(self.source, self.root / form, quantizers.FORMATS[form])
+        byte_tokenizer(path)
+        byte_tokenizer(plain)
+        self[form] = path
+        return path
+
+    def wanted(self, form: str) -> list[Answer]:
+        if form not in self.known:
+            self.known[form] = answers(LLM(str(self[form]), threads=1, max_model_len=LONGEST))
+        return self.known[form]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("quantised"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tokens_are_those_of_the_dequantised_model(models: Models, form: str) -> None:
+    plain = models[form].parent / "plain"
+    found = answers(LLM(str(plain), threads=1, max_model_len=LONGEST))
+    assert [tokens for tokens, _ in models.wanted(form)] == [tokens for tokens, _ in found]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_chunks_and_prefixes_change_no_bit(models: Models, form: str) -> None:
+    small = LLM(
+        str(models[form]), threads=1, max_model_len=LONGEST, max_num_batched_tokens=11, max_num_seqs=5
+    )
+    assert answers(small) == models.wanted(form)
+    assert answers(small) == models.wanted(form)  # from the prefix cache
+
+
+@pytest.mark.parametrize(("form", "schedule"), SERVED)
+def test_expert_servers_give_the_floats_of_one_process(models: Models, form: str, schedule: str) -> None:
+    with cluster(str(models[form]), min_replicas=2, schedule=schedule, max_model_len=LONGEST) as served:
+        served.submit(prompts(), params())
+        assert served.finish() == models.wanted(form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("more", [{}, {"expert_tensor_parallel_size": 2}], ids=str)
+def test_two_ranks_have_the_tokens_of_one(models: Models, form: str, more: dict[str, int]) -> None:
+    settings = {"tensor_parallel_size": 2, "max_model_len": LONGEST, **more}
+    with group_of_threads(str(models[form]), **settings) as (model, _, _):
+        found = answers(model)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in models.wanted(form)]
+
+
+def test_streamed_experts_must_be_as_kernels_read_them(models: Models) -> None:
+    with pytest.raises(ConfigError, match="--fast-memory: the experts of .* are stored as fp8"):
+        LLM(
+            str(models["fp8 blocks"]), threads=1, max_model_len=LONGEST, offload=DISK, max_num_seqs=DISK.batch
+        )
