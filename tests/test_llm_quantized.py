@@ -10,7 +10,7 @@ from moesaic import LLM
 from moesaic.core.errors import ConfigError
 from moesaic.kernels import table
 from moesaic.testing import byte_tokenizer
-from tests.models.test_quantized import CASES
+from tests.models.test_quantized import CASES, FORMATS
 from tests.support import quantizers, tiny_models
 from tests.support.cluster_driver import Answer, cluster
 from tests.support.thread_groups import group_of_threads
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build"),
 ]
-FORMS = ["fp8 blocks", "packed int4", "awq", "gptq v2, act order"]
+FORMS = ["fp8 blocks", "packed int4", "awq", "gptq v2, act order", "mxfp4"]
 
 
 SERVED = [*((form, "lockstep") for form in FORMS), (FORMS[0], "async"), (FORMS[1], "barrier")]
@@ -32,10 +32,11 @@ class Models(dict[str, Path]):
     def __init__(self, root: Path) -> None:
         self.root = root
         self.known: dict[str, list[Answer]] = {}
-        self.source = tiny_models.save(tiny_models.build(*CASES["qwen3"]), root / "source")
 
     def __missing__(self, form: str) -> Path:
-        path, plain = quantizers.quantize(self.source, self.root / form, quantizers.FORMATS[form])
+        model = tiny_models.build(*CASES["gpt-oss" if form == "mxfp4" else "qwen3"])
+        source = tiny_models.save(model, self.root / f"source of {form}")
+        path, plain = quantizers.quantize(source, self.root / form, FORMATS[form])
         byte_tokenizer(path)
         byte_tokenizer(plain)
         self[form] = path

@@ -30,8 +30,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             hidden_size=160, moe_intermediate_size=64, intermediate_size=96, num_hidden_layers=2
         ),
     ),
+    "gpt-oss": (
+        "gpt_oss", model_configs.gpt_oss(hidden_size=96, intermediate_size=64, num_hidden_layers=2),
+    ),
 }  # fmt: skip
-FOR_EACH = [("qwen3", form) for form in quantizers.FORMATS] + [("deepseek3", "fp8 blocks")]
+FORMATS = {**quantizers.FORMATS, "mxfp4": quantizers.MXFP4}
+STORED = {**quantizers.STORED, "mxfp4": "mxfp4"}
+EVERY = [("qwen3", form) for form in quantizers.FORMATS] + [("gpt-oss", "mxfp4")]
+FOR_EACH = [*EVERY, ("deepseek3", "fp8 blocks")]
 kernels = table.pick("cpu", "auto")
 
 
@@ -45,7 +51,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def made(sources: dict[str, Path], name: str, form: str, to: Path, kept: str = "") -> tuple[Path, Path]:
-    return quantizers.quantize(sources[name], to, quantizers.FORMATS[form], kept)
+    return quantizers.quantize(sources[name], to, FORMATS[form], kept)
 
 
 def theirs(name: str, plain: Path) -> Any:
@@ -64,25 +70,25 @@ def test_logits_and_tokens_are_those_of_the_dequantised_model(
     assert Driver(model).greedy(tokens, 24) == tiny_models.reference_greedy(reference, tokens, 24)
     held = next(iter(model.experts.values()))
     found = held.packed if held.of(0)[0].dtype is torch.uint8 else str(held.of(0)[0].dtype)
-    assert found.removeprefix("torch.") == quantizers.STORED[form]
+    assert found.removeprefix("torch.") == STORED[form]
 
 
 @pytest.mark.parametrize("mapped", [True, False])
-@pytest.mark.parametrize("form", quantizers.FORMATS)
+@pytest.mark.parametrize(("name", "form"), EVERY)
 def test_servers_hold_the_bytes_of_the_loader(
-    sources: dict[str, Path], tmp_path: Path, form: str, mapped: bool
+    sources: dict[str, Path], tmp_path: Path, name: str, form: str, mapped: bool
 ) -> None:
-    quantised, _ = made(sources, "qwen3", form, tmp_path)
+    quantised, _ = made(sources, name, form, tmp_path)
     layout = registry.expert_layout(quantised, kernels)
-    assert layout.dtype == quantizers.STORED[form]
+    assert layout.dtype == STORED[form]
     store = Store(quantised, layout, mapped)
     store.take({1: [0, 3]})
     loaded = registry.load_experts(quantised, kernels, {1: [0, 3]})[1]
     for expert in (0, 3):
-        for part, wanted, size in zip(
-            store._held[1, expert], loaded.of(expert), layout.matrix_bytes, strict=True
-        ):
-            assert part.nbytes == size and part.tobytes() == wanted.view(torch.uint8).numpy().tobytes()
+        parts = (part[expert] for part in loaded.parts)
+        for part, wanted, size in zip(store._held[1, expert], parts, layout.matrix_bytes, strict=True):
+            assert wanted is not None and part.nbytes == size
+            assert part.tobytes() == wanted.view(torch.uint8).numpy().tobytes()
 
 
 def test_a_part_of_the_matrices_may_be_left_as_it_is(sources: dict[str, Path], tmp_path: Path) -> None:
@@ -119,6 +125,14 @@ DAMAGE: dict[str, tuple[str, str, Any, str]] = {
     ),
     "no scales": ("awq", f"{EXPERT}.scales", None, "scales is missing"),
     "an infinite scale": ("gptq", f"{EXPERT}.scales", lambda one: one.fill_(torch.inf), "got inf in a scale"),
+    "an exponent that is NaN": (
+        "mxfp4", "model.layers.1.mlp.experts.gate_up_proj_scales", lambda one: one.fill_(255),
+        "got nan in a scale",
+    ),
+    "few experts": (
+        "mxfp4", "model.layers.1.mlp.experts.down_proj_blocks", lambda one: one[:-1],
+        "down_proj_blocks: got U8 [11, 96, 2, 16]; allowed: U8 [experts, 96, 2, 16]",
+    ),
     "a group that is none": (
         "gptq v2, act order", f"{EXPERT}.g_idx", lambda one: one.fill_(77), "g_idx: got 77; allowed: 0 to 4",
     ),
@@ -128,7 +142,7 @@ DAMAGE: dict[str, tuple[str, str, Any, str]] = {
 @pytest.mark.parametrize("what", DAMAGE)
 def test_damaged_matrices_are_one_line(sources: dict[str, Path], tmp_path: Path, what: str) -> None:
     form, name, change, says = DAMAGE[what]
-    quantised, _ = made(sources, "qwen3", form, tmp_path)
+    quantised, _ = made(sources, "gpt-oss" if form == "mxfp4" else "qwen3", form, tmp_path)
     file = quantised / "model.safetensors"
     tensors = load_file(file)
     if change is None:

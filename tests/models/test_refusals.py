@@ -233,7 +233,7 @@ def test_an_unknown_key_is_refused_with_its_value(kind: str, copy: Any) -> None:
         ("minimax_m2", {"rotary_dim": 18, **NO_ROPE}, ("partial_rotary_factor", "1.125", "up to 1")),
         ("minimax_m2", {"shared_intermediate_size": 64}, ("shared_intermediate_size", "64", "0")),
         ("minimax_m2", {"num_experts_per_tok": 13}, ("num_experts_per_tok", "13", "at most 12")),
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, ("quantization_config", "'mxfp4'")),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, ("gate_up_proj", "[12, 48, 40]")),
         ("gpt_oss", {"hidden_act": "gelu"}, ("hidden_act", "'gelu'", "'silu'")),
         ("gpt_oss", {"swiglu_limit": 0}, ("swiglu_limit", "0", "above 0")),
         ("gpt_oss", {"swiglu_alpha": "1"}, ("swiglu_alpha", "'1'", "above 0")),

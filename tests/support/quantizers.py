@@ -20,6 +20,8 @@ Tensors = dict[str, torch.Tensor]
 Quantizer = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
 """Name and matrix [rows, columns] -> the tensors in the file, and the dequantised matrix in float32."""
 MATRICES = re.compile(r".*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+COLUMNS = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
+"""Experts of gpt-oss, which have no other quantised matrices."""
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which column each of the eight codes of an AWQ word is, from the lowest bits up."""
 
@@ -30,6 +32,8 @@ class Format:
 
     write: Quantizer
     config: dict[str, Any]
+    columns: bool = False
+    """Whether it is for the experts of gpt-oss."""
 
 
 def quantize(source: Path, to: Path, form: Format, kept: str = "") -> tuple[Path, Path]:
@@ -41,7 +45,8 @@ def quantize(source: Path, to: Path, form: Format, kept: str = "") -> tuple[Path
     tensors: Tensors = {}
     floats: Tensors = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if MATRICES.fullmatch(name) and not (kept and re.fullmatch(kept, name)):
+        matrices = COLUMNS if form.columns else MATRICES
+        if matrices.fullmatch(name) and not (kept and re.fullmatch(kept, name)):
             written, floats[name] = form.write(name.removesuffix(".weight"), tensor.float())
             tensors |= written
         else:
@@ -188,6 +193,20 @@ def awq(group: int) -> Quantizer:
     return write
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def mxfp4(name: str, matrices: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """matrices [experts, columns, rows]."""
+    groups = matrices.transpose(1, 2).unflatten(2, (-1, 32))
+    exponents = (groups.abs().amax(3) / 6).clamp(min=2.0**-100).log2().ceil()
+    scaled = groups / exponents.exp2()[..., None]
+    codes = (scaled[..., None] - E2M1).abs().argmin(-1)
+    plain = (E2M1[codes] * exponents.exp2()[..., None]).flatten(2).transpose(1, 2)
+    blocks = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    return {f"{name}_blocks": blocks, f"{name}_scales": (exponents + 127).to(torch.uint8)}, plain
+
+
 def compressed_tensors(form: str, **weights: Any) -> dict[str, Any]:
     """As llm-compressor writes it."""
     group = {
@@ -242,6 +261,9 @@ FORMATS = {
         {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
     ),
 }  # fmt: skip
+MXFP4 = Format(
+    mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, columns=True
+)
 STORED = {
     "fp8 blocks": "fp8", "fp8 rows": "fp8", "fp8 matrix": "fp8", "int8 rows": "int8",
     "int8 rows, zero points": "int8_offset", "packed int4": "int4", "packed int4, zero points": "int4_offset",

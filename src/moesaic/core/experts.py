@@ -33,9 +33,9 @@ class Activation:
 
 
 SILU = Activation()
-ROWS, COLUMNS = "rows", "columns"
+ROWS, BIASED_ROWS, COLUMNS = "rows", "biased rows", "columns"
 """How a checkpoint stores an expert: see `ExpertLayout.form`."""
-PARTS = {ROWS: 3, COLUMNS: 6}
+PARTS = {ROWS: 3, BIASED_ROWS: 6, COLUMNS: 6}
 """How many tensors an expert has in memory: gate, up and down, then their biases in the same order."""
 
 
@@ -72,7 +72,8 @@ class ExpertLayout:
     """Fingerprint by which placements and profiles know it: of the checkpoint before it was compressed."""
     form: str = ROWS
     """ROWS: gate [w, h], up [w, h] and down [h, w], without biases. COLUMNS: gate and up in turn as the
-    columns of one matrix [h, 2w], down as [w, h], and a bias for each of both (gpt-oss)."""
+    columns of one matrix [h, 2w], down as [w, h], and a bias for each of both (gpt-oss). BIASED_ROWS: the
+    matrices of ROWS and the biases of COLUMNS (gpt-oss in MXFP4)."""
     activation: Activation = SILU
 
     @property
@@ -88,7 +89,7 @@ class ExpertLayout:
     @property
     def parameters(self) -> int:
         """Number of weights in all routed experts."""
-        biases = self.hidden + 2 * self.width if self.form == COLUMNS else 0
+        biases = self.hidden + 2 * self.width if self.form != ROWS else 0
         return len(self.prefixes) * self.num_experts * (3 * self.hidden * self.width + biases)
 
     @property
@@ -105,7 +106,7 @@ class ExpertLayout:
         inner = self.width * row_bytes(self.dtype, self.hidden)
         matrices = inner, inner, self.hidden * row_bytes(self.dtype, self.width)
         biases = 4 * self.width, 4 * self.width, 4 * self.hidden
-        return matrices + biases if self.form == COLUMNS else matrices
+        return matrices if self.form == ROWS else matrices + biases
 
     @property
     def num_bytes(self) -> int:
@@ -120,10 +121,12 @@ class ExpertLayout:
         prefix = f"{self.prefixes[layer]}.{expert}"
         if self.form == COLUMNS:
             return column_tensors(prefix, self.hidden, self.width)
+        biases = column_tensors(prefix, self.hidden, self.width)[2:] if self.form == BIASED_ROWS else ()
         return (
             (f"{prefix}.{self.gate}.weight", self.width, self.hidden),
             (f"{prefix}.{self.up}.weight", self.width, self.hidden),
             (f"{prefix}.{self.down}.weight", self.hidden, self.width),
+            *biases,
         )
 
 

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.experts import COLUMNS, PARTS, ROWS, ExpertLayout
+from moesaic.core.experts import BIASED_ROWS, COLUMNS, PARTS, ROWS, ExpertLayout
 from moesaic.experts.slots import Bytes, Slots
 from moesaic.kernels.compressed import decompress
-from moesaic.models.columns import as_rows
+from moesaic.models.columns import as_rows, bias_rows
 from moesaic.models.headers import COMPRESSED_ROWS, NUMBERS, STORED, WIDTHS, Headers, Place
 from moesaic.models.headers import INDEX as INDEX
 from moesaic.models.headers import SINGLE as SINGLE
@@ -87,6 +87,8 @@ class Store:
         ]
         if self.layout.form == COLUMNS:
             parts = as_rows(parts, WIDTHS[stored], self.layout.width)
+        if self.layout.form == BIASED_ROWS:
+            parts = [*parts[:3], *bias_rows(parts[3], self.layout.width), parts[4]]
         if self._slots is not None:
             self._places[layer, expert], parts = self._slots.copy(parts)
         self._held[layer, expert] = parts

@@ -27,13 +27,18 @@ def as_rows(parts: Sequence[Bytes], number: int, width: int) -> list[Bytes]:
     gate_up, down, inner_bias, down_bias = parts
     inner = gate_up.view(NUMBERS[number]).reshape(-1, width, 2)
     outer = down.view(NUMBERS[number]).reshape(width, -1)
-    biases = inner_bias.view(np.uint32).reshape(width, 2)
     found = []
     for matrix in (inner[:, :, 0], inner[:, :, 1], outer):
         found.append(np.empty(matrix.shape[::-1], matrix.dtype))
         transpose(matrix, found[-1])
-    found += [np.ascontiguousarray(biases[:, odd]) for odd in (0, 1)]
-    return [*(one.reshape(-1).view(np.uint8) for one in found), down_bias]
+    matrices = (one.reshape(-1).view(np.uint8) for one in found)
+    return [*matrices, *bias_rows(inner_bias, width), down_bias]
+
+
+def bias_rows(inner_bias: Bytes, width: int) -> list[Bytes]:
+    """The biases of gate and up [w], in bytes, from those of both in turn [2w]."""
+    biases = inner_bias.view(np.uint32).reshape(width, 2)
+    return [np.ascontiguousarray(biases[:, odd]).view(np.uint8) for odd in (0, 1)]
 
 
 def transpose(matrix: Any, into: Any) -> None:

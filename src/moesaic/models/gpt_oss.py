@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.experts import COLUMNS, Activation
+from moesaic.core.experts import BIASED_ROWS, COLUMNS, Activation
 from moesaic.kernels.gating import Gating
 from moesaic.models import rope
 from moesaic.models.block import DecoderBlock
@@ -50,6 +50,8 @@ class Config:
     """Of each layer: tokens that a token attends to; None: all."""
     max_position: int
     rope: rope.RopeConfig
+    mxfp4: bool
+    """Whether experts are stored in MXFP4."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -107,9 +109,15 @@ def parse(raw: dict[str, Any]) -> Config:
         windows=_windows(fields, layers),
         max_position=max_position,
         rope=rope.read(fields, max_position, 150000.0),
+        mxfp4=_is_mxfp4(raw),
     )
     fields.done()
     return config
+
+
+def _is_mxfp4(raw: dict[str, Any]) -> bool:
+    told = raw.get("quantization_config")
+    return isinstance(told, dict) and told.get("quant_method") == "mxfp4"
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
@@ -136,7 +144,7 @@ def expert_names(config: Config, layer: int) -> ExpertNames:
         config.hidden_size,
         config.expert_width,
         config.num_experts,
-        form=COLUMNS,
+        form=BIASED_ROWS if config.mxfp4 else COLUMNS,
         activation=config.activation,
     )
 

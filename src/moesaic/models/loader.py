@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.experts import COLUMNS, PARTS, ROWS, SILU, Activation, Stored, column_tensors
+from moesaic.core.experts import (
+    BIASED_ROWS,
+    COLUMNS,
+    PARTS,
+    ROWS,
+    SILU,
+    Activation,
+    Stored,
+    column_tensors,
+)
 from moesaic.core.stored import COMPRESSED, PACKED
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
@@ -219,7 +228,13 @@ class ExpertNames:
         """Returns name and shape of the tensors of one expert."""
         if self.form == COLUMNS:
             return column_tensors(f"{self.prefix}.{expert}", self.hidden, self.width)
-        return tuple((f"{name}.weight", rows, columns) for name, rows, columns in self.shapes(expert))
+        matrices = tuple((f"{name}.weight", rows, columns) for name, rows, columns in self.shapes(expert))
+        return (*matrices, *self.biases(expert)) if self.form == BIASED_ROWS else matrices
+
+    def biases(self, expert: int) -> tuple[Stored, Stored]:
+        """Returns name and shape of the biases of one expert that has some."""
+        inner, last = column_tensors(f"{self.prefix}.{expert}", self.hidden, self.width)[2:]
+        return inner, last
 
     def shapes(self, expert: int) -> tuple[tuple[str, int, int], ...]:
         """Returns name, rows and columns of gate, up and down of one expert in ROWS."""
@@ -270,24 +285,39 @@ def _in_rows(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Ten
 
 
 def _in_columns(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
-    """Loads gate, up and down of one expert in COLUMNS, as rows, and their biases.
+    """Loads gate, up and down of one expert in COLUMNS, as rows, and their biases."""
+    gate_up, down = names.stored(expert)[:2]
+    gates, ups = _turns(loader, names)
+    return (
+        loader.transposed(gate_up, slice(None), gates),
+        loader.transposed(gate_up, slice(None), ups),
+        loader.transposed(down, loader.of_expert.part(names.width)),
+        *_biases(loader, names, expert),
+    )
+
+
+def _in_biased_rows(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
+    """Loads gate, up and down of one expert in BIASED_ROWS, and their biases."""
+    return *_in_rows(loader, names, expert), *_biases(loader, names, expert)
+
+
+def _turns(loader: Loader, names: ExpertNames) -> tuple[slice, slice]:
+    """The places of the rank's gates and ups, which take turns."""
+    kept = loader.of_expert.part(names.width)
+    gates, ups = (slice(2 * kept.start + odd, 2 * kept.stop, 2) for odd in (0, 1))
+    return gates, ups
+
+
+def _biases(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
+    """Loads the biases of gate, up and down.
 
     The down bias is that of the first of the ranks that share the expert, and zeros on the others, so that it
     counts once.
     """
-    gate_up, down, inner_bias, down_bias = names.stored(expert)
-    kept = loader.of_expert.part(names.width)
-    gates, ups = (slice(2 * kept.start + odd, 2 * kept.stop, 2) for odd in (0, 1))
-    added = loader.vector(inner_bias)
-    last = loader.vector(down_bias)
-    return (
-        loader.transposed(gate_up, slice(None), gates),
-        loader.transposed(gate_up, slice(None), ups),
-        loader.transposed(down, kept),
-        added[gates].contiguous(),
-        added[ups].contiguous(),
-        last if loader.of_expert.rank == 0 else torch.zeros_like(last),
-    )
+    inner, last = map(loader.vector, names.biases(expert))
+    gates, ups = _turns(loader, names)
+    down = last if loader.of_expert.rank == 0 else torch.zeros_like(last)
+    return inner[gates].contiguous(), inner[ups].contiguous(), down
 
 
-FORMS = {ROWS: _in_rows, COLUMNS: _in_columns}
+FORMS = {ROWS: _in_rows, BIASED_ROWS: _in_biased_rows, COLUMNS: _in_columns}

@@ -11,7 +11,6 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ROWS, ExpertLayout
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.offload import Offload
-from moesaic.core.stored import QUANTIZED
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels import table
 from moesaic.kvcache.paged import PagedKV
@@ -157,9 +156,9 @@ def paged_layout(config: ModelConfig) -> ExpertLayout:
     layout, path = layout_of(config), files.resolve(config.model, config.revision)
     if layout.form != ROWS and on_gpu(config):
         raise ConfigError.field("--device", "cuda", "cpu with --fast-memory, for experts stored in columns")
-    stored = layout.dtype
-    if stored not in QUANTIZED:
-        stored = Headers(path).find(*layout.tensors(layout.layers[0], 0)[0]).dtype
+    headers, first = Headers(path), layout.tensors(layout.layers[0], 0)[0]
+    matrix = headers.quantized(*first)
+    stored = headers.find(*first).dtype if matrix is None else matrix.dtype
     if stored != STORED.get(layout.dtype):
         kernels = table.pick(str(device_of(config)), config.kernels).name
         raise ConfigError(

@@ -10,7 +10,7 @@ from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import QUANT_METHOD, unquantized
 from moesaic.models.config import Fields, shown
 from moesaic.models.files import read_json
-from moesaic.models.quantization import compressed_tensors, fp8, gptq
+from moesaic.models.quantization import compressed_tensors, fp8, gptq, mxfp4
 from moesaic.models.quantization.scheme import Kinds, Matrix, Scheme
 
 METHODS: Mapping[str, Callable[[Fields], Scheme]] = {
@@ -18,6 +18,7 @@ METHODS: Mapping[str, Callable[[Fields], Scheme]] = {
     "compressed-tensors": compressed_tensors.parse,
     "fp8": fp8.parse,
     "gptq": gptq.parse_gptq,
+    "mxfp4": mxfp4.parse,
 }
 """quant_method -> what reads the rest of quantization_config."""
 

@@ -1,0 +1,61 @@
+"""MXFP4 as gpt-oss stores it: E2M1 numbers with a power of two for each 32, all experts in one tensor."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.core.errors import CheckpointError
+from moesaic.models.config import Fields
+from moesaic.models.quantization.scheme import Bytes, Coded, Kinds, Matrix, Part
+
+EXPERT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj)")
+WHERE = {
+    "gate_proj": ("gate_up_proj", slice(0, None, 2), 2),
+    "up_proj": ("gate_up_proj", slice(1, None, 2), 2),
+    "down_proj": ("down_proj", slice(None), 1),
+}
+"""Word of a matrix -> its tensor, its rows among those of its expert, and how many matrices share these."""
+NAN = 255
+"""The exponent that stands for NaN."""
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """`X_blocks` [experts, rows, columns / 32, 16] bytes and `X_scales` [experts, rows, columns / 32].
+
+    Rows of gate and up take turns. The low half of a byte is the even number.
+    """
+
+    def find(self, name: str, rows: int, columns: int, kinds: Kinds, /) -> Matrix | None:
+        found = EXPERT.fullmatch(name)
+        if found is None:
+            return None
+        prefix, expert, word = found.groups()
+        tensor, kept, count = WHERE[word]
+        if kinds(f"{prefix}.{tensor}_blocks") is None:
+            return None
+        if columns % 32:
+            raise CheckpointError(f"tensor {name}: got rows of {columns}; allowed in MXFP4: multiples of 32")
+        shape, index = (-1, count * rows, columns // 32), (int(expert), kept)
+        parts = (
+            Part(f"{prefix}.{tensor}_blocks", ("U8",), (*shape, 16), index),
+            Part(f"{prefix}.{tensor}_scales", ("U8",), shape, index),
+        )
+        return Matrix(name, rows, columns, "mxfp4", parts, _make)
+
+
+def _make(blocks: Bytes, exponents: Bytes) -> Coded:
+    codes = np.stack([blocks & np.uint8(15), blocks >> np.uint8(4)], axis=-1).reshape(len(blocks), -1)
+    number = exponents != NAN
+    powers = np.ldexp(np.float32(1), np.where(number, exponents, 127).astype(np.int32) - 127)
+    return Coded(codes, np.where(number, powers, np.float32(np.nan)))
+
+
+def parse(fields: Fields) -> Mxfp4:
+    """Reads quantization_config with quant_method "mxfp4". The tensors say which matrices are quantised."""
+    fields.ignore("quant_method", "modules_to_not_convert", "dequantize", "swizzle")
+    fields.done()
+    return Mxfp4()
