@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.models.test_published import DEEPSEEK_V3, MIXTRAL_8X7B
+from tests.models.test_quantized import CASES
+from tests.support import quantizers, tiny_models
 from tests.support.fake_hub import hub
 
 from moesaic import cli
@@ -25,6 +27,7 @@ from moesaic.models.files import Found
 from moesaic.models.headers import Headers
 from moesaic.runtime.model_loading import AUTO_SHARE, num_blocks_of
 from moesaic.runtime.model_loading import load_model as load
+from moesaic.testing import byte_tokenizer
 
 GIB = 2**30
 MACHINE = """
@@ -330,3 +333,19 @@ def test_of_a_hub_id_only_small_files_are_fetched(tmp_path: Path, machine: Path)
     fetched = {line.split("/")[-1] for line in seen if line.startswith("GET") and "/resolve/" in line}
     assert fetched == {"config.json", files.INDEX}
     assert not list(home.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "awq"])
+def test_a_quantised_checkpoint_takes_what_its_experts_take(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, form: str, machine: Path
+) -> None:
+    source = tiny_models.save(tiny_models.build(*CASES["qwen3"]), tmp_path / "source", torch.bfloat16)
+    byte_tokenizer(source)
+    path, _ = quantizers.quantize(source, tmp_path, quantizers.FORMATS[form])
+    found = examined(capsys, path, "--hardware", machine)
+    layout = registry.expert_layout(path, table.pick("cpu", "auto"))
+    [row] = [row for row in found["formats"] if row["experts_as"] == quantizers.STORED[form]]
+    assert found["supported"] and layout.dtype == row["experts_as"]
+    assert row["experts"] == layout.num_bytes and found["stored"]["type"] == layout.dtype
+    loaded = load(ModelConfig(str(path), threads=1)).model
+    assert row["weights"] == pytest.approx(loaded.num_bytes, rel=0.07)  # the embedding stays bf16

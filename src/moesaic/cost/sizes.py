@@ -154,6 +154,8 @@ class ModelSizes:
     """Bytes of one stored weight: 2 for bf16 and fp16."""
     compressed: bool = False
     """True: routed experts are stored in 12 bits a number, with a head for each block of their rows."""
+    quantized: str | None = None
+    """Type of quantised routed experts: a key of core.stored.QUANTIZED. None: they are not quantised."""
     computed: float | None = None
     """Bytes of one number of a row. None: the same as a weight. A CPU computes in float32: 4."""
     ranks: int = 1
@@ -174,9 +176,10 @@ class ModelSizes:
     @property
     def expert_bytes(self) -> float:
         """Bytes of one routed expert, as it is stored."""
-        if not self.compressed:
+        packed = COMPRESSED if self.compressed else self.quantized
+        if packed is None:
             return self.expert * self.number
-        inner, outer = (row_bytes(COMPRESSED, numbers) for numbers in (self.hidden, self.expert_width))
+        inner, outer = (row_bytes(packed, numbers) for numbers in (self.hidden, self.expert_width))
         return float(2 * self.expert_width * inner + self.hidden * outer)
 
     @property
