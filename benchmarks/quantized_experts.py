@@ -1,0 +1,106 @@
+"""Times the experts' kernel with weights of each stored type beside bf16, in turn, on random weights.
+
+    python benchmarks/quantized_experts.py                    experts of Qwen3-30B-A3B, all types
+    python benchmarks/quantized_experts.py --kernels avx2 --tokens 1 4
+
+Prints milliseconds for each number of tokens, and how many times faster than bf16 that is. Weights come from
+memory: 64 experts, of which each token chooses 8 at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+
+from moesaic.core.stored import COMPRESSED, OF_EXPERTS, QUANTIZED
+from moesaic.kernels import compressed, quantized
+from moesaic.kernels.native import plain
+
+BF16 = "bfloat16"
+
+
+def matrix(rng: np.random.Generator, dtype: str, rows: int, columns: int) -> npt.NDArray[Any]:
+    """One matrix as the kernels read it."""
+    wide = 0.02 * rng.standard_normal((rows, columns), dtype=np.float32)
+    if dtype == "float32":
+        return wide
+    if dtype in (BF16, COMPRESSED):
+        bits = (wide.view(np.uint32) >> 16).astype(np.uint16)
+        return bits if dtype == BF16 else compressed.compress(bits)
+    kind = QUANTIZED[dtype]
+    codes = rng.integers(0, 0x7F if kind.bits == 8 else 16, (rows, columns)).astype(np.uint8)
+    scales = rng.random((rows, -(-columns // kind.group)), dtype=np.float32)
+    return quantized.pack(dtype, codes, scales, -scales if kind.offset else None)
+
+
+class Experts:
+    """The experts of one layer in one type."""
+
+    def __init__(self, rng: np.random.Generator, dtype: str, experts: int, hidden: int, width: int) -> None:
+        shapes = (width, hidden), (width, hidden), (hidden, width)
+        parts = [[matrix(rng, dtype, *shape) for _ in range(experts)] for shape in shapes]
+        self._parts, self._size, self._stored = parts, (hidden, width), OF_EXPERTS.index(dtype)
+        self._table = np.array([[one.ctypes.data for one in part] for part in parts], dtype=np.uint64)
+
+    def seconds(self, rows: npt.NDArray[np.float32], ids: npt.NDArray[np.int64]) -> float:
+        """Computes rows [n, h] by their experts [n, k] once."""
+        pairs = np.arange(ids.size)
+        out = np.empty((ids.size, rows.shape[1]), dtype=np.float32)
+        part = (rows, pairs // ids.shape[1], ids.reshape(-1), out, pairs)
+        began = time.perf_counter()
+        plain.experts(self._table, self._size, self._stored, [part])
+        return time.perf_counter() - began
+
+
+def main() -> int:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--types", nargs="+", default=[*OF_EXPERTS], choices=OF_EXPERTS)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 64, 256])
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--kernels", help="an instruction set; the one that moesaic chooses if not given")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    name = plain.use(given.kernels)
+    plain.set_threads(given.threads, False)
+    rng = np.random.default_rng(0)
+    types = dict.fromkeys((BF16, *given.types))
+    made = {dtype: Experts(rng, dtype, given.experts, given.hidden, given.width) for dtype in types}
+    found: dict[int, dict[str, float]] = {}
+    for tokens in given.tokens:
+        times: dict[str, list[float]] = {dtype: [] for dtype in made}
+        for _ in range(given.rounds):
+            rows = rng.standard_normal((tokens, given.hidden), dtype=np.float32)
+            ids = np.array([rng.permutation(given.experts)[: given.top_k] for _ in range(tokens)])
+            for dtype, experts in made.items():
+                times[dtype].append(experts.seconds(rows, ids))
+        found[tokens] = {dtype: median(each) for dtype, each in times.items()}
+    if given.json:
+        json.dump({"kernels": name, "threads": given.threads, "seconds": found}, sys.stdout)
+        return 0
+    table = Table("type", *(f"{tokens} tokens" for tokens in found), title=f"{name}, {given.threads} threads")
+    for dtype in made:
+        cells = [f"{one[dtype] * 1e3:.2f} ms  {one[BF16] / one[dtype]:.2f}x" for one in found.values()]
+        table.add_row(dtype, *cells)
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
