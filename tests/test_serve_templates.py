@@ -64,7 +64,13 @@ def chat(client: httpx.Client) -> httpx.Response:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("template", [ENDLESS, ONE_OPERATION], ids=["loops", "one operation"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param(ENDLESS, id="loops"),
+        pytest.param(ONE_OPERATION, id="one operation", marks=pytest.mark.full),
+    ],
+)
 def test_a_hostile_template_delays_no_other_request_and_no_signal(
     serving: Callable[[str], Server], template: str
 ) -> None:
@@ -183,6 +189,7 @@ def test_a_batch_has_the_same_limits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_library_has_the_same_limits(tmp_path: Path) -> None:
     for file in DEMO.iterdir():
         (tmp_path / file.name).symlink_to(file)

@@ -16,6 +16,7 @@ from moesaic.core.errors import CheckpointError
 from moesaic.experts.store import Store
 from moesaic.kernels import table
 from moesaic.models import registry
+from moesaic.models.fingerprint import ExpertDigests
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": (
@@ -97,6 +98,27 @@ def test_a_part_of_the_matrices_may_be_left_as_it_is(sources: dict[str, Path], t
     logits = Driver(registry.load(quantised, kernels)).prefill(tokens)
     wanted = tiny_models.reference_logits(theirs("qwen3", plain), tokens)
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "form"), [("qwen3", "packed int4"), ("gpt-oss", "mxfp4")])
+def test_digests_cover_every_tensor_of_an_expert(
+    sources: dict[str, Path], tmp_path: Path, name: str, form: str
+) -> None:
+    """By them a server that joins shows that it has the same weights."""
+    quantised, _ = made(sources, name, form, tmp_path)
+    layout, file = registry.expert_layout(quantised, kernels), quantised / "model.safetensors"
+    before = ExpertDigests(quantised, layout).of(1, 2)
+    assert before == ExpertDigests(quantised, layout).of(1, 2)
+    tensors = load_file(file)
+    own = [each for each in tensors if each.startswith("model.layers.1.mlp.experts") and "shape" not in each]
+    own = [each for each in own if name == "gpt-oss" or ".experts.2." in each]
+    assert len(own) == 6
+    for changed in own:
+        other = {key: one.clone() for key, one in tensors.items()}
+        mine = other[changed][2] if name == "gpt-oss" else other[changed]
+        mine.view(torch.uint8).view(-1)[-1] ^= 1
+        save_file(other, file, {"format": "pt"})
+        assert ExpertDigests(quantised, layout).of(1, 2) != before
 
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj"
