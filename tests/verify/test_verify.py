@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import model_configs, tiny_models
+from tests.models.test_quantized import CASES
+from tests.support import model_configs, quantizers, tiny_models
 
 from moesaic import cli
+from moesaic.core.errors import ConfigError
 from moesaic.kernels import table
 from moesaic.models import registry
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.verify.compare import Verdict, compare, verify
-from moesaic.verify.reference import Reference
+from moesaic.verify.reference import NOT_COMPARED, Reference
 
 PROMPT = tiny_models.prompt(21, model_configs.VOCAB)
 FIRST = {kind: name for name, (kind, _) in reversed(model_configs.CASES.items())}
@@ -47,7 +49,7 @@ def verified(path: Path, tolerance: float = 1e-3) -> Verdict:
     return verify(path, table.pick("cpu"), PROMPT, tolerance, lambda *_: None)
 
 
-@pytest.mark.parametrize("kind", tiny_models.KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in tiny_models.KINDS if kind not in NOT_COMPARED])
 def test_every_family_is_equal_in_every_part(written: Written, kind: str) -> None:
     verdict = verified(written[kind])
     layers = registry.read_spec(written[kind]).num_layers
@@ -55,6 +57,19 @@ def test_every_family_is_equal_in_every_part(written: Written, kind: str) -> Non
     assert [one.part for one in verdict.parts] == names
     assert verdict.equal and verdict.first is None and verdict.argmax_differs == ()
     assert 0 < max(one.relative for one in verdict.parts) < 1e-5
+
+
+@pytest.mark.parametrize("kind", NOT_COMPARED)
+def test_what_is_not_compared_is_one_line(written: Written, kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"verify: got model_type '{kind}': .*; allowed: other families"):
+        verified(written[kind])
+
+
+def test_quantised_checkpoints_are_not_compared(tmp_path: Path) -> None:
+    source = tiny_models.save(tiny_models.build(*CASES["qwen3"]), tmp_path / "source")
+    path, _ = quantizers.quantize(source, tmp_path, quantizers.FORMATS["fp8 blocks"])
+    with pytest.raises(ConfigError, match="verify: got a checkpoint in fp8; allowed: "):
+        verified(path)
 
 
 def test_a_verdict_is_transformers_own_forward(written: Written) -> None:

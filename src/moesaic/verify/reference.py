@@ -15,11 +15,18 @@ from typing import Any
 import torch
 
 from moesaic.core.errors import CheckpointError, ConfigError
+from moesaic.core.stored import unquantized
+from moesaic.core.text_config import WRAPPERS
 from moesaic.models import registry
 from moesaic.models.files import read_json
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """A model_type that transformers does not know -> the one whose code computes it."""
+NOT_COMPARED = {
+    "granitemoe": "moesaic computes its hidden states in another scale",
+    **dict.fromkeys(WRAPPERS, "a text model within a model that sees images"),
+}
+"""A model_type that is not compared, and why."""
 EMBEDDING, NORM, HEAD = "model.embed_tokens.", "model.norm.", "lm_head."
 
 
@@ -106,6 +113,18 @@ def _instead(module: torch.nn.Module, forward: Callable[..., Any]) -> Any:
         del module.forward
 
 
+def _check(raw: dict[str, Any]) -> None:
+    """Raises ConfigError for a model that cannot be compared."""
+    kind = str(raw.get("model_type"))
+    if kind in NOT_COMPARED:
+        raise ConfigError(f"verify: got model_type {kind!r}: {NOT_COMPARED[kind]}; allowed: other families")
+    if not unquantized(raw):
+        method = raw["quantization_config"].get("quant_method")
+        raise ConfigError(
+            f"verify: got a checkpoint in {method}; allowed: checkpoints that are not quantised"
+        )
+
+
 class _Library:
     """transformers, which is imported when it is needed."""
 
@@ -129,6 +148,7 @@ class _Library:
     def without_memory(self, path: Path) -> Any:
         """Builds the model of a config.json without memory for its weights."""
         raw = read_json(path / "config.json")
+        _check(raw)
         kind = ALIASES.get(str(raw.get("model_type")), str(raw.get("model_type")))
         if kind not in self._transformers.CONFIG_MAPPING:
             version = self._transformers.__version__
