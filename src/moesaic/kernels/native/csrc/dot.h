@@ -350,7 +350,7 @@ void multiply_few(const float* const* rows, const T* weights, int64_t ld, int64_
 template <class T, std::enable_if_t<kQuantized<T>, int> = 0>
 inline void multiply(const float* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
                      float* out, int64_t stride, const T* then = nullptr) {
-    constexpr int kColumns = WIDE_COLUMNS;
+    constexpr int kColumns = TILE_COLUMNS;
     constexpr int64_t kGroupBytes = T::kHead + T::kCodes;
     bool few = n <= 3 && CHUNK >= 16;
     int64_t lead = std::min(columns * ld, LEAD);
