@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.support import model_configs, quantizers, tiny_models
+from tests.support import golden_formats, model_configs, quantizers, tiny_models
 from tests.support.model_driver import Driver
 
 from moesaic.core.errors import CheckpointError
 from moesaic.experts.store import Store
 from moesaic.kernels import table
 from moesaic.models import registry
+from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.fingerprint import ExpertDigests
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -207,3 +209,23 @@ def test_what_a_config_asks_for_in_vain_is_one_line(
     with pytest.raises(CheckpointError) as refused:
         registry.load(quantised, kernels)
     assert says in str(refused.value) and "\n" not in str(refused.value)
+
+
+def golden() -> list[str]:
+    with safe_open(golden_formats.FILE, "pt") as file:
+        return sorted(file.metadata())
+
+
+@pytest.mark.parametrize("case", golden())
+def test_what_compressed_tensors_writes_is_read_as_it_reads_it(case: str, tmp_path: Path) -> None:
+    """The file was written by the library, which also dequantised each matrix."""
+    tensors = load_file(golden_formats.FILE)
+    with safe_open(golden_formats.FILE, "pt") as file:
+        config = json.loads(file.metadata()[case])
+    own = {name.replace(case, "some"): one for name, one in tensors.items() if name.startswith(f"{case}.")}
+    save_file(own, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    found = Checkpoint(tmp_path).tensor(
+        "some.weight", golden_formats.ROWS, golden_formats.COLUMNS, dtype=torch.float32
+    )
+    assert torch.equal(found, tensors[f"{case}.{golden_formats.PLAIN}"])
