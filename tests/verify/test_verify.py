@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 import weakref
 from collections.abc import Callable
@@ -12,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.test_quantized import CASES
-from tests.support import model_configs, quantizers, tiny_models
+from safetensors.torch import load_file, save_file
+from tests.support import model_configs, tiny_models
 
 from moesaic import cli
 from moesaic.core.errors import ConfigError
@@ -21,7 +22,7 @@ from moesaic.kernels import table
 from moesaic.models import registry
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.verify.compare import Verdict, compare, verify
-from moesaic.verify.reference import NOT_COMPARED, Reference
+from moesaic.verify.reference import Reference
 
 PROMPT = tiny_models.prompt(21, model_configs.VOCAB)
 FIRST = {kind: name for name, (kind, _) in reversed(model_configs.CASES.items())}
@@ -49,27 +50,63 @@ def verified(path: Path, tolerance: float = 1e-3) -> Verdict:
     return verify(path, table.pick("cpu"), PROMPT, tolerance, lambda *_: None)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in tiny_models.KINDS if kind not in NOT_COMPARED])
-def test_every_family_is_equal_in_every_part(written: Written, kind: str) -> None:
-    verdict = verified(written[kind])
-    layers = registry.read_spec(written[kind]).num_layers
+def assert_equal(path: Path) -> None:
+    verdict = verified(path)
+    layers = registry.read_spec(path).num_layers
     names = ["embedding", *(f"layer {layer}" for layer in range(layers)), "logits"]
     assert [one.part for one in verdict.parts] == names
     assert verdict.equal and verdict.first is None and verdict.argmax_differs == ()
     assert 0 < max(one.relative for one in verdict.parts) < 1e-5
 
 
-@pytest.mark.parametrize("kind", NOT_COMPARED)
-def test_what_is_not_compared_is_one_line(written: Written, kind: str) -> None:
-    with pytest.raises(ConfigError, match=f"verify: got model_type '{kind}': .*; allowed: other families"):
-        verified(written[kind])
+@pytest.mark.parametrize("kind", tiny_models.KINDS)
+def test_every_family_is_equal_in_every_part(written: Written, kind: str) -> None:
+    assert_equal(written[kind])
 
 
-def test_quantised_checkpoints_are_not_compared(tmp_path: Path) -> None:
-    source = tiny_models.save(tiny_models.build(*CASES["qwen3"]), tmp_path / "source")
-    path, _ = quantizers.quantize(source, tmp_path, quantizers.FORMATS["fp8 blocks"])
-    with pytest.raises(ConfigError, match="verify: got a checkpoint in fp8; allowed: "):
-        verified(path)
+@pytest.mark.parametrize("case", ["granite-bias-odd-heads-k1-yarn-tied", "gpt-oss-full-first-plain-tied"])
+def test_other_factors_biases_and_a_tied_head_are_equal(case: str, tmp_path: Path) -> None:
+    assert_equal(tiny_models.save(tiny_models.build(*model_configs.CASES[case]), tmp_path, torch.bfloat16))
+
+
+def copied(path: Path, to: Path, **changes: Any) -> Path:
+    for file in path.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    return tiny_models.edit(to, **changes)
+
+
+@pytest.mark.parametrize("kind", tiny_models.AROUND)
+@pytest.mark.parametrize(("front", "head"), [("language_model.model.", "language_model."), ("model.", "")])
+def test_a_text_model_is_found_by_other_names(
+    kind: str, front: str, head: str, written: Written, tmp_path: Path
+) -> None:
+    """Files of makers name the text model's tensors otherwise than transformers does."""
+    path = copied(written[kind], tmp_path)
+    plain = {
+        re.sub(
+            r"^(model\.language_model|language_model\.model|model)\.(?=embed|layers|norm)", front, name
+        ): one
+        for name, one in load_file(path / "model.safetensors").items()
+    }
+    renamed = {head + name if name.startswith("lm_head") else name: one for name, one in plain.items()}
+    assert f"{front}layers.1.input_layernorm.weight" in renamed
+    save_file(renamed, path / "model.safetensors", {"format": "pt"})
+    assert_equal(path)
+
+
+def test_code_of_a_checkpoint_does_not_run(written: Written, tmp_path: Path) -> None:
+    """Neither that of the whole model nor that of the text model in it, as Kimi K2.5 names it."""
+    code = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model", "AutoModelForCausalLM": "evil.Model"}
+    ran = tmp_path / "ran"
+    text = json.loads((written["kimi_k25"] / "config.json").read_text())["text_config"]
+    path = copied(written["kimi_k25"], tmp_path, auto_map=code, text_config={**text, "auto_map": code})
+    (path / "evil.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    assert_equal(path)
+    assert not ran.exists()
+
+
+def test_a_head_beside_a_tied_embedding_counts(written: Written, tmp_path: Path) -> None:
+    assert_equal(copied(written["mixtral"], tmp_path, tie_word_embeddings=True))
 
 
 def test_a_verdict_is_transformers_own_forward(written: Written) -> None:
@@ -85,34 +122,43 @@ def test_a_verdict_is_transformers_own_forward(written: Written) -> None:
 
 
 def changed(monkeypatch: pytest.MonkeyPatch, word: str, factor: float) -> None:
-    """Plant a fault: on our side, tensors with `word` in their names are `factor` times as large."""
+    """Plant a fault: on our side, tensors are `factor` times as large if a part of the name is `word`, a
+    regular expression."""
     read = Checkpoint.tensor
 
     def tensor(self: Checkpoint, name: str, *shape: int, **how: Any) -> torch.Tensor:
         found = read(self, name, *shape, **how)
-        return found * factor if word in name and not found.is_meta else found
+        return found * factor if re.search(word, name) and not found.is_meta else found
 
     monkeypatch.setattr(Checkpoint, "tensor", tensor)
 
 
 @pytest.mark.parametrize(
-    ("word", "part"),
+    ("kind", "word", "part"),
     [
-        ("model.layers.1.self_attn.o_proj", "layer 1"),
-        ("model.layers.2.block_sparse_moe.experts", "layer 2"),
-        ("model.layers.0.input_layernorm", "layer 0"),
-        ("model.embed_tokens", "embedding"),
-        ("lm_head", "logits"),
+        ("mixtral", "model.layers.1.self_attn.o_proj", "layer 1"),
+        ("mixtral", "model.layers.2.block_sparse_moe.experts", "layer 2"),
+        ("mixtral", "model.layers.0.input_layernorm", "layer 0"),
+        ("mixtral", "model.embed_tokens", "embedding"),
+        ("mixtral", "lm_head", "logits"),
+        ("gpt_oss", "model.layers.1.self_attn.sinks", "layer 1"),
+        ("gpt_oss", r"model.layers.2.mlp.experts.\d+.down_proj_bias", "layer 2"),
+        ("granitemoe", "model.layers.1.self_attn.o_proj", "layer 1"),
+        ("granitemoe", "model.embed_tokens", "embedding"),
+        ("granitemoe", "model.norm", "logits"),
+        ("internvl", "model.layers.2.mlp.gate", "layer 2"),
+        ("kimi_k25", "lm_head", "logits"),
+        ("glm4v_moe", "model.layers.0.self_attn.k_proj", "layer 0"),
     ],
 )
 def test_a_planted_fault_is_found_and_named(
-    word: str, part: str, written: Written, monkeypatch: pytest.MonkeyPatch
+    kind: str, word: str, part: str, written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed(monkeypatch, word, 1.02)
-    verdict = verified(written["mixtral"])
+    verdict = verified(written[kind])
     assert not verdict.equal and verdict.first == part
     assert [one.part for one in verdict.parts if one.different] == [part], "the others get the same input"
-    assert verified(written["mixtral"], tolerance=0.5).equal
+    assert verified(written[kind], tolerance=0.5).first is None
 
 
 def test_the_command_names_the_layer(
@@ -210,9 +256,12 @@ def test_another_choice_differs_unless_both_are_as_good() -> None:
 
 
 def test_kimi_k2_is_computed_as_deepseek_v3(written: Written, tmp_path: Path) -> None:
-    for file in written["deepseek_v3"].iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    assert verified(tiny_models.edit(tmp_path, model_type="kimi_k2")).equal
+    assert verified(copied(written["deepseek_v3"], tmp_path, model_type="kimi_k2")).equal
+
+
+def test_kimi_k2_in_a_larger_model_is_computed_as_deepseek_v3(written: Written, tmp_path: Path) -> None:
+    text = json.loads((written["kimi_k25"] / "config.json").read_text())["text_config"]
+    assert_equal(copied(written["kimi_k25"], tmp_path, text_config={**text, "model_type": "kimi_k2"}))
 
 
 @pytest.mark.slow
@@ -253,3 +302,38 @@ def test_mistakes_are_one_line(
     assert cli.main(["verify", str(path), *words]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and message in err
+
+
+@pytest.mark.parametrize(
+    ("kind", "told", "method"),
+    [
+        ("mixtral", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ("mixtral", {"quant_method": "gptq", "bits": 4}, "gptq"),
+        ("gpt_oss", {"quant_method": "mxfp4"}, "mxfp4"),
+        ("mixtral", {"bits": 4}, "None"),
+        ("mixtral", [1], "[1]"),
+        ("kimi_k25", {"quant_method": "compressed-tensors"}, "compressed-tensors"),
+    ],
+)
+def test_a_quantised_checkpoint_is_refused_in_one_line(
+    kind: str,
+    told: object,
+    method: str,
+    written: Written,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = copied(written[kind], tmp_path, quantization_config=told)
+    capsys.readouterr()
+    assert cli.main(["verify", str(path), *WORDS]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert f"verify: {path} is quantised ({method}); allowed: bf16, fp16 or float32 weights" in err
+
+
+def test_quantisation_of_a_text_model_in_a_larger_one_is_refused(written: Written, tmp_path: Path) -> None:
+    text = json.loads((written["kimi_k25"] / "config.json").read_text())["text_config"]
+    told = {**text, "quantization_config": {"quant_method": "compressed-tensors"}}
+    path = copied(written["kimi_k25"], tmp_path, text_config=told)
+    with pytest.raises(ConfigError, match=r"is quantised \(compressed-tensors\); allowed: bf16"):
+        verified(path)

@@ -232,8 +232,7 @@ class Checkpoint:
     def as_stored(self, name: str) -> torch.Tensor:
         """Returns a tensor of the files as it is stored, without any check of its shape."""
         self.dtype(name)
-        found: torch.Tensor = self._open(self._shard[name]).get_tensor(name)
-        return found
+        return self._read(name)
 
     def _refuse_not_finite(self, name: str, tensor: torch.Tensor) -> None:
         index = first_not_finite(tensor)

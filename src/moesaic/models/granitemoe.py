@@ -45,7 +45,7 @@ def parse(raw: dict[str, Any]) -> Config:
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0)
     scale, residual = _factor(fields, "attention_multiplier"), _factor(fields, "residual_multiplier")
     factors = Multipliers(
-        _factor(fields, "embedding_multiplier") / residual, 1 / _factor(fields, "logits_scaling")
+        _factor(fields, "embedding_multiplier") / residual, 1 / _factor(fields, "logits_scaling"), residual
     )
     if fields.integer("hidden_size") % 2:
         raise CheckpointError(f"config.json: hidden_size: got {raw['hidden_size']}; allowed: an even integer")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -84,18 +85,10 @@ def load(
     checkpoint = Checkpoint(path, progress, mapped)
     number = _dtype(dtype, device, checkpoint, kernels)
     loader = Loader(checkpoint, kernels, device, number, shard, positions=positions)
-    embedding = loader.matrix("model.embed_tokens", spec.vocab_size, spec.hidden_size)
-    factors: Multipliers = getattr(config, "multipliers", NO_MULTIPLIERS)
-    model = Model(
-        spec=spec,
-        kernels=kernels,
-        embedding=embedding,
+    model = replace(
+        _outside(config, spec, loader),
         blocks=tuple(file.blocks(config, loader)),
-        final_norm=loader.exact("model.norm.weight", spec.hidden_size) * factors.logits,
-        head=_head(config, loader, embedding),
-        epsilon=config.epsilon,
         experts=_experts(file, config, loader, with_experts),
-        scale=None if factors.embedding == 1.0 else Scale.build(kernels, factors.embedding, device),
     )
     images = IMAGES if checkpoint.wrapped else ()
     checkpoint.refuse_unread((*file.UNUSED, *_extra_layers(spec), *images))
@@ -105,20 +98,35 @@ def load(
 def load_outside(path: Path, kernels: Kernels) -> Model:
     """Loads a model on the CPU without its layers: embedding, final norm and LM head."""
     config = _parse(path)[1]
-    spec: ModelSpec = config.spec
     checkpoint = Checkpoint(path)
     loader = Loader(checkpoint, kernels, "cpu", _dtype("auto", "cpu", checkpoint, kernels))
+    return _outside(config, config.spec, loader)
+
+
+def _outside(config: Config, spec: ModelSpec, loader: Loader) -> Model:
+    kernels, factors = loader.kernels, _multipliers(config)
     embedding = loader.matrix("model.embed_tokens", spec.vocab_size, spec.hidden_size)
     return Model(
         spec=spec,
         kernels=kernels,
         embedding=embedding,
         blocks=(),
-        final_norm=loader.exact("model.norm.weight", spec.hidden_size),
+        final_norm=loader.exact("model.norm.weight", spec.hidden_size) * factors.logits,
         head=_head(config, loader, embedding),
         epsilon=config.epsilon,
         experts={},
+        scale=None if factors.embedding == 1.0 else Scale.build(kernels, factors.embedding, loader.device),
     )
+
+
+def residual(path: Path) -> float:
+    """By what the blocks of the model in `path` divide its own hidden states."""
+    return _multipliers(_parse(path)[1]).residual
+
+
+def _multipliers(config: Config) -> Multipliers:
+    found: Multipliers = getattr(config, "multipliers", NO_MULTIPLIERS)
+    return found
 
 
 def load_layer(

@@ -32,6 +32,8 @@ class Multipliers:
 
     embedding: float = 1.0
     logits: float = 1.0
+    residual: float = 1.0
+    """By what the blocks divide the model's own hidden states (models/granitemoe.py)."""
 
 
 NO_MULTIPLIERS = Multipliers()

@@ -20,10 +20,14 @@ BLOCK = 16
 
 
 class Ours:
-    """moesaic's side: the stages of a worker's step, on the CPU."""
+    """moesaic's side: the stages of a worker's step, on the CPU.
+
+    Hidden states go in and out as the model defines them. Blocks may compute with smaller ones, by a factor.
+    """
 
     def __init__(self, path: Path, spec: ModelSpec, kernels: Kernels, tokens: list[int]) -> None:
         self._path, self._spec, self._kernels = path, spec, kernels
+        self._residual = registry.residual(path)
         count = len(tokens)
         self._blocks = -(-count // BLOCK)
         self._batch = TokenBatch(
@@ -37,7 +41,8 @@ class Ours:
 
     def embed(self) -> torch.Tensor:
         """Returns the embeddings [n, h] of the prompt."""
-        return registry.load_outside(self._path, self._kernels).embed(torch.from_numpy(self._batch.token_ids))
+        outside = registry.load_outside(self._path, self._kernels)
+        return outside.embed(torch.from_numpy(self._batch.token_ids)) * self._residual
 
     def layer(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, h] before a layer -> [n, h] after it."""
@@ -47,12 +52,12 @@ class Ours:
         kv = PagedKV(self._spec.kv, 1, self._blocks, BLOCK, torch.float32, cpu, self._kernels)
         attention = AttentionBatch.build(self._batch, BLOCK)
         positions = torch.from_numpy(self._batch.positions)
-        gated = until_gate(block, 0, hidden, positions, attention, kv)
+        gated = until_gate(block, 0, hidden / self._residual, positions, attention, kv)
         rows = None
         if experts is not None and gated.expert_ids is not None:
             rows = self._kernels.experts(experts, gated.normed, gated.expert_ids)
-        return block.merge(gated, block.dense(gated.normed), rows)
+        return block.merge(gated, block.dense(gated.normed), rows) * self._residual
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, h] after the last layer -> logits [n, V]."""
-        return registry.load_outside(self._path, self._kernels).logits(hidden)
+        return registry.load_outside(self._path, self._kernels).logits(hidden / self._residual)

@@ -15,19 +15,16 @@ from typing import Any
 import torch
 
 from moesaic.core.errors import CheckpointError, ConfigError
-from moesaic.core.stored import unquantized
-from moesaic.core.text_config import WRAPPERS
+from moesaic.core.text_config import TEXT, WRAPPERS
 from moesaic.models import registry
 from moesaic.models.files import read_json
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """A model_type that transformers does not know -> the one whose code computes it."""
-NOT_COMPARED = {
-    "granitemoe": "moesaic computes its hidden states in another scale",
-    **dict.fromkeys(WRAPPERS, "a text model within a model that sees images"),
-}
-"""A model_type that is not compared, and why."""
 EMBEDDING, NORM, HEAD = "model.embed_tokens.", "model.norm.", "lm_head."
+UNREAD = ("quantization_config", "auto_map")
+"""Keys of config.json that transformers does not get: about compressed experts, which are decompressed
+before, and about code of the checkpoint."""
 
 
 class Reference:
@@ -37,15 +34,13 @@ class Reference:
         self._path, self._tokens = path, torch.tensor([tokens])
         self._library = _Library()
         self._model = self._library.without_memory(path)
-        self._base = self._model.base_model
-        self._kept = self._arguments()
+        self._base = _text_model(self._model)
+        [self._front] = [name for name, one in self._model.named_modules() if one is self._base]
+        self._embedded, self._kept = self._start()
 
     def embed(self) -> torch.Tensor:
         """Returns the embeddings [n, h] of the prompt."""
-        module = self._model.get_input_embeddings()
-        with self._loaded(module, EMBEDDING):
-            found: torch.Tensor = module(self._tokens)[0]
-        return found
+        return self._embedded
 
     def layer(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, h] before a layer -> [n, h] after it."""
@@ -58,31 +53,39 @@ class Reference:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, h] after the last layer -> logits [n, V]."""
         norm, head = self._base.norm, self._model.get_output_embeddings()
-        with self._loaded(norm, NORM):
-            normed = norm(hidden[None])
-        tied = self._model.config.tie_word_embeddings
-        with self._loaded(head, EMBEDDING if tied else HEAD, embedding=tied):
-            found: torch.Tensor = head(normed)[0]
+        tied = self._model.config.tie_word_embeddings and not registry.stored_tensors(self._path, HEAD)
+        with ExitStack() as stack:
+            stack.enter_context(self._loaded(norm, NORM))
+            stack.enter_context(self._loaded(head, EMBEDDING if tied else HEAD, embedding=tied))
+            for module in (self._model.get_input_embeddings(), *self._base.layers):
+                stack.enter_context(_instead(module, lambda *_, **__: hidden[None]))
+            found: torch.Tensor = self._model(self._tokens, use_cache=False).logits[0]
         return found
 
-    def _arguments(self) -> list[dict[str, Any]]:
-        """What the model passes to each layer besides hidden states: masks, positions, angles.
+    def _start(self) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+        """What the model passes to its layers: embeddings [n, h] to the first one, and to each one masks,
+        positions and angles.
 
         The model runs once with layers that only record it.
         """
         kept: list[dict[str, Any]] = []
+        embedded: list[torch.Tensor] = []
 
         def record(hidden: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
             assert not more
+            embedded.append(hidden)
             kept.append(named)
             return hidden
 
         with ExitStack() as stack:
-            for module in (*self._base.layers, self._base.norm):
+            embedding = self._model.get_input_embeddings()
+            stack.enter_context(self._loaded(embedding, EMBEDDING))
+            for module in self._base.layers:
                 stack.enter_context(_instead(module, record))
-            zeros = torch.zeros(1, self._tokens.shape[1], self._model.config.hidden_size)
-            self._base(inputs_embeds=zeros, use_cache=False)
-        return kept[:-1]
+            for module in (self._base.norm, self._model.get_output_embeddings()):
+                stack.enter_context(_instead(module, lambda hidden: hidden))
+            self._model(self._tokens, use_cache=False)
+        return embedded[0][0], kept
 
     @contextmanager
     def _loaded(self, module: torch.nn.Module, prefix: str, embedding: bool = False) -> Any:
@@ -92,7 +95,12 @@ class Reference:
             [weight] = tensors.values()
             module.weight = torch.nn.Parameter(weight.float(), requires_grad=False)
         else:
-            self._library.fill(self._model, tensors)
+            inside = {
+                f"{self._front}.{name.removeprefix('model.')}" if name.startswith("model.") else name: one
+                for name, one in tensors.items()
+            }
+            self._library.fill(self._model, inside)
+            del inside
         del tensors
         empty = [name for name, one in (*module.named_parameters(), *module.named_buffers()) if one.is_meta]
         if empty:
@@ -103,6 +111,12 @@ class Reference:
             module.to("meta")
 
 
+def _text_model(model: Any) -> Any:
+    """The model of text in a model of transformers: its layers, and the norm after them."""
+    base = model.base_model
+    return getattr(base, "language_model", base)
+
+
 @contextmanager
 def _instead(module: torch.nn.Module, forward: Callable[..., Any]) -> Any:
     """A context in which a module computes something else."""
@@ -111,18 +125,6 @@ def _instead(module: torch.nn.Module, forward: Callable[..., Any]) -> Any:
         yield
     finally:
         del module.forward
-
-
-def _check(raw: dict[str, Any]) -> None:
-    """Raises ConfigError for a model that cannot be compared."""
-    kind = str(raw.get("model_type"))
-    if kind in NOT_COMPARED:
-        raise ConfigError(f"verify: got model_type {kind!r}: {NOT_COMPARED[kind]}; allowed: other families")
-    if not unquantized(raw):
-        method = raw["quantization_config"].get("quant_method")
-        raise ConfigError(
-            f"verify: got a checkpoint in {method}; allowed: checkpoints that are not quantised"
-        )
 
 
 class _Library:
@@ -147,21 +149,30 @@ class _Library:
 
     def without_memory(self, path: Path) -> Any:
         """Builds the model of a config.json without memory for its weights."""
-        raw = read_json(path / "config.json")
-        _check(raw)
+        raw = self._known(read_json(path / "config.json"))
+        config = self._transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+        config.get_text_config().output_router_logits = False
+        wrapped = raw["model_type"] in WRAPPERS
+        auto = "AutoModelForImageTextToText" if wrapped else "AutoModelForCausalLM"
+        with torch.device("meta"):
+            model = getattr(self._transformers, auto).from_config(
+                config, dtype=torch.float32, attn_implementation="eager"
+            )
+        # Its angles are no weights, so they are computed, and not read.
+        base = _text_model(model)
+        base.rotary_emb = type(base.rotary_emb)(base.config)
+        return model.eval().requires_grad_(False)
+
+    def _known(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """A parsed config.json, or the text_config in it, with a model_type that transformers knows."""
         kind = ALIASES.get(str(raw.get("model_type")), str(raw.get("model_type")))
         if kind not in self._transformers.CONFIG_MAPPING:
             version = self._transformers.__version__
             raise ConfigError(f"--against transformers: version {version} has no model_type {kind!r}")
-        plain = {name: value for name, value in raw.items() if name != "quantization_config"}
-        config = self._transformers.CONFIG_MAPPING[kind].from_dict({**plain, "model_type": kind})
-        with torch.device("meta"):
-            model = self._transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="eager"
-            )
-        # Its angles are no weights, so they are computed, and not read.
-        model.base_model.rotary_emb = type(model.base_model.rotary_emb)(config)
-        return model.eval().requires_grad_(False)
+        found = {name: value for name, value in raw.items() if name not in UNREAD} | {"model_type": kind}
+        if kind in WRAPPERS:
+            found[TEXT] = self._known(raw[TEXT])
+        return found
 
     def fill(self, model: Any, tensors: dict[str, torch.Tensor]) -> None:
         """Puts tensors of a checkpoint into the model, in float32."""

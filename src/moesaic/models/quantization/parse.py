@@ -8,6 +8,7 @@ from typing import Any
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import QUANT_METHOD, unquantized
+from moesaic.core.text_config import TEXT
 from moesaic.models.config import Fields, shown
 from moesaic.models.files import read_json
 from moesaic.models.quantization import compressed_tensors, fp8, gptq, mxfp4
@@ -26,8 +27,13 @@ METHODS: Mapping[str, Callable[[Fields], Scheme]] = {
 def parse(raw: Mapping[str, Any]) -> Scheme | None:
     """The scheme of a parsed config.json; None if its matrices are not quantised, or moesaic's own.
 
+    In a model that sees images, the text model's own config may name it.
+
     Raises CheckpointError that names the key, the value and what is allowed.
     """
+    inner = raw.get(TEXT)
+    if "quantization_config" not in raw and isinstance(inner, dict):
+        raw = inner
     if unquantized(raw):
         return None
     told = raw["quantization_config"]
