@@ -43,7 +43,7 @@ def free_port() -> int:
 @pytest.mark.slow
 def test_changed_bits_cost_a_pause_and_no_token(tmp_path: Path) -> None:
     secret, port, batches = tmp_path / "secret", free_port(), 0
-    changes = [*CONTROL[:2], *IN_THE_HANDSHAKE, *CONTROL[2:]]
+    changes = [CONTROL[0], *IN_THE_HANDSHAKE, *CONTROL[1:]]
     shape = {"cluster_address": "tcp:127.0.0.1:0", "cluster_secret_file": str(secret), "expert_servers": 1}
     with (
         cluster(**shape, rebalance_interval=0.0) as served,  # type: ignore[arg-type]

@@ -349,3 +349,22 @@ def test_a_quantised_checkpoint_takes_what_its_experts_take(
     assert row["experts"] == layout.num_bytes and found["stored"]["type"] == layout.dtype
     loaded = load(ModelConfig(str(path), threads=1)).model
     assert row["weights"] == pytest.approx(loaded.num_bytes, rel=0.07)  # the embedding stays bf16
+
+
+@pytest.mark.slow
+def test_a_quantised_hub_id_is_judged_by_its_config(tmp_path: Path, machine: Path) -> None:
+    """Its index has names that only the types of tensors explain."""
+    source = tiny_models.save(tiny_models.build(*CASES["qwen3"]), tmp_path / "source", torch.bfloat16)
+    byte_tokenizer(source)
+    path, _ = quantizers.quantize(source, tmp_path, quantizers.FORMATS["awq"])
+    shard = "model-00001-of-00001.safetensors"
+    names = list(load_file(path / files.SINGLE))
+    (path / files.SINGLE).rename(path / shard)
+    (path / files.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, shard)}))
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    words = [sys.executable, "-m", "moesaic", "doctor", REPOSITORY, "--hardware", str(machine), "--json"]
+    with hub(REPOSITORY, path) as (endpoint, _):
+        env = {**clean, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home")}
+        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["supported"]

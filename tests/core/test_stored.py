@@ -29,4 +29,4 @@ def test_whole_blocks_take_three_quarters_and_their_heads() -> None:
 
 def test_another_type_is_none() -> None:
     with pytest.raises(KeyError):
-        row_bytes("int8", 3)
+        row_bytes("int3", 3)

@@ -26,6 +26,7 @@ from moesaic.kernels import table
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Claims, Listed
 from moesaic.models.files import Found
+from moesaic.models.quantization.parse import parse
 from moesaic.models.spec import ModelSpec
 from moesaic.planning import outlook
 from moesaic.planning.outlook import Memory, Streamed
@@ -87,7 +88,7 @@ def _understood(found: Found, model: str, raw: dict[str, Any]) -> tuple[ModelSpe
 
     spec = tried(lambda: registry.understand(raw, found.config.parent))
     if spec is not None:
-        tried(lambda: registry.understand(raw, found.config.parent, _claims(found)))
+        tried(lambda: registry.understand(raw, found.config.parent, _claims(found, raw)))
     if found.directory is not None:
         directory = found.directory
         tried(lambda: Tokenizer(directory).close())
@@ -97,11 +98,16 @@ def _understood(found: Found, model: str, raw: dict[str, Any]) -> tuple[ModelSpe
     return spec, problems
 
 
-def _claims(found: Found) -> Claims | None:
-    """The tensors of a checkpoint, from the headers of its files or from its index."""
+def _claims(found: Found, raw: dict[str, Any]) -> Claims | None:
+    """The tensors of a checkpoint, from the headers of its files or from its index.
+
+    An index does not say which matrices are quantised, so it is not used for a quantised checkpoint.
+    """
     if found.directory is not None:
         return Claims(found.directory)
-    return None if found.index is None else Listed(found.index.parent)
+    if found.index is None or parse(raw) is not None:
+        return None
+    return Listed(found.index.parent)
 
 
 def _stored(found: Found, raw: dict[str, Any], spec: ModelSpec | None) -> Stored:

@@ -312,6 +312,7 @@ class Listed(Claims):
         self.path = path
         self._shard = _shards(path)
         self._claimed = set()
+        self._scheme = None  # the types of tensors are not known
 
     def claim(self, name: str, *shape: int) -> None:
         """As `Checkpoint.claim`, without the shape."""
