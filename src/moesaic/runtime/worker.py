@@ -94,7 +94,8 @@ class Worker:
         self._receive(0.0 if busy else timeout, 0.0 if busy else self._linger)
         if not self._events and not self._stopping:
             self._progress(timeout)
-        self._report_servers()
+        self._report_faults()
+        self._report_settled()
         if not self._events or self._stopping:
             if self._unreported:
                 self._report(self._clock())
@@ -128,14 +129,18 @@ class Worker:
             except BaseException:
                 self._events += map(StepFailed, self._executor.abandon())
                 raise
+            self._report_faults()  # before it sleeps: rows may wait for the server that takes the place
             if self._events or not self._executor.busy or self._wakeup is None:
                 return
             news = self._servers.wait(limit, self._wakeup.fileno()) and not self._wakeup.rung
 
-    def _report_servers(self) -> None:
-        """Report faulty servers, and once that no call under way was routed by an older directory."""
+    def _report_faults(self) -> None:
+        """Report the servers that were given up for their answers."""
         for fault in self._servers.faulty():
             self._connection.send(fault)
+
+    def _report_settled(self) -> None:
+        """Report once that no call under way was routed by an older directory."""
         settled = self._servers.oldest_version_in_use
         if settled > self._settled:
             self._settled = settled
