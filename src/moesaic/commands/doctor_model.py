@@ -18,7 +18,8 @@ from moesaic.commands.model_report import ModelReport, Stored
 from moesaic.commands.plan import find_hardware
 from moesaic.config import ModelConfig, SchedulerConfig
 from moesaic.core.errors import ConfigError, MoesaicError
-from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, QUANT_METHOD
+from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, QUANT_METHOD, unquantized
+from moesaic.core.text_config import TEXT
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.reading import number_type, read
 from moesaic.cost.sizes import ModelSizes
@@ -26,7 +27,6 @@ from moesaic.kernels import table
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Claims, Listed
 from moesaic.models.files import Found
-from moesaic.models.quantization.parse import parse
 from moesaic.models.spec import ModelSpec
 from moesaic.planning import outlook
 from moesaic.planning.outlook import Memory, Streamed
@@ -105,7 +105,8 @@ def _claims(found: Found, raw: dict[str, Any]) -> Claims | None:
     """
     if found.directory is not None:
         return Claims(found.directory)
-    if found.index is None or parse(raw) is not None:
+    configs = [one for one in (raw, raw.get(TEXT)) if isinstance(one, dict)]
+    if found.index is None or not all(map(unquantized, configs)):
         return None
     return Listed(found.index.parent)
 
