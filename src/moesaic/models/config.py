@@ -83,7 +83,7 @@ class Fields:
         if name in self._raw:
             return self._raw[name]
         if default is _REQUIRED:
-            raise CheckpointError(f"config.json: {self._where}{name} is missing")
+            raise CheckpointError(f"config.json: {shown(self._where + name)} is missing")
         return default
 
     def integer(

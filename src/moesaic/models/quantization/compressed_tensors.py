@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import numpy.typing as npt
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import QUANTIZED
 from moesaic.models.config import Fields, shown
-from moesaic.models.quantization.fp8 import Fp8
+from moesaic.models.quantization.fp8 import Fp8, block_of
 from moesaic.models.quantization.scheme import (
     FLOATS,
     Bytes,
@@ -52,18 +54,19 @@ class Packed:
         ]
         if not self.symmetric:
             parts.append(Part(f"{name}.weight_zero_point", ("I32",), (-(-rows // per_word), groups)))
-        return Matrix(name, rows, columns, dtype, tuple(parts), self._make)
+        return Matrix(name, rows, columns, dtype, tuple(parts), partial(self._make, rows, columns))
 
     def _make(
         self,
+        rows: int,
+        columns: int,
         packed: npt.NDArray[np.int32],
         scales: Floats,
         shape: npt.NDArray[np.int64],
         zeros: npt.NDArray[np.int32] | None = None,
     ) -> Coded:
-        rows, columns = map(int, shape)
-        if len(packed) != rows or not 0 <= packed.shape[1] * 32 // self.bits - columns < 32 // self.bits:
-            raise CheckpointError(f"weight_shape: got {[rows, columns]}; allowed: that of weight_packed")
+        if shape.tolist() != [rows, columns]:
+            raise CheckpointError(f"weight_shape: got {shape.tolist()}; allowed: {[rows, columns]}")
         codes = unpacked(packed, self.bits, columns)
         if zeros is None:
             return Coded(codes if self.bits == 4 else codes ^ SIGN, scales)
@@ -125,8 +128,14 @@ def parse(fields: Fields) -> Scheme:
     form = _form(fields.raw("format", None), "quantization_config.format")
     groups = fields.raw("config_groups", None)
     fields.done()
-    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-        raise CheckpointError("config.json: quantization_config.config_groups: allowed: an object of groups")
+    if (
+        not isinstance(groups, dict)
+        or not groups
+        or not all(isinstance(one, dict) for one in groups.values())
+    ):
+        raise CheckpointError(
+            "config.json: quantization_config.config_groups: allowed: an object of groups, at least one"
+        )
     schemes = [
         _scheme(Fields(group, f"quantization_config.config_groups.{name}."), form)
         for name, group in groups.items()
@@ -155,13 +164,14 @@ def _scheme(group: Fields, form: Any) -> Scheme:
     if weights is None:
         raise CheckpointError("config.json: quantization_config.config_groups: weights is missing")
     bits, kind = weights.integer("num_bits"), weights.raw("type", "int")
-    strategy, size = weights.raw("strategy", None), weights.raw("group_size", None)
+    strategy = weights.raw("strategy", None)
+    size = weights.integer("group_size") if strategy == "group" else -1
     symmetric, block = weights.flag("symmetric", True), weights.raw("block_structure", None)
     weights.only("dynamic", False)
     weights.only("actorder", None, "static", "weight", why="its columns are not in another order")
-    weights.ignore("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+    weights.ignore("group_size", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
     weights.done()
-    if kind == "float" and bits == 8 and symmetric:
+    if kind == "float" and bits == 8 and symmetric and strategy in ("tensor", "channel", "block"):
         return Fp8(_block(block)) if strategy == "block" else Fp8(None)
     if kind != "int" or bits not in (4, 8) or strategy not in ("group", "channel"):
         got = f"{bits} bits of {shown(repr(kind))} by {shown(repr(strategy))}"
@@ -169,20 +179,10 @@ def _scheme(group: Fields, form: Any) -> Scheme:
             f"config.json: quantization_config: got {got}; allowed: int of 4 or 8 bits by group or channel, "
             "symmetric float of 8 bits by tensor, channel or block"
         )
-    group_size = int(size) if strategy == "group" and isinstance(size, int) else -1
-    return Plain(group_size, symmetric) if form in FORMATS[1:] else Packed(bits, group_size, symmetric)
+    return Plain(size, symmetric) if form in FORMATS[1:] else Packed(bits, size, symmetric)
 
 
 def _block(block: Any) -> tuple[int, int]:
     """A block such as [128, 128] or "128x128"."""
-    sizes = block.split("x") if isinstance(block, str) else block
-    try:
-        rows, columns = map(int, sizes)
-    except (TypeError, ValueError):
-        rows, columns = 0, 0
-    if rows < 1 or columns < 1 or columns % 128:
-        raise CheckpointError(
-            f"config.json: quantization_config: block_structure: got {shown(repr(block))}; allowed: rows, "
-            "and a multiple of 128 columns"
-        )
-    return rows, columns
+    words = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", block) if isinstance(block, str) else None
+    return block_of([int(word) for word in words.groups()] if words else block, "block_structure")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from moesaic.core.errors import CheckpointError
-from moesaic.models.config import Fields
+from moesaic.models.config import Fields, shown
 from moesaic.models.quantization.scheme import FLOATS, Bytes, Coded, Floats, Kinds, Matrix, Part
 
 SUFFIXES = ("weight_scale_inv", "weight_scale")
@@ -35,9 +36,10 @@ class Fp8:
     def _make(self, codes: Bytes, scales: Floats) -> Coded:
         if self.block is None:
             return Coded(codes, np.broadcast_to(scales.reshape(-1, 1), (len(codes), 1)))
-        of_row = np.repeat(scales, self.block[0], axis=0)[: len(codes)]
-        groups, of_block = -(-codes.shape[1] // 128), self.block[1] // 128
-        return Coded(codes, np.repeat(of_row, of_block, axis=1)[:, :groups])
+        rows, groups = len(codes), -(-codes.shape[1] // 128)
+        of_row = np.arange(rows) // min(self.block[0], rows)
+        of_group = np.arange(groups) // min(self.block[1] // 128, groups)
+        return Coded(codes, scales[of_row][:, of_group])
 
 
 def parse(fields: Fields) -> Fp8:
@@ -47,9 +49,15 @@ def parse(fields: Fields) -> Fp8:
     fields.ignore("modules_to_not_convert", "scale_fmt", "quant_method", "dequantize", "ignored_layers")
     block = fields.integers("weight_block_size")
     fields.done()
-    if block and (len(block) != 2 or block[0] < 1 or block[1] < 1 or block[1] % 128):
+    return Fp8(block_of(list(block), "weight_block_size") if block else None)
+
+
+def block_of(sizes: Any, key: str) -> tuple[int, int]:
+    """Rows and columns of a block. key: where in quantization_config. Raises CheckpointError for others."""
+    whole = isinstance(sizes, list) and [type(one) for one in sizes] == [int, int]
+    if not whole or sizes[0] < 1 or sizes[1] < 1 or sizes[1] % 128:
         raise CheckpointError(
-            f"config.json: quantization_config.weight_block_size: got {list(block)}; allowed: rows, and a "
+            f"config.json: quantization_config.{key}: got {shown(repr(sizes))}; allowed: rows, and a "
             "multiple of 128 columns"
         )
-    return Fp8((block[0], block[1]) if block else None)
+    return sizes[0], sizes[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -50,27 +51,33 @@ class Gptq:
         if self.act_order or kinds(f"{name}.g_idx") is not None:
             parts.append(Part(f"{name}.g_idx", ("I32",), (columns,)))
         make = self._any_order if self.act_order else self._in_order
-        return Matrix(name, rows, columns, "float32" if self.act_order else dtype, tuple(parts), make)
+        dtype = "float32" if self.act_order else dtype
+        return Matrix(name, rows, columns, dtype, tuple(parts), partial(make, columns))
 
-    def _parts(self, words: Words, zeros: Words, scales: Floats) -> tuple[Bytes, Floats, Floats]:
+    def _parts(
+        self, columns: int, words: Words, zeros: Words, scales: Floats
+    ) -> tuple[Bytes, Floats, Floats]:
         """Codes [rows, columns], zero points [rows, groups], scales [rows, groups]."""
         rows = scales.shape[1]
-        codes = unpacked(np.ascontiguousarray(words.T), self.bits, len(words) * 32 // self.bits)
+        codes = unpacked(np.ascontiguousarray(words.T), self.bits, columns)
         zero = (unpacked(zeros, self.bits, rows).astype(np.int32) + self.added) & ((1 << self.bits) - 1)
         return codes, zero.T.astype(np.float32), np.ascontiguousarray(scales.T)
 
-    def _in_order(self, words: Words, zeros: Words, scales: Floats, group_of: Words | None = None) -> Coded:
-        codes, zero, scale = self._parts(words, zeros, scales)
+    def _in_order(
+        self, columns: int, words: Words, zeros: Words, scales: Floats, group_of: Words | None = None
+    ) -> Coded:
+        codes, zero, scale = self._parts(columns, words, zeros, scales)
         if group_of is not None:
-            size = -(-codes.shape[1] // scale.shape[1])
-            if not np.array_equal(group_of, np.arange(codes.shape[1]) // size):
+            size = -(-columns // scale.shape[1])
+            if not np.array_equal(group_of, np.arange(columns) // size):
                 raise CheckpointError("g_idx: columns in another order; allowed: only with desc_act")
         return Coded(codes, scale, -(scale * zero))
 
-    def _any_order(self, words: Words, zeros: Words, scales: Floats, group_of: Words) -> Floats:
-        codes, zero, scale = self._parts(words, zeros, scales)
-        if len(group_of) and not 0 <= group_of.min() <= group_of.max() < scale.shape[1]:
-            raise CheckpointError(f"g_idx: got {group_of.max()}; allowed: 0 to {scale.shape[1] - 1}")
+    def _any_order(self, columns: int, words: Words, zeros: Words, scales: Floats, group_of: Words) -> Floats:
+        codes, zero, scale = self._parts(columns, words, zeros, scales)
+        wrong = group_of[(group_of < 0) | (group_of >= scale.shape[1])]
+        if len(wrong):
+            raise CheckpointError(f"g_idx: got {wrong[0]}; allowed: 0 to {scale.shape[1] - 1}")
         made: Floats = (codes - zero[:, group_of]) * scale[:, group_of]
         return made
 
@@ -110,30 +117,34 @@ def _sizes(name: str, columns: int, group: int, bits: int) -> tuple[str, int]:
     return f"int{bits}_offset", groups_of(name, columns, group, 32)
 
 
+def _group(fields: Fields, name: str) -> int:
+    """Columns of a group; -1: a row is a group."""
+    size = fields.integer(name, minimum=-1)
+    if size == 0:
+        raise CheckpointError(f"config.json: quantization_config.{name}: got 0; allowed: -1, or at least 1")
+    return size
+
+
 def parse_gptq(fields: Fields) -> Gptq:
     """Reads quantization_config with quant_method "gptq"."""
-    bits, group = fields.integer("bits"), fields.integer("group_size", minimum=-1)
+    bits, group = fields.integer("bits"), _group(fields, "group_size")
     if bits not in (4, 8):
         raise CheckpointError(f"config.json: quantization_config.bits: got {bits}; allowed: 4, 8")
     act_order = fields.flag("desc_act", False)
-    version = fields.raw("checkpoint_format", None) or "gptq"
-    if version not in ("gptq", "gptq_v2"):
-        raise CheckpointError(
-            f"config.json: quantization_config.checkpoint_format: got {version!r}; allowed: gptq, gptq_v2"
-        )
+    fields.only("checkpoint_format", "gptq", "gptq_v2", None)
+    added = 0 if fields.raw("checkpoint_format", None) == "gptq_v2" else 1
     fields.only("lm_head", False)
     for name in fields.names:
         fields.ignore(name)  # how it was made: dataset, damp_percent, sym, static_groups and others
     fields.done()
-    return Gptq(bits, group, 1 if version == "gptq" else 0, act_order)
+    return Gptq(bits, group, added, act_order)
 
 
 def parse_awq(fields: Fields) -> Awq:
     """Reads quantization_config with quant_method "awq"."""
     fields.only("bits", 4)
     fields.only("w_bit", 4)
-    group = fields.integer("q_group_size", minimum=-1) if "q_group_size" in fields.names else None
-    group = fields.integer("group_size", minimum=-1) if group is None else group
+    group = _group(fields, "q_group_size" if "q_group_size" in fields.names else "group_size")
     fields.only("version", "gemm", "GEMM", why="others are packed in another order")
     fields.only("zero_point", True)
     for name in fields.names:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import QUANTIZED
-from moesaic.kernels.quantized import dequantize, pack
+from moesaic.kernels.quantized import TABLES, dequantize, pack
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -85,20 +85,32 @@ class Matrix:
     def packed(self, read: Callable[[Part], Array]) -> Bytes:
         """The bytes [rows, row_bytes] of type `dtype`.
 
-        Raises CheckpointError for NaN and infinite numbers.
+        Raises CheckpointError for NaN and infinite numbers, and for scales so large that a code is infinite.
         """
-        made = self.make(*map(read, self.parts))
+        made = self._made([read(part) for part in self.parts])
         if not isinstance(made, Coded):
             self._check(made, "the matrix")
             return np.ascontiguousarray(made, dtype="<f4").view(np.uint8)
         self._check(made.scales, "a scale")
         if made.offsets is not None:
             self._check(made.offsets, "an offset")
-        if QUANTIZED[self.dtype].values == "e4m3":
+        values = QUANTIZED[self.dtype].values
+        with np.errstate(over="ignore"):
+            largest = np.abs(made.scales) * np.nanmax(np.abs(TABLES[values]))
+            self._check(largest if made.offsets is None else largest + np.abs(made.offsets), "the matrix")
+        if values == "e4m3":
             nan = made.codes & 0x7F == 0x7F
             if nan.any():
                 self._refuse("nan", "the matrix")
         return pack(self.dtype, *self._grouped(made))
+
+    def _made(self, arrays: list[Array]) -> Coded | Floats:
+        """What `make` returns. Its errors name one of the tensors, and get the name of the matrix here."""
+        try:
+            with np.errstate(over="ignore", invalid="ignore"):  # packed refuses these numbers
+                return self.make(*arrays)
+        except CheckpointError as error:
+            raise CheckpointError(f"tensor {self.name}.{error}") from None
 
     def floats(self, read: Callable[[Part], Array]) -> Floats:
         """The numbers [rows, columns]. Raises CheckpointError for NaN and infinite numbers."""

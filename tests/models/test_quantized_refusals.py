@@ -1,0 +1,187 @@
+"""Quantised matrices and configs that do not fit are refused in one line that names the tensor or key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.support import quantizers
+
+from moesaic.core.errors import CheckpointError
+from moesaic.models.checkpoint import Checkpoint
+from moesaic.models.headers import SINGLE
+
+ROWS, COLUMNS = 16, 160
+
+
+def written(path: Path, form: str, columns: int = COLUMNS, **changes: Callable[[Any], Any]) -> torch.Tensor:
+    """Writes one matrix, with some tensors changed. Returns the dequantised matrix."""
+    matrix = 0.1 * torch.randn(ROWS, columns, generator=torch.Generator().manual_seed(0))
+    tensors, plain = quantizers.FORMATS[form].write("some", matrix)
+    for name, change in changes.items():
+        tensors[f"some.{name}"] = change(tensors[f"some.{name}"].clone())
+    save_file({name: one.contiguous() for name, one in tensors.items()}, path / SINGLE)
+    configured(path, quantizers.FORMATS[form].config)
+    return plain
+
+
+def configured(path: Path, config: dict[str, Any]) -> None:
+    (path / "config.json").write_text(json.dumps({"quantization_config": config}))
+
+
+def read(path: Path, dtype: torch.dtype = torch.float32, columns: int = COLUMNS) -> torch.Tensor:
+    return Checkpoint(path).tensor("some.weight", ROWS, columns, dtype=dtype)
+
+
+def refused(path: Path, dtype: torch.dtype = torch.float32) -> str:
+    with pytest.raises(CheckpointError) as error:
+        read(path, dtype)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+    return str(error.value)
+
+
+def in_group(**weights: Any) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors."""
+    return quantizers.compressed_tensors("pack-quantized", **{"num_bits": 4, **weights})
+
+
+def in_blocks(block: Any) -> dict[str, Any]:
+    return in_group(num_bits=8, type="float", strategy="block", block_structure=block)
+
+
+CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "groups of 0": ("packed int4", in_group(strategy="group", group_size=0), "weights.group_size: got 0"),
+    "groups below 0": ("packed int4", in_group(strategy="group", group_size=-32), "group_size: got -32"),
+    "groups of no size": ("packed int4", in_group(strategy="group"), "group_size: got None"),
+    "groups by a word": ("packed int4", in_group(strategy="group", group_size="32"), "group_size: got '32'"),
+    "groups of yes": ("packed int4", in_group(strategy="group", group_size=True), "group_size: got True"),
+    "FP8 by group": (
+        "fp8 rows",
+        in_group(num_bits=8, type="float", strategy="group", group_size=32),
+        "by 'group'",
+    ),
+    "an endless block": ("fp8 rows", in_blocks([float("inf"), 128]), "block_structure: got [inf, 128]"),
+    "half a row": ("fp8 rows", in_blocks([1.5, 128]), "block_structure: got [1.5, 128]"),
+    "a block of yes": ("fp8 rows", in_blocks([True, 128]), "block_structure: got [True, 128]"),
+    "no groups": (
+        "packed int4",
+        in_group() | {"config_groups": {}},
+        "config_groups: allowed: an object of groups, at",
+    ),
+    "a group of two lines": (
+        "packed int4",
+        in_group() | {"config_groups": {"a\nb": {"weights": {"type": "int"}}}},
+        r"a\nb.weights.num_bits",
+    ),
+    "GPTQ groups of 0": ("gptq", {"group_size": 0}, "group_size: got 0; allowed: -1, or at least 1"),
+    "AWQ groups of 0": ("awq", {"q_group_size": 0}, "q_group_size: got 0; allowed: -1, or at least 1"),
+    "a format that is none": ("gptq", {"checkpoint_format": []}, "checkpoint_format: got []"),
+    "a long format": ("gptq", {"checkpoint_format": "v" * 5000}, "checkpoint_format: got 'vvv"),
+}
+
+
+@pytest.mark.parametrize("what", CONFIGS)
+def test_configs_that_do_not_fit(tmp_path: Path, what: str) -> None:
+    form, changes, says = CONFIGS[what]
+    written(tmp_path, form)
+    configured(tmp_path, quantizers.FORMATS[form].config | changes)
+    assert says in refused(tmp_path)
+
+
+def with_last(number: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        changed = (tensor.float() if tensor.is_floating_point() else tensor).contiguous()
+        changed.view(-1)[-1] = number
+        return changed
+
+    return change
+
+
+TENSORS: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
+    "fewer columns": (
+        "packed int4",
+        "weight_shape",
+        with_last(158),
+        "tensor some.weight_shape: got [16, 158]; allowed: [16, 160]",
+    ),
+    "a shape below 0": (
+        "packed int8",
+        "weight_shape",
+        with_last(-160),
+        "tensor some.weight_shape: got [16, -160]",
+    ),
+    "a group below 0": (
+        "gptq v2, act order",
+        "g_idx",
+        with_last(-1),
+        "tensor some.g_idx: got -1; allowed: 0 to 4",
+    ),
+    "columns in another order": (
+        "gptq",
+        "g_idx",
+        lambda one: one.flip(0),
+        "tensor some.g_idx: columns in another order",
+    ),
+    "FP8 beyond float32": (
+        "fp8 blocks",
+        "weight_scale_inv",
+        with_last(2e36),
+        "tensor some: got inf in the matrix",
+    ),
+    "int8 beyond float32": (
+        "int8 rows",
+        "weight_scale",
+        with_last(-3e38),
+        "tensor some: got inf in the matrix",
+    ),
+    "int4 beyond float32": (
+        "packed int4",
+        "weight_scale",
+        with_last(1e38),
+        "tensor some: got inf in the matrix",
+    ),
+    "offsets beyond float32": (
+        "int8 rows, zero points",
+        "weight_scale",
+        with_last(2e36),
+        "tensor some: got inf in",
+    ),
+    "act order beyond float32": ("gptq v2, act order", "scales", with_last(3e38), "in the matrix"),
+}
+
+
+@pytest.mark.parametrize("what", TENSORS)
+def test_tensors_that_do_not_fit(tmp_path: Path, what: str) -> None:
+    form, name, change, says = TENSORS[what]
+    written(tmp_path, form, **{name: change})
+    assert says in refused(tmp_path)
+
+
+@pytest.mark.parametrize("rows", [10**15, 10**30])
+@pytest.mark.parametrize("columns", [128, 128 * 10**9])
+def test_blocks_larger_than_the_matrix_take_no_memory(tmp_path: Path, rows: int, columns: int) -> None:
+    def first(scales: torch.Tensor) -> torch.Tensor:
+        return scales[:1, : -(-COLUMNS // columns)]
+
+    written(tmp_path, "fp8 blocks")
+    whole = read(tmp_path)
+    written(tmp_path, "fp8 blocks", weight_scale_inv=first)
+    configured(tmp_path, quantizers.FORMATS["fp8 blocks"].config | {"weight_block_size": [rows, columns]})
+    found = read(tmp_path)
+    assert torch.equal(found[:, :128], whole[:, :128])
+
+
+@pytest.mark.parametrize("form", ["gptq", "gptq v2, act order"])
+def test_gptq_columns_that_leave_a_word_unfilled(tmp_path: Path, form: str) -> None:
+    """One group for 13 columns, which take two words of eight codes, or four of four."""
+    bits = 8 if "v2" in form else 4
+    matrix = torch.randn(ROWS, 13, generator=torch.Generator().manual_seed(0))
+    tensors, plain = quantizers.gptq(bits, 13, 0 if "v2" in form else 1, "order" in form)("some", matrix)
+    save_file({name: one.contiguous() for name, one in tensors.items()}, tmp_path / SINGLE)
+    configured(tmp_path, quantizers.FORMATS[form].config | {"group_size": -1})
+    torch.testing.assert_close(read(tmp_path, columns=13), plain)
