@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from tests.support import quantizers
 
 from moesaic.core.errors import CheckpointError
 from moesaic.models.checkpoint import Checkpoint
-from moesaic.models.headers import SINGLE
+from moesaic.models.headers import SINGLE, Headers
+from moesaic.models.quantization.scheme import Matrix
 
 ROWS, COLUMNS = 16, 160
 
@@ -162,6 +164,12 @@ def test_tensors_that_do_not_fit(tmp_path: Path, what: str) -> None:
     assert says in refused(tmp_path)
 
 
+def test_numbers_that_only_a_narrow_type_makes_infinite(tmp_path: Path) -> None:
+    written(tmp_path, "packed int4", weight_scale=with_last(6e4))
+    assert read(tmp_path).isfinite().all()
+    assert "tensor some.weight: got " in refused(tmp_path, torch.float16)
+
+
 @pytest.mark.parametrize("rows", [10**15, 10**30])
 @pytest.mark.parametrize("columns", [128, 128 * 10**9])
 def test_blocks_larger_than_the_matrix_take_no_memory(tmp_path: Path, rows: int, columns: int) -> None:
@@ -185,3 +193,20 @@ def test_gptq_columns_that_leave_a_word_unfilled(tmp_path: Path, form: str) -> N
     save_file({name: one.contiguous() for name, one in tensors.items()}, tmp_path / SINGLE)
     configured(tmp_path, quantizers.FORMATS[form].config | {"group_size": -1})
     torch.testing.assert_close(read(tmp_path, columns=13), plain)
+
+
+@pytest.mark.parametrize("shape", [[16.0, 160], ["x", 160], [[16], 160], [None, 160]], ids=str)
+def test_headers_whose_shapes_are_no_integers(tmp_path: Path, shape: list[Any]) -> None:
+    """Expert servers read headers themselves."""
+    written(tmp_path, "fp8 rows")
+    data = (tmp_path / SINGLE).read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size])
+    header["some.weight"]["shape"] = shape
+    text = json.dumps(header).encode()
+    (tmp_path / SINGLE).write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+    headers = Headers(tmp_path)
+    matrix = headers.quantized("some.weight", ROWS, COLUMNS)
+    assert isinstance(matrix, Matrix)
+    with pytest.raises(CheckpointError, match="truncated or corrupt: tensor some.weight has no bytes"):
+        headers.place(matrix.parts[0])

@@ -119,7 +119,7 @@ class Checkpoint:
         self.claim(name, *shape)
         matrix = self.quantized(name, *shape)
         if matrix is not None:
-            return self._dequantized(matrix, dtype, device, part)
+            return self._dequantized(matrix, dtype, device, part, scan)
         stored = self._stored(name, shape)
         if dtype is torch.uint8 is not stored.dtype:
             kind = self._slice(name).get_dtype()
@@ -151,7 +151,7 @@ class Checkpoint:
         return tensor
 
     def _dequantized(
-        self, matrix: Matrix, dtype: torch.dtype, device: str, part: tuple[slice, ...]
+        self, matrix: Matrix, dtype: torch.dtype, device: str, part: tuple[slice, ...], scan: bool
     ) -> torch.Tensor:
         """The numbers of a part of a quantised matrix, or the bytes that kernels read if dtype is uint8."""
         read = 0
@@ -175,7 +175,10 @@ class Checkpoint:
         if self._progress is not None:
             self._bytes_read += read
             self._progress(self._bytes_read, self._bytes)
-        return tensor.to(device=device, dtype=dtype).contiguous()
+        tensor = tensor.to(device=device, dtype=dtype).contiguous()
+        if scan and dtype not in (torch.uint8, torch.float32):  # others have fewer exponents
+            self._refuse_not_finite(f"{matrix.name}.weight", tensor)
+        return tensor
 
     def _kind(self, name: str) -> str | None:
         """The type of a tensor in the files; None if they do not have it."""

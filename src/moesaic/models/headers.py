@@ -87,18 +87,16 @@ class Headers:
 
     def place(self, part: Part) -> Place:
         """The place of the whole tensor of a part of a quantised matrix."""
-        kind = self._kind(part.tensor)
         header = self._header(part.tensor)
         entry = header.entries.get(part.tensor)
-        shape = entry.get("shape") if isinstance(entry, dict) else None
-        if not isinstance(shape, list):
-            kind, shape = None, []
+        if not isinstance(entry, dict):
+            raise CheckpointError(f"{header.file}: tensor {part.tensor} is missing")
+        found = _any_place(part.tensor, entry, header)
         try:
-            part.check(kind, tuple(shape))
+            part.check(found.dtype, found.shape)
         except CheckpointError as error:
             raise CheckpointError(f"{header.file}: {error}") from None
-        found = _any_place(part.tensor, entry, header)
-        if found.size != math.prod(shape) * BYTES[found.dtype]:
+        if found.size != math.prod(found.shape) * BYTES[found.dtype]:
             what = f"tensor {part.tensor} has {found.size} bytes"
             raise CheckpointError(f"{header.file}: truncated or corrupt: {what}")
         return found
@@ -223,7 +221,7 @@ def _read(file: Path) -> _Header:
 def _any_place(name: str, entry: Any, header: _Header) -> Place:
     """Where a tensor of any data type is. Raises CheckpointError for an entry that says no such place."""
     shape, span = (entry.get("shape"), entry.get("data_offsets")) if isinstance(entry, dict) else (None, None)
-    if not isinstance(shape, list) or not _fits(span, None, header.size):
+    if not _is_shape(shape) or not _fits(span, None, header.size):
         raise CheckpointError(f"{header.file}: truncated or corrupt: tensor {name} has no bytes in the file")
     begin, end = span
     return Place(header.file, header.begin + begin, end - begin, str(entry.get("dtype")), tuple(shape))
@@ -238,6 +236,10 @@ def _check_ranges(entries: dict[str, Any], size: int) -> None:
         if begin != end:
             raise ValueError(f"truncated or corrupt: overlap or gap at byte {begin}, after byte {end}")
         end = stop
+
+
+def _is_shape(shape: Any) -> TypeGuard[list[int]]:
+    return isinstance(shape, list) and all(type(size) is int for size in shape)
 
 
 def _fits(span: Any, size: int | None, length: int) -> TypeGuard[list[int]]:
