@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.support import quantizers
+from tests.models.test_quantized import CASES, kernels
+from tests.support import quantizers, tiny_models
 
 from moesaic.core.errors import CheckpointError
+from moesaic.experts.store import Store
+from moesaic.models import registry
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.headers import SINGLE, Headers
 from moesaic.models.quantization.scheme import Matrix
@@ -210,3 +215,83 @@ def test_headers_whose_shapes_are_no_integers(tmp_path: Path, shape: list[Any]) 
     assert isinstance(matrix, Matrix)
     with pytest.raises(CheckpointError, match="truncated or corrupt: tensor some.weight has no bytes"):
         headers.place(matrix.parts[0])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save(
+        tiny_models.build(*CASES["qwen3"]), tmp_path_factory.mktemp("qwen3"), torch.bfloat16
+    )
+
+
+def mixed(source: Path, to: Path, others: str, other: str | None) -> Path:
+    """An int4 checkpoint. Names that match `others` are in the format `other`, or bf16."""
+    int4 = quantizers.FORMATS["packed int4"]
+    config = copy.deepcopy(int4.config)
+    if other is not None:
+        config["config_groups"]["group_1"] = quantizers.FORMATS[other].config["config_groups"]["group_0"]
+
+    def write(name: str, matrix: torch.Tensor) -> tuple[quantizers.Tensors, torch.Tensor]:
+        special = other is not None and re.search(others, name)
+        return (quantizers.FORMATS[str(other)] if special else int4).write(name, matrix)
+
+    kept = f".*{others}.*" if other is None else ""
+    return quantizers.quantize(source, to, quantizers.Format(write, config), kept)[0]
+
+
+MIXED = {
+    "the first is bf16": (
+        r"layers\.1\.mlp\.experts\.0\.",
+        None,
+        "experts.1.gate_proj.weight: got int4; allowed: bfloat16",
+    ),
+    "the first gate is bf16": (
+        r"1\.mlp\.experts\.0\.gate",
+        None,
+        "experts.0.up_proj.weight: got int4; allowed: bfloat16",
+    ),
+    "another is bf16": (
+        r"layers\.1\.mlp\.experts\.2\.",
+        None,
+        "experts.2.gate_proj.weight: got bfloat16; allowed: int4",
+    ),
+    "another is int8": (r"experts\.2\.", "int8 rows", "experts.2.gate_proj.weight: got int8; allowed: int4"),
+    "downs are FP8": (
+        r"experts\.\d+\.down",
+        "fp8 rows",
+        "experts.0.down_proj.weight: got fp8; allowed: int4",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MIXED)
+def test_experts_of_a_layer_with_several_types(source: Path, tmp_path: Path, what: str) -> None:
+    others, other, says = MIXED[what]
+    path = mixed(source, tmp_path, others, other)
+    with pytest.raises(CheckpointError, match=re.escape(says)):
+        registry.load(path, kernels)
+
+
+def test_layers_with_several_types_on_servers(source: Path, tmp_path: Path) -> None:
+    """A process of its own holds them; a server has one type, and would round them."""
+    path = mixed(source, tmp_path, r"layers\.0\.mlp\.experts\.", None)
+    registry.load(path, kernels)
+    registry.expert_layout(path, kernels)
+    says = "routed experts of layer 1: got int4; allowed: bfloat16, as in layer 0"
+    with pytest.raises(CheckpointError, match=says):
+        registry.expert_layout(path, kernels, served=True)
+
+
+def test_servers_name_the_tensor_of_another_type(source: Path, tmp_path: Path) -> None:
+    path = mixed(source, tmp_path / "int8", r"experts\.2\.", "int8 rows")
+    store = Store(path, registry.expert_layout(path, kernels))
+    with pytest.raises(
+        CheckpointError, match=r"tensor .*1.*experts\.2\.gate_proj: an expert is stored as int8"
+    ):
+        store.take({1: [2]})
+    path = mixed(source, tmp_path / "bf16", r"experts\.2\.", None)
+    store = Store(path, registry.expert_layout(path, kernels))
+    with pytest.raises(
+        CheckpointError, match=r"tensor .*experts\.2\.gate_proj\.weight: an expert is stored as BF"
+    ):
+        store.take({1: [2]})

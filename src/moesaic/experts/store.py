@@ -114,7 +114,7 @@ class _Checkpoint:
         place = self._headers.find(name, *shape)
         part = self._whole(name, place)
         if place.dtype != stored:
-            return _as(stored, part, place, shape[-1])
+            return _as(stored, part, place, name, shape[-1])
         return part.copy() if part.ctypes.data % WIDTHS[place.dtype] else part
 
     def _quantized(self, matrix: Matrix, stored: str) -> Bytes:
@@ -132,7 +132,7 @@ class _Checkpoint:
             raise CheckpointError(f"{self.path}: {error}") from None
         if stored not in NUMBERS:
             problem = f"an expert is stored as {matrix.dtype}; allowed: {stored}, as others"
-            raise CheckpointError(f"{self.path}: {problem}")
+            raise CheckpointError(f"{self.path}: tensor {matrix.name}: {problem}")
         return floats if stored == "F32" else _converted(floats, "F32", stored)
 
     def _whole(self, name: str, place: Place) -> Bytes:
@@ -173,12 +173,11 @@ class _Mapped:
         return self._files[file]
 
 
-def _as(stored: str, part: Bytes, place: Place, columns: int) -> Bytes:
+def _as(stored: str, part: Bytes, place: Place, name: str, columns: int) -> Bytes:
     """A copy of a matrix in another type. Raises CheckpointError when `stored` is the compressed type."""
     if stored not in NUMBERS:
-        raise CheckpointError(
-            f"{place.file}: an expert is stored as {place.dtype}; allowed: {stored}, as others"
-        )
+        problem = f"an expert is stored as {place.dtype}; allowed: {stored}, as others"
+        raise CheckpointError(f"{place.file}: tensor {name}: {problem}")
     if place.dtype != COMPRESSED_ROWS:
         return _converted(part, place.dtype, stored)
     bits = decompress(part.reshape(place.shape), columns).reshape(-1).view(np.uint8)

@@ -18,7 +18,7 @@ from moesaic.core.experts import (
     Stored,
     column_tensors,
 )
-from moesaic.core.stored import COMPRESSED, PACKED
+from moesaic.core.stored import COMPRESSED, PACKED, QUANTIZED
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.checkpoint import Checkpoint
@@ -261,17 +261,31 @@ def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None
     """Loads the experts of one layer. `expert_ids` None means all.
 
     If experts are split over ranks, this loads the rank's part: rows of gate and up, columns of down.
-    Raises CheckpointError for an id out of range.
+    Raises CheckpointError for an id out of range, and for experts that cannot all have one type.
     """
     wanted = set(range(names.num_experts) if expert_ids is None else expert_ids)
     if wanted and not 0 <= min(wanted) <= max(wanted) < names.num_experts:
         raise CheckpointError(f"experts: got {sorted(wanted)}; allowed: 0 to {names.num_experts - 1}")
     kind = loader.expert_type(names)
+    if kind in PACKED or (kind != "float32" and loader.device.startswith("cpu")):
+        _refuse_other_types(loader.checkpoint, names, sorted(wanted), kind)
     packed = kind if kind in PACKED else COMPRESSED
     loader = replace(loader, dtype=torch.uint8 if kind in PACKED else getattr(torch, kind), scan=False)
     load = FORMS[names.form]
     held = {expert: load(loader, names, expert) for expert in sorted(wanted)}
     return ExpertWeights.of_held(names.num_experts, held, PARTS[names.form], names.activation, packed)
+
+
+def _refuse_other_types(checkpoint: Checkpoint, names: ExpertNames, wanted: Iterable[int], kind: str) -> None:
+    """Raises CheckpointError unless these experts are all of type `kind`, or none is quantised."""
+    for expert in wanted:
+        for name, *shape in names.stored(expert):
+            matrix = checkpoint.quantized(name, *shape)
+            found = None if matrix is None else matrix.dtype
+            if len(shape) == 2 and found != (kind if kind in QUANTIZED else None):
+                found = found or str(checkpoint.dtype(name)).removeprefix("torch.")
+                problem = f"got {found}; allowed: {kind}, as the layer's first expert"
+                raise CheckpointError(f"{checkpoint.path}: tensor {name}: {problem}")
 
 
 def _in_rows(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:

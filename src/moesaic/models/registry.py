@@ -24,7 +24,7 @@ from moesaic.models.config import shown
 from moesaic.models.families import MODELS, Config, ModelFile
 from moesaic.models.files import read_json
 from moesaic.models.layers import Scale
-from moesaic.models.loader import Loader, claim_experts, experts
+from moesaic.models.loader import ExpertNames, Loader, claim_experts, experts
 from moesaic.models.model import Model
 from moesaic.models.quantization import parse as quantization
 from moesaic.models.shard import WHOLE, Shard
@@ -211,10 +211,13 @@ def _extra_layers(spec: ModelSpec) -> list[str]:
     return [rf"model\.layers\.{layer}\..*" for layer in range(first, first + spec.extra_layers)]
 
 
-def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str = "auto") -> ExpertLayout:
+def expert_layout(
+    path: Path, kernels: Kernels, device: str = "cpu", dtype: str = "auto", served: bool = False
+) -> ExpertLayout:
     """Returns the tensor names and sizes of a model's routed experts, for expert servers.
 
-    Raises CheckpointError for a model without routed experts.
+    served: whether servers will hold them, which have one type for all layers.
+    Raises CheckpointError for a model without routed experts, and for layers that servers cannot hold.
     """
     file, config = _parse(path)
     spec: ModelSpec = config.spec
@@ -224,6 +227,8 @@ def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str 
     loader = Loader(checkpoint, kernels, device, _dtype(dtype, device, checkpoint, kernels))
     names = {layer: file.expert_names(config, layer) for layer in spec.moe_layers}
     one = names[spec.moe_layers[0]]
+    if served:
+        _refuse_other_types(loader, names)
     return ExpertLayout(
         prefixes={
             layer: checkpoint.stored_as(each.prefix, *each.stored(0)[0]) for layer, each in names.items()
@@ -241,6 +246,17 @@ def expert_layout(path: Path, kernels: Kernels, device: str = "cpu", dtype: str 
         form=one.form,
         activation=one.activation,
     )
+
+
+def _refuse_other_types(loader: Loader, names: Mapping[int, ExpertNames]) -> None:
+    """Raises CheckpointError for quantised experts of a layer that the first one's type makes less exact."""
+    kinds = {layer: loader.expert_type(each) for layer, each in names.items()}
+    first, kind = next(iter(kinds.items()))
+    for layer, found in kinds.items():
+        quantized = loader.checkpoint.quantized(*names[layer].stored(0)[0]) is not None
+        if quantized and found != kind != "float32":
+            problem = f"routed experts of layer {layer}: got {found}; allowed: {kind}, as in layer {first}"
+            raise CheckpointError(f"{loader.checkpoint.path}: {problem}")
 
 
 def load_experts(
