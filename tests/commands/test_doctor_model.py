@@ -107,7 +107,7 @@ def test_compressed_experts_are_counted_to_the_byte(
     places = Headers(out).every().items()
     assert row["experts"] == sum(place.size for name, place in places if ".experts." in name)
     assert found["stored"]["type"] == "compressed" and found["command"] == f"moesaic serve {out}"
-    assert row["loaded_as"] == ("compressed" if table.pick("cpu").compressed else "float32")
+    assert row["loaded_as"] == ("compressed" if table.pick("cpu").packed else "float32")
 
 
 @pytest.mark.parametrize(
@@ -367,4 +367,16 @@ def test_a_quantised_hub_id_is_judged_by_its_config(tmp_path: Path, machine: Pat
         env = {**clean, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home")}
         done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["supported"]
+    found = json.loads(done.stdout)
+    assert found["supported"] and found["stored"]["type"] == "int4_offset"
+
+
+@pytest.mark.parametrize("form", quantizers.FORMATS)
+def test_a_config_alone_tells_how_experts_are_quantised(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, form: str
+) -> None:
+    told = {"quantization_config": quantizers.FORMATS[form].config}
+    file = a_config(tmp_path / "model", MIXTRAL_8X7B, **told)
+    machine = a_machine(tmp_path / "large.toml", memory=400)
+    found = examined(capsys, file, "--hardware", machine)
+    assert found["supported"] and found["stored"]["type"] == quantizers.STORED[form]

@@ -43,6 +43,6 @@ def test_experts_have_the_bits_of_float32(reading: Kernels, dtype: str, size: Si
 def test_types_that_kernels_do_not_read(native: Kernels) -> None:
     size = Size(3, 65)
     rows = np.ones((1, 3), dtype=np.float32)
-    wrong = len(OF_EXPERTS) if native.compressed else OF_EXPERTS.index("fp8")
+    wrong = len(OF_EXPERTS) if native.packed else OF_EXPERTS.index("fp8")
     with pytest.raises(ValueError, match=f"stored: got {wrong}; allowed: 0 to"):
         size.run([NONE], wrong, rows, [0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import tempfile
@@ -113,18 +114,20 @@ def _claims(found: Found, raw: dict[str, Any]) -> Claims | None:
 
 def _stored(found: Found, raw: dict[str, Any], spec: ModelSpec | None) -> Stored:
     """How the checkpoint is stored: by its files if they are here, else by its config.json."""
-    told = raw.get("quantization_config")
+    inner = raw.get(TEXT)
+    told = raw.get(
+        "quantization_config", inner.get("quantization_config") if isinstance(inner, dict) else None
+    )
     method = None if told is None else str(told.get("quant_method") if isinstance(told, dict) else told)
-    named = number_type(raw)
-    kind, sizes = COMPRESSED if method == QUANT_METHOD else named, found.files
+    kind, sizes = COMPRESSED if method == QUANT_METHOD else number_type(raw), found.files
+    with contextlib.suppress(MoesaicError):  # already a line of the report
+        kind = registry.quantised_type(raw) or kind
     if found.directory is not None:
         here = found.directory.glob("*.safetensors")
         sizes = {file.name: file.stat().st_size for file in here}
-        try:
+        with contextlib.suppress(MoesaicError):  # already a line of the report
             if spec is not None:
                 kind = registry.stored_type(raw, found.directory, Claims(found.directory))
-        except MoesaicError:
-            pass  # already a line of the report
     weights = [size for name, size in (sizes or {}).items() if name.endswith(".safetensors")]
     download = None if found.files is None else sum(found.files.values())
     return Stored(kind, method, sum(weights), len(weights), download)

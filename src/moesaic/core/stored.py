@@ -40,7 +40,6 @@ class Quantization:
 QUANTIZED = {
     "fp8": Quantization("e4m3", 128),
     "int8": Quantization("int8", 32),
-    "int8_fine": Quantization("int8", 16),
     "int8_offset": Quantization("uint8", 32, offset=True),
     "int4": Quantization("int4", 32),
     "int4_offset": Quantization("uint4", 32, offset=True),

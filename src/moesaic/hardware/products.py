@@ -161,7 +161,7 @@ Job = tuple[Shape, int, float, Callable[[], object]]
 
 def _jobs(kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str) -> Iterator[Job]:
     hidden, width = sizes.hidden, sizes.width
-    stored = sizes.compressed and kernels.compressed and dtype is torch.bfloat16
+    stored = sizes.compressed and kernels.packed and dtype is torch.bfloat16
     weights = _experts(sizes, dtype, device, _compressed if stored else _as_it_is)
     for rows in sizes.rows:
         ids = _ids(sizes.used("experts", rows), rows, sizes.top_k).to(device)

@@ -140,8 +140,8 @@ class Kernels:
     one_core: Callable[[int], AbstractContextManager[None]] | None = None
     """A context in which the calling thread computes alone on this core, while other threads compute; None:
     not possible."""
-    compressed: bool = False
-    """True if experts may be compressed to 12 bits a number."""
+    packed: bool = False
+    """True if experts may be of a type of `core.stored.PACKED`: compressed or quantised."""
     reusing: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context in which the calling thread's results may reuse the memory of freed results."""
 
@@ -251,7 +251,7 @@ def _natively(name: str) -> Kernels:
         set_threads=_native_threads,
         recorder=_recorder,
         one_core=_one_core,
-        compressed=name != "amx_bf16",  # its tiles are loaded from bf16 rows
+        packed=name != "amx_bf16",  # its tiles are loaded from bf16 rows
         reusing=memory.reusing,
     )
 

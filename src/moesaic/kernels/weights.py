@@ -120,7 +120,7 @@ class ExpertWeights:
         return ExpertWeights(*parts, activation=self.activation, packed=self.packed)
 
     @property
-    def compressed_numbers(self) -> int:
+    def packed_numbers(self) -> int:
         """Number of compressed and quantised numbers held here."""
         held = (self.of(expert) for expert in self.held)
         return sum(3 * len(gate) * len(down) for gate, _, down in held if gate.dtype is torch.uint8)

@@ -95,7 +95,7 @@ class Loader:
 
         Compressed and quantised ones stay so if the kernels support that and ranks do not share them.
         """
-        stays, first = self.of_expert.size == 1 and self.kernels.compressed, names.stored(0)[0]
+        stays, first = self.of_expert.size == 1 and self.kernels.packed, names.stored(0)[0]
         matrix = self.checkpoint.quantized(*first)
         if matrix is not None and self.device.startswith("cpu"):
             return matrix.dtype if stays else "float32"

@@ -51,7 +51,7 @@ class Model:
     def num_parameters(self) -> int:
         """Parameters in this process. Tied ones count once."""
         others = sum(tensor.numel() for tensor in self._tensors() if tensor.is_floating_point())
-        return others + sum(weights.compressed_numbers for weights in self.experts.values())
+        return others + sum(weights.packed_numbers for weights in self.experts.values())
 
     @property
     def num_bytes(self) -> int:

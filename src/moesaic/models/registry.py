@@ -195,12 +195,21 @@ def stored_type(raw: dict[str, Any], path: Path, checkpoint: Checkpoint) -> str:
     return COMPRESSED if found is torch.uint8 else str(found).removeprefix("torch.")
 
 
+def quantised_type(raw: dict[str, Any]) -> str | None:
+    """Type of quantised experts in memory, by a parsed config.json alone. None: they are not quantised.
+
+    Raises CheckpointError for a quantization_config that is not understood.
+    """
+    scheme = quantization.parse(raw)
+    return None if scheme is None else scheme.dtype
+
+
 def type_in_memory(stored: str, device: str, kernels: Kernels) -> str:
     """Type that `load` with dtype "auto" gives to matrices stored as `stored`, a name of core/stored.py."""
     number = _kept(DTYPES.get(stored, torch.bfloat16), device, kernels)
     if stored in QUANTIZED and device.startswith("cpu"):
-        return stored if kernels.compressed else "float32"
-    if stored not in DTYPES and kernels.compressed and number is torch.bfloat16:
+        return stored if kernels.packed else "float32"
+    if stored not in DTYPES and kernels.packed and number is torch.bfloat16:
         return stored
     return str(number).removeprefix("torch.")
 

@@ -78,7 +78,7 @@ def _describe(context: WorkerContext, parts: WorkerParts) -> WorkerInfo:
         model_type=spec.model_type,
         device=_device_name(loaded.device),
         kernels=loaded.kernels.name,
-        dtype=str(loaded.dtype).removeprefix("torch.") + _compressed(parts),
+        dtype=str(loaded.dtype).removeprefix("torch.") + _packed(parts),
         threads=loaded.threads,
         num_parameters=model.num_parameters + (elsewhere.parameters if elsewhere else 0),
         weight_bytes=model.num_bytes + (elsewhere.num_bytes if elsewhere else 0),
@@ -99,8 +99,8 @@ def _describe(context: WorkerContext, parts: WorkerParts) -> WorkerInfo:
     )
 
 
-def _compressed(parts: WorkerParts) -> str:
-    here = (weights.packed for weights in parts.loaded.model.experts.values() if weights.compressed_numbers)
+def _packed(parts: WorkerParts) -> str:
+    here = (weights.packed for weights in parts.loaded.model.experts.values() if weights.packed_numbers)
     kind = next(here, "") if parts.elsewhere is None else parts.elsewhere.dtype
     return f", experts {kind}" if kind in PACKED else ""
 

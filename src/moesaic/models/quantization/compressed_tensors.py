@@ -41,11 +41,14 @@ class Packed:
     """Columns of a group; -1: a row is a group."""
     symmetric: bool
 
+    @property
+    def dtype(self) -> str:
+        return f"int{self.bits}" + ("" if self.symmetric else "_offset")
+
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         if kinds(f"{name}.weight_packed") is None:
             return None
-        dtype = f"int{self.bits}" + ("" if self.symmetric else "_offset")
-        groups = groups_of(name, columns, self.group, QUANTIZED[dtype].group)
+        groups = groups_of(name, columns, self.group, QUANTIZED[self.dtype].group)
         per_word = 32 // self.bits
         parts = [
             Part(f"{name}.weight_packed", ("I32",), (rows, -(-columns // per_word))),
@@ -54,7 +57,7 @@ class Packed:
         ]
         if not self.symmetric:
             parts.append(Part(f"{name}.weight_zero_point", ("I32",), (-(-rows // per_word), groups)))
-        return Matrix(name, rows, columns, dtype, tuple(parts), partial(self._make, rows, columns))
+        return Matrix(name, rows, columns, self.dtype, tuple(parts), partial(self._make, rows, columns))
 
     def _make(
         self,
@@ -81,18 +84,21 @@ class Plain:
     group: int
     symmetric: bool
 
+    @property
+    def dtype(self) -> str:
+        return "int8" if self.symmetric else "int8_offset"
+
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         if kinds(f"{name}.weight") != "I8":
             return None
-        dtype = "int8" if self.symmetric else "int8_offset"
-        groups = groups_of(name, columns, self.group, QUANTIZED[dtype].group)
+        groups = groups_of(name, columns, self.group, QUANTIZED[self.dtype].group)
         parts = [
             Part(f"{name}.weight", ("I8",), (rows, columns)),
             Part(f"{name}.weight_scale", FLOATS, (rows, groups)),
         ]
         if not self.symmetric:
             parts.append(Part(f"{name}.weight_zero_point", ("I8",), (rows, groups)))
-        return Matrix(name, rows, columns, dtype, tuple(parts), self._make)
+        return Matrix(name, rows, columns, self.dtype, tuple(parts), self._make)
 
     def _make(
         self, codes: npt.NDArray[np.int8], scales: Floats, zeros: npt.NDArray[np.int8] | None = None
@@ -108,6 +114,10 @@ class Groups:
     """Several schemes in one checkpoint. The tensors of a matrix say which one it has."""
 
     schemes: tuple[Scheme, ...]
+
+    @property
+    def dtype(self) -> str:
+        return self.schemes[0].dtype
 
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         found = (scheme.find(name, rows, columns, kinds) for scheme in self.schemes)
@@ -140,7 +150,7 @@ def parse(fields: Fields) -> Scheme:
         _scheme(Fields(group, f"quantization_config.config_groups.{name}."), form)
         for name, group in groups.items()
     ]
-    kinds = set(schemes)
+    kinds = dict.fromkeys(schemes)
     if len({type(one) for one in kinds}) < len(kinds):
         raise CheckpointError(
             "config.json: quantization_config.config_groups: two groups with the same tensors and other "

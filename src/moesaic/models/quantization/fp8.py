@@ -21,6 +21,7 @@ class Fp8:
 
     block: tuple[int, int] | None
     """Rows and columns of a block; None: scales of rows or matrices."""
+    dtype = "fp8"
 
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         if kinds(f"{name}.weight") != "F8_E4M3":
@@ -31,7 +32,7 @@ class Fp8:
         if self.block is not None:
             shapes = ((-(-rows // self.block[0]), -(-columns // self.block[1])),)
         scales = Part(f"{name}.{suffix}", FLOATS, shapes[0], shapes=shapes[1:])
-        return Matrix(name, rows, columns, "fp8", (codes, scales), self._make)
+        return Matrix(name, rows, columns, self.dtype, (codes, scales), self._make)
 
     def _make(self, codes: Bytes, scales: Floats) -> Coded:
         if self.block is None:

@@ -23,6 +23,8 @@ from moesaic.models.quantization.scheme import (
 )
 
 Words = npt.NDArray[np.int32]
+UNIT = 32
+"""Groups must be multiples of this many columns: those of the types that they are converted to."""
 AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """Which of the eight codes of an AWQ word each column has."""
 
@@ -38,10 +40,14 @@ class Gptq:
     act_order: bool
     """Whether `g_idx` gives each column any group. Such matrices become float32."""
 
+    @property
+    def dtype(self) -> str:
+        return "float32" if self.act_order else f"int{self.bits}_offset"
+
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         if kinds(f"{name}.qweight") is None:
             return None
-        dtype, groups = _sizes(name, columns, self.group, self.bits)
+        groups = groups_of(name, columns, self.group, UNIT)
         per_word = 32 // self.bits
         parts = [
             Part(f"{name}.qweight", ("I32",), (-(-columns // per_word), rows)),
@@ -51,8 +57,7 @@ class Gptq:
         if self.act_order or kinds(f"{name}.g_idx") is not None:
             parts.append(Part(f"{name}.g_idx", ("I32",), (columns,)))
         make = self._any_order if self.act_order else self._in_order
-        dtype = "float32" if self.act_order else dtype
-        return Matrix(name, rows, columns, dtype, tuple(parts), partial(make, columns))
+        return Matrix(name, rows, columns, self.dtype, tuple(parts), partial(make, columns))
 
     def _parts(
         self, columns: int, words: Words, zeros: Words, scales: Floats
@@ -87,17 +92,18 @@ class Awq:
     """`qweight` [columns, rows / 8], `qzeros` [groups, rows / 8], `scales` [groups, rows]."""
 
     group: int
+    dtype = "int4_offset"
 
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         if kinds(f"{name}.qweight") is None:
             return None
-        dtype, groups = _sizes(name, columns, self.group, 4)
+        groups = groups_of(name, columns, self.group, UNIT)
         parts = (
             Part(f"{name}.qweight", ("I32",), (columns, -(-rows // 8))),
             Part(f"{name}.qzeros", ("I32",), (groups, -(-rows // 8))),
             Part(f"{name}.scales", FLOATS, (groups, rows)),
         )
-        return Matrix(name, rows, columns, dtype, parts, self._make)
+        return Matrix(name, rows, columns, self.dtype, parts, self._make)
 
     def _make(self, words: Words, zeros: Words, scales: Floats) -> Coded:
         rows = scales.shape[1]
@@ -110,11 +116,6 @@ class Awq:
         mixed = unpacked(words, 4, words.shape[1] * 8).reshape(len(words), -1, 8)
         codes: Bytes = mixed[:, :, AWQ_ORDER].reshape(len(words), -1)[:, :rows]
         return codes
-
-
-def _sizes(name: str, columns: int, group: int, bits: int) -> tuple[str, int]:
-    """The stored type, and the number of groups in a row."""
-    return f"int{bits}_offset", groups_of(name, columns, group, 32)
 
 
 def _group(fields: Fields, name: str) -> int:

@@ -29,6 +29,8 @@ class Mxfp4:
     Rows of gate and up take turns. The low half of a byte is the even number.
     """
 
+    dtype = "mxfp4"
+
     def find(self, name: str, rows: int, columns: int, kinds: Kinds, /) -> Matrix | None:
         found = EXPERT.fullmatch(name)
         if found is None:
@@ -44,7 +46,7 @@ class Mxfp4:
             Part(f"{prefix}.{tensor}_blocks", ("U8",), (*shape, 16), index),
             Part(f"{prefix}.{tensor}_scales", ("U8",), shape, index),
         )
-        return Matrix(name, rows, columns, "mxfp4", parts, _make)
+        return Matrix(name, rows, columns, self.dtype, parts, _make)
 
 
 def _make(blocks: Bytes, exponents: Bytes) -> Coded:

@@ -156,6 +156,11 @@ _KINDS: dict[str, Any] = {
 class Scheme(Protocol):
     """How a program stores quantised matrices."""
 
+    @property
+    def dtype(self) -> str:
+        """The stored type that its matrices are converted to; that of the first kind if there are several."""
+        ...
+
     def find(self, name: str, rows: int, columns: int, kinds: Kinds, /) -> Matrix | None:
         """The matrix `name` [rows, columns], such as "model.layers.0.mlp.up_proj".
 

@@ -240,36 +240,27 @@ int64_t experts_of(const moesaic::Experts& job) {
 }
 
 #if defined(MOESAIC_AMX_BF16)
-struct Compressed;
-struct Fp8;
-struct Int8;
-struct Int8Fine;
-struct Int8Offset;
-struct Int4;
-struct Int4Offset;
-struct Mxfp4;
-constexpr bool kCompresses = false;  // tiles are loaded from bf16 rows
+constexpr bool kPacked = false;  // tiles are loaded from bf16 rows
 #else
-constexpr bool kCompresses = true;
+constexpr bool kPacked = true;
 #endif
 
 template <class Act>
 int64_t experts_with(const moesaic::Experts& job) {
-    if constexpr (kCompresses) {
-        switch (job.stored) {
-            case moesaic::Stored::kNarrow: break;
-            case moesaic::Stored::kWide: break;
-            case moesaic::Stored::kCompressed: return experts_of<Compressed, Act>(job);
-            case moesaic::Stored::kFp8: return experts_of<Fp8, Act>(job);
-            case moesaic::Stored::kInt8: return experts_of<Int8, Act>(job);
-            case moesaic::Stored::kInt8Fine: return experts_of<Int8Fine, Act>(job);
-            case moesaic::Stored::kInt8Offset: return experts_of<Int8Offset, Act>(job);
-            case moesaic::Stored::kInt4: return experts_of<Int4, Act>(job);
-            case moesaic::Stored::kInt4Offset: return experts_of<Int4Offset, Act>(job);
-            case moesaic::Stored::kMxfp4: return experts_of<Mxfp4, Act>(job);
-        }
+    switch (job.stored) {
+        case moesaic::Stored::kNarrow: return experts_of<Narrow, Act>(job);
+        case moesaic::Stored::kWide: return experts_of<float, Act>(job);
+#if !defined(MOESAIC_AMX_BF16)
+        case moesaic::Stored::kCompressed: return experts_of<Compressed, Act>(job);
+        case moesaic::Stored::kFp8: return experts_of<Fp8, Act>(job);
+        case moesaic::Stored::kInt8: return experts_of<Int8, Act>(job);
+        case moesaic::Stored::kInt8Offset: return experts_of<Int8Offset, Act>(job);
+        case moesaic::Stored::kInt4: return experts_of<Int4, Act>(job);
+        case moesaic::Stored::kInt4Offset: return experts_of<Int4Offset, Act>(job);
+        case moesaic::Stored::kMxfp4: return experts_of<Mxfp4, Act>(job);
+#endif
+        default: return moesaic::kAllHeld;  // module.cpp refuses other types
     }
-    return job.stored == moesaic::Stored::kWide ? experts_of<float, Act>(job) : experts_of<Narrow, Act>(job);
 }
 
 inline int64_t experts(const moesaic::Experts& job) {

@@ -10,7 +10,7 @@ namespace MOESAIC_ISA {
 
 #define MOESAIC_TEXT2(x) #x
 #define MOESAIC_TEXT(x) MOESAIC_TEXT2(x)
-#define MOESAIC_PRODUCTS {MOESAIC_TEXT(MOESAIC_ISA), kCompresses, linear, head_linear, experts, gated_mlp}
+#define MOESAIC_PRODUCTS {MOESAIC_TEXT(MOESAIC_ISA), kPacked, linear, head_linear, experts, gated_mlp}
 
 #if defined(MOESAIC_AVX512_BF16)
 extern const moesaic::Products kProducts;

@@ -116,7 +116,7 @@ void head_linear(Address rows, int64_t row_stride, int64_t head_stride, Address 
 
 // Converts a number to Stored. Raises ValueError if it is invalid, or if these kernels do not support it.
 Stored stored_as(int number) {
-    int most = int(active->compressed ? Stored::kMxfp4 : Stored::kWide);
+    int most = int(active->packed ? Stored::kMxfp4 : Stored::kWide);
     if (number < 0 || number > most) {
         std::string allowed = "0 to " + std::to_string(most) + " with these kernels";
         throw nb::value_error(("stored: got " + std::to_string(number) + "; allowed: " + allowed).c_str());

@@ -29,7 +29,6 @@ struct Quantized {
 
 using Fp8 = Quantized<Values::kE4M3, 128, false>;
 using Int8 = Quantized<Values::kInt8, 32, false>;
-using Int8Fine = Quantized<Values::kInt8, 16, false>;
 using Int8Offset = Quantized<Values::kUint8, 32, true>;
 using Int4 = Quantized<Values::kInt4, 32, false>;
 using Int4Offset = Quantized<Values::kUint4, 32, true>;
@@ -39,24 +38,10 @@ template <Values kOf, int64_t kGroupSize, bool kOffset>
 constexpr bool kQuantized<Quantized<kOf, kGroupSize, kOffset>> = true;
 
 template <class T>
-constexpr int64_t span_of_groups(int64_t numbers) {
+constexpr int64_t quantized_bytes(int64_t numbers) {
     int64_t groups = numbers / BLOCK * (BLOCK / T::kGroup) + (numbers % BLOCK + T::kGroup - 1) / T::kGroup;
     return groups * (T::kHead + T::kCodes);
 }
-template <>
-constexpr int64_t span<Fp8>(int64_t numbers) { return span_of_groups<Fp8>(numbers); }
-template <>
-constexpr int64_t span<Int8>(int64_t numbers) { return span_of_groups<Int8>(numbers); }
-template <>
-constexpr int64_t span<Int8Fine>(int64_t numbers) { return span_of_groups<Int8Fine>(numbers); }
-template <>
-constexpr int64_t span<Int8Offset>(int64_t numbers) { return span_of_groups<Int8Offset>(numbers); }
-template <>
-constexpr int64_t span<Int4>(int64_t numbers) { return span_of_groups<Int4>(numbers); }
-template <>
-constexpr int64_t span<Int4Offset>(int64_t numbers) { return span_of_groups<Int4Offset>(numbers); }
-template <>
-constexpr int64_t span<Mxfp4>(int64_t numbers) { return span_of_groups<Mxfp4>(numbers); }
 
 // Values of the codes of four bits. Those of E2M1 are doubled, and their scale is halved: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 template <Values kOf>

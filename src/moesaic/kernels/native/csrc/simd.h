@@ -83,9 +83,16 @@ inline void store_chunk(float* to, Vec a, Vec b) {
 
 constexpr int64_t BLOCK = 1024;  // maximum numbers of a row whose products are added to the same sums (dot.h)
 
+template <class T>
+constexpr bool kQuantized = false;  // see quantized.h
+
+template <class T>
+constexpr int64_t quantized_bytes(int64_t numbers);
+
 // Number of elements T that store this many numbers of a row, from its beginning.
 template <class T>
 constexpr int64_t span(int64_t numbers) {
+    if constexpr (kQuantized<T>) return quantized_bytes<T>(numbers);
     return numbers;
 }
 
@@ -116,9 +123,6 @@ template <class T>
 constexpr bool kToWiden = false;
 template <>
 constexpr bool kToWiden<bf16> = true;
-
-template <class T>
-constexpr bool kQuantized = false;  // see quantized.h
 
 // stored [count] -> out [padded(count)] as float in the order of T's vectors, padded with zeros.
 template <class T>

@@ -36,7 +36,7 @@ struct HeadLinear {
 };
 
 // bf16, float32, bf16 in 12 bits (compressed.h), and the types of quantized.h. core/stored.py has the same order.
-enum class Stored { kNarrow, kWide, kCompressed, kFp8, kInt8, kInt8Fine, kInt8Offset, kInt4, kInt4Offset, kMxfp4 };
+enum class Stored { kNarrow, kWide, kCompressed, kFp8, kInt8, kInt8Offset, kInt4, kInt4Offset, kMxfp4 };
 
 struct Scattered {  // rows and results at arbitrary addresses: those of a server's clients
     const uint64_t* rows;   // [n] addresses of [h]; null: the rows are not scattered
@@ -205,7 +205,7 @@ constexpr int64_t kAllHeld = -1;
 // Operations that multiply by weights: all that depends on whether rows are rounded.
 struct Products {
     const char* name;
-    bool compressed;  // whether they support compressed and quantised experts
+    bool packed;  // whether they support compressed and quantised experts
     void (*linear)(const Linear&);
     void (*head_linear)(const HeadLinear&);
     int64_t (*experts)(const Experts&);  // kAllHeld, or the (token, slot) pair whose expert is missing
