@@ -20,6 +20,7 @@ from moesaic.server.hosts import Hosts
 from moesaic.server.listener import bind
 from moesaic.server.run import serve
 from moesaic.server.service import Cluster, Service
+from moesaic.server.unknown_fields import UnknownFields
 from moesaic.tokenizer import Tokenizer
 from tests.support.fake_worker import FakeWorker, engine_and_worker, make_tokenizer
 
@@ -99,10 +100,14 @@ def launched(tokenizer: Tokenizer) -> Iterator[Launch]:
         hosts: Hosts | None = None,
         body_seconds: float = 60.0,
         limits: ConnectionConfig = ConnectionConfig(),
+        strict: bool = False,
     ) -> Live:
         """closed: as on an address that is no loopback address."""
         front, worker = engine_and_worker(tokenizer, max_waiting=max_waiting, pace=pace)
-        service = Service(front, MODEL, default_sampling or {}, version="1.2.3", cluster=cluster)
+        fields = UnknownFields(strict)
+        service = Service(
+            front, MODEL, default_sampling or {}, version="1.2.3", cluster=cluster, fields=fields
+        )
         paths = frozenset() if cluster is None else admin_paths(closed)
         access = Access(api_key, api_key or ADMIN_KEY, paths, hosts)
         app = create_app(service, access=access, max_body_bytes=max_body_bytes, body_seconds=body_seconds)

@@ -25,6 +25,8 @@ class RunBatch:
     allow_special_tokens_in_content: bool = False
     """Let special tokens in the content of messages act like those of the chat template. Otherwise they are
     text, so that nobody can begin a turn inside of a message."""
+    strict_fields: bool = False
+    """Fail lines with unknown fields in their body. Otherwise such fields are ignored."""
     max_in_flight: int | None = None
     """Maximum number of requests submitted to the engine at a time. None: twice --max-num-seqs."""
     seed: int | None = None

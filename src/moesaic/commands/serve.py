@@ -119,13 +119,21 @@ def _serve(
     from moesaic.server.guard import Access
     from moesaic.server.run import serve
     from moesaic.server.service import Service
+    from moesaic.server.unknown_fields import UnknownFields
 
     host, port = listener.getsockname()[:2]
     new_key = secrets.token_hex(24) if launched.supervisor and server.admin_key is None else None
     with Announcer(name, host, port, as_json, reported(launched), new_key) as announcer:
         connection = Observed(launched.connection, announcer.observe)
         engine = AsyncEngine(launched.engine, connection, how_it_ended=launched.how_it_ended)
-        service = Service(engine, name, launched.default_sampling, __version__, cluster=launched.supervisor)
+        service = Service(
+            engine,
+            name,
+            launched.default_sampling,
+            __version__,
+            cluster=launched.supervisor,
+            fields=UnknownFields(server.strict_fields),
+        )
         closed = server.api_key is None and not is_loopback(host)
         access = Access(
             server.api_key,

@@ -49,6 +49,9 @@ class ServerConfig:
     text, so that nobody can begin a turn inside of a message."""
     max_queue: int = 256
     """Maximum number of requests that wait beyond max_num_seqs. Further requests get status 429."""
+    strict_fields: bool = False
+    """Refuse requests with unknown fields. Otherwise such fields are ignored, and the answer's header
+    X-Moesaic-Ignored-Fields names them."""
     access_log: bool = False
     """Write a log line for each HTTP request."""
 

@@ -45,6 +45,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
     """Answer a conversation."""
     service.engine.require_serving()
     service.require_model(body.model)
+    service.fields.check(body, request)
     require_few_entries(body, body.n or 1)
     params = chat_params(body, service)
     prompt = await unless_disconnected(request.receive, chat_prompt(body.messages, body, service))

@@ -44,6 +44,7 @@ async def create_completion(body: CompletionRequest, request: Request, service: 
     """Continue one or many prompts."""
     service.engine.require_serving()
     service.require_model(body.model)
+    service.fields.check(body, request)
     prompts = await completion_prompts(body, service)
     _require_few_scores(body, prompts)
     jobs = [(p.token_ids, completion_params(body, len(p.token_ids), service)) for p in prompts]

@@ -1,19 +1,34 @@
 """The bodies of requests: OpenAI's fields with vLLM's extensions.
 
-Values are not coerced, and null equals absent. A field that is not defined here is refused by name, since a
-parameter that is silently ignored would give unexpected answers. The ranges repeat those of SamplingParams,
-so that the published schema contains them.
+Values are not coerced, and null equals absent. `unknown_fields` ignores fields that are not defined here and
+names them in the answer. A field that would change the answer and is not supported is refused, unless its
+value asks for nothing. The ranges repeat those of SamplingParams, so that the published schema contains them.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from moesaic.core.request import MAX_LOGPROBS, SEED_LIMIT
 
-Unsupported = Annotated[None, Field(description="Not supported: only null is accepted.")]
+
+def _null_if_empty(value: Any) -> Any:
+    """Null for a value that asks for nothing, such as `tools: []`."""
+    return None if value in ("", [], {}) else value
+
+
+_EMPTY = {
+    "anyOf": [
+        {"type": "null"},
+        {"type": "string", "maxLength": 0},
+        {"type": "array", "maxItems": 0},
+        {"type": "object", "maxProperties": 0},
+    ],
+    "description": "Not supported: only null or an empty value is accepted.",
+}
+Unsupported = Annotated[None, BeforeValidator(_null_if_empty), WithJsonSchema(_EMPTY)]
 Ignored = "Accepted and ignored."
 Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -28,9 +43,9 @@ Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class Body(BaseModel):
-    """A body that is validated strictly: no coercion, no unknown fields, no NaN."""
+    """A body that is validated strictly: no coercion and no NaN. Unknown fields are kept in `model_extra`."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
 class StreamOptions(Body):
@@ -40,7 +55,7 @@ class StreamOptions(Body):
     """Send a last chunk with the token counts."""
     continuous_usage_stats: bool | None = None
     """Also send the token counts so far with each chunk (vLLM)."""
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = Field(None, description=Ignored)
 
 
 class GenerationRequest(Body):
@@ -68,7 +83,9 @@ class GenerationRequest(Body):
     user: str | None = Field(None, description=Ignored)
     metadata: dict[str, Any] | None = Field(None, description=Ignored)
     store: bool | None = Field(None, description=Ignored)
-    service_tier: Literal["auto", "default"] | None = Field(None, description=Ignored)
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        None, description=Ignored
+    )
     safety_identifier: str | None = Field(None, description=Ignored)
     prompt_cache_key: str | None = Field(None, description=Ignored)
 
@@ -145,17 +162,17 @@ class ChatRequest(GenerationRequest, TemplateOptions):
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
     response_format: ResponseFormat | None = None
-    tool_choice: Literal["none"] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
     modalities: Annotated[list[Literal["text"]], FIRST] | None = None
     tools: Unsupported = None
-    parallel_tool_calls: Unsupported = None
+    parallel_tool_calls: bool | None = Field(None, description=Ignored)
     functions: Unsupported = None
-    function_call: Unsupported = None
+    function_call: Literal["none", "auto"] | None = None
     audio: Unsupported = None
     prediction: Unsupported = None
     reasoning_effort: Unsupported = None
-    verbosity: Unsupported = None
-    web_search_options: Unsupported = None
+    verbosity: Literal["medium"] | None = None
+    web_search_options: Annotated[None, Field(description="Not supported: only null is accepted.")] = None
 
 
 class TokenizeRequest(TemplateOptions):
@@ -177,7 +194,9 @@ class DetokenizeRequest(Body):
 
 
 class ScaleRequest(Body):
-    """The body of POST /scale_elastic_ep. An absent number stays unchanged."""
+    """The body of POST /scale_elastic_ep. An absent number stays unchanged; an unknown field is refused."""
+
+    model_config = ConfigDict(extra="forbid")
 
     expert_servers: Annotated[int, Field(ge=1, le=1024)] | None = None
     attention_workers: Annotated[int, Field(ge=1, le=1024)] | None = None

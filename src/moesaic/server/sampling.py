@@ -39,7 +39,7 @@ def completion_params(body: CompletionRequest, prompt_tokens: int, service: Serv
 
 def chat_params(body: ChatRequest, service: Service) -> SamplingParams:
     """The parameters of a chat. Without a limit the answer may fill the context."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs: allowed only with logprobs true", "top_logprobs")
     limit = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None

@@ -16,6 +16,7 @@ from moesaic.core.request import SamplingParams
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.chat_threads import IN_TOKENIZER, ChatThreads
 from moesaic.server.errors import UnknownModelError
+from moesaic.server.unknown_fields import UnknownFields
 
 CHATS_AT_ONCE = 4
 """Number of conversations that the chat template is applied to at a time."""
@@ -88,6 +89,8 @@ class Service:
     """The threads that apply the chat template."""
     text_threads: ChatThreads = field(default_factory=lambda: ChatThreads(TEXTS_AT_ONCE, busy=IN_TOKENIZER))
     """The threads that encode and decode long texts."""
+    fields: UnknownFields = field(default_factory=UnknownFields)
+    """What becomes of unknown fields."""
 
     def __post_init__(self) -> None:
         try:

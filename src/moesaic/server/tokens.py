@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from moesaic.core.errors import RequestError
 from moesaic.server.documentation import GENERATION_ERRORS
@@ -16,10 +16,11 @@ router = APIRouter(responses=GENERATION_ERRORS, route_class=StrictJsonRoute)
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, service: Serving) -> Tokenized:
+async def tokenize(body: TokenizeRequest, request: Request, service: Serving) -> Tokenized:
     """The token ids of a text or of a conversation."""
     info = service.engine.require_serving()
     service.require_model(body.model)
+    service.fields.check(body, request)
     tokenizer = service.tokenizer
     tokens = await _tokens(body, service)
     names = None
@@ -29,10 +30,11 @@ async def tokenize(body: TokenizeRequest, service: Serving) -> Tokenized:
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, service: Serving) -> Detokenized:
+async def detokenize(body: DetokenizeRequest, request: Request, service: Serving) -> Detokenized:
     """The text of token ids, special tokens included."""
     service.engine.require_serving()
     service.require_model(body.model)
+    service.fields.check(body, request)
     tokenizer, tokens = service.tokenizer, body.tokens
     bad = next((token for token in tokens if token >= tokenizer.vocab_size), None)
     if bad is not None:
