@@ -447,3 +447,8 @@ def test_the_flag_about_special_tokens_arrives(
     rest = ("demo", "--port", "0") if command == "serve" else batch
     assert cli.main([command, *rest, *flags]) == 2
     assert seen == [bool(flags)]
+
+
+def test_a_model_behind_the_served_names_is_missed_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--served-model-name", "a", "demo"]) == 2
+    assert "write MODEL before it" in capsys.readouterr().err

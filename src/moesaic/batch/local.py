@@ -35,14 +35,14 @@ class Served:
 @asynccontextmanager
 async def serving(
     config: WorkerConfig,
-    model_name: str,
+    names: tuple[str, ...],
     *,
     chat_template: Path | None = None,
     special_tokens_in_content: bool = False,
     strict_fields: bool = False,
     seed: int | None = None,
 ) -> AsyncIterator[Served]:
-    """Serve `config`'s model under the name `model_name` until the end of the block.
+    """Serve `config`'s model under `names` until the end of the block. Answers have the first one.
 
     chat_template, special_tokens_in_content: see Tokenizer. strict_fields: fail lines with unknown fields.
     seed: of the seeds that requests get.
@@ -52,7 +52,8 @@ async def serving(
     ) as launched:
         engine = AsyncEngine(launched.engine, launched.connection)
         unknown = UnknownFields(strict_fields)
-        service = Service(engine, model_name, launched.default_sampling, __version__, fields=unknown)
+        sampling, others = launched.default_sampling, names[1:]
+        service = Service(engine, names[0], sampling, __version__, fields=unknown, other_names=others)
         engine.start()
         app, info = create_app(service, max_body_bytes=2**62), await _loaded(engine, launched.how_it_ended)
         yield Served(app, info, lambda: launched.engine.stats().worker)

@@ -45,7 +45,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("--host", "--port", "--served-model-name", "--chat-template"),
         *("--allow-special-tokens-in-content", "--strict-fields"),
     ),
-    "Access": ("--api-key", "--admin-key", "--allowed-hosts"),
+    "Access": (
+        *("--api-key", "--admin-key", "--allowed-hosts", "--allowed-origins", "--allowed-methods"),
+        *("--allowed-headers", "--allow-credentials"),
+    ),
     "Connections": (*("--max-connections", "--timeout-header", "--timeout-body", "--timeout-keep-alive"),),
     "Observing": (
         *("--access-log", "--trace", "--record-routing", "--record-routing-share"),

@@ -14,7 +14,7 @@ from moesaic import __version__
 from moesaic.commands import descriptors
 from moesaic.commands.announce import Announcer
 from moesaic.commands.tracing import announced
-from moesaic.config import ClusterConfig, ConnectionConfig, ServerConfig, WorkerConfig
+from moesaic.config import ClusterConfig, ConnectionConfig, CorsConfig, ServerConfig, WorkerConfig
 from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.errors import EngineDeadError
 from moesaic.core.messages import Message
@@ -57,10 +57,11 @@ def run(
     limits: ConnectionConfig,
     record: RecordConfig,
     as_json: bool,
+    cors: CorsConfig = CorsConfig(),
 ) -> int:
     """Serve until a signal arrives or the worker dies. Returns the exit code."""
     descriptors.prepare(_processes(cluster.resolved()))
-    name = server.served_model_name or config.model.model
+    names = server.served_model_name or (config.model.model,)
     template = Path(server.chat_template) if server.chat_template else None
     with (
         _stoppable(),
@@ -76,7 +77,7 @@ def run(
             record=record,
         ) as launched,
     ):
-        return _serve(launched, listener, name, server, limits, as_json)
+        return _serve(launched, listener, names, server, limits, cors, as_json)
 
 
 def _processes(cluster: ClusterConfig) -> int:
@@ -107,9 +108,10 @@ def _stoppable() -> Iterator[None]:
 def _serve(
     launched: Launched,
     listener: socket,
-    name: str,
+    names: tuple[str, ...],
     server: ServerConfig,
     limits: ConnectionConfig,
+    cors: CorsConfig,
     as_json: bool,
 ) -> int:
     """Serve the HTTP API of `launched`. Returns the exit code."""
@@ -123,16 +125,17 @@ def _serve(
 
     host, port = listener.getsockname()[:2]
     new_key = secrets.token_hex(24) if launched.supervisor and server.admin_key is None else None
-    with Announcer(name, host, port, as_json, reported(launched), new_key) as announcer:
+    with Announcer(names[0], host, port, as_json, reported(launched), new_key) as announcer:
         connection = Observed(launched.connection, announcer.observe)
         engine = AsyncEngine(launched.engine, connection, how_it_ended=launched.how_it_ended)
         service = Service(
             engine,
-            name,
+            names[0],
             launched.default_sampling,
             __version__,
             cluster=launched.supervisor,
             fields=UnknownFields(server.strict_fields),
+            other_names=names[1:],
         )
         closed = server.api_key is None and not is_loopback(host)
         access = Access(
@@ -141,7 +144,7 @@ def _serve(
             admin_paths(closed) if launched.supervisor else frozenset(),
             Hosts.of(server.host, host, server.more_hosts),
         )
-        app = create_app(service, access=access, body_seconds=limits.timeout_body)
+        app = create_app(service, access=access, body_seconds=limits.timeout_body, cors=cors)
         level = "info" if server.access_log else "warning"
         try:
             return serve(app, engine, listener, limits=limits, log_level=level, access_log=server.access_log)

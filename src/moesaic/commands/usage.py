@@ -16,6 +16,7 @@ from moesaic.commands import flag_groups
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
 
+NAMES = "--served-model-name"
 KINDS = {int: "an integer", float: "a number", bool: "true or false"}
 
 
@@ -73,6 +74,8 @@ def one_line(error: cyclopts.CycloptsError) -> str:
             return f"{flag}: got {value!r}; allowed: {allowed(error.argument.hint)}"
         case cyclopts.MissingArgumentError() if error.argument is not None:
             flag, value = error.argument.name, _behind(error.argument.name, error.root_input_tokens or [])
+            if flag == "--model" and NAMES in (error.root_input_tokens or []):
+                return f"MODEL: got nothing: all words after {NAMES} are names; write MODEL before it"
             return f"{flag}: got {value}; allowed: {allowed(error.argument.hint)}"
         case exceptions.UnusedCliTokensError():
             extra = " ".join(error.unused_tokens or [])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from fastapi import Depends
 
+from moesaic.config import CorsConfig
 from moesaic.server import chat, completions, elastic, models, status, tokens
 from moesaic.server.cluster_metrics import ClusterCollector
+from moesaic.server.cors import Cors
 from moesaic.server.documentation import Api, bearer
 from moesaic.server.errors import install_handlers
 from moesaic.server.guard import BODY_SECONDS, MAX_BODY_BYTES, Access, Guard
@@ -19,6 +21,7 @@ def create_app(
     access: Access = Access(),
     max_body_bytes: int = MAX_BODY_BYTES,
     body_seconds: float = BODY_SECONDS,
+    cors: CorsConfig = CorsConfig(),
 ) -> Api:
     """The API of `service`. The caller must start `service.engine` before it serves the API."""
     app = Api(
@@ -40,4 +43,5 @@ def create_app(
     app.include_router(status.router)
     install_handlers(app)
     app.add_middleware(Guard, access=access, max_body_bytes=max_body_bytes, body_seconds=body_seconds)
+    app.add_middleware(Cors, config=cors)  # the last one is the first that sees a request
     return app

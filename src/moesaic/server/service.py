@@ -74,7 +74,7 @@ class Service:
 
     engine: AsyncEngine
     model_name: str
-    """The model's name in the API."""
+    """The model's name in answers and metrics."""
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     """The checkpoint's defaults (temperature, top_p, top_k, min_p, repetition_penalty)."""
     version: str = "unknown"
@@ -91,6 +91,8 @@ class Service:
     """The threads that encode and decode long texts."""
     fields: UnknownFields = field(default_factory=UnknownFields)
     """What becomes of unknown fields."""
+    other_names: tuple[str, ...] = ()
+    """Further names that requests may use."""
 
     def __post_init__(self) -> None:
         try:
@@ -99,13 +101,18 @@ class Service:
             raise ConfigError(f"the checkpoint's generation_config.json: {error}") from error
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return (self.model_name, *self.other_names)
+
+    @property
     def tokenizer(self) -> Tokenizer:
         return self.engine.engine.tokenizer
 
     def require_model(self, name: str | None) -> None:
-        """Raise UnknownModelError unless `name` is the served model or None."""
-        if name is not None and name != self.model_name:
-            raise UnknownModelError(f"model: got {name!r}; this server serves {self.model_name!r}")
+        """Raise UnknownModelError unless `name` is one of the served model's names or None."""
+        if name is not None and name not in self.names:
+            served = ", ".join(map(repr, self.names))
+            raise UnknownModelError(f"model: got {name!r}; this server serves {served}")
 
 
 def _service_of(request: Request) -> Service:
