@@ -55,8 +55,9 @@ EDGES: dict[str, tuple[str, ...]] = {
     "tokenizer": ("core", "templates", "tiktoken_model"),
     "detokenizer": ("tokenizer",),
     "stop_strings": (),
+    "bad_words": ("core", "tokenizer"),
     # Workers are known through a transport only.
-    "engine": ("core", "detokenizer", "stop_strings", "tokenizer", "transport.base"),
+    "engine": ("bad_words", "core", "detokenizer", "stop_strings", "tokenizer", "transport.base"),
     "server": ("config", "core", "engine"),
     "client": ("core",),
     "bench": ("client", "config", "core", "llm", "trace.parts"),

@@ -450,5 +450,5 @@ def test_the_flag_about_special_tokens_arrives(
 
 
 def test_a_model_behind_the_served_names_is_missed_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--served-model-name", "a", "demo"]) == 2
+    assert cli.main(["serve", "--served-model-name", "a", "demo"]) == 2
     assert "write MODEL before it" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from moesaic.core.request import MAX_LOGPROBS, SEED_LIMIT
+from moesaic.core.request import MAX_BAD_WORDS, MAX_LOGPROBS, SEED_LIMIT
 
 
 def _null_if_empty(value: Any) -> Any:
@@ -78,6 +78,18 @@ class GenerationRequest(Body):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = None
+    bad_words: Annotated[list[Text], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    prompt_logprobs: Logprobs | None = None
+    """Score the prompt's tokens, with this many candidates for each. Not in a stream."""
+    return_token_ids: bool | None = None
+    """Send the token ids of prompt and answer too."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """Keep this many tokens of the prompt. -1 keeps as many as the context has room for."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where truncate_prompt_tokens cuts. left when absent."""
+    priority: int | None = None
+    """Accepted if it is 0: requests are scheduled in the order of their arrival."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description=Ignored)
@@ -156,6 +168,9 @@ class ChatRequest(GenerationRequest, TemplateOptions):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    add_special_tokens: bool | None = None
+    """Let the tokenizer add its special tokens, such as BOS, around what the template wrote. False when
+    absent."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """The older name of max_completion_tokens, which takes precedence."""

@@ -47,7 +47,8 @@ async def _tokens(body: TokenizeRequest, service: Service) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("prompt: give either prompt or messages", "prompt")
     if body.messages is not None:
-        return await chat_prompt(body.messages, body, service, any_length=True)
+        special = body.add_special_tokens is True
+        return await chat_prompt(body.messages, body, service, any_length=True, special=special)
     tokenizer, text, special = service.tokenizer, body.prompt or "", body.add_special_tokens is not False
     require_length(len(text), service, "prompt")
     return await off_loop(len(text), lambda: tokenizer.encode(text, special), service)
