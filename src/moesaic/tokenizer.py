@@ -48,8 +48,8 @@ class Tokenizer:
         limits: Limits = Limits(),
     ) -> None:
         settings_file = path / "tokenizer_config.json"
-        self._settings = _read_settings(settings_file) if settings_file.is_file() else {}
-        self._tokenizer = _read_tokenizer(path, self._settings)
+        self.settings = _read_settings(settings_file) if settings_file.is_file() else {}
+        self._tokenizer = _read_tokenizer(path, self.settings)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._bytes_of_character = byte_level_alphabet()
         self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
@@ -67,6 +67,7 @@ class Tokenizer:
         self._special_in_content = special_tokens_in_content
         self._loading_literal = Lock()
         source, where = self._find_template(path, chat_template)
+        self.chat_template = source
         self._template = None if source is None else _started(source, where, limits)
 
     @cached_property
@@ -268,7 +269,7 @@ class Tokenizer:
 
     def _special_tokens(self) -> dict[str, str]:
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        values = {name: self._settings.get(name) for name in names}
+        values = {name: self.settings.get(name) for name in names}
         return {
             name: str(value.get("content", "") if isinstance(value, dict) else value)
             for name, value in values.items()
@@ -282,13 +283,13 @@ class Tokenizer:
         """
         name = self._special_tokens().get("bos_token")
         token = None if name is None else self._tokenizer.token_to_id(name)
-        if token is None or self._settings.get("add_bos_token") is not True:
+        if token is None or self.settings.get("add_bos_token") is not True:
             return []
         return [] if token in self._tokenizer.encode("a").ids else [token]
 
     def _find_template(self, path: Path, override: Path | None) -> tuple[str | None, Path]:
         """The source of the chat template, or None, and where it was found."""
-        source: Any = self._settings.get("chat_template")
+        source: Any = self.settings.get("chat_template")
         if isinstance(source, list):  # several named templates: take the one called default
             named = (each for each in source if isinstance(each, dict))
             source = next((each.get("template") for each in named if each.get("name") == "default"), None)

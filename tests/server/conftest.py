@@ -103,6 +103,7 @@ def launched(tokenizer: Tokenizer) -> Iterator[Launch]:
         strict: bool = False,
         cors: CorsConfig = CorsConfig(),
         other_names: tuple[str, ...] = (),
+        tokenizer_info: bool = False,
     ) -> Live:
         """closed: as on an address that is no loopback address."""
         front, worker = engine_and_worker(tokenizer, max_waiting=max_waiting, pace=pace)
@@ -119,7 +120,12 @@ def launched(tokenizer: Tokenizer) -> Iterator[Launch]:
         paths = frozenset() if cluster is None else admin_paths(closed)
         access = Access(api_key, api_key or ADMIN_KEY, paths, hosts)
         app = create_app(
-            service, access=access, max_body_bytes=max_body_bytes, body_seconds=body_seconds, cors=cors
+            service,
+            access=access,
+            max_body_bytes=max_body_bytes,
+            body_seconds=body_seconds,
+            cors=cors,
+            tokenizer_info=tokenizer_info,
         )
         listener = bind("127.0.0.1", 0)
         errors: list[BaseException] = []

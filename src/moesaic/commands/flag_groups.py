@@ -44,6 +44,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Server": (
         *("--host", "--port", "--served-model-name", "--chat-template"),
         *("--allow-special-tokens-in-content", "--strict-fields"),
+        "--enable-tokenizer-info-endpoint",
     ),
     "Access": (
         *("--api-key", "--admin-key", "--allowed-hosts", "--allowed-origins", "--allowed-methods"),

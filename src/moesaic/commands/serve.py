@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from socket import socket
+from typing import TYPE_CHECKING
 
 from moesaic import __version__
 from moesaic.commands import descriptors
@@ -23,6 +24,9 @@ from moesaic.server.hosts import Hosts, is_loopback
 from moesaic.server.listener import bind
 from moesaic.trace.options import RecordConfig
 from moesaic.transport.base import Connection
+
+if TYPE_CHECKING:
+    from moesaic.server.guard import Access
 
 
 class Observed:
@@ -117,8 +121,6 @@ def _serve(
     """Serve the HTTP API of `launched`. Returns the exit code."""
     from moesaic.server.app import create_app  # slow imports, during which the worker already loads
     from moesaic.server.async_engine import AsyncEngine
-    from moesaic.server.elastic import admin_paths
-    from moesaic.server.guard import Access
     from moesaic.server.run import serve
     from moesaic.server.service import Service
     from moesaic.server.unknown_fields import UnknownFields
@@ -137,20 +139,29 @@ def _serve(
             fields=UnknownFields(server.strict_fields),
             other_names=names[1:],
         )
-        closed = server.api_key is None and not is_loopback(host)
-        access = Access(
-            server.api_key,
-            server.admin_key or new_key,
-            admin_paths(closed) if launched.supervisor else frozenset(),
-            Hosts.of(server.host, host, server.more_hosts),
+        app = create_app(
+            service,
+            access=_access(server, host, server.admin_key or new_key, launched),
+            body_seconds=limits.timeout_body,
+            cors=cors,
+            tokenizer_info=server.enable_tokenizer_info_endpoint,
         )
-        app = create_app(service, access=access, body_seconds=limits.timeout_body, cors=cors)
         level = "info" if server.access_log else "warning"
         try:
             return serve(app, engine, listener, limits=limits, log_level=level, access_log=server.access_log)
         except EngineDeadError as error:
             ended = launched.how_it_ended()
             raise EngineDeadError(f"{ended}, and the server with it ({error})") from error
+
+
+def _access(server: ServerConfig, host: str, admin_key: str | None, launched: Launched) -> Access:
+    """Who may call what of a server that listens on `host`."""
+    from moesaic.server.elastic import admin_paths  # slow imports
+    from moesaic.server.guard import Access
+
+    closed = server.api_key is None and not is_loopback(host)
+    paths = admin_paths(closed) if launched.supervisor else frozenset()
+    return Access(server.api_key, admin_key, paths, Hosts.of(server.host, host, server.more_hosts))
 
 
 def reported(launched: Launched) -> Callable[[], ClusterStatus] | None:

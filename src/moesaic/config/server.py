@@ -53,6 +53,8 @@ class ServerConfig:
     strict_fields: bool = False
     """Refuse requests with unknown fields. Otherwise such fields are ignored, and the answer's header
     X-Moesaic-Ignored-Fields names them."""
+    enable_tokenizer_info_endpoint: bool = False
+    """Answer /tokenizer_info with the tokenizer's settings and the chat template."""
     access_log: bool = False
     """Write a log line for each HTTP request."""
 

@@ -45,7 +45,7 @@ Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 class Body(BaseModel):
     """A body that is validated strictly: no coercion and no NaN. Unknown fields are kept in `model_extra`."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class StreamOptions(Body):

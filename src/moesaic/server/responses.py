@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
 FinishReasonName = Literal["stop", "length", "abort", "error"]
@@ -197,6 +197,14 @@ class Detokenized(Payload):
     """The answer of /detokenize."""
 
     prompt: str
+
+
+class TokenizerInfo(Payload):
+    """The answer of /tokenizer_info: everything in tokenizer_config.json."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str
 
 
 class Health(Payload):

@@ -28,6 +28,8 @@ class Tokenizer(Protocol):
     """The methods of the engine's tokenizer that the server uses."""
 
     vocab_size: int
+    settings: dict[str, Any]
+    chat_template: str | None
 
     @property
     def longest_token(self) -> int: ...

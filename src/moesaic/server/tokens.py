@@ -5,14 +5,18 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from moesaic.core.errors import RequestError
-from moesaic.server.documentation import GENERATION_ERRORS
+from moesaic.server.documentation import GENERATION_ERRORS, errors
 from moesaic.server.json_body import StrictJsonRoute
 from moesaic.server.prompts import chat_prompt, off_loop, require_length
 from moesaic.server.requests import DetokenizeRequest, TokenizeRequest
-from moesaic.server.responses import Detokenized, Tokenized
+from moesaic.server.responses import Detokenized, Tokenized, TokenizerInfo
 from moesaic.server.service import Service, Serving
 
 router = APIRouter(responses=GENERATION_ERRORS, route_class=StrictJsonRoute)
+info_router = APIRouter(responses=errors(401, 403, 503))
+
+_FILES = ("vocab_file", "merges_file")
+"""Settings that name files of the machine, which nobody else needs to know."""
 
 
 @router.post("/tokenize")
@@ -41,6 +45,18 @@ async def detokenize(body: DetokenizeRequest, request: Request, service: Serving
         allowed = f"0 to {tokenizer.vocab_size - 1}"
         raise RequestError(f"tokens: got token id {bad}; allowed: {allowed}", "tokens")
     return Detokenized(prompt=await off_loop(len(tokens), lambda: tokenizer.decode(tokens, False), service))
+
+
+@info_router.get("/tokenizer_info")
+async def tokenizer_info(service: Serving) -> TokenizerInfo:
+    """The checkpoint's tokenizer_config.json, with the chat template that is used."""
+    service.engine.require_serving()
+    tokenizer = service.tokenizer
+    shown = {name: value for name, value in tokenizer.settings.items() if name not in _FILES}
+    found = {"tokenizer_class": "PreTrainedTokenizerFast", **shown}
+    if tokenizer.chat_template is not None:
+        found["chat_template"] = tokenizer.chat_template
+    return TokenizerInfo.model_validate(found)
 
 
 async def _tokens(body: TokenizeRequest, service: Service) -> list[int]:
