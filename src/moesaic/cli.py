@@ -306,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except CycloptsError as error:
-        return _fail(one_line(error), 2, given)
+        return _fail(one_line(error, app), 2, given)
     except ConfigError as error:
         return _fail(str(error), 2, given)
     except MoesaicError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -14,12 +15,14 @@ from typing import TYPE_CHECKING
 from moesaic import __version__
 from moesaic.commands import descriptors
 from moesaic.commands.announce import Announcer
+from moesaic.commands.program import program
 from moesaic.commands.tracing import announced
 from moesaic.config import ClusterConfig, ConnectionConfig, CorsConfig, ServerConfig, WorkerConfig
 from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.errors import EngineDeadError
 from moesaic.core.messages import Message
 from moesaic.launch import Launched, launch
+from moesaic.runtime.machine import cores
 from moesaic.server.hosts import Hosts, is_loopback
 from moesaic.server.listener import bind
 from moesaic.trace.options import RecordConfig
@@ -27,6 +30,10 @@ from moesaic.transport.base import Connection
 
 if TYPE_CHECKING:
     from moesaic.server.guard import Access
+
+
+MOST_PER_CORE = 4
+"""Processes for each core, above which the command warns."""
 
 
 class Observed:
@@ -65,13 +72,16 @@ def run(
 ) -> int:
     """Serve until a signal arrives or the worker dies. Returns the exit code."""
     descriptors.prepare(_processes(cluster.resolved()))
+    _warn_of_many(_processes(cluster.resolved()), cores())
     names = server.served_model_name or (config.model.model,)
     template = Path(server.chat_template) if server.chat_template else None
     with (
         _stoppable(),
         closing(bind(server.host, server.port)) as listener,
         announced(config.trace),
-        announced(record.record_routing, "the routing is in {0}: print it with moesaic profile show {0}"),
+        announced(
+            record.record_routing, f"the routing is in {{0}}: print it with {program()} profile show {{0}}"
+        ),
         launch(
             config,
             cluster,
@@ -86,6 +96,14 @@ def run(
 
 def _processes(cluster: ClusterConfig) -> int:
     return cluster.attention_workers * cluster.tensor_parallel_size + cluster.expert_servers
+
+
+def _warn_of_many(processes: int, cores: int) -> None:
+    """Say before the start that so many processes have to take turns."""
+    if processes > MOST_PER_CORE * cores:
+        what = f"{processes} processes for {cores} core{'s' if cores > 1 else ''}: they take turns"
+        fewer = "fewer --expert-servers or --attention-workers are faster"
+        print(f"moesaic: starts {what}, and {fewer}", file=sys.stderr, flush=True)
 
 
 @contextmanager

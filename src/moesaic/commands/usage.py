@@ -11,7 +11,7 @@ import cyclopts
 from cyclopts import exceptions
 from cyclopts.help import DefaultFormatter, HelpEntry, HelpPanel
 
-from moesaic.commands import flag_groups
+from moesaic.commands import flag_groups, suggestions
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -66,7 +66,7 @@ def _flags_of(entries: list[HelpEntry]) -> str:
     return ", ".join(next(n for n in entry.positive_names if n.startswith("--")) for entry in entries)
 
 
-def one_line(error: cyclopts.CycloptsError) -> str:
+def one_line(error: cyclopts.CycloptsError, app: cyclopts.App) -> str:
     """The message of a cyclopts error, in the form "flag: got value; allowed: values"."""
     match error:
         case cyclopts.CoercionError() if error.argument is not None and error.argument.tokens:
@@ -77,6 +77,10 @@ def one_line(error: cyclopts.CycloptsError) -> str:
             if flag == "--model" and NAMES in (error.root_input_tokens or []):
                 return f"MODEL: got nothing: all words after {NAMES} are names; write MODEL before it"
             return f"{flag}: got {value}; allowed: {allowed(error.argument.hint)}"
+        case exceptions.UnknownOptionError():
+            flag = error.token.keyword or error.token.value
+            hint = suggestions.about(flag, error.command_chain or (), app)
+            return f"Unknown option: {flag}. {hint}".rstrip()
         case exceptions.UnusedCliTokensError():
             extra = " ".join(error.unused_tokens or [])
             return f"got {extra!r}, which is not an argument of this command; see --help"
