@@ -153,7 +153,6 @@ def test_the_help_shows_short_flags(
         ("serve demo --tp=2", "--tp. Did you mean --tensor-parallel-size?"),
         ("serve demo --ctx-size 5", "--ctx-size. Did you mean --max-model-len?"),
         ("bench serve --hots x", "--hots. --host is a flag of serve."),
-        ("serve demo --quantization q", "Unknown option: --quantization.\n"),
         ("doctor --log-level x", "--log-level. --access-log is a flag of serve."),
         ("serve demo other", "got 'other', which is not an argument of this command"),
         ("serve demo --port 1 --port 2", "--port specified multiple times"),

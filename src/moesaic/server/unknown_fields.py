@@ -37,8 +37,12 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("thinking_token_budget", "reasoning_budget"), (-1,)),
     **dict.fromkeys(("logits_processors", "repetition_detection"), ([], {})),
     **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), ({},)),
-    "length_penalty": (1,),
-    "num_beams": (1,),
+    **dict.fromkeys(("length_penalty", "num_beams", "guidance_scale"), (1,)),
+    **dict.fromkeys(("typical_p", "tfs_z", "repeat_penalty"), (1,)),
+    **dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability", "top_a"), (0,)),
+    **dict.fromkeys(("no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), (0,)),
+    **dict.fromkeys(("max_new_tokens", "max_output_tokens", "n_predict", "num_predict"), (-1,)),
+    **dict.fromkeys(("lora_path", "lora_name"), ("",)),
 }
 """Unknown fields that would change the answer, with the values beside null that ask for nothing."""
 

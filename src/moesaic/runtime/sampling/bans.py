@@ -45,11 +45,13 @@ class WordBans:
 def forbid(logits: torch.Tensor, row: int, allowed: IntArray | None, forbidden: IntArray) -> None:
     """Set the logits of tokens that must not come next to minus infinity, in one row of [p, vocab], in place.
 
-    allowed: the only tokens that may come, each once; None allows all. forbidden: tokens that must not come.
-    They are ignored if no other token is allowed: one has to come.
+    allowed: the only tokens that may come, ascending, each once; None allows all. forbidden: tokens that must
+    not come. They are ignored if no other token is allowed: one has to come.
     """
     if len(forbidden):
-        hit = np.unique(forbidden if allowed is None else forbidden[np.isin(forbidden, allowed)])
+        hit = np.unique(forbidden)
+        if allowed is not None:
+            hit = hit[allowed[np.searchsorted(allowed, hit).clip(max=len(allowed) - 1)] == hit]
         if len(hit) < (logits.shape[1] if allowed is None else len(allowed)):
             logits[row, torch.from_numpy(forbidden).to(logits.device)] = -torch.inf
     if allowed is not None:

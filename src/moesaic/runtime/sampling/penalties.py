@@ -72,9 +72,9 @@ class Adjustment:
             seen = request.prompt_token_ids if params.repetition_penalty != 1.0 else []
             self.counts = TokenCounts(seen, generated)
         self.allowed: IntArray | None = None
-        """The only tokens that may come. None allows all."""
+        """The only tokens that may come, ascending. None allows all."""
         if params.allowed_token_ids is not None:
-            self.allowed = np.array(params.allowed_token_ids, dtype=np.int64)
+            self.allowed = np.unique(np.array(params.allowed_token_ids, dtype=np.int64))
         self._words = WordBans(params.bad_word_ids, generated) if params.bad_word_ids else None
         self._stops = np.array(sorted(request.stop_ids), dtype=np.int64)
         self._generated = len(generated)
