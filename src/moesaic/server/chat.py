@@ -31,6 +31,7 @@ from moesaic.server.responses import (
 )
 from moesaic.server.sampling import chat_params
 from moesaic.server.service import Service, Serving
+from moesaic.server.structured import require_grammar
 from moesaic.server.usage import Tally
 
 router = APIRouter(route_class=StrictJsonRoute)
@@ -47,6 +48,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
     service.require_model(body.model)
     require_few_entries(body, body.n or 1)
     params = chat_params(body, service)
+    await require_grammar(params, body, service)
     prompt = await unless_disconnected(request.receive, chat_prompt(body.messages, body, service))
     if prompt is None:
         return Response(status_code=CLIENT_GONE)

@@ -27,6 +27,7 @@ class Tokenizer(Protocol):
     """The methods of the engine's tokenizer that the server uses."""
 
     vocab_size: int
+    special_tokens: dict[str, int]
 
     @property
     def longest_token(self) -> int: ...
