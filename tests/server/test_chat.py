@@ -131,7 +131,7 @@ def test_an_answer_can_be_sent_back_as_it_came(live: Live) -> None:
         ({"logprobs": 1}, "logprobs", "boolean"),
         ({"tools": [{}]}, "tools", "not supported"),
         ({"tool_choice": "required"}, "tool_choice", "'none'"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "response_format.type"),
+        ({"response_format": {"type": "yaml"}}, "response_format", "response_format.type"),
         ({"functions": [{}]}, "functions", "not supported"),
         ({"modalities": ["audio"]}, "modalities", "modalities[0]"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "cannot be set"),

@@ -32,6 +32,7 @@ from moesaic.server.responses import (
 )
 from moesaic.server.sampling import chat_params
 from moesaic.server.service import Service, Serving
+from moesaic.server.structured import require_grammar
 from moesaic.server.usage import Tally
 
 router = APIRouter(route_class=StrictJsonRoute)
@@ -49,6 +50,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
     service.fields.check(body, request)
     require_few_entries(body, body.n or 1)
     params = chat_params(body, service)
+    await require_grammar(params, body, service)
     cut = Cut.of(body, body.max_completion_tokens or body.max_tokens, service)
     rendered = chat_prompt(
         body.messages,

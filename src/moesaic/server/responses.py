@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
-FinishReasonName = Literal["stop", "length", "abort", "error"]
+FinishReasonName = Literal["stop", "length", "abort", "error", "not_allowed"]
 
 
 class Payload(BaseModel):

@@ -29,8 +29,7 @@ _LONGEST = 64
 """Maximum length of a name in the header and in the log, in characters."""
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-    **dict.fromkeys(("structured_outputs", "grammar", "json_schema", "structural_tag"), ("", {})),
+    **dict.fromkeys(("grammar", "json_schema", "structural_tag", "regex"), ("", {})),
     **dict.fromkeys(("documents", "images", "videos", "audios", "plugins", "mcp_servers"), ([], {})),
     **dict.fromkeys(("chat_template", "system", "input_prefix", "input_suffix"), ("",)),
     **dict.fromkeys(("use_beam_search", "watermarking", "echo"), (False,)),
