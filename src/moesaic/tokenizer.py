@@ -87,6 +87,10 @@ class Tokenizer:
         ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return [*self._bos, *ids] if add_special_tokens else list(ids)
 
+    def encode_inside(self, text: str) -> list[int]:
+        """The token ids of `text` inside a longer text. Special tokens in it are text."""
+        return list(self._literal[0].encode(text, add_special_tokens=False).ids)
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`. Bytes that are not valid UTF-8 become U+FFFD."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
