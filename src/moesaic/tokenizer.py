@@ -55,18 +55,22 @@ class Tokenizer:
         self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._anchor_text = self.decode(self._anchor)
         self._bos = self._missing_bos()
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        self._special = content.SpecialTokens([token.content for token in added if token.special])
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self.special_tokens = {number: token.content for number, token in added if token.special}
+        """Id -> text of the special tokens, which a decoded text can leave out."""
+        self._special = content.SpecialTokens(self.special_tokens.values())
         unknown = {self._special_tokens().get("unk_token"), getattr(self._tokenizer.model, "unk_token", None)}
         self._normalized = {
             number: token.content
-            for number, token in self._tokenizer.get_added_tokens_decoder().items()
+            for number, token in added
             if token.special and token.normalized and token.content not in unknown
         }
         """Id -> text of the special tokens that the tokenizer looks for in normalized text."""
         self._special_in_content = special_tokens_in_content
         self._loading_literal = Lock()
         source, where = self._find_template(path, chat_template)
+        self.chat_template: str | None = source
+        """The source of the chat template."""
         self._template = None if source is None else _started(source, where, limits)
 
     @cached_property

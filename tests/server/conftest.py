@@ -99,10 +99,21 @@ def launched(tokenizer: Tokenizer) -> Iterator[Launch]:
         hosts: Hosts | None = None,
         body_seconds: float = 60.0,
         limits: ConnectionConfig = ConnectionConfig(),
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        **sizes: int,
     ) -> Live:
-        """closed: as on an address that is no loopback address."""
+        """closed: as on an address that is no loopback address. sizes: see fake_worker.info."""
         front, worker = engine_and_worker(tokenizer, max_waiting=max_waiting, pace=pace)
-        service = Service(front, MODEL, default_sampling or {}, version="1.2.3", cluster=cluster)
+        service = Service(
+            front,
+            MODEL,
+            default_sampling or {},
+            version="1.2.3",
+            cluster=cluster,
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+        )
         paths = frozenset() if cluster is None else admin_paths(closed)
         access = Access(api_key, api_key or ADMIN_KEY, paths, hosts)
         app = create_app(service, access=access, max_body_bytes=max_body_bytes, body_seconds=body_seconds)
@@ -122,7 +133,7 @@ def launched(tokenizer: Tokenizer) -> Iterator[Launch]:
         worker.start()
         thread.start()
         if ready:
-            worker.ready()
+            worker.ready(**sizes)
             _until(lambda: live.get("/health").status_code == 200)
         return live
 

@@ -78,7 +78,8 @@ def _lengths(line: Line, tokenizer: Tokenizer, limit: int) -> list[tuple[int, in
         asked = _asked(body)
         most = None if asked is None else int(asked)
         if "messages" in body:
-            default, found = UNLIMITED, [len(tokenizer.chat(body["messages"]))]
+            tools = body.get("tools")
+            default, found = UNLIMITED, [len(tokenizer.chat(body["messages"], tools=tools))]
         else:
             default, found = COMPLETION, [_tokens(one, tokenizer) for one in _prompts(body.get("prompt"))]
     except (MoesaicError, TypeError, ValueError, OverflowError):

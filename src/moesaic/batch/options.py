@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moesaic.core.errors import ConfigError
+from moesaic.parsers.table import check_names
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,12 @@ class RunBatch:
     """Model name that the bodies of the lines use. None: MODEL as given."""
     chat_template: Path | None = None
     """File with a Jinja chat template, used in place of the checkpoint's own."""
+    tool_call_parser: str = "auto"
+    """Parser of the model's tool calls, by vLLM's name, such as hermes, qwen3_coder, glm45 or openai. auto:
+    chosen by the chat template. none: requests with tools are refused."""
+    reasoning_parser: str = "auto"
+    """Parser of the model's reasoning, by vLLM's name, such as qwen3, deepseek_r1 or openai_gptoss. auto:
+    chosen by the chat template. none: reasoning stays in the content."""
     allow_special_tokens_in_content: bool = False
     """Let special tokens in the content of messages act like those of the chat template. Otherwise they are
     text, so that nobody can begin a turn inside of a message."""
@@ -33,6 +40,7 @@ class RunBatch:
     def __post_init__(self) -> None:
         if self.max_in_flight is not None and self.max_in_flight < 1:
             raise ConfigError.field("--max-in-flight", self.max_in_flight, "an integer of at least 1")
+        check_names(self.tool_call_parser, self.reasoning_parser)
         if not self.input_file.is_file():
             raise ConfigError.field("--input-file", str(self.input_file), "an existing regular file")
         if self.output_file.exists() and self.output_file.samefile(self.input_file):

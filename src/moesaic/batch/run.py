@@ -42,6 +42,7 @@ def run(options: RunBatch, worker: WorkerConfig, console: Console | None = None)
         name,
         chat_template=options.chat_template,
         special_tokens_in_content=options.allow_special_tokens_in_content,
+        parsers=(options.tool_call_parser, options.reasoning_parser),
         seed=options.seed,
     )
     return run_with(service, name, options, 2 * worker.scheduler.max_num_seqs, console)

@@ -43,7 +43,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Placement and prediction": ("--placement", "--dispatch", "--shuffle-align"),
     "Server": (
         *("--host", "--port", "--served-model-name", "--chat-template"),
-        "--allow-special-tokens-in-content",
+        *("--tool-call-parser", "--reasoning-parser", "--allow-special-tokens-in-content"),
     ),
     "Access": ("--api-key", "--admin-key", "--allowed-hosts"),
     "Connections": (*("--max-connections", "--timeout-header", "--timeout-body", "--timeout-keep-alive"),),

@@ -19,6 +19,7 @@ from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.errors import EngineDeadError
 from moesaic.core.messages import Message
 from moesaic.launch import Launched, launch
+from moesaic.parsers.table import check_names
 from moesaic.server.hosts import Hosts, is_loopback
 from moesaic.server.listener import bind
 from moesaic.trace.options import RecordConfig
@@ -59,6 +60,7 @@ def run(
     as_json: bool,
 ) -> int:
     """Serve until a signal arrives or the worker dies. Returns the exit code."""
+    check_names(server.tool_call_parser, server.reasoning_parser)
     descriptors.prepare(_processes(cluster.resolved()))
     name = server.served_model_name or config.model.model
     template = Path(server.chat_template) if server.chat_template else None
@@ -125,7 +127,15 @@ def _serve(
     with Announcer(name, host, port, as_json, reported(launched), new_key) as announcer:
         connection = Observed(launched.connection, announcer.observe)
         engine = AsyncEngine(launched.engine, connection, how_it_ended=launched.how_it_ended)
-        service = Service(engine, name, launched.default_sampling, __version__, cluster=launched.supervisor)
+        service = Service(
+            engine,
+            name,
+            launched.default_sampling,
+            __version__,
+            tool_call_parser=server.tool_call_parser,
+            reasoning_parser=server.reasoning_parser,
+            cluster=launched.supervisor,
+        )
         closed = server.api_key is None and not is_loopback(host)
         access = Access(
             server.api_key,

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Collection
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from moesaic.core.errors import RequestError
 from moesaic.core.request import RequestOutput, SamplingParams, TokenLogprob
+from moesaic.server.answers import Answer, Reading
 from moesaic.server.async_engine import Stream
 from moesaic.server.documentation import GENERATION_ERRORS, streamed
 from moesaic.server.events import CLIENT_GONE, EventStream, answer, unless_disconnected
 from moesaic.server.json_body import StrictJsonRoute
 from moesaic.server.logprobs import chat_logprobs
-from moesaic.server.prompts import chat_prompt, require_few_entries
+from moesaic.server.prompts import chat_prompt, opens_reasoning, require_few_entries
 from moesaic.server.requests import ChatRequest
 from moesaic.server.responses import (
     ChatChoice,
@@ -26,11 +26,11 @@ from moesaic.server.responses import (
     ChatCompletion,
     ChatDelta,
     ChatLogprobs,
-    ChatMessage,
     Usage,
 )
 from moesaic.server.sampling import chat_params
 from moesaic.server.service import Service, Serving
+from moesaic.server.tools import callable_tools
 from moesaic.server.usage import Tally
 
 router = APIRouter(route_class=StrictJsonRoute)
@@ -46,56 +46,63 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
     service.engine.require_serving()
     service.require_model(body.model)
     require_few_entries(body, body.n or 1)
+    tools = callable_tools(body, service.formats)
     params = chat_params(body, service)
     prompt = await unless_disconnected(request.receive, chat_prompt(body.messages, body, service))
     if prompt is None:
         return Response(status_code=CLIENT_GONE)
-    reply = _Reply(body, len(prompt), service)
-    source = _open(service, prompt, params, own_text=not body.continue_final_message)
+    reading = Reading(
+        formats=service.formats,
+        tools=tools,
+        inside=opens_reasoning(prompt, body, service),
+        parallel=body.parallel_tool_calls is not False,
+        include_reasoning=body.include_reasoning is not False,
+    )
+    reply = _Reply(body, len(prompt), service, reading)
+    source = _open(service, prompt, params, not body.continue_final_message, service.formats.marks(tools))
     if body.stream:
         return EventStream(reply.chunks(source), source)
     return await answer(request.receive, source, reply.whole(source))
 
 
-def _open(service: Service, prompt: list[int], params: SamplingParams, own_text: bool) -> Stream:
+def _open(
+    service: Service, prompt: list[int], params: SamplingParams, own_text: bool, kept: Collection[str]
+) -> Stream:
     """Submit the prompt. Errors about the engine's field "prompt" name the chat's field "messages"."""
     try:
-        return service.engine.open([(prompt, params)], own_text=own_text)
+        return service.engine.open([(prompt, params)], own_text=own_text, kept=kept)
     except RequestError as error:
         renamed = "messages" if error.field == "prompt" else error.field
         raise RequestError(str(error), renamed, error.code) from error
 
 
-@dataclass
-class _Answer:
-    """The outputs of one choice so far."""
-
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    last: RequestOutput | None = None
-
-
 class _Reply:
     """The answer to one call."""
 
-    def __init__(self, body: ChatRequest, prompt_tokens: int, service: Service) -> None:
+    def __init__(self, body: ChatRequest, prompt_tokens: int, service: Service, reading: Reading) -> None:
         self._body = body
         self._service = service
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(service.now())
         self._tally = Tally([prompt_tokens])
+        self._answers: defaultdict[int, Answer] = defaultdict(reading.answer)
+        """Choice index -> its answer, once it has begun."""
+        if reading.formats.reasoning is not None:
+            self._tally.reasoning_tokens = 0
 
     async def chunks(self, source: Stream) -> AsyncIterator[ChatChunk]:
         """The streamed answer: for each choice its role, its text in pieces and its end; then the usage."""
-        begun: set[int] = set()
         async for number, output in source:
-            self._tally.add(number, output)
-            if output.index not in begun:
-                begun.add(output.index)
+            begun = output.index in self._answers
+            deltas = self._take(number, output)
+            if not begun:
                 yield self._chunk(output.index, ChatDelta(role="assistant", content=""))
             logprobs = self._logprobs(output.logprobs or [])
-            if output.text or (logprobs and logprobs.content):
-                yield self._chunk(output.index, ChatDelta(content=output.text), logprobs)
+            if not deltas and logprobs and logprobs.content:
+                deltas = [ChatDelta(content="")]
+            for delta in deltas:
+                yield self._chunk(output.index, delta, logprobs)
+                logprobs = None
             if output.finish_reason is not None:
                 yield self._last_chunk(output)
         if self._body.streams_usage:
@@ -103,30 +110,39 @@ class _Reply:
 
     async def whole(self, source: Stream) -> ChatCompletion:
         """The complete answer."""
-        answers: defaultdict[int, _Answer] = defaultdict(_Answer)
+        logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
+        ends: dict[int, RequestOutput] = {}
         async for number, output in source:
-            self._tally.add(number, output)
-            answer = answers[output.index]
-            answer.texts.append(output.text)
-            answer.logprobs.extend(output.logprobs or [])
-            answer.last = output
+            self._take(number, output)
+            logprobs[output.index].extend(output.logprobs or [])
+            ends[output.index] = output
         return ChatCompletion(
             id=self._id,
             object="chat.completion",
             created=self._created,
             model=self._service.model_name,
-            choices=[self._choice(index, answers[index]) for index in sorted(answers)],
+            choices=[self._choice(ends[index], logprobs[index]) for index in sorted(ends)],
             usage=self._tally.usage(),
         )
 
-    def _choice(self, index: int, answer: _Answer) -> ChatChoice:
-        last = answer.last
-        assert last is not None and last.finish_reason is not None
+    def _take(self, number: int, output: RequestOutput) -> list[ChatDelta]:
+        """Count an output. Returns the pieces of its message."""
+        answer = self._answers[output.index]
+        deltas = answer.take(output)
+        self._tally.add(number, output)
+        if self._tally.reasoning_tokens is not None:
+            self._tally.reasoning_tokens = sum(each.reasoning_tokens for each in self._answers.values())
+        return deltas
+
+    def _choice(self, last: RequestOutput, logprobs: list[TokenLogprob]) -> ChatChoice:
+        """A complete answer. last: its last output."""
+        assert last.finish_reason is not None
+        answer = self._answers[last.index]
         return ChatChoice(
-            index=index,
-            message=ChatMessage(role="assistant", content="".join(answer.texts), refusal=None),
-            logprobs=self._logprobs(answer.logprobs),
-            finish_reason=last.finish_reason.value,
+            index=last.index,
+            message=answer.message(),
+            logprobs=self._logprobs(logprobs),
+            finish_reason=answer.finish_reason(last.finish_reason),
             stop_reason=last.stop_reason,
         )
 
@@ -145,7 +161,7 @@ class _Reply:
             index=output.index,
             delta=ChatDelta(),
             logprobs=None,
-            finish_reason=output.finish_reason.value,
+            finish_reason=self._answers[output.index].finish_reason(output.finish_reason),
             stop_reason=output.stop_reason,
         )
         return self._envelope([choice])

@@ -8,8 +8,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moesaic.core.errors import RequestError
-from moesaic.server.requests import CompletionRequest, GenerationRequest, Message, TemplateOptions
+from moesaic.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+    TemplateOptions,
+)
 from moesaic.server.service import Service, Tokenizer
+from moesaic.server.tools import further_fields, require_roles, variables_of
 
 T = TypeVar("T")
 
@@ -24,6 +31,8 @@ MOST_CHARACTERS = 4 << 20
 _LONG_TOKEN = 8
 """Characters of a text for each token of a long context. In real texts a token has about four."""
 
+_TAIL = 16
+"""Number of tokens at the end of a prompt in which a tag is looked for."""
 _AT_ONCE = 1 << 14
 """Maximum number of characters or tokens that are processed in the event loop. More is done in a thread."""
 
@@ -61,11 +70,12 @@ async def chat_prompt(
     any_length: accept more than the context holds, since no answer will be generated.
     """
     tokenizer = service.tokenizer
-    variables = options.chat_template_kwargs or {}
+    variables = variables_of(options)
     taken = inspect.signature(type(tokenizer).chat).parameters
     for name in variables:
         if name in taken:
             raise RequestError(f"chat_template_kwargs: {name!r} cannot be set here", "chat_template_kwargs")
+    require_roles(messages)
     plain = [_plain(message) for message in messages]
     size = sum(len(message["content"]) for message in plain)
     most = (
@@ -75,7 +85,10 @@ async def chat_prompt(
     def render() -> list[int]:
         service.engine.require_serving()  # this conversation may have waited for its turn
         return tokenizer.chat(
-            plain,
+            [
+                one | further_fields(message, service.formats)
+                for one, message in zip(plain, messages, strict=True)
+            ],
             add_generation_prompt=options.add_generation_prompt is not False,
             continue_final_message=bool(options.continue_final_message),
             most_characters=most,
@@ -91,6 +104,17 @@ def require_few_entries(body: GenerationRequest, completions: int) -> None:
         if completions * len(entries or ()) > MOST_ENTRIES:
             what = f"{len(entries or ())} entries for each of {completions} completions"
             raise RequestError(f"{name}: got {what}; allowed: at most {MOST_ENTRIES} in all", name)
+
+
+def opens_reasoning(prompt: Sequence[int], body: ChatRequest, service: Service) -> bool:
+    """True if the answer to a chat begins inside of its reasoning: the prompt has opened it."""
+    tags = service.formats.tags
+    if tags is None:
+        return False
+    if body.continue_final_message:
+        text = str(_plain(body.messages[-1])["content"])
+        return text.rfind(tags.open) > text.rfind(tags.close)
+    return service.tokenizer.decode(prompt[-_TAIL:], False).rstrip().endswith(tags.open)
 
 
 async def off_loop(size: int, work: Callable[[], T], service: Service) -> T:
