@@ -34,9 +34,9 @@ class IncrementalDecoder:
         self._skip = skip_special_tokens
         self._dropped: frozenset[int] = frozenset()
         """The tokens that are skipped, where others of the special ones are kept."""
-        if self._skip and any(text in kept for text in tokenizer.special_tokens.values()):
+        if self._skip and any(text in kept for text in tokenizer.special_tokens):
             special = tokenizer.special_tokens.items()
-            self._dropped = frozenset(token for token, text in special if text not in kept)
+            self._dropped = frozenset(token for text, token in special if text not in kept)
             self._skip = False
         self._window = self._end_of(before)
         text = self._decode(self._window)

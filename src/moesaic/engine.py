@@ -23,6 +23,7 @@ from moesaic.core.request import (
 )
 from moesaic.detokenizer import IncrementalDecoder
 from moesaic.stop_strings import Search, StopStrings
+from moesaic.structured.grammar import grammar_of
 from moesaic.tokenizer import Tokenizer
 from moesaic.transport.base import Connection
 
@@ -124,6 +125,7 @@ class Engine:
         """
         info = self._require_worker()
         params = _fit(prompt_token_ids, params, info)
+        grammar = self._grammar(params)
         limit = self.limit
         if limit is not None and self._streams and len(self._streams) + params.n > limit:
             raise OverloadedError(f"the queue is full: {len(self._streams)} requests of at most {limit}")
@@ -131,14 +133,16 @@ class Engine:
         group = self._next_id
         requests, streams = [], {}
         stops = StopStrings(params.stop)
-        # The worker does not look for stop strings. Each of n copies could have megabytes.
-        for index, single in enumerate(replace(params, stop=()).fan_out(seed)):
+        # The worker does not look for stop strings, and it gets the grammar in another form. Each of n copies
+        # could have megabytes.
+        for index, single in enumerate(replace(params, stop=(), structured_outputs=None).fan_out(seed)):
             request = Request(
                 request_id=self._next_id,
                 prompt_token_ids=prompt_token_ids,
                 params=single,
                 eos_token_ids=self.eos_token_ids,
                 arrival=self._clock(),
+                grammar=grammar,
             )
             self._next_id += 1
             before = () if own_text else prompt_token_ids
@@ -194,6 +198,20 @@ class Engine:
             raise EngineDeadError("the worker is still loading the model")
         return self.info
 
+    def _grammar(self, params: SamplingParams) -> str:
+        """llguidance's grammar of a structured output. Empty for any other request."""
+        form = params.structured_outputs
+        if form is None:
+            return ""
+        if not self.eos_token_ids:
+            why = "the model has no end-of-sequence token, with which a structured output ends"
+            raise RequestError(f"structured_outputs: {why}", "structured_outputs")
+        grammar = grammar_of(form, self.tokenizer.special_tokens)
+        if params.n * len(grammar) > MOST_BYTES:
+            what = f"{params.n}, for which the grammars have {params.n * len(grammar)} characters in all"
+            raise RequestError(f"n: got {what}; allowed: at most {MOST_BYTES}", "n")
+        return grammar
+
     def _send(self, message: messages.ToWorker) -> None:
         try:
             self._connection.send(message)
@@ -211,8 +229,8 @@ class Engine:
             stream = self._streams.get(request_id)
             if stream is None:
                 continue  # cancelled while the worker was sending its token
-            if finish is FinishReason.ERROR:
-                output = _broken_off(stream)
+            if finish in (FinishReason.ERROR, FinishReason.NOT_ALLOWED):
+                output = _broken_off(stream, finish)
             else:
                 output = _advance(stream, token, finish, logprob)
             if output.finished:
@@ -310,14 +328,14 @@ def _advance(
     )
 
 
-def _broken_off(stream: _Stream) -> RequestOutput:
-    """The end of a completion whose logits were not finite: the text that was held back, and no token."""
+def _broken_off(stream: _Stream, reason: FinishReason) -> RequestOutput:
+    """The end of a completion for which there was no token: the text that was held back."""
     return RequestOutput(
         request_id=stream.group,
         index=stream.index,
         text=stream.stops.held + stream.decoder.finish(),
         logprobs=None if stream.request.params.logprobs is None else [],
-        finish_reason=FinishReason.ERROR,
+        finish_reason=reason,
         num_prompt_tokens=len(stream.request.prompt_token_ids),
         num_cached_tokens=stream.cached_tokens,
     )

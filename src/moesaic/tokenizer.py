@@ -15,15 +15,13 @@ from tokenizers.pre_tokenizers import Metaspace
 
 from moesaic import tiktoken_model
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError, TemplateError
-from moesaic.templates import content
+from moesaic.templates import content, continuation
 from moesaic.templates.pool import Renderers
 from moesaic.templates.renderer import Limits
 from moesaic.tiktoken_model import byte_level_alphabet as byte_level_alphabet
 
 FAST = "tokenizer.json"
 REPLACEMENT = "\ufffd"
-MARK = "\ue000"
-"""A private-use character. It marks the end of a continued message while the template is rendered."""
 ALLOW = "--allow-special-tokens-in-content"
 MOST_SETTINGS = 16 << 20
 """Largest tokenizer_config.json in bytes. Real ones have less than one MB, with thousands of added tokens."""
@@ -35,6 +33,7 @@ class Tokenizer:
     chat_template: a file with a Jinja template, used in place of the checkpoint's own.
     special_tokens_in_content: whether special tokens in messages mean what they mean in the template. Else
     they are text. limits: of the template, which runs in processes of its own. They end with this object.
+    with_template: False where no conversation will be formatted; then no process is started.
     Raises CheckpointError if tokenizer.json is missing or damaged, or the template cannot be compiled. Known
     tokenizers are also read from tiktoken's ranks (`tiktoken_model`).
     """
@@ -46,6 +45,7 @@ class Tokenizer:
         *,
         special_tokens_in_content: bool = False,
         limits: Limits = Limits(),
+        with_template: bool = True,
     ) -> None:
         settings_file = path / "tokenizer_config.json"
         self._settings = _read_settings(settings_file) if settings_file.is_file() else {}
@@ -56,9 +56,9 @@ class Tokenizer:
         self._anchor_text = self.decode(self._anchor)
         self._bos = self._missing_bos()
         added = self._tokenizer.get_added_tokens_decoder().items()
-        self.special_tokens = {number: token.content for number, token in added if token.special}
-        """Id -> text of the special tokens, which a decoded text can leave out."""
-        self._special = content.SpecialTokens(self.special_tokens.values())
+        self.special_tokens = {token.content: number for number, token in added if token.special}
+        """Text -> id. Models are trained on what they stand for, which is no text."""
+        self._special = content.SpecialTokens(list(self.special_tokens))
         unknown = {self._special_tokens().get("unk_token"), getattr(self._tokenizer.model, "unk_token", None)}
         self._normalized = {
             number: token.content
@@ -68,7 +68,7 @@ class Tokenizer:
         """Id -> text of the special tokens that the tokenizer looks for in normalized text."""
         self._special_in_content = special_tokens_in_content
         self._loading_literal = Lock()
-        source, where = self._find_template(path, chat_template)
+        source, where = self._find_template(path, chat_template) if with_template else (None, path)
         self.chat_template: str | None = source
         """The source of the chat template."""
         self._template = None if source is None else _started(source, where, limits)
@@ -102,7 +102,18 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for. They may be a part of a character."""
-        text = self.token(token_id)
+        return self._bytes_of(token_id, self.token(token_id))
+
+    def all_bytes(self) -> list[bytes]:
+        """The bytes of every token, by id."""
+        pairs = [[*self._anchor, number] for number in range(self.vocab_size)]
+        texts = self._tokenizer.decode_batch(pairs, skip_special_tokens=False)
+        return [
+            self._bytes_of(number, text.removeprefix(self._anchor_text)) for number, text in enumerate(texts)
+        ]
+
+    def _bytes_of(self, token_id: int, text: str) -> bytes:
+        """The bytes of a token that decodes to `text` inside a longer text."""
         if REPLACEMENT not in text:
             return text.encode()
         piece = self._tokenizer.id_to_token(token_id) or ""
@@ -201,7 +212,7 @@ class Tokenizer:
         for name in variables:
             if name in own:
                 raise RequestError(f"chat_template_kwargs: {name!r} cannot be set", "chat_template_kwargs")
-        messages = _marked(plain) if continue_final_message else plain
+        messages = continuation.marked(plain) if continue_final_message else plain
         try:
             # transformers always sets tools and documents
             text = self._template.render(
@@ -211,7 +222,7 @@ class Tokenizer:
             does = f"refuses them: {error}" if error.refused else str(error)
             code = "context_length_exceeded" if error.too_long and most is not None else None
             raise RequestError(f"messages: the chat template {does}", "messages", code) from error
-        return _cut_at_mark(text) if continue_final_message else text
+        return continuation.cut_at_mark(text) if continue_final_message else text
 
     def _unwritten(self, ids: Sequence[int], text: str) -> str | None:
         """A special token in `ids` that is not written in `text`, or None.
@@ -360,25 +371,6 @@ def _text_of(content: object) -> str:
         allowed = 'a text, or a list of {"type": "text", "text": ...}'
         raise RequestError(f"messages: content: got {wrong!r}; allowed: {allowed}", "messages")
     return "\n".join(text for text in texts if text is not None)
-
-
-def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """`messages` with MARK and a space added to the last one's content.
-
-    The space shows whether the template trims contents: then it is gone.
-    """
-    content = messages[-1].get("content") if messages else None
-    if not isinstance(content, str) or not content.strip():
-        raise RequestError("messages: the last message has no content to continue", "messages")
-    return [*messages[:-1], {**messages[-1], "content": f"{content}{MARK} "}]
-
-
-def _cut_at_mark(text: str) -> str:
-    """`text` up to the end of the last message's content, which the model then continues."""
-    before, found, after = text.rpartition(MARK)
-    if not found:
-        raise RequestError("messages: the chat template leaves the last message out", "messages")
-    return before if after.startswith(" ") else before.rstrip()
 
 
 def _read_settings(file: Path) -> dict[str, Any]:

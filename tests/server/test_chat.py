@@ -144,7 +144,7 @@ def test_an_answer_can_be_sent_back_as_it_came(live: Live) -> None:
         ({"tool_choice": "auto"}, "tool_choice", "only with tools"),
         ({"tool_choice": "any"}, "tool_choice", "'required'"),
         ({"reasoning_effort": "most"}, "reasoning_effort", "'none', 'minimal'"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "response_format.type"),
+        ({"response_format": {"type": "yaml"}}, "response_format", "response_format.type"),
         ({"functions": [{}]}, "functions", "not supported"),
         ({"modalities": ["audio"]}, "modalities", "modalities[0]"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "cannot be set"),

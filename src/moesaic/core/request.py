@@ -8,11 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moesaic.core.errors import RequestError
+from moesaic.core.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 SEED_LIMIT = 2**63
 NO_TOKEN = -1
 """In place of a token id: the model's logits were not finite, so there was none to sample."""
+NOT_ALLOWED = -2
+"""In place of a token id: the request's structured output and its other parameters allow no token."""
 
 
 class FinishReason(enum.Enum):
@@ -26,6 +29,8 @@ class FinishReason(enum.Enum):
     """The client or a shutdown cancelled the request."""
     ERROR = "error"
     """The model's logits were not finite. What the request generated before is valid."""
+    NOT_ALLOWED = "not_allowed"
+    """The structured output and the other parameters of the request allowed no token."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ class SamplingParams:
     """As `logprobs`, for the tokens of the prompt. Such a request uses no cached prefix."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the answer must have. A mapping of its fields is accepted too."""
 
     def __post_init__(self) -> None:
         # Lists and None are accepted. Tuples are stored, so that equal parameters compare equal.
@@ -85,6 +92,7 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}: got {getattr(self, name)!r}; allowed: True, False", name)
+        object.__setattr__(self, "structured_outputs", _form(self.structured_outputs))
         _integer("n", self.n, 1, 128)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, None)
@@ -139,6 +147,15 @@ def _mapping(name: str, values: Any) -> Mapping[Any, Any]:
     return values or {}
 
 
+def _form(value: object) -> StructuredOutputsParams | None:
+    if isinstance(value, Mapping):
+        return StructuredOutputsParams.of(value)
+    if isinstance(value, StructuredOutputsParams | None):
+        return value
+    name = "structured_outputs"
+    raise RequestError(f"{name}: got {value!r}; allowed: StructuredOutputsParams", name)
+
+
 def _wrap(seed: int) -> int:
     """`seed` wrapped into the signed 64-bit range."""
     return (seed + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
@@ -181,6 +198,8 @@ class Request:
     """The model's end-of-sequence ids."""
     arrival: float = 0.0
     """Seconds on the engine's monotonic clock."""
+    grammar: str = ""
+    """llguidance's grammar of the whole answer. Empty: any text is allowed."""
 
     @property
     def stop_ids(self) -> frozenset[int]:

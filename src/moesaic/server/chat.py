@@ -30,6 +30,7 @@ from moesaic.server.responses import (
 )
 from moesaic.server.sampling import chat_params
 from moesaic.server.service import Service, Serving
+from moesaic.server.structured import require_grammar
 from moesaic.server.tools import callable_tools
 from moesaic.server.usage import Tally
 
@@ -48,6 +49,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
     require_few_entries(body, body.n or 1)
     tools = callable_tools(body, service.formats)
     params = chat_params(body, service)
+    await require_grammar(params, body, service)
     prompt = await unless_disconnected(request.receive, chat_prompt(body.messages, body, service))
     if prompt is None:
         return Response(status_code=CLIENT_GONE)

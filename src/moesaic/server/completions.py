@@ -29,6 +29,7 @@ from moesaic.server.responses import (
 )
 from moesaic.server.sampling import completion_params
 from moesaic.server.service import Service, Serving
+from moesaic.server.structured import require_grammar
 from moesaic.server.usage import Tally
 
 router = APIRouter(route_class=StrictJsonRoute)
@@ -47,6 +48,7 @@ async def create_completion(body: CompletionRequest, request: Request, service: 
     prompts = await completion_prompts(body, service)
     _require_few_scores(body, prompts)
     jobs = [(p.token_ids, completion_params(body, len(p.token_ids), service)) for p in prompts]
+    await require_grammar(jobs[0][1], body, service)
     reply = _Reply(body, prompts, service)
     source = service.engine.open(jobs)
     if body.stream:

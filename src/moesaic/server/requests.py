@@ -44,6 +44,52 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+class StructuredOutputs(Body):
+    """The form of the answer: exactly one of json to structural_tag (vLLM)."""
+
+    json_schema: str | dict[str, Any] | None = Field(None, alias="json")
+    """A JSON Schema."""
+    regex: str | None = None
+    choice: Annotated[list[str], FIRST] | None = None
+    grammar: str | None = None
+    """Lark with llguidance's additions, or llama.cpp's GBNF."""
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+
+
+class JsonSchemaFormat(Body):
+    """The schema of a response_format, with a name."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    """None: any JSON object."""
+    strict: bool | None = Field(None, description=Ignored)
+
+
+class TaggedStructure(Body):
+    """What stands between a begin and an end."""
+
+    begin: str
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    end: str
+
+
+class ResponseFormat(Body):
+    """The form of the answer, in OpenAI's words."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    structures: Annotated[list[TaggedStructure], FIRST] | None = None
+    triggers: Annotated[list[str], FIRST] | None = None
+
+
+OLD = "The older name of the field in structured_outputs."
+
+
 class GenerationRequest(Body):
     """Fields that completions and chats share."""
 
@@ -64,6 +110,15 @@ class GenerationRequest(Body):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = Field(None, description=OLD)
+    guided_regex: str | None = Field(None, description=OLD)
+    guided_choice: Annotated[list[str], FIRST] | None = Field(None, description=OLD)
+    guided_grammar: str | None = Field(None, description=OLD)
+    guided_json_object: bool | None = Field(None, description=OLD)
+    guided_whitespace_pattern: str | None = Field(None, description=OLD)
+    guided_decoding_backend: str | None = Field(None, description=Ignored)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description=Ignored)
@@ -106,12 +161,6 @@ class TextPart(Body):
     text: str
 
 
-class ResponseFormat(Body):
-    """The format of the answer. Only free text is supported."""
-
-    type: Literal["text"]
-
-
 class Function(Body):
     """A function that the model may call."""
 
@@ -145,7 +194,7 @@ class ToolChoice(Body):
 class CalledFunction(Body):
     """A function that an earlier answer called."""
 
-    name: FunctionName
+    name: Text
     arguments: str
     """JSON. The template gets an object, or this text if it is none."""
 
@@ -203,7 +252,6 @@ class ChatRequest(GenerationRequest, TemplateOptions):
     """The older name of max_completion_tokens, which takes precedence."""
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
-    response_format: ResponseFormat | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     """False: only the first call of an answer is returned."""

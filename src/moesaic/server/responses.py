@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel
 from starlette.responses import Response
 
-FinishReasonName = Literal["stop", "length", "abort", "error"]
+FinishReasonName = Literal["stop", "length", "abort", "error", "not_allowed"]
 ChatFinishReason = FinishReasonName | Literal["tool_calls"]
 
 

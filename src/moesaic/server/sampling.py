@@ -8,6 +8,7 @@ from moesaic.core.errors import RequestError
 from moesaic.core.request import SamplingParams
 from moesaic.server.requests import ChatRequest, CompletionRequest, GenerationRequest
 from moesaic.server.service import Service
+from moesaic.server.structured import structured_outputs
 
 COMPLETION_TOKENS = 16
 """OpenAI's default length of a completion."""
@@ -52,4 +53,9 @@ def _params(body: GenerationRequest, service: Service, **chosen: Any) -> Samplin
     given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
-    return SamplingParams(**{**service.default_sampling, **given, **chosen}, stop=stop, logit_bias=bias)
+    return SamplingParams(
+        **{**service.default_sampling, **given, **chosen},
+        stop=stop,
+        logit_bias=bias,
+        structured_outputs=structured_outputs(body),
+    )

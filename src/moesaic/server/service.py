@@ -30,6 +30,7 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     chat_template: str | None
+    special_tokens: dict[str, int]
 
     @property
     def longest_token(self) -> int: ...
