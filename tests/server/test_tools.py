@@ -189,6 +189,66 @@ def test_an_agent_calls_two_tools_in_turn(live: Live) -> None:
     assert f"[tool]2 days of sun in Bern{answers[1].tool_calls[0].id}" in prompt
 
 
+def test_a_call_can_be_forced(live: Live) -> None:
+    for choice, names in (
+        ("required", {"get_weather", "now"}),
+        ({"type": "function", "function": {"name": "now"}}, {"now"}),
+        ("auto", set()),
+    ):
+        answer = create(live, NOW, tool_choice=choice).choices[0]
+        assert answer.message.tool_calls[0].function.name == "now" and answer.finish_reason == "tool_calls"
+        grammar = live.worker.seen[-1].grammar
+        assert {name for name in ("get_weather", "now") if name in grammar} == names
+    create(live, NOW, tool_choice="required")
+    several = live.worker.seen[-1].grammar
+    create(live, NOW, tool_choice="required", parallel_tool_calls=False)
+    assert several.count("*") == live.worker.seen[-1].grammar.count("*") + 1
+
+
+def test_a_form_comes_after_the_reasoning(live: Live, serving: Callable[..., Live]) -> None:
+    form = {"type": "json_object"}
+    message = create(live, "<think>So.</think>{}", response_format=form).choices[0].message
+    assert (message.content, message.reasoning) == ("{}", "So.")
+    assert "@form" in live.worker.seen[-1].grammar
+    other = serving(tool_call_parser="none", reasoning_parser="none")
+    create(other, "{}", response_format=form, tools=openai.NOT_GIVEN)
+    assert "@form" not in other.worker.seen[-1].grammar
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "says"),
+    [
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice",
+            "'get_weather', 'now'",
+        ),
+        (
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice",
+            "allowed with",
+        ),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"unevaluatedProperties": False}},
+                    }
+                ],
+            },
+            "tools",
+            "tools: .*unevaluatedProperties",
+        ),
+    ],
+)
+def test_what_cannot_be_forced_is_named(live: Live, options: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=says) as caught:
+        create(live, NOW, **options)
+    assert caught.value.param == param
+
+
 def test_results_may_be_text_parts(live: Live) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     calls = [{"id": "c", "type": "function", "function": {"name": "now", "arguments": ""}}]

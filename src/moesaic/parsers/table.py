@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from moesaic.core.errors import ConfigError
 from moesaic.parsers.answer import AnswerParser, Tags
 from moesaic.parsers.calls import CallParser
+from moesaic.parsers.grammar import after_reasoning, grammar_of
 from moesaic.parsers.harmony import Harmony
 from moesaic.parsers.json_calls import Hermes, Mistral
 from moesaic.parsers.tagged_calls import Glm, MiniMaxM2, Qwen3Coder
@@ -105,6 +106,17 @@ class Formats:
         calls, tags = self._calls(tools), self.tags
         found = () if calls is None else (*calls.marks, *calls.further)
         return frozenset((*found, *(() if tags is None else (tags.open, tags.close))))
+
+    def forced(self, tools: Tools, inside: bool, parallel: bool, special: Mapping[str, int]) -> str:
+        """The grammar of an answer that calls at least one of `tools`. Others: see grammar_of."""
+        parser = CALLS[self.calls or ""]
+        tags = self.tags
+        return grammar_of(parser, tools, parallel=parallel, tags=tags, inside=inside, special=special)
+
+    def after_reasoning(self, inside: bool, special: Mapping[str, int]) -> str:
+        """The grammar of an answer with @form after its reasoning; empty if it has none."""
+        channels = self.reasoning == "openai_gptoss"
+        return after_reasoning(self.tags, inside=inside, channels=channels, special=special)
 
     def _calls(self, tools: Tools | None) -> CallParser | None:
         in_channels = self.reasoning == "openai_gptoss"

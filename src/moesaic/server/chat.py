@@ -31,7 +31,7 @@ from moesaic.server.responses import (
 from moesaic.server.sampling import chat_params
 from moesaic.server.service import Service, Serving
 from moesaic.server.structured import require_grammar
-from moesaic.server.tools import callable_tools
+from moesaic.server.tools import callable_tools, with_grammar
 from moesaic.server.usage import Tally
 
 router = APIRouter(route_class=StrictJsonRoute)
@@ -60,6 +60,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
         parallel=body.parallel_tool_calls is not False,
         include_reasoning=body.include_reasoning is not False,
     )
+    params = await with_grammar(params, body, reading, service)
     reply = _Reply(body, len(prompt), service, reading)
     source = _open(service, prompt, params, not body.continue_final_message, service.formats.marks(tools))
     if body.stream:

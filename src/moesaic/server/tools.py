@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from moesaic.core.errors import RequestError
+from moesaic.core.request import SamplingParams
+from moesaic.core.structured import StructuredOutputsParams
 from moesaic.parsers.table import Formats
 from moesaic.parsers.values import Tools
-from moesaic.server.requests import ChatRequest, Message, TemplateOptions, Tool, ToolCall
+from moesaic.server.answers import Reading
+from moesaic.server.requests import ChatRequest, Message, TemplateOptions, Tool, ToolCall, ToolChoice
+from moesaic.server.service import Service
+from moesaic.server.structured import named
+from moesaic.structured.grammar import check
 
 
 def callable_tools(body: ChatRequest, formats: Formats) -> Tools | None:
@@ -31,10 +38,41 @@ def callable_tools(body: ChatRequest, formats: Formats) -> Tools | None:
         what = "it is not known how this model writes calls"
         allowed = "a server with --tool-call-parser NAME, or tool_choice 'none'"
         raise RequestError(f"tools: {what}; allowed: {allowed}", "tools")
-    if choice not in (None, "auto"):
-        shown = choice if isinstance(choice, str) else choice.model_dump(mode="json")
-        raise RequestError(f"tool_choice: got {shown!r}; allowed: 'auto', 'none'", "tool_choice")
+    names = [tool.function.name for tool in body.tools]
+    if isinstance(choice, ToolChoice) and choice.function.name not in names:
+        allowed = ", ".join(map(repr, names))
+        raise RequestError(f"tool_choice: got {choice.function.name!r}; allowed: {allowed}", "tool_choice")
     return dumped(body.tools)
+
+
+async def with_grammar(
+    params: SamplingParams, body: ChatRequest, reading: Reading, service: Service
+) -> SamplingParams:
+    """`params` with the grammar of a forced call, or with reasoning before the form of the answer.
+
+    Raises RequestError for a schema that cannot be forced, and OverloadedError.
+    """
+    form, special, formats = params.structured_outputs, service.tokenizer.special_tokens, reading.formats
+    if body.tool_choice in (None, "auto", "none"):
+        around = "" if form is None else formats.after_reasoning(reading.inside, special)
+        return replace(params, structured_outputs=replace(form, around=around)) if form and around else params
+    if form is not None:
+        raise RequestError(
+            "tool_choice: 'auto' and 'none' are allowed with a structured output", "tool_choice"
+        )
+    tools = reading.tools or ()
+    if isinstance(body.tool_choice, ToolChoice):
+        name = body.tool_choice.function.name
+        tools = tuple(tool for tool in tools if tool["function"]["name"] == name)[:1]
+
+    def work() -> StructuredOutputsParams:
+        grammar = formats.forced(tools, reading.inside, reading.parallel, special)
+        with named("tools"):
+            found = StructuredOutputsParams(grammar=grammar)
+            check(found, special)
+        return found
+
+    return replace(params, structured_outputs=await service.text_threads.run(work))
 
 
 def dumped(tools: Sequence[Tool]) -> Tools:
