@@ -249,6 +249,27 @@ def test_what_cannot_be_forced_is_named(live: Live, options: dict[str, Any], par
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("depth", [90, 120, 900])
+def test_what_is_nested_deeply_is_named(live: Live, depth: int) -> None:
+    deep: Any = json.loads('{"a":' * depth + "1" + "}" * depth)
+    calls = [{"id": "c", "type": "function", "function": {"name": "now", "arguments": json.dumps(deep)}}]
+    messages = [*ASK, {"role": "assistant", "tool_calls": calls}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
+    for options, field in (
+        ({"tools": tools}, "tools"),
+        ({"tools": tools, "tool_choice": "required"}, "tools"),
+        ({"messages": messages}, "messages"),
+    ):
+        body = {"messages": ASK, "chat_template_kwargs": {"replies": ["ok"]}, **options}
+        answer = live.post("/v1/chat/completions", **body)
+        if depth == 90:
+            assert answer.status_code in (200, 400)
+        else:
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, field)
+            assert "nested more than 100 levels deep" in error["message"]
+
+
 def test_results_may_be_text_parts(live: Live) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     calls = [{"id": "c", "type": "function", "function": {"name": "now", "arguments": ""}}]

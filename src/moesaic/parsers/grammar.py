@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from moesaic.core.structured import WHITESPACE
+from moesaic.core.errors import RequestError
+from moesaic.core.structured import MOST_CHARACTERS, WHITESPACE
 from moesaic.parsers.answer import Tags
 from moesaic.parsers.calls import CallParser
 from moesaic.parsers.harmony import Harmony
@@ -32,10 +33,15 @@ class Grammar:
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
         self._rules = ["%llguidance {}"]
+        self._size = 0
         self._marks = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
 
     def rule(self, body: str, form: str = "") -> str:
-        """Add a rule and return its name."""
+        """Add a rule and return its name. Raises RequestError for a grammar that is too large."""
+        self._size += len(body)
+        if self._size > MOST_CHARACTERS:
+            what = f"the grammar of their schemas has more than {MOST_CHARACTERS} characters"
+            raise RequestError(f"tools: {what}", "tools")
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{form}: {body}")
         return name

@@ -17,8 +17,6 @@ _TYPES: dict[type, tuple[str, ...]] = {
     dict: ("object",),
     type(None): ("null",),
 }
-_DEEPEST = 8
-"""Maximum number of schemas inside of one another that are looked at for a type."""
 
 
 def parameters_of(tools: Tools, name: str) -> Mapping[str, Any]:
@@ -32,8 +30,19 @@ def parameters_of(tools: Tools, name: str) -> Mapping[str, Any]:
 
 def types_of(parameters: Mapping[str, Any], key: str) -> frozenset[str]:
     """The JSON types that the schema allows for argument `key`. Empty if it does not say."""
-    schema = _mapping(parameters.get("properties")).get(key)
-    return frozenset(_types(schema, parameters, _DEEPEST))
+    left = [_mapping(parameters.get("properties")).get(key)]
+    found, followed = set[str](), set[str]()
+    while left:
+        schema = _mapping(left.pop())
+        own = _own_types(schema)
+        found |= own
+        if not own:
+            left += [each for name in ("anyOf", "oneOf", "allOf") for each in _list(schema.get(name))]
+        path = schema.get("$ref")
+        if isinstance(path, str) and path not in followed:
+            followed.add(path)
+            left.append(_referred(path, parameters))
+    return frozenset(found)
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
@@ -56,28 +65,20 @@ def json_of(text: str, types: frozenset[str]) -> str:
     return stripped
 
 
-def _types(schema: object, root: Mapping[str, Any], deepest: int) -> set[str]:
-    if not isinstance(schema, Mapping) or not deepest:
-        return set()
+def _own_types(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a schema names itself, or that its values have."""
     named = schema.get("type")
     if isinstance(named, str):
         return {named}
     if isinstance(named, list):
         return {each for each in named if isinstance(each, str)}
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else []
-    values = [*values, *([schema["const"]] if "const" in schema else [])]
-    found = {_TYPES[type(value)][0] for value in values if type(value) in _TYPES}
-    inner = [each for name in ("anyOf", "oneOf", "allOf") for each in _list(schema.get(name))]
-    if "$ref" in schema:
-        inner.append(_referred(schema["$ref"], root))
-    for each in inner:
-        found |= _types(each, root, deepest - 1)
-    return found
+    values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+    return {_TYPES[type(value)][0] for value in values if type(value) in _TYPES}
 
 
-def _referred(path: object, root: Mapping[str, Any]) -> object:
+def _referred(path: str, root: Mapping[str, Any]) -> object:
     """What `#/$defs/name` leads to in the schema; None if there is nothing."""
-    if not isinstance(path, str) or not path.startswith("#/"):
+    if not path.startswith("#/"):
         return None
     found: object = root
     for step in path[2:].split("/"):

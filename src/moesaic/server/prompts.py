@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moesaic.core.errors import RequestError
+from moesaic.parsers.table import Formats
 from moesaic.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -76,8 +77,7 @@ async def chat_prompt(
         if name in taken:
             raise RequestError(f"chat_template_kwargs: {name!r} cannot be set here", "chat_template_kwargs")
     require_roles(messages)
-    plain = [_plain(message) for message in messages]
-    size = sum(len(message["content"]) for message in plain)
+    size = sum(len(_plain(message)["content"]) for message in messages)
     most = (
         require_length(size, service, "messages") if any_length else _require_short(size, service, "messages")
     )
@@ -85,10 +85,7 @@ async def chat_prompt(
     def render() -> list[int]:
         service.engine.require_serving()  # this conversation may have waited for its turn
         return tokenizer.chat(
-            [
-                one | further_fields(message, service.formats)
-                for one, message in zip(plain, messages, strict=True)
-            ],
+            plain_messages(messages, service.formats),
             add_generation_prompt=options.add_generation_prompt is not False,
             continue_final_message=bool(options.continue_final_message),
             most_characters=most,
@@ -104,6 +101,11 @@ def require_few_entries(body: GenerationRequest, completions: int) -> None:
         if completions * len(entries or ()) > MOST_ENTRIES:
             what = f"{len(entries or ())} entries for each of {completions} completions"
             raise RequestError(f"{name}: got {what}; allowed: at most {MOST_ENTRIES} in all", name)
+
+
+def plain_messages(messages: Sequence[Message], formats: Formats) -> list[dict[str, Any]]:
+    """The messages as chat templates expect them, with earlier calls and their results."""
+    return [_plain(message) | further_fields(message, formats) for message in messages]
 
 
 def opens_reasoning(prompt: Sequence[int], body: ChatRequest, service: Service) -> bool:

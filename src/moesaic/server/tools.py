@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,9 @@ from moesaic.server.requests import ChatRequest, Message, TemplateOptions, Tool,
 from moesaic.server.service import Service
 from moesaic.server.structured import named
 from moesaic.structured.grammar import check
+
+DEEPEST = 100
+"""Maximum depth of lists and objects inside of one another, in schemas and in arguments."""
 
 
 def callable_tools(body: ChatRequest, formats: Formats) -> Tools | None:
@@ -81,7 +84,12 @@ def dumped(tools: Sequence[Tool]) -> Tools:
 
 
 def variables_of(options: TemplateOptions) -> dict[str, Any]:
-    """The variables of the chat template that a request sets. chat_template_kwargs take precedence."""
+    """The variables of the chat template that a request sets. chat_template_kwargs take precedence.
+
+    Raises RequestError for a schema that is nested too deeply.
+    """
+    for number, tool in enumerate(options.tools or ()):
+        _require_shallow(tool.function.parameters, f"tools[{number}].function.parameters", "tools")
     found: dict[str, Any] = {} if options.tools is None else {"tools": list(dumped(options.tools))}
     if options.reasoning_effort is not None:
         found["reasoning_effort"] = options.reasoning_effort
@@ -105,7 +113,10 @@ def require_roles(messages: Sequence[Message]) -> None:
 
 
 def further_fields(message: Message, formats: Formats) -> dict[str, Any]:
-    """The fields of a message beside role, content and name, as chat templates expect them."""
+    """The fields of a message beside role, content and name, as chat templates expect them.
+
+    Raises RequestError for arguments that are nested too deeply.
+    """
     found: dict[str, Any] = {}
     if message.tool_call_id is not None:
         found["tool_call_id"] = message.tool_call_id
@@ -132,4 +143,20 @@ def _object(text: str) -> str | Mapping[str, Any]:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):
         return text
+    _require_shallow(found, "messages: the arguments of a call", "messages")
     return found if isinstance(found, dict) else text
+
+
+def _require_shallow(value: object, what: str, field: str) -> None:
+    """Raise RequestError if `value` has too many lists and objects inside of one another."""
+    level, depth = [value], 0
+    while level := [each for one in level for each in _inner(one)]:
+        depth += 1
+        if depth > DEEPEST:
+            raise RequestError(f"{what}: nested more than {DEEPEST} levels deep", field)
+
+
+def _inner(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
