@@ -58,11 +58,11 @@ TOOLS: Any = [
 
 
 @contextlib.contextmanager
-def client_of(*flags: str, model: str = "demo") -> Iterator[openai.OpenAI]:
+def client_of(*flags: str, model: str = "demo") -> Iterator[tuple[openai.OpenAI, dict[str, Any]]]:
     server = start(*flags, model=model)
     try:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            yield client
+            yield client, server.info
     finally:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 0
@@ -78,7 +78,8 @@ def test_an_agent_and_a_model_that_calls_two_tools(tmp_path: Path) -> None:
     tools = {"now": lambda: "noon", "get_weather": lambda city: f"sunny in {city}"}
     messages: list[Any] = [{"role": "user", "content": "How is the weather?"}]
     answers: list[Any] = []
-    with client_of("--served-model-name", "m", model=str(tmp_path)) as client:
+    with client_of("--served-model-name", "m", model=str(tmp_path)) as (client, info):
+        assert (info["tool_call_parser"], info["reasoning_parser"]) == ("hermes", "qwen3")
         while not answers or answers[-1].finish_reason == "tool_calls":
             options: Any = {"model": "m", "messages": messages, "tools": TOOLS, "temperature": 0}
             answers.append(client.chat.completions.create(**options).choices[0])
@@ -104,7 +105,8 @@ def test_a_small_model_is_forced_to_call(tmp_path: Path) -> None:
     """The demo model has never seen a call. What forces it is the grammar."""
     file = tmp_path / "template.jinja"
     file.write_text(f"{TEMPLATE}{{# <tool_call> <function= #}}")
-    with client_of("--chat-template", str(file), "--reasoning-parser", "none") as client:
+    with client_of("--chat-template", str(file), "--reasoning-parser", "none") as (client, info):
+        assert (info["tool_call_parser"], info["reasoning_parser"]) == ("qwen3_coder", None)
         options: Any = {"tools": TOOLS, "parallel_tool_calls": False, "seed": 1, "max_tokens": 400}
         answers = client.chat.completions.create(
             model="demo",

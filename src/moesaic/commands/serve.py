@@ -19,7 +19,7 @@ from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.errors import EngineDeadError
 from moesaic.core.messages import Message
 from moesaic.launch import Launched, launch
-from moesaic.parsers.table import check_names
+from moesaic.parsers.table import check_names, formats_of
 from moesaic.server.hosts import Hosts, is_loopback
 from moesaic.server.listener import bind
 from moesaic.trace.options import RecordConfig
@@ -124,7 +124,9 @@ def _serve(
 
     host, port = listener.getsockname()[:2]
     new_key = secrets.token_hex(24) if launched.supervisor and server.admin_key is None else None
-    with Announcer(name, host, port, as_json, reported(launched), new_key) as announcer:
+    template = launched.engine.tokenizer.chat_template
+    formats = formats_of(template, server.tool_call_parser, server.reasoning_parser)
+    with Announcer(name, host, port, as_json, formats, reported(launched), new_key) as announcer:
         connection = Observed(launched.connection, announcer.observe)
         engine = AsyncEngine(launched.engine, connection, how_it_ended=launched.how_it_ended)
         service = Service(
