@@ -52,6 +52,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "models.fingerprint",  # whether a server that joins has the same checkpoint
     ),
     "templates": ("config", "core"),
+    "parsers": ("core",),  # answers of models: pure, text in and events out
     "tiktoken_model": ("core",),
     "tokenizer": ("core", "templates", "tiktoken_model"),
     "detokenizer": ("tokenizer",),
@@ -64,7 +65,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("bad_words", "core", "detokenizer", "stop_strings", "structured.grammar", "tokenizer"),
         "transport.base",
     ),
-    "server": ("config", "core", "engine", "structured.grammar"),
+    "server": ("config", "core", "engine", "parsers", "structured.grammar"),
     "client": ("core",),
     "bench": ("client", "config", "core", "llm", "trace.parts"),
     # the stages of a worker's step, layer by layer, beside another implementation
@@ -78,7 +79,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     # the HTTP API's own code in this process, in front of a worker; how long a file's requests are
     "batch": (
         *("", "client", "cluster", "config", "core", "engine", "launch", "models.files", "planning"),
-        *("server", "tokenizer"),
+        *("parsers.table", "server", "tokenizer"),
     ),
     # the engine in this process, and what its gates chose
     "profiling": (
@@ -103,7 +104,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "commands": (
         *("", "batch", "bench", "client", "config", "core", "experts.join", "kernels.table", "launch"),
-        *("models.compressing", "models.files", "planning", "tokenizer"),
+        *("models.compressing", "models.files", "parsers.table", "planning", "tokenizer"),
         *("cost", "hardware", "papers", "policy.offloading", "policy.placement", "profiling"),
         *("runtime.machine", "server", "verify"),
         # what the loader says about a model before it is loaded
@@ -152,7 +153,7 @@ PUBLIC = ("", "testing")
 SUBJECTS = ("scheduling", "placement", "offloading", "fleet")
 """Of policy. None of them imports another."""
 
-PURE_ROOMS = ("core", "cost", "policy")
+PURE_ROOMS = ("core", "cost", "policy", "parsers")
 IMPURE = (
     *("torch", "asyncio", "threading", "multiprocessing", "concurrent", "socket", "selectors", "subprocess"),
     *("time", "os", "queue", "secrets"),

@@ -159,6 +159,18 @@ def test_the_help_shows_short_flags(
         ("serv demo", 'Did you mean "serve"?'),
         ("serve no/such/model/here", "model: got 'no/such/model/here'; allowed: "),
         ("serve demo --chat-template nowhere.jinja", "--chat-template: got 'nowhere.jinja'; allowed: a file"),
+        (
+            "serve demo --tool-call-parser llama",
+            "--tool-call-parser: got 'llama'; allowed: auto, none, hermes",
+        ),
+        (
+            "serve demo --reasoning-parser no",
+            "--reasoning-parser: got 'no'; allowed: auto, none, deepseek_r1",
+        ),
+        (
+            "run-batch -i x -o y --model demo --tool-call-parser l",
+            "--tool-call-parser: got 'l'; allowed: auto",
+        ),
         ("run-batch -o x --model demo", "--input-file: got nothing"),
         ("run-batch -i nowhere -o x --model demo", "--input-file: got 'nowhere'; allowed: an existing"),
         ("serve demo --autoscale 1:2", "--expert-servers: got 0; allowed: at least 1 with --autoscale"),

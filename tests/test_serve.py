@@ -42,8 +42,9 @@ class Server:
         return {name.replace('model_name="demo"', ""): float(value) for name, value in pairs}
 
 
-def start(*flags: str) -> Server:
-    process = subprocess.Popen([*COMMAND, *flags, "--json"], stdout=subprocess.PIPE, text=True)
+def start(*flags: str, model: str = "demo") -> Server:
+    command = [model if part == "demo" else part for part in COMMAND]
+    process = subprocess.Popen([*command, *flags, "--json"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
         return Server(process, json.loads(line))

@@ -100,6 +100,21 @@ def test_special_tokens_are_hidden_unless_asked_for(tmp_path: Path) -> None:
     assert "".join(shown.push([token]) for token in ids) == "ab<end>"
 
 
+def test_special_tokens_can_be_kept_one_by_one(tmp_path: Path) -> None:
+    byte_tokenizer(tmp_path, ["<end>", "<call>"])
+    tokenizer = Tokenizer(tmp_path)
+    ids = [*tokenizer.encode("a"), 257, 256, *tokenizer.encode("\u20ac"), 256, 257]
+    for kept, text in (
+        (["<call>", "b"], "a<call>\u20ac<call>"),
+        (["<end>"], "a<end>\u20ac<end>"),
+        ([], "a\u20ac"),
+    ):
+        decoder = IncrementalDecoder(tokenizer, kept=kept)
+        assert "".join([*map(decoder.push, ([token] for token in ids)), decoder.finish()]) == text
+    shown = IncrementalDecoder(tokenizer, skip_special_tokens=False, kept=["<call>"])
+    assert shown.push(ids) == "a<call><end>\u20ac<end><call>"
+
+
 def test_hidden_tokens_without_end_cost_no_more(tmp_path: Path) -> None:
     byte_tokenizer(tmp_path, ["<end>"])
     decoder = IncrementalDecoder(Tokenizer(tmp_path))

@@ -7,7 +7,7 @@ HTTP server and the `LLM` class use the same object.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from moesaic.bad_words import BadWords, check_some_token_is_left
@@ -111,10 +111,18 @@ class Engine:
     def stats(self) -> EngineStats:
         return EngineStats(unfinished=len(self._streams), worker=self._worker)
 
-    def submit(self, prompt_token_ids: list[int], params: SamplingParams, *, own_text: bool = False) -> int:
+    def submit(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        own_text: bool = False,
+        kept: Collection[str] = (),
+    ) -> int:
         """Send a prompt to the worker. Returns the id that its outputs carry.
 
         own_text: the answer is a text of its own, as in a chat, and does not continue the prompt's text.
+        kept: special tokens that are part of the text even where others are skipped.
         Raises RequestError, OverloadedError or EngineDeadError. In these cases nothing was sent.
         """
         info = self._require_worker()
@@ -142,7 +150,7 @@ class Engine:
             )
             self._next_id += 1
             before = () if own_text else prompt_token_ids
-            decoder = IncrementalDecoder(self.tokenizer, params.skip_special_tokens, before)
+            decoder = IncrementalDecoder(self.tokenizer, params.skip_special_tokens, before, kept)
             search = stops.search(params.include_stop_str_in_output)
             streams[request.request_id] = _Stream(request, group, index, decoder, search)
             requests.append(request)

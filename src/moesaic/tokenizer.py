@@ -69,7 +69,8 @@ class Tokenizer:
         self._special_in_content = special_tokens_in_content
         self._loading_literal = Lock()
         source, where = self._find_template(path, chat_template) if with_template else (None, path)
-        self.chat_template = source
+        self.chat_template: str | None = source
+        """The source of the chat template."""
         self._template = None if source is None else _started(source, where, limits)
 
     @cached_property

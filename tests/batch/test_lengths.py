@@ -62,6 +62,25 @@ def test_chats(tokenizer: Tokenizer, written: Any) -> None:
     assert survey(path, tokenizer, 100) == Job(2, 10, (90 + 6) // 2, 100)
 
 
+def test_chats_with_tools(tmp_path: Path, written: Any) -> None:
+    """The prompt has the tools, and the arguments of earlier calls as objects."""
+    template = (
+        "{{ tools | tojson }}{{ effort }}{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
+    )
+    byte_tokenizer(tmp_path, chat_template=template)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": "12345"}'}}]
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c", "content": "done"},
+    ]
+    body = {"tools": tools, "max_tokens": 7, "chat_template_kwargs": {"effort": "high"}}
+    path = written(line("a", "/v1/chat/completions", messages=messages, **body))
+    prompt = len(json.dumps(tools)) + len("high12345done")
+    assert survey(path, Tokenizer(tmp_path), LIMIT) == Job(1, prompt, 7, prompt + 7)
+
+
 def test_lines_that_will_be_refused_count_for_nothing(tokenizer: Tokenizer, written: Any) -> None:
     refused = [
         line("long", prompt="x" * LIMIT, max_tokens=1),

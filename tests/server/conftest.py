@@ -104,8 +104,11 @@ def launched(tokenizer: Tokenizer) -> Iterator[Launch]:
         cors: CorsConfig = CorsConfig(),
         other_names: tuple[str, ...] = (),
         tokenizer_info: bool = False,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        **sizes: int,
     ) -> Live:
-        """closed: as on an address that is no loopback address."""
+        """closed: as on an address that is no loopback address. sizes: see fake_worker.info."""
         front, worker = engine_and_worker(tokenizer, max_waiting=max_waiting, pace=pace)
         fields = UnknownFields(strict)
         service = Service(
@@ -116,6 +119,8 @@ def launched(tokenizer: Tokenizer) -> Iterator[Launch]:
             cluster=cluster,
             fields=fields,
             other_names=other_names,
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
         )
         paths = frozenset() if cluster is None else admin_paths(closed)
         access = Access(api_key, api_key or ADMIN_KEY, paths, hosts)
@@ -143,7 +148,7 @@ def launched(tokenizer: Tokenizer) -> Iterator[Launch]:
         worker.start()
         thread.start()
         if ready:
-            worker.ready()
+            worker.ready(**sizes)
             _until(lambda: live.get("/health").status_code == 200)
         return live
 

@@ -280,7 +280,7 @@ def test_of_many_wrong_items_one_is_looked_for() -> None:
 @pytest.mark.parametrize(
     ("message", "says"),
     [
-        ({"role": "tool", "content": "x", "tool_call_id": "c"}, "or 'assistant'"),
+        ({"role": "function", "content": "x", "name": "f"}, "or 'tool'"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "should be 'text'"),
     ],
 )

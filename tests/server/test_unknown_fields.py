@@ -87,7 +87,6 @@ UNKNOWN: dict[str, Any] = {
     "cache_salt": "s",
     "spaces_between_special_tokens": True,
     "vllm_xargs": None,
-    "include_reasoning": True,
     "use_beam_search": False,
     "length_penalty": 1.0,
     "lora_path": None,

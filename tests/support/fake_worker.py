@@ -131,7 +131,7 @@ class FakeWorker(threading.Thread):
                     self.running.pop(request_id, None)
 
     def _answer(self, request: Request) -> Iterator[int]:
-        prompt = self.tokenizer.decode(request.prompt_token_ids)
+        prompt = self.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
         if "say:" not in prompt:
             return itertools.cycle(byte_ids(ALPHABET.decode(), self.tokenizer))
         told = [*byte_ids(prompt.rpartition("say:")[2], self.tokenizer), EOS]

@@ -13,7 +13,11 @@ from typing import Any
 from moesaic.batch.lines import Job as Line
 from moesaic.batch.lines import Key, read
 from moesaic.core.errors import MoesaicError
+from moesaic.parsers.table import formats_of
 from moesaic.planning import Job
+from moesaic.server.prompts import plain_messages
+from moesaic.server.requests import ChatRequest
+from moesaic.server.tools import variables_of
 from moesaic.tokenizer import Tokenizer
 
 SAMPLED = 2000
@@ -24,7 +28,8 @@ UNLIMITED = 256
 """Tokens that a request without a limit is assumed to generate. It may generate up to --max-model-len."""
 COMPLETION = 16
 """The API's default limit of a completion."""
-
+_IN_PROMPT = ("messages", "tools", "reasoning_effort", "chat_template_kwargs")
+"""Fields of a chat on which its prompt depends."""
 
 NOTHING = Job(requests=1, prompt=1, generate=1, longest=2)
 """The job of a file whose lines will all be refused. A worker has to run to refuse them."""
@@ -78,7 +83,7 @@ def _lengths(line: Line, tokenizer: Tokenizer, limit: int) -> list[tuple[int, in
         asked = _asked(body)
         most = None if asked is None else int(asked)
         if "messages" in body:
-            default, found = UNLIMITED, [len(tokenizer.chat(body["messages"]))]
+            default, found = UNLIMITED, [_of_chat(body, tokenizer)]
         else:
             default, found = COMPLETION, [_tokens(one, tokenizer) for one in _prompts(body.get("prompt"))]
     except (MoesaicError, TypeError, ValueError, OverflowError):
@@ -86,6 +91,13 @@ def _lengths(line: Line, tokenizer: Tokenizer, limit: int) -> list[tuple[int, in
     if most is None:  # a default is reduced to what the limit leaves; a requested length is not
         return [(prompt, min(default, limit - prompt)) for prompt in found if 0 < prompt < limit]
     return [(prompt, most) for prompt in found if prompt > 0 and most > 0 and prompt + most <= limit]
+
+
+def _of_chat(body: Mapping[str, Any], tokenizer: Tokenizer) -> int:
+    """The prompt tokens of a chat. Raises ValueError, TypeError or RequestError if it will be refused."""
+    chat = ChatRequest.model_validate({name: body[name] for name in _IN_PROMPT if name in body})
+    messages = plain_messages(chat.messages, formats_of(tokenizer.chat_template))
+    return len(tokenizer.chat(messages, **variables_of(chat)))
 
 
 def _asked(body: Mapping[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from moesaic.core.errors import ConfigError, EngineDeadError
 from moesaic.core.messages import WorkerInfo
 from moesaic.core.metrics import WorkerStats
 from moesaic.launch import launch
+from moesaic.parsers.table import AUTO
 from moesaic.server.app import create_app
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.service import Service
@@ -40,20 +41,28 @@ async def serving(
     chat_template: Path | None = None,
     special_tokens_in_content: bool = False,
     strict_fields: bool = False,
+    parsers: tuple[str, str] = (AUTO, AUTO),
     seed: int | None = None,
 ) -> AsyncIterator[Served]:
     """Serve `config`'s model under `names` until the end of the block. Answers have the first one.
 
     chat_template, special_tokens_in_content: see Tokenizer. strict_fields: fail lines with unknown fields.
-    seed: of the seeds that requests get.
+    parsers: names of the parsers of tool calls and of reasoning. seed: of the seeds that requests get.
     """
     with launch(
         config, chat_template=chat_template, special_tokens_in_content=special_tokens_in_content, seed=seed
     ) as launched:
         engine = AsyncEngine(launched.engine, launched.connection)
-        unknown = UnknownFields(strict_fields)
-        sampling, others = launched.default_sampling, names[1:]
-        service = Service(engine, names[0], sampling, __version__, fields=unknown, other_names=others)
+        service = Service(
+            engine,
+            names[0],
+            launched.default_sampling,
+            __version__,
+            fields=UnknownFields(strict_fields),
+            other_names=names[1:],
+            tool_call_parser=parsers[0],
+            reasoning_parser=parsers[1],
+        )
         engine.start()
         app, info = create_app(service, max_body_bytes=2**62), await _loaded(engine, launched.how_it_ended)
         yield Served(app, info, lambda: launched.engine.stats().worker)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moesaic.config.values import check_names
 from moesaic.core.errors import ConfigError
+from moesaic.parsers.table import check_parsers
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,12 @@ class RunBatch:
     the first. Without a name: MODEL as given."""
     chat_template: Path | None = None
     """File with a Jinja chat template, used in place of the checkpoint's own."""
+    tool_call_parser: str = "auto"
+    """Parser of the model's tool calls, by vLLM's name, such as hermes, qwen3_coder, glm45 or openai. auto:
+    chosen by the chat template. none: requests with tools are refused."""
+    reasoning_parser: str = "auto"
+    """Parser of the model's reasoning, by vLLM's name, such as qwen3, deepseek_r1 or openai_gptoss. auto:
+    chosen by the chat template. none: reasoning stays in the content."""
     allow_special_tokens_in_content: bool = False
     """Let special tokens in the content of messages act like those of the chat template. Otherwise they are
     text, so that nobody can begin a turn inside of a message."""
@@ -38,6 +45,7 @@ class RunBatch:
         check_names(self.served_model_name)
         if self.max_in_flight is not None and self.max_in_flight < 1:
             raise ConfigError.field("--max-in-flight", self.max_in_flight, "an integer of at least 1")
+        check_parsers(self.tool_call_parser, self.reasoning_parser)
         if not self.input_file.is_file():
             raise ConfigError.field("--input-file", str(self.input_file), "an existing regular file")
         if self.output_file.exists() and self.output_file.samefile(self.input_file):

@@ -20,6 +20,7 @@ from moesaic.commands.processes import as_lines, in_text
 from moesaic.commands.units import in_bytes, in_words
 from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.messages import Loading, Message, Ready, WorkerInfo
+from moesaic.parsers.table import Formats
 
 
 class Announcer:
@@ -34,15 +35,18 @@ class Announcer:
         host: str,
         port: int,
         as_json: bool,
+        formats: Formats,
         cluster: Callable[[], ClusterStatus] | None = None,
         admin_key: str | None = None,
     ) -> None:
-        """cluster: returns the status of the processes. None if one worker process does everything.
+        """formats: which parsers read the answers. cluster: returns the status of the processes. None if one
+        worker process does everything.
 
         admin_key: a key to print, since nobody else knows it. None prints none.
         """
         self._cluster = cluster
         self._admin_key = admin_key
+        self._formats = formats
         self._announced = False
         self._name = name
         self._host = host
@@ -89,11 +93,12 @@ class Announcer:
         status = None if self._cluster is None else asdict(self._cluster())
         if self._as_json:
             record = as_record(self._name, url, info)
+            record |= {"tool_call_parser": self._formats.calls, "reasoning_parser": self._formats.reasoning}
             record |= {} if status is None else {"cluster": status}
             record |= {} if self._admin_key is None else {"admin_key": self._admin_key}
             text = json.dumps(record)
         else:
-            parts = [in_text(as_table(self._name, info)), capacity_line(info)]
+            parts = [in_text(as_table(self._name, info)), parsers_line(self._formats), capacity_line(info)]
             parts += [] if status is None else as_lines(status)
             if self._admin_key is not None:
                 parts.append(f"Admin key, which moesaic scale --admin-key needs: {self._admin_key}")
@@ -114,6 +119,12 @@ def capacity_line(info: WorkerInfo) -> str:
     """One line: the capacity of the KV cache in tokens and in requests."""
     many = requests_of_maximum_length(info)
     return f"KV cache holds {info.kv_tokens} tokens, {many} requests of the maximum length"
+
+
+def parsers_line(formats: Formats) -> str:
+    """One line: the parsers of tool calls and of reasoning."""
+    calls = formats.calls if formats.calls and formats.takes_tools else "none"
+    return f"Parsers: {calls} for tool calls, {formats.reasoning or 'none'} for reasoning"
 
 
 def as_record(name: str, url: str, info: WorkerInfo) -> dict[str, object]:

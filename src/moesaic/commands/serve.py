@@ -22,6 +22,7 @@ from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.errors import EngineDeadError
 from moesaic.core.messages import Message
 from moesaic.launch import Launched, launch
+from moesaic.parsers.table import check_parsers, formats_of
 from moesaic.runtime.machine import cores
 from moesaic.server.hosts import Hosts, is_loopback
 from moesaic.server.listener import bind
@@ -71,6 +72,7 @@ def run(
     cors: CorsConfig = CorsConfig(),
 ) -> int:
     """Serve until a signal arrives or the worker dies. Returns the exit code."""
+    check_parsers(server.tool_call_parser, server.reasoning_parser)
     descriptors.prepare(_processes(cluster.resolved()))
     _warn_of_many(_processes(cluster.resolved()), cores())
     names = server.served_model_name or (config.model.model,)
@@ -145,7 +147,9 @@ def _serve(
 
     host, port = listener.getsockname()[:2]
     new_key = secrets.token_hex(24) if launched.supervisor and server.admin_key is None else None
-    with Announcer(names[0], host, port, as_json, reported(launched), new_key) as announcer:
+    template = launched.engine.tokenizer.chat_template
+    formats = formats_of(template, server.tool_call_parser, server.reasoning_parser)
+    with Announcer(names[0], host, port, as_json, formats, reported(launched), new_key) as announcer:
         connection = Observed(launched.connection, announcer.observe)
         engine = AsyncEngine(launched.engine, connection, how_it_ended=launched.how_it_ended)
         service = Service(
@@ -153,6 +157,8 @@ def _serve(
             names[0],
             launched.default_sampling,
             __version__,
+            tool_call_parser=server.tool_call_parser,
+            reasoning_parser=server.reasoning_parser,
             cluster=launched.supervisor,
             fields=UnknownFields(server.strict_fields),
             other_names=names[1:],

@@ -45,6 +45,12 @@ class ServerConfig:
     first. Without a name: MODEL as given."""
     chat_template: str | None = None
     """File with a Jinja chat template, used in place of the checkpoint's own."""
+    tool_call_parser: str = "auto"
+    """Parser of the model's tool calls, by vLLM's name, such as hermes, qwen3_coder, glm45 or openai. auto:
+    chosen by the chat template. none: the server accepts no tools."""
+    reasoning_parser: str = "auto"
+    """Parser of the model's reasoning, by vLLM's name, such as qwen3, deepseek_r1 or openai_gptoss. auto:
+    chosen by the chat template. none: reasoning stays in the content."""
     allow_special_tokens_in_content: bool = False
     """Let special tokens in the content of messages act like those of the chat template. Otherwise they are
     text, so that nobody can begin a turn inside of a message."""

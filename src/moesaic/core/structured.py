@@ -12,6 +12,11 @@ from moesaic.core.errors import RequestError
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MOST_CHARACTERS = 1 << 20
 """Maximum length of a schema, an expression or a grammar."""
+WHITESPACE = r"(\n[ \t]{0,20}| ?)"
+"""White space between the parts of JSON: nothing, a space, or a new line with an indentation.
+
+It is bounded, since a model that is unsure can otherwise write white space until its tokens are used up.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class StructuredOutputsParams:
     """No white space between the parts of JSON."""
     disable_additional_properties: bool = False
     """Objects have only the properties that the schema names."""
+    around: str = ""
+    """A grammar of the whole answer, as Lark, in which @form stands for the form. Empty: the form alone."""
 
     def __post_init__(self) -> None:
         if self.choice is not None:
@@ -47,7 +54,7 @@ class StructuredOutputsParams:
             value = getattr(self, name)
             if isinstance(value, Mapping):  # as text, so that equal ones compare equal and can be sent
                 object.__setattr__(self, name, _dumped(name, value))
-        for name in ("regex", "grammar", "structural_tag", "whitespace_pattern"):
+        for name in ("regex", "grammar", "structural_tag", "whitespace_pattern", "around"):
             _check(name, getattr(self, name), str, "a text")
         _check("json", self.json, str, "a JSON Schema")
         _check("json_object", self.json_object, bool, "true, false")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -151,14 +151,23 @@ class AsyncEngine:
             raise NotServingError("the model is still loading", "loading", retry_after=1.0)
         return self.engine.info
 
-    def open(self, jobs: Sequence[tuple[list[int], SamplingParams]], *, own_text: bool = False) -> Stream:
-        """Submit every (prompt, parameters) pair, or none if one is refused. own_text: see Engine.submit."""
+    def open(
+        self,
+        jobs: Sequence[tuple[list[int], SamplingParams]],
+        *,
+        own_text: bool = False,
+        kept: Collection[str] = (),
+    ) -> Stream:
+        """Submit every (prompt, parameters) pair, or none if one is refused.
+
+        own_text, kept: see Engine.submit.
+        """
         self.require_serving()
         self.require_room_ever(len(jobs), sum(params.n for _, params in jobs))
         stream = Stream(self)
         try:
             for number, (prompt, params) in enumerate(jobs):
-                self._submit(stream, number, prompt, params, own_text)
+                self._submit(stream, number, prompt, params, own_text, kept)
         except MoesaicError:
             stream.close()
             raise
@@ -198,10 +207,16 @@ class AsyncEngine:
         await self._idle.wait()
 
     def _submit(
-        self, stream: Stream, number: int, prompt: list[int], params: SamplingParams, own_text: bool
+        self,
+        stream: Stream,
+        number: int,
+        prompt: list[int],
+        params: SamplingParams,
+        own_text: bool,
+        kept: Collection[str],
     ) -> None:
         try:
-            group = self.engine.submit(prompt, params, own_text=own_text)
+            group = self.engine.submit(prompt, params, own_text=own_text, kept=kept)
         except EngineDeadError as error:
             self._die(str(error))
             raise

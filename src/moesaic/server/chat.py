@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, field, replace
 
 from fastapi import APIRouter, Request
@@ -13,12 +13,13 @@ from starlette.responses import Response
 
 from moesaic.core.errors import RequestError
 from moesaic.core.request import RequestOutput, SamplingParams, TokenLogprob
+from moesaic.server.answers import Answer, Reading
 from moesaic.server.async_engine import Stream
 from moesaic.server.documentation import GENERATION_ERRORS, streamed
 from moesaic.server.events import CLIENT_GONE, EventStream, answer, unless_disconnected
 from moesaic.server.json_body import StrictJsonRoute
 from moesaic.server.logprobs import chat_logprobs, prompt_logprobs
-from moesaic.server.prompts import Cut, chat_prompt, require_few_entries, require_few_scores
+from moesaic.server.prompts import Cut, chat_prompt, opens_reasoning, require_few_entries, require_few_scores
 from moesaic.server.requests import ChatRequest
 from moesaic.server.responses import (
     ChatChoice,
@@ -27,12 +28,12 @@ from moesaic.server.responses import (
     ChatCompletion,
     ChatDelta,
     ChatLogprobs,
-    ChatMessage,
     Usage,
 )
 from moesaic.server.sampling import chat_params
 from moesaic.server.service import Service, Serving
 from moesaic.server.structured import require_grammar
+from moesaic.server.tools import callable_tools, with_grammar
 from moesaic.server.usage import Tally
 
 router = APIRouter(route_class=StrictJsonRoute)
@@ -49,6 +50,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
     service.require_model(body.model)
     service.fields.check(body, request)
     require_few_entries(body, body.n or 1)
+    tools = callable_tools(body, service.formats)
     params = chat_params(body, service)
     await require_grammar(params, body, service)
     cut = Cut.of(body, body.max_completion_tokens or body.max_tokens, service)
@@ -64,27 +66,36 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
         return Response(status_code=CLIENT_GONE)
     prompt = cut.apply(whole)
     require_few_scores("prompt_logprobs", body.prompt_logprobs, len(prompt), body)
-    reply = _Reply(body, prompt, service)
-    source = _open(service, prompt, params, own_text=not body.continue_final_message)
+    reading = Reading(
+        formats=service.formats,
+        tools=tools,
+        inside=opens_reasoning(prompt, body, service),
+        parallel=body.parallel_tool_calls is not False,
+        include_reasoning=body.include_reasoning is not False,
+    )
+    params = await with_grammar(params, body, reading, service)
+    reply = _Reply(body, prompt, service, reading)
+    source = _open(service, prompt, params, not body.continue_final_message, service.formats.marks(tools))
     if body.stream:
         return EventStream(reply.chunks(source), source)
     return await answer(request.receive, source, reply.whole(source))
 
 
-def _open(service: Service, prompt: list[int], params: SamplingParams, own_text: bool) -> Stream:
+def _open(
+    service: Service, prompt: list[int], params: SamplingParams, own_text: bool, kept: Collection[str]
+) -> Stream:
     """Submit the prompt. Errors about the engine's field "prompt" name the chat's field "messages"."""
     try:
-        return service.engine.open([(prompt, params)], own_text=own_text)
+        return service.engine.open([(prompt, params)], own_text=own_text, kept=kept)
     except RequestError as error:
         renamed = "messages" if error.field == "prompt" else error.field
         raise RequestError(str(error), renamed, error.code) from error
 
 
 @dataclass
-class _Answer:
-    """The outputs of one choice so far."""
+class _Whole:
+    """The outputs of one choice so far, beside its message."""
 
-    texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     last: RequestOutput | None = None
@@ -93,7 +104,7 @@ class _Answer:
 class _Reply:
     """The answer to one call."""
 
-    def __init__(self, body: ChatRequest, prompt: list[int], service: Service) -> None:
+    def __init__(self, body: ChatRequest, prompt: list[int], service: Service, reading: Reading) -> None:
         self._body = body
         self._prompt = prompt
         self._scores: list[TokenLogprob | None] | None = None
@@ -102,23 +113,28 @@ class _Reply:
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(service.now())
         self._tally = Tally([len(prompt)])
+        self._answers: defaultdict[int, Answer] = defaultdict(reading.answer)
+        """Choice index -> its answer, once it has begun."""
+        if reading.formats.reasoning is not None:
+            self._tally.reasoning_tokens = 0
 
     async def chunks(self, source: Stream) -> AsyncIterator[ChatChunk]:
         """The streamed answer: for each choice its role, its text in pieces and its end; then the usage."""
-        begun: set[int] = set()
         async for number, output in source:
-            self._tally.add(number, output)
-            if output.index not in begun:
-                begun.add(output.index)
+            begun = output.index in self._answers
+            deltas = self._take(number, output)
+            if not begun:
                 first = self._chunk(output.index, ChatDelta(role="assistant", content=""))
-                if self._body.return_token_ids and len(begun) == 1:
+                if self._body.return_token_ids and len(self._answers) == 1:
                     first.prompt_token_ids = self._prompt
                 yield first
             logprobs = self._logprobs(output.logprobs or [])
             alone = self._body.return_token_ids and output.finish_reason is None
-            if output.text or (logprobs and logprobs.content) or alone:
-                yield self._chunk(output.index, ChatDelta(content=output.text), logprobs, output.token_ids)
-                output = replace(output, token_ids=[])
+            if not deltas and ((logprobs and logprobs.content) or alone):
+                deltas = [ChatDelta(content="")]
+            for delta in deltas:
+                yield self._chunk(output.index, delta, logprobs, output.token_ids)
+                logprobs, output = None, replace(output, token_ids=[])
             if output.finish_reason is not None:
                 yield self._last_chunk(output)
         if self._body.streams_usage:
@@ -126,21 +142,20 @@ class _Reply:
 
     async def whole(self, source: Stream) -> ChatCompletion:
         """The complete answer."""
-        answers: defaultdict[int, _Answer] = defaultdict(_Answer)
+        wholes: defaultdict[int, _Whole] = defaultdict(_Whole)
         async for number, output in source:
-            self._tally.add(number, output)
-            answer = answers[output.index]
-            answer.texts.append(output.text)
-            answer.logprobs.extend(output.logprobs or [])
-            answer.token_ids.extend(output.token_ids)
+            self._take(number, output)
+            whole = wholes[output.index]
+            whole.logprobs.extend(output.logprobs or [])
+            whole.token_ids.extend(output.token_ids)
             self._scores = self._scores or output.prompt_logprobs
-            answer.last = output
+            whole.last = output
         completion = ChatCompletion(
             id=self._id,
             object="chat.completion",
             created=self._created,
             model=self._service.model_name,
-            choices=[self._choice(index, answers[index]) for index in sorted(answers)],
+            choices=[self._choice(index, wholes[index]) for index in sorted(wholes)],
             usage=self._tally.usage(),
         )
         if self._body.return_token_ids:
@@ -152,18 +167,27 @@ class _Reply:
             )
         return completion
 
-    def _choice(self, index: int, answer: _Answer) -> ChatChoice:
-        last = answer.last
+    def _take(self, number: int, output: RequestOutput) -> list[ChatDelta]:
+        """Count an output. Returns the pieces of its message."""
+        answer = self._answers[output.index]
+        deltas = answer.take(output)
+        self._tally.add(number, output)
+        if self._tally.reasoning_tokens is not None:
+            self._tally.reasoning_tokens = sum(each.reasoning_tokens for each in self._answers.values())
+        return deltas
+
+    def _choice(self, index: int, whole: _Whole) -> ChatChoice:
+        last, answer = whole.last, self._answers[index]
         assert last is not None and last.finish_reason is not None
         choice = ChatChoice(
             index=index,
-            message=ChatMessage(role="assistant", content="".join(answer.texts), refusal=None),
-            logprobs=self._logprobs(answer.logprobs),
-            finish_reason=last.finish_reason.value,
+            message=answer.message(),
+            logprobs=self._logprobs(whole.logprobs),
+            finish_reason=answer.finish_reason(last.finish_reason),
             stop_reason=last.stop_reason,
         )
         if self._body.return_token_ids:
-            choice.token_ids = answer.token_ids
+            choice.token_ids = whole.token_ids
         return choice
 
     def _logprobs(self, entries: list[TokenLogprob]) -> ChatLogprobs | None:
@@ -189,7 +213,7 @@ class _Reply:
             index=output.index,
             delta=ChatDelta(),
             logprobs=None,
-            finish_reason=output.finish_reason.value,
+            finish_reason=self._answers[output.index].finish_reason(output.finish_reason),
             stop_reason=output.stop_reason,
         )
         if self._body.return_token_ids and output.token_ids:

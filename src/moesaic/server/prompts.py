@@ -8,8 +8,16 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moesaic.core.errors import RequestError
-from moesaic.server.requests import CompletionRequest, GenerationRequest, Message, TemplateOptions
+from moesaic.parsers.table import Formats
+from moesaic.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+    TemplateOptions,
+)
 from moesaic.server.service import Service, Tokenizer
+from moesaic.server.tools import further_fields, require_roles, variables_of
 
 T = TypeVar("T")
 
@@ -26,6 +34,8 @@ MOST_CHARACTERS = 4 << 20
 _LONG_TOKEN = 8
 """Characters of a text for each token of a long context. In real texts a token has about four."""
 
+_TAIL = 16
+"""Number of tokens at the end of a prompt in which a tag is looked for."""
 _AT_ONCE = 1 << 14
 """Maximum number of characters or tokens that are processed in the event loop. More is done in a thread."""
 
@@ -100,13 +110,13 @@ async def chat_prompt(
     cut. special: add the tokenizer's special tokens too.
     """
     tokenizer = service.tokenizer
-    variables = options.chat_template_kwargs or {}
+    variables = variables_of(options)
     taken = inspect.signature(type(tokenizer).chat).parameters
     for name in variables:
         if name in taken:
             raise RequestError(f"chat_template_kwargs: {name!r} cannot be set here", "chat_template_kwargs")
-    plain = [_plain(message) for message in messages]
-    size = sum(len(message["content"]) for message in plain)
+    require_roles(messages)
+    size = sum(len(_plain(message)["content"]) for message in messages)
     most = (
         require_length(size, service, "messages") if any_length else _require_short(size, service, "messages")
     )
@@ -114,7 +124,7 @@ async def chat_prompt(
     def render() -> list[int]:
         service.engine.require_serving()  # this conversation may have waited for its turn
         ids = tokenizer.chat(
-            plain,
+            plain_messages(messages, service.formats),
             add_generation_prompt=options.add_generation_prompt is not False,
             continue_final_message=bool(options.continue_final_message),
             most_characters=most,
@@ -145,6 +155,22 @@ def require_few_scores(
     if found > MOST_SCORES:
         what = f"{count}, {how}{found} log-probabilities of prompts in one answer"
         raise RequestError(f"{name}: got {what}; allowed: at most {MOST_SCORES}", name)
+
+
+def plain_messages(messages: Sequence[Message], formats: Formats) -> list[dict[str, Any]]:
+    """The messages as chat templates expect them, with earlier calls and their results."""
+    return [_plain(message) | further_fields(message, formats) for message in messages]
+
+
+def opens_reasoning(prompt: Sequence[int], body: ChatRequest, service: Service) -> bool:
+    """True if the answer to a chat begins inside of its reasoning: the prompt has opened it."""
+    tags = service.formats.tags
+    if tags is None:
+        return False
+    if body.continue_final_message:
+        text = str(_plain(body.messages[-1])["content"])
+        return text.rfind(tags.open) > text.rfind(tags.close)
+    return service.tokenizer.decode(prompt[-_TAIL:], False).rstrip().endswith(tags.open)
 
 
 async def off_loop(size: int, work: Callable[[], T], service: Service) -> T:

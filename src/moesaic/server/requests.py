@@ -35,6 +35,7 @@ TokenId = Annotated[int, Field(ge=0)]
 FIRST = Field(fail_fast=True)
 """Report only the first wrong item of a list. A list of millions of errors would delay other requests."""
 TokenIds = Annotated[list[TokenId], FIRST]
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 TokenKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -189,17 +190,71 @@ class TextPart(Body):
     text: str
 
 
+class Function(Body):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """The JSON schema of its arguments."""
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool. Only functions are supported."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Body):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class ToolChoice(Body):
+    """The one function that the answer has to call."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class CalledFunction(Body):
+    """A function that an earlier answer called."""
+
+    name: Text
+    arguments: str
+    """JSON. The template gets an object, or this text if it is none."""
+
+
+class ToolCall(Body):
+    """A call in an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+    index: int | None = Field(None, description=Ignored)
+
+
 class Message(Body):
     """One turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], FIRST] | None = None
     name: str | None = None
     refusal: Unsupported = None
     annotations: Unsupported = None
     audio: Unsupported = None
     function_call: Unsupported = None
-    tool_calls: Unsupported = None
+    tool_calls: Annotated[list[ToolCall], FIRST] | None = None
+    """The calls of an assistant's message."""
+    tool_call_id: str | None = None
+    """The id of the call whose result a tool's message is."""
+    reasoning: str | None = None
+    """The reasoning of an assistant's message."""
+    reasoning_content: str | None = None
+    """Another name of reasoning, which takes precedence."""
 
 
 class TemplateOptions(Body):
@@ -211,6 +266,10 @@ class TemplateOptions(Body):
     """Continue the last message instead of answering it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the checkpoint's chat template, such as enable_thinking."""
+    tools: Annotated[Annotated[list[Tool], FIRST] | None, BeforeValidator(_null_if_empty)] = None
+    """The functions that the model may call."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """A variable of the chat template. "none" also sets enable_thinking to false (vLLM)."""
 
 
 class ChatRequest(GenerationRequest, TemplateOptions):
@@ -225,15 +284,16 @@ class ChatRequest(GenerationRequest, TemplateOptions):
     """The older name of max_completion_tokens, which takes precedence."""
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    """False: only the first call of an answer is returned."""
+    include_reasoning: bool | None = None
+    """False: the reasoning is left out of the answer (vLLM)."""
     modalities: Annotated[list[Literal["text"]], FIRST] | None = None
-    tools: Unsupported = None
-    parallel_tool_calls: bool | None = Field(None, description=Ignored)
     functions: Unsupported = None
     function_call: Literal["none", "auto"] | None = None
     audio: Unsupported = None
     prediction: Unsupported = None
-    reasoning_effort: Unsupported = None
     verbosity: Literal["medium"] | None = None
     web_search_options: Annotated[None, Field(description="Not supported: only null is accepted.")] = None
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
 FinishReasonName = Literal["stop", "length", "abort", "error", "not_allowed"]
+ChatFinishReason = FinishReasonName | Literal["tool_calls"]
 
 
 class Payload(BaseModel):
@@ -26,6 +27,12 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    """Details of the generated tokens."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     """Token counts of one call."""
 
@@ -33,6 +40,8 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
+    """Only of models whose reasoning is told apart."""
 
 
 class CompletionLogprobs(BaseModel):
@@ -104,12 +113,34 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
+class CalledFunction(BaseModel):
+    """The function of a call, or the next piece of its arguments."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call of a tool, or a piece of it in a stream: only the first one has the id and the name."""
+
+    index: int | None = None
+    """Number of the call in the answer; only in a stream."""
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
     """The message of an answer."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """None where the answer has only calls or reasoning."""
     refusal: None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """The same as reasoning, by the name that DeepSeek gave it."""
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -118,7 +149,7 @@ class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReasonName
+    finish_reason: ChatFinishReason
     stop_reason: str | int | None
     token_ids: list[int] | None = None
 
@@ -141,6 +172,9 @@ class ChatDelta(BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChunkChoice(BaseModel):
@@ -149,7 +183,7 @@ class ChatChunkChoice(BaseModel):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReasonName | None
+    finish_reason: ChatFinishReason | None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
 

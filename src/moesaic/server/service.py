@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Request
@@ -13,6 +14,7 @@ from fastapi import Depends, Request
 from moesaic.core.cluster_status import ClusterLoad, ClusterStatus
 from moesaic.core.errors import ConfigError, RequestError
 from moesaic.core.request import SamplingParams
+from moesaic.parsers.table import AUTO, Formats, formats_of
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.chat_threads import IN_TOKENIZER, ChatThreads
 from moesaic.server.errors import UnknownModelError
@@ -86,6 +88,10 @@ class Service:
     """The wall clock, for the field `created`."""
     started: float = field(default_factory=time.time)
     """Time at which serving started, on the wall clock."""
+    tool_call_parser: str = AUTO
+    """Name of the parser of tool calls. Names: see moesaic.parsers.table."""
+    reasoning_parser: str = AUTO
+    """Name of the parser of reasoning."""
     cluster: Cluster | None = None
     """The supervisor of several processes. None if one worker process does everything."""
     chat_threads: ChatThreads = field(default_factory=lambda: ChatThreads(CHATS_AT_ONCE))
@@ -110,6 +116,11 @@ class Service:
     @property
     def tokenizer(self) -> Tokenizer:
         return self.engine.engine.tokenizer
+
+    @cached_property
+    def formats(self) -> Formats:
+        """How the model's answers are read."""
+        return formats_of(self.tokenizer.chat_template, self.tool_call_parser, self.reasoning_parser)
 
     def require_model(self, name: str | None) -> None:
         """Raise UnknownModelError unless `name` is one of the served model's names or None."""

@@ -28,7 +28,7 @@ def structured_outputs(body: GenerationRequest) -> StructuredOutputsParams | Non
     given, source = _given(body)
     if given is None:
         return None
-    with _named(source):
+    with named(source):
         return StructuredOutputsParams.of({name: value for name, value in given.items() if value is not None})
 
 
@@ -41,7 +41,7 @@ async def require_grammar(params: SamplingParams, body: GenerationRequest, servi
     if form is None:
         return
     special = service.tokenizer.special_tokens
-    with _named(_given(body)[1]):
+    with named(_given(body)[1]):
         await service.text_threads.run(lambda: check(form, special))
 
 
@@ -79,7 +79,7 @@ def _of_response_format(given: ResponseFormat) -> dict[str, Any]:
 
 
 @contextmanager
-def _named(source: str) -> Generator[None]:
+def named(source: str) -> Generator[None]:
     """Errors about the engine's field "structured_outputs" name the field that the client sent."""
     try:
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moesaic.core.request import RequestOutput
-from moesaic.server.responses import PromptTokensDetails, Usage
+from moesaic.server.responses import CompletionTokensDetails, PromptTokensDetails, Usage
 
 
 class Tally:
@@ -15,6 +15,8 @@ class Tally:
         self._prompt_tokens = sum(prompt_lengths)
         self._cached = [0] * len(prompt_lengths)
         self._completion_tokens = 0
+        self.reasoning_tokens: int | None = None
+        """Generated tokens of reasoning; None if it is not told apart."""
 
     def add(self, number: int, output: RequestOutput) -> None:
         """Count one output of prompt `number`."""
@@ -22,9 +24,12 @@ class Tally:
         self._cached[number] = max(self._cached[number], output.num_cached_tokens)
 
     def usage(self) -> Usage:
-        return Usage(
+        usage = Usage(
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
             total_tokens=self._prompt_tokens + self._completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached)),
         )
+        if self.reasoning_tokens is not None:
+            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=self.reasoning_tokens)
+        return usage

@@ -10,14 +10,9 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from moesaic.core.errors import RequestError
-from moesaic.core.structured import StructuredOutputsParams
+from moesaic.core.structured import WHITESPACE, StructuredOutputsParams
 from moesaic.structured.vocabulary import Vocabulary
 
-WHITESPACE = r"(\n[ \t]{0,20}| ?)"
-"""White space between the parts of JSON: nothing, a space, or a new line with an indentation.
-
-It is bounded, since a model that is unsure can otherwise write white space until its tokens are used up.
-"""
 FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
 )
@@ -55,7 +50,13 @@ def grammar_of(params: StructuredOutputsParams, special: Mapping[str, int]) -> s
         case _:
             lark = _structural(_loaded("structural_tag", value), params, special)
             grammar = LLMatcher.grammar_from_lark(lark)
-    return str(grammar)
+    return _inside_of(params.around, str(grammar)) if params.around else str(grammar)
+
+
+def _inside_of(around: str, form: str) -> str:
+    """The grammar of an answer in which the grammar `form` is called @form."""
+    inner = json.loads(form)["grammars"] if form.startswith("{") else [{"lark_grammar": form}]
+    return json.dumps({"grammars": [{"lark_grammar": around}, {**inner[0], "name": "form"}, *inner[1:]]})
 
 
 def check(params: StructuredOutputsParams, special: Mapping[str, int]) -> None:

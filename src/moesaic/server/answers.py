@@ -1,0 +1,122 @@
+"""Answers of a chat, as pieces of messages or as whole messages."""
+
+from __future__ import annotations
+
+import secrets
+import string
+import uuid
+from dataclasses import dataclass, field
+
+from moesaic.core.request import FinishReason, RequestOutput
+from moesaic.parsers.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
+from moesaic.parsers.table import Formats
+from moesaic.parsers.values import Tools
+from moesaic.server.responses import CalledFunction, ChatDelta, ChatFinishReason, ChatMessage, ToolCall
+
+_SHORT = 9
+"""Letters and digits in the ids of Mistral's calls."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the answers to one request are read."""
+
+    formats: Formats
+    tools: Tools | None = None
+    """The tools that an answer may call. None: calls are content."""
+    inside: bool = False
+    """The prompt has opened the reasoning."""
+    parallel: bool = True
+    """More than the first call of an answer is returned."""
+    include_reasoning: bool = True
+
+    def answer(self) -> Answer:
+        """A new answer."""
+        return Answer(self)
+
+
+@dataclass
+class _Call:
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+
+class Answer:
+    """One answer, of which outputs arrive one after another."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._parser = reading.formats.parser(reading.tools, reading.inside)
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[_Call] = []
+        self._tokens = 0
+        self.reasoning_tokens = 0
+        """Tokens of reasoning so far, with its tags."""
+
+    def take(self, output: RequestOutput) -> list[ChatDelta]:
+        """The pieces of the message that `output` adds."""
+        if self._parser is None:
+            self._content.append(output.text)
+            return [ChatDelta(content=output.text)] if output.text else []
+        thinking = self._parser.thinking
+        events = self._parser.push(output.text) if output.text else []
+        self._tokens += len(output.token_ids)
+        if thinking or self._parser.thinking:
+            self.reasoning_tokens += len(output.token_ids) if self.reasoning_tokens else self._tokens
+        if output.finish_reason is not None:
+            events += self._parser.finish()
+        return [delta for event in events for delta in self._deltas(event)]
+
+    def message(self) -> ChatMessage:
+        """The message of all outputs so far."""
+        content, reasoning = "".join(self._content), "".join(self._reasoning)
+        none = not content and (self._calls or reasoning)
+        message = ChatMessage(role="assistant", content=None if none else content, refusal=None)
+        if reasoning:
+            message.reasoning = message.reasoning_content = reasoning
+        if self._calls:
+            message.tool_calls = [
+                ToolCall(
+                    id=call.id,
+                    type="function",
+                    function=CalledFunction(name=call.name, arguments="".join(call.arguments)),
+                )
+                for call in self._calls
+            ]
+        return message
+
+    def finish_reason(self, reason: FinishReason) -> ChatFinishReason:
+        """Why the answer ended, in the words of the API."""
+        return "tool_calls" if self._calls and reason is FinishReason.STOP else reason.value
+
+    def _deltas(self, event: Event) -> list[ChatDelta]:
+        """The piece for an event, if it has one, which is noted for the message."""
+        match event:
+            case Content(text):
+                self._content.append(text)
+                return [ChatDelta(content=text)]
+            case Reasoning(text):
+                if not self._reading.include_reasoning:
+                    return []
+                self._reasoning.append(text)
+                return [ChatDelta(reasoning=text, reasoning_content=text)]
+            case CallEnded() | CallBegun() | Arguments() if event.index and not self._reading.parallel:
+                return []
+            case CallBegun(index, name, given):
+                self._calls.append(_Call(given or self._new_id(), name))
+                function = CalledFunction(name=name, arguments="")
+                call = ToolCall(index=index, id=self._calls[-1].id, type="function", function=function)
+                return [ChatDelta(tool_calls=[call])]
+            case Arguments(index, text):
+                self._calls[index].arguments.append(text)
+                return [
+                    ChatDelta(tool_calls=[ToolCall(index=index, function=CalledFunction(arguments=text))])
+                ]
+        return []
+
+    def _new_id(self) -> str:
+        if self._reading.formats.short_ids:
+            return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(_SHORT))
+        return f"call_{uuid.uuid4().hex[:24]}"

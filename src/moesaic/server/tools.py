@@ -1,0 +1,162 @@
+"""The tools of a chat: which ones its answer may call, and the calls and results of earlier turns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from moesaic.core.errors import RequestError
+from moesaic.core.request import SamplingParams
+from moesaic.core.structured import StructuredOutputsParams
+from moesaic.parsers.table import Formats
+from moesaic.parsers.values import Tools
+from moesaic.server.answers import Reading
+from moesaic.server.requests import ChatRequest, Message, TemplateOptions, Tool, ToolCall, ToolChoice
+from moesaic.server.service import Service
+from moesaic.server.structured import named
+from moesaic.structured.grammar import check
+
+DEEPEST = 100
+"""Maximum depth of lists and objects inside of one another, in schemas and in arguments."""
+
+
+def callable_tools(body: ChatRequest, formats: Formats) -> Tools | None:
+    """The tools that the answer may call. None: calls are not looked for.
+
+    Raises RequestError if the model does not take tools, or if it is unknown how it calls them.
+    """
+    choice = body.tool_choice
+    if body.tools is None:
+        if choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice: allowed only with tools", "tool_choice")
+        return None
+    if not formats.takes_tools:
+        what = "the chat template of this model takes none"
+        raise RequestError(f"tools: {what}; leave them out, or use --chat-template", "tools")
+    if choice == "none":
+        return None
+    if formats.calls is None:
+        what = "it is not known how this model writes calls"
+        allowed = "a server with --tool-call-parser NAME, or tool_choice 'none'"
+        raise RequestError(f"tools: {what}; allowed: {allowed}", "tools")
+    names = [tool.function.name for tool in body.tools]
+    if isinstance(choice, ToolChoice) and choice.function.name not in names:
+        allowed = ", ".join(map(repr, names))
+        raise RequestError(f"tool_choice: got {choice.function.name!r}; allowed: {allowed}", "tool_choice")
+    return dumped(body.tools)
+
+
+async def with_grammar(
+    params: SamplingParams, body: ChatRequest, reading: Reading, service: Service
+) -> SamplingParams:
+    """`params` with the grammar of a forced call, or with reasoning before the form of the answer.
+
+    Raises RequestError for a schema that cannot be forced, and OverloadedError.
+    """
+    form, special, formats = params.structured_outputs, service.tokenizer.special_tokens, reading.formats
+    if body.tool_choice in (None, "auto", "none"):
+        around = "" if form is None else formats.after_reasoning(reading.inside, special)
+        return replace(params, structured_outputs=replace(form, around=around)) if form and around else params
+    if form is not None:
+        raise RequestError(
+            "tool_choice: 'auto' and 'none' are allowed with a structured output", "tool_choice"
+        )
+    tools = reading.tools or ()
+    if isinstance(body.tool_choice, ToolChoice):
+        name = body.tool_choice.function.name
+        tools = tuple(tool for tool in tools if tool["function"]["name"] == name)[:1]
+
+    def work() -> StructuredOutputsParams:
+        grammar = formats.forced(tools, reading.inside, reading.parallel, special)
+        with named("tools"):
+            found = StructuredOutputsParams(grammar=grammar)
+            check(found, special)
+        return found
+
+    return replace(params, structured_outputs=await service.text_threads.run(work))
+
+
+def dumped(tools: Sequence[Tool]) -> Tools:
+    """The tools as chat templates expect them."""
+    return tuple(tool.model_dump(exclude_none=True) for tool in tools)
+
+
+def variables_of(options: TemplateOptions) -> dict[str, Any]:
+    """The variables of the chat template that a request sets. chat_template_kwargs take precedence.
+
+    Raises RequestError for a schema that is nested too deeply.
+    """
+    for number, tool in enumerate(options.tools or ()):
+        _require_shallow(tool.function.parameters, f"tools[{number}].function.parameters", "tools")
+    found: dict[str, Any] = {} if options.tools is None else {"tools": list(dumped(options.tools))}
+    if options.reasoning_effort is not None:
+        found["reasoning_effort"] = options.reasoning_effort
+        found |= {"enable_thinking": False} if options.reasoning_effort == "none" else {}
+    return found | (options.chat_template_kwargs or {})
+
+
+def require_roles(messages: Sequence[Message]) -> None:
+    """Raise RequestError where a message has a field that belongs to another role."""
+    for number, message in enumerate(messages):
+        where = f"messages[{number}]"
+        if message.role != "assistant":
+            for name in ("tool_calls", "reasoning", "reasoning_content"):
+                if getattr(message, name) is not None:
+                    what = f"{where}.{name}: allowed only with the role 'assistant'"
+                    raise RequestError(what, "messages")
+        if message.role == "tool" and message.tool_call_id is None:
+            raise RequestError(f"{where}.tool_call_id: missing; a tool's message has one", "messages")
+        if message.role != "tool" and message.tool_call_id is not None:
+            raise RequestError(f"{where}.tool_call_id: allowed only with the role 'tool'", "messages")
+
+
+def further_fields(message: Message, formats: Formats) -> dict[str, Any]:
+    """The fields of a message beside role, content and name, as chat templates expect them.
+
+    Raises RequestError for arguments that are nested too deeply.
+    """
+    found: dict[str, Any] = {}
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning is not None:
+        found |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    if message.tool_calls:
+        found["tool_calls"] = [_call(call, formats) for call in message.tool_calls]
+        if reasoning and not message.content:
+            found["thinking"] = reasoning  # the name in gpt-oss's template, which allows no content beside it
+    return found
+
+
+def _call(call: ToolCall, formats: Formats) -> dict[str, Any]:
+    text = call.function.arguments
+    arguments = text if formats.text_arguments else _object(text)
+    called = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return called if call.id is None else {"id": call.id, **called}
+
+
+def _object(text: str) -> str | Mapping[str, Any]:
+    """The object that `text` is the JSON of. `text` itself if it is none: the model had made a mistake."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    _require_shallow(found, "messages: the arguments of a call", "messages")
+    return found if isinstance(found, dict) else text
+
+
+def _require_shallow(value: object, what: str, field: str) -> None:
+    """Raise RequestError if `value` has too many lists and objects inside of one another."""
+    level, depth = [value], 0
+    while level := [each for one in level for each in _inner(one)]:
+        depth += 1
+        if depth > DEEPEST:
+            raise RequestError(f"{what}: nested more than {DEEPEST} levels deep", field)
+
+
+def _inner(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()

@@ -1,0 +1,287 @@
+"""Texts of answers, and what they mean: one example or more for each syntax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+TOOLS: tuple[dict[str, Any], ...] = (
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "days": {"type": "integer"},
+                    "metric": {"type": "boolean"},
+                    "where": {"$ref": "#/$defs/place"},
+                    "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                },
+                "required": ["city"],
+                "$defs": {"place": {"type": "object", "properties": {"lat": {"type": "number"}}}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer as a model writes it, and what a client should see."""
+
+    parser: str
+    text: str
+    calls: tuple[tuple[str, str], ...] = ()
+    """Name and JSON text of the arguments of each call."""
+    content: str = ""
+    reasoning: str = ""
+    reasoning_parser: str = "none"
+    inside: bool = False
+    ids: tuple[str | None, ...] | None = None
+
+
+CITY = '{"city": "Bern \\"<tool_call>\\" {[", "days": 2}'
+HERMES = f'<tool_call>\n{{"name": "get_weather", "arguments": {CITY}}}\n</tool_call>'
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+XML = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nBern\n</parameter>\n"
+    "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
+)
+GLM = (
+    "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Bern</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+)
+INVOKE = (
+    '<invoke name="get_weather">\n<parameter name="city">Bern</parameter>\n'
+    '<parameter name="days">2</parameter>\n</invoke>\n'
+)
+V31 = "<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{}\n```<｜tool▁call▁end｜>"
+SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+KIMI = "<|tool_call_begin|>functions.get_weather:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+KIMIS = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+ANALYSIS = "<|channel|>analysis<|message|>Think.<|end|>"
+CALL = (
+    "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{}<|call|>"
+)
+BERN = '{"city": "Bern", "days": 2}'
+WEATHER = (("get_weather", BERN),)
+GPT = {"reasoning_parser": "openai_gptoss"}
+
+COMPLETE = {
+    "hermes": Answer("hermes", HERMES, (("get_weather", CITY),)),
+    "hermes after content": Answer("hermes", f"I look.\n\n{NOW}", (("now", "{}"),), "I look."),
+    "hermes two": Answer("hermes", f"{HERMES}\n{NOW}", (("get_weather", CITY), ("now", "{}"))),
+    "hermes and content": Answer("hermes", f"{NOW}\n\nDone. ", (("now", "{}"),), "\n\nDone. "),
+    "hermes arguments first": Answer(
+        "hermes",
+        '<tool_call>{"id": [1], "arguments": {"a": 1}, "name": "f"}</tool_call>',
+        (("f", '{"a": 1}'),),
+    ),
+    "hermes further keys": Answer(
+        "hermes",
+        '<tool_call>{"name": "f", "parameters": {"a": 1}, "id": 7}</tool_call>x',
+        (("f", '{"a": 1}'),),
+        "x",
+    ),
+    "hermes encoded twice": Answer(
+        "hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', (("f", '{"a": 1}'),)
+    ),
+    "hermes null": Answer(
+        "hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', (("f", "{}"),)
+    ),
+    "hermes none": Answer("hermes", '<tool_call>{"name": "f"}</tool_call>', (("f", "{}"),)),
+    "hermes no end tag": Answer("hermes", '<tool_call>{"name": "f", "arguments": {}}', (("f", "{}"),)),
+    "hermes a brace too few": Answer(
+        "hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', (("f", '{"a": 1}'),)
+    ),
+    "hermes broken arguments": Answer(
+        "hermes", '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>.', (("f", '{"a": 1'),), "."
+    ),
+    "qwen3_coder": Answer("qwen3_coder", XML, WEATHER),
+    "qwen3_coder two": Answer("qwen3_xml", f"Now:\n{XML}\n{XML}", WEATHER * 2, "Now:"),
+    "qwen3_coder two in one": Answer(
+        "qwen3_coder",
+        XML.replace("</tool_call>", "<function=now>\n</function></tool_call>!"),
+        (*WEATHER, ("now", "{}")),
+        "!",
+    ),
+    "qwen3_coder first tag missing": Answer("qwen3_coder", XML.removeprefix("<tool_call>\n"), WEATHER),
+    "qwen3_coder lines": Answer(
+        "qwen3_coder",
+        '<tool_call>\n<function=get_weather>\n<parameter=city>\n\na </parameter> "b"\n</parameter>\nc\n\n'
+        "</parameter>\n</function>\n</tool_call>",
+        (("get_weather", '{"city": "\\na </parameter> \\"b\\"\\n</parameter>\\nc\\n"}'),),
+    ),
+    "qwen3_coder types": Answer(
+        "qwen3_coder",
+        "<tool_call><function=get_weather><parameter=metric>True</parameter>"
+        '<parameter=where>{"lat": 1.50}</parameter><parameter=note>null</parameter>'
+        "<parameter=new>7</parameter><parameter=days>two</parameter><parameter=city></parameter></function></tool_call>",
+        (
+            (
+                "get_weather",
+                '{"metric": true, "where": {"lat": 1.50}, "note": null, "new": 7, "days": "two", "city": ""}',
+            ),
+        ),
+    ),
+    "glm45": Answer("glm45", GLM, WEATHER),
+    "glm47": Answer("glm47", GLM.replace("\n", "") + "<tool_call>now</tool_call>", (*WEATHER, ("now", "{}"))),
+    "glm tags in a value": Answer(
+        "glm45",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>a</arg_value><arg_key></arg_value></tool_call>",
+        (("get_weather", '{"city": "a</arg_value><arg_key>"}'),),
+    ),
+    "minimax_m2": Answer("minimax_m2", f"<minimax:tool_call>\n{INVOKE}</minimax:tool_call>", WEATHER),
+    "minimax_m2 two": Answer(
+        "minimax_m2",
+        f"Hm.\n<minimax:tool_call>\n{INVOKE}{INVOKE}</minimax:tool_call>\n",
+        WEATHER * 2,
+        "Hm.\n",
+    ),
+    "deepseek_v31": Answer("deepseek_v31", V31.format(BERN).join(SECTION), WEATHER),
+    "deepseek_v31 two": Answer(
+        "deepseek_v31",
+        "Look." + (V31.format(BERN) + V31.format("")).join(SECTION),
+        (*WEATHER, ("get_weather", "{}")),
+        "Look.",
+    ),
+    "deepseek_v3": Answer("deepseek_v3", V3.format(BERN).join(SECTION), WEATHER),
+    "deepseek_v3 two": Answer(
+        "deepseek_v3", (V3.format(BERN) + "\n" + V3.format(BERN)).join(SECTION) + ".", WEATHER * 2, "."
+    ),
+    "kimi_k2": Answer(
+        "kimi_k2",
+        "Ok." + (KIMI.format(0, BERN) + KIMI.format(1, " {} ")).join(KIMIS),
+        (*WEATHER, ("get_weather", "{}")),
+        "Ok.",
+        ids=("functions.get_weather:0", "functions.get_weather:1"),
+    ),
+    "mistral": Answer(
+        "mistral",
+        f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {BERN}}}, '
+        '{"name": "now", "arguments": {}}]',
+        (*WEATHER, ("now", "{}")),
+    ),
+    "mistral new": Answer(
+        "mistral",
+        f"So.[TOOL_CALLS]get_weather[ARGS]{BERN}[TOOL_CALLS]now[CALL_ID]abc[ARGS]{{}}",
+        (*WEATHER, ("now", "{}")),
+        "So.",
+        ids=(None, "abc"),
+    ),
+    "mistral bare": Answer("mistral", f"[TOOL_CALLS]get_weather{BERN}", WEATHER),
+    "harmony": Answer("openai", ANALYSIS + CALL.format(BERN), WEATHER, "", "Think.", **GPT),
+    "harmony stopped": Answer(
+        "openai", (ANALYSIS + CALL.format(BERN)).removesuffix("<|call|>"), WEATHER, "", "Think.", **GPT
+    ),
+    "harmony recipient first": Answer(
+        "openai", " to=functions.now<|channel|>commentary json<|message|>", (("now", "{}"),), **GPT
+    ),
+    "harmony final": Answer(
+        "openai",
+        f"{ANALYSIS}<|start|>assistant<|channel|>final<|message|>Hello. <|return|>",
+        (),
+        "Hello. ",
+        "Think.",
+        **GPT,
+    ),
+    "harmony preamble": Answer(
+        "openai",
+        f"{ANALYSIS}<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        f"<|start|>assistant{ANALYSIS}{CALL.format(BERN)}",
+        WEATHER,
+        "I look.",
+        "Think.\nThink.",
+        **GPT,
+    ),
+    "harmony without ends": Answer(
+        "openai",
+        "<|channel|>analysis<|message|>Think.<|channel|>final<|message|>Hello",
+        (),
+        "Hello",
+        "Think.",
+        **GPT,
+    ),
+    "harmony without reasoning": Answer("openai", ANALYSIS + CALL.format(BERN), WEATHER, "Think."),
+    "think": Answer(
+        "hermes",
+        f"<think>\nIs it <tool_call>?\n</think>\n\nYes.\n{NOW}",
+        (("now", "{}"),),
+        "Yes.",
+        "Is it <tool_call>?",
+        "qwen3",
+    ),
+    "think opened": Answer("hermes", "\nSo.\n</think>\n\nYes.", (), "Yes.", "So.", "qwen3", True),
+    "think opened twice": Answer("hermes", "\n<think>So.</think>Yes.", (), "Yes.", "So.", "qwen3", True),
+    "think always": Answer("hermes", "So.</think>Yes.", (), "Yes.", "So.", "deepseek_r1"),
+    "think later": Answer("hermes", "No <think>So.</think> ", (), "No <think>So.</think> ", "", "qwen3"),
+    "think unclosed": Answer("hermes", "<think>So. ", (), "", "So. ", "qwen3"),
+    "think until a call": Answer(
+        "kimi_k2",
+        "<think>So.\n" + KIMI.format(0, BERN).join(KIMIS),
+        WEATHER,
+        "",
+        "So.",
+        "kimi_k2",
+        ids=("functions.get_weather:0",),
+    ),
+    "think until xml": Answer("qwen3_coder", f"So.\n\n{XML}", WEATHER, "", "So.", "qwen3", True),
+    "think empty": Answer("glm45", f"\n<think></think>\n{GLM}", WEATHER, "", "", "glm45"),
+    "think mistral": Answer("mistral", "[THINK]So.[/THINK]Yes", (), "Yes", "So.", "mistral"),
+}
+
+NO_CALLS = {
+    "hermes": (
+        "<tool_call>",
+        "a <tool_call> b",
+        "<tool_call>{}</tool_call>",
+        "<tool_call>{x}</tool_call>",
+        '<tool_call>{"name": 1, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+        '<tool_call>{"arguments": {"a": "b"}}</tool_call>',
+        "</tool_call>",
+        "<tool_call",
+        '<tool_call>{"name": "f',
+        '<tool_call>{"name": "' + "f" * 5000 + '", "arguments": {}}</tool_call>',
+        '<tool_call>{"na\\me": "f"}',
+    ),
+    "qwen3_coder": (
+        "<tool_call>\n<function=f",
+        "<tool_call>x</tool_call>",
+        "<tool_call><function=f>x</function></tool_call>",
+        "<tool_call><function=></function></tool_call>",
+        "the <function=f> tag",
+        "<tool_call>\n<function=f>\n<parameter=x",
+    ),
+    "glm45": (
+        "<tool_call>",
+        "<tool_call>a b</tool_call>",
+        "<tool_call></tool_call>",
+        "<tool_call>f<arg_key>k</arg_key>v",
+    ),
+    "minimax_m2": ("<minimax:tool_call></minimax:tool_call>", '<minimax:tool_call><invoke name="f">x'),
+    "deepseek_v31": (
+        "<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>f",
+        "<｜tool▁call▁begin｜><｜tool▁sep｜>",
+    ),
+    "deepseek_v3": ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",),
+    "kimi_k2": (
+        "<|tool_call_begin|>f",
+        "<|tool_call_begin|>a b<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    ),
+    "mistral": ("[TOOL_CALLS]", "[TOOL_CALLS]f", "[TOOL_CALLS][]", "[TOOL_CALLS]f[X]{}", "[TOOL_CALLS]f\n{}"),
+    "openai": (
+        "Hello",
+        "<|start|>x",
+        "<|channel|>x",
+        "<|start|>assistant hello<|channel|>",
+        " to=x",
+        "assistance",
+    ),
+}
+"""Texts that begin like a call and are none: every character is content."""

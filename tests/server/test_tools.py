@@ -1,0 +1,375 @@
+"""Tools and reasoning in /v1/chat/completions, through the openai client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from moesaic.testing import byte_tokenizer
+from moesaic.tokenizer import Tokenizer
+from tests.parsers.answers import BERN, CALL, COMPLETE, TOOLS
+
+from .conftest import MODEL, Live, launched
+
+ASK: list[Any] = [{"role": "user", "content": "hi"}]
+MARKS = ("<s>", "</s>", "<tool_call>", "</tool_call>", "<|channel|>", "<|message|>", "<|end|>", "<|other|>")
+"""Special tokens. An answer has no others in its text."""
+TEMPLATE = (
+    "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.id }}{{ c.function.arguments | items | list }}{% endfor %}"
+    "{{ m.tool_call_id }}{% endfor %}{{ reasoning_effort }}{{ enable_thinking }}"
+    "{% if add_generation_prompt %}"
+    "say:{{ replies[messages | selectattr('role', 'eq', 'tool') | list | length] }}{% endif %}"
+    "{# <tool_call> <think> #}"
+)
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Live]]:
+    """A function that starts a server whose model writes special tokens; one for each template and flags."""
+    path, started = tmp_path_factory.mktemp("tools"), dict[tuple[str, ...], Live]()
+    byte_tokenizer(path, MARKS, chat_template=TEMPLATE, eos_token="</s>")
+    with launched(Tokenizer(path)) as launch:
+
+        def serve(**flags: str) -> Live:
+            key = tuple(sorted(flags.items()))
+            if key not in started:
+                started[key] = launch(max_model_len=4096, vocab_size=256 + len(MARKS), **flags)
+            return started[key]
+
+        yield serve
+
+
+@pytest.fixture
+def live(serving: Callable[..., Live]) -> Live:
+    return serving()
+
+
+def replying(*texts: str) -> dict[str, Any]:
+    """The answer to a conversation without results of tools, with one, with two ..."""
+    return {"extra_body": {"chat_template_kwargs": {"replies": texts}}}
+
+
+def create(live: Live, *replies: str, messages: list[Any] = ASK, **options: Any) -> Any:
+    options = {"tools": TOOLS, **options}
+    body = replying(*replies)["extra_body"] | options.pop("extra_body", {})
+    return live.openai.chat.completions.create(model=MODEL, messages=messages, extra_body=body, **options)
+
+
+HERMES = COMPLETE["hermes"].text
+NOW = COMPLETE["hermes after content"].text
+ARGUMENTS = COMPLETE["hermes"].calls[0][1]
+
+
+def test_a_call_has_openais_shape(live: Live) -> None:
+    body = {"messages": ASK, "tools": TOOLS, "chat_template_kwargs": {"replies": [NOW]}}
+    choice = live.post("/v1/chat/completions", **body).json()["choices"][0]
+    assert choice["message"]["tool_calls"][0].pop("id").startswith("call_")
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "I look.",
+        "refusal": None,
+        "tool_calls": [{"type": "function", "function": {"name": "now", "arguments": "{}"}}],
+    }
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_the_content_of_a_message_that_only_calls_is_null(live: Live) -> None:
+    message = create(live, HERMES).choices[0].message
+    assert message.content is None
+    assert message.tool_calls[0].function.arguments == ARGUMENTS
+
+
+def test_a_stream_has_openais_shape(live: Live) -> None:
+    chunks = list(create(live, f"{NOW}\n{HERMES}", stream=True))
+    deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
+    assert "".join(delta.get("content", "") for delta in deltas) == "I look."
+    calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    assert all(len(delta) == 1 for delta in deltas[1:-1])
+    firsts = [call for call in calls if "id" in call]
+    assert [call.pop("id")[:5] for call in firsts] == ["call_", "call_"]
+    assert firsts == [
+        {"index": 0, "type": "function", "function": {"name": "now", "arguments": ""}},
+        {"index": 1, "type": "function", "function": {"name": "get_weather", "arguments": ""}},
+    ]
+    rest = [call for call in calls if "type" not in call]
+    assert {tuple(sorted(call)) for call in rest} == {("function", "index")}
+    assert {tuple(call["function"]) for call in rest} == {("arguments",)}
+    assert "".join(call["function"]["arguments"] for call in rest if call["index"] == 1) == ARGUMENTS
+    assert sum(call["index"] == 1 for call in rest) == len(ARGUMENTS.replace("<tool_call>", "_")), (
+        "one a token"
+    )
+    assert [chunk.choices[0].finish_reason for chunk in chunks[-2:]] == [None, "tool_calls"]
+
+
+def test_n_answers_have_calls_of_their_own(live: Live) -> None:
+    answer = create(live, HERMES, n=3)
+    ids = {choice.message.tool_calls[0].id for choice in answer.choices}
+    assert len(ids) == 3
+    found = dict[int, str]()
+    for chunk in create(live, HERMES, n=3, stream=True):
+        for call in chunk.choices[0].delta.tool_calls or []:
+            index = chunk.choices[0].index
+            found[index] = found.get(index, "") + (call.function.arguments or "")
+    assert found == dict.fromkeys(range(3), ARGUMENTS)
+
+
+def test_only_the_first_call_without_parallel_calls(live: Live) -> None:
+    text = f"{HERMES}{HERMES}"
+    assert len(create(live, text).choices[0].message.tool_calls) == 2
+    assert len(create(live, text, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
+    indices = {
+        call.index
+        for chunk in create(live, text, parallel_tool_calls=False, stream=True)
+        for call in chunk.choices[0].delta.tool_calls or []
+    }
+    assert indices == {0}
+
+
+def test_without_tools_calls_are_content(live: Live) -> None:
+    for options in ({"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}):
+        choice = create(live, "a<tool_call>{}b<|other|>", **options).choices[0]
+        assert choice.message.content == "a{}b", "special tokens are left out"
+        assert choice.message.tool_calls is None and choice.finish_reason == "stop"
+
+
+def test_special_tokens_of_other_meaning_are_left_out(live: Live) -> None:
+    message = create(live, f"a<|other|>b{HERMES}c<|other|>d").choices[0].message
+    assert message.content == "abcd" and message.tool_calls[0].function.name == "get_weather"
+
+
+def test_what_is_no_call_is_content(live: Live) -> None:
+    choice = create(live, "The <tool_call> tag").choices[0]
+    assert choice.message.content == "The <tool_call> tag" and choice.finish_reason == "stop"
+
+
+def test_a_call_that_is_cut_off_ends_for_its_length(live: Live) -> None:
+    choice = create(live, HERMES, max_tokens=60).choices[0]
+    assert choice.finish_reason == "length"
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(choice.message.tool_calls[0].function.arguments)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_those_of_all_tokens(live: Live, stream: bool) -> None:
+    options = {"logprobs": True, "top_logprobs": 1, "stream": stream}
+    with_calls, without = (create(live, HERMES, **options, tools=t) for t in (TOOLS, openai.NOT_GIVEN))
+    if stream:
+        with_calls, without = ([c.choices[0] for c in chunks] for chunks in (with_calls, without))
+    else:
+        with_calls, without = with_calls.choices, without.choices
+    found = [[e for c in cs if c.logprobs for e in c.logprobs.content] for cs in (with_calls, without)]
+    assert found[0] == found[1] and len(found[0]) > 50
+
+
+def test_an_agent_calls_two_tools_in_turn(live: Live) -> None:
+    tools = {"now": lambda: "noon", "get_weather": lambda city, days: f"{days} days of sun in {city}"}
+    call = f'<tool_call>\n{{"name": "get_weather", "arguments": {BERN}}}\n</tool_call>'
+    replies = (NOW, f"<think>\nWhere?\n</think>\n\n{call}", "<think>\nGood.\n</think>\n\nSunny.")
+    messages, answers = list(ASK), list[Any]()
+    while not answers or answers[-1].tool_calls:
+        answers.append(create(live, *replies, messages=messages).choices[0].message)
+        messages.append(answers[-1].model_dump())
+        for one in answers[-1].tool_calls or []:
+            result = tools[one.function.name](**json.loads(one.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": one.id, "content": result})
+    assert [message["content"] for message in messages] == [
+        *("hi", "I look.", "noon", None, "2 days of sun in Bern", "Sunny.")
+    ]
+    assert [getattr(answer, "reasoning", None) for answer in answers] == [None, "Where?", "Good."]
+    prompt = live.worker.tokenizer.decode(live.worker.seen[-1].prompt_token_ids)
+    assert f"[assistant]Where?{answers[1].tool_calls[0].id}[('city', 'Bern'), ('days', 2)]" in prompt
+    assert f"[tool]2 days of sun in Bern{answers[1].tool_calls[0].id}" in prompt
+
+
+def test_a_call_can_be_forced(live: Live) -> None:
+    for choice, names in (
+        ("required", {"get_weather", "now"}),
+        ({"type": "function", "function": {"name": "now"}}, {"now"}),
+        ("auto", set()),
+    ):
+        answer = create(live, NOW, tool_choice=choice).choices[0]
+        assert answer.message.tool_calls[0].function.name == "now" and answer.finish_reason == "tool_calls"
+        grammar = live.worker.seen[-1].grammar
+        assert {name for name in ("get_weather", "now") if name in grammar} == names
+    create(live, NOW, tool_choice="required")
+    several = live.worker.seen[-1].grammar
+    create(live, NOW, tool_choice="required", parallel_tool_calls=False)
+    assert several.count("*") == live.worker.seen[-1].grammar.count("*") + 1
+
+
+def test_a_form_comes_after_the_reasoning(live: Live, serving: Callable[..., Live]) -> None:
+    form = {"type": "json_object"}
+    message = create(live, "<think>So.</think>{}", response_format=form).choices[0].message
+    assert (message.content, message.reasoning) == ("{}", "So.")
+    assert "@form" in live.worker.seen[-1].grammar
+    other = serving(tool_call_parser="none", reasoning_parser="none")
+    create(other, "{}", response_format=form, tools=openai.NOT_GIVEN)
+    assert "@form" not in other.worker.seen[-1].grammar
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "says"),
+    [
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice",
+            "'get_weather', 'now'",
+        ),
+        (
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice",
+            "allowed with",
+        ),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"unevaluatedProperties": False}},
+                    }
+                ],
+            },
+            "tools",
+            "tools: .*unevaluatedProperties",
+        ),
+    ],
+)
+def test_what_cannot_be_forced_is_named(live: Live, options: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=says) as caught:
+        create(live, NOW, **options)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("depth", [90, 120, 900])
+def test_what_is_nested_deeply_is_named(live: Live, depth: int) -> None:
+    deep: Any = json.loads('{"a":' * depth + "1" + "}" * depth)
+    calls = [{"id": "c", "type": "function", "function": {"name": "now", "arguments": json.dumps(deep)}}]
+    messages = [*ASK, {"role": "assistant", "tool_calls": calls}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
+    for options, field in (
+        ({"tools": tools}, "tools"),
+        ({"tools": tools, "tool_choice": "required"}, "tools"),
+        ({"messages": messages}, "messages"),
+    ):
+        body = {"messages": ASK, "chat_template_kwargs": {"replies": ["ok"]}, **options}
+        answer = live.post("/v1/chat/completions", **body)
+        if depth == 90:
+            assert answer.status_code in (200, 400)
+        else:
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, field)
+            assert "nested more than 100 levels deep" in error["message"]
+
+
+def test_results_may_be_text_parts(live: Live) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    calls = [{"id": "c", "type": "function", "function": {"name": "now", "arguments": ""}}]
+    messages = [
+        *ASK,
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c", "content": parts},
+    ]
+    create(live, "", "ok", messages=messages)
+    prompt = live.worker.tokenizer.decode(live.worker.seen[-1].prompt_token_ids)
+    assert "[assistant]c[][tool]a\nbc" in prompt
+
+
+def test_reasoning_has_a_field_of_its_own(live: Live) -> None:
+    answer = create(live, "<think>\nSo.\n</think>\n\nYes.", tools=openai.NOT_GIVEN)
+    message = answer.choices[0].message
+    assert (message.content, message.reasoning, message.reasoning_content) == ("Yes.", "So.", "So.")
+    assert answer.usage.completion_tokens_details.reasoning_tokens == len("<think>\nSo.\n</think>")
+    assert answer.usage.completion_tokens == len("<think>\nSo.\n</think>\n\nYes.") + 1
+
+
+def test_reasoning_streams(live: Live) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True}, "tools": openai.NOT_GIVEN}
+    *chunks, last = create(live, "<think>So.</think>Yes.", **options)
+    deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in chunks]
+    assert deltas == [
+        {"role": "assistant", "content": ""},
+        *({"reasoning": one, "reasoning_content": one} for one in "So."),
+        *({"content": one} for one in "Yes."),
+        {},
+    ]
+    assert last.usage.completion_tokens_details.reasoning_tokens == len("<think>So.</think>")
+
+
+def test_a_prompt_may_open_the_reasoning(live: Live) -> None:
+    message = create(live, "So.</think>Yes.<think>\n", tools=openai.NOT_GIVEN).choices[0].message
+    assert (message.content, message.reasoning) == ("Yes.<think>\n", "So.")
+
+
+def test_a_continued_message_may_be_inside_of_its_reasoning(live: Live) -> None:
+    flags = {"continue_final_message": True, "add_generation_prompt": False}
+    for before, reasoning in (("<think>say:So", "So"), ("<think></think>say:So", None)):
+        messages = [*ASK, {"role": "assistant", "content": before}]
+        message = create(live, "", messages=messages, extra_body=flags).choices[0].message
+        assert getattr(message, "reasoning", None) == reasoning
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_can_be_left_out(live: Live, stream: bool) -> None:
+    flags = {"include_reasoning": False}
+    answer = create(live, "<think>So.</think>Yes.", stream=stream, extra_body=flags)
+    parts = [c.choices[0].delta for c in answer] if stream else [answer.choices[0].message]
+    assert "".join(part.content or "" for part in parts) == "Yes."
+    assert not any("reasoning" in part.model_dump() for part in parts)
+
+
+def test_the_effort_reaches_the_template(live: Live) -> None:
+    for effort, seen in (("high", "high"), ("none", "noneFalse")):
+        create(live, "ok", reasoning_effort=effort)
+        prompt = live.worker.tokenizer.decode(live.worker.seen[-1].prompt_token_ids)
+        assert f"hi{seen}say:" in prompt
+    kept = {"chat_template_kwargs": {"enable_thinking": True, "replies": ["ok"]}}
+    create(live, extra_body=kept, reasoning_effort="none")
+    assert "noneTruesay:" in live.worker.tokenizer.decode(live.worker.seen[-1].prompt_token_ids)
+
+
+def test_tokenize_counts_the_tools(live: Live) -> None:
+    body = {"messages": ASK, "chat_template_kwargs": {"replies": [""]}}
+    without, with_tools = (live.post("/tokenize", **body, **more).json() for more in ({}, {"tools": TOOLS}))
+    assert with_tools["count"] == without["count"] + sum(len(json.dumps(tool)) for tool in TOOLS)
+
+
+def test_another_parser_by_its_name(serving: Callable[..., Live]) -> None:
+    live = serving(tool_call_parser="openai", reasoning_parser="openai_gptoss")
+    choice = create(live, COMPLETE["harmony stopped"].text.replace("<|start|>assistant", "<s>")).choices[0]
+    assert choice.message.reasoning == "Think." and choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls[0].function.arguments == BERN
+    content = create(live, f"<s>{CALL.format(BERN)}", tools=openai.NOT_GIVEN).choices[0].message.content
+    assert BERN in content
+
+
+def test_ids_that_the_model_wrote_are_kept(serving: Callable[..., Live]) -> None:
+    live = serving(tool_call_parser="kimi_k2")
+    calls = create(live, COMPLETE["kimi_k2"].text).choices[0].message.tool_calls
+    assert [call.id for call in calls] == ["functions.get_weather:0", "functions.get_weather:1"]
+    short = create(serving(tool_call_parser="mistral"), COMPLETE["mistral bare"].text).choices[0].message
+    assert len(short.tool_calls[0].id) == 9 and short.tool_calls[0].id.isalnum()
+
+
+def test_parsers_can_be_switched_off(serving: Callable[..., Live]) -> None:
+    live = serving(tool_call_parser="none", reasoning_parser="none")
+    message = create(live, "<think>So.</think>Yes.", tools=openai.NOT_GIVEN).choices[0].message
+    assert message.content == "<think>So.</think>Yes."
+    with pytest.raises(openai.BadRequestError, match="--tool-call-parser NAME, or tool_choice 'none'"):
+        create(live, "")
+    assert create(live, "ok", tool_choice="none").choices[0].message.content == "ok"
+
+
+def test_a_template_gets_arguments_that_are_no_json_as_they_are(live: Live, tmp_path: Path) -> None:
+    calls = [{"id": "c", "type": "function", "function": {"name": "now", "arguments": '{"a'}}]
+    messages = [*ASK, {"role": "assistant", "tool_calls": calls}]
+    with pytest.raises(openai.BadRequestError, match="the chat template refuses them"):
+        create(live, "ok", messages=messages)  # this one needs an object
