@@ -57,10 +57,14 @@ EDGES: dict[str, tuple[str, ...]] = {
     "tokenizer": ("core", "templates", "tiktoken_model"),
     "detokenizer": ("tokenizer",),
     "stop_strings": (),
+    "bad_words": ("core", "tokenizer"),
     # Workers are known through a transport only.
     # the tokens that an answer of a certain form may have: masks for a worker, a grammar for an engine
     "structured": ("core", "tokenizer"),
-    "engine": ("core", "detokenizer", "stop_strings", "structured.grammar", "tokenizer", "transport.base"),
+    "engine": (
+        *("bad_words", "core", "detokenizer", "stop_strings", "structured.grammar", "tokenizer"),
+        "transport.base",
+    ),
     "server": ("config", "core", "engine", "parsers", "structured.grammar"),
     "client": ("core",),
     "bench": ("client", "config", "core", "llm", "trace.parts"),

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
+from moesaic.bad_words import BadWords, check_some_token_is_left
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost, EngineDeadError, OverloadedError, RequestError
 from moesaic.core.metrics import WorkerStats
@@ -89,6 +90,7 @@ class Engine:
         self._streams: dict[int, _Stream] = {}
         self._groups: dict[int, set[int]] = {}
         self._next_id = 0
+        self._bad_words = BadWords(tokenizer)
         self._worker = WorkerStats()
 
     @property
@@ -124,7 +126,7 @@ class Engine:
         Raises RequestError, OverloadedError or EngineDeadError. In these cases nothing was sent.
         """
         info = self._require_worker()
-        params = _fit(prompt_token_ids, params, info)
+        params = _fit(prompt_token_ids, self._with_word_ids(params, info), info)
         grammar = self._grammar(params)
         limit = self.limit
         if limit is not None and self._streams and len(self._streams) + params.n > limit:
@@ -135,7 +137,9 @@ class Engine:
         stops = StopStrings(params.stop)
         # The worker does not look for stop strings, and it gets the grammar in another form. Each of n copies
         # could have megabytes.
-        for index, single in enumerate(replace(params, stop=(), structured_outputs=None).fan_out(seed)):
+        for index, single in enumerate(
+            replace(params, stop=(), bad_words=(), structured_outputs=None).fan_out(seed)
+        ):
             request = Request(
                 request_id=self._next_id,
                 prompt_token_ids=prompt_token_ids,
@@ -190,6 +194,14 @@ class Engine:
             self.dead = reason
         self._streams.clear()
         self._groups.clear()
+
+    def _with_word_ids(self, params: SamplingParams, info: messages.WorkerInfo) -> SamplingParams:
+        """`params` with the token sequences of its bad words. Raises RequestError if they forbid all."""
+        if not params.bad_words:
+            return params
+        sequences = self._bad_words.sequences(params.bad_words)
+        check_some_token_is_left(sequences, params.allowed_token_ids, info.vocab_size)
+        return replace(params, bad_word_ids=sequences)
 
     def _require_worker(self) -> messages.WorkerInfo:
         if self.dead is not None:
@@ -269,8 +281,8 @@ def _fit(prompt: list[int], params: SamplingParams, info: messages.WorkerInfo) -
     bad = next((token for token in prompt if not 0 <= token < info.vocab_size), None)
     if bad is not None:
         raise RequestError(f"prompt: got token id {bad}; allowed: 0 to {info.vocab_size - 1}", "prompt")
-    for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        for token in tokens:
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        for token in getattr(params, name) or ():
             if token >= info.vocab_size:
                 allowed = f"token ids 0 to {info.vocab_size - 1}"
                 raise RequestError(f"{name}: got token id {token}; allowed: {allowed}", name)
@@ -284,9 +296,11 @@ def _fit(prompt: list[int], params: SamplingParams, info: messages.WorkerInfo) -
             code="context_length_exceeded",
         )
     stop_ids = tuple(dict.fromkeys(params.stop_token_ids))
-    size = params.n * (5 * (len(prompt) + len(stop_ids)) + 14 * len(params.logit_bias))
+    ids = len(prompt) + len(stop_ids) + len(params.allowed_token_ids or ())
+    ids += sum(map(len, params.bad_word_ids))
+    size = params.n * (5 * ids + 14 * len(params.logit_bias))
     if size > MOST_BYTES:
-        what = f"the prompt, stop_token_ids and logit_bias have {size} bytes in all"
+        what = f"the prompt, token ids, bad_words and logit_bias have {size} bytes in all"
         raise RequestError(f"n: got {params.n}, for which {what}; allowed: at most {MOST_BYTES}", "n")
     scores = params.prompt_logprobs if len(prompt) > 1 else None
     return replace(

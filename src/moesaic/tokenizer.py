@@ -48,8 +48,8 @@ class Tokenizer:
         with_template: bool = True,
     ) -> None:
         settings_file = path / "tokenizer_config.json"
-        self._settings = _read_settings(settings_file) if settings_file.is_file() else {}
-        self._tokenizer = _read_tokenizer(path, self._settings)
+        self.settings = _read_settings(settings_file) if settings_file.is_file() else {}
+        self._tokenizer = _read_tokenizer(path, self.settings)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._bytes_of_character = byte_level_alphabet()
         self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
@@ -87,6 +87,10 @@ class Tokenizer:
         # A long text takes seconds. `encode` would block other threads meanwhile; a batch of one does not.
         ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return [*self._bos, *ids] if add_special_tokens else list(ids)
+
+    def encode_inside(self, text: str) -> list[int]:
+        """The token ids of `text` inside a longer text. Special tokens in it are text."""
+        return list(self._literal[0].encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`. Bytes that are not valid UTF-8 become U+FFFD."""
@@ -283,7 +287,7 @@ class Tokenizer:
 
     def _special_tokens(self) -> dict[str, str]:
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        values = {name: self._settings.get(name) for name in names}
+        values = {name: self.settings.get(name) for name in names}
         return {
             name: str(value.get("content", "") if isinstance(value, dict) else value)
             for name, value in values.items()
@@ -297,13 +301,13 @@ class Tokenizer:
         """
         name = self._special_tokens().get("bos_token")
         token = None if name is None else self._tokenizer.token_to_id(name)
-        if token is None or self._settings.get("add_bos_token") is not True:
+        if token is None or self.settings.get("add_bos_token") is not True:
             return []
         return [] if token in self._tokenizer.encode("a").ids else [token]
 
     def _find_template(self, path: Path, override: Path | None) -> tuple[str | None, Path]:
         """The source of the chat template, or None, and where it was found."""
-        source: Any = self._settings.get("chat_template")
+        source: Any = self.settings.get("chat_template")
         if isinstance(source, list):  # several named templates: take the one called default
             named = (each for each in source if isinstance(each, dict))
             source = next((each.get("template") for each in named if each.get("name") == "default"), None)

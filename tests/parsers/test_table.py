@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moesaic.core.errors import ConfigError
-from moesaic.parsers.table import CALLS, REASONING, check_names, formats_of
+from moesaic.parsers.table import CALLS, REASONING, check_parsers, formats_of
 
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
 
@@ -61,12 +61,12 @@ def test_templates_that_join_arguments_get_texts(template: str, as_text: bool) -
 
 def test_names_are_checked() -> None:
     for name in CALLS:
-        check_names(name, "auto")
+        check_parsers(name, "auto")
     for name in REASONING:
-        check_names("none", name)
+        check_parsers("none", name)
     with pytest.raises(ConfigError, match="--tool-call-parser: got 'llama'; allowed: auto, none, hermes"):
-        check_names("llama", "auto")
+        check_parsers("llama", "auto")
     with pytest.raises(
         ConfigError, match="--reasoning-parser: got 'hermes'; allowed: auto, none, deepseek_r1"
     ):
-        check_names("hermes", "hermes")
+        check_parsers("hermes", "hermes")

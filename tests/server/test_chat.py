@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import openai
 import pytest
 
 from .conftest import MODEL, Live
@@ -133,7 +132,7 @@ def test_an_answer_can_be_sent_back_as_it_came(live: Live) -> None:
         ({"top_logprobs": 2}, "top_logprobs", "logprobs true"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
         ({"logprobs": 1}, "logprobs", "boolean"),
-        ({"tools": []}, "tools", "at least 1 item"),
+        ({"tools": [{}]}, "tools", "missing"),
         ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type: got 'web_search'"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tools[0].function.name"),
         (
@@ -141,7 +140,7 @@ def test_an_answer_can_be_sent_back_as_it_came(live: Live) -> None:
             "tools",
             "template of this model takes",
         ),
-        ({"tool_choice": "auto"}, "tool_choice", "only with tools"),
+        ({"tool_choice": "required"}, "tool_choice", "only with tools"),
         ({"tool_choice": "any"}, "tool_choice", "'required'"),
         ({"reasoning_effort": "most"}, "reasoning_effort", "'none', 'minimal'"),
         ({"response_format": {"type": "yaml"}}, "response_format", "response_format.type"),
@@ -170,5 +169,4 @@ def test_what_is_wrong_is_named(live: Live, body: dict[str, object], param: str,
 def test_harmless_forms_are_accepted(live: Live) -> None:
     body = {"response_format": {"type": "text"}, "tool_choice": "none", "tools": None, "modalities": ["text"]}
     assert live.post("/v1/chat/completions", messages=ASK, **body).status_code == 200
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        live.openai.chat.completions.create(model=MODEL, messages=ASK, tools=[])
+    assert live.openai.chat.completions.create(model=MODEL, messages=ASK, tools=[]).choices

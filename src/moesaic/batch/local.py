@@ -18,6 +18,7 @@ from moesaic.parsers.table import AUTO
 from moesaic.server.app import create_app
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.service import Service
+from moesaic.server.unknown_fields import UnknownFields
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,18 @@ class Served:
 @asynccontextmanager
 async def serving(
     config: WorkerConfig,
-    model_name: str,
+    names: tuple[str, ...],
     *,
     chat_template: Path | None = None,
     special_tokens_in_content: bool = False,
     parsers: tuple[str, str] = (AUTO, AUTO),
+    strict_fields: bool = False,
     seed: int | None = None,
 ) -> AsyncIterator[Served]:
-    """Serve `config`'s model under the name `model_name` until the end of the block.
+    """Serve `config`'s model under `names` until the end of the block. Answers have the first one.
 
     chat_template, special_tokens_in_content: see Tokenizer. parsers: names of the parsers of tool calls and
-    of reasoning. seed: of the seeds that requests get.
+    of reasoning. strict_fields: fail lines with unknown fields. seed: of the seeds that requests get.
     """
     with launch(
         config, chat_template=chat_template, special_tokens_in_content=special_tokens_in_content, seed=seed
@@ -53,11 +55,13 @@ async def serving(
         engine = AsyncEngine(launched.engine, launched.connection)
         service = Service(
             engine,
-            model_name,
+            names[0],
             launched.default_sampling,
             __version__,
             tool_call_parser=parsers[0],
             reasoning_parser=parsers[1],
+            fields=UnknownFields(strict_fields),
+            other_names=names[1:],
         )
         engine.start()
         app, info = create_app(service, max_body_bytes=2**62), await _loaded(engine, launched.how_it_ended)

@@ -11,6 +11,9 @@ from moesaic.core.errors import RequestError
 from moesaic.core.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 1000
+MAX_BAD_WORD_CHARACTERS = 1 << 16
+"""Maximum number of characters of all bad words of a request."""
 SEED_LIMIT = 2**63
 NO_TOKEN = -1
 """In place of a token id: the model's logits were not finite, so there was none to sample."""
@@ -80,6 +83,12 @@ class SamplingParams:
     """As `logprobs`, for the tokens of the prompt. Such a request uses no cached prefix."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    allowed_token_ids: Sequence[int] | None = None
+    """The only tokens that may be generated. None allows all."""
+    bad_words: Sequence[str] = ()
+    """Texts that are not generated: the last token of their token sequences never follows the others."""
+    bad_word_ids: Sequence[Sequence[int]] = ()
+    """The token sequences of `bad_words`, which the engine fills in for the worker."""
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the answer must have. A mapping of its fields is accepted too."""
 
@@ -89,6 +98,11 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _mapping("logit_bias", self.logit_bias))
+        object.__setattr__(self, "bad_words", _tuple("bad_words", self.bad_words))
+        object.__setattr__(self, "bad_word_ids", tuple(map(tuple, self.bad_word_ids)))
+        if self.allowed_token_ids is not None:
+            ids = tuple(dict.fromkeys(_tuple("allowed_token_ids", self.allowed_token_ids)))
+            object.__setattr__(self, "allowed_token_ids", ids)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}: got {getattr(self, name)!r}; allowed: True, False", name)
@@ -117,6 +131,23 @@ class SamplingParams:
             _integer("stop_token_ids", token, 0, None)
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise RequestError(f"stop: got {list(self.stop)!r}; allowed: texts that are not empty", "stop")
+        self._check_bans()
+
+    def _check_bans(self) -> None:
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise RequestError("allowed_token_ids: got []; allowed: at least one id", "allowed_token_ids")
+            for token in self.allowed_token_ids:
+                _integer("allowed_token_ids", token, 0, None)
+        if any(not isinstance(word, str) or not word for word in self.bad_words):
+            what = f"got {list(self.bad_words)!r}; allowed: texts that are not empty"
+            raise RequestError(f"bad_words: {what}", "bad_words")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            what = f"got {len(self.bad_words)} texts; allowed: at most {MAX_BAD_WORDS}"
+            raise RequestError(f"bad_words: {what}", "bad_words")
+        if (size := sum(map(len, self.bad_words))) > MAX_BAD_WORD_CHARACTERS:
+            what = f"got {size} characters in all; allowed: at most {MAX_BAD_WORD_CHARACTERS}"
+            raise RequestError(f"bad_words: {what}", "bad_words")
 
     @property
     def greedy(self) -> bool:

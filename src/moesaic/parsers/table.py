@@ -126,7 +126,7 @@ class Formats:
 
 
 def formats_of(template: str | None, calls: str = AUTO, reasoning: str = AUTO) -> Formats:
-    """The formats of a model with this chat template. calls, reasoning: as `check_names` allows them."""
+    """The formats of a model with this chat template. calls, reasoning: as `check_parsers` allows them."""
     text = template or ""
     return Formats(
         calls=_found(text, _CALL_MARKS) if calls == AUTO else _named(calls),
@@ -136,7 +136,7 @@ def formats_of(template: str | None, calls: str = AUTO, reasoning: str = AUTO) -
     )
 
 
-def check_names(calls: str, reasoning: str) -> None:
+def check_parsers(calls: str, reasoning: str) -> None:
     """Raise ConfigError unless these are names of parsers, `auto` or `none`."""
     for flag, name, known in (
         ("--tool-call-parser", calls, CALLS),

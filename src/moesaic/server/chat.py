@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass, field, replace
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -16,8 +18,14 @@ from moesaic.server.async_engine import Stream
 from moesaic.server.documentation import GENERATION_ERRORS, streamed
 from moesaic.server.events import CLIENT_GONE, EventStream, answer, unless_disconnected
 from moesaic.server.json_body import StrictJsonRoute
-from moesaic.server.logprobs import chat_logprobs
-from moesaic.server.prompts import chat_prompt, opens_reasoning, require_few_entries
+from moesaic.server.logprobs import chat_logprobs, prompt_logprobs
+from moesaic.server.prompts import (
+    Cut,
+    chat_prompt,
+    opens_reasoning,
+    require_few_entries,
+    require_few_scores,
+)
 from moesaic.server.requests import ChatRequest
 from moesaic.server.responses import (
     ChatChoice,
@@ -46,13 +54,24 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
     """Answer a conversation."""
     service.engine.require_serving()
     service.require_model(body.model)
+    service.fields.check(body, request)
     require_few_entries(body, body.n or 1)
     tools = callable_tools(body, service.formats)
     params = chat_params(body, service)
     await require_grammar(params, body, service)
-    prompt = await unless_disconnected(request.receive, chat_prompt(body.messages, body, service))
-    if prompt is None:
+    cut = Cut.of(body, body.max_completion_tokens or body.max_tokens, service)
+    rendered = chat_prompt(
+        body.messages,
+        body,
+        service,
+        any_length=cut.tokens is not None,
+        special=body.add_special_tokens is True,
+    )
+    whole = await unless_disconnected(request.receive, rendered)
+    if whole is None:
         return Response(status_code=CLIENT_GONE)
+    prompt = cut.apply(whole)
+    require_few_scores("prompt_logprobs", body.prompt_logprobs, len(prompt), body)
     reading = Reading(
         formats=service.formats,
         tools=tools,
@@ -61,7 +80,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
         include_reasoning=body.include_reasoning is not False,
     )
     params = await with_grammar(params, body, reading, service)
-    reply = _Reply(body, len(prompt), service, reading)
+    reply = _Reply(body, prompt, service, reading)
     source = _open(service, prompt, params, not body.continue_final_message, service.formats.marks(tools))
     if body.stream:
         return EventStream(reply.chunks(source), source)
@@ -79,15 +98,27 @@ def _open(
         raise RequestError(str(error), renamed, error.code) from error
 
 
+@dataclass
+class _Outputs:
+    """The outputs of one choice so far."""
+
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    last: RequestOutput | None = None
+
+
 class _Reply:
     """The answer to one call."""
 
-    def __init__(self, body: ChatRequest, prompt_tokens: int, service: Service, reading: Reading) -> None:
+    def __init__(self, body: ChatRequest, prompt: list[int], service: Service, reading: Reading) -> None:
         self._body = body
+        self._prompt = prompt
+        self._scores: list[TokenLogprob | None] | None = None
+        """The log-probabilities of the prompt's tokens."""
         self._service = service
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(service.now())
-        self._tally = Tally([prompt_tokens])
+        self._tally = Tally([len(prompt)])
         self._answers: defaultdict[int, Answer] = defaultdict(reading.answer)
         """Choice index -> its answer, once it has begun."""
         if reading.formats.reasoning is not None:
@@ -99,13 +130,17 @@ class _Reply:
             begun = output.index in self._answers
             deltas = self._take(number, output)
             if not begun:
-                yield self._chunk(output.index, ChatDelta(role="assistant", content=""))
+                first = self._chunk(output.index, ChatDelta(role="assistant", content=""))
+                if self._body.return_token_ids and len(self._answers) == 1:
+                    first.prompt_token_ids = self._prompt
+                yield first
             logprobs = self._logprobs(output.logprobs or [])
-            if not deltas and logprobs and logprobs.content:
+            alone = self._body.return_token_ids and output.finish_reason is None
+            if not deltas and ((logprobs and logprobs.content) or alone):
                 deltas = [ChatDelta(content="")]
             for delta in deltas:
-                yield self._chunk(output.index, delta, logprobs)
-                logprobs = None
+                yield self._chunk(output.index, delta, logprobs, output.token_ids)
+                logprobs, output = None, replace(output, token_ids=[])
             if output.finish_reason is not None:
                 yield self._last_chunk(output)
         if self._body.streams_usage:
@@ -113,49 +148,68 @@ class _Reply:
 
     async def whole(self, source: Stream) -> ChatCompletion:
         """The complete answer."""
-        logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
-        ends: dict[int, RequestOutput] = {}
+        outputs: defaultdict[int, _Outputs] = defaultdict(_Outputs)
         async for number, output in source:
             self._take(number, output)
-            logprobs[output.index].extend(output.logprobs or [])
-            ends[output.index] = output
-        return ChatCompletion(
+            found = outputs[output.index]
+            found.logprobs.extend(output.logprobs or [])
+            found.token_ids.extend(output.token_ids)
+            self._scores = self._scores or output.prompt_logprobs
+            found.last = output
+        completion = ChatCompletion(
             id=self._id,
             object="chat.completion",
             created=self._created,
             model=self._service.model_name,
-            choices=[self._choice(ends[index], logprobs[index]) for index in sorted(ends)],
+            choices=[self._choice(index, outputs[index]) for index in sorted(outputs)],
             usage=self._tally.usage(),
         )
+        if self._body.return_token_ids:
+            completion.prompt_token_ids = self._prompt
+        if self._body.prompt_logprobs is not None:
+            scores, top = self._scores or [None] * len(self._prompt), self._body.prompt_logprobs
+            completion.prompt_logprobs = await asyncio.to_thread(
+                prompt_logprobs, scores, top, self._service.tokenizer
+            )
+        return completion
 
     def _take(self, number: int, output: RequestOutput) -> list[ChatDelta]:
         """Count an output. Returns the pieces of its message."""
-        answer = self._answers[output.index]
-        deltas = answer.take(output)
+        deltas = self._answers[output.index].take(output)
         self._tally.add(number, output)
         if self._tally.reasoning_tokens is not None:
             self._tally.reasoning_tokens = sum(each.reasoning_tokens for each in self._answers.values())
         return deltas
 
-    def _choice(self, last: RequestOutput, logprobs: list[TokenLogprob]) -> ChatChoice:
-        """A complete answer. last: its last output."""
-        assert last.finish_reason is not None
-        answer = self._answers[last.index]
-        return ChatChoice(
-            index=last.index,
+    def _choice(self, index: int, outputs: _Outputs) -> ChatChoice:
+        last, answer = outputs.last, self._answers[index]
+        assert last is not None and last.finish_reason is not None
+        choice = ChatChoice(
+            index=index,
             message=answer.message(),
-            logprobs=self._logprobs(logprobs),
+            logprobs=self._logprobs(outputs.logprobs),
             finish_reason=answer.finish_reason(last.finish_reason),
             stop_reason=last.stop_reason,
         )
+        if self._body.return_token_ids:
+            choice.token_ids = outputs.token_ids
+        return choice
 
     def _logprobs(self, entries: list[TokenLogprob]) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
         return chat_logprobs(entries, self._body.top_logprobs or 0, self._service.tokenizer)
 
-    def _chunk(self, index: int, delta: ChatDelta, logprobs: ChatLogprobs | None = None) -> ChatChunk:
+    def _chunk(
+        self,
+        index: int,
+        delta: ChatDelta,
+        logprobs: ChatLogprobs | None = None,
+        token_ids: list[int] | None = None,
+    ) -> ChatChunk:
         choice = ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=None)
+        if self._body.return_token_ids and token_ids:
+            choice.token_ids = token_ids
         return self._envelope([choice])
 
     def _last_chunk(self, output: RequestOutput) -> ChatChunk:
@@ -167,6 +221,8 @@ class _Reply:
             finish_reason=self._answers[output.index].finish_reason(output.finish_reason),
             stop_reason=output.stop_reason,
         )
+        if self._body.return_token_ids and output.token_ids:
+            choice.token_ids = output.token_ids
         return self._envelope([choice])
 
     def _envelope(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
 FinishReasonName = Literal["stop", "length", "abort", "error", "not_allowed"]
@@ -53,6 +53,19 @@ class CompletionLogprobs(BaseModel):
     top_logprobs: list[dict[str, float] | None]
 
 
+class PromptLogprob(BaseModel):
+    """One candidate for a token of a prompt (vLLM)."""
+
+    logprob: float
+    rank: int | None
+    """1 for the most likely token. None for a token that is not among the listed candidates."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""For each token of a prompt its candidates by token id, the token itself first. None for the first token."""
+
+
 class CompletionChoice(BaseModel):
     """One completion, or a piece of it in a stream."""
 
@@ -62,6 +75,10 @@ class CompletionChoice(BaseModel):
     finish_reason: FinishReasonName | None
     stop_reason: str | int | None
     """The stop string or stop token id that ended the completion, if one did (vLLM)."""
+    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    """With return_token_ids: tokens of the prompt, in a stream with the first piece only."""
 
 
 class Completion(Payload):
@@ -134,6 +151,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
     stop_reason: str | int | None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(Payload):
@@ -145,6 +163,8 @@ class ChatCompletion(Payload):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class ChatDelta(BaseModel):
@@ -165,6 +185,7 @@ class ChatChunkChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
     stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatChunk(Payload):
@@ -176,6 +197,8 @@ class ChatChunk(Payload):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    """With return_token_ids, in the first chunk."""
 
 
 class ModelCard(Payload):
@@ -208,6 +231,14 @@ class Detokenized(Payload):
     """The answer of /detokenize."""
 
     prompt: str
+
+
+class TokenizerInfo(Payload):
+    """The answer of /tokenizer_info: everything in tokenizer_config.json."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str
 
 
 class Health(Payload):

@@ -13,7 +13,15 @@ from moesaic.core.structured import StructuredOutputsParams
 from moesaic.parsers.table import Formats
 from moesaic.parsers.values import Tools
 from moesaic.server.answers import Reading
-from moesaic.server.requests import ChatRequest, Message, TemplateOptions, Tool, ToolCall, ToolChoice
+from moesaic.server.requests import (
+    ChatRequest,
+    Function,
+    Message,
+    TemplateOptions,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from moesaic.server.service import Service
 from moesaic.server.structured import named
 from moesaic.structured.grammar import check
@@ -28,8 +36,8 @@ def callable_tools(body: ChatRequest, formats: Formats) -> Tools | None:
     Raises RequestError if the model does not take tools, or if it is unknown how it calls them.
     """
     choice = body.tool_choice
-    if body.tools is None:
-        if choice not in (None, "none"):
+    if not body.tools:
+        if choice not in (None, "none", "auto"):
             raise RequestError("tool_choice: allowed only with tools", "tool_choice")
         return None
     if not formats.takes_tools:
@@ -80,7 +88,12 @@ async def with_grammar(
 
 def dumped(tools: Sequence[Tool]) -> Tools:
     """The tools as chat templates expect them."""
-    return tuple(tool.model_dump(exclude_none=True) for tool in tools)
+    return tuple({"type": tool.type, "function": _function(tool.function)} for tool in tools)
+
+
+def _function(function: Function) -> dict[str, Any]:
+    fields = ("name", "description", "parameters", "strict")
+    return {name: value for name in fields if (value := getattr(function, name)) is not None}
 
 
 def variables_of(options: TemplateOptions) -> dict[str, Any]:
@@ -90,7 +103,7 @@ def variables_of(options: TemplateOptions) -> dict[str, Any]:
     """
     for number, tool in enumerate(options.tools or ()):
         _require_shallow(tool.function.parameters, f"tools[{number}].function.parameters", "tools")
-    found: dict[str, Any] = {} if options.tools is None else {"tools": list(dumped(options.tools))}
+    found: dict[str, Any] = {} if not options.tools else {"tools": list(dumped(options.tools))}
     if options.reasoning_effort is not None:
         found["reasoning_effort"] = options.reasoning_effort
         found |= {"enable_thinking": False} if options.reasoning_effort == "none" else {}

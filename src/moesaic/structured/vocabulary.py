@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,8 @@ class Vocabulary:
     """By id. A token without bytes is never allowed."""
     special: frozenset[int]
     """Ids of tokens that no text matches."""
+    encode: Callable[[str], list[int]] = lambda text: []
+    """The model's own tokens for a text. Where a grammar forces a text, it is written in these."""
 
     def compiled(self, width: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
         """The vocabulary for compiling grammars.
@@ -27,14 +29,15 @@ class Vocabulary:
         """
         tokens = [*self.tokens[:width], *[b""] * (width - len(self.tokens))]
         special = sorted(number for number in self.special | set(eos_token_ids) if number < width)
-        given = _Tokens(tokens, special, eos_token_ids[0])
+        given = _Tokens(tokens, special, eos_token_ids[0], self.encode)
         return LLTokenizer(TokenizerWrapper(given), n_vocab=width, eos_token=list(eos_token_ids))
 
 
 def read(path: Path) -> Vocabulary:
     """The vocabulary of the checkpoint at `path`."""
     tokenizer = Tokenizer(path, with_template=False)
-    return Vocabulary(tokenizer.all_bytes(), frozenset(tokenizer.special_tokens.values()))
+    special = frozenset(tokenizer.special_tokens.values())
+    return Vocabulary(tokenizer.all_bytes(), special, tokenizer.encode_inside)
 
 
 class _Tokens:
@@ -42,12 +45,33 @@ class _Tokens:
 
     bos_token_id = None
 
-    def __init__(self, tokens: list[bytes], special: list[int], eos_token_id: int) -> None:
+    def __init__(
+        self, tokens: list[bytes], special: list[int], eos_token_id: int, encode: Callable[[str], list[int]]
+    ) -> None:
         self.tokens = tokens
         self.special_token_ids = special
         self.eos_token_id = eos_token_id
-        self._bytes = {token: number for number, token in enumerate(tokens) if len(token) == 1}
+        self._encode = encode
+        texts = set(range(len(tokens))) - set(special)
+        self._ids = {tokens[number]: number for number in sorted(texts, reverse=True) if tokens[number]}
+        self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Ids of single bytes. The library only asks for tokens that it would force, which is not used."""
-        return [self._bytes[text[at : at + 1]] for at in range(len(text)) if text[at : at + 1] in self._bytes]
+        """The ids of a text that a grammar forces.
+
+        Some tokenizers add a space to a text's beginning. Then the longest tokens are taken, from left to
+        right. A byte that no token stands for ends the list.
+        """
+        found = self._encode(text.decode(errors="replace"))
+        size = len(self.tokens)
+        if found and b"".join(self.tokens[one] for one in found if one < size) == text:
+            return found
+        found, start = [], 0
+        while start < len(text):
+            ends = range(min(len(text), start + self._longest), start, -1)
+            end = next((end for end in ends if text[start:end] in self._ids), None)
+            if end is None:
+                break
+            found.append(self._ids[text[start:end]])
+            start = end
+        return found

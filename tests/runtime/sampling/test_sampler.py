@@ -28,8 +28,13 @@ def plain_sample(logits: list[float], request: Request, generated: list[int]) ->
         logits[token] = logits[token] / scale if logits[token] > 0 else logits[token] * scale
     for token in set(generated):
         logits[token] -= p.frequency_penalty * generated.count(token) + p.presence_penalty
-    if len(generated) < p.min_tokens:
-        for token in request.stop_ids:
+    forbidden = set(request.stop_ids) if len(generated) < p.min_tokens else set()
+    for word in p.bad_word_ids:
+        if [*generated, word[-1]][-len(word) :] == list(word):
+            forbidden.add(word[-1])
+    allowed = set(range(len(logits)) if p.allowed_token_ids is None else p.allowed_token_ids)
+    for token in range(len(logits)):
+        if token not in (allowed - forbidden or allowed):
             logits[token] = -math.inf
     if p.greedy:
         return logits.index(max(logits))
@@ -67,6 +72,8 @@ def rows(draw: st.DrawFn) -> tuple[Request, list[int], list[float]]:
         logit_bias=draw(st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-3.0, 2.0]), max_size=2)),
         min_tokens=draw(st.integers(0, 3)),
         stop_token_ids=[5],
+        allowed_token_ids=draw(st.none() | st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4)),
+        bad_word_ids=draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3), max_size=4)),
         seed=draw(st.integers(-(2**63), 2**63 - 1)),
     )
     token = st.integers(0, VOCAB - 1)
