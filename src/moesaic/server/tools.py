@@ -24,7 +24,7 @@ from moesaic.server.requests import (
 )
 from moesaic.server.service import Service
 from moesaic.server.structured import named
-from moesaic.structured.grammar import check
+from moesaic.structured.grammar import check, json_rule
 
 DEEPEST = 100
 """Maximum depth of lists and objects inside of one another, in schemas and in arguments."""
@@ -77,7 +77,9 @@ async def with_grammar(
         tools = tuple(tool for tool in tools if tool["function"]["name"] == name)[:1]
 
     def work() -> StructuredOutputsParams:
-        grammar = formats.forced(tools, reading.inside, reading.parallel, special)
+        grammar = formats.forced(
+            tools, inside=reading.inside, parallel=reading.parallel, special=special, json_rule=json_rule
+        )
         with named("tools"):
             found = StructuredOutputsParams(grammar=grammar)
             check(found, special)
