@@ -13,7 +13,7 @@ from moesaic.core.structured import StructuredOutputsParams
 from moesaic.parsers.events import Arguments, CallBegun, CallEnded, Content
 from moesaic.parsers.grammar import grammar_of
 from moesaic.parsers.table import CALLS, REASONING, Formats
-from moesaic.structured.grammar import check
+from moesaic.structured.grammar import check, json_rule
 from moesaic.structured.grammar import grammar_of as structured_grammar
 from moesaic.testing import byte_tokenizer
 from moesaic.tokenizer import Tokenizer
@@ -141,7 +141,7 @@ def test_reasoning_may_come_before(name: str, tokenizer: Tokenizer, path: Path) 
 def test_white_space_in_arguments_is_bounded(name: str, tokenizer: Tokenizer, path: Path) -> None:
     schema = {"type": "object", "properties": {"where": {"type": "object"}}, "required": ["where"]}
     tools = ({"type": "function", "function": {"name": "f", "parameters": schema}},)
-    forced = grammar_of(CALLS[name], tools, special=tokenizer.special_tokens)
+    forced = grammar_of(CALLS[name], tools, special=tokenizer.special_tokens, json_rule=json_rule)
     text = {
         "hermes": '<tool_call>\n{"name": "f", "arguments": {"where": {__}}}\n</tool_call>',
         "openai": "<|channel|>commentary to=functions.f <|constrain|>json<|message|>" + '{"where": {__}}',

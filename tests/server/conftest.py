@@ -117,10 +117,10 @@ def launched(tokenizer: Tokenizer) -> Iterator[Launch]:
             default_sampling or {},
             version="1.2.3",
             cluster=cluster,
-            fields=fields,
-            other_names=other_names,
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
+            fields=fields,
+            other_names=other_names,
         )
         paths = frozenset() if cluster is None else admin_paths(closed)
         access = Access(api_key, api_key or ADMIN_KEY, paths, hosts)

@@ -132,6 +132,7 @@ def test_an_answer_can_be_sent_back_as_it_came(live: Live) -> None:
         ({"top_logprobs": 2}, "top_logprobs", "logprobs true"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
         ({"logprobs": 1}, "logprobs", "boolean"),
+        ({"tools": [{}]}, "tools", "missing"),
         ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type: got 'web_search'"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tools[0].function.name"),
         (

@@ -205,6 +205,13 @@ def test_a_call_can_be_forced(live: Live) -> None:
     assert several.count("*") == live.worker.seen[-1].grammar.count("*") + 1
 
 
+def test_an_unknown_format_of_a_schema_is_a_remark(live: Live) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "format": "int32"}}}
+    tools = [{"type": "function", "function": {"name": "now", "parameters": schema}}]
+    assert create(live, NOW, tools=tools, tool_choice="required").choices[0].message.tool_calls
+    assert "int32" not in live.worker.seen[-1].grammar
+
+
 def test_a_form_comes_after_the_reasoning(live: Live, serving: Callable[..., Live]) -> None:
     form = {"type": "json_object"}
     message = create(live, "<think>So.</think>{}", response_format=form).choices[0].message

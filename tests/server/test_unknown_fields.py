@@ -19,6 +19,7 @@ NOTHING: dict[str, Any] = {
     "tools": [],
     "tool_choice": "none",
     "parallel_tool_calls": True,
+    "include_reasoning": True,
     "functions": [],
     "function_call": "none",
     "logit_bias": {},

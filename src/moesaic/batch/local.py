@@ -40,14 +40,14 @@ async def serving(
     *,
     chat_template: Path | None = None,
     special_tokens_in_content: bool = False,
-    strict_fields: bool = False,
     parsers: tuple[str, str] = (AUTO, AUTO),
+    strict_fields: bool = False,
     seed: int | None = None,
 ) -> AsyncIterator[Served]:
     """Serve `config`'s model under `names` until the end of the block. Answers have the first one.
 
-    chat_template, special_tokens_in_content: see Tokenizer. strict_fields: fail lines with unknown fields.
-    parsers: names of the parsers of tool calls and of reasoning. seed: of the seeds that requests get.
+    chat_template, special_tokens_in_content: see Tokenizer. parsers: names of the parsers of tool calls and
+    of reasoning. strict_fields: fail lines with unknown fields. seed: of the seeds that requests get.
     """
     with launch(
         config, chat_template=chat_template, special_tokens_in_content=special_tokens_in_content, seed=seed
@@ -58,10 +58,10 @@ async def serving(
             names[0],
             launched.default_sampling,
             __version__,
-            fields=UnknownFields(strict_fields),
-            other_names=names[1:],
             tool_call_parser=parsers[0],
             reasoning_parser=parsers[1],
+            fields=UnknownFields(strict_fields),
+            other_names=names[1:],
         )
         engine.start()
         app, info = create_app(service, max_body_bytes=2**62), await _loaded(engine, launched.how_it_ended)

@@ -42,8 +42,8 @@ def run(options: RunBatch, worker: WorkerConfig, console: Console | None = None)
         names,
         chat_template=options.chat_template,
         special_tokens_in_content=options.allow_special_tokens_in_content,
-        strict_fields=options.strict_fields,
         parsers=(options.tool_call_parser, options.reasoning_parser),
+        strict_fields=options.strict_fields,
         seed=options.seed,
     )
     return run_with(service, names[0], options, 2 * worker.scheduler.max_num_seqs, console)

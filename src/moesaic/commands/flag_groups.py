@@ -43,8 +43,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Placement and prediction": ("--placement", "--dispatch", "--shuffle-align"),
     "Server": (
         *("--host", "--port", "--served-model-name", "--chat-template"),
-        *("--tool-call-parser", "--reasoning-parser", "--allow-special-tokens-in-content"),
-        *("--strict-fields", "--enable-tokenizer-info-endpoint"),
+        *("--tool-call-parser", "--reasoning-parser", "--allow-special-tokens-in-content", "--strict-fields"),
+        "--enable-tokenizer-info-endpoint",
     ),
     "Access": (
         *("--api-key", "--admin-key", "--allowed-hosts", "--allowed-origins", "--allowed-methods"),

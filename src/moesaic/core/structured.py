@@ -12,11 +12,6 @@ from moesaic.core.errors import RequestError
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MOST_CHARACTERS = 1 << 20
 """Maximum length of a schema, an expression or a grammar."""
-WHITESPACE = r"(\n[ \t]{0,20}| ?)"
-"""White space between the parts of JSON: nothing, a space, or a new line with an indentation.
-
-It is bounded, since a model that is unsure can otherwise write white space until its tokens are used up.
-"""
 
 
 @dataclass(frozen=True)

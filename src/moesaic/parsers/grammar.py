@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moesaic.core.errors import RequestError
-from moesaic.core.structured import MOST_CHARACTERS, WHITESPACE
+from moesaic.core.structured import MOST_CHARACTERS
 from moesaic.parsers.answer import Tags
 from moesaic.parsers.calls import CallParser
 from moesaic.parsers.harmony import Harmony
@@ -24,14 +24,24 @@ _NEWLINE = r"\n"
 _NEWLINES = r"/\n*/"
 
 
+JsonRule = Callable[[Mapping[str, Any]], str]
+"""Writes a Lark expression for the JSON texts that a schema accepts."""
+
+
+def any_json(schema: Mapping[str, Any]) -> str:
+    """The plainest JsonRule."""
+    return f"%json {json.dumps(schema)}"
+
+
 class Grammar:
     """A grammar while it is written. special: text -> id of the tokenizer's special tokens.
 
     Special tokens have no text for a grammar: they stand in it by their ids.
     """
 
-    def __init__(self, special: Mapping[str, int]) -> None:
+    def __init__(self, special: Mapping[str, int], json_rule: JsonRule) -> None:
         self._special = special
+        self._json_rule = json_rule
         self._rules = ["%llguidance {}"]
         self._size = 0
         self._marks = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
@@ -65,8 +75,7 @@ class Grammar:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """A JSON text that `schema` accepts."""
-        own = {"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema}
-        return self.rule(f"%json {json.dumps(own, ensure_ascii=False)}")
+        return self.rule(self._json_rule(schema))
 
     def text(self, start: str) -> str:
         """The grammar, which begins with rule `start`."""
@@ -77,6 +86,7 @@ def grammar_of(
     parser: type[CallParser],
     tools: Tools,
     *,
+    json_rule: JsonRule = any_json,
     parallel: bool = True,
     tags: Tags | None = None,
     inside: bool = False,
@@ -85,9 +95,9 @@ def grammar_of(
     """The grammar of an answer that calls at least one of `tools`. For one function give only that tool.
 
     parallel: it may have more than one call. tags: those of the reasoning that may come before; None for
-    none. inside: the prompt has opened the reasoning. special: see Grammar.
+    none. inside: the prompt has opened the reasoning. special: see Grammar. json_rule: writes schemas.
     """
-    grammar = Grammar(special)
+    grammar = Grammar(special, json_rule)
     calls = _WRITERS[parser](grammar, tools, parallel)
     before = _analysis(grammar) if parser is Harmony else _thoughts(grammar, tags, inside)
     return grammar.text(f"{before} {calls}")
@@ -100,7 +110,7 @@ def after_reasoning(
 
     channels: the model is gpt-oss. The others: see `grammar_of`.
     """
-    grammar = Grammar(special)
+    grammar = Grammar(special, any_json)
     if channels:
         final = grammar.exactly("<|channel|>final<|message|>")
         return grammar.text(f"{_analysis(grammar)} {final} @form")

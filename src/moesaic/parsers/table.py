@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from moesaic.core.errors import ConfigError
 from moesaic.parsers.answer import AnswerParser, Tags
@@ -107,11 +108,9 @@ class Formats:
         found = () if calls is None else (*calls.marks, *calls.further)
         return frozenset((*found, *(() if tags is None else (tags.open, tags.close))))
 
-    def forced(self, tools: Tools, inside: bool, parallel: bool, special: Mapping[str, int]) -> str:
-        """The grammar of an answer that calls at least one of `tools`. Others: see grammar_of."""
-        parser = CALLS[self.calls or ""]
-        tags = self.tags
-        return grammar_of(parser, tools, parallel=parallel, tags=tags, inside=inside, special=special)
+    def forced(self, tools: Tools, **options: Any) -> str:
+        """The grammar of an answer that calls at least one of `tools`. options: of grammar_of."""
+        return grammar_of(CALLS[self.calls or ""], tools, tags=self.tags, **options)
 
     def after_reasoning(self, inside: bool, special: Mapping[str, int]) -> str:
         """The grammar of an answer with @form after its reasoning; empty if it has none."""

@@ -19,7 +19,13 @@ from moesaic.server.documentation import GENERATION_ERRORS, streamed
 from moesaic.server.events import CLIENT_GONE, EventStream, answer, unless_disconnected
 from moesaic.server.json_body import StrictJsonRoute
 from moesaic.server.logprobs import chat_logprobs, prompt_logprobs
-from moesaic.server.prompts import Cut, chat_prompt, opens_reasoning, require_few_entries, require_few_scores
+from moesaic.server.prompts import (
+    Cut,
+    chat_prompt,
+    opens_reasoning,
+    require_few_entries,
+    require_few_scores,
+)
 from moesaic.server.requests import ChatRequest
 from moesaic.server.responses import (
     ChatChoice,
@@ -93,8 +99,8 @@ def _open(
 
 
 @dataclass
-class _Whole:
-    """The outputs of one choice so far, beside its message."""
+class _Outputs:
+    """The outputs of one choice so far."""
 
     logprobs: list[TokenLogprob] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -142,20 +148,20 @@ class _Reply:
 
     async def whole(self, source: Stream) -> ChatCompletion:
         """The complete answer."""
-        wholes: defaultdict[int, _Whole] = defaultdict(_Whole)
+        outputs: defaultdict[int, _Outputs] = defaultdict(_Outputs)
         async for number, output in source:
             self._take(number, output)
-            whole = wholes[output.index]
-            whole.logprobs.extend(output.logprobs or [])
-            whole.token_ids.extend(output.token_ids)
+            found = outputs[output.index]
+            found.logprobs.extend(output.logprobs or [])
+            found.token_ids.extend(output.token_ids)
             self._scores = self._scores or output.prompt_logprobs
-            whole.last = output
+            found.last = output
         completion = ChatCompletion(
             id=self._id,
             object="chat.completion",
             created=self._created,
             model=self._service.model_name,
-            choices=[self._choice(index, wholes[index]) for index in sorted(wholes)],
+            choices=[self._choice(index, outputs[index]) for index in sorted(outputs)],
             usage=self._tally.usage(),
         )
         if self._body.return_token_ids:
@@ -169,25 +175,24 @@ class _Reply:
 
     def _take(self, number: int, output: RequestOutput) -> list[ChatDelta]:
         """Count an output. Returns the pieces of its message."""
-        answer = self._answers[output.index]
-        deltas = answer.take(output)
+        deltas = self._answers[output.index].take(output)
         self._tally.add(number, output)
         if self._tally.reasoning_tokens is not None:
             self._tally.reasoning_tokens = sum(each.reasoning_tokens for each in self._answers.values())
         return deltas
 
-    def _choice(self, index: int, whole: _Whole) -> ChatChoice:
-        last, answer = whole.last, self._answers[index]
+    def _choice(self, index: int, outputs: _Outputs) -> ChatChoice:
+        last, answer = outputs.last, self._answers[index]
         assert last is not None and last.finish_reason is not None
         choice = ChatChoice(
             index=index,
             message=answer.message(),
-            logprobs=self._logprobs(whole.logprobs),
+            logprobs=self._logprobs(outputs.logprobs),
             finish_reason=answer.finish_reason(last.finish_reason),
             stop_reason=last.stop_reason,
         )
         if self._body.return_token_ids:
-            choice.token_ids = whole.token_ids
+            choice.token_ids = outputs.token_ids
         return choice
 
     def _logprobs(self, entries: list[TokenLogprob]) -> ChatLogprobs | None:

@@ -144,19 +144,6 @@ def require_few_entries(body: GenerationRequest, completions: int) -> None:
             raise RequestError(f"{name}: got {what}; allowed: at most {MOST_ENTRIES} in all", name)
 
 
-def require_few_scores(
-    name: str, count: int | None, tokens: int, body: GenerationRequest, how: str = ""
-) -> None:
-    """Raise RequestError if prompts of `tokens` tokens would have too many log-probabilities in one answer.
-
-    count: the value of field `name`, the candidates for each token; None scores no token.
-    """
-    found = 0 if count is None else (body.n or 1) * tokens * (count + 1)
-    if found > MOST_SCORES:
-        what = f"{count}, {how}{found} log-probabilities of prompts in one answer"
-        raise RequestError(f"{name}: got {what}; allowed: at most {MOST_SCORES}", name)
-
-
 def plain_messages(messages: Sequence[Message], formats: Formats) -> list[dict[str, Any]]:
     """The messages as chat templates expect them, with earlier calls and their results."""
     return [_plain(message) | further_fields(message, formats) for message in messages]
@@ -171,6 +158,19 @@ def opens_reasoning(prompt: Sequence[int], body: ChatRequest, service: Service) 
         text = str(_plain(body.messages[-1])["content"])
         return text.rfind(tags.open) > text.rfind(tags.close)
     return service.tokenizer.decode(prompt[-_TAIL:], False).rstrip().endswith(tags.open)
+
+
+def require_few_scores(
+    name: str, count: int | None, tokens: int, body: GenerationRequest, how: str = ""
+) -> None:
+    """Raise RequestError if prompts of `tokens` tokens would have too many log-probabilities in one answer.
+
+    count: the value of field `name`, the candidates for each token; None scores no token.
+    """
+    found = 0 if count is None else (body.n or 1) * tokens * (count + 1)
+    if found > MOST_SCORES:
+        what = f"{count}, {how}{found} log-probabilities of prompts in one answer"
+        raise RequestError(f"{name}: got {what}; allowed: at most {MOST_SCORES}", name)
 
 
 async def off_loop(size: int, work: Callable[[], T], service: Service) -> T:

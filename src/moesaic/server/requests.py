@@ -266,7 +266,7 @@ class TemplateOptions(Body):
     """Continue the last message instead of answering it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the checkpoint's chat template, such as enable_thinking."""
-    tools: Annotated[Annotated[list[Tool], FIRST] | None, BeforeValidator(_null_if_empty)] = None
+    tools: Annotated[list[Tool], FIRST] | None = None
     """The functions that the model may call."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """A variable of the chat template. "none" also sets enable_thinking to false (vLLM)."""

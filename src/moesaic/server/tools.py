@@ -13,10 +13,18 @@ from moesaic.core.structured import StructuredOutputsParams
 from moesaic.parsers.table import Formats
 from moesaic.parsers.values import Tools
 from moesaic.server.answers import Reading
-from moesaic.server.requests import ChatRequest, Message, TemplateOptions, Tool, ToolCall, ToolChoice
+from moesaic.server.requests import (
+    ChatRequest,
+    Function,
+    Message,
+    TemplateOptions,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from moesaic.server.service import Service
 from moesaic.server.structured import named
-from moesaic.structured.grammar import check
+from moesaic.structured.grammar import check, json_rule
 
 DEEPEST = 100
 """Maximum depth of lists and objects inside of one another, in schemas and in arguments."""
@@ -28,7 +36,7 @@ def callable_tools(body: ChatRequest, formats: Formats) -> Tools | None:
     Raises RequestError if the model does not take tools, or if it is unknown how it calls them.
     """
     choice = body.tool_choice
-    if body.tools is None:
+    if not body.tools:
         if choice not in (None, "none", "auto"):
             raise RequestError("tool_choice: allowed only with tools", "tool_choice")
         return None
@@ -69,7 +77,9 @@ async def with_grammar(
         tools = tuple(tool for tool in tools if tool["function"]["name"] == name)[:1]
 
     def work() -> StructuredOutputsParams:
-        grammar = formats.forced(tools, reading.inside, reading.parallel, special)
+        grammar = formats.forced(
+            tools, inside=reading.inside, parallel=reading.parallel, special=special, json_rule=json_rule
+        )
         with named("tools"):
             found = StructuredOutputsParams(grammar=grammar)
             check(found, special)
@@ -80,7 +90,12 @@ async def with_grammar(
 
 def dumped(tools: Sequence[Tool]) -> Tools:
     """The tools as chat templates expect them."""
-    return tuple(tool.model_dump(exclude_none=True) for tool in tools)
+    return tuple({"type": tool.type, "function": _function(tool.function)} for tool in tools)
+
+
+def _function(function: Function) -> dict[str, Any]:
+    fields = ("name", "description", "parameters", "strict")
+    return {name: value for name in fields if (value := getattr(function, name)) is not None}
 
 
 def variables_of(options: TemplateOptions) -> dict[str, Any]:
@@ -90,7 +105,7 @@ def variables_of(options: TemplateOptions) -> dict[str, Any]:
     """
     for number, tool in enumerate(options.tools or ()):
         _require_shallow(tool.function.parameters, f"tools[{number}].function.parameters", "tools")
-    found: dict[str, Any] = {} if options.tools is None else {"tools": list(dumped(options.tools))}
+    found: dict[str, Any] = {} if not options.tools else {"tools": list(dumped(options.tools))}
     if options.reasoning_effort is not None:
         found["reasoning_effort"] = options.reasoning_effort
         found |= {"enable_thinking": False} if options.reasoning_effort == "none" else {}

@@ -10,9 +10,14 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from moesaic.core.errors import RequestError
-from moesaic.core.structured import WHITESPACE, StructuredOutputsParams
+from moesaic.core.structured import StructuredOutputsParams
 from moesaic.structured.vocabulary import Vocabulary
 
+WHITESPACE = r"(\n[ \t]{0,20}| ?)"
+"""White space between the parts of JSON: nothing, a space, or a new line with an indentation.
+
+It is bounded, since a model that is unsure can otherwise write white space until its tokens are used up.
+"""
 FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
 )
