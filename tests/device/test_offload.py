@@ -128,7 +128,7 @@ def test_experts_in_columns_are_refused(tmp_path: Path) -> None:
     byte_tokenizer(tmp_path)
     with sanitized(), pytest.raises(ConfigError) as raised:
         LLM(str(tmp_path), device="cuda", offload=STAYS)
-    allowed = "cpu with --fast-memory, for experts stored in columns"
+    allowed = "cpu with --fast-memory, for experts that are stored in columns"
     assert str(raised.value) == f"--device: got 'cuda'; allowed: {allowed}"
 
 

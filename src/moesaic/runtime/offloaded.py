@@ -151,19 +151,22 @@ def load(
 def paged_layout(config: ModelConfig) -> ExpertLayout:
     """Where the experts are in the checkpoint.
 
-    Raises ConfigError for experts that the kernels cannot use as they are stored: pages are never converted.
+    Raises ConfigError for experts that the kernels cannot use as they are stored: of pages, only quantised
+    experts and those in columns are converted, and only for a CPU.
     """
-    layout, path = layout_of(config), files.resolve(config.model, config.revision)
-    if layout.form != ROWS and on_gpu(config):
-        raise ConfigError.field("--device", "cuda", "cpu with --fast-memory, for experts stored in columns")
+    layout, path = layout_of(config, served=True), files.resolve(config.model, config.revision)
     headers, first = Headers(path), layout.tensors(layout.layers[0], 0)[0]
     matrix = headers.quantized(*first)
+    if on_gpu(config) and (layout.form != ROWS or matrix is not None):
+        how = "stored in columns" if matrix is None else "quantised"
+        raise ConfigError.field("--device", "cuda", f"cpu with --fast-memory, for experts that are {how}")
     stored = headers.find(*first).dtype if matrix is None else matrix.dtype
-    if stored != STORED.get(layout.dtype):
+    if matrix is None and stored != STORED.get(layout.dtype):
         kernels = table.pick(str(device_of(config)), config.kernels).name
         raise ConfigError(
             f"--fast-memory: the experts of {path} are stored as {stored}, which {kernels} kernels "
-            f"compute from as {layout.dtype}; allowed: experts that are computed from as they are stored"
+            f"compute from as {layout.dtype}; allowed: experts that are computed from as they are stored, "
+            "or quantised"
         )
     return layout
 
