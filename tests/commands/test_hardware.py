@@ -229,6 +229,6 @@ def test_products_are_those_of_the_checkpoints_experts(
     sizes = [one.products for one in seen]
     shapes = [(one.hidden, one.width, one.top_k, one.matrices) for one in sizes]
     assert shapes == [(128, 96, 4, 64), (128, 96, 4, 64), (2048, 768, 8, 16), (128, 96, 4, 64)]
-    assert [one.compressed for one in sizes] == [False, False, False, True]
+    assert [one.packed for one in sizes] == [None, None, None, "compressed"]
     assert sizes[0].rows == SHORT.products.rows
     assert SHORT.products.of_experts(4096, 14336, 2).matrices == 2

@@ -103,7 +103,7 @@ def test_fewer_matrices_with_more_rows() -> None:
 def test_experts_are_compressed_where_the_kernels_compute_from_that() -> None:
     for kernels in (pick("cpu", "auto"), REFERENCE):
         seen: list[tuple[Any, ...]] = []
-        measured(spied(kernels, seen), [torch.bfloat16, torch.float32], replace(TINY, compressed=True))
+        measured(spied(kernels, seen), [torch.bfloat16, torch.float32], replace(TINY, packed="compressed"))
         stored = [one[3] for one in seen if one[0] == "experts"]
         narrow = torch.uint8 if kernels.packed else torch.bfloat16
         assert stored == [narrow] * (len(stored) // 2) + [torch.float32] * (len(stored) // 2)

@@ -15,10 +15,11 @@ from tests.support import quantizers, tiny_models
 from moesaic.core.errors import CheckpointError
 from moesaic.kernels import table
 from moesaic.models import registry
+from moesaic.models.conversion import conversion_of
 from moesaic.models.headers import Headers
 from moesaic.models.quantization.scheme import Matrix
 from moesaic.offload.arena import Arena
-from moesaic.offload.converted import StreamedConverted, is_converted
+from moesaic.offload.converted import StreamedConverted
 
 kernels = table.pick("cpu", "auto")
 STATIC = {0: [3], 1: [0, 5]}
@@ -34,9 +35,11 @@ def quantised(form: str, to: Path) -> Path:
 def test_pages_and_chosen_experts_have_the_bytes_of_the_loader(form: str, tmp_path: Path) -> None:
     path = quantised(form, tmp_path)
     layout = registry.expert_layout(path, kernels)
-    assert is_converted(Headers(path), layout)
-    arena = Arena(StreamedConverted.memory_for(path, layout, STATIC).total)
-    streamed = StreamedConverted(path, layout, STATIC, arena)
+    conversion = conversion_of(Headers(path), layout)
+    assert conversion is not None and conversion.name == layout.dtype
+    memory = StreamedConverted.memory_for(path, layout, STATIC)
+    assert conversion.read < memory.staging < conversion.staging
+    streamed = StreamedConverted(path, layout, STATIC, Arena(memory.total))
     total = streamed.load_static()
     loaded = registry.load_experts(path, kernels, dict.fromkeys(layout.layers, range(layout.num_experts)))
     for count in range(4):

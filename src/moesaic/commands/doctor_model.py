@@ -31,7 +31,7 @@ from moesaic.models.files import Found
 from moesaic.models.spec import ModelSpec
 from moesaic.planning import outlook
 from moesaic.planning.outlook import Memory, Streamed
-from moesaic.planning.plan import ROW_BYTES
+from moesaic.planning.sizes import ROW_BYTES, in_format, without_quantization
 from moesaic.runtime.model_loading import AUTO_SHARE, AUTO_SHARE_CUDA
 from moesaic.runtime.offloaded import paged_layout
 from moesaic.tokenizer import Tokenizer, check_files
@@ -136,11 +136,10 @@ def _stored(found: Found, raw: dict[str, Any], spec: ModelSpec | None) -> Stored
 def _sizes(raw: dict[str, Any], name: str, stored: Stored) -> ModelSizes | str:
     """The sizes that cost memory and time, or why they are not known."""
     try:
-        plain = {key: value for key, value in raw.items() if key != "quantization_config"}
-        sizes = read(plain, name)
+        sizes = read(without_quantization(raw), name)
     except ConfigError as error:
         return str(error)
-    return outlook.in_format(sizes, stored.type, gpu=False)
+    return in_format(sizes, stored.type, gpu=False)
 
 
 @dataclass(frozen=True)
@@ -220,7 +219,7 @@ def _judged(report: ModelReport, here: Here, context: int, command: _Command, di
     if report.problems:
         return report
     own = next(one for one in fits if one.format.name == stored)
-    model = outlook.in_format(sizes, own.loaded, here.gpu)
+    model = in_format(sizes, own.loaded, here.gpu)
     if report.stored.download is not None and report.stored.download > disk:
         return replace(report, disk=disk)
     if own.good:

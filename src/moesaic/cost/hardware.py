@@ -40,11 +40,11 @@ class Processor:
 
     If it is empty, the roofline prices experts.
     """
-    packed: tuple[tuple[str, tuple[tuple[float, float], ...]], ...] = ()
-    """Type of quantised experts (a key of core.stored.QUANTIZED) -> the same of experts in this type. Types
-    that are left out are priced by `experts`."""
     launch: float = 0.0
     """Seconds that a task takes besides its computation."""
+    packed: tuple[tuple[str, tuple[tuple[float, float], ...]], ...] = ()
+    """Type of quantised experts (a key of core.stored.QUANTIZED) -> `experts` of experts in this type. Types
+    that are left out are priced by `experts`."""
 
     def rates(self, stored: str | None) -> tuple[tuple[float, float], ...]:
         """The measured rates of experts. stored: their type if they are quantised."""
@@ -257,13 +257,15 @@ def _level(tables: Mapping[str, Any], key: str) -> Level:
     _known(key, table, _LEVEL_KEYS)
     processor = None
     if "tflops" in table:
+        rates, packed = _experts(table, key)
         processor = Processor(
             _number(table, key, "tflops") * 1e12,
             _number(table, key, "prefill_efficiency", 1.0, most=1.0),
             _number(table, key, "attention_efficiency", 1.0),
             _number(table, key, "overlap", 1.0, most=1.0, zero=True),
-            *_experts(table, key),
+            rates,
             _number(table, key, "launch_us", 0.0, zero=True) / 1e6,
+            packed,
         )
     return Level(
         name=str(table.get("name", key)),

@@ -21,6 +21,7 @@ from moesaic.models import fingerprint
 from moesaic.models.block import Block
 from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Partial, Progress
 from moesaic.models.config import shown
+from moesaic.models.conversion import Counted
 from moesaic.models.families import MODELS, Config, ModelFile
 from moesaic.models.files import read_json
 from moesaic.models.layers import Scale
@@ -93,6 +94,16 @@ def load(
     images = IMAGES if checkpoint.wrapped else ()
     checkpoint.refuse_unread((*file.UNUSED, *_extra_layers(spec), *images))
     return model
+
+
+def bytes_outside_experts(path: Path, kernels: Kernels, dtype: str = "auto") -> int:
+    """Bytes that all but the routed experts takes in memory, on a CPU. Only headers are read."""
+    file, config = _parse(path)
+    counted = Counted(path)
+    loader = Loader(counted, kernels, "meta", _dtype(dtype, "cpu", counted, kernels), positions=0)
+    _outside(config, config.spec, loader)
+    file.blocks(config, loader)
+    return counted.bytes
 
 
 def load_outside(path: Path, kernels: Kernels) -> Model:

@@ -7,6 +7,8 @@ read into memory that all share, and converted from there to its place. A page i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -18,6 +20,7 @@ from moesaic.models.columns import transpose
 from moesaic.models.headers import Headers, Place
 from moesaic.models.pages import aligned
 from moesaic.models.quantization.scheme import Bytes
+from moesaic.offload.arena import Arena
 from moesaic.offload.arrangement import Arrangement
 from moesaic.offload.reading import ALIGNMENT
 from moesaic.offload.weights import DTYPES, Memory, Plan, Streamed
@@ -28,12 +31,6 @@ NUMBERS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types of numbers in files."""
 Stored = Callable[[Place], Bytes]
 """Returns the bytes of a place, which have been read."""
-
-
-def is_converted(headers: Headers, layout: ExpertLayout) -> bool:
-    """Whether the files have the experts otherwise than the kernels read them."""
-    name, *shape = layout.tensors(layout.layers[0], 0)[0]
-    return layout.form == COLUMNS or headers.quantized(name, *shape) is not None
 
 
 class StreamedConverted(Streamed):
@@ -56,10 +53,20 @@ class StreamedConverted(Streamed):
         wanted = sorted({int(expert) for expert in experts if (layer, int(expert)) not in self._kept})
         return sum(self._load(layer, expert, away[expert][slot]) for expert in wanted)
 
+    def convert_again(self, count: int, layer: int, expert: int) -> None:
+        """Converts the expert that was loaded last, at turn `count`, once more."""
+        self._put(layer, expert, self._places[layer][expert][count % 2])
+
     def _load(self, layer: int, expert: int, target: Expert) -> int:
         """Reads one expert and converts it to `target`. Returns the bytes read."""
         arranged = Arrangement(self._plan.places[layer, expert])
-        size, memory = self._read(arranged, [(0, arranged.size)], self._staging), self._staging.numpy()
+        size = self._read(arranged, [(0, arranged.size)], self._staging)
+        self._put(layer, expert, target)
+        return size
+
+    def _put(self, layer: int, expert: int, target: Expert) -> None:
+        """Converts an expert that has been read to `target`."""
+        arranged, memory = Arrangement(self._plan.places[layer, expert]), self._staging.numpy()
 
         def stored(place: Place) -> Bytes:
             at = arranged.at[place]
@@ -69,7 +76,6 @@ class StreamedConverted(Streamed):
         self._convert(self._plan.headers, self._layout, layer, expert, stored, target)
         if self._layout.form != ROWS:
             _put_biases(self._plan.headers, self._layout, layer, expert, stored, target)
-        return size
 
     @staticmethod
     def _memory(plan: Plan, layout: ExpertLayout) -> Memory:
@@ -100,6 +106,16 @@ class StreamedConverted(Streamed):
         held |= {expert: slots[slot] for expert, slots in self._places[layer].items()}
         packed = layout.dtype if layout.dtype in PACKED else COMPRESSED
         return ExpertWeights.of_held(layout.num_experts, held, PARTS[layout.form], layout.activation, packed)
+
+
+def repeated(path: Path, layout: ExpertLayout) -> Callable[[], object]:
+    """A function that converts the first expert of `layout`, whose bytes are in memory, to the same place."""
+    owned, layer = {each: [0] for each in layout.layers}, layout.layers[0]
+    memory = StreamedConverted.memory_for(path, layout, {}, owned)
+    streamed = StreamedConverted(path, layout, {}, Arena(memory.total), owned=owned)
+    streamed.load_chosen(0, layer, [0])
+    streamed.close()
+    return partial(streamed.convert_again, 0, layer, 0)
 
 
 def _from_columns(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +17,9 @@ from moesaic.kernels import table
 from moesaic.kvcache.paged import PagedKV
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
+from moesaic.models.conversion import conversion_of
 from moesaic.models.headers import STORED, Headers
+from moesaic.offload import converted
 from moesaic.offload.caches import Cache, MovingCache, ResidentCache
 from moesaic.offload.lanes import Lanes
 from moesaic.offload.operations import Operations
@@ -169,6 +172,17 @@ def paged_layout(config: ModelConfig) -> ExpertLayout:
             "or quantised"
         )
     return layout
+
+
+def conversion(config: ModelConfig) -> tuple[str, int, Callable[[], object]] | None:
+    """What happens to an expert that is loaded: the name of its conversion (`models.conversion`), how many
+    bytes of the files are converted, and a function that converts those of one expert again and again.
+
+    None if nothing is converted. Raises ConfigError as `paged_layout` does.
+    """
+    layout, path = paged_layout(config), files.resolve(config.model, config.revision)
+    found = conversion_of(Headers(path), layout)
+    return None if found is None else (found.name, found.read, converted.repeated(path, layout))
 
 
 def join(
