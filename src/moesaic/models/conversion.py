@@ -10,6 +10,7 @@ import torch
 from moesaic.core.experts import COLUMNS, ExpertLayout
 from moesaic.models.checkpoint import Claims
 from moesaic.models.headers import Headers
+from moesaic.models.quantization.scheme import scratch_of as scratch_of
 
 BLOCK = 4096
 """Bytes of a block of a disk. A tensor that is read may begin and end within blocks."""

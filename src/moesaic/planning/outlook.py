@@ -43,12 +43,13 @@ class Format:
 
 def formats(model: ModelSizes, *more: str) -> list[Format]:
     """The model in every type that experts can have. more: further types of numbers, such as float16."""
-    return [_format(model, name) for name in dict.fromkeys((*OF_EXPERTS, *more))]
+    every = dict.fromkeys((*OF_EXPERTS, *more))
+    return [format_of(in_format(model, name, gpu=False), name) for name in every]
 
 
-def _format(model: ModelSizes, name: str) -> Format:
-    found = in_format(model, name, gpu=False)
-    return Format(name, found.moe_layers * found.routed, found.other)
+def format_of(model: ModelSizes, name: str) -> Format:
+    """What a model takes whose routed experts are in the type `name`."""
+    return Format(name, model.moe_layers * model.routed, model.other)
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ class Fit:
 
 
 def fit(model: ModelSizes, one: Format, loaded: str, memory: Memory, context: int) -> Fit:
-    """Fit one format into memory. context: maximum tokens of a request, by the model."""
-    left = memory.free - _format(model, loaded).weights
+    """Fit one format into memory. model: as it is in memory. context: maximum tokens of a request."""
+    left = memory.free - model.weights
     worker = WorkerConfig(ModelConfig(model.name))
     token = model.layers * model.cache(1, memory.cache_number)
     size = worker.cache.block_size

@@ -13,7 +13,7 @@ from moesaic.cost.reading import read
 from moesaic.cost.sizes import ModelSizes
 from moesaic.kernels.table import Kernels
 from moesaic.models import files, registry
-from moesaic.models.conversion import conversion_of
+from moesaic.models.conversion import conversion_of, scratch_of
 from moesaic.models.headers import INDEX, SINGLE, Headers
 
 ROW_BYTES = 4.0
@@ -37,8 +37,13 @@ def by_config(raw: Mapping[str, Any], name: str) -> ModelSizes:
     stored = registry.quantised_type(dict(raw))
     if stored is None:
         return read(raw, name)
-    found = in_format(read(without_quantization(raw), name), stored, gpu=False)
-    scratch = (12 if stored == "float32" else 4) * found.hidden * found.expert_width
+    return converted(read(without_quantization(raw), name), stored)
+
+
+def converted(model: ModelSizes, stored: str) -> ModelSizes:
+    """The sizes on a CPU with quantised experts that become `stored`, where the files are not here."""
+    found = in_format(model, stored, gpu=False)
+    scratch = scratch_of(stored, found.hidden * found.expert_width)
     return replace(found, conversion=stored, staging=found.expert_bytes + scratch)
 
 

@@ -127,7 +127,7 @@ class Matrix:
 
     def scratch(self, stored: str) -> int:
         """The most bytes that `packed` or `floats` take beside a result in type `stored`."""
-        return self.rows * self.columns * (12 if stored == "float32" else 4)
+        return scratch_of(stored, self.rows * self.columns)
 
     def _grouped(self, made: Coded) -> tuple[Bytes, Floats, Floats | None]:
         """Codes, scales and offsets with groups of the size that `dtype` has."""
@@ -145,6 +145,11 @@ class Matrix:
 
     def _refuse(self, got: str, what: str) -> None:
         raise CheckpointError(f"tensor {self.name}: got {got} in {what}; allowed: finite numbers")
+
+
+def scratch_of(stored: str, numbers: int) -> int:
+    """See `Matrix.scratch`."""
+    return numbers * (12 if stored == "float32" else 4)
 
 
 def as_array(stored: Bytes, dtype: str, part: Part, shape: tuple[int, ...]) -> Array:
