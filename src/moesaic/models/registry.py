@@ -47,6 +47,11 @@ def read_spec(path: Path, shard: Shard = WHOLE) -> ModelSpec:
     return shard.spec(config.spec)
 
 
+def model_file(path: Path) -> tuple[ModelFile, Config]:
+    """The code of the model in `path`, and its config, for what reads its tensors by name."""
+    return _parse(path)
+
+
 def routed_model(path: Path) -> RoutedModel:
     """How recorded routing describes the model in `path`. Samples the weights for its name."""
     return read_spec(path).routed(fingerprint.origin(path))
@@ -156,25 +161,6 @@ def load_layer(
     if layer in config.spec.moe_layers:
         routed = experts(loader, file.expert_names(config, layer), None)
     return file.blocks(config, loader)[layer], routed
-
-
-def stored_tensors(path: Path, prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors whose names begin with `prefix`, as the files have them. Compressed ones are made bf16."""
-    file, config = _parse(path)
-    checkpoint = Checkpoint(path)
-    widths = {}
-    for layer in config.spec.moe_layers:
-        if f"model.layers.{layer}." == prefix:
-            names = file.expert_names(config, layer)
-            every = (shape for expert in range(names.num_experts) for shape in names.shapes(expert))
-            widths = {f"{name}.weight": (rows, columns) for name, rows, columns in every}
-    return {
-        name: checkpoint.tensor(name, *widths[name], dtype=torch.bfloat16)
-        if checkpoint.dtype(name) is torch.uint8 and name in widths
-        else checkpoint.as_stored(name)
-        for name in sorted(checkpoint.names)
-        if name.startswith(prefix)
-    }
 
 
 def understand(raw: dict[str, Any], path: Path, claims: Claims | None = None) -> ModelSpec:

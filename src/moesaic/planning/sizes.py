@@ -57,9 +57,10 @@ def of_checkpoint(path: Path, name: str, kernels: Kernels, dtype: str = "auto") 
     layout = registry.expert_layout(path, kernels, "cpu", dtype)
     if quantised:
         model = replace(in_format(model, layout.dtype, gpu=False), tied=registry.is_tied(path))
+    if model.quantized is not None:  # a mean, since what is not quantised stays in bf16
         outside = registry.bytes_outside_experts(path, kernels, dtype)
         model = replace(model, number=model.number * outside / model.other)
-    elif dtype != "auto":
+    elif dtype != "auto" and not quantised:
         model = model.with_number(float(NUMBER_BYTES[dtype]))
     found = conversion_of(Headers(path), layout)
     if found is None:
