@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic import LLM, SamplingParams
+from moesaic import LLM, SamplingParams, cli
 from moesaic.core.errors import ConnectionLost
 from moesaic.kernels import table
+from moesaic.models import files
 from moesaic.testing import byte_tokenizer
+from tests.cluster.test_placements import RANKS
 from tests.models.test_quantized import CASES, FORMATS
 from tests.models.test_quantized_refusals import mixed
 from tests.support import model_configs, quantizers, tiny_models
@@ -146,6 +148,34 @@ def test_tokens_are_those_of_the_dequantised_checkpoint(
         tiny_models.edit(path, model_type=family)
     quantised, plain = both
     assert MODES[mode](quantised) == alone(plain)
+
+
+def test_a_text_model_in_a_larger_one_is_streamed(tmp_path: Path) -> None:
+    """Its tensors have other names in the files, and text_config says how they are quantised."""
+    vision = {"num_hidden_layers": 1, "image_size": [28, 28], "patch_size": [14, 14]}
+    text = FAMILIES["qwen3_moe"][1]
+    options = model_configs.around("qwen3_moe", text, vision, image_token_id=model_configs.VOCAB - 1)
+    source = tiny_models.save(tiny_models.build("internvl", options), tmp_path / "source", torch.bfloat16)
+    quantised, plain = quantizers.quantize(
+        source, tmp_path, FORMATS["packed int4"], r".*(vision|projector).*"
+    )
+    for path in (quantised, plain):
+        byte_tokenizer(path)
+    assert MODES["on demand"](quantised) == alone(plain)
+
+
+def test_a_placement_by_a_profile(tmp_path: Path, quick_workers: None) -> None:
+    """Of the quantised demo, whose tokenizer profiles need."""
+    quantised, plain = quantizers.quantize(files.resolve("demo"), tmp_path, FORMATS["awq"])
+    profile, placement = tmp_path / "profile.npz", tmp_path / "placement.json"
+    (tmp_path / "some.txt").write_text("The sea was calm.\nThe captain told a story.\nIt was late.\n")
+    given = ["--prompts", str(tmp_path / "some.txt"), "-o", str(profile)]
+    assert cli.main(["profile", str(quantised), *given]) == 0
+    assert cli.main(["place", str(profile), "--ranks", "2", "--solver", "eplb", "-o", str(placement)]) == 0
+    settings: dict[str, Any] = {"placement": str(placement), "max_model_len": LONGEST, **RANKS}
+    with cluster(str(quantised), **settings) as served:
+        served.submit(prompts(), [GREEDY] * len(prompts()))
+        assert [tokens for tokens, _ in served.finish()] == alone(plain)
 
 
 OTHERS = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import model_configs, tiny_models
+from tests.support import model_configs, quantizers, tiny_models
 from tests.support.fake_batch_server import line, results
 from tests.support.processes import children
 
@@ -115,6 +115,26 @@ def test_a_file_with_lines_of_all_kinds_is_answered_as_from_memory(
     padding = told["phases"]["prefill"]["padding_rows"]
     assert told["phases"]["prefill"]["tokens"] + padding >= prompts * 70 and bool(padding) is bool(options)
     assert ("prompts padded to 70" in printed.err) is bool(options)
+    whole = files[0], tmp_path / "whole.jsonl"
+    assert cli.main(command(path, whole, cap=None)) == 0
+    assert answers(files[1]) == answers(whole[1])
+
+
+def test_quantised_experts_are_converted_and_what_is_assumed_is_said(
+    files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tiny_models.save(
+        tiny_models.build("qwen3_moe", model_configs.qwen3(**SIZES)), tmp_path / "source", torch.bfloat16
+    )
+    byte_tokenizer(source)
+    path, _ = quantizers.quantize(source, tmp_path / "both", quantizers.FORMATS["awq"])
+    (path.parent / "this.toml").write_text(MACHINE)
+    files[0].write_text("".join(ask(f"r{length}", length) + "\n" for length in (3, 16, 30, 45)))
+    assert cli.main([*command(path, files, cap="3MiB"), "--json"]) == 0
+    printed = capsys.readouterr()
+    told = json.loads(printed.out)
+    assert told["completed"] == 4 and told["phases"]["decode"]["loaded_bytes"] > 0
+    assert "converting quantised experts to int4_offset takes no time" in printed.err
     whole = files[0], tmp_path / "whole.jsonl"
     assert cli.main(command(path, whole, cap=None)) == 0
     assert answers(files[1]) == answers(whole[1])
