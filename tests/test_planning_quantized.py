@@ -64,7 +64,13 @@ def planned(path: Path, cap: str) -> Planned:
     return plan(WorkerConfig(ModelConfig(str(path))), OffloadConfig(cap), JOB, HARDWARE)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        form if form in ("packed int4", "columns") else pytest.param(form, marks=pytest.mark.slow)
+        for form in FORMS
+    ],
+)
 def test_what_is_planned_is_what_a_worker_takes(written: Written, form: str) -> None:
     path = written[form]
     cap = CAPS[form]
@@ -153,7 +159,7 @@ link = { down_gib = 1.5 }
 """
 
 
-@pytest.mark.parametrize("form", ["packed int4", "mxfp4"])
+@pytest.mark.parametrize("form", ["mxfp4", pytest.param("packed int4", marks=pytest.mark.slow)])
 def test_the_command_plans_it_and_says_what_it_assumes(
     written: Written, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,6 +174,7 @@ def test_the_command_plans_it_and_says_what_it_assumes(
     assert "Assumed: experts in" in shown and "an expert as it is read" in shown
 
 
+@pytest.mark.slow
 def test_on_a_gpu_it_is_planned_in_bf16(written: Written) -> None:
     options = Plan(model=str(written["packed int4"]), hardware="l4", prompt_len=30, gen_len=8)
     found = plan_command(options)

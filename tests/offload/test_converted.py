@@ -31,7 +31,16 @@ def quantised(form: str, to: Path) -> Path:
     return quantizers.quantize(source, to, FORMATS[form])[0]
 
 
-@pytest.mark.parametrize("form", ["fp8 blocks", "packed int4", "gptq", "gptq v2, act order", "mxfp4"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        *("fp8 blocks", "mxfp4"),
+        *(
+            pytest.param(form, marks=pytest.mark.slow)
+            for form in ("packed int4", "gptq", "gptq v2, act order")
+        ),
+    ],
+)
 def test_pages_and_chosen_experts_have_the_bytes_of_the_loader(form: str, tmp_path: Path) -> None:
     path = quantised(form, tmp_path)
     layout = registry.expert_layout(path, kernels)
@@ -72,7 +81,7 @@ def test_a_number_that_is_nan_is_one_line_when_its_expert_is_read(tmp_path: Path
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("form", [*quantizers.FORMATS])
+@pytest.mark.parametrize("form", ["fp8 blocks", "packed int4", "gptq v2, act order", "awq"])
 def test_conversion_takes_the_memory_that_plans_count(form: str, tmp_path: Path) -> None:
     """Of a matrix of 512 x 2048, with its result in memory that the plan counts elsewhere."""
     rows, columns = 512, 2048
