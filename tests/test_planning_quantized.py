@@ -118,6 +118,10 @@ def test_reading_and_converting_take_time(written: Written) -> None:
     assert loads(model, HARDWARE, 6) == pytest.approx(6 * model.read / HARDWARE.link.down)
     rates = replace(HARDWARE, link=replace(HARDWARE.link, conversions=(("fp8", 1.0), ("int4", 1e6))))
     assert loads(model, rates, 6) == pytest.approx(6 * model.read * (1 / HARDWARE.link.down + 1e-6))
+    busy = {Lane.DOWN: loads(model, rates, 6), **dict.fromkeys((Lane.UP, Lane.STAGING, Lane.SLOW), 0.0)}
+    policy = Policy("cgopipe", 4, 1, False)
+    read = Durations(model, rates, Workload(30, 10, 4.0)).slow_memory(policy, busy)
+    assert read == pytest.approx(6 * model.read / rates.slow.bandwidth), "converting is no work of the disk"
     with_link = rates.with_link(5e6)
     assert loads(model, with_link, 6) == pytest.approx(6 * model.read / 5e6), "a measured link has both"
 

@@ -102,7 +102,7 @@ class Durations:
         moved: busy seconds of each lane in that layer. A copy into pinned memory both reads and writes.
         """
         link, level = self._hardware.link, self._hardware.slow
-        copied = moved[Lane.DOWN] * link.down + moved[Lane.UP] * link.up
+        copied = moved[Lane.DOWN] * link.down * self._reading + moved[Lane.UP] * link.up
         copied += 2 * moved[Lane.STAGING] * (link.staging or 0.0)
         return copied / level.bandwidth + self._read_there(policy, moved)
 
@@ -150,6 +150,11 @@ class Durations:
         link, size = self._hardware.link, self._model.read_bytes
         rate = dict(link.conversions).get(self._model.conversion or "", math.inf)
         return size / link.down + size / rate
+
+    @property
+    def _reading(self) -> float:
+        """The share of the link's time that is no conversion. Where experts are converted, only they move."""
+        return self._model.read_bytes / self._hardware.link.down / self._expert_seconds
 
     def _load(self, kind: Kind, experts: float) -> Table:
         """Durations of loading a number of experts, which need not be whole."""
