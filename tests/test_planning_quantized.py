@@ -184,6 +184,9 @@ def test_on_a_gpu_it_is_planned_in_bf16(written: Written) -> None:
     found = plan_command(options)
     assert (found.model.quantized, found.model.number, found.model.staging) == (None, 2.0, 0.0)
     assert len(found.assumed) == 1 and "On a GPU quantised experts become bf16" in found.assumed[0]
+    found = plan_command(replace(options, model=str(written["columns"])))
+    assert (found.model.staging, found.model.number) == (0.0, 2.0)
+    assert len(found.assumed) == 1 and "On a GPU --fast-memory refuses those in columns" in found.assumed[0]
 
 
 @pytest.mark.parametrize("form", ["fp8 blocks", "packed int4", "mxfp4"])

@@ -252,6 +252,9 @@ def _in_memory(sizes: ModelSizes, loaded: str, here: Here, found: Found) -> Mode
     with contextlib.suppress(MoesaicError):  # already a line of the report
         if directory is not None and has_weights(directory):
             model = of_checkpoint(directory, sizes.name, table.pick("cpu"))
+            if model.conversion == "columns":  # in_format says the type that they get in memory
+                plain, staging = in_format(sizes, loaded, gpu=False), model.staging
+                return replace(plain, conversion="columns", read=model.read, staging=staging)
             if model.conversion is not None:
                 return replace(model, computed=ROW_BYTES)
     return converted(sizes, loaded) if loaded in QUANTIZED else in_format(sizes, loaded, gpu=False)

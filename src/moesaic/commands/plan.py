@@ -77,8 +77,11 @@ def plan(options: Plan, here: Hardware | None = None) -> Report:
 
 def _of_machine(model: ModelSizes, hardware: Hardware) -> tuple[ModelSizes, list[str]]:
     """The sizes of a model as the machine's fast level computes it, and what the plan assumes."""
-    if hardware.slow.processor is None or model.conversion in (None, "columns"):
+    if hardware.slow.processor is None or model.conversion is None:
         return model, assumed(model, hardware)
+    if model.conversion == "columns":
+        note = "Assumed: experts are stored in rows. On a GPU --fast-memory refuses those in columns."
+        return replace(model, conversion=None, read=None, staging=0.0), [note]
     note = (
         "Assumed: the checkpoint is in bf16. On a GPU quantised experts become bf16, and --fast-memory "
         "refuses them there."
