@@ -1,20 +1,25 @@
-"""Quantised models through whole engines: by ranks, with expert servers, and not with streamed experts."""
+"""Quantised models through whole engines: by ranks, with expert servers, with streamed experts."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from moesaic import LLM
 from moesaic.core.errors import ConfigError
 from moesaic.kernels import table
 from moesaic.testing import byte_tokenizer
 from tests.models.test_quantized import CASES, FORMATS
-from tests.support import quantizers, tiny_models
+from tests.models.test_quantized_refusals import mixed
+from tests.support import pairs, quantizers, tiny_models
 from tests.support.cluster_driver import Answer, cluster
 from tests.support.thread_groups import group_of_threads
 from tests.test_llm_families import DISK, LONGEST, answers, params, prompts
+from tests.test_llm_offload import POLICIES
 
 pytestmark = [
     pytest.mark.slow,
@@ -85,8 +90,48 @@ def test_two_ranks_have_the_tokens_of_one(models: Models, form: str, more: dict[
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in models.wanted(form)]
 
 
-def test_streamed_experts_must_be_as_kernels_read_them(models: Models) -> None:
-    with pytest.raises(ConfigError, match="--fast-memory: the experts of .* are stored as fp8"):
-        LLM(
-            str(models["fp8 blocks"]), threads=1, max_model_len=LONGEST, offload=DISK, max_num_seqs=DISK.batch
-        )
+STREAMED = ("some experts stay", "on demand, likely ones before", "two cores, in place")
+"""Policies that are tried here in `make test`. test_llm_quantized_families.py tries others."""
+
+
+def streamed() -> list[Any]:
+    """Each policy, with formats in turn."""
+    return [
+        pytest.param(FORMS[turn % len(FORMS)], policy, marks=() if policy in STREAMED else pairs.REST)
+        for turn, policy in enumerate(POLICIES)
+    ]
+
+
+@pytest.mark.parametrize(("form", "policy"), streamed())
+def test_streamed_experts_give_the_floats_of_those_in_memory(models: Models, form: str, policy: str) -> None:
+    offload = POLICIES[policy]
+    settings = {"max_model_len": LONGEST, "max_num_seqs": offload.batch, "max_num_batched_tokens": 23}
+    found = answers(LLM(str(models[form]), threads=1, offload=offload, **settings))
+    assert found == models.wanted(form)
+
+
+def test_streamed_experts_become_float32_where_kernels_cannot_read_them(models: Models) -> None:
+    model = LLM(
+        str(models["awq"]), max_model_len=LONGEST, kernels="reference", offload=DISK, max_num_seqs=DISK.batch
+    )
+    for (tokens, logprobs), (wanted, expected) in zip(answers(model), models.wanted("awq"), strict=True):
+        assert tokens == wanted
+        assert logprobs == pytest.approx(expected, abs=1e-4)
+
+
+OTHERS = {
+    "a layer": (r"layers\.0\.mlp\.experts\.", None, "layer 1: got int4; allowed: bfloat16, as in layer 0"),
+    "an expert": (r"experts\.2\.", "int8 rows", "experts.2.gate_proj: an expert is stored as int8; allowed"),
+    "a plain one": (r"1\.mlp\.experts\.2\.", None, "experts.2.gate_proj.weight: got BF16; allowed: int4, as"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_streamed_experts_have_one_type(models: Models, tmp_path: Path, what: str) -> None:
+    others, other, says = OTHERS[what]
+    source = tiny_models.save(tiny_models.build(*CASES["qwen3"]), tmp_path / "source", torch.bfloat16)
+    path = mixed(source, tmp_path, others, other)
+    byte_tokenizer(path)
+    with pytest.raises(ConfigError, match=re.escape(says)) as refused:
+        LLM(str(path), offload=DISK, max_num_seqs=DISK.batch)
+    assert "\n" not in str(refused.value)

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support import model_configs, tiny_models
+import torch
+from tests.models.test_quantized import CASES, FORMATS
+from tests.support import model_configs, quantizers, tiny_models
 
 from moesaic import cli
 from moesaic.commands import hardware, hardware_report
@@ -15,8 +17,9 @@ from moesaic.commands.plan import find_hardware
 from moesaic.core.errors import ConfigError
 from moesaic.core.stored import QUANT_METHOD
 from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
-from moesaic.hardware import cuda
+from moesaic.hardware import cuda, measure
 from moesaic.hardware.measure import FULL, SHORT, Effort
+from moesaic.models.headers import Headers
 
 DISK = [
     {"repeated": False, "block_kib": 8192, "readers": 1, "gib": 0.5},
@@ -229,6 +232,32 @@ def test_products_are_those_of_the_checkpoints_experts(
     sizes = [one.products for one in seen]
     shapes = [(one.hidden, one.width, one.top_k, one.matrices) for one in sizes]
     assert shapes == [(128, 96, 4, 64), (128, 96, 4, 64), (2048, 768, 8, 16), (128, 96, 4, 64)]
-    assert [one.compressed for one in sizes] == [False, False, False, True]
+    assert [one.packed for one in sizes] == [None, None, None, "compressed"]
     assert sizes[0].rows == SHORT.products.rows
+    assert all(one.converting is None for one in seen)
     assert SHORT.products.of_experts(4096, 14336, 2).matrices == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [("qwen3", "packed int4"), ("gpt-oss", "mxfp4"), ("gpt-oss", None)]
+)
+def test_conversion_of_the_checkpoints_experts_is_measured(
+    name: str, form: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """form: None: experts in columns."""
+    path = tiny_models.save(tiny_models.build(*CASES[name]), tmp_path / "source", torch.bfloat16)
+    if form is not None:
+        path, _ = quantizers.quantize(path, tmp_path, FORMATS[form])
+    seen: list[Effort] = []
+    measuring = measure.Measuring
+    monkeypatch.setattr(measuring, "ram_over_disk", lambda self, *_: seen.append(self.effort))
+    hardware.measure(MeasureHardware(path=path, device="cpu"), SHORT)
+    found = seen[0].converting
+    kind = None if form is None else quantizers.STORED.get(form, form)
+    assert found is not None and found.name == (kind or "columns") and seen[0].products.packed == kind
+    found.run()
+    every = Headers(path).every().items()
+    experts = sum(place.size for name, place in every if name.startswith("model.layers.0.mlp.experts."))
+    assert found.size == experts / 12
+    [(named, rate)] = measuring(replace(seen[0], seconds=1e-9), lambda *_: None)._conversions()
+    assert named == found.name and rate > 0

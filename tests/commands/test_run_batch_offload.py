@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import model_configs, tiny_models
+from safetensors.torch import load_file, save_file
+from tests.support import model_configs, quantizers, tiny_models
 from tests.support.fake_batch_server import line, results
 from tests.support.processes import children
 
@@ -118,6 +119,48 @@ def test_a_file_with_lines_of_all_kinds_is_answered_as_from_memory(
     whole = files[0], tmp_path / "whole.jsonl"
     assert cli.main(command(path, whole, cap=None)) == 0
     assert answers(files[1]) == answers(whole[1])
+
+
+def test_quantised_experts_are_converted_and_what_is_assumed_is_said(
+    files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tiny_models.save(
+        tiny_models.build("qwen3_moe", model_configs.qwen3(**SIZES)), tmp_path / "source", torch.bfloat16
+    )
+    byte_tokenizer(source)
+    path, _ = quantizers.quantize(source, tmp_path / "both", quantizers.FORMATS["awq"])
+    (path.parent / "this.toml").write_text(MACHINE)
+    files[0].write_text("".join(ask(f"r{length}", length) + "\n" for length in (3, 16, 30, 45)))
+    assert cli.main([*command(path, files, cap="3MiB"), "--json"]) == 0
+    printed = capsys.readouterr()
+    told = json.loads(printed.out)
+    assert told["completed"] == 4 and told["phases"]["decode"]["loaded_bytes"] > 0
+    assert "converting quantised experts to int4_offset takes no time" in printed.err
+    whole = files[0], tmp_path / "whole.jsonl"
+    assert cli.main(command(path, whole, cap=None)) == 0
+    assert answers(files[1]) == answers(whole[1])
+
+
+def test_a_damaged_quantised_expert_ends_the_run_in_one_line(
+    files: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is found when the expert is first read, after the worker has started."""
+    source = tiny_models.save(
+        tiny_models.build("qwen3_moe", model_configs.qwen3(**SIZES)), tmp_path / "source", torch.bfloat16
+    )
+    byte_tokenizer(source)
+    path, _ = quantizers.quantize(source, tmp_path / "both", quantizers.FORMATS["packed int4"])
+    tensors = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if ".layers.2.mlp.experts." in name and name.endswith("weight_scale"):
+            tensor.fill_(torch.nan)
+    save_file(tensors, path / "model.safetensors")
+    (path.parent / "this.toml").write_text(MACHINE)
+    files[0].write_text(ask("r", 30) + "\n")
+    assert cli.main(command(path, files, cap="3MiB")) != 0
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    assert re.search(r"experts\.\d+\.gate_proj: got nan in a scale; allowed: finite numbers", err)
 
 
 def test_rows_of_padding_are_told_apart(

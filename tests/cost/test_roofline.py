@@ -97,6 +97,23 @@ def test_a_measured_machine_is_its_file() -> None:
     assert (plain.link.latency, plain.link.handover) == (0, 0)
 
 
+def test_rates_of_quantised_experts_and_of_conversions_are_in_the_file() -> None:
+    packed = (("fp8", ((1.0, 3e9), (8.0, 9e9))), ("int4", ((1.0, 5e9),)))
+    level = Level("core", GIB, GIB, Processor(1e12, experts=((1.0, 2e9),), packed=packed))
+    known = Hardware("a core", level, level, Link(GIB, GIB, conversions=(("columns", 2e9), ("int4", 1e9))))
+    found = from_tables(known.to_tables())
+    assert found.fast.processor == level.processor
+    assert dict(found.link.conversions) == pytest.approx(dict(known.link.conversions))
+    assert found.fast.processor is not None
+    assert [found.fast.processor.experts_flops(1, kind) for kind in ("int4", "mxfp4", None)] == [
+        5e9,
+        2e9,
+        2e9,
+    ]
+    doubled = found.fast.processor.times(2).rates("fp8")
+    assert doubled == ((1.0, 6e9), (8.0, 18e9))
+
+
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_machine_is_its_file(name: str) -> None:
     found, known = from_tables(machine(name).to_tables()), machine(name)
@@ -133,6 +150,15 @@ def test_ranks_multiply_the_fast_level_alone() -> None:
             },
             "fast.usable: got 2; allowed: a number above 0 up to 1",
         ),
+        (
+            {"link": {"down_gib": 1}, "fast": FAST | {"experts": [{"type": "int3", "rows": 1, "gflops": 1}]}},
+            "fast.experts.type: got 'int3'; allowed: fp8, int8",
+        ),
+        (
+            {"link": {"down_gib": 1, "convert_gib": {"int3": 1}}, "fast": FAST, "slow": FAST},
+            "link.convert_gib: got 'int3'; allowed: fp8, int8",
+        ),
+        ({"link": {"down_gib": 1, "convert_gib": 3}, "fast": FAST, "slow": FAST}, "link.convert_gib: got 3"),
         ({"link": {"down_gib": 1}, "fast": FAST | {"overlap": -0.1}}, "a number of 0 or more up to 1"),
         ({"link": {"down_gib": 1}, "fast": FAST | {"overlap": 1.5}}, "fast.overlap: got 1.5"),
         ({"link": {"down_gib": 1, "latency_us": -1}, "fast": FAST, "slow": FAST}, "link.latency_us: got -1"),

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support import gpu_cases, pairs, tiny_models
+from tests.models import test_quantized
+from tests.support import gpu_cases, pairs, quantizers, tiny_models
 from tests.support import model_configs as model_cases
 from tests.support.gpu_sanitizer import NAME, TAKEN, sanitized
 from tests.support.model_configs import VOCAB
@@ -128,7 +129,17 @@ def test_experts_in_columns_are_refused(tmp_path: Path) -> None:
     byte_tokenizer(tmp_path)
     with sanitized(), pytest.raises(ConfigError) as raised:
         LLM(str(tmp_path), device="cuda", offload=STAYS)
-    allowed = "cpu with --fast-memory, for experts stored in columns"
+    allowed = "cpu with --fast-memory, for experts that are stored in columns"
+    assert str(raised.value) == f"--device: got 'cuda'; allowed: {allowed}"
+
+
+def test_quantised_experts_are_refused(tmp_path: Path) -> None:
+    source = tiny_models.save(tiny_models.build(*test_quantized.CASES["qwen3"]), tmp_path / "source")
+    byte_tokenizer(source)
+    path, _ = quantizers.quantize(source, tmp_path, quantizers.FORMATS["packed int4"])
+    with sanitized(), pytest.raises(ConfigError) as raised:
+        LLM(str(path), device="cuda", offload=STAYS)
+    allowed = "cpu with --fast-memory, for experts that are quantised"
     assert str(raised.value) == f"--device: got 'cuda'; allowed: {allowed}"
 
 

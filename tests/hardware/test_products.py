@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from moesaic.core.stored import QUANTIZED
 from moesaic.hardware import products
 from moesaic.hardware.products import Rate, Sizes
 from moesaic.hardware.timing import Stopwatch
@@ -103,11 +104,25 @@ def test_fewer_matrices_with_more_rows() -> None:
 def test_experts_are_compressed_where_the_kernels_compute_from_that() -> None:
     for kernels in (pick("cpu", "auto"), REFERENCE):
         seen: list[tuple[Any, ...]] = []
-        measured(spied(kernels, seen), [torch.bfloat16, torch.float32], replace(TINY, compressed=True))
+        measured(spied(kernels, seen), [torch.bfloat16, torch.float32], replace(TINY, packed="compressed"))
         stored = [one[3] for one in seen if one[0] == "experts"]
         narrow = torch.uint8 if kernels.packed else torch.bfloat16
         assert stored == [narrow] * (len(stored) // 2) + [torch.float32] * (len(stored) // 2)
         assert {one[3] for one in seen if one[0] == "dense"} == {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantised_experts_are_measured_beside_the_others(kind: str) -> None:
+    native = pick("cpu", "auto")
+    seen: list[tuple[Any, ...]] = []
+    found = measured(spied(native, seen), [torch.float32], replace(TINY, packed=kind))
+    extra = [one for one in found if one.dtype == kind]
+    assert [(one.shape, one.rows) for one in extra] == [
+        ("experts", rows) for rows in TINY.rows
+    ] * native.packed
+    assert len(found) - len(extra) == 6 and extra == list(found[6:])
+    assert [one[3] for one in seen if one[0] == "experts"][3:] == [torch.uint8] * len(extra)
+    assert len(measured(REFERENCE, [torch.float32], replace(TINY, packed=kind))) == 6
 
 
 def test_more_matrices_than_caches_hold() -> None:

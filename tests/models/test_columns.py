@@ -26,7 +26,7 @@ from moesaic.models import compressing, gpt_oss, registry
 from moesaic.models.fingerprint import ExpertDigests
 from moesaic.models.shard import Shard
 from moesaic.offload.arena import Arena
-from moesaic.offload.columns import StreamedColumns
+from moesaic.offload.converted import StreamedConverted
 from moesaic.transport.codec import decode, encode
 
 EXPERTS, HIDDEN, WIDTH = 12, 48, 20
@@ -172,8 +172,8 @@ def test_pages_in_any_order_bring_every_expert(
 ) -> None:
     path = saved(dtype)
     layout = registry.expert_layout(path, table.pick("cpu"))
-    streamed = StreamedColumns(
-        path, layout, static, Arena(StreamedColumns.memory_for(path, layout, static).total)
+    streamed = StreamedConverted(
+        path, layout, static, Arena(StreamedConverted.memory_for(path, layout, static).total)
     )
     total = streamed.load_static()
     for count in range(6):
@@ -193,8 +193,8 @@ def test_chosen_experts_leave_those_before_them(saved: Callable[..., Path]) -> N
     layout = registry.expert_layout(path, table.pick("cpu"))
     owned = {layer: [0, 1, 5, 7] for layer in range(3)}
     arguments = (path, layout, {2: [5]})
-    arena = Arena(StreamedColumns.memory_for(*arguments, owned=owned).total)
-    streamed = StreamedColumns(*arguments, arena, owned=owned)
+    arena = Arena(StreamedConverted.memory_for(*arguments, owned=owned).total)
+    streamed = StreamedConverted(*arguments, arena, owned=owned)
     streamed.load_static()
     streamed.load_chosen(2, 2, [7])
     streamed.load_chosen(2, 2, [0, 5])

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.support import model_configs, tiny_models
+from tests.models.test_quantized import CASES, FORMATS
+from tests.support import model_configs, quantizers, tiny_models
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import row_bytes
@@ -176,6 +177,14 @@ def test_one_matrix_of_another_type_shape_or_none_is_refused(build: Build, tmp_p
     assert f"tensor {GATE}: got shape [40, 136]; allowed: [40, 160]" in refused(path, out)
     replaced(path, SINGLE, GATE, None)
     assert f"tensor {GATE} is missing" in refused(path, out)
+
+
+@pytest.mark.parametrize(("name", "form"), [("qwen3", "packed int4"), ("gpt-oss", "mxfp4")])
+def test_quantised_models_are_refused_with_a_reason(name: str, form: str, tmp_path: Path) -> None:
+    source = tiny_models.save(tiny_models.build(*CASES[name]), tmp_path / "source", torch.bfloat16)
+    path, _ = quantizers.quantize(source, tmp_path, FORMATS[form])
+    said = refused(path, tmp_path / "out")
+    assert "is quantised; allowed: experts in bf16. The compressed form takes 12 bits a number, more" in said
 
 
 def test_what_is_compressed_or_has_no_experts_is_refused(build: Build, tmp_path: Path) -> None:

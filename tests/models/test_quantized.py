@@ -14,11 +14,13 @@ from tests.support import golden_formats, model_configs, quantizers, tiny_models
 from tests.support.model_driver import Driver
 
 from moesaic.core.errors import CheckpointError
+from moesaic.experts import store
 from moesaic.experts.store import Store
 from moesaic.kernels import table
 from moesaic.models import registry
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.fingerprint import ExpertDigests
+from moesaic.models.headers import Headers
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": (
@@ -84,14 +86,28 @@ def test_servers_hold_the_bytes_of_the_loader(
     quantised, _ = made(sources, name, form, tmp_path)
     layout = registry.expert_layout(quantised, kernels)
     assert layout.dtype == STORED[form]
-    store = Store(quantised, layout, mapped)
-    store.take({1: [0, 3]})
+    held = Store(quantised, layout, mapped)
+    held.take({1: [0, 3]})
     loaded = registry.load_experts(quantised, kernels, {1: [0, 3]})[1]
     for expert in (0, 3):
         parts = (part[expert] for part in loaded.parts)
-        for part, wanted, size in zip(store._held[1, expert], parts, layout.matrix_bytes, strict=True):
+        for part, wanted, size in zip(held._held[1, expert], parts, layout.matrix_bytes, strict=True):
             assert wanted is not None and part.nbytes == size
             assert part.tobytes() == wanted.view(torch.uint8).numpy().tobytes()
+
+
+def test_servers_read_only_the_experts_that_they_take(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All experts of a layer are in one tensor in MXFP4."""
+    quantised, _ = made(sources, "gpt-oss", "mxfp4", tmp_path)
+    read, sizes = store._read, []
+    monkeypatch.setattr(store, "_read", lambda place: sizes.append(place.size) or read(place))
+    Store(quantised, registry.expert_layout(quantised, kernels)).take({1: [2]})
+    every = Headers(quantised).every().items()
+    matrices = sum(place.size for name, place in every if "layers.1.mlp.experts.gate_up_proj_" in name)
+    biases = 4 * 3 * (96 + 2 * 64)
+    assert 0 < sum(sizes) < 3 * matrices / 12 + biases
 
 
 def test_a_part_of_the_matrices_may_be_left_as_it_is(sources: dict[str, Path], tmp_path: Path) -> None:

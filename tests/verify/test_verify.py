@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support import model_configs, tiny_models
+from tests.models.test_quantized import CASES, FOR_EACH, FORMATS
+from tests.support import model_configs, quantizers, tiny_models
 
 from moesaic import cli
-from moesaic.core.errors import ConfigError
 from moesaic.kernels import table
 from moesaic.models import registry
 from moesaic.models.checkpoint import Checkpoint
+from moesaic.models.quantization import mxfp4
 from moesaic.verify.compare import Verdict, compare, verify
 from moesaic.verify.reference import Reference
 
@@ -304,21 +305,68 @@ def test_mistakes_are_one_line(
     assert out == "" and err.count("\n") == 1 and message in err
 
 
+def quantised(name: str, form: str, to: Path) -> Path:
+    source = tiny_models.save(tiny_models.build(*CASES[name]), to / "source", torch.bfloat16)
+    return quantizers.quantize(source, to, FORMATS[form])[0]
+
+
+VERIFIED = [("deepseek3", "fp8 blocks"), ("qwen3", "packed int4"), ("gpt-oss", "mxfp4")]
+
+
 @pytest.mark.parametrize(
-    ("kind", "told", "method"),
+    ("name", "form"),
+    [*VERIFIED, *(pytest.param(*one, marks=pytest.mark.full) for one in FOR_EACH if one not in VERIFIED)],
+)
+def test_quantised_checkpoints_are_equal(name: str, form: str, tmp_path: Path) -> None:
+    assert_equal(quantised(name, form, tmp_path))
+
+
+def test_a_quantised_text_model_in_a_larger_one_is_equal(written: Written, tmp_path: Path) -> None:
+    """Its quantization_config says so, and no matrix of the files is quantised."""
+    text = json.loads((written["kimi_k25"] / "config.json").read_text())["text_config"]
+    told = {**text, "quantization_config": quantizers.FORMATS["packed int4"].config}
+    assert_equal(copied(written["kimi_k25"], tmp_path, text_config=told))
+
+
+def test_transformers_reads_mxfp4_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = quantised("gpt-oss", "mxfp4", tmp_path)
+    assert cli.main(["verify", str(path), *WORDS]) == 0
+    assert "transformers dequantised its experts itself" in capsys.readouterr().out
+    swapped = {"gate_proj": mxfp4.WHERE["up_proj"], "up_proj": mxfp4.WHERE["gate_proj"]}
+    monkeypatch.setattr(mxfp4, "WHERE", mxfp4.WHERE | swapped)
+    assert verified(path).first == "layer 0"
+
+
+def test_the_report_says_who_read_quantised_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = quantised("qwen3", "awq", tmp_path)
+    assert cli.main(["verify", str(path), *WORDS]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "transformers computed in float32 with the numbers that moesaic read in its files" in out
+    assert cli.main(["verify", str(path), *WORDS, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dequantised_by"] == "moesaic"
+
+
+@pytest.mark.parametrize(
+    ("kind", "told", "says"),
     [
-        ("mixtral", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
-        ("mixtral", {"quant_method": "gptq", "bits": 4}, "gptq"),
-        ("gpt_oss", {"quant_method": "mxfp4"}, "mxfp4"),
-        ("mixtral", {"bits": 4}, "None"),
-        ("mixtral", [1], "[1]"),
-        ("kimi_k25", {"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ("mixtral", {"bits": 4}, "got quant_method 'unknown'; allowed: awq"),
+        ("mixtral", [1], "quantization_config: got quant_method"),
+        ("mixtral", {"quant_method": "bitsandbytes"}, "got quant_method 'bitsandbytes'; allowed: awq"),
+        (
+            "gpt_oss",
+            {"quant_method": "mxfp4"},
+            "mlp.experts.gate_up_proj: got shape [12, 48, 40]",
+        ),
     ],
 )
-def test_a_quantised_checkpoint_is_refused_in_one_line(
+def test_an_unknown_quantisation_is_refused_in_one_line(
     kind: str,
     told: object,
-    method: str,
+    says: str,
     written: Written,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -327,13 +375,4 @@ def test_a_quantised_checkpoint_is_refused_in_one_line(
     capsys.readouterr()
     assert cli.main(["verify", str(path), *WORDS]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1
-    assert f"verify: {path} is quantised ({method}); allowed: bf16, fp16 or float32 weights" in err
-
-
-def test_quantisation_of_a_text_model_in_a_larger_one_is_refused(written: Written, tmp_path: Path) -> None:
-    text = json.loads((written["kimi_k25"] / "config.json").read_text())["text_config"]
-    told = {**text, "quantization_config": {"quant_method": "compressed-tensors"}}
-    path = copied(written["kimi_k25"], tmp_path, text_config=told)
-    with pytest.raises(ConfigError, match=r"is quantised \(compressed-tensors\); allowed: bf16"):
-        verified(path)
+    assert out == "" and err.count("\n") == 1 and says in err

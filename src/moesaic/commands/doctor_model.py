@@ -20,8 +20,9 @@ from moesaic.commands.plan import find_hardware
 from moesaic.commands.program import program
 from moesaic.config import ModelConfig, SchedulerConfig
 from moesaic.core.errors import ConfigError, MoesaicError
-from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, QUANT_METHOD, unquantized
+from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, QUANT_METHOD, QUANTIZED, unquantized
 from moesaic.core.text_config import TEXT
+from moesaic.cost.assumed import assumed
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.reading import number_type, read
 from moesaic.cost.sizes import ModelSizes
@@ -32,7 +33,14 @@ from moesaic.models.files import Found
 from moesaic.models.spec import ModelSpec
 from moesaic.planning import outlook
 from moesaic.planning.outlook import Memory, Streamed
-from moesaic.planning.plan import ROW_BYTES
+from moesaic.planning.sizes import (
+    ROW_BYTES,
+    converted,
+    has_weights,
+    in_format,
+    of_checkpoint,
+    without_quantization,
+)
 from moesaic.runtime.model_loading import AUTO_SHARE, AUTO_SHARE_CUDA
 from moesaic.runtime.offloaded import paged_layout
 from moesaic.tokenizer import Tokenizer, check_files
@@ -137,11 +145,10 @@ def _stored(found: Found, raw: dict[str, Any], spec: ModelSpec | None) -> Stored
 def _sizes(raw: dict[str, Any], name: str, stored: Stored) -> ModelSizes | str:
     """The sizes that cost memory and time, or why they are not known."""
     try:
-        plain = {key: value for key, value in raw.items() if key != "quantization_config"}
-        sizes = read(plain, name)
+        sizes = read(without_quantization(raw), name)
     except ConfigError as error:
         return str(error)
-    return outlook.in_format(sizes, stored.type, gpu=False)
+    return in_format(sizes, stored.type, gpu=False)
 
 
 @dataclass(frozen=True)
@@ -214,14 +221,19 @@ def _judged(report: ModelReport, here: Here, context: int, command: _Command, di
     number = here.cache_number(loads(stored))
     memory = Memory(here.memory, AUTO_SHARE_CUDA if here.gpu else AUTO_SHARE, number)
     known = stored if stored in NUMBER_BYTES else COMPRESSED
-    fits = [
-        outlook.fit(sizes, one, loads(one.name), memory, context) for one in outlook.formats(sizes, known)
-    ]
+    model = _in_memory(sizes, loads(stored), here, command.found)
+    fits = []
+    for one in outlook.formats(sizes, known):
+        loaded = loads(one.name)
+        exact = one.name == stored == loaded and model.conversion is not None
+        one = outlook.format_of(model, one.name) if exact else one
+        held = model if exact else in_format(sizes, loaded, gpu=False)
+        fits.append(outlook.fit(held, one, loaded, memory, context))
     report = replace(report, machine=here.name, memory=here.memory, fits=fits)
     if report.problems:
         return report
     own = next(one for one in fits if one.format.name == stored)
-    model = outlook.in_format(sizes, own.loaded, here.gpu)
+    report = replace(report, assumed=[] if here.hardware is None else assumed(model, here.hardware))
     if report.stored.download is not None and report.stored.download > disk:
         return replace(report, disk=disk)
     if own.good:
@@ -231,6 +243,22 @@ def _judged(report: ModelReport, here: Here, context: int, command: _Command, di
             report, command=command.serve(None if own.longest == context else own.longest), speeds=fast
         )
     return _too_large(report, here, own.loaded, command, partial(outlook.streamed, model, context=context))
+
+
+def _in_memory(sizes: ModelSizes, loaded: str, here: Here, found: Found) -> ModelSizes:
+    """The sizes of a model as it is computed here. Files that are here say what quantised experts take."""
+    directory = found.directory
+    if here.gpu:
+        return in_format(sizes, loaded, gpu=True)
+    with contextlib.suppress(MoesaicError):  # already a line of the report
+        if directory is not None and has_weights(directory):
+            model = of_checkpoint(directory, sizes.name, table.pick("cpu"))
+            if model.conversion == "columns":  # in_format says the type that they get in memory
+                plain, staging = in_format(sizes, loaded, gpu=False), model.staging
+                return replace(plain, conversion="columns", read=model.read, staging=staging)
+            if model.conversion is not None:
+                return replace(model, computed=ROW_BYTES)
+    return converted(sizes, loaded) if loaded in QUANTIZED else in_format(sizes, loaded, gpu=False)
 
 
 def _too_large(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_module
 import time
 from dataclasses import replace
@@ -13,12 +14,14 @@ from moesaic.commands import hardware_report
 from moesaic.commands.machine import examine
 from moesaic.commands.options import MeasureHardware
 from moesaic.commands.progress import progress
-from moesaic.config import Device
+from moesaic.config import Device, ModelConfig
 from moesaic.core.errors import ConfigError, MoesaicError
+from moesaic.core.stored import COMPRESSED
 from moesaic.cost.hardware import Hardware
-from moesaic.cost.reading import read
 from moesaic.hardware import cuda, file
-from moesaic.hardware.measure import FULL, SHORT, Effort, Measuring
+from moesaic.hardware.measure import FULL, SHORT, Converting, Effort, Measuring
+from moesaic.planning.sizes import by_config, has_weights
+from moesaic.runtime import offloaded
 
 
 def run(options: MeasureHardware, json: bool) -> int:
@@ -77,8 +80,16 @@ def measure(options: MeasureHardware, effort: Effort) -> Hardware:
 def _on_experts_of(folder: Path, effort: Effort) -> Effort:
     """`effort` with matrix products of the sizes of the checkpoint in `folder`, if there is one."""
     try:
-        model = read(json_module.loads((folder / "config.json").read_text(encoding="utf-8")), str(folder))
+        model = by_config(
+            json_module.loads((folder / "config.json").read_text(encoding="utf-8")), str(folder)
+        )
     except (OSError, ValueError, MoesaicError):
         return effort
-    sizes = effort.products.of_experts(model.hidden, model.expert_width, round(model.top_k), model.compressed)
-    return replace(effort, products=sizes)
+    packed = COMPRESSED if model.compressed else model.quantized
+    sizes = effort.products.of_experts(model.hidden, model.expert_width, round(model.top_k), packed)
+    converting = None
+    with contextlib.suppress(MoesaicError):  # a checkpoint that cannot be streamed
+        converting = (
+            offloaded.conversion(ModelConfig(str(folder), device="cpu")) if has_weights(folder) else None
+        )
+    return replace(effort, products=sizes, converting=None if converting is None else Converting(*converting))

@@ -69,6 +69,8 @@ def _levels(hardware: Hardware) -> Table:
         table.add_row(level.name, in_bytes(level.memory), _gib(level.bandwidth), *_processor(level))
     table.add_row("link down", "", _gib(hardware.link.down), "", "")
     table.add_row("link up", "", _gib(hardware.link.up), "", "")
+    for name, rate in hardware.link.conversions:
+        table.add_row(f"conversion, {name}", "", _gib(rate), "", "")
     if hardware.link.staging is not None:
         table.add_row("copy into pinned memory", "", _gib(hardware.link.staging), "", "")
     return table

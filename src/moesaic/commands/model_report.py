@@ -63,6 +63,8 @@ class ModelReport:
     """Why the sizes of a supported model are not known."""
     disk: int | None = None
     """Free bytes of the disk for downloads, if they are too few."""
+    assumed: Sequence[str] = ()
+    """What predicted speeds assume."""
     unplanned: bool = False
     """True: the model does not fit, and without figures of the machine --fast-memory was not planned."""
 
@@ -131,6 +133,8 @@ def notes(report: ModelReport) -> Iterator[str]:
         better = next((one for one in report.fits if one.good), None)
         if better is not None:
             yield f"with its experts in {better.format.name} it would fit"
+    if report.speeds or report.streamed is not None:
+        yield from report.assumed
 
 
 def show(report: ModelReport) -> None:

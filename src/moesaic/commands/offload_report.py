@@ -12,6 +12,7 @@ from rich.table import Table
 from moesaic.commands.processes import in_text
 from moesaic.commands.units import in_bytes
 from moesaic.core.metrics import PassStats
+from moesaic.cost.assumed import assumed
 from moesaic.cost.hardware import GIB
 from moesaic.planning import Job, Planned
 from moesaic.policy.offloading.policies import Policy
@@ -86,7 +87,7 @@ def _over_disk(planned: Planned) -> bool:
 
 
 def plan_text(planned: Planned, job: Job) -> str:
-    """The plan in three lines: policy, memory and predicted throughput."""
+    """The plan in three lines: policy, memory and predicted throughput; then what it assumes."""
     over_disk = _over_disk(planned)
     policy, price, ranks = planned.price.policy, planned.price, planned.worker.parallel.tensor_parallel_size
     away = planned.model.experts - policy.static_experts
@@ -98,6 +99,7 @@ def plan_text(planned: Planned, job: Job) -> str:
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     padded = "" if job.padded is None else f", prompts padded to {job.padded}"
     prefill = price.prefill_throughput * job.prompt / job.computed
+    notes = "".join(f"\n{note}" for note in assumed(planned.model, planned.hardware))
     held = ", ".join(f"{name} {in_bytes(size)}" for name, size in price.fast.items() if size >= 1 << 20)
     return (
         f"{policy.schedule}: {policy.batch} requests at a time in {policy.micro_batches} micro-batches of "
@@ -105,7 +107,7 @@ def plan_text(planned: Planned, job: Job) -> str:
         f"memory{each}: {in_bytes(sum(price.fast.values()))} ({held})\n"
         f"predicted for {job.prompt} + {job.generate} tokens{padded}: prefill {prefill:.1f}, decode "
         f"{price.decode_throughput:.1f} tokens/s (limited by {price.prefill.bottleneck} and by "
-        f"{price.step.bottleneck}), {price.throughput:.1f} generated tokens/s over both"
+        f"{price.step.bottleneck}), {price.throughput:.1f} generated tokens/s over both{notes}"
     )
 
 

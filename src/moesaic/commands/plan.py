@@ -16,12 +16,14 @@ from moesaic.commands.options import THIS, Plan
 from moesaic.commands.plan_report import Report
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Profile
+from moesaic.cost.assumed import assumed
 from moesaic.cost.hardware import Hardware, from_tables
 from moesaic.cost.machines import MACHINES
-from moesaic.cost.reading import read
 from moesaic.cost.routing import Routing
 from moesaic.cost.sizes import KNOWN, ModelSizes
+from moesaic.kernels import table
 from moesaic.papers import report as papers
+from moesaic.planning.sizes import by_config, has_weights, in_format, of_checkpoint
 from moesaic.policy.offloading import advice, planner
 from moesaic.policy.offloading.policies import Workload
 
@@ -58,18 +60,33 @@ def plan(options: Plan, here: Hardware | None = None) -> Report:
         model = replace(model, routing=routing)
     hardware = (here or find_hardware(options.hardware)).parallel(options.gpus)
     hardware = hardware.with_slow(options.slow_memory, options.slow_bandwidth)
+    model, notes = _of_machine(model, hardware)
     number = model.cache_number(options.kv_cache_dtype)
     workload = Workload(options.prompt_len, options.gen_len, number)
     if options.policy == "flexgen":
         price, predicted = planner.by_flexgen(model, hardware, workload)
-        return Report(model, hardware, workload, price, predicted)
+        return Report(model, hardware, workload, price, predicted, assumed=notes)
     price = planner.search(model, hardware, workload)
     fast_only = advice.without_offloading(model, hardware, workload)
     if fast_only is not None and price.throughput < plan_report.WORTH * fast_only.throughput:
-        return Report(model, hardware, workload, price, None, fast_only=fast_only)
+        return Report(model, hardware, workload, price, None, fast_only=fast_only, assumed=notes)
     helps = advice.helps(model, hardware, workload, price)
     batches = advice.by_batch(model, hardware, workload, price.policy.batch)
-    return Report(model, hardware, workload, price, None, helps, batches, fast_only)
+    return Report(model, hardware, workload, price, None, helps, batches, fast_only, notes)
+
+
+def _of_machine(model: ModelSizes, hardware: Hardware) -> tuple[ModelSizes, list[str]]:
+    """The sizes of a model as the machine's fast level computes it, and what the plan assumes."""
+    if hardware.slow.processor is None or model.conversion is None:
+        return model, assumed(model, hardware)
+    if model.conversion == "columns":
+        note = "Assumed: experts are stored in rows. On a GPU --fast-memory refuses those in columns."
+        return replace(model, conversion=None, read=None, staging=0.0), [note]
+    note = (
+        "Assumed: the checkpoint is in bf16. On a GPU quantised experts become bf16, and --fast-memory "
+        "refuses them there."
+    )
+    return in_format(model, "bfloat16", gpu=True), [note]
 
 
 def _measured_now(options: Plan) -> Hardware | None:
@@ -100,7 +117,9 @@ def find_model(name: str) -> ModelSizes:
         raise ConfigError(f"{file}: not a JSON file: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: not a JSON object")
-    return read(raw, name)
+    if path.is_dir() and has_weights(path):
+        return of_checkpoint(path, name, table.pick("cpu"))
+    return by_config(raw, name)
 
 
 def find_hardware(name: str) -> Hardware:

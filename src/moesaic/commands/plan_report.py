@@ -33,6 +33,8 @@ class Report:
     batches: list[Batch] = field(default_factory=list)
     fast_only: Price | None = None
     """The best price with everything on the fast level. None if that does not fit."""
+    assumed: Sequence[str] = ()
+    """What the prediction assumes about quantised and converted experts, one sentence each."""
 
 
 WORTH = 1.1
@@ -127,6 +129,7 @@ def as_json(report: Report) -> str:
             "without_offloading": report.fast_only and report.fast_only.throughput,
             "pays_from": pays_from(report.batches) if report.batches else None,
             "advice": advice(report),
+            "assumed": list(report.assumed),
         }
     )
 
@@ -147,7 +150,13 @@ def as_text(report: Report) -> str:
     if report.batches:
         parts.append(in_text(_batches(report)))
     return "\n".join(
-        [*parts, *advice(report), "", f"Source of the machine's figures: {_source(report.hardware)}"]
+        [
+            *parts,
+            *advice(report),
+            *report.assumed,
+            "",
+            f"Source of the machine's figures: {_source(report.hardware)}",
+        ]
     )
 
 

@@ -14,10 +14,17 @@ from rich.table import Table
 from moesaic.commands.model_options import PROMPT, Verify
 from moesaic.commands.progress import progress
 from moesaic.kernels import table
-from moesaic.models import files
+from moesaic.models import files, registry
 from moesaic.runtime.machine import cores
 from moesaic.tokenizer import Tokenizer
 from moesaic.verify.compare import Verdict, verify
+
+DEQUANTISED = {
+    "moesaic": "The checkpoint is quantised. transformers computed in float32 with the numbers that moesaic "
+    "read in its files, so a mistake in reading them is not found.",
+    "transformers": "The checkpoint is quantised. transformers dequantised its experts itself.",
+}
+"""By who read the numbers: what is compared with what."""
 
 
 def run(options: Verify, as_json: bool) -> int:
@@ -34,10 +41,15 @@ def run(options: Verify, as_json: bool) -> int:
     with progress(Console(stderr=True), time.monotonic, "parts/s") as show:
         verdict = verify(path, kernels, tokens, options.tolerance, show)
     seconds = time.monotonic() - begun
+    stored = registry.quantised_type(files.read_json(path / "config.json"))
+    dequantised = None if stored is None else options.against if stored == "mxfp4" else "moesaic"
     if as_json:
-        print(json.dumps(_record(options, tokens, kernels.name, verdict, seconds)))
+        record = _record(options, tokens, kernels.name, verdict, seconds)
+        print(json.dumps(record | {"dequantised_by": dequantised}))
     else:
         _print(options, len(tokens), kernels.name, verdict, seconds)
+        if dequantised is not None:
+            Console(highlight=False).print(DEQUANTISED[dequantised], soft_wrap=True, markup=False)
     return 0 if verdict.equal else 1
 
 

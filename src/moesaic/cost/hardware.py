@@ -12,8 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moesaic.core.errors import ConfigError
+from moesaic.core.stored import QUANTIZED
 
 GIB = 2.0**30
+CONVERSIONS = (*QUANTIZED, "float32", "columns")
+"""What experts in files may be converted from. See ModelSizes.conversion."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,18 @@ class Processor:
     """
     launch: float = 0.0
     """Seconds that a task takes besides its computation."""
+    packed: tuple[tuple[str, tuple[tuple[float, float], ...]], ...] = ()
+    """Type of quantised experts (a key of core.stored.QUANTIZED) -> `experts` of experts in this type. Types
+    that are left out are priced by `experts`."""
 
-    def experts_flops(self, rows: float) -> float:
-        """Flops/s of routed experts with a mean of `rows` rows each. `experts` must not be empty.
+    def rates(self, stored: str | None) -> tuple[tuple[float, float], ...]:
+        """The measured rates of experts. stored: their type if they are quantised."""
+        return dict(self.packed).get(stored or "", self.experts)
+
+    def experts_flops(self, rows: float, stored: str | None = None) -> float:
+        """Flops/s of routed experts with a mean of `rows` rows each. Their `rates` must not be empty.
+
+        stored: their type if they are quantised.
 
         Between two measured numbers of rows, an expert's seconds are interpolated linearly. With fewer rows
         than the fewest measured, it takes as long as with those.
@@ -49,18 +61,23 @@ class Processor:
         Example: 10 flops/s were measured with 1 row and 20 with 4. For one flop in each row, an expert
         takes 0.1 s and 0.2 s. With 2.5 rows it takes 0.15 s, so the rate is 16.7.
         """
-        index = bisect_right(self.experts, rows, key=lambda one: one[0])
-        if index == len(self.experts):
-            return self.experts[-1][1]
-        more, after = self.experts[index]
-        fewer, before = self.experts[max(index - 1, 0)]
+        rates = self.rates(stored)
+        index = bisect_right(rates, rows, key=lambda one: one[0])
+        if index == len(rates):
+            return rates[-1][1]
+        more, after = rates[index]
+        fewer, before = rates[max(index - 1, 0)]
         part = 0.0 if index == 0 else (rows - fewer) / (more - fewer)
         return rows / ((1 - part) * fewer / before + part * more / after)
 
     def times(self, factor: float) -> Processor:
         """The same processor, `factor` times as fast."""
-        experts = tuple((rows, factor * flops) for rows, flops in self.experts)
-        return replace(self, flops=factor * self.flops, experts=experts)
+
+        def faster(rates: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
+            return tuple((rows, factor * flops) for rows, flops in rates)
+
+        packed = tuple((name, faster(rates)) for name, rates in self.packed)
+        return replace(self, flops=factor * self.flops, experts=faster(self.experts), packed=packed)
 
 
 @dataclass(frozen=True)
@@ -96,6 +113,9 @@ class Link:
     """Seconds that each transfer takes besides its bytes."""
     handover: float = 0.0
     """Seconds between the end of a task and the start of a task of another lane that waited for it."""
+    conversions: tuple[tuple[str, float], ...] = ()
+    """Name of a conversion of loaded experts (see ModelSizes.conversion) -> bytes/s of the files that it
+    converts, after the transfer. Conversions that are left out take no time."""
 
 
 @dataclass(frozen=True)
@@ -137,11 +157,11 @@ class Hardware:
         return replace(self, slow=slow)
 
     def with_link(self, down: float) -> Hardware:
-        """The machine with another link speed, in bytes/s, which includes the overhead of transfers.
+        """The machine with another link speed, in bytes/s, with the overhead of transfers and conversions.
 
         If the slow level is a disk, it is read at this speed.
         """
-        link = replace(self.link, down=down, latency=0.0)
+        link = replace(self.link, down=down, latency=0.0, conversions=())
         slow = self.slow if self.slow.processor is not None else replace(self.slow, bandwidth=down)
         return replace(self, link=link, slow=slow)
 
@@ -159,6 +179,8 @@ class Hardware:
         tables["link"] = {"down_gib": self.link.down / GIB, "up_gib": self.link.up / GIB}
         if self.link.staging is not None:
             tables["link"]["staging_gib"] = self.link.staging / GIB
+        if self.link.conversions:
+            tables["link"]["convert_gib"] = {name: rate / GIB for name, rate in self.link.conversions}
         tables["link"] |= {"latency_us": 1e6 * self.link.latency, "handover_us": 1e6 * self.link.handover}
         if self.measured:
             tables["measured"] = dict(self.measured)
@@ -171,10 +193,10 @@ def from_tables(tables: Mapping[str, Any]) -> Hardware:
         [machine]  name, source
         [fast]     name, memory_gib, bandwidth_gib, tflops, usable = 0.9, prefill_efficiency = 1.0,
                    attention_efficiency = 1.0, overlap = 1.0, launch_us = 0,
-                   experts = []: tables with rows, gflops
+                   experts = []: tables with rows, gflops, and type if they are quantised
         [slow]     the same. Without tflops nothing computes there, as with a disk.
-        [link]     down_gib, up_gib = down_gib, latency_us = 0, handover_us = 0; and staging_gib if
-                   transfers go through pinned memory
+        [link]     down_gib, up_gib = down_gib, latency_us = 0, handover_us = 0; staging_gib if transfers
+                   go through pinned memory; convert_gib = {}: name of a conversion -> GiB/s of the files
         [measured] anything; it is kept as it is
 
     Raises ConfigError naming the key.
@@ -183,7 +205,7 @@ def from_tables(tables: Mapping[str, Any]) -> Hardware:
     if unknown:
         raise ConfigError.field("hardware file", unknown[0], "machine, fast, slow, link, measured")
     machine, link = _table(tables, "machine", {}), _table(tables, "link")
-    _known("link", link, ("down_gib", "up_gib", "staging_gib", "latency_us", "handover_us"))
+    _known("link", link, ("down_gib", "up_gib", "staging_gib", "convert_gib", "latency_us", "handover_us"))
     down = _number(link, "link", "down_gib")
     fast = _level(tables, "fast")
     if fast.processor is None:
@@ -199,6 +221,7 @@ def from_tables(tables: Mapping[str, Any]) -> Hardware:
             staging,
             _number(link, "link", "latency_us", 0.0, zero=True) / 1e6,
             _number(link, "link", "handover_us", 0.0, zero=True) / 1e6,
+            _conversions(link),
         ),
         source=str(machine.get("source", "")),
         measured=_table(tables, "measured", {}),
@@ -220,9 +243,13 @@ def _entries(processor: Processor) -> dict[str, Any]:
         "overlap": processor.overlap,
         "launch_us": 1e6 * processor.launch,
     }
-    if processor.experts:
-        entries["experts"] = [{"rows": rows, "gflops": flops / 1e9} for rows, flops in processor.experts]
-    return entries
+    lines: list[dict[str, Any]] = [{"rows": rows, "gflops": flops / 1e9} for rows, flops in processor.experts]
+    lines += [
+        {"type": name, "rows": rows, "gflops": flops / 1e9}
+        for name, rates in processor.packed
+        for rows, flops in rates
+    ]
+    return entries | ({"experts": lines} if lines else {})
 
 
 def _level(tables: Mapping[str, Any], key: str) -> Level:
@@ -230,13 +257,15 @@ def _level(tables: Mapping[str, Any], key: str) -> Level:
     _known(key, table, _LEVEL_KEYS)
     processor = None
     if "tflops" in table:
+        rates, packed = _experts(table, key)
         processor = Processor(
             _number(table, key, "tflops") * 1e12,
             _number(table, key, "prefill_efficiency", 1.0, most=1.0),
             _number(table, key, "attention_efficiency", 1.0),
             _number(table, key, "overlap", 1.0, most=1.0, zero=True),
-            _experts(table, key),
+            rates,
             _number(table, key, "launch_us", 0.0, zero=True) / 1e6,
+            packed,
         )
     return Level(
         name=str(table.get("name", key)),
@@ -247,12 +276,31 @@ def _level(tables: Mapping[str, Any], key: str) -> Level:
     )
 
 
-def _experts(table: Mapping[str, Any], key: str) -> tuple[tuple[float, float], ...]:
+Rates = tuple[tuple[float, float], ...]
+
+
+def _experts(table: Mapping[str, Any], key: str) -> tuple[Rates, tuple[tuple[str, Rates], ...]]:
+    """See `Processor.experts` and `Processor.packed`."""
     lines, where = table.get("experts", []), f"{key}.experts"
     if not isinstance(lines, list) or not all(isinstance(line, Mapping) for line in lines):
         raise ConfigError.field(f"hardware file: {where}", lines, "tables with rows and gflops")
-    found = [(_number(line, where, "rows"), 1e9 * _number(line, where, "gflops")) for line in lines]
-    return tuple(sorted(found))
+    found: dict[str | None, list[tuple[float, float]]] = {None: []}
+    for line in lines:
+        kind = line.get("type")
+        if kind is not None and kind not in QUANTIZED:
+            raise ConfigError.field(f"hardware file: {where}.type", kind, ", ".join(QUANTIZED))
+        rate = _number(line, where, "rows"), 1e9 * _number(line, where, "gflops")
+        found.setdefault(kind, []).append(rate)
+    plain = tuple(sorted(found.pop(None)))
+    return plain, tuple((str(kind), tuple(sorted(rates))) for kind, rates in sorted(found.items(), key=str))
+
+
+def _conversions(link: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    table = link.get("convert_gib", {})
+    if not isinstance(table, Mapping):
+        raise ConfigError.field("hardware file: link.convert_gib", table, "a table of names and GiB/s")
+    _known("link.convert_gib", table, CONVERSIONS)
+    return tuple((name, _number(table, "link.convert_gib", name) * GIB) for name in sorted(table))
 
 
 def _table(

@@ -81,7 +81,9 @@ def _qwen(raw: Raw, name: str) -> ModelSizes:
 
 
 def _gpt_oss(raw: Raw, name: str) -> ModelSizes:
-    return _mixtral({"num_local_experts": 128, "num_experts_per_tok": 4, "head_dim": 64} | dict(raw), name)
+    usual = {"num_local_experts": 128, "num_experts_per_tok": 4, "head_dim": 64}
+    found = _mixtral(usual | dict(raw), name)
+    return replace(found, expert_biases=2 * found.expert_width + found.hidden)
 
 
 def _olmoe(raw: Raw, name: str) -> ModelSizes:

@@ -29,15 +29,21 @@ def seconds(work: Work, level: Level, efficiency: float = 1.0) -> float:
 
 
 def seconds_with_experts(
-    rest: Work, routed: Work, rows: float, level: Level, efficiency: float = 1.0
+    rest: Work,
+    routed: Work,
+    rows: float,
+    level: Level,
+    efficiency: float = 1.0,
+    stored: str | None = None,
 ) -> float:
     """Seconds of routed experts with a mean of `rows` rows each, and of the `rest` of a task.
 
-    If the experts' rate was measured, it is used for them, and `efficiency` only for `rest`.
+    If the experts' rate was measured, it is used for them, and `efficiency` only for `rest`. stored: their
+    type if they are quantised.
     """
-    if level.processor is None or not level.processor.experts or not routed.flops:
+    if level.processor is None or not level.processor.rates(stored) or not routed.flops:
         return seconds(rest + routed, level, efficiency)
-    return seconds(rest, level, efficiency) + routed.flops / level.processor.experts_flops(rows)
+    return seconds(rest, level, efficiency) + routed.flops / level.processor.experts_flops(rows, stored)
 
 
 def attention_seconds(work: Work, level: Level) -> float:

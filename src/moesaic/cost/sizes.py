@@ -156,6 +156,15 @@ class ModelSizes:
     """True: routed experts are stored in 12 bits a number, with a head for each block of their rows."""
     quantized: str | None = None
     """Type of quantised routed experts: a key of core.stored.QUANTIZED. None: they are not quantised."""
+    expert_biases: int = 0
+    """Numbers of the biases of a routed expert, which are float32."""
+    conversion: str | None = None
+    """What happens to a routed expert that is loaded to the fast level: it is converted to a quantised type,
+    by the type's name; a quantised one is made "float32"; or its "columns" become rows. None: nothing."""
+    read: float | None = None
+    """Bytes of the files that are read to load one such expert. None: as many as it has in memory."""
+    staging: float = 0.0
+    """Bytes of memory that loading one such expert takes: for what is read, and for its conversion."""
     computed: float | None = None
     """Bytes of one number of a row. None: the same as a weight. A CPU computes in float32: 4."""
     ranks: int = 1
@@ -175,12 +184,17 @@ class ModelSizes:
 
     @property
     def expert_bytes(self) -> float:
-        """Bytes of one routed expert, as it is stored."""
-        packed = COMPRESSED if self.compressed else self.quantized
+        """Bytes of one routed expert in memory."""
+        packed, biases = COMPRESSED if self.compressed else self.quantized, 4 * self.expert_biases
         if packed is None:
-            return self.expert * self.number
+            return self.expert * self.number + biases
         inner, outer = (row_bytes(packed, numbers) for numbers in (self.hidden, self.expert_width))
-        return float(2 * self.expert_width * inner + self.hidden * outer)
+        return float(2 * self.expert_width * inner + self.hidden * outer + biases)
+
+    @property
+    def read_bytes(self) -> float:
+        """Bytes that are read to load one routed expert."""
+        return self.expert_bytes if self.read is None else self.read
 
     @property
     def routed(self) -> float:

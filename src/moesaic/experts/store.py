@@ -24,7 +24,7 @@ from moesaic.models.headers import COMPRESSED_ROWS, NUMBERS, STORED, WIDTHS, Hea
 from moesaic.models.headers import INDEX as INDEX
 from moesaic.models.headers import SINGLE as SINGLE
 from moesaic.models.pages import PAGE, prefer_huge
-from moesaic.models.quantization.scheme import Array, Matrix, Part, as_array
+from moesaic.models.quantization.scheme import Matrix
 
 
 class Store:
@@ -119,11 +119,7 @@ class _Checkpoint:
 
     def _quantized(self, matrix: Matrix, stored: str) -> Bytes:
         """The bytes of a quantised matrix in type `stored`."""
-
-        def read(part: Part) -> Array:
-            place = self._headers.place(part)
-            return as_array(self._whole(part.tensor, place), place.dtype, part, place.shape)
-
+        read = self._headers.reader(lambda place: self._whole(matrix.name, place))
         try:
             if matrix.dtype == stored:
                 return matrix.packed(read).reshape(-1)

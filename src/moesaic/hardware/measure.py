@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moesaic.core.stored import COMPRESSED, QUANTIZED
 from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
 from moesaic.hardware import cuda, disk, memory, products
 from moesaic.hardware.cuda import Copy, Device
@@ -28,6 +29,18 @@ bf16 comes first, since checkpoints are bf16.
 
 
 @dataclass(frozen=True)
+class Converting:
+    """The conversion of one expert that a checkpoint has otherwise than the kernels read it."""
+
+    name: str
+    """See ModelSizes.conversion."""
+    size: int
+    """Bytes of the files that are converted."""
+    run: Callable[[], object]
+    """Converts them once."""
+
+
+@dataclass(frozen=True)
 class Effort:
     """How long to measure, and how much data at a time."""
 
@@ -39,6 +52,8 @@ class Effort:
     """Bytes of one copy to or from a GPU."""
     disk: disk.Sizes = field(default_factory=disk.Sizes)
     products: products.Sizes = field(default_factory=products.Sizes)
+    converting: Converting | None = None
+    """None: no expert is converted."""
 
 
 FULL = Effort()
@@ -77,8 +92,10 @@ class Processing:
         efficiency = products.prefill_efficiency(self.rates, self.dtype)
         overlap = products.overlap(self.rates, self.dtype, bandwidth)
         experts = products.by_rows(self.rates, self.dtype)
+        kinds = sorted({one.dtype for one in self.rates} & QUANTIZED.keys())
+        packed = tuple((kind, products.by_rows(self.rates, kind)) for kind in kinds)
         peak = products.peak(self.rates, self.dtype)
-        processor = Processor(peak, efficiency, overlap=overlap, experts=experts)
+        processor = Processor(peak, efficiency, overlap=overlap, experts=experts, packed=packed)
         return Level(self.name, self.memory, bandwidth, processor, usable)
 
 
@@ -102,7 +119,8 @@ class Measuring:
         found = disk.measure(path, self.effort.disk, self.effort.seconds, self.clock, self.show)
         processing = self._cpu()
         slow = Level("disk", found.memory, found.bandwidth, None)
-        link = Link(found.bandwidth, found.bandwidth if found.write is None else found.write)
+        up = found.bandwidth if found.write is None else found.write
+        link = Link(found.bandwidth, up, conversions=self._conversions())
         hardware = Hardware(name, processing.level(), slow, link)
         return self._described(hardware, begun, processing, {**_processing("", processing), **_disk(found)})
 
@@ -120,6 +138,16 @@ class Measuring:
         hardware = Hardware(name, gpu.level(), cpu.level(0.8), link)
         found = {**_processing("fast_", gpu), **_processing("slow_", cpu), "link": _copies(moved)}
         return self._described(hardware, begun, gpu, found)
+
+    def _conversions(self) -> tuple[tuple[str, float], ...]:
+        """See `Link.conversions`."""
+        one = self.effort.converting
+        if one is None:
+            return ()
+        self.show("conversion", 0, 1)
+        rate = one.size / self._watch().seconds(one.run)
+        self.show("conversion", 1, 1)
+        return ((one.name, rate),)
 
     def _cpu(self) -> Processing:
         kernels, threads, free = pick("cpu", "auto"), self.threads or cores(), available_memory()
@@ -158,7 +186,8 @@ class Measuring:
         took = self.clock() - begun
         source = f"measured in {took:.0f} s by microbenchmarks: {fast.kernels}, weights in {fast.dtype}"
         sizes = self.effort.products
-        form = ", compressed where bf16" if sizes.compressed else ""
+        form = "" if sizes.packed is None else f", also {sizes.packed}"
+        form = ", compressed where bf16" if sizes.packed == COMPRESSED else form
         figures = {"seconds": round(took, 1), "experts": f"{sizes.hidden} x {sizes.width}{form}"}
         return replace(hardware, source=source, measured={**figures, **found})
 

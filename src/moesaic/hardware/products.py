@@ -17,8 +17,10 @@ from typing import Literal
 
 import torch
 
+from moesaic.core.stored import COMPRESSED, QUANTIZED
 from moesaic.hardware.timing import Show, Stopwatch
 from moesaic.kernels.compressed import compress
+from moesaic.kernels.quantized import pack
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 
@@ -46,15 +48,14 @@ class Sizes:
     top_k: int = 8
     """Number of experts of a row. Their answers are stored separately. With many rows these exceed the
     caches."""
-    compressed: bool = False
-    """True: bf16 experts are compressed, if the kernels compute from compressed weights."""
+    packed: str | None = None
+    """A type of core.stored.PACKED that is measured, if the kernels compute from it: compressed experts in
+    place of those in bf16, quantised ones beside the others."""
 
-    def of_experts(self, hidden: int, width: int, top_k: int, compressed: bool = False) -> Sizes:
+    def of_experts(self, hidden: int, width: int, top_k: int, packed: str | None = None) -> Sizes:
         """The same sizes with a model's own experts, in such a number that no cache can hold them."""
         matrices = min(max(math.ceil(WEIGHTS / (3 * hidden * width)), FEWEST), MOST)
-        return replace(
-            self, hidden=hidden, width=width, top_k=top_k, matrices=matrices, compressed=compressed
-        )
+        return replace(self, hidden=hidden, width=width, top_k=top_k, matrices=matrices, packed=packed)
 
     def beyond(self, size: int, number: int) -> Sizes:
         """The same sizes with so many matrices that each shape takes `size` bytes.
@@ -81,7 +82,7 @@ class Rate:
 
     shape: Shape
     dtype: str
-    """Dtype of the weights. Rows are float32."""
+    """Type of the weights, a name of core/stored.py. Rows are float32."""
     rows: int
     """Number of rows that each matrix is multiplied with."""
     flops: float
@@ -99,11 +100,16 @@ def rates(
 ) -> tuple[Rate, ...]:
     """Measure every combination of dtype, shape and rows. beyond: minimum bytes of a shape's matrices."""
     found: list[Rate] = []
-    total = len(dtypes) * len(SHAPES) * len(sizes.rows)
-    for dtype in dtypes:
-        for shape, rows, flops, run in _jobs(kernels, dtype, sizes.beyond(beyond, dtype.itemsize), device):
+    quantised = sizes.packed if sizes.packed in QUANTIZED and kernels.packed else None
+    total = (len(dtypes) * len(SHAPES) + (quantised is not None)) * len(sizes.rows)
+    jobs = [(name_of(one), _jobs(kernels, one, sizes.beyond(beyond, one.itemsize), device)) for one in dtypes]
+    if quantised is not None:
+        store = partial(_quantised, quantised)
+        jobs.append((quantised, _expert_jobs(kernels, torch.float32, sizes.beyond(beyond, 1), device, store)))
+    for name, mine in jobs:
+        for shape, rows, flops, run in mine:
             show(f"products on {device}", len(found), total)
-            found.append(Rate(shape, name_of(dtype), rows, flops / stopwatch.seconds(run)))
+            found.append(Rate(shape, name, rows, flops / stopwatch.seconds(run)))
     show(f"products on {device}", total, total)
     return tuple(found)
 
@@ -155,14 +161,29 @@ def overlap(found: Sequence[Rate], dtype: str, bandwidth: float) -> float:
     return min(max(1 - beyond / shorter, 0.0), 1.0)
 
 
+Store = Callable[[torch.Tensor], torch.Tensor]
+"""Puts a matrix of numbers into the form in which it is stored."""
 Job = tuple[Shape, int, float, Callable[[], object]]
 """The shape, rows and flops of a product, and the function that computes it."""
 
 
 def _jobs(kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str) -> Iterator[Job]:
+    hidden, stored = sizes.hidden, sizes.packed == COMPRESSED and kernels.packed and dtype is torch.bfloat16
+    yield from _expert_jobs(kernels, dtype, sizes, device, _compressed if stored else _as_it_is)
+    matrices = [_random((hidden, hidden), dtype, device) for _ in range(sizes.matrices)]
+    for rows in sizes.rows:
+        used, states = sizes.used("dense", rows), _random((rows, hidden), torch.float32, device)
+        yield (
+            *("dense", rows, 2.0 * used * rows * hidden * hidden),
+            partial(_each, kernels, states, matrices[:used]),
+        )
+
+
+def _expert_jobs(
+    kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str, stored: Store
+) -> Iterator[Job]:
     hidden, width = sizes.hidden, sizes.width
-    stored = sizes.compressed and kernels.packed and dtype is torch.bfloat16
-    weights = _experts(sizes, dtype, device, _compressed if stored else _as_it_is)
+    weights = _experts(sizes, dtype, device, stored)
     for rows in sizes.rows:
         ids = _ids(sizes.used("experts", rows), rows, sizes.top_k).to(device)
         states = _random((len(ids), hidden), torch.float32, device)
@@ -170,13 +191,6 @@ def _jobs(kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str) -> It
         yield (
             *("experts", rows, 6.0 * ids.numel() * hidden * width),
             partial(kernels.experts, weights, states, ids, answers),
-        )
-    matrices = [_random((hidden, hidden), dtype, device) for _ in range(sizes.matrices)]
-    for rows in sizes.rows:
-        used, states = sizes.used("dense", rows), _random((rows, hidden), torch.float32, device)
-        yield (
-            *("dense", rows, 2.0 * used * rows * hidden * hidden),
-            partial(_each, kernels, states, matrices[:used]),
         )
 
 
@@ -196,14 +210,13 @@ def _each(kernels: Kernels, states: torch.Tensor, matrices: Sequence[torch.Tenso
         kernels.linear(states, matrix)
 
 
-def _experts(
-    sizes: Sizes, dtype: torch.dtype, device: str, stored: Callable[[torch.Tensor], torch.Tensor]
-) -> ExpertWeights:
+def _experts(sizes: Sizes, dtype: torch.dtype, device: str, stored: Store) -> ExpertWeights:
     def part(*shape: int) -> tuple[torch.Tensor, ...]:
         return tuple(stored(_random(shape, dtype, device)) for _ in range(sizes.matrices))
 
     hidden, width = sizes.hidden, sizes.width
-    return ExpertWeights(part(width, hidden), part(width, hidden), part(hidden, width))
+    parts = part(width, hidden), part(width, hidden), part(hidden, width)
+    return ExpertWeights(*parts, packed=sizes.packed or COMPRESSED)
 
 
 def _as_it_is(matrix: torch.Tensor) -> torch.Tensor:
@@ -212,6 +225,14 @@ def _as_it_is(matrix: torch.Tensor) -> torch.Tensor:
 
 def _compressed(matrix: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(compress(matrix.view(torch.uint16).numpy()))
+
+
+def _quantised(kind: str, matrix: torch.Tensor) -> torch.Tensor:
+    """A matrix of random numbers in a quantised type, of the size of `matrix`."""
+    stored, (rows, columns) = QUANTIZED[kind], matrix.shape
+    codes = torch.randint(0x7F if stored.bits == 8 else 16, (rows, columns), dtype=torch.uint8).numpy()
+    scales = _random((rows, -(-columns // stored.group)), torch.float32, "cpu").numpy()
+    return torch.from_numpy(pack(kind, codes, scales, -scales if stored.offset else None))
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:

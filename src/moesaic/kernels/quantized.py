@@ -37,25 +37,31 @@ TABLES = {name: np.array(table, dtype=np.float32) for name, table in _TABLES.ite
 """Values of a type -> the value of each code."""
 
 
-def pack(dtype: str, codes: Bytes, scales: Floats, offsets: Floats | None = None) -> Bytes:
-    """The stored rows [rows, row_bytes].
+def pack(
+    dtype: str, codes: Bytes, scales: Floats, offsets: Floats | None = None, out: Bytes | None = None
+) -> Bytes:
+    """The stored rows [rows, row_bytes], in `out` if that is given.
 
     dtype: a key of QUANTIZED. codes [rows, columns], one a byte. scales and offsets [rows, groups].
     """
     kind = QUANTIZED[dtype]
     rows, columns = codes.shape
-    groups = -(-columns // kind.group)
-    padded = np.zeros((rows, groups * kind.group), dtype=np.uint8)
-    padded[:, :columns] = codes
-    packed: Bytes = padded if kind.bits == 8 else _nibbles(padded)
-    packed = packed.reshape(rows, groups, -1)
+    stored = np.empty((rows, kind.row_bytes(columns)), dtype=np.uint8) if out is None else out
     heads = [scales] if offsets is None else [scales, offsets]
-    blocks = []
-    for begin in range(0, groups, BLOCK // kind.group):
-        part = slice(begin, begin + BLOCK // kind.group)
-        blocks += [np.ascontiguousarray(head[:, part], dtype="<f4").view(np.uint8) for head in heads]
-        blocks.append(packed[:, part].reshape(rows, -1))
-    return np.concatenate(blocks, axis=1)
+    at = 0
+    for begin in range(0, columns, BLOCK):
+        block = codes[:, begin : begin + BLOCK]
+        first, groups = begin // kind.group, -(-block.shape[1] // kind.group)
+        for head in heads:
+            part = np.ascontiguousarray(head[:, first : first + groups], dtype="<f4").view(np.uint8)
+            stored[:, at : at + part.shape[1]] = part
+            at += part.shape[1]
+        if block.shape[1] % kind.group:
+            block = np.pad(block, ((0, 0), (0, groups * kind.group - block.shape[1])))
+        block = block if kind.bits == 8 else _nibbles(block)
+        stored[:, at : at + block.shape[1]] = block
+        at += block.shape[1]
+    return stored
 
 
 def dequantize(dtype: str, stored: Bytes, columns: int) -> Floats:

@@ -22,14 +22,14 @@ import numpy as np
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import ROWS, ExpertLayout
-from moesaic.core.stored import COMPRESSED, QUANT_METHOD, row_bytes, unquantized
+from moesaic.core.stored import COMPRESSED, QUANT_METHOD, row_bytes
 from moesaic.kernels import compressed
 from moesaic.kernels.table import REFERENCE
 from moesaic.models import fingerprint, fused
 from moesaic.models.checkpoint import INDEX, SINGLE, Progress
 from moesaic.models.files import INDEX_BYTES, PATTERNS, read_json
 from moesaic.models.headers import COMPRESSED_ROWS, Headers
-from moesaic.models.registry import expert_layout, read_spec
+from moesaic.models.registry import expert_layout, quantised_type, read_spec
 
 PIECE = 2**21
 """Bytes that a thread compresses at once, or one row if that is larger. It uses about ten times as much."""
@@ -186,8 +186,11 @@ def _layout(path: Path, config: dict[str, Any]) -> ExpertLayout:
     told = config.get("quantization_config")
     if isinstance(told, dict) and told.get("quant_method") == QUANT_METHOD:
         raise CheckpointError(f"{path}: the experts of this model are compressed already")
-    if not unquantized(config):
-        raise CheckpointError(f"{path}: this model is quantised; allowed: experts in bf16")
+    if quantised_type(config) is not None:
+        raise CheckpointError(
+            f"{path}: this model is quantised; allowed: experts in bf16. The compressed form takes 12 bits a "
+            "number, more than quantised experts do, so they would only grow"
+        )
     if not read_spec(path).moe_layers:
         raise CheckpointError(f"{path}: this model has no routed experts to compress")
     layout = expert_layout(path, REFERENCE)

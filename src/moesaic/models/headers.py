@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -20,7 +21,7 @@ from moesaic.models.files import INDEX as INDEX
 from moesaic.models.files import INDEX_BYTES, read_json
 from moesaic.models.files import SINGLE as SINGLE
 from moesaic.models.quantization.parse import find, scheme_of
-from moesaic.models.quantization.scheme import Matrix, Part
+from moesaic.models.quantization.scheme import Array, Bytes, Matrix, Part, as_array
 
 MOST_HEADER = 100_000_000
 """Largest header in bytes, as in the safetensors library."""
@@ -100,6 +101,28 @@ class Headers:
             what = f"tensor {part.tensor} has {found.size} bytes"
             raise CheckpointError(f"{header.file}: truncated or corrupt: {what}")
         return found
+
+    def own(self, part: Part) -> tuple[Place, Part]:
+        """The place of what belongs to a matrix, and the part of a tensor that is only there.
+
+        It is that of one expert where a tensor has all experts of a layer.
+        """
+        whole, first = self.place(part), part.index[0] if part.index else None
+        if not isinstance(first, int):
+            return whole, part
+        size = whole.size // whole.shape[0]
+        at = whole.offset + first * size
+        place = Place(whole.file, at, size, whole.dtype, (1, *whole.shape[1:]))
+        return place, replace(part, index=(0, *part.index[1:]))
+
+    def reader(self, stored: Callable[[Place], Bytes]) -> Callable[[Part], Array]:
+        """What `Matrix.packed` and `Matrix.floats` call. stored: returns the bytes of a place."""
+
+        def read(part: Part) -> Array:
+            place, mine = self.own(part)
+            return as_array(stored(place), place.dtype, mine, place.shape)
+
+        return read
 
     def _kind(self, name: str) -> str | None:
         """The type of a tensor in the files; None if they do not have it."""

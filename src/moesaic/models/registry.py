@@ -21,6 +21,7 @@ from moesaic.models import fingerprint
 from moesaic.models.block import Block
 from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Partial, Progress
 from moesaic.models.config import shown
+from moesaic.models.conversion import Counted
 from moesaic.models.families import MODELS, Config, ModelFile
 from moesaic.models.files import read_json
 from moesaic.models.layers import Scale
@@ -44,6 +45,11 @@ def read_spec(path: Path, shard: Shard = WHOLE) -> ModelSpec:
     """
     config: Config = _parse(path)[1]
     return shard.spec(config.spec)
+
+
+def model_file(path: Path) -> tuple[ModelFile, Config]:
+    """The code of the model in `path`, and its config, for what reads its tensors by name."""
+    return _parse(path)
 
 
 def routed_model(path: Path) -> RoutedModel:
@@ -93,6 +99,16 @@ def load(
     images = IMAGES if checkpoint.wrapped else ()
     checkpoint.refuse_unread((*file.UNUSED, *_extra_layers(spec), *images))
     return model
+
+
+def bytes_outside_experts(path: Path, kernels: Kernels, dtype: str = "auto") -> int:
+    """Bytes that all but the routed experts takes in memory, on a CPU. Only headers are read."""
+    file, config = _parse(path)
+    counted = Counted(path)
+    loader = Loader(counted, kernels, "meta", _dtype(dtype, "cpu", counted, kernels), positions=0)
+    _outside(config, config.spec, loader)
+    file.blocks(config, loader)
+    return counted.bytes
 
 
 def load_outside(path: Path, kernels: Kernels) -> Model:
@@ -145,25 +161,6 @@ def load_layer(
     if layer in config.spec.moe_layers:
         routed = experts(loader, file.expert_names(config, layer), None)
     return file.blocks(config, loader)[layer], routed
-
-
-def stored_tensors(path: Path, prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors whose names begin with `prefix`, as the files have them. Compressed ones are made bf16."""
-    file, config = _parse(path)
-    checkpoint = Checkpoint(path)
-    widths = {}
-    for layer in config.spec.moe_layers:
-        if f"model.layers.{layer}." == prefix:
-            names = file.expert_names(config, layer)
-            every = (shape for expert in range(names.num_experts) for shape in names.shapes(expert))
-            widths = {f"{name}.weight": (rows, columns) for name, rows, columns in every}
-    return {
-        name: checkpoint.tensor(name, *widths[name], dtype=torch.bfloat16)
-        if checkpoint.dtype(name) is torch.uint8 and name in widths
-        else checkpoint.as_stored(name)
-        for name in sorted(checkpoint.names)
-        if name.startswith(prefix)
-    }
 
 
 def understand(raw: dict[str, Any], path: Path, claims: Claims | None = None) -> ModelSpec:

@@ -18,7 +18,7 @@ import torch
 
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
-from moesaic.core.stored import COMPRESSED
+from moesaic.core.stored import PACKED
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.headers import STORED, WIDTHS, Headers, Place
 from moesaic.offload.arrangement import Arrangement, Span, merged
@@ -27,7 +27,7 @@ from moesaic.offload.reading import DirectFile
 
 NOT_HERE = (None, None, None)
 """Stands for the gate, up and down matrices of an expert that this process does not have."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, COMPRESSED: torch.uint8}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, **dict.fromkeys(PACKED, torch.uint8)}
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,9 @@ class Plan:
         static: Mapping[int, Sequence[int]],
         owned: Mapping[int, Sequence[int]] | None,
     ) -> None:
-        self.places = _find(path, layout, owned)
+        self.headers = Headers(path)
+        self.places = _find(self.headers, layout, owned)
+        """(layer, expert) -> what the files have of an owned expert."""
         self.num_experts = layout.num_experts
         self.kept = {(layer, int(expert)) for layer, experts in static.items() for expert in experts}
         """(layer, expert) of the experts that stay on the fast level."""
@@ -223,28 +225,44 @@ class Plan:
 
 
 def _find(
-    path: Path, layout: ExpertLayout, owned: Mapping[int, Sequence[int]] | None
+    headers: Headers, layout: ExpertLayout, owned: Mapping[int, Sequence[int]] | None
 ) -> dict[tuple[int, int], tuple[Place, ...]]:
-    """Returns (layer, expert) -> places of gate, up and down, for the owned experts."""
-    if layout.dtype not in STORED:
+    """Returns (layer, expert) -> the places of its tensors, for the owned experts."""
+    if layout.dtype not in DTYPES:
         raise ConfigError.field("--dtype", layout.dtype, f"{', '.join(STORED)} where experts are streamed")
-    headers, stored = Headers(path), STORED[layout.dtype]
     found = {}
     for layer in layout.layers:
         for expert in range(layout.num_experts) if owned is None else map(int, owned[layer]):
             parts = layout.tensors(layer, expert)
-            found[layer, expert] = tuple(_place(headers, *part, stored=stored) for part in parts)
+            found[layer, expert] = tuple(
+                place for part in parts for place in _places(headers, *part, stored=layout.dtype)
+            )
     return found
 
 
+def _places(headers: Headers, name: str, *shape: int, stored: str) -> list[Place]:
+    """Finds the tensors of a matrix or of a vector. stored: the type that the kernels read."""
+    if len(shape) == 1:
+        return [headers.find(name, *shape)]
+    matrix = headers.quantized(name, *shape)
+    if matrix is None:
+        return [_place(headers, name, *shape, stored=stored)]
+    if stored not in (matrix.dtype, "float32"):
+        problem = f"an expert is stored as {matrix.dtype}; allowed: {stored}, as others"
+        raise CheckpointError(f"{headers.path}: tensor {matrix.name}: {problem}")
+    return [headers.own(part)[0] for part in matrix.parts]
+
+
 def _place(headers: Headers, name: str, *shape: int, stored: str) -> Place:
-    """Finds a tensor. Kernels read the file's bytes as they are, so type and alignment must be right."""
+    """Finds a matrix. Kernels read the file's bytes as they are, so type and alignment must be right."""
     place = headers.find(name, *shape)
-    if place.dtype != stored:
-        allowed = f"{stored}: streamed experts are computed from as they are stored"
+    if place.dtype != STORED.get(stored):
+        kind = STORED.get(stored, f"{stored}, as others")
+        allowed = f"{kind}: streamed experts are computed from as they are stored"
         raise CheckpointError(f"{place.file}: tensor {name}: got {place.dtype}; allowed: {allowed}")
-    if place.offset % WIDTHS[stored]:
-        allowed = f"a multiple of {WIDTHS[stored]} (safetensors writes such files)"
+    width = WIDTHS[place.dtype]
+    if place.offset % width:
+        allowed = f"a multiple of {width} (safetensors writes such files)"
         raise CheckpointError(f"{place.file}: tensor {name} at byte {place.offset}; allowed: {allowed}")
     return place
 

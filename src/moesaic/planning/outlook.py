@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from moesaic.config import ModelConfig, WorkerConfig
-from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, OF_EXPERTS, QUANTIZED, row_bytes
+from moesaic.core.stored import OF_EXPERTS
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.sizes import ModelSizes
-from moesaic.planning.plan import NEAR, OVER_DISK, OVER_RAM, ROW_BYTES
+from moesaic.planning.plan import NEAR, OVER_DISK, OVER_RAM
 from moesaic.planning.search import MIB, Job, JobSearch
+from moesaic.planning.sizes import in_format
 from moesaic.policy.offloading.planner import PolicySearch, SearchLimits
 from moesaic.policy.offloading.policies import Workload
 from moesaic.policy.offloading.pricing import Price, Pricing
@@ -42,33 +43,13 @@ class Format:
 
 def formats(model: ModelSizes, *more: str) -> list[Format]:
     """The model in every type that experts can have. more: further types of numbers, such as float16."""
-    return [_format(model, name) for name in dict.fromkeys((*OF_EXPERTS, *more))]
+    every = dict.fromkeys((*OF_EXPERTS, *more))
+    return [format_of(in_format(model, name, gpu=False), name) for name in every]
 
 
-def _format(model: ModelSizes, name: str) -> Format:
-    inner, outer = row_bytes(name, model.hidden), row_bytes(name, model.expert_width)
-    expert = 2 * model.expert_width * inner + model.hidden * outer
-    other = model.with_number(_number(name)).other
-    return Format(name, float(model.moe_layers * model.experts * expert), other)
-
-
-def in_format(model: ModelSizes, name: str, gpu: bool) -> ModelSizes:
-    """The sizes of the model computed from one type. gpu: rows have the type of the weights."""
-    number = _number(name)
-    computed = number if gpu else ROW_BYTES
-    quantized = name if name in QUANTIZED else None
-    return replace(
-        model, number=number, compressed=name == COMPRESSED, quantized=quantized, computed=computed
-    )
-
-
-def _number(name: str) -> float:
-    """Bytes of a number of other matrices if the experts have this type.
-
-    Quantised ones become float32 when they are loaded. Files in MXFP4 have bf16 beside the experts.
-    """
-    kind = "float32" if name in QUANTIZED and name != "mxfp4" else name
-    return float(NUMBER_BYTES.get(kind, NUMBER_BYTES["bfloat16"]))
+def format_of(model: ModelSizes, name: str) -> Format:
+    """What a model takes whose routed experts are in the type `name`."""
+    return Format(name, model.moe_layers * model.routed, model.other)
 
 
 @dataclass(frozen=True)
@@ -107,8 +88,8 @@ class Fit:
 
 
 def fit(model: ModelSizes, one: Format, loaded: str, memory: Memory, context: int) -> Fit:
-    """Fit one format into memory. context: maximum tokens of a request, by the model."""
-    left = memory.free - _format(model, loaded).weights
+    """Fit one format into memory. model: as it is in memory. context: maximum tokens of a request."""
+    left = memory.free - model.weights
     worker = WorkerConfig(ModelConfig(model.name))
     token = model.layers * model.cache(1, memory.cache_number)
     size = worker.cache.block_size

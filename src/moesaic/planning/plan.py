@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from moesaic.config import CacheConfig, OffloadConfig, SchedulerConfig, WorkerConfig, parse_bytes
 from moesaic.core.errors import ConfigError
@@ -18,18 +17,17 @@ from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile
 from moesaic.cost.hardware import GIB, Hardware
 from moesaic.cost.ranks import model_of_rank, share_of_rank
-from moesaic.cost.reading import read
 from moesaic.cost.routing import Routing
-from moesaic.cost.sizes import BYTES, ModelSizes
+from moesaic.cost.sizes import ModelSizes
+from moesaic.kernels import table
 from moesaic.models import files, registry
 from moesaic.models.shard import Shard
 from moesaic.planning.search import Job, JobSearch
+from moesaic.planning.sizes import ROW_BYTES, of_checkpoint
 from moesaic.policy.offloading.pipeline import Schedule
 from moesaic.policy.offloading.planner import SearchLimits
 from moesaic.policy.offloading.pricing import Price, Pricing
 
-ROW_BYTES = 4.0
-"""Bytes of one number of a row, which is float32. On a CPU cached numbers are float32 by default, too."""
 SAMPLING = 14
 """Maximum number of copies of a row's logits in memory while its token is sampled."""
 NEAR = 0.01
@@ -257,15 +255,15 @@ def _sizes(worker: WorkerConfig, profile: str | None) -> ModelSizes:
     Raises ConfigError for another model's profile.
     """
     path = files.resolve(worker.model.model, worker.model.revision)
-    tied = registry.is_tied(path)  # first, since it checks the sizes that `read` takes as they are
-    raw: dict[str, Any] = files.read_json(path / "config.json")
-    model = replace(read(raw, worker.model.model), computed=ROW_BYTES, tied=tied)
+    tied = registry.is_tied(path)  # first, since it checks the sizes that are read without a check
+    kernels = table.pick("cpu", worker.model.kernels)
+    model = of_checkpoint(path, worker.model.model, kernels, worker.model.dtype)
+    model = replace(model, computed=ROW_BYTES, tied=tied)
     if profile is not None:
         known = Profile.load(Path(profile))
         known.check(registry.routed_model(path).model, profile)
         model = replace(model, routing=Routing.of(known, model.experts, model.top_k))
-    dtype = worker.model.dtype
-    return model if dtype == "auto" else model.with_number(BYTES[dtype])
+    return model
 
 
 def _cache_number(worker: WorkerConfig, model: ModelSizes, gpu: bool) -> float:

@@ -16,7 +16,7 @@ import torch
 
 from moesaic.config import WorkerConfig
 from moesaic.core import messages
-from moesaic.core.errors import ConnectionLost, MoesaicError
+from moesaic.core.errors import CheckpointError, ConnectionLost, MoesaicError
 from moesaic.runtime import out_of_memory
 from moesaic.runtime.build import build_worker
 from moesaic.runtime.context import WorkerContext
@@ -93,6 +93,9 @@ def _serve(connection: StreamConnection, config: WorkerConfig, wakeup: Wakeup) -
         raise
     except torch.OutOfMemoryError as error:
         connection.send(messages.Failed(out_of_memory.of_step(error), user_error=True))
+        return 2
+    except CheckpointError as error:  # of an expert that a pass has read
+        connection.send(messages.Failed(str(error), user_error=True))
         return 2
     return 0
 

@@ -15,13 +15,15 @@ import torch
 
 from moesaic.config import CacheConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
-from moesaic.core.experts import COLUMNS, ExpertLayout
+from moesaic.core.experts import ExpertLayout
 from moesaic.core.offload import Offload
 from moesaic.kernels import table
 from moesaic.kvcache.paged import PagedKV
 from moesaic.models import files
+from moesaic.models.conversion import conversion_of
+from moesaic.models.headers import Headers
 from moesaic.offload.arena import Arena
-from moesaic.offload.columns import StreamedColumns
+from moesaic.offload.converted import StreamedConverted
 from moesaic.offload.device import DeviceLink, DeviceMemory, Staged, stream_of
 from moesaic.offload.lanes import Setup
 from moesaic.offload.link import Link
@@ -71,7 +73,7 @@ def levels(
         staged = Staged(path, layout, kept, DeviceMemory(loaded.device), down, owned)
         staged.load_static()
         return Levels(staged, static, down, up, slow_kernels(config, loaded), staged=True)
-    kind = StreamedColumns if layout.form == COLUMNS else Streamed
+    kind = Streamed if conversion_of(Headers(path), layout) is None else StreamedConverted
     arena = Arena(max(kind.memory_for(path, layout, kept, owned).total, 1 << 12))
     paced, back = Link(offload.link), Link(offload.link)
     link = None if offload.link is None else paced

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +17,9 @@ from moesaic.kernels import table
 from moesaic.kvcache.paged import PagedKV
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
+from moesaic.models.conversion import conversion_of
 from moesaic.models.headers import STORED, Headers
+from moesaic.offload import converted
 from moesaic.offload.caches import Cache, MovingCache, ResidentCache
 from moesaic.offload.lanes import Lanes
 from moesaic.offload.operations import Operations
@@ -151,21 +154,35 @@ def load(
 def paged_layout(config: ModelConfig) -> ExpertLayout:
     """Where the experts are in the checkpoint.
 
-    Raises ConfigError for experts that the kernels cannot use as they are stored: pages are never converted.
+    Raises ConfigError for experts that the kernels cannot use as they are stored: of pages, only quantised
+    experts and those in columns are converted, and only for a CPU.
     """
-    layout, path = layout_of(config), files.resolve(config.model, config.revision)
-    if layout.form != ROWS and on_gpu(config):
-        raise ConfigError.field("--device", "cuda", "cpu with --fast-memory, for experts stored in columns")
+    layout, path = layout_of(config, served=True), files.resolve(config.model, config.revision)
     headers, first = Headers(path), layout.tensors(layout.layers[0], 0)[0]
     matrix = headers.quantized(*first)
+    if on_gpu(config) and (layout.form != ROWS or matrix is not None):
+        how = "stored in columns" if matrix is None else "quantised"
+        raise ConfigError.field("--device", "cuda", f"cpu with --fast-memory, for experts that are {how}")
     stored = headers.find(*first).dtype if matrix is None else matrix.dtype
-    if stored != STORED.get(layout.dtype):
+    if matrix is None and stored != STORED.get(layout.dtype):
         kernels = table.pick(str(device_of(config)), config.kernels).name
         raise ConfigError(
             f"--fast-memory: the experts of {path} are stored as {stored}, which {kernels} kernels "
-            f"compute from as {layout.dtype}; allowed: experts that are computed from as they are stored"
+            f"compute from as {layout.dtype}; allowed: experts that are computed from as they are stored, "
+            "or quantised"
         )
     return layout
+
+
+def conversion(config: ModelConfig) -> tuple[str, int, Callable[[], object]] | None:
+    """What happens to an expert that is loaded: the name of its conversion (`models.conversion`), how many
+    bytes of the files are converted, and a function that converts those of one expert again and again.
+
+    None if nothing is converted. Raises ConfigError as `paged_layout` does.
+    """
+    layout, path = paged_layout(config), files.resolve(config.model, config.revision)
+    found = conversion_of(Headers(path), layout)
+    return None if found is None else (found.name, found.read, converted.repeated(path, layout))
 
 
 def join(

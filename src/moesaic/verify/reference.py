@@ -16,15 +16,15 @@ import torch
 
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.text_config import TEXT, WRAPPERS
-from moesaic.models import registry
 from moesaic.models.files import read_json
+from moesaic.models.plain_tensors import plain_tensors
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """A model_type that transformers does not know -> the one whose code computes it."""
 EMBEDDING, NORM, HEAD = "model.embed_tokens.", "model.norm.", "lm_head."
 UNREAD = ("quantization_config", "auto_map")
-"""Keys of config.json that transformers does not get: about compressed experts, which are decompressed
-before, and about code of the checkpoint."""
+"""Keys of config.json that transformers does not get: about compressed and quantised matrices, which are made
+numbers before, and about code of the checkpoint."""
 
 
 class Reference:
@@ -53,7 +53,7 @@ class Reference:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, h] after the last layer -> logits [n, V]."""
         norm, head = self._base.norm, self._model.get_output_embeddings()
-        tied = self._model.config.tie_word_embeddings and not registry.stored_tensors(self._path, HEAD)
+        tied = self._model.config.tie_word_embeddings and not plain_tensors(self._path, HEAD)
         with ExitStack() as stack:
             stack.enter_context(self._loaded(norm, NORM))
             stack.enter_context(self._loaded(head, EMBEDDING if tied else HEAD, embedding=tied))
@@ -90,7 +90,7 @@ class Reference:
     @contextmanager
     def _loaded(self, module: torch.nn.Module, prefix: str, embedding: bool = False) -> Any:
         """A context in which a module has its weights. embedding: the head has those of the embedding."""
-        tensors = registry.stored_tensors(self._path, prefix)
+        tensors = plain_tensors(self._path, prefix)
         if embedding:
             [weight] = tensors.values()
             module.weight = torch.nn.Parameter(weight.float(), requires_grad=False)
@@ -135,6 +135,7 @@ class _Library:
             import transformers
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import convert_and_load_state_dict_in_model
+            from transformers.integrations.mxfp4 import convert_moe_packed_tensors
             from transformers.modeling_utils import LoadStateDictConfig
         except ImportError as error:
             raise ConfigError(
@@ -143,6 +144,7 @@ class _Library:
             ) from error
         self._transformers: Any = transformers
         self._conversions: Any = get_model_conversion_mapping
+        self._from_mxfp4: Any = convert_moe_packed_tensors
         self._load, self._settings = convert_and_load_state_dict_in_model, LoadStateDictConfig
         self._transformers.utils.logging.disable_progress_bar()
         self._transformers.utils.logging.set_verbosity_error()
@@ -175,7 +177,11 @@ class _Library:
         return found
 
     def fill(self, model: Any, tensors: dict[str, torch.Tensor]) -> None:
-        """Puts tensors of a checkpoint into the model, in float32."""
+        """Puts tensors of a checkpoint into the model, in float32. It dequantises experts in MXFP4 itself."""
+        for name in [each for each in tensors if each.endswith("_blocks")]:
+            plain = name.removesuffix("_blocks")
+            parts = tensors.pop(name), tensors.pop(f"{plain}_scales")
+            tensors[plain] = self._from_mxfp4(*parts, dtype=torch.float32)
         settings = self._settings(
             dtype=torch.float32, device_map={"": "cpu"}, weight_mapping=self._conversions(model)
         )

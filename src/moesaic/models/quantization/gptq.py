@@ -11,6 +11,7 @@ import numpy.typing as npt
 from moesaic.core.errors import CheckpointError
 from moesaic.models.config import Fields
 from moesaic.models.quantization.scheme import (
+    BAND,
     FLOATS,
     Bytes,
     Coded,
@@ -83,7 +84,10 @@ class Gptq:
         wrong = group_of[(group_of < 0) | (group_of >= scale.shape[1])]
         if len(wrong):
             raise CheckpointError(f"g_idx: got {wrong[0]}; allowed: 0 to {scale.shape[1] - 1}")
-        made: Floats = (codes - zero[:, group_of]) * scale[:, group_of]
+        made = np.empty(codes.shape, dtype=np.float32)
+        for begin in range(0, len(made), BAND):
+            band = slice(begin, begin + BAND)
+            np.multiply(codes[band] - zero[band][:, group_of], scale[band][:, group_of], out=made[band])
         return made
 
 

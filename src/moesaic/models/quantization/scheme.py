@@ -21,6 +21,8 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 FLOATS = ("F32", "BF16", "F16")
 """Types of scales, as safetensors calls them. Readers return float32 for them."""
+BAND = 128
+"""Rows that are looked through at a time, so that little memory is taken."""
 Kinds = Callable[[str], str | None]
 """Name of a tensor -> its type in the checkpoint, None if there is no such tensor."""
 
@@ -82,15 +84,19 @@ class Matrix:
     make: Callable[..., Coded | Floats]
     """Called with an array for each part. Returns [rows, columns] float32 where `dtype` is "float32"."""
 
-    def packed(self, read: Callable[[Part], Array]) -> Bytes:
-        """The bytes [rows, row_bytes] of type `dtype`.
+    def packed(self, read: Callable[[Part], Array], out: Bytes | None = None) -> Bytes:
+        """The bytes [rows, row_bytes] of type `dtype`, in `out` if that is given.
 
         Raises CheckpointError for NaN and infinite numbers, and for scales so large that a code is infinite.
         """
         made = self._made([read(part) for part in self.parts])
         if not isinstance(made, Coded):
             self._check(made, "the matrix")
-            return np.ascontiguousarray(made, dtype="<f4").view(np.uint8)
+            found = np.ascontiguousarray(made, dtype="<f4").view(np.uint8)
+            if out is None:
+                return found
+            out[:] = found
+            return out
         self._check(made.scales, "a scale")
         if made.offsets is not None:
             self._check(made.offsets, "an offset")
@@ -99,10 +105,10 @@ class Matrix:
             largest = np.abs(made.scales) * np.nanmax(np.abs(TABLES[values]))
             self._check(largest if made.offsets is None else largest + np.abs(made.offsets), "the matrix")
         if values == "e4m3":
-            nan = made.codes & 0x7F == 0x7F
-            if nan.any():
-                self._refuse("nan", "the matrix")
-        return pack(self.dtype, *self._grouped(made))
+            for begin in range(0, len(made.codes), BAND):
+                if (made.codes[begin : begin + BAND] & 0x7F == 0x7F).any():
+                    self._refuse("nan", "the matrix")
+        return pack(self.dtype, *self._grouped(made), out)
 
     def _made(self, arrays: list[Array]) -> Coded | Floats:
         """What `make` returns. Its errors name one of the tensors, and get the name of the matrix here."""
@@ -118,6 +124,10 @@ class Matrix:
         if self.dtype == "float32":
             return packed.view("<f4")
         return dequantize(self.dtype, packed, self.columns)
+
+    def scratch(self, stored: str) -> int:
+        """The most bytes that `packed` or `floats` take beside a result in type `stored`."""
+        return scratch_of(stored, self.rows * self.columns)
 
     def _grouped(self, made: Coded) -> tuple[Bytes, Floats, Floats | None]:
         """Codes, scales and offsets with groups of the size that `dtype` has."""
@@ -135,6 +145,11 @@ class Matrix:
 
     def _refuse(self, got: str, what: str) -> None:
         raise CheckpointError(f"tensor {self.name}: got {got} in {what}; allowed: finite numbers")
+
+
+def scratch_of(stored: str, numbers: int) -> int:
+    """See `Matrix.scratch`."""
+    return numbers * (12 if stored == "float32" else 4)
 
 
 def as_array(stored: Bytes, dtype: str, part: Part, shape: tuple[int, ...]) -> Array:
@@ -186,9 +201,15 @@ def groups_of(name: str, columns: int, size: int, unit: int) -> int:
 
 
 def unpacked(words: npt.NDArray[np.int32], bits: int, count: int) -> Bytes:
-    """Codes [rows, count] that are packed into words [rows, m] of 32 bits, the first in the lowest bits."""
-    per_word = 32 // bits
-    shifts = np.arange(per_word, dtype=np.uint32) * bits
-    codes = words.view(np.uint32)[:, :, None] >> shifts & ((1 << bits) - 1)
-    found: Bytes = codes.astype(np.uint8).reshape(len(words), -1)[:, :count]
+    """Codes [rows, count] of 4 or 8 bits, from words [rows, m] of 32 bits with the first in the lowest bits.
+
+    Words are little-endian, so that their bytes are in the order of the codes.
+    """
+    stored = np.ascontiguousarray(words, dtype="<i4").view(np.uint8)
+    if bits == 8:
+        return stored[:, :count]
+    codes = np.empty((*stored.shape, 2), dtype=np.uint8)
+    np.bitwise_and(stored, 15, out=codes[:, :, 0])
+    np.right_shift(stored, 4, out=codes[:, :, 1])
+    found: Bytes = codes.reshape(len(words), -1)[:, :count]
     return found

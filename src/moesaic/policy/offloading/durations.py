@@ -59,8 +59,8 @@ class Durations:
             **self._move(Kind.LOAD_ANSWERS, answers * model.hidden * model.row_number),
             **self._gathered(Kind.LOAD_CACHE, rows * context * self._token * policy.slow_cache),
             **self._move(Kind.SAVE_CACHE, rows * self._token * policy.slow_cache),
-            **self._move(Kind.LOAD_CHOSEN, self._chosen(policy)),
-            **self._move(Kind.LOAD_LIKELY, policy.likely_experts * model.expert_bytes),
+            **self._load(Kind.LOAD_CHOSEN, self._chosen(policy)),
+            **self._load(Kind.LOAD_LIKELY, policy.likely_experts),
             **self._pages(policy, policy.pages),
         }
         if slow.processor is not None:
@@ -102,7 +102,7 @@ class Durations:
         moved: busy seconds of each lane in that layer. A copy into pinned memory both reads and writes.
         """
         link, level = self._hardware.link, self._hardware.slow
-        copied = moved[Lane.DOWN] * link.down + moved[Lane.UP] * link.up
+        copied = moved[Lane.DOWN] * link.down * self._reading + moved[Lane.UP] * link.up
         copied += 2 * moved[Lane.STAGING] * (link.staging or 0.0)
         return copied / level.bandwidth + self._read_there(policy, moved)
 
@@ -133,16 +133,32 @@ class Durations:
         idle = policy.micro_batches * sum(table[kind, Lane.FAST] for kind in kinds)
         wanted = idle * (1 + ops.distinct(model, policy.batch) / model.experts)
         away = model.experts - policy.static_experts
-        return int(min(away, wanted * self._hardware.link.down / model.expert_bytes))
+        return int(min(away, wanted / self._expert_seconds))
 
     def _chosen(self, policy: Policy) -> float:
-        """Expected bytes of the streamed experts that a whole batch chooses in one layer.
+        """Expected number of the streamed experts that a whole batch chooses in one layer.
 
         Experts that were loaded before are left out. They are assumed to be chosen as often as any others.
         """
         model = self._model
         away = 1 - (policy.static_experts + policy.likely_experts) / model.experts
-        return ops.distinct(model, policy.batch) * away * model.expert_bytes
+        return ops.distinct(model, policy.batch) * away
+
+    @property
+    def _expert_seconds(self) -> float:
+        """Seconds to read one expert and to convert it, without the latency of a transfer."""
+        link, size = self._hardware.link, self._model.read_bytes
+        rate = dict(link.conversions).get(self._model.conversion or "", math.inf)
+        return size / link.down + size / rate
+
+    @property
+    def _reading(self) -> float:
+        """The share of the link's time that is no conversion. Where experts are converted, only they move."""
+        return self._model.read_bytes / self._hardware.link.down / self._expert_seconds
+
+    def _load(self, kind: Kind, experts: float) -> Table:
+        """Durations of loading a number of experts, which need not be whole."""
+        return {(kind, LANES[kind]): experts * self._expert_seconds + self._hardware.link.latency}
 
     def _computed(
         self,
@@ -157,7 +173,9 @@ class Durations:
         routed: work of experts that get `rows` rows in all. rest: all other work of the task.
         """
         each = ops.rows_each(self._model, rows)
-        return _launched(seconds_with_experts(rest, routed, each, level, efficiency), level)
+        return _launched(
+            seconds_with_experts(rest, routed, each, level, efficiency, self._model.quantized), level
+        )
 
     def _pages(self, policy: Policy, pages: int) -> Table:
         """Durations of loading one page.
@@ -166,8 +184,8 @@ class Durations:
         """
         model = self._model
         rows = 3 * (model.experts - policy.static_experts) * model.expert_width
-        page = math.ceil(rows / max(pages, 1)) * model.expert_bytes / (3 * model.expert_width)
-        return {**self._move(Kind.LOAD_PAGE, page), **self._move(Kind.STAGE_PAGE, page)}
+        page = math.ceil(rows / max(pages, 1)) / (3 * model.expert_width)
+        return {**self._load(Kind.LOAD_PAGE, page), **self._move(Kind.STAGE_PAGE, page * model.read_bytes)}
 
     def _gathered(self, kind: Kind, size: float) -> Table:
         """Durations of moving cache blocks.

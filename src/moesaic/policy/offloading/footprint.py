@@ -41,6 +41,7 @@ class Footprint:
             "all but routed experts": model.other,
             "static experts": policy.static_experts * self._expert * model.moe_layers,
             "two layers of streamed experts": 2 * away * self._expert,
+            **({"an expert as it is read": model.staging} if model.staging else {}),
             "cache": cache * policy.batch * model.layers
             + moving * self.workload.held * self._token * policy.slow_cache,
             "rows": max(prompts, 2 * policy.batch * model.hidden * model.row_number),
@@ -49,7 +50,8 @@ class Footprint:
 
     def slow(self, policy: Policy) -> dict[str, float]:
         """Maximum bytes on the slow level, by content."""
-        model, away = self.model, (self.model.experts - policy.static_experts) * self._expert
+        model, expert = self.model, self._expert if policy.in_place else self.model.read_bytes
+        away = (model.experts - policy.static_experts) * expert
         cache = self.workload.held * self._token * policy.slow_cache
         rows = 0 if policy.fast_residual else policy.batch * self.workload.prompt
         return {

@@ -1,0 +1,61 @@
+"""What it takes to load an expert that the files do not have as the kernels read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moesaic.core.experts import COLUMNS, ExpertLayout
+from moesaic.models.checkpoint import Claims
+from moesaic.models.headers import Headers
+from moesaic.models.quantization.scheme import scratch_of as scratch_of
+
+BLOCK = 4096
+"""Bytes of a block of a disk. A tensor that is read may begin and end within blocks."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How an expert comes from the files to memory."""
+
+    name: str
+    """The quantised type that it gets, "float32" for a quantised one, or "columns", which become rows."""
+    read: int
+    """Bytes of the files that it has."""
+    staging: int
+    """The most bytes of memory that loading it takes: for whole blocks of these, and for its conversion."""
+
+
+def conversion_of(headers: Headers, layout: ExpertLayout) -> Conversion | None:
+    """How the experts of `layout` are converted; None if the kernels read them as the files have them."""
+    tensors = layout.tensors(layout.layers[0], 0)
+    matrices = [] if layout.form == COLUMNS else [headers.quantized(*one) for one in tensors]
+    if layout.form != COLUMNS and matrices[0] is None:
+        return None
+    places = set()
+    for name, *shape in tensors:
+        matrix = headers.quantized(name, *shape)
+        places |= (
+            {headers.find(name, *shape)}
+            if matrix is None
+            else {headers.own(part)[0] for part in matrix.parts}
+        )
+    read = sum(place.size for place in places)
+    scratch = max((one.scratch(layout.dtype) for one in matrices if one is not None), default=0)
+    name = "columns" if layout.form == COLUMNS else layout.dtype
+    return Conversion(name, read, read + 2 * BLOCK * len(places) + scratch)
+
+
+class Counted(Claims):
+    """A checkpoint of which nothing is read. It counts what would be."""
+
+    bytes = 0
+    """Bytes of all tensors that were asked for, in the types in which they were."""
+
+    def tensor(self, name: str, *shape: int, **how: Any) -> torch.Tensor:
+        """As `Claims.tensor`."""
+        found = super().tensor(name, *shape, **how)
+        self.bytes += found.nbytes
+        return found

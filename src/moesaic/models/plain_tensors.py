@@ -1,0 +1,82 @@
+"""The tensors of a part of a model as transformers reads them: compressed and quantised ones as numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moesaic.core.experts import BIASED_ROWS
+from moesaic.kernels.table import REFERENCE
+from moesaic.models import registry
+from moesaic.models.checkpoint import Checkpoint, Claims
+from moesaic.models.families import Config, ModelFile
+from moesaic.models.loader import ExpertNames, Loader
+
+Matrices = dict[str, tuple[int, int]]
+"""Names of tensors, with ".weight" at the end, and their shapes."""
+
+
+def plain_tensors(path: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors whose names begin with `prefix`, such as "model.layers.3.", as the files have them.
+
+    But compressed ones are made bf16, and quantised ones float32, except for experts in MXFP4.
+    """
+    file, config = registry.model_file(path)
+    checkpoint = Checkpoint(path)
+    names = next(
+        (
+            file.expert_names(config, layer)
+            for layer in config.spec.moe_layers
+            if f"model.layers.{layer}." == prefix
+        ),
+        None,
+    )
+    in_mxfp4 = names is not None and names.form == BIASED_ROWS
+    matrices = _experts(None if in_mxfp4 else names) | _others(file, config, Recorded(path))
+    found, done = {}, set()
+    for name, shape in matrices.items():
+        matrix = checkpoint.quantized(name, *shape) if name.startswith(prefix) else None
+        if matrix is not None:
+            found[name] = checkpoint.tensor(name, *shape, dtype=torch.float32)
+            done |= {part.tensor for part in matrix.parts}
+    for name in sorted(checkpoint.names - done):
+        if name.startswith(prefix):
+            packed = checkpoint.dtype(name) is torch.uint8 and name in matrices
+            found[name] = (
+                checkpoint.tensor(name, *matrices[name], dtype=torch.bfloat16)
+                if packed
+                else checkpoint.as_stored(name)
+            )
+    return found
+
+
+class Recorded(Claims):
+    """A checkpoint of which nothing is read. It notes the matrices that a model asks for."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.matrices: Matrices = {}
+
+    def tensor(self, name: str, *shape: int, **how: Any) -> torch.Tensor:
+        """As `Claims.tensor`."""
+        if len(shape) == 2 and name.endswith(".weight"):
+            self.matrices[name] = shape[0], shape[1]
+        return super().tensor(name, *shape, **how)
+
+
+def _others(file: ModelFile, config: Config, recorded: Recorded) -> Matrices:
+    """All matrices but those of routed experts."""
+    loader = Loader(recorded, REFERENCE, "meta", torch.float32, positions=0)
+    file.blocks(config, loader)
+    for name in ("model.embed_tokens", "lm_head"):
+        recorded.matrices[f"{name}.weight"] = config.spec.vocab_size, config.spec.hidden_size
+    return recorded.matrices
+
+
+def _experts(names: ExpertNames | None) -> Matrices:
+    if names is None:
+        return {}
+    every = (shape for expert in range(names.num_experts) for shape in names.shapes(expert))
+    return {f"{name}.weight": (rows, columns) for name, rows, columns in every}

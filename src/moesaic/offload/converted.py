@@ -1,0 +1,189 @@
+"""Routed experts that the files do not have as the kernels read them, of a model larger than the fast memory.
+
+They are in columns (see `core.experts.ExpertLayout.form`) or quantised by another program. So each expert is
+read into memory that all share, and converted from there to its place. A page is a number of whole experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from moesaic.core.errors import CheckpointError
+from moesaic.core.experts import COLUMNS, PARTS, ROWS, ExpertLayout
+from moesaic.core.stored import COMPRESSED, PACKED, row_bytes
+from moesaic.kernels.weights import ExpertWeights
+from moesaic.models.columns import transpose
+from moesaic.models.headers import Headers, Place
+from moesaic.models.pages import aligned
+from moesaic.models.quantization.scheme import Bytes
+from moesaic.offload.arena import Arena
+from moesaic.offload.arrangement import Arrangement
+from moesaic.offload.reading import ALIGNMENT
+from moesaic.offload.weights import DTYPES, Memory, Plan, Streamed
+
+Expert = tuple[torch.Tensor, ...]
+"""Gate, up and down, and their biases if there are some."""
+NUMBERS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Types of numbers in files."""
+Stored = Callable[[Place], Bytes]
+"""Returns the bytes of a place, which have been read."""
+
+
+class StreamedConverted(Streamed):
+    """As Streamed, of the same arguments. On a CPU only."""
+
+    def load_static(self) -> int:
+        return sum(
+            self._load(layer, expert, self._kept[layer, expert]) for layer, expert in sorted(self._kept)
+        )
+
+    def load_page(self, count: int, layer: int, page: int, pages: int) -> int:
+        if not 0 <= page < pages:
+            raise ValueError(f"page {page} of {pages}")
+        away = self._plan.away(layer)
+        first, last = (number * len(away) // pages for number in (page, page + 1))
+        return self.load_chosen(count, layer, away[first:last])
+
+    def load_chosen(self, count: int, layer: int, experts: Iterable[int]) -> int:
+        slot, away = count % 2, self._places[layer]
+        wanted = sorted({int(expert) for expert in experts if (layer, int(expert)) not in self._kept})
+        return sum(self._load(layer, expert, away[expert][slot]) for expert in wanted)
+
+    def convert_again(self, count: int, layer: int, expert: int) -> None:
+        """Converts the expert that was loaded last, at turn `count`, once more."""
+        self._put(layer, expert, self._places[layer][expert][count % 2])
+
+    def _load(self, layer: int, expert: int, target: Expert) -> int:
+        """Reads one expert and converts it to `target`. Returns the bytes read."""
+        arranged = Arrangement(self._plan.places[layer, expert])
+        size = self._read(arranged, [(0, arranged.size)], self._staging)
+        self._put(layer, expert, target)
+        return size
+
+    def _put(self, layer: int, expert: int, target: Expert) -> None:
+        """Converts an expert that has been read to `target`."""
+        arranged, memory = Arrangement(self._plan.places[layer, expert]), self._staging.numpy()
+
+        def stored(place: Place) -> Bytes:
+            at = arranged.at[place]
+            found: Bytes = memory[at : at + place.size]
+            return found
+
+        self._convert(self._plan.headers, self._layout, layer, expert, stored, target)
+        if self._layout.form != ROWS:
+            _put_biases(self._plan.headers, self._layout, layer, expert, stored, target)
+
+    @staticmethod
+    def _memory(plan: Plan, layout: ExpertLayout) -> Memory:
+        one, most = _size(layout), max(len(plan.away(layer)) for layer in layout.layers)
+        staging = max((Arrangement(parts).size for parts in plan.places.values()), default=0)
+        return Memory(_blocks(len(plan.kept) * one), _blocks(most * one), staging)
+
+    def _lay_out(self, layout: ExpertLayout) -> dict[tuple[int, int], ExpertWeights]:
+        self._convert = _from_columns if layout.form == COLUMNS else _from_quantised
+        self._layout = layout
+        self._kept = dict(zip(sorted(self._plan.kept), _in(self._static, layout), strict=False))
+        self._places = {
+            layer: dict(
+                zip(
+                    self._plan.away(layer),
+                    zip(*(_in(each, layout) for each in self._slots), strict=True),
+                    strict=False,
+                )
+            )
+            for layer in layout.layers
+        }
+        return {
+            (layer, slot): self._weights(layout, layer, slot) for layer in layout.layers for slot in (0, 1)
+        }
+
+    def _weights(self, layout: ExpertLayout, layer: int, slot: int) -> ExpertWeights:
+        held = {expert: parts for (of, expert), parts in self._kept.items() if of == layer}
+        held |= {expert: slots[slot] for expert, slots in self._places[layer].items()}
+        packed = layout.dtype if layout.dtype in PACKED else COMPRESSED
+        return ExpertWeights.of_held(layout.num_experts, held, PARTS[layout.form], layout.activation, packed)
+
+
+def repeated(path: Path, layout: ExpertLayout) -> Callable[[], object]:
+    """A function that converts the first expert of `layout`, whose bytes are in memory, to the same place."""
+    owned, layer = {each: [0] for each in layout.layers}, layout.layers[0]
+    memory = StreamedConverted.memory_for(path, layout, {}, owned)
+    streamed = StreamedConverted(path, layout, {}, Arena(memory.total), owned=owned)
+    streamed.load_chosen(0, layer, [0])
+    streamed.close()
+    return partial(streamed.convert_again, 0, layer, 0)
+
+
+def _from_columns(
+    headers: Headers, layout: ExpertLayout, layer: int, expert: int, stored: Stored, target: Expert
+) -> None:
+    """Transposes the matrices of an expert."""
+    gate_up, down = (_numbers(headers.find(*part), stored) for part in layout.tensors(layer, expert)[:2])
+    for into, matrix in zip(target[:3], (gate_up[:, 0::2], gate_up[:, 1::2], down), strict=True):
+        transpose(matrix, into)
+
+
+def _from_quantised(
+    headers: Headers, layout: ExpertLayout, layer: int, expert: int, stored: Stored, target: Expert
+) -> None:
+    """Converts the matrices of an expert to the type that the kernels read, one after another.
+
+    Raises CheckpointError for NaN and infinite numbers.
+    """
+    read = headers.reader(stored)
+    try:
+        for (name, *shape), into in zip(layout.tensors(layer, expert)[:3], target[:3], strict=True):
+            matrix = headers.quantized(name, *shape)
+            if matrix is None:
+                into.copy_(_numbers(headers.find(name, *shape), stored))
+            elif matrix.dtype == layout.dtype:
+                matrix.packed(read, into.view(torch.uint8).numpy())
+            else:
+                into.copy_(torch.from_numpy(matrix.floats(read)))
+    except CheckpointError as error:
+        raise CheckpointError(f"{headers.path}: {error}") from None
+
+
+def _put_biases(
+    headers: Headers, layout: ExpertLayout, layer: int, expert: int, stored: Stored, target: Expert
+) -> None:
+    """Takes biases of gate and up apart, which take turns."""
+    inner, down = (_numbers(headers.find(*part), stored) for part in layout.tensors(layer, expert)[-2:])
+    for into, bias in zip(target[3:], (inner[0::2], inner[1::2], down), strict=True):
+        into.copy_(bias)
+
+
+def _numbers(place: Place, stored: Stored) -> torch.Tensor:
+    """A tensor that is stored as it is."""
+    return torch.from_numpy(stored(place)).view(NUMBERS[place.dtype]).view(place.shape)
+
+
+def _blocks(size: int) -> int:
+    """The next multiple of a block, which direct reads need."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _size(layout: ExpertLayout) -> int:
+    """Bytes of the memory of one expert as the kernels read it."""
+    return sum(map(aligned, layout.matrix_bytes))
+
+
+def _in(memory: torch.Tensor, layout: ExpertLayout) -> Iterator[Expert]:
+    """The experts, one after another, that there is room for in `memory`."""
+    width, hidden, dtype = layout.width, layout.hidden, DTYPES[layout.dtype]
+    inner, outer = (
+        row_bytes(layout.dtype, numbers) // dtype.itemsize for numbers in (layout.hidden, layout.width)
+    )
+    shapes: list[tuple[int, ...]] = [(width, inner), (width, inner), (hidden, outer)]
+    shapes += [(width,), (width,), (hidden,)] if layout.form != ROWS else []
+    for begin in range(0, len(memory) - _size(layout) + 1, _size(layout)):
+        parts, at = [], begin
+        for shape, size in zip(shapes, layout.matrix_bytes, strict=True):
+            kind = dtype if len(shape) == 2 else torch.float32
+            parts.append(memory[at : at + size].view(kind).view(shape))
+            at += aligned(size)
+        yield tuple(parts)

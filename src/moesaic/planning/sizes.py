@@ -1,0 +1,97 @@
+"""The sizes of a model as a machine computes it: with its experts in the type that they have in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, QUANTIZED
+from moesaic.core.text_config import TEXT
+from moesaic.cost.reading import read
+from moesaic.cost.sizes import ModelSizes
+from moesaic.kernels.table import Kernels
+from moesaic.models import files, registry
+from moesaic.models.conversion import conversion_of, scratch_of
+from moesaic.models.headers import INDEX, SINGLE, Headers
+
+ROW_BYTES = 4.0
+"""Bytes of one number of a row, which is float32. On a CPU cached numbers are float32 by default, too."""
+QUANTIZATION = "quantization_config"
+
+
+def without_quantization(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A parsed config.json that says nothing of quantisation, nor of compression."""
+    plain = {key: value for key, value in raw.items() if key != QUANTIZATION}
+    if isinstance(plain.get(TEXT), dict):
+        plain[TEXT] = {key: value for key, value in plain[TEXT].items() if key != QUANTIZATION}
+    return plain
+
+
+def by_config(raw: Mapping[str, Any], name: str) -> ModelSizes:
+    """The sizes in a parsed config.json alone. Of quantised experts as many bytes are read as they take.
+
+    Raises CheckpointError for what `cost.reading.read` refuses, and for an unknown quantisation.
+    """
+    stored = registry.quantised_type(dict(raw))
+    if stored is None:
+        return read(raw, name)
+    return converted(read(without_quantization(raw), name), stored)
+
+
+def converted(model: ModelSizes, stored: str) -> ModelSizes:
+    """The sizes on a CPU with quantised experts that become `stored`, where the files are not here."""
+    found = in_format(model, stored, gpu=False)
+    scratch = scratch_of(stored, found.hidden * found.expert_width)
+    return replace(found, conversion=stored, staging=found.expert_bytes + scratch)
+
+
+def of_checkpoint(path: Path, name: str, kernels: Kernels, dtype: str = "auto") -> ModelSizes:
+    """The sizes of a checkpoint on a CPU. The files say what quantised experts and those in columns take."""
+    raw = files.read_json(path / "config.json")
+    model = by_config(raw, name)
+    quantised = registry.quantised_type(raw) is not None
+    if not quantised and raw.get("model_type") != "gpt_oss":
+        return model if dtype == "auto" else model.with_number(float(NUMBER_BYTES[dtype]))
+    layout = registry.expert_layout(path, kernels, "cpu", dtype)
+    if quantised:
+        model = replace(in_format(model, layout.dtype, gpu=False), tied=registry.is_tied(path))
+    if model.quantized is not None:  # a mean, since what is not quantised stays in bf16
+        outside = registry.bytes_outside_experts(path, kernels, dtype)
+        model = replace(model, number=model.number * outside / model.other)
+    elif dtype != "auto" and not quantised:
+        model = model.with_number(float(NUMBER_BYTES[dtype]))
+    found = conversion_of(Headers(path), layout)
+    if found is None:
+        return model
+    return replace(model, conversion=found.name, read=float(found.read), staging=float(found.staging))
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a directory has a checkpoint's files, and not only its config.json."""
+    return (path / SINGLE).is_file() or (path / INDEX).is_file()
+
+
+def in_format(model: ModelSizes, name: str, gpu: bool) -> ModelSizes:
+    """The sizes of the model computed from one type. gpu: rows have the type of the weights."""
+    number = _number(name)
+    return replace(
+        model,
+        number=number,
+        compressed=name == COMPRESSED,
+        quantized=name if name in QUANTIZED else None,
+        computed=number if gpu else ROW_BYTES,
+        conversion=None,
+        read=None,
+        staging=0.0,
+    )
+
+
+def _number(name: str) -> float:
+    """Bytes of a number of other matrices if the experts have this type.
+
+    Quantised ones become float32 when they are loaded. Files in MXFP4 have bf16 beside the experts.
+    """
+    kind = "float32" if name in QUANTIZED and name != "mxfp4" else name
+    return float(NUMBER_BYTES.get(kind, NUMBER_BYTES["bfloat16"]))

@@ -1,0 +1,206 @@
+"""Plans of quantised checkpoints and of gpt-oss: their bytes in memory and in files, and what is assumed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moesaic import cli
+from moesaic.commands.options import Plan
+from moesaic.commands.plan import find_model
+from moesaic.commands.plan import plan as plan_command
+from moesaic.config import ModelConfig, OffloadConfig, WorkerConfig
+from moesaic.core.stored import QUANTIZED
+from moesaic.cost.assumed import assumed
+from moesaic.cost.hardware import GIB
+from moesaic.kernels import table
+from moesaic.models import registry
+from moesaic.models.headers import Headers
+from moesaic.offload.converted import StreamedConverted
+from moesaic.planning import Planned, plan
+from moesaic.planning.sizes import of_checkpoint
+from moesaic.policy.offloading.durations import Durations
+from moesaic.policy.offloading.policies import Policy, Workload
+from moesaic.policy.offloading.tasks import Kind, Lane
+from moesaic.runtime import offloaded
+from moesaic.runtime.model_loading import load_model
+from tests.models.test_quantized import FORMATS
+from tests.support import model_configs, quantizers, tiny_models
+from tests.test_planning import HARDWARE, JOB, MIB, SIZES
+
+FORMS = ("fp8 blocks", "packed int4", "gptq v2, act order", "mxfp4", "columns")
+CAPS = {"fp8 blocks": 4.2, "packed int4": 3, "gptq v2, act order": 10, "mxfp4": 2.5, "columns": 7}
+"""MiB in which some experts of each layer stay."""
+QWEN3 = ("qwen3_moe", model_configs.qwen3(**SIZES))
+GPT_OSS = (
+    "gpt_oss",
+    model_configs.gpt_oss(hidden_size=128, intermediate_size=128, num_local_experts=16, num_hidden_layers=4),
+)
+
+
+class Written(dict[str, Path]):
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __missing__(self, form: str) -> Path:
+        kind = GPT_OSS if form in ("mxfp4", "columns") else QWEN3
+        source = tiny_models.save(tiny_models.build(*kind), self.root / f"source of {form}", torch.bfloat16)
+        columns = form == "columns"
+        self[form] = source if columns else quantizers.quantize(source, self.root / form, FORMATS[form])[0]
+        return self[form]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return Written(tmp_path_factory.mktemp("quantised"))
+
+
+def planned(path: Path, cap: str) -> Planned:
+    return plan(WorkerConfig(ModelConfig(str(path))), OffloadConfig(cap), JOB, HARDWARE)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        form if form in ("packed int4", "columns") else pytest.param(form, marks=pytest.mark.slow)
+        for form in FORMS
+    ],
+)
+def test_what_is_planned_is_what_a_worker_takes(written: Written, form: str) -> None:
+    path = written[form]
+    cap = CAPS[form]
+    found = planned(path, f"{cap}MiB")
+    offload, price = found.worker.offload, found.price
+    assert offload is not None and 0 < offload.static_experts < 16
+    loaded, layout = offloaded.load(found.worker, offload, None)
+    assert found.model.expert_bytes == layout.expert_bytes
+    if form not in ("columns", "gptq v2, act order"):  # these are counted as all of one type
+        assert found.model.other == pytest.approx(loaded.model.num_bytes)
+    assert found.model.other >= 0.9 * loaded.model.num_bytes
+    memory = StreamedConverted.memory_for(
+        path, layout, {layer: range(offload.static_experts) for layer in layout.layers}
+    )
+    counted = price.fast["static experts"] + price.fast["two layers of streamed experts"]
+    assert counted <= memory.static + 2 * memory.slot <= counted + 4096 * 4
+    assert memory.staging <= price.fast["an expert as it is read"] <= memory.staging + 12 * 128 * 128 + 2**17
+    held = sum(price.fast.values()) - price.fast["cache"] + int(found.worker.cache.kv_cache_memory)
+    assert held <= 0.95 * cap * MIB
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_bytes_of_the_files_are_read(written: Written, form: str) -> None:
+    """Every byte of one expert once, and no other's."""
+    path, kernels = written[form], table.pick("cpu")
+    model, layout = of_checkpoint(path, "x", kernels), registry.expert_layout(path, kernels)
+    headers = Headers(path)
+    places = headers.every().items()
+    every = sum(place.size for name, place in places if name.startswith("model.layers.1.mlp.experts."))
+    assert model.read == every / layout.num_experts
+    assert model.conversion == ("columns" if form == "columns" else layout.dtype)
+    assert (model.quantized in QUANTIZED) == (form not in ("columns", "gptq v2, act order"))
+
+
+def loads(model: Any, hardware: Any, experts: int) -> float:
+    """Seconds to load so many experts of a layer as one page."""
+    policy = Policy("cgopipe", 4, 1, False, static_experts=model.experts - experts)
+    table = Durations(model, hardware, Workload(30, 10, 4.0)).decode(policy)
+    return table[Kind.LOAD_PAGE, Lane.DOWN]
+
+
+def test_reading_and_converting_take_time(written: Written) -> None:
+    model = of_checkpoint(written["packed int4"], "x", table.pick("cpu"))
+    assert model.read is not None and model.read < model.expert_bytes
+    assert loads(model, HARDWARE, 6) == pytest.approx(6 * model.read / HARDWARE.link.down)
+    rates = replace(HARDWARE, link=replace(HARDWARE.link, conversions=(("fp8", 1.0), ("int4", 1e6))))
+    assert loads(model, rates, 6) == pytest.approx(6 * model.read * (1 / HARDWARE.link.down + 1e-6))
+    busy = {Lane.DOWN: loads(model, rates, 6), **dict.fromkeys((Lane.UP, Lane.STAGING, Lane.SLOW), 0.0)}
+    policy = Policy("cgopipe", 4, 1, False)
+    read = Durations(model, rates, Workload(30, 10, 4.0)).slow_memory(policy, busy)
+    assert read == pytest.approx(6 * model.read / rates.slow.bandwidth), "converting is no work of the disk"
+    with_link = rates.with_link(5e6)
+    assert loads(model, with_link, 6) == pytest.approx(6 * model.read / 5e6), "a measured link has both"
+
+
+def test_what_no_figure_says_is_told(written: Written) -> None:
+    model = of_checkpoint(written["packed int4"], "x", table.pick("cpu"))
+    [computing, converting] = assumed(model, HARDWARE)
+    assert "experts in int4 compute at the roofline of their bytes" in computing
+    assert "converting quantised experts to int4 takes no time" in converting
+    assert HARDWARE.fast.processor is not None
+    known = replace(HARDWARE.fast.processor, experts=((1.0, 1e9),))
+    fast = replace(HARDWARE.fast, processor=known)
+    [computing, _] = assumed(model, replace(HARDWARE, fast=fast))
+    assert "at the rates of unquantised ones" in computing
+    fast = replace(HARDWARE.fast, processor=replace(known, packed=(("int4", ((1.0, 2e9),)),)))
+    link = replace(HARDWARE.link, conversions=(("int4", 1e9),))
+    assert assumed(model, replace(HARDWARE, fast=fast, link=link)) == []
+    columns = of_checkpoint(written["columns"], "x", table.pick("cpu"))
+    assert len(assumed(columns, HARDWARE)) == 1
+
+
+def test_experts_have_the_rates_of_their_type(written: Written) -> None:
+    model = of_checkpoint(written["fp8 blocks"], "x", table.pick("cpu"))
+    assert HARDWARE.fast.processor is not None
+    known = replace(HARDWARE.fast.processor, experts=((1.0, 1e9),), packed=(("fp8", ((1.0, 4e9),)),))
+    workload, policy = Workload(30, 10, 4.0), Policy("on-demand", 4, 1, False)
+    took = []
+    for one in (known, replace(known, packed=())):
+        hardware = replace(HARDWARE, fast=replace(HARDWARE.fast, processor=one))
+        took.append(Durations(model, hardware, workload).decode(policy)[Kind.EXPERTS, Lane.FAST])
+    assert took[1] == pytest.approx(4 * took[0])
+
+
+MACHINE = """
+machine = { name = "a CPU" }
+fast = { name = "RAM", memory_gib = 0.02, bandwidth_gib = 20, tflops = 0.3 }
+slow = { name = "disk", memory_gib = 500, bandwidth_gib = 1.5 }
+link = { down_gib = 1.5 }
+"""
+
+
+@pytest.mark.parametrize("form", ["mxfp4", pytest.param("packed int4", marks=pytest.mark.slow)])
+def test_the_command_plans_it_and_says_what_it_assumes(
+    written: Written, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "this.toml"
+    file.write_text(MACHINE)
+    line = ["plan", str(written[form]), "--hardware", str(file), "--prompt-len", "30", "--gen-len", "8"]
+    assert cli.main([*line, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"]["fast"]["an expert as it is read"] > 0 and len(found["assumed"]) == 2
+    assert cli.main(line) == 0
+    shown = capsys.readouterr().out
+    assert "Assumed: experts in" in shown and "an expert as it is read" in shown
+
+
+@pytest.mark.slow
+def test_on_a_gpu_it_is_planned_in_bf16(written: Written) -> None:
+    options = Plan(model=str(written["packed int4"]), hardware="l4", prompt_len=30, gen_len=8)
+    found = plan_command(options)
+    assert (found.model.quantized, found.model.number, found.model.staging) == (None, 2.0, 0.0)
+    assert len(found.assumed) == 1 and "On a GPU quantised experts become bf16" in found.assumed[0]
+    found = plan_command(replace(options, model=str(written["columns"])))
+    assert (found.model.staging, found.model.number) == (0.0, 2.0)
+    assert len(found.assumed) == 1 and "On a GPU --fast-memory refuses those in columns" in found.assumed[0]
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "packed int4", "mxfp4"])
+def test_a_config_alone_is_planned_too(written: Written, form: str) -> None:
+    alone, whole = (find_model(str(written[form] / name)) for name in ("config.json", ""))
+    assert (alone.quantized, alone.expert_bytes) == (whole.quantized, whole.expert_bytes)
+    assert alone.read is None and whole.read is not None
+    assert alone.staging == pytest.approx(whole.staging, rel=0.6)
+
+
+def test_memory_of_a_worker_is_that_of_the_files(written: Written) -> None:
+    """Not all matrices of a quantised checkpoint become float32: the embedding stays in bf16."""
+    path = written["packed int4"]
+    outside = registry.bytes_outside_experts(path, table.pick("cpu"))
+    layout = registry.expert_layout(path, table.pick("cpu"))
+    assert outside == load_model(ModelConfig(str(path)), elsewhere=layout).model.num_bytes
+    assert outside < 4 * of_checkpoint(path, "x", table.pick("cpu")).other / GIB * GIB
