@@ -78,6 +78,14 @@ def test_a_form_accepts_and_refuses(form: dict[str, Any], good: list[str], bad: 
     assert [text for text in bad if accepts(text, **form)] == []
 
 
+def test_formats_that_are_not_known_are_remarks() -> None:
+    schema = {"type": "object", "properties": {"format": {"type": "integer", "format": "int32"}}}
+    assert accepts('{"format": 4}', json=schema) and not accepts('{"format": "x"}', json=schema)
+    assert accepts('"2024-02-28T10:00:00Z"', json={"type": "string", "format": "date-time"})
+    assert not accepts('"today"', json={"type": "string", "format": "date-time"})
+    assert accepts('{"format":"int32"}', json={"const": {"format": "int32"}})
+
+
 def test_white_space_has_an_end() -> None:
     assert accepts("{\n" + 20 * " " + "}", json={"type": "object"})
     assert not accepts("{\n" + 21 * " " + "}", json={"type": "object"})

@@ -13,6 +13,12 @@ from moesaic.core.errors import RequestError
 from moesaic.core.structured import WHITESPACE, StructuredOutputsParams
 from moesaic.structured.vocabulary import Vocabulary
 
+FORMATS = frozenset(
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
+)
+"""Formats of JSON Schema that an answer keeps to."""
+_VALUES = ("const", "default", "enum", "examples")
+"""Keywords whose contents are values and not schemas."""
 _SHOWN = 300
 
 
@@ -88,36 +94,38 @@ def literal(text: str, special: Mapping[str, int]) -> str:
 
 def json_rule(schema: Mapping[str, Any] | bool) -> str:
     """A Lark expression for JSON texts that `schema` accepts, with white space as in WHITESPACE."""
-    own = {"type": "object"} if schema is True else schema
-    return "%json " + json.dumps(_with_options(own, {"whitespace_pattern": WHITESPACE}))
+    return "%json " + json.dumps(_prepared(schema, {"whitespace_pattern": WHITESPACE}))
 
 
 def _schema(schema: Any, params: StructuredOutputsParams) -> str:
-    if params.disable_additional_properties:
-        schema = _closed(schema)
     options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
     if params.disable_any_whitespace:
         options = {"whitespace_flexible": False}
-    return json.dumps(_with_options(schema, options))
+    return json.dumps(_prepared(schema, options, closed=params.disable_additional_properties))
 
 
-def _with_options(schema: Any, options: dict[str, Any]) -> Any:
-    """The schema with llguidance's options, unless it has some of its own."""
+def _prepared(schema: Any, options: dict[str, Any], closed: bool = False) -> Any:
+    """The schema as the library takes it, with the library's options unless it has some of its own.
+
+    Formats that the library does not know are left out: to JSON Schema a format is a remark. closed: objects
+    have no properties that the schema does not name.
+    """
+
+    def changed(one: Any) -> Any:
+        if isinstance(one, list):
+            return [changed(part) for part in one]
+        if not isinstance(one, dict):
+            return one
+        inner = {name: part if name in _VALUES else changed(part) for name, part in one.items()}
+        if isinstance(inner.get("format"), str) and inner["format"] not in FORMATS:
+            del inner["format"]
+        if closed and isinstance(inner.get("properties"), dict):
+            inner.setdefault("additionalProperties", False)
+        return inner
+
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    return {"x-guidance": options, **schema}
-
-
-def _closed(schema: Any) -> Any:
-    """The schema, in which objects have no properties that it does not name."""
-    if isinstance(schema, list):
-        return [_closed(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    inner = {name: value if name in ("const", "enum") else _closed(value) for name, value in schema.items()}
-    if isinstance(inner.get("properties"), dict):
-        inner.setdefault("additionalProperties", False)
-    return inner
+    return {"x-guidance": options, **changed(schema)}
 
 
 def _structural(tag: Any, params: StructuredOutputsParams, special: Mapping[str, int]) -> str:
