@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import Depends
 
 from moesaic.server import chat, completions, elastic, models, status, tokens
+from moesaic.server.anthropic import routes as anthropic
 from moesaic.server.cluster_metrics import ClusterCollector
 from moesaic.server.documentation import Api, bearer
 from moesaic.server.errors import install_handlers
@@ -35,8 +36,8 @@ def create_app(
     if service.cluster is not None:
         app.state.registry.register(ClusterCollector(service.cluster, service.model_name))
     key_needed = [] if access.api_key is None else [Depends(bearer)]
-    for router in (completions.router, chat.router, tokens.router, models.router, elastic.router):
-        app.include_router(router, dependencies=key_needed)
+    for module in (completions, chat, anthropic, tokens, models, elastic):
+        app.include_router(module.router, dependencies=key_needed)
     app.include_router(status.router)
     install_handlers(app)
     app.add_middleware(Guard, access=access, max_body_bytes=max_body_bytes, body_seconds=body_seconds)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass, replace
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from moesaic.core.errors import RequestError
 from moesaic.core.request import RequestOutput, SamplingParams, TokenLogprob
@@ -44,15 +46,44 @@ router = APIRouter(route_class=StrictJsonRoute)
 )
 async def create_chat_completion(body: ChatRequest, request: Request, service: Serving) -> Response:
     """Answer a conversation."""
+    chat = await open_chat(body, request.receive, service)
+    if chat is None:
+        return Response(status_code=CLIENT_GONE)
+    if body.stream:
+        return EventStream(chat.chunks(), chat.source)
+    return await answer(request.receive, chat.source, chat.reply.whole(chat.source))
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat that the engine is answering."""
+
+    reply: Reply
+    source: Stream
+    """The engine's outputs, which `reply` reads once."""
+    prompt_tokens: int
+    params: SamplingParams
+
+    def chunks(self) -> AsyncIterator[ChatChunk]:
+        """The streamed answer."""
+        return self.reply.chunks(self.source)
+
+
+async def open_chat(body: ChatRequest, receive: Receive, service: Service, fit: bool = False) -> Chat | None:
+    """Check and submit a conversation. None: the client has left.
+
+    fit: reduce the answer's maximum length to what the context leaves.
+    Raises RequestError, or another MoesaicError if the conversation cannot be served now.
+    """
     service.engine.require_serving()
     service.require_model(body.model)
     require_few_entries(body, body.n or 1)
     tools = callable_tools(body, service.formats)
     params = chat_params(body, service)
     await require_grammar(params, body, service)
-    prompt = await unless_disconnected(request.receive, chat_prompt(body.messages, body, service))
+    prompt = await unless_disconnected(receive, chat_prompt(body.messages, body, service))
     if prompt is None:
-        return Response(status_code=CLIENT_GONE)
+        return None
     reading = Reading(
         formats=service.formats,
         tools=tools,
@@ -61,11 +92,18 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
         include_reasoning=body.include_reasoning is not False,
     )
     params = await with_grammar(params, body, reading, service)
-    reply = _Reply(body, len(prompt), service, reading)
+    if fit:
+        params = _fitted(params, len(prompt), service)
+    reply = Reply(body, len(prompt), service, reading)
     source = _open(service, prompt, params, not body.continue_final_message, service.formats.marks(tools))
-    if body.stream:
-        return EventStream(reply.chunks(source), source)
-    return await answer(request.receive, source, reply.whole(source))
+    return Chat(reply, source, len(prompt), params)
+
+
+def _fitted(params: SamplingParams, prompt_tokens: int, service: Service) -> SamplingParams:
+    """`params` whose max_tokens is at most what the context leaves, and at least 1."""
+    room = service.engine.require_serving().max_model_len - prompt_tokens
+    limit = room if params.max_tokens is None else min(params.max_tokens, room)
+    return replace(params, max_tokens=max(1, limit))
 
 
 def _open(
@@ -79,7 +117,7 @@ def _open(
         raise RequestError(str(error), renamed, error.code) from error
 
 
-class _Reply:
+class Reply:
     """The answer to one call."""
 
     def __init__(self, body: ChatRequest, prompt_tokens: int, service: Service, reading: Reading) -> None:
