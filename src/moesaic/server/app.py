@@ -11,6 +11,7 @@ from moesaic.server.documentation import Api, bearer
 from moesaic.server.errors import install_handlers
 from moesaic.server.guard import BODY_SECONDS, MAX_BODY_BYTES, Access, Guard
 from moesaic.server.metrics import EngineCollector, registry_of
+from moesaic.server.openai_responses import routes as openai_responses
 from moesaic.server.service import Service
 
 
@@ -36,7 +37,7 @@ def create_app(
     if service.cluster is not None:
         app.state.registry.register(ClusterCollector(service.cluster, service.model_name))
     key_needed = [] if access.api_key is None else [Depends(bearer)]
-    for module in (completions, chat, anthropic, tokens, models, elastic):
+    for module in (completions, chat, openai_responses, anthropic, tokens, models, elastic):
         app.include_router(module.router, dependencies=key_needed)
     app.include_router(status.router)
     install_handlers(app)
